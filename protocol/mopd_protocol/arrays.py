@@ -1,0 +1,24 @@
+"""Read-only numpy arrays, so that a frozen value is frozen to its last element."""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+IntArray: TypeAlias = NDArray[np.int32]
+FloatArray: TypeAlias = NDArray[np.float32]
+ArrayLike: TypeAlias = NDArray[Any] | Sequence[Any]
+
+
+def frozen_array(values: ArrayLike, dtype: DTypeLike) -> NDArray[Any]:
+    """``values`` as a C-contiguous read-only array of ``dtype``; a copy only where one is needed.
+
+    An array that somebody else could still write to is copied, not borrowed.
+    """
+    array = np.ascontiguousarray(values, dtype=dtype)
+    if array.flags.writeable:
+        if isinstance(values, np.ndarray) and np.may_share_memory(array, values):
+            array = array.copy()
+        array.flags.writeable = False
+    return array

@@ -1,0 +1,220 @@
+"""The two spellings of a response: one safetensors body for programs, JSON for people.
+
+Binary: ragged sequences stand one after the other, ``offsets`` says where each begins. Everything
+that is not a number a token lives in the header's metadata. Both spellings carry the same fields,
+so decoding either gives the same response.
+"""
+
+import base64
+import json
+import struct
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from mopd_protocol.errors import DataError
+from mopd_protocol.manifest import SCHEMA_VERSION
+from mopd_protocol.requests import LogprobsDtype
+from mopd_protocol.responses import LogprobsResponse
+from mopd_protocol.samples import TeacherScore
+from mopd_protocol.token_sequence import TokenSequence
+from mopd_protocol.topk_logprobs import ABSENT_ID, TopKLogprobs
+
+BINARY_MEDIA_TYPE = "application/vnd.mopd.safetensors"
+
+Array = NDArray[Any]
+
+
+def encode_binary(response: LogprobsResponse, dtype: LogprobsDtype = "float32") -> bytes:
+    """The response as one safetensors body.
+
+    With ``float16`` the top-k logprobs are rounded; a probability that float16 cannot hold (below
+    e^-65504) would become -inf, so it is held at float16's most negative number instead.
+    """
+    scores = response.scores
+    k = max((score.topk.k for score in scores), default=0)
+    logprobs = _stack([_widen(score.topk.logprobs, k, -np.inf) for score in scores], (0, k))
+    if dtype == "float16":
+        lowest = np.finfo(np.float16).min
+        logprobs = np.where(np.isneginf(logprobs), -np.inf, np.maximum(logprobs, lowest))
+    tensors = {
+        "offsets": _offsets([len(score.completion) for score in scores]),
+        "token_ids": _stack([score.completion.token_ids for score in scores]).astype(np.int32),
+        "byte_ends": _stack([score.completion.byte_ends for score in scores]).astype(np.int32),
+        "text": np.frombuffer(b"".join(s.completion.text for s in scores), dtype=np.uint8),
+        "text_offsets": _offsets([len(score.completion.text) for score in scores]),
+        "topk_ids": _stack([_widen(s.topk.ids, k, ABSENT_ID) for s in scores], (0, k)).astype(
+            np.int32
+        ),
+        "topk_logprobs": logprobs.astype(dtype),
+        "token_logprobs": _floats([score.topk.token_logprobs for score in scores]),
+        "tail_logprobs": _floats([score.topk.tail_logprobs for score in scores]),
+    }
+    header = {
+        "schema_version": SCHEMA_VERSION,
+        "manifest_id": response.manifest_id,
+        "ids": list(response.ids),
+        "marks": [list(score.completion.marks.items()) for score in scores],
+        "timings": dict(response.timings),
+    }
+    return save(tensors, metadata={"mopd": json.dumps(header)})
+
+
+def decode_binary(body: bytes) -> LogprobsResponse:
+    """The response in a safetensors body.
+
+    Raises:
+        DataError: when the body is not one, is of another schema version, or contradicts itself.
+    """
+    try:
+        header = json.loads(_metadata(body)["mopd"])
+        tensors = load(body)
+        _check_schema(header)
+        offsets, text_offsets = tensors["offsets"].tolist(), tensors["text_offsets"].tolist()
+        text = tensors["text"].tobytes()
+        scores = [
+            TeacherScore(
+                manifest_id=header["manifest_id"],
+                completion=TokenSequence(
+                    token_ids=tensors["token_ids"][start:end],
+                    byte_ends=tensors["byte_ends"][start:end],
+                    text=text[text_start:text_end],
+                    marks={int(position): name for position, name in marks},
+                ),
+                topk=TopKLogprobs(
+                    ids=tensors["topk_ids"][start:end],
+                    logprobs=tensors["topk_logprobs"][start:end],
+                    token_logprobs=tensors["token_logprobs"][start:end],
+                    tail_logprobs=tensors["tail_logprobs"][start:end],
+                ),
+            )
+            for (start, end), (text_start, text_end), marks in zip(
+                pairwise(offsets), pairwise(text_offsets), header["marks"], strict=True
+            )
+        ]
+        return LogprobsResponse(
+            manifest_id=header["manifest_id"],
+            ids=tuple(header["ids"]),
+            scores=tuple(scores),
+            timings=header["timings"],
+        )
+    except (SafetensorError, KeyError, TypeError, struct.error, UnicodeDecodeError) as error:
+        raise DataError(f"not a scores body: {error!r}; expected {BINARY_MEDIA_TYPE}") from error
+    except json.JSONDecodeError as error:
+        raise DataError(f"the header of a scores body is not JSON: {error}") from error
+
+
+def encode_json(response: LogprobsResponse) -> dict[str, Any]:
+    """The response as plain JSON data; -inf is written as ``null``.
+
+    ``text`` is for reading; where it is not valid UTF-8, ``text_base64`` carries the bytes.
+    """
+    sequences: list[dict[str, Any]] = []
+    for sequence_id, score in zip(response.ids, response.scores, strict=True):
+        completion, topk = score.completion, score.topk
+        readable = completion.text.decode("utf-8", "replace")
+        sequence: dict[str, Any] = {
+            "id": sequence_id,
+            "text": readable,
+            "token_ids": completion.token_ids.tolist(),
+            "byte_ends": completion.byte_ends.tolist(),
+            "marks": [list(mark) for mark in completion.marks.items()],
+            "topk_ids": topk.ids.tolist(),
+            "topk_logprobs": [_nullable(row) for row in topk.logprobs],
+            "token_logprobs": _nullable(topk.token_logprobs),
+            "tail_logprobs": _nullable(topk.tail_logprobs),
+        }
+        if readable.encode() != completion.text:
+            sequence["text_base64"] = base64.b64encode(completion.text).decode()
+        sequences.append(sequence)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "manifest_id": response.manifest_id,
+        "sequences": sequences,
+        "timings": dict(response.timings),
+    }
+
+
+def decode_json(body: dict[str, Any]) -> LogprobsResponse:
+    """The response in JSON data.
+
+    Raises:
+        DataError: when a field is missing, of another schema version, or contradicts another.
+    """
+    try:
+        _check_schema(body)
+        scores = [_score_from_json(body["manifest_id"], item) for item in body["sequences"]]
+        return LogprobsResponse(
+            manifest_id=body["manifest_id"],
+            ids=tuple(item["id"] for item in body["sequences"]),
+            scores=tuple(scores),
+            timings=body["timings"],
+        )
+    except (KeyError, TypeError) as error:
+        raise DataError(f"not a scores document: {error!r}") from error
+
+
+def _score_from_json(manifest_id: str, item: dict[str, Any]) -> TeacherScore:
+    encoded = item.get("text_base64")
+    rows = len(item["token_ids"])
+    return TeacherScore(
+        manifest_id=manifest_id,
+        completion=TokenSequence(
+            token_ids=np.array(item["token_ids"], dtype=np.int32),
+            byte_ends=np.array(item["byte_ends"], dtype=np.int32),
+            text=base64.b64decode(encoded) if encoded else item["text"].encode(),
+            marks={int(position): name for position, name in item["marks"]},
+        ),
+        topk=TopKLogprobs(
+            ids=np.array(item["topk_ids"], dtype=np.int32).reshape(rows, -1 if rows else 0),
+            logprobs=_from_nullable(item["topk_logprobs"]).reshape(rows, -1 if rows else 0),
+            token_logprobs=_from_nullable(item["token_logprobs"]),
+            tail_logprobs=_from_nullable(item["tail_logprobs"]),
+        ),
+    )
+
+
+def _check_schema(header: dict[str, Any]) -> None:
+    if header["schema_version"] != SCHEMA_VERSION:
+        raise DataError(
+            f"scores of schema version {header['schema_version']}, expected {SCHEMA_VERSION}; "
+            "run the same mopd version on both sides"
+        )
+
+
+def _metadata(body: bytes) -> dict[str, str]:
+    (length,) = struct.unpack_from("<Q", body)
+    return json.loads(body[8 : 8 + length])["__metadata__"]
+
+
+def _offsets(lengths: Sequence[int]) -> Array:
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _stack(parts: Sequence[Array], empty_shape: tuple[int, ...] = (0,)) -> Array:
+    return np.concatenate(parts) if parts else np.zeros(empty_shape)
+
+
+def _floats(parts: Sequence[Array]) -> Array:
+    return _stack(parts).astype(np.float32)
+
+
+def _widen(rows: Array, k: int, fill: float) -> Array:
+    missing = k - rows.shape[1]
+    return rows if not missing else np.pad(rows, ((0, 0), (0, missing)), constant_values=fill)
+
+
+def _nullable(values: Array) -> list[float | None]:
+    return [None if value == -np.inf else float(value) for value in values]
+
+
+def _from_nullable(values: Any) -> Array:
+    array = np.array(values, dtype=np.float32)  # None becomes NaN
+    return np.where(np.isnan(array), np.float32(-np.inf), array)

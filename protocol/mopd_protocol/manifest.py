@@ -1,0 +1,71 @@
+"""``Manifest``: who a teacher is, and a hash of everything that could change its scores."""
+
+import hashlib
+import json
+
+from pydantic import BaseModel, ConfigDict, Field, computed_field
+
+from mopd_protocol.token_table import TokenRoles
+
+#: Version of the wire format. A client refuses a service that speaks another one.
+SCHEMA_VERSION = 1
+
+
+class Features(BaseModel):
+    """What this teacher's engine can do beyond its own top-k at temperature 1."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    candidate_ids: bool
+    """Exact logprobs of ids that the caller chooses."""
+    temperature: bool
+    """Distributions at a softmax temperature other than 1."""
+    messages: bool
+    """Renders messages with the model's own chat template."""
+
+
+class Manifest(BaseModel):
+    """A teacher's identity card, answered by ``GET /v1/manifest``.
+
+    ``manifest_id`` covers what affects scores: model, revision, engine, precision, vocabulary,
+    tokenizer, template. The service's name and its limits may change without changing scores.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: int = SCHEMA_VERSION
+    service: str
+    """Name given to this teacher at launch."""
+    model: str
+    """Model id or folder name."""
+    revision: str
+    """Hub commit, or a hash of the weights' index where there is none."""
+    engine: str
+    engine_version: str
+    dtype: str
+    """Precision of the forward pass."""
+    logit_width: int = Field(gt=0)
+    """Rows of the language-model head; may exceed ``tokenizer_size`` (padding is never scored)."""
+    tokenizer_fingerprint: str
+    tokenizer_size: int = Field(gt=0)
+    roles: TokenRoles
+    chat_template_hash: str | None
+    max_model_len: int = Field(gt=0)
+    """Longest prompt plus completion, in the teacher's tokens."""
+    max_top_k: int = Field(gt=0)
+    features: Features
+
+    @computed_field
+    @property
+    def manifest_id(self) -> str:
+        """32 hex digits over everything that affects scores."""
+        decisive = self.model_dump(
+            mode="json", exclude={"service", "max_top_k", "max_model_len", "manifest_id"}
+        )
+        canonical = json.dumps(decisive, sort_keys=True)
+        return hashlib.sha256(canonical.encode()).hexdigest()[:32]
+
+    @classmethod
+    def parse(cls, body: dict[str, object]) -> "Manifest":
+        """A manifest from its JSON form, which also carries the derived ``manifest_id``."""
+        return cls.model_validate({k: v for k, v in body.items() if k != "manifest_id"})

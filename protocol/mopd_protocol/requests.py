@@ -1,0 +1,98 @@
+"""The body of ``POST /v1/logprobs``: what a teacher is asked to score."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from mopd_protocol.samples import Message
+
+LogprobsDtype = Literal["float32", "float16"]
+
+
+class ControlToken(BaseModel):
+    """A control token inside a completion, by the literal text it has in the teacher's tokenizer.
+
+    Text never becomes a control token on its own; this is the only way to ask for one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    control: str
+
+
+class SequenceRequest(BaseModel):
+    """One prompt and the completion to score.
+
+    The prompt is ``messages`` (rendered with the teacher's own chat template), ``prompt`` (plain
+    text, tokenized by the teacher) or ``prompt_token_ids`` (teacher ids): exactly one of them. The
+    completion is ``completion`` (text, or text and control tokens in order) or
+    ``completion_token_ids`` (teacher ids, without an ending token): exactly one of them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    prompt: str | None = None
+    prompt_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    completion: str | list[str | ControlToken] | None = None
+    completion_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    finished: bool = False
+    """The student ended its turn itself: the teacher's end-of-turn token is appended and scored."""
+    candidate_ids: list[list[Annotated[int, Field(ge=0)]]] | None = None
+    """Per completion token (the end-of-turn token included), the teacher ids to score instead of
+    the teacher's own top-k."""
+
+    @model_validator(mode="after")
+    def _one_prompt_one_completion(self) -> "SequenceRequest":
+        prompts = [n for n in ("messages", "prompt", "prompt_token_ids") if self._given(n)]
+        if len(prompts) != 1:
+            raise ValueError(
+                f"found {' and '.join(prompts) or 'no prompt'}; "
+                "expected exactly one of messages, prompt, prompt_token_ids"
+            )
+        completions = [n for n in ("completion", "completion_token_ids") if self._given(n)]
+        if len(completions) != 1:
+            raise ValueError(
+                f"found {' and '.join(completions) or 'no completion'}; "
+                "expected exactly one of completion, completion_token_ids"
+            )
+        return self
+
+    def _given(self, name: str) -> bool:
+        return getattr(self, name) is not None
+
+
+class LogprobsRequest(BaseModel):
+    """Sequences to score, and how much to tell about each token.
+
+    A refused sequence refuses the request: nothing is scored in part.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        json_schema_extra={
+            "examples": [
+                {
+                    "sequences": [
+                        {
+                            "messages": [{"role": "user", "content": "3 + 4 ="}],
+                            "completion": "7",
+                            "finished": True,
+                        }
+                    ],
+                    "top_k": 8,
+                }
+            ]
+        },
+    )
+
+    sequences: list[SequenceRequest] = Field(min_length=1)
+    top_k: int = Field(default=64, ge=1)
+    """Most likely teacher tokens per completion token."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Softmax temperature of the returned distributions; other than 1 only where the manifest
+    lists the feature."""
+    logprobs_dtype: LogprobsDtype = "float32"
+    """Precision of the top-k on the binary wire; sums and tails stay float32."""

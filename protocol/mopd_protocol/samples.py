@@ -1,0 +1,104 @@
+"""A sample on its way: ``Prompt`` (the data), ``Rollout`` (the student), ``TeacherScore``."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from mopd_protocol.arrays import FloatArray, IntArray, frozen_array
+from mopd_protocol.errors import DataError
+from mopd_protocol.token_sequence import TokenSequence
+from mopd_protocol.topk_logprobs import TopKLogprobs
+
+FinishReason = Literal["stop", "length"]
+
+
+class Message(BaseModel):
+    """One turn of a conversation, as chat templates take it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line of the user's data, and who will judge the answer.
+
+    Raises:
+        DataError: when there is no message, no teacher, or a weight that is not positive.
+    """
+
+    index: int  # position in the data, which names the sample in logs and checkpoints
+    messages: tuple[Message, ...]
+    teachers: Mapping[str, float]  # teacher name -> weight; weights are normalised to sum to one
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        if not self.messages:
+            raise DataError(f"prompt {self.index} has no messages")
+        if not self.teachers or any(not weight > 0 for weight in self.teachers.values()):
+            raise DataError(
+                f"prompt {self.index} is routed to {dict(self.teachers)}; "
+                "expected at least one teacher, each with a weight above 0"
+            )
+        total = sum(self.teachers.values())
+        weights = {name: weight / total for name, weight in self.teachers.items()}
+        object.__setattr__(self, "teachers", MappingProxyType(weights))
+        object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """What the student wrote for a prompt, under which weights.
+
+    ``finish_reason`` is ``stop`` when the student ended its turn itself (the ending token is then
+    the completion's last) and ``length`` when it ran into the limit.
+
+    Raises:
+        DataError: when there is not one sampled logprob a token.
+    """
+
+    prompt: Prompt
+    prompt_token_ids: IntArray  # [prompt tokens], the student's own template and tokenizer
+    completion: TokenSequence
+    sampled_logprobs: FloatArray  # [tokens], nats, under the distribution that was sampled from
+    finish_reason: FinishReason
+    policy_version: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_token_ids", frozen_array(self.prompt_token_ids, "int32"))
+        object.__setattr__(self, "sampled_logprobs", frozen_array(self.sampled_logprobs, "float32"))
+        if self.sampled_logprobs.shape != (len(self.completion),):
+            raise DataError(
+                f"{len(self.completion)} completion tokens but sampled logprobs of shape "
+                f"{self.sampled_logprobs.shape}"
+            )
+        if (self.finish_reason == "stop") != self.completion.ends_turn:
+            raise DataError(
+                f"finish reason {self.finish_reason!r}, but the completion "
+                f"{'ends' if self.completion.ends_turn else 'does not end'} with a token that "
+                "ends the turn"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class TeacherScore:
+    """A teacher's view of one completion, in the teacher's own tokens.
+
+    Raises:
+        DataError: when the teacher's tokens and its rows differ in number.
+    """
+
+    manifest_id: str
+    completion: TokenSequence
+    topk: TopKLogprobs  # row r predicts token r of ``completion``
+
+    def __post_init__(self) -> None:
+        if len(self.completion) != len(self.topk):
+            raise DataError(
+                f"a teacher scored {len(self.topk)} rows for {len(self.completion)} tokens"
+            )

@@ -1,0 +1,129 @@
+"""Reads a fast tokenizer's JSON: what kind it is, its fingerprint, its continuation form.
+
+The JSON (``tokenizer.json``, or ``Tokenizer.to_str()``) is the one description of a fast
+tokenizer that does not depend on a Python wrapper class, so everything here starts from it.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from tokenizers import Tokenizer
+
+from mopd_protocol.errors import DataError
+
+JSON = dict[str, Any]
+TokenizerKind = Literal["byte_level", "metaspace"]
+
+
+def tokenizer_json(tokenizer: Tokenizer) -> JSON:
+    """The tokenizer's full description as plain data."""
+    return json.loads(tokenizer.to_str())
+
+
+def fingerprint(description: JSON) -> str:
+    """32 hex digits that name a tokenizer's behaviour.
+
+    Hashes vocabulary, merges, normalizer, pre-tokenizer and added tokens. Padding, truncation and
+    post-processing (who adds BOS) are left out: they do not change how text becomes tokens.
+    """
+    decisive = {key: description.get(key) for key in ("model", "normalizer", "pre_tokenizer")}
+    decisive["added_tokens"] = sorted(
+        description.get("added_tokens") or [], key=lambda token: token["id"]
+    )
+    canonical = json.dumps(decisive, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def kind_of(description: JSON) -> TokenizerKind:
+    """Whether surfaces spell bytes in the byte-level alphabet or text with ``▁`` for a space.
+
+    Raises:
+        DataError: for tokenizers whose tokens do not spell bytes by themselves (WordPiece, whose
+            spaces live between tokens, and models without a reversible space).
+    """
+    steps = [
+        step
+        for key in ("pre_tokenizer", "decoder", "normalizer")
+        for step in _steps(description.get(key))
+    ]
+    types = {step["type"] for step in steps}
+    model = (description.get("model") or {}).get("type")
+    if model != "WordPiece" and "WordPiece" not in types:
+        if "ByteLevel" in types:
+            return "byte_level"
+        if "Metaspace" in types or any(_writes_spaces_as_metaspace(step) for step in steps):
+            return "metaspace"
+    raise DataError(
+        f"cannot tell the bytes of single tokens for a {model} tokenizer with steps "
+        f"{sorted(types)}; expected byte-level BPE, or a SentencePiece-style tokenizer that "
+        "writes spaces as ▁"
+    )
+
+
+def metaspace_of(description: JSON) -> str:
+    """The character that stands for a space in a SentencePiece-style tokenizer."""
+    for key in ("pre_tokenizer", "decoder"):
+        for step in _steps(description.get(key)):
+            if step["type"] == "Metaspace":
+                return step["replacement"]
+    return "▁"
+
+
+def has_byte_fallback(description: JSON) -> bool:
+    """Whether surfaces such as ``<0x0A>`` stand for single bytes."""
+    decoder_types = {step["type"] for step in _steps(description.get("decoder"))}
+    return bool(description["model"].get("byte_fallback")) or "ByteFallback" in decoder_types
+
+
+def continuation_tokenizer(description: JSON) -> Tokenizer:
+    """The same tokenizer for text in the middle of a sequence, where every character is text.
+
+    Three things are taken away: the invented leading space, the post-processor (BOS, EOS), and
+    the special tokens, so that text which merely spells ``<|im_end|>`` cannot become one. The seam
+    to whatever came before is then a byte boundary by construction.
+    """
+    edited: JSON = {
+        **description,
+        "added_tokens": [t for t in description.get("added_tokens") or [] if not t["special"]],
+        "normalizer": _without_leading_space(description.get("normalizer")),
+        "pre_tokenizer": _without_leading_space(description.get("pre_tokenizer")),
+        "post_processor": None,
+        "padding": None,
+        "truncation": None,
+    }
+    return Tokenizer.from_str(json.dumps(edited))
+
+
+def _steps(step: JSON | None) -> Iterator[JSON]:
+    """A pipeline step and, where it is a sequence, all the steps in it."""
+    if step is None:
+        return
+    yield step
+    for key in ("pretokenizers", "normalizers", "decoders"):
+        for inner in step.get(key) or []:
+            yield from _steps(inner)
+
+
+def _writes_spaces_as_metaspace(step: JSON) -> bool:
+    return (
+        step["type"] == "Replace"
+        and (step.get("pattern") or {}).get("String") == " "
+        and step.get("content") == "▁"
+    )
+
+
+def _without_leading_space(step: JSON | None) -> JSON | None:
+    if step is None or step["type"] == "Prepend":
+        return None
+    edited = dict(step)
+    if step["type"] == "Metaspace":
+        edited["prepend_scheme"] = "never"
+    if step["type"] == "ByteLevel":
+        edited["add_prefix_space"] = False
+    for key in ("pretokenizers", "normalizers"):
+        if key in step:
+            kept = (_without_leading_space(inner) for inner in step[key])
+            edited[key] = [inner for inner in kept if inner is not None]
+    return edited

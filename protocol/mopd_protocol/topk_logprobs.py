@@ -1,0 +1,86 @@
+"""``TopKLogprobs``: a truncated next-token distribution for each token of a completion."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mopd_protocol.arrays import FloatArray, IntArray, frozen_array
+from mopd_protocol.errors import DataError
+
+#: Retained probabilities may add up to this much more than one (rounding, float16 on the wire).
+MASS_TOLERANCE = 2e-2
+
+ABSENT_ID = -1
+
+
+@dataclass(frozen=True, eq=False)
+class TopKLogprobs:
+    """Row ``r`` is the distribution that predicts completion token ``r``, given all before it.
+
+    That is the only place where the shift between a model's output positions and the tokens that
+    they predict is spoken of: engines apply it once, everybody else reads row ``r`` for token
+    ``r``. Natural logarithms, most likely first. An absent entry is id ``-1`` with ``-inf``.
+
+    Raises:
+        DataError: on disagreeing shapes, unsorted rows, a logprob above zero or NaN, an absent
+            id with a probability (or the reverse), an id twice in a row, or mass above one.
+    """
+
+    ids: IntArray  # [rows, k]
+    logprobs: FloatArray  # [rows, k], nats
+    token_logprobs: FloatArray  # [rows], nats: of the token that is really there
+    tail_logprobs: FloatArray  # [rows], nats: log of the mass outside the k entries
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", frozen_array(self.ids, "int32"))
+        for name in ("logprobs", "token_logprobs", "tail_logprobs"):
+            object.__setattr__(self, name, frozen_array(getattr(self, name), "float32"))
+        self._check_shapes()
+        self._check_values()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def k(self) -> int:
+        """Entries per row, absent ones counted."""
+        return self.ids.shape[1]
+
+    def _check_shapes(self) -> None:
+        rows = self.ids.shape[:1]
+        if self.ids.ndim != 2 or self.logprobs.shape != self.ids.shape:
+            raise DataError(
+                f"top-k ids of shape {self.ids.shape} and logprobs of shape "
+                f"{self.logprobs.shape}: expected one shape [rows, k]"
+            )
+        for name in ("token_logprobs", "tail_logprobs"):
+            if getattr(self, name).shape != rows:
+                raise DataError(
+                    f"{name} has shape {getattr(self, name).shape}, expected {rows}: one a row"
+                )
+
+    def _check_values(self) -> None:
+        for name in ("logprobs", "token_logprobs", "tail_logprobs"):
+            values = getattr(self, name)
+            if np.isnan(values).any() or (values > 1e-3).any():
+                row = int(np.argwhere(np.isnan(values) | (values > 1e-3))[0][0])
+                raise DataError(
+                    f"{name} of row {row} holds NaN or a value above 0; expected natural logs"
+                )
+        absent = self.ids < 0
+        if (absent != np.isneginf(self.logprobs)).any() or (self.ids < ABSENT_ID).any():
+            row = int(np.argwhere((absent != np.isneginf(self.logprobs)) | (self.ids < -1))[0][0])
+            raise DataError(
+                f"row {row} pairs an absent id with a probability, or an id with none; "
+                "expected -1 exactly where the logprob is -inf"
+            )
+        with np.errstate(invalid="ignore"):  # -inf minus -inf between two absent entries
+            if (np.diff(self.logprobs, axis=1) > 0).any():
+                raise DataError("top-k logprobs are not sorted; expected the most likely first")
+        ordered = np.sort(self.ids, axis=1)
+        if ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any():
+            raise DataError("a token id stands twice in one row of the top-k")
+        mass = np.exp(self.logprobs.astype(np.float64)).sum(axis=1)
+        if (mass > 1 + MASS_TOLERANCE).any():
+            row = int(mass.argmax())
+            raise DataError(f"row {row} holds a probability mass of {mass[row]:.4f}, above one")
