@@ -1,0 +1,1 @@
+"""Alignment of two tokenizations, projection between two vocabularies, and the losses on them."""
