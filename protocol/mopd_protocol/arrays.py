@@ -17,8 +17,17 @@ def frozen_array(values: ArrayLike, dtype: DTypeLike) -> NDArray[Any]:
     An array that somebody else could still write to is copied, not borrowed.
     """
     array = np.ascontiguousarray(values, dtype=dtype)
-    if array.flags.writeable:
-        if isinstance(values, np.ndarray) and np.may_share_memory(array, values):
-            array = array.copy()
-        array.flags.writeable = False
+    if isinstance(values, np.ndarray) and np.may_share_memory(array, values) and _writeable(values):
+        array = array.copy()
+    array.flags.writeable = False
     return array
+
+
+def _writeable(array: NDArray[Any]) -> bool:
+    """Whether the array, or one that it is a view of, can be written to."""
+    owner: Any = array
+    while isinstance(owner, np.ndarray):
+        if owner.flags.writeable:
+            return True
+        owner = owner.base
+    return False

@@ -8,12 +8,13 @@ so decoding either gives the same response.
 import base64
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
@@ -28,6 +29,18 @@ from mopd_protocol.topk_logprobs import ABSENT_ID, TopKLogprobs
 BINARY_MEDIA_TYPE = "application/vnd.mopd.safetensors"
 
 Array = NDArray[Any]
+
+_TENSOR_TYPES = {
+    "offsets": ("int64",),
+    "token_ids": ("int32",),
+    "byte_ends": ("int32",),
+    "text": ("uint8",),
+    "text_offsets": ("int64",),
+    "topk_ids": ("int32",),
+    "topk_logprobs": ("float32", "float16"),
+    "token_logprobs": ("float32",),
+    "tail_logprobs": ("float32",),
+}
 
 
 def encode_binary(response: LogprobsResponse, dtype: LogprobsDtype = "float32") -> bytes:
@@ -72,41 +85,41 @@ def decode_binary(body: bytes) -> LogprobsResponse:
         DataError: when the body is not one, is of another schema version, or contradicts itself.
     """
     try:
-        header = json.loads(_metadata(body)["mopd"])
+        header = _header(body)
         tensors = load(body)
-        _check_schema(header)
-        offsets, text_offsets = tensors["offsets"].tolist(), tensors["text_offsets"].tolist()
-        text = tensors["text"].tobytes()
+        offsets = _bounds(tensors, "offsets", "token_ids")
+        text_offsets = _bounds(tensors, "text_offsets", "text")
+        text = _tensor(tensors, "text").tobytes()
         scores = [
             TeacherScore(
-                manifest_id=header["manifest_id"],
+                manifest_id=header.manifest_id,
                 completion=TokenSequence(
-                    token_ids=tensors["token_ids"][start:end],
-                    byte_ends=tensors["byte_ends"][start:end],
+                    token_ids=_tensor(tensors, "token_ids")[start:end],
+                    byte_ends=_tensor(tensors, "byte_ends")[start:end],
                     text=text[text_start:text_end],
-                    marks={int(position): name for position, name in marks},
+                    marks=dict(marks),
                 ),
                 topk=TopKLogprobs(
-                    ids=tensors["topk_ids"][start:end],
-                    logprobs=tensors["topk_logprobs"][start:end],
-                    token_logprobs=tensors["token_logprobs"][start:end],
-                    tail_logprobs=tensors["tail_logprobs"][start:end],
+                    ids=_tensor(tensors, "topk_ids")[start:end],
+                    logprobs=_tensor(tensors, "topk_logprobs")[start:end],
+                    token_logprobs=_tensor(tensors, "token_logprobs")[start:end],
+                    tail_logprobs=_tensor(tensors, "tail_logprobs")[start:end],
                 ),
             )
             for (start, end), (text_start, text_end), marks in zip(
-                pairwise(offsets), pairwise(text_offsets), header["marks"], strict=True
+                pairwise(offsets), pairwise(text_offsets), header.marks, strict=True
             )
         ]
         return LogprobsResponse(
-            manifest_id=header["manifest_id"],
-            ids=tuple(header["ids"]),
+            manifest_id=header.manifest_id,
+            ids=tuple(header.ids),
             scores=tuple(scores),
-            timings=header["timings"],
+            timings=header.timings,
         )
-    except (SafetensorError, KeyError, TypeError, struct.error, UnicodeDecodeError) as error:
+    except DataError:
+        raise
+    except (SafetensorError, KeyError, TypeError, ValueError, struct.error) as error:
         raise DataError(f"not a scores body: {error!r}; expected {BINARY_MEDIA_TYPE}") from error
-    except json.JSONDecodeError as error:
-        raise DataError(f"the header of a scores body is not JSON: {error}") from error
 
 
 def encode_json(response: LogprobsResponse) -> dict[str, Any]:
@@ -155,7 +168,9 @@ def decode_json(body: dict[str, Any]) -> LogprobsResponse:
             scores=tuple(scores),
             timings=body["timings"],
         )
-    except (KeyError, TypeError) as error:
+    except DataError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DataError(f"not a scores document: {error!r}") from error
 
 
@@ -187,9 +202,48 @@ def _check_schema(header: dict[str, Any]) -> None:
         )
 
 
-def _metadata(body: bytes) -> dict[str, str]:
+class _Header(BaseModel):
+    """What stands in the metadata of a scores body, beside the tensors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: int
+    manifest_id: str
+    ids: list[str | None]
+    marks: list[list[tuple[int, str]]]
+    timings: dict[str, float]
+
+
+def _header(body: bytes) -> _Header:
     (length,) = struct.unpack_from("<Q", body)
-    return json.loads(body[8 : 8 + length])["__metadata__"]
+    fields = json.loads(json.loads(body[8 : 8 + length])["__metadata__"]["mopd"])
+    _check_schema(fields)
+    return _Header.model_validate(fields)
+
+
+def _tensor(tensors: Mapping[str, Array], name: str) -> Array:
+    """One tensor of a scores body; its values must not be reinterpreted on the way in."""
+    expected = _TENSOR_TYPES[name]
+    if tensors[name].dtype.name not in expected:
+        raise DataError(
+            f"tensor {name} of a scores body is {tensors[name].dtype.name}, "
+            f"expected {' or '.join(expected)}"
+        )
+    return tensors[name]
+
+
+def _bounds(tensors: Mapping[str, Array], name: str, of: str) -> list[int]:
+    """Where each sequence begins in the tensor ``of``, and the last one's end."""
+    offsets = _tensor(tensors, name)
+    rows = len(_tensor(tensors, of))
+    if offsets.ndim != 1 or not len(offsets) or (np.diff(offsets) < 0).any():
+        raise DataError(f"{name} of a scores body are not a running total")
+    if offsets[0] != 0 or offsets[-1] != rows:
+        raise DataError(
+            f"{name} of a scores body run from {offsets[0]} to {offsets[-1]}, "
+            f"expected 0 to {rows}: all of {of}"
+        )
+    return offsets.tolist()
 
 
 def _offsets(lengths: Sequence[int]) -> Array:

@@ -3,14 +3,23 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mopd_protocol.errors import DataError
 from mopd_protocol.samples import TeacherScore
 
 
 @dataclass(frozen=True, eq=False)
 class LogprobsResponse:
-    """Scores in the order of the request's sequences; rows cover completion tokens only."""
+    """Scores in the order of the request's sequences; rows cover completion tokens only.
+
+    Raises:
+        DataError: when there is not one id for each score.
+    """
 
     manifest_id: str
     ids: tuple[str | None, ...]  # as given in the request
     scores: tuple[TeacherScore, ...]
     timings: Mapping[str, float] = field(default_factory=dict[str, float])  # phase -> seconds
+
+    def __post_init__(self) -> None:
+        if len(self.ids) != len(self.scores):
+            raise DataError(f"a response with {len(self.ids)} ids for {len(self.scores)} scores")

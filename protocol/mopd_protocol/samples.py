@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -29,7 +30,7 @@ class Prompt:
     """One line of the user's data, and who will judge the answer.
 
     Raises:
-        DataError: when there is no message, no teacher, or a weight that is not positive.
+        DataError: when there is no message, no teacher, or a weight not positive and finite.
     """
 
     index: int  # position in the data, which names the sample in logs and checkpoints
@@ -40,10 +41,10 @@ class Prompt:
     def __post_init__(self) -> None:
         if not self.messages:
             raise DataError(f"prompt {self.index} has no messages")
-        if not self.teachers or any(not weight > 0 for weight in self.teachers.values()):
+        if not self.teachers or any(not 0 < weight < inf for weight in self.teachers.values()):
             raise DataError(
                 f"prompt {self.index} is routed to {dict(self.teachers)}; "
-                "expected at least one teacher, each with a weight above 0"
+                "expected at least one teacher, each with a finite weight above 0"
             )
         total = sum(self.teachers.values())
         weights = {name: weight / total for name, weight in self.teachers.items()}

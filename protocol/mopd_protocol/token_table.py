@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 from tokenizers import Tokenizer
 
-from mopd_protocol.arrays import ArrayLike
+from mopd_protocol.arrays import ArrayLike, frozen_array
 from mopd_protocol.errors import DataError
 from mopd_protocol.token_sequence import END_OF_TURN, TokenSequence
 from mopd_protocol.tokenizer_file import (
@@ -123,9 +123,9 @@ class TokenTable:
         return cls(
             fingerprint=fingerprint(description),
             roles=roles,
-            offsets=offsets,
+            offsets=frozen_array(offsets, "int64"),
             data=np.frombuffer(b"".join(spelled), dtype=np.uint8),
-            present=present,
+            present=frozen_array(present, "bool"),
             marks=MappingProxyType(marks),
             controls=MappingProxyType(controls),
         )
@@ -151,7 +151,7 @@ class TokenTable:
     @cached_property
     def byte_lengths(self) -> NDArray[np.int64]:
         """[size], bytes that each token spells."""
-        return np.diff(self.offsets)
+        return frozen_array(np.diff(self.offsets), "int64")
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of one token; empty for control tokens and holes."""

@@ -80,20 +80,76 @@ def has_byte_fallback(description: JSON) -> bool:
 def continuation_tokenizer(description: JSON) -> Tokenizer:
     """The same tokenizer for text in the middle of a sequence, where every character is text.
 
-    Three things are taken away: the invented leading space, the post-processor (BOS, EOS), and
-    the special tokens, so that text which merely spells ``<|im_end|>`` cannot become one. The seam
-    to whatever came before is then a byte boundary by construction.
+    Taken away are the invented leading space, the post-processor (BOS, EOS), the habit of some
+    added tokens to swallow the spaces around them, and every way in which text that merely spells
+    ``<|im_end|>`` could become a control token. The seam to whatever came before is then a byte
+    boundary by construction. Ids are those of the tokenizer itself.
+
+    Raises:
+        DataError: when an added token would get another id.
     """
+    added: list[JSON] = description.get("added_tokens") or []
+    vocabulary = _model_surfaces(description["model"])
+    controls = {token["content"] for token in added if token["special"]} & vocabulary
+    kept: list[JSON] = [
+        {**token, "lstrip": False, "rstrip": False}
+        for token in added
+        if token["content"] not in controls
+    ]
     edited: JSON = {
         **description,
-        "added_tokens": [t for t in description.get("added_tokens") or [] if not t["special"]],
+        "model": _model_without(controls, description["model"]),
+        "added_tokens": kept,
         "normalizer": _without_leading_space(description.get("normalizer")),
         "pre_tokenizer": _without_leading_space(description.get("pre_tokenizer")),
         "post_processor": None,
         "padding": None,
         "truncation": None,
     }
-    return Tokenizer.from_str(json.dumps(edited))
+    tokenizer = Tokenizer.from_str(json.dumps(edited))
+    # Control tokens outside the model's vocabulary stay listed, because the library numbers added
+    # tokens in their order; this setting keeps them from being found in text.
+    tokenizer.encode_special_tokens = True
+    for token in kept:
+        found = tokenizer.token_to_id(token["content"])
+        if found != token["id"]:
+            raise DataError(
+                f"added token {token['content']!r} has id {token['id']}, but the tokenizers "
+                f"library numbers it {found}; expected added tokens numbered without gaps"
+            )
+    return tokenizer
+
+
+def _model_surfaces(model: JSON) -> set[str]:
+    vocabulary = model["vocab"]
+    return {entry[0] for entry in vocabulary} if isinstance(vocabulary, list) else {*vocabulary}
+
+
+def _model_without(controls: set[str], model: JSON) -> JSON:
+    """The model, unable to spell ``controls`` out of text; every id keeps its place.
+
+    A SentencePiece vocabulary holds ``</s>`` like any word, and merges or a best path can lead to
+    it. It gets a name with a space in it, which no text has once spaces are written as ``▁`` or
+    ``Ġ``.
+    """
+
+    def renamed(surface: str) -> str:
+        return f"{surface} control" if surface in controls else surface
+
+    edited = dict(model)
+    if isinstance(model["vocab"], list):
+        edited["vocab"] = [[renamed(surface), score] for surface, score in model["vocab"]]
+    else:
+        edited["vocab"] = {renamed(surface): token for surface, token in model["vocab"].items()}
+    if "merges" in model:
+        edited["merges"] = [
+            [left, right]
+            for left, right in model["merges"]
+            if controls.isdisjoint((left, right, left + right))
+        ]
+    if model.get("unk_token"):
+        edited["unk_token"] = renamed(model["unk_token"])
+    return edited
 
 
 def _steps(step: JSON | None) -> Iterator[JSON]:

@@ -30,10 +30,11 @@ def roles_of(tokenizer: ChatTokenizer, controls: Mapping[str, int]) -> TokenRole
 
     Without a chat template the end of a turn is the end of text.
     """
+    end_of_turn = _end_of_turn(tokenizer, controls)
     return TokenRoles(
         bos=tokenizer.bos_token_id,
         eos=tokenizer.eos_token_id,
-        end_of_turn=_end_of_turn(tokenizer, controls) or tokenizer.eos_token_id,
+        end_of_turn=tokenizer.eos_token_id if end_of_turn is None else end_of_turn,
         pad=tokenizer.pad_token_id,
     )
 

@@ -1,0 +1,1 @@
+"""The student's side: prompts, rollouts, scores, examples, optimizer steps."""

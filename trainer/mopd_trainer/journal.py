@@ -1,0 +1,90 @@
+"""``Journal``: a line of JSON a step, and the same numbers for TensorBoard."""
+
+import json
+import math
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from mopd_protocol.atomic_file import replacing
+from mopd_trainer.examples import TrainingExample
+from mopd_trainer.measurements import Metrics
+
+JOURNAL = "journal.jsonl"
+COMPLETIONS = "completions.jsonl"
+
+
+class Journal:
+    """Writes what happened. Opened at step ``from_step``, it forgets all later steps first.
+
+    A run that was killed after its last checkpoint redoes those steps, and the journal then has
+    neither a gap nor a repeat.
+    """
+
+    def __init__(self, output_dir: Path, *, from_step: int, tensorboard: bool) -> None:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        for name in (JOURNAL, COMPLETIONS):
+            _forget_after(output_dir / name, from_step)
+        self._journal = (output_dir / JOURNAL).open("a", encoding="utf-8")
+        self._completions = (output_dir / COMPLETIONS).open("a", encoding="utf-8")
+        self._tensorboard: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # seconds to import, so only on use
+
+            self._tensorboard = SummaryWriter(
+                str(output_dir / "tensorboard"), purge_step=from_step + 1 if from_step else None
+            )
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """A step's numbers; steps count from 1. What was not measured is ``null``."""
+        values = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        self._journal.write(json.dumps({"step": step, **values}) + "\n")
+        self._journal.flush()
+        os.fsync(self._journal.fileno())
+        if self._tensorboard is not None:
+            for key, value in metrics.items():
+                if math.isfinite(value):
+                    self._tensorboard.add_scalar(key, value, step)
+
+    def write_completion(self, step: int, example: TrainingExample) -> None:
+        """A completion for people to read; bytes that are no text are shown as U+FFFD."""
+        rollout = example.rollout
+        line = {
+            "step": step,
+            "prompt": [message.model_dump() for message in rollout.prompt.messages],
+            "completion": rollout.completion.text.decode("utf-8", "replace"),
+            "finish_reason": rollout.finish_reason,
+            "teachers": dict(rollout.prompt.teachers),
+            "metadata": dict(rollout.prompt.metadata),
+        }
+        self._completions.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+        self._completions.flush()
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._journal.close()
+        self._completions.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Keeps the lines up to ``step``; a last line that was cut short by a kill goes too."""
+    if not path.exists():
+        return
+    whole = [line for line in path.read_text(encoding="utf-8").splitlines(True) if line[-1] == "\n"]
+    kept = [line for line in whole if json.loads(line)["step"] <= step]
+    with replacing(path) as temporary:
+        temporary.write_text("".join(kept), encoding="utf-8")

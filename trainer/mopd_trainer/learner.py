@@ -1,0 +1,103 @@
+"""``Learner``: micro-batches -> one optimizer step."""
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from mopd_losses.build import Loss
+from mopd_protocol.errors import DataError
+from mopd_trainer.config import StudentConfig
+from mopd_trainer.measurements import LossMeasurements, Metrics
+from mopd_trainer.packing import MicroBatch
+from mopd_trainer.seeds import derived_seed
+from mopd_trainer.student import Student
+
+
+class Learner:
+    """AdamW on the student, with one division by the step's token count and nowhere else.
+
+    Everything random is seeded by the step, and the learning rate is a function of the step, so
+    that the optimizer's moments are all the state there is.
+    """
+
+    def __init__(
+        self,
+        student: Student,
+        config: StudentConfig,
+        *,
+        losses: Mapping[str, Loss],
+        teacher_weights: Mapping[str, float],
+        max_steps: int,
+        seed: int,
+    ) -> None:
+        self._student = student
+        self._config = config
+        self._losses = losses
+        self._teacher_weights = teacher_weights
+        self._max_steps = max_steps
+        self._seed = seed
+        self.optimizer = torch.optim.AdamW(
+            student.model.parameters(),
+            lr=config.learning_rate,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+        )
+
+    def update(
+        self, micro_batches: Iterable[MicroBatch], *, tokens: int, step: int
+    ) -> tuple[Metrics, dict[str, LossMeasurements]]:
+        """One optimizer step on all micro-batches together.
+
+        Args:
+            tokens: completion tokens of the whole step, which the summed loss is divided by.
+            step: counted from 0.
+
+        Raises:
+            DataError: when the gradient is not finite; the weights are then as before.
+        """
+        torch.manual_seed(derived_seed(self._seed, step))  # dropout, where a model has it
+        self._student.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        measured: dict[str, LossMeasurements] = {}
+        total = 0.0
+        for batch in micro_batches:
+            total += self._backward(batch, tokens, measured)
+        norm = float(
+            torch.nn.utils.clip_grad_norm_(
+                self._student.model.parameters(), self._config.max_grad_norm
+            )
+        )
+        if not math.isfinite(norm):
+            raise DataError(
+                f"the gradient of step {step + 1} has norm {norm} (loss {total:.4g} nats a token); "
+                "nothing was changed: lower student.learning_rate, or look at the last completions"
+            )
+        rate = learning_rate(self._config, step=step, max_steps=self._max_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        return {"loss": total, "grad_norm": norm, "learning_rate": rate}, measured
+
+    def _backward(
+        self, batch: MicroBatch, tokens: int, measured: dict[str, LossMeasurements]
+    ) -> float:
+        """Adds a micro-batch's gradient; its share of the step's loss, in nats per token."""
+        logits = self._student.completion_logits(batch)
+        loss = logits.new_zeros((), dtype=torch.float32)
+        for name, part in batch.teachers.items():
+            output = self._losses[name](logits, part.targets.to(logits.device))
+            measured.setdefault(name, LossMeasurements()).add(output)
+            weights = part.slot_weights.to(logits.device) * self._teacher_weights[name]
+            loss = loss + (output.per_token * weights).sum() / tokens
+        loss.backward()
+        return float(loss.detach())
+
+
+def learning_rate(config: StudentConfig, *, step: int, max_steps: int) -> float:
+    """Linear warm-up, then a cosine down to ``min_learning_rate_ratio``; steps count from 0."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps)
+    floor = config.min_learning_rate_ratio
+    return config.learning_rate * (floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)

@@ -1,0 +1,171 @@
+"""The loop: prompts -> sample -> score -> align -> pack -> loss -> step -> journal."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from mopd_client.pool import TeacherPool
+from mopd_losses.build import build_loss
+from mopd_losses.projection_cache import ProjectionCache
+from mopd_protocol.atomic_file import replacing_folder
+from mopd_protocol.errors import DataError
+from mopd_protocol.samples import Prompt
+from mopd_trainer.checkpoint import FINAL, save_checkpoint, starting_checkpoint
+from mopd_trainer.config import RunConfig
+from mopd_trainer.examples import TrainingExample
+from mopd_trainer.journal import Journal
+from mopd_trainer.learner import Learner
+from mopd_trainer.measurements import Metrics, rollout_metrics, teacher_metrics
+from mopd_trainer.packing import pack
+from mopd_trainer.plan import describe_plan
+from mopd_trainer.progress import RunProgress
+from mopd_trainer.prompts import PromptOrder, read_prompts
+from mopd_trainer.rollouts import Sampler
+from mopd_trainer.run_file import write_resolved
+from mopd_trainer.scoring import Scorer
+from mopd_trainer.student import Student
+from mopd_trainer.teachers import Teacher, meet_teachers, teacher_pool
+
+logger = logging.getLogger(__name__)
+
+
+async def train(config: RunConfig, console: Console) -> Path:
+    """Runs a distillation to its end; the folder of the finished student.
+
+    Raises:
+        MopdError: when something that was given cannot work; nothing is left half-written.
+    """
+    prompts = read_prompts(config.data, config.teachers)
+    checkpoint = starting_checkpoint(config)
+    async with teacher_pool(config.teachers) as pool:
+        student = Student.load(config.student)
+        cache = ProjectionCache(config.projections)
+        expected = checkpoint.manifest_ids if checkpoint else {}
+        teachers = await meet_teachers(
+            pool,
+            config.teachers,
+            student.identity,
+            cache,
+            {} if config.accept_changed_teachers else expected,
+        )
+        console.print(describe_plan(config, prompts, student.identity, teachers))
+        learner = _learner(config, student, teachers, cache)
+        done = checkpoint.step if checkpoint else 0
+        if checkpoint:
+            checkpoint.restore(student, learner.optimizer)
+            console.print(f"resumed after step {done} from {checkpoint.folder}")
+        await _steps(config, prompts, student, teachers, pool, learner, done, console)
+    with replacing_folder(config.output_dir / FINAL) as temporary:
+        student.save(temporary)
+    return config.output_dir / FINAL
+
+
+async def _steps(
+    config: RunConfig,
+    prompts: Sequence[Prompt],
+    student: Student,
+    teachers: dict[str, Teacher],
+    pool: TeacherPool,
+    learner: Learner,
+    done: int,
+    console: Console,
+) -> None:
+    order = PromptOrder(
+        prompts,
+        prompts_per_step=config.rollout.prompts_per_step,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+    )
+    sampler = Sampler(student, config.rollout, seed=config.seed)
+    scorer = Scorer(pool, teachers, student.table)
+    manifests = {name: teacher.manifest for name, teacher in teachers.items()}
+    write_resolved(config, config.output_dir / "config.yaml")
+    with (
+        Journal(
+            config.output_dir, from_step=done, tensorboard=config.logging.tensorboard
+        ) as journal,
+        RunProgress(console, name=config.exp_name, done=done, total=config.max_steps) as progress,
+    ):
+        for step in range(done, config.max_steps):
+            started = time.perf_counter()
+            examples, metrics = await _collect(order.batch(step), sampler, scorer, step)
+            tokens = sum(len(example.rollout.completion) for example in examples)
+            batches = pack(examples, tokens_per_micro_batch=config.student.tokens_per_micro_batch)
+            training = time.perf_counter()
+            updated, losses = await asyncio.to_thread(
+                learner.update, batches, tokens=tokens, step=step
+            )
+            metrics |= updated | rollout_metrics(examples, step=step)
+            counters = {name: pool.client(name).counters.take() for name in teachers}
+            metrics |= teacher_metrics(examples, losses, counters)
+            metrics["tokens/trained"] = float(tokens)
+            metrics["time/train"] = time.perf_counter() - training
+            metrics["time/step"] = time.perf_counter() - started
+            journal.write(step + 1, metrics)
+            shown = (step + 1) % config.logging_steps == 0 or step + 1 == config.max_steps
+            if shown:
+                for example in examples[: config.logging.completions]:
+                    journal.write_completion(step + 1, example)
+            progress.advance(step + 1, metrics, show=shown)
+            last = step + 1 == config.max_steps
+            if last or (config.save_steps and (step + 1) % config.save_steps == 0):
+                save_checkpoint(
+                    config,
+                    step=step + 1,
+                    student=student,
+                    optimizer=learner.optimizer,
+                    manifests=manifests,
+                )
+
+
+async def _collect(
+    prompts: Sequence[Prompt], sampler: Sampler, scorer: Scorer, step: int
+) -> tuple[list[TrainingExample], Metrics]:
+    """The step's examples: each generation batch is scored while the next is being written.
+
+    Raises:
+        DataError: when every sample of the step was dropped.
+    """
+    sampler.dropped.clear()
+    scorer.dropped.clear()
+    started = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        scoring: list[asyncio.Task[list[TrainingExample]]] = []
+        for number, batch in enumerate(sampler.batches(prompts)):
+            rollouts = await asyncio.to_thread(sampler.sample, batch, step=step, batch=number)
+            scoring.append(group.create_task(scorer.score(rollouts)))
+        written = time.perf_counter()
+    examples = [example for task in scoring for example in task.result()]
+    dropped = sampler.dropped + scorer.dropped
+    if not examples:
+        raise DataError(
+            f"every sample of step {step + 1} was dropped ({dict(dropped)}); nothing to learn from"
+        )
+    times = {"time/sample": written - started, "time/wait": time.perf_counter() - written}
+    return examples, times | {f"dropped/{reason}": float(n) for reason, n in dropped.items()}
+
+
+def _learner(
+    config: RunConfig, student: Student, teachers: dict[str, Teacher], cache: ProjectionCache
+) -> Learner:
+    return Learner(
+        student,
+        config.student,
+        losses={
+            name: build_loss(
+                teacher.config.loss,
+                teacher.projection,
+                cache=cache,
+                device=student.device,
+                temperature=teacher.config.temperature,
+            )
+            for name, teacher in teachers.items()
+        },
+        teacher_weights={name: teacher.config.weight for name, teacher in teachers.items()},
+        max_steps=config.max_steps,
+        seed=config.seed,
+    )

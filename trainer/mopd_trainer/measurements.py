@@ -1,0 +1,104 @@
+"""What a step is measured by. NaN means not measured; 0 means measured as nothing."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mopd_client.counters import Counters
+from mopd_losses.loss_output import LossOutput
+from mopd_trainer.examples import TrainingExample
+
+Metrics = dict[str, float]
+
+
+@dataclass
+class LossMeasurements:
+    """Collects one teacher's losses over a step's micro-batches."""
+
+    nats: float = 0.0
+    vectors: dict[str, list[NDArray[np.float32]]] = field(
+        default_factory=dict[str, list[NDArray[np.float32]]]
+    )
+
+    @torch.no_grad()
+    def add(self, output: LossOutput) -> None:
+        """Takes over a micro-batch's loss, before any weight."""
+        self.nats += float(output.per_token.double().sum())
+        for name, vector in output.measured.items():
+            self.vectors.setdefault(name, []).append(_numpy(vector))
+
+    def metrics(self) -> Metrics:
+        """Means, and the first percentile of the mass that the top-k keeps."""
+        joined = {name: np.concatenate(parts) for name, parts in self.vectors.items()}
+        found = {f"{name}_mean": mean(values) for name, values in joined.items()}
+        if "teacher_mass" in joined:
+            found["teacher_mass_p1"] = percentile(joined["teacher_mass"], 1)
+        return found
+
+
+def teacher_metrics(
+    examples: Sequence[TrainingExample],
+    losses: Mapping[str, LossMeasurements],
+    counters: Mapping[str, Counters],
+) -> Metrics:
+    """``teacher/<name>/…`` for every teacher of the run."""
+    all_tokens = sum(len(example.rollout.completion) for example in examples)
+    found: Metrics = {}
+    for name, counter in counters.items():
+        judged = [(e, j) for e in examples for j in e.judgements if j.teacher == name]
+        tokens = sum(len(example.rollout.completion) for example, _ in judged)
+        own_bytes = sum(len(judgement.view.completion.text) for _, judgement in judged)
+        aligned = sum(j.alignment.aligned_bytes(j.view.completion) for _, j in judged)
+        loss = losses.get(name, LossMeasurements())
+        values = {
+            "loss_per_token": ratio(loss.nats, tokens),
+            "loss_per_byte": ratio(loss.nats, own_bytes),
+            "tokens": float(tokens),
+            "token_fraction": ratio(tokens, all_tokens),
+            "alignment_ratio": ratio(aligned, own_bytes),
+            "literal_controls": float(sum(j.view.literal_controls for _, j in judged)),
+            "unsent_bytes": float(sum(j.view.unsent_bytes for _, j in judged)),
+            "scored_tokens": float(counter.tokens_scored),
+            "score_seconds_p50": percentile(counter.seconds, 50),
+            "score_seconds_p95": percentile(counter.seconds, 95),
+            "retries": float(counter.retries),
+            **loss.metrics(),
+        }
+        found |= {f"teacher/{name}/{key}": value for key, value in values.items()}
+    return found
+
+
+def rollout_metrics(examples: Sequence[TrainingExample], *, step: int) -> Metrics:
+    """What the student wrote."""
+    rollouts = [example.rollout for example in examples]
+    finished = [rollout.finish_reason == "stop" for rollout in rollouts]
+    return {
+        "rollout/samples": float(len(rollouts)),
+        "rollout/completion_tokens_mean": mean([len(r.completion) for r in rollouts]),
+        "rollout/finished_share": mean(finished),
+        "rollout/staleness_mean": mean([step - r.policy_version for r in rollouts]),
+    }
+
+
+def mean(values: Iterable[float]) -> float:
+    """The mean, NaN of nothing."""
+    array = np.asarray(list(values), dtype=np.float64)
+    return float(array.mean()) if len(array) else float("nan")
+
+
+def percentile(values: Sequence[float] | NDArray[np.float32], q: float) -> float:
+    """A percentile, NaN of nothing."""
+    return float(np.percentile(values, q)) if len(values) else float("nan")
+
+
+def ratio(numerator: float, denominator: float) -> float:
+    """A quotient, NaN over nothing."""
+    return numerator / denominator if denominator else float("nan")
+
+
+def _numpy(vector: Tensor) -> NDArray[np.float32]:
+    return vector.detach().float().cpu().numpy()

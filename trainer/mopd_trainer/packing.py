@@ -1,0 +1,110 @@
+"""Training examples -> micro-batches of tensors under a token budget. Numpy becomes torch here.
+
+Examples of similar length share a micro-batch, one a row, padded on the right: under a causal
+mask nothing that a trained position sees depends on its neighbours or on the padding, so how
+examples are put together changes memory and time, never the gradient.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mopd_losses.topk_targets import TopKTargets, concatenate_targets, topk_targets
+from mopd_trainer.examples import TeacherJudgement, TrainingExample
+
+
+@dataclass(frozen=True, eq=False)
+class TeacherTargets:
+    """What one teacher says about a micro-batch."""
+
+    targets: TopKTargets  # slots count the micro-batch's completion tokens
+    slot_weights: Tensor  # float32 [slots]: the teacher's share of each token; 0 where not asked
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Rows of tokens, and the positions whose output rows predict completion tokens.
+
+    A slot is a completion token; prompts and padding have none, so they can enter no loss.
+    """
+
+    input_ids: Tensor  # int64 [rows, length]
+    attention_mask: Tensor  # int64 [rows, length]; 0 on padding
+    slot_rows: Tensor  # int64 [slots]
+    slot_columns: Tensor  # int64 [slots]: the position *before* the slot's token, which predicts it
+    teachers: dict[str, TeacherTargets]
+
+    @property
+    def slots(self) -> int:
+        """Completion tokens in the micro-batch."""
+        return len(self.slot_rows)
+
+
+def pack(
+    examples: Sequence[TrainingExample], *, tokens_per_micro_batch: int
+) -> Iterator[MicroBatch]:
+    """Micro-batches of all examples, longest first; an example over the budget stands alone.
+
+    The order is a function of the examples' order alone, not of when their scores arrived.
+    """
+    longest_first = sorted(examples, key=lambda example: -example.length)
+    rows: list[TrainingExample] = []
+    for example in longest_first:
+        if rows and (len(rows) + 1) * rows[0].length > tokens_per_micro_batch:
+            yield micro_batch(rows)
+            rows = []
+        rows.append(example)
+    if rows:
+        yield micro_batch(rows)
+
+
+def micro_batch(examples: Sequence[TrainingExample]) -> MicroBatch:
+    """The examples as one micro-batch, one a row."""
+    length = max(example.length for example in examples)
+    input_ids = torch.zeros((len(examples), length), dtype=torch.int64)
+    attention_mask = torch.zeros_like(input_ids)
+    slot_rows: list[Tensor] = []
+    slot_columns: list[Tensor] = []
+    slot_offsets: list[int] = []
+    slots = 0
+    for row, example in enumerate(examples):
+        prompt = torch.tensor(example.rollout.prompt_token_ids, dtype=torch.int64)
+        completion = torch.tensor(example.rollout.completion.token_ids, dtype=torch.int64)
+        input_ids[row, : example.length] = torch.cat([prompt, completion])
+        attention_mask[row, : example.length] = 1
+        slot_rows.append(torch.full((len(completion),), row))
+        slot_columns.append(torch.arange(len(completion)) + len(prompt) - 1)
+        slot_offsets.append(slots)
+        slots += len(completion)
+    return MicroBatch(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        slot_rows=torch.cat(slot_rows),
+        slot_columns=torch.cat(slot_columns),
+        teachers=_teacher_targets(examples, slot_offsets, slots),
+    )
+
+
+def _teacher_targets(
+    examples: Sequence[TrainingExample], slot_offsets: Sequence[int], slots: int
+) -> dict[str, TeacherTargets]:
+    judged: dict[str, list[tuple[TeacherJudgement, int, int]]] = {}
+    for example, offset in zip(examples, slot_offsets, strict=True):
+        for judgement in example.judgements:
+            tokens = len(example.rollout.completion)
+            judged.setdefault(judgement.teacher, []).append((judgement, offset, tokens))
+    found: dict[str, TeacherTargets] = {}
+    for teacher in sorted(judged):  # the sum of losses must not depend on who answered first
+        weights = torch.zeros(slots)
+        for judgement, offset, tokens in judged[teacher]:
+            weights[offset : offset + tokens] = judgement.weight
+        found[teacher] = TeacherTargets(
+            concatenate_targets(
+                [topk_targets(j.alignment, j.score.topk) for j, _, _ in judged[teacher]],
+                [offset for _, offset, _ in judged[teacher]],
+            ),
+            weights,
+        )
+    return found

@@ -1,0 +1,65 @@
+"""Reads a run's YAML and its ``a.b=c`` overrides; OmegaConf merges, pydantic decides."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+from yaml import YAMLError
+
+from mopd_protocol.atomic_file import replacing
+from mopd_protocol.errors import ConfigError
+from mopd_trainer.config import RunConfig
+
+
+def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The checked configuration of a run.
+
+    Raises:
+        ConfigError: one line for each thing that is wrong, with the key it is wrong at.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; expected a run's YAML")
+    for override in overrides:
+        if "=" not in override:
+            raise ConfigError(f"override {override!r} has no '='; expected key=value")
+    try:
+        merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
+        values = OmegaConf.to_container(merged, resolve=True)
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: found a {type(values).__name__}, expected keys and values")
+    return parse_run(values, source=str(path))
+
+
+def parse_run(values: Any, *, source: str) -> RunConfig:
+    """The configuration in plain data; ``source`` names it in errors.
+
+    Raises:
+        ConfigError: as ``load_run``.
+    """
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        told = [_sentence(dict(problem)) for problem in error.errors()]
+        raise ConfigError("\n".join(f"{source}: {sentence}" for sentence in told)) from error
+
+
+def write_resolved(config: RunConfig, path: Path) -> None:
+    """The resolved configuration as YAML that ``load_run`` reads."""
+    with replacing(path) as temporary:
+        temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
+
+
+def _sentence(problem: dict[str, Any]) -> str:
+    key = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {key!r}; look for a spelling mistake or a wrong indentation"
+    if problem["type"] == "missing":
+        return f"{key!r} is missing"
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    return f"{key!r} is {problem['input']!r}: {problem['msg']}"

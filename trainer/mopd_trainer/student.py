@@ -1,0 +1,242 @@
+"""``Student``: the model that learns, its tokenizer, and the two things done with them."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TopPLogitsWarper,
+)
+
+from mopd_protocol.errors import ConfigError, DataError
+from mopd_protocol.samples import Message
+from mopd_trainer.config import RolloutConfig, StudentConfig
+from mopd_trainer.packing import MicroBatch
+from mopd_trainer.student_identity import StudentIdentity, explained, load_tokenizer, source
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """One completion as it was sampled: ids up to and with the ending token, and their logprobs."""
+
+    token_ids: list[int]
+    logprobs: list[float]  # nats, under the distribution that was sampled from
+
+
+class Student:
+    """A causal language model that writes (``generate``) and is trained (``completion_logits``).
+
+    Rows of the head that belong to no token are never sampled and never trained.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device: torch.device
+    ) -> None:
+        self.model = model.to(device)  # pyright: ignore[reportArgumentType]
+        self.tokenizer: Any = tokenizer
+        self.device = device
+        self.identity = StudentIdentity.of(model, tokenizer)
+        self.table = self.identity.table
+        self._head: Any = model.get_output_embeddings()
+        self._real_ids = torch.tensor(self.table.real_ids(self.identity.logit_width), device=device)
+        # What a model's publisher likes to generate with (top-k, repetition penalty) would change
+        # what is sampled without a word; it is put back when the model is saved.
+        self._published_generation: Any = model.generation_config
+        model.generation_config = GenerationConfig()
+        self._head_on_rows = self._head_is_a_matrix()
+
+    @classmethod
+    def load(cls, config: StudentConfig) -> "Student":
+        """Reads model and tokenizer.
+
+        Raises:
+            ConfigError: when there is no such model or device, or the tokenizer is not a fast one
+                with a chat template.
+        """
+        device = _device(config.device)
+        tokenizer = load_tokenizer(config)
+        with explained(config):
+            model = AutoModelForCausalLM.from_pretrained(
+                config.model, dtype=getattr(torch, config.dtype), **source(config)
+            )
+        return cls(model, tokenizer, device)
+
+    @property
+    def max_length(self) -> int | None:
+        """Longest prompt plus completion in tokens, where the model names a limit."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    def prompt_token_ids(self, messages: Sequence[Message]) -> list[int]:
+        """The prompt in the student's own chat template, ready for an answer.
+
+        Raises:
+            DataError: when the template cannot render these messages.
+        """
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                [message.model_dump() for message in messages],
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+        except TemplateError as error:
+            roles = ", ".join(message.role for message in messages)
+            raise DataError(
+                f"the student's chat template refuses messages of roles {roles}: {error}"
+            ) from error
+        token_ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not token_ids:
+            raise DataError("the student's chat template renders a prompt as nothing")
+        return token_ids
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[Sequence[int]], settings: RolloutConfig, *, seed: int
+    ) -> list[Sampled]:
+        """One completion for each prompt; the same seed and weights write the same."""
+        longest = max(len(prompt) for prompt in prompts)
+        roles = self.table.roles
+        padding = roles.ending[0] if roles.pad is None else roles.pad
+        input_ids = torch.full((len(prompts), longest), padding)
+        attention_mask = torch.zeros_like(input_ids)
+        for row, prompt in enumerate(prompts):  # padded on the left: answers begin in one column
+            input_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            attention_mask[row, longest - len(prompt) :] = 1
+        policy = _BehaviourPolicy(self._real_ids, settings.temperature, settings.top_p)
+        torch.manual_seed(seed)
+        self.model.eval()
+        generated: Any = self.model.generate(  # pyright: ignore[reportCallIssue]
+            input_ids=input_ids.to(self.device),
+            attention_mask=attention_mask.to(self.device),
+            generation_config=GenerationConfig(
+                do_sample=settings.temperature > 0,
+                temperature=1.0,  # the behaviour policy below does all the warping
+                top_p=1.0,
+                top_k=0,
+                max_new_tokens=settings.max_new_tokens,
+                eos_token_id=list(roles.ending),
+                pad_token_id=padding,
+            ),
+            logits_processor=LogitsProcessorList([policy]),
+        )
+        completions = generated[:, longest:].cpu()
+        logprobs = policy.logprobs_of(completions).numpy()
+        return [
+            self._sampled(ids, row) for ids, row in zip(completions.numpy(), logprobs, strict=True)
+        ]
+
+    def completion_logits(self, batch: MicroBatch) -> Tensor:
+        """[slots, logit width]: row s predicts completion token s of the micro-batch.
+
+        The head is applied to the rows that predict completion tokens and to no other.
+        """
+        inputs = {
+            "input_ids": batch.input_ids.to(self.device),
+            "attention_mask": batch.attention_mask.to(self.device),
+        }
+        rows, columns = batch.slot_rows.to(self.device), batch.slot_columns.to(self.device)
+        if not self._head_on_rows:
+            return self.model(**inputs, use_cache=False).logits[rows, columns]
+        hidden: Tensor = self._decoder()(**inputs, use_cache=False).last_hidden_state
+        return self._head(hidden[rows, columns])
+
+    def save(self, folder: Path) -> None:
+        """Writes an ordinary Hugging Face folder: weights, configuration, tokenizer."""
+        self.model.generation_config = self._published_generation
+        try:
+            self.model.save_pretrained(folder)
+        finally:
+            self.model.generation_config = GenerationConfig()
+        self.tokenizer.save_pretrained(folder)
+
+    def load_weights(self, folder: Path) -> None:
+        """Takes over the weights that ``save`` wrote."""
+        saved: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=self.model.dtype)
+        self.model.load_state_dict(saved.state_dict())
+
+    def _sampled(self, ids: np.ndarray[Any, Any], logprobs: np.ndarray[Any, Any]) -> Sampled:
+        endings = np.flatnonzero(np.isin(ids, self.table.roles.ending))
+        length = int(endings[0]) + 1 if len(endings) else len(ids)
+        return Sampled(ids[:length].tolist(), logprobs[:length].tolist())
+
+    def _decoder(self) -> Any:
+        return self.model.base_model
+
+    @torch.no_grad()
+    def _head_is_a_matrix(self) -> bool:
+        """Whether the logits are the head applied to the decoder's last hidden state.
+
+        Some families scale or cap their logits afterwards; those go the longer way, in which the
+        model itself makes the logits of every position.
+        """
+        self.model.eval()
+        known = np.flatnonzero(self.table.present)
+        ids = torch.tensor(known[:: max(1, len(known) // 8)][:8], device=self.device)[None]
+        hidden = self._decoder()(input_ids=ids, use_cache=False).last_hidden_state
+        logits = self._head(hidden)
+        same = torch.allclose(logits, self.model(input_ids=ids, use_cache=False).logits)
+        if not same:
+            logger.info("the student changes its logits after the head; using full logits")
+        return same
+
+
+class _BehaviourPolicy(LogitsProcessor):
+    """Turns logits into the distribution that is sampled from, and remembers what it gave.
+
+    Only the last step's distribution is kept: the token drawn from it is read off the next call's
+    input, so no ``[steps, batch, vocabulary]`` ever stands.
+    """
+
+    def __init__(self, real_ids: Tensor, temperature: float, top_p: float) -> None:
+        self._real_ids = real_ids
+        self._temperature = temperature
+        self._nucleus = TopPLogitsWarper(top_p) if top_p < 1 else None
+        self._last: Tensor | None = None
+        self._drawn: list[Tensor] = []
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        self._remember(input_ids[:, -1])
+        scores = scores.float().masked_fill(~self._real_ids, -torch.inf)
+        if self._temperature > 0:
+            scores = scores / self._temperature
+        if self._nucleus is not None:
+            scores = self._nucleus(input_ids, scores)
+        self._last = scores.log_softmax(dim=-1)
+        return scores
+
+    def logprobs_of(self, completions: Tensor) -> Tensor:
+        """[batch, steps], nats, of the tokens that were drawn."""
+        self._remember(completions[:, -1].to(self._real_ids.device))
+        return torch.stack(self._drawn, dim=1).cpu()
+
+    def _remember(self, drawn: Tensor) -> None:
+        if self._last is not None:
+            self._drawn.append(self._last.gather(1, drawn[:, None])[:, 0])
+
+
+def _device(name: str) -> torch.device:
+    if name != "auto":
+        try:
+            return torch.empty(0, device=name).device
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(
+                f"student.device is {name!r}, which is not to be had: {reason}"
+            ) from error
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
+    return accelerator or torch.device("cpu")

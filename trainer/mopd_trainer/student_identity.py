@@ -1,0 +1,108 @@
+"""``StudentIdentity``: what can be told about a student without its weights."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from mopd_protocol.errors import ConfigError
+from mopd_protocol.token_table import TokenTable, control_tokens
+from mopd_protocol.tokenizer_file import tokenizer_json
+from mopd_protocol.tokenizer_roles import roles_of
+from mopd_trainer.config import StudentConfig
+
+
+@dataclass(frozen=True, eq=False)
+class StudentIdentity:
+    """Whom teachers are matched with.
+
+    Raises:
+        ConfigError: when the tokenizer names no token that ends an answer.
+    """
+
+    table: TokenTable
+    logit_width: int  # rows of the head, padding included
+    parameters: int
+
+    def __post_init__(self) -> None:
+        if not self.table.roles.ending:
+            raise ConfigError(
+                "the student's tokenizer names no token that ends an answer; set its eos_token"
+            )
+        self.table.real_ids(self.logit_width)  # refuses the tokenizer of a larger model
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> "StudentIdentity":
+        """The identity of a model that is loaded, or that stands on the meta device."""
+        backend: Any = tokenizer
+        description = tokenizer_json(backend.backend_tokenizer)
+        roles = roles_of(backend, control_tokens(description))
+        head: Any = model.get_output_embeddings()
+        return cls(
+            table=TokenTable.from_json(description, roles),
+            logit_width=int(head.weight.shape[0]),
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+        )
+
+    @classmethod
+    def read(cls, config: StudentConfig) -> "StudentIdentity":
+        """The identity of a model on disk or hub; reads its configuration, not its weights.
+
+        Raises:
+            ConfigError: as ``load_tokenizer``.
+        """
+        tokenizer = load_tokenizer(config)
+        with explained(config):
+            settings = AutoConfig.from_pretrained(config.model, **source(config))
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(settings)
+        return cls.of(model, tokenizer)
+
+
+def load_tokenizer(config: StudentConfig) -> PreTrainedTokenizerBase:
+    """The student's tokenizer.
+
+    Raises:
+        ConfigError: when there is no such model, or its tokenizer is not a fast one with a chat
+            template.
+    """
+    with explained(config):
+        tokenizer: Any = AutoTokenizer.from_pretrained(config.model, **source(config))
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"student.model {config.model!r} has a slow tokenizer; expected a tokenizer.json"
+        )
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"student.model {config.model!r} has no chat template; prompts are messages, so "
+            "add one to its tokenizer (a chat_template.jinja in the model's folder)"
+        )
+    return tokenizer
+
+
+def source(config: StudentConfig) -> dict[str, Any]:
+    """How the model is asked of the hub or the disk."""
+    return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+
+
+@contextmanager
+def explained(config: StudentConfig) -> Generator[None]:
+    """Turns what transformers says about a model that cannot be read into one sentence.
+
+    Raises:
+        ConfigError: instead of OSError and ValueError.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise ConfigError(f"student.model {config.model!r} cannot be loaded: {reason}") from error

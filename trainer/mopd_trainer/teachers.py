@@ -1,0 +1,113 @@
+"""The teachers of a run: handshakes done, tokenizers here, projections built."""
+
+import asyncio
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mopd_client.expectation import Expectation
+from mopd_client.pool import TeacherPool
+from mopd_client.teacher_client import TeacherClient
+from mopd_client.teacher_tokenizer import TeacherTokenizer
+from mopd_losses.build import Vocabularies, projection_for
+from mopd_losses.projection import ProjectionMatrix
+from mopd_losses.projection_cache import ProjectionCache
+from mopd_protocol.errors import ConfigError
+from mopd_protocol.manifest import Manifest
+from mopd_trainer.config import TeacherConfig
+from mopd_trainer.student_identity import StudentIdentity
+
+
+@dataclass(frozen=True, eq=False)
+class Teacher:
+    """One teacher, as the run knows it after the handshake."""
+
+    name: str
+    config: TeacherConfig
+    manifest: Manifest
+    tokenizer: TeacherTokenizer
+    projection: ProjectionMatrix
+
+
+def teacher_pool(configs: Mapping[str, TeacherConfig]) -> TeacherPool:
+    """Clients for every teacher; nothing is sent yet.
+
+    Raises:
+        ConfigError: when an API key's environment variable is not set.
+    """
+    return TeacherPool(
+        {
+            name: TeacherClient(
+                name,
+                config.url,
+                api_key=_api_key(name, config),
+                timeout_seconds=config.timeout_seconds,
+                deadline_seconds=config.deadline_seconds,
+            )
+            for name, config in configs.items()
+        }
+    )
+
+
+async def meet_teachers(
+    pool: TeacherPool,
+    configs: Mapping[str, TeacherConfig],
+    student: StudentIdentity,
+    cache: ProjectionCache,
+    expected_manifests: Mapping[str, str],
+) -> dict[str, Teacher]:
+    """Shakes hands with every teacher, fetches its tokenizer and builds its projection.
+
+    Args:
+        expected_manifests: teacher name -> manifest id that an earlier part of this run saw.
+
+    Raises:
+        MopdError: when a teacher cannot be reached, cannot do what is asked, or is another one.
+    """
+    manifests = await pool.handshake_all(
+        {
+            name: Expectation(
+                top_k=config.top_k,
+                temperature=config.temperature,
+                messages=True,
+                manifest_id=expected_manifests.get(name),
+            )
+            for name, config in configs.items()
+        }
+    )
+    tokenizers = await asyncio.gather(*[pool.client(name).tokenizer() for name in configs])
+    return {
+        name: Teacher(
+            name=name,
+            config=config,
+            manifest=manifests[name],
+            tokenizer=tokenizer,
+            projection=_projection(name, config, tokenizer, student, cache),
+        )
+        for (name, config), tokenizer in zip(configs.items(), tokenizers, strict=True)
+    }
+
+
+def _projection(
+    name: str,
+    config: TeacherConfig,
+    tokenizer: TeacherTokenizer,
+    student: StudentIdentity,
+    cache: ProjectionCache,
+) -> ProjectionMatrix:
+    sides = Vocabularies(student.table, student.logit_width, tokenizer.table, tokenizer.encoder)
+    try:
+        return projection_for(config.loss, sides, cache)
+    except ConfigError as error:
+        raise ConfigError(f"teacher {name!r}: {error}") from error
+
+
+def _api_key(name: str, config: TeacherConfig) -> str | None:
+    if config.api_key_env is None:
+        return None
+    key = os.environ.get(config.api_key_env)
+    if not key:
+        raise ConfigError(
+            f"teacher {name!r} takes its API key from {config.api_key_env}, which is not set"
+        )
+    return key
