@@ -1,0 +1,1 @@
+"""Calls teachers over HTTP: one teacher or a pool, with retries and checks of the answers."""

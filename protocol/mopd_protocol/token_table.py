@@ -99,6 +99,8 @@ class TokenTable:
         surfaces = _model_surfaces(description)
         added = {token["id"]: token for token in description.get("added_tokens") or []}
         spell = _speller(description)
+        # Byte-level vocabularies add plain text; SentencePiece ones add surfaces (Gemma's ``▁▁``).
+        spell_added = str.encode if kind_of(description) == "byte_level" else spell
         size = max([*surfaces, *added], default=-1) + 1
         spelled = [b""] * size
         present = np.zeros(size, dtype=np.bool_)
@@ -108,7 +110,7 @@ class TokenTable:
                 spelled[token_id] = spell(surface)
         for token_id, token in added.items():
             present[token_id] = True
-            spelled[token_id] = b"" if token["special"] else token["content"].encode()
+            spelled[token_id] = b"" if token["special"] else spell_added(token["content"])
         _check_roles(roles, size)
         controls = control_tokens(description)
         marks = {token_id: content for content, token_id in controls.items()}

@@ -1,0 +1,144 @@
+"""A small honest teacher without a model, which records what it is asked and fails when told to."""
+
+import json
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import numpy as np
+
+from mopd_protocol.codec import BINARY_MEDIA_TYPE, encode_binary
+from mopd_protocol.manifest import Features, Manifest
+from mopd_protocol.requests import LogprobsRequest
+from mopd_protocol.responses import LogprobsResponse
+from mopd_protocol.samples import TeacherScore
+from mopd_protocol.token_table import TokenRoles, TokenTable
+from mopd_protocol.topk_logprobs import TopKLogprobs
+from tests.protocol import known_tokenizers
+
+TOKENIZER_JSON = known_tokenizers.description("digit")
+ROLES = TokenRoles(eos=0, end_of_turn=0, pad=1)
+TABLE = TokenTable.from_json(json.loads(TOKENIZER_JSON), ROLES)
+
+Scripted = httpx.Response | Exception
+
+
+def manifest(**changes: Any) -> Manifest:
+    """Of the scripted teacher."""
+    fields: dict[str, Any] = {
+        "service": "scripted",
+        "model": "org/scripted",
+        "revision": "r1",
+        "engine": "script",
+        "engine_version": "1",
+        "dtype": "float32",
+        "logit_width": 448,
+        "tokenizer_fingerprint": TABLE.fingerprint,
+        "tokenizer_size": TABLE.size,
+        "roles": ROLES,
+        "chat_template_hash": None,
+        "max_model_len": 256,
+        "max_top_k": 64,
+        "features": Features(candidate_ids=True, temperature=True, messages=True),
+    }
+    return Manifest(**{**fields, **changes})
+
+
+def problem(status: int, detail: str, **headers: str) -> httpx.Response:
+    """An RFC 9457 answer, as the service gives it."""
+    document = {"type": "about:blank", "title": "Problem", "status": status, "detail": detail}
+    media_type = "application/problem+json"
+    return httpx.Response(status, json=document, headers={"content-type": media_type, **headers})
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request, as it arrived."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: Any  # parsed JSON, or None
+
+
+@dataclass
+class ScriptedTeacher:
+    """Answers by the contract, but for what is scripted for a path: that comes first, once each."""
+
+    manifest: Manifest = field(default_factory=manifest)
+    scripts: dict[str, deque[Scripted]] = field(default_factory=dict[str, deque[Scripted]])
+    asked: list[Asked] = field(default_factory=list[Asked])
+    in_flight: int = 0
+    most_in_flight: int = 0
+    pause: Callable[[], Awaitable[object]] | None = None  # awaited in the middle of each scoring
+
+    def script(self, path: str, *answers: Scripted) -> None:
+        """The next answers to requests for ``path``."""
+        self.scripts.setdefault(path, deque()).extend(answers)
+
+    def asked_for(self, path: str) -> list[Asked]:
+        """Requests for ``path``, in order."""
+        return [asked for asked in self.asked if asked.path == path]
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        """The next answer."""
+        body = json.loads(request.content) if request.content else None
+        path = request.url.path
+        self.asked.append(Asked(request.method, path, dict(request.headers), body))
+        if self.scripts.get(path):
+            scripted = self.scripts[path].popleft()
+            if isinstance(scripted, Exception):
+                raise scripted
+            return scripted
+        return await self._honest(path, body)
+
+    async def _honest(self, path: str, body: Any) -> httpx.Response:
+        if path == "/readyz":
+            return httpx.Response(200, json={"status": "ready"})
+        if path == "/v1/manifest":
+            return httpx.Response(200, json=self.manifest.model_dump(mode="json"))
+        if path == "/v1/tokenizer":
+            return httpx.Response(200, json={"files": {"tokenizer.json": TOKENIZER_JSON}})
+        if path == "/v1/logprobs":
+            return await self._score(LogprobsRequest.model_validate(body))
+        return problem(404, f"there is no {path} here")
+
+    async def _score(self, request: LogprobsRequest) -> httpx.Response:
+        self.in_flight += 1
+        self.most_in_flight = max(self.in_flight, self.most_in_flight)
+        try:
+            if self.pause is not None:
+                await self.pause()
+        finally:
+            self.in_flight -= 1
+        response = scores_for(request, self.manifest)
+        return httpx.Response(
+            200,
+            content=encode_binary(response, request.logprobs_dtype),
+            headers={"content-type": BINARY_MEDIA_TYPE},
+        )
+
+
+def scores_for(request: LogprobsRequest, manifest: Manifest) -> LogprobsResponse:
+    """One-entry distributions: every completion token is given half of the probability."""
+    scores: list[TeacherScore] = []
+    for sequence in request.sequences:
+        completion = TABLE.sequence(sequence.completion_token_ids or [])
+        half = np.full(len(completion), np.log(0.5))
+        topk = TopKLogprobs(completion.token_ids[:, None], half[:, None], half, half)
+        scores.append(TeacherScore(manifest.manifest_id, completion, topk))
+    ids = tuple(sequence.id for sequence in request.sequences)
+    return LogprobsResponse(manifest.manifest_id, ids, tuple(scores))
+
+
+def network(**teachers: ScriptedTeacher) -> httpx.MockTransport:
+    """Host name -> teacher; nobody else is there."""
+
+    async def deliver(request: httpx.Request) -> httpx.Response:
+        if request.url.host not in teachers:
+            raise httpx.ConnectError(f"no host {request.url.host}", request=request)
+        return await teachers[request.url.host].answer(request)
+
+    return httpx.MockTransport(deliver)

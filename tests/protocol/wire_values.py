@@ -1,0 +1,91 @@
+"""Responses of every shape that a teacher may send, and what being equal means for them."""
+
+import numpy as np
+from hypothesis import strategies as st
+
+from mopd_protocol.responses import LogprobsResponse
+from mopd_protocol.samples import TeacherScore
+from mopd_protocol.token_sequence import END_OF_TURN, TokenSequence
+from mopd_protocol.topk_logprobs import TopKLogprobs
+
+LOWEST = float(np.finfo(np.float32).min)
+
+names = st.sampled_from([END_OF_TURN, "bos", "<think>", "ünïcödé\n"])
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> TokenSequence:
+    """Tokens of any bytes, valid UTF-8 or not; some without bytes are marked."""
+    pieces = draw(st.lists(st.binary(max_size=4), max_size=6))
+    empty = [position for position, piece in enumerate(pieces) if not piece]
+    return TokenSequence(
+        token_ids=draw(_vector(st.integers(0, 2**31 - 1), len(pieces))),
+        byte_ends=np.cumsum([len(piece) for piece in pieces]),
+        text=b"".join(pieces),
+        marks={position: draw(names) for position in empty if draw(st.booleans())},
+    )
+
+
+@st.composite
+def topks(draw: st.DrawFn, rows: int) -> TopKLogprobs:
+    """Distributions with anything from no entry to many; some rows have fewer than others."""
+    k = draw(st.integers(0, 5))
+    ids = np.full((rows, k), -1)
+    logprobs = np.full((rows, k), -np.inf)
+    for row in range(rows):
+        chosen = draw(st.lists(st.integers(0, 2**31 - 1), max_size=k, unique=True))
+        # Each below 1/k, so that the mass stays below one whatever is drawn; float32's edges in.
+        highest = float(np.float32(-np.log(max(k, 1)) - 1e-3))
+        likely = st.floats(LOWEST, highest, width=32) | st.floats(-40, highest, width=32)
+        values = sorted((draw(likely) for _ in chosen), reverse=True)
+        ids[row, : len(chosen)] = chosen
+        logprobs[row, : len(chosen)] = values
+    nats = st.floats(LOWEST, 0.0, width=32) | st.just(-np.inf)
+    return TopKLogprobs(ids, logprobs, draw(_vector(nats, rows)), draw(_vector(nats, rows)))
+
+
+@st.composite
+def responses(draw: st.DrawFn) -> LogprobsResponse:
+    """None, one or several ragged sequences."""
+    completions = draw(st.lists(sequences(), max_size=4))
+    scores = tuple(
+        TeacherScore("manifest", completion, draw(topks(len(completion))))
+        for completion in completions
+    )
+    return LogprobsResponse(
+        manifest_id="manifest",
+        ids=tuple(draw(st.none() | st.text(max_size=3)) for _ in scores),
+        scores=scores,
+        timings=draw(st.dictionaries(st.sampled_from(["queue", "engine"]), st.floats(0, 1e9))),
+    )
+
+
+def assert_same(found: LogprobsResponse, expected: LogprobsResponse) -> None:
+    """Bit for bit, but for absent entries at the ends of rows: those are filled up to one width."""
+    assert found.manifest_id == expected.manifest_id
+    assert found.ids == expected.ids
+    assert dict(found.timings) == dict(expected.timings)
+    for ours, theirs in zip(found.scores, expected.scores, strict=True):
+        assert ours.manifest_id == theirs.manifest_id
+        assert ours.completion.text == theirs.completion.text
+        assert ours.completion.marks == theirs.completion.marks
+        for name in ("token_ids", "byte_ends"):
+            _assert_bits(getattr(ours.completion, name), getattr(theirs.completion, name))
+        for name in ("token_logprobs", "tail_logprobs"):
+            _assert_bits(getattr(ours.topk, name), getattr(theirs.topk, name))
+        k = min(ours.topk.k, theirs.topk.k)
+        for name, absent in (("ids", -1), ("logprobs", -np.inf)):
+            mine, given = getattr(ours.topk, name), getattr(theirs.topk, name)
+            _assert_bits(mine[:, :k], given[:, :k])
+            assert (mine[:, k:] == absent).all()
+            assert (given[:, k:] == absent).all()
+
+
+def _assert_bits(found: np.ndarray, expected: np.ndarray) -> None:
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    assert found.tobytes() == expected.tobytes()
+
+
+def _vector(elements: st.SearchStrategy[float], length: int) -> st.SearchStrategy[list[float]]:
+    return st.lists(elements, min_size=length, max_size=length)
