@@ -1,0 +1,1 @@
+"""The material of ``make demo``: two tasks, three tokenizers, two teachers and a student."""

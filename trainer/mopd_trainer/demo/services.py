@@ -1,0 +1,80 @@
+"""Teacher services as separate processes, started together and always stopped."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from mopd_protocol.errors import ConfigError, TeacherError
+
+_ADDRESS = "address"
+_STOP_SECONDS = 20.0
+
+
+@contextmanager
+def teacher_services(models: Mapping[str, Path], log_folder: Path) -> Generator[dict[str, str]]:
+    """Teacher name -> address, one ``mopd-teacher serve`` each, on free ports of this machine.
+
+    Every process has ended when the block is left, however it is left.
+
+    Raises:
+        TeacherError: when one does not start; the end of its log is told.
+    """
+    log_folder.mkdir(parents=True, exist_ok=True)
+    logs = {name: log_folder / f"{name}.log" for name in models}
+    with ExitStack() as stack:
+        # All are started before any is waited for: loading a model takes seconds.
+        started = {
+            name: stack.enter_context(_process(name, folder, logs[name]))
+            for name, folder in models.items()
+        }
+        yield {name: _address(name, process, logs[name]) for name, process in started.items()}
+
+
+@contextmanager
+def _process(name: str, folder: Path, log: Path) -> Generator[subprocess.Popen[str]]:
+    command = [str(_executable()), "serve", str(folder), "--name", name, "--port", "0"]
+    with (
+        log.open("w", encoding="utf-8") as errors,
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            # One thread each: the student and its teachers share a small machine.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MOPD_API_KEYS": ""},
+        ) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _address(name: str, process: subprocess.Popen[str], log: Path) -> str:
+    """Reads the start message up to the line that tells the address."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        words = line.split()
+        if words and words[0] == _ADDRESS:
+            return words[1]
+    told = log.read_text(encoding="utf-8").strip().splitlines()
+    raise TeacherError(
+        f"teacher {name!r} did not start: {told[-1] if told else 'it said nothing'} (log: {log})"
+    )
+
+
+def _executable() -> Path:
+    found = Path(sys.executable).parent / "mopd-teacher"
+    if not found.exists():
+        raise ConfigError(
+            "mopd-teacher is not installed beside this Python; the demo needs the server extra: "
+            "pip install 'mopd[server,trainer]'"
+        )
+    return found
