@@ -56,13 +56,17 @@ def ctkd(
     # Half precision is raised before any exp or log; float64 stays, for gradient checks.
     rows = logits[targets.slots]
     rows = rows if rows.dtype == torch.float64 else rows.float()
-    rows = (rows / temperature).masked_fill(~projection.real_ids, -torch.inf)
+    rows = rows.masked_fill(~projection.real_ids, -torch.inf)
+    # From the row's peak: normalisers are then small, and a tail of 1e-5 survives float32.
+    rows = (rows - rows.detach().amax(dim=1, keepdim=True)) / temperature
     log_normalisers = rows.logsumexp(dim=1)
     student = projected_logprobs(rows, log_normalisers, targets.ids, projection)
     teacher = targets.logprobs.to(rows.dtype)
     retained = ~torch.isneginf(student) & ~torch.isneginf(teacher)
     unsupported = _log_mass(teacher.masked_fill(retained, -torch.inf))
     teacher_tail = torch.logaddexp(targets.tail_logprobs.to(rows.dtype), unsupported)
+    # A row that compares nothing is all tail, also where the teacher said nothing whatever.
+    teacher_tail = teacher_tail.masked_fill(~retained.any(dim=1), 0.0)
     values = _DIVERGENCES[divergence](student, teacher, teacher_tail, retained)
     # The sum of nothing: a zero for every token that hangs in the graph even when no span does.
     per_token = logits[:, :0].sum(dim=1).to(values.dtype)

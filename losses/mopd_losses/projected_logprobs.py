@@ -20,8 +20,8 @@ def projected_logprobs(
         teacher_ids: int64 [places, k]; -1 where absent.
 
     Returns:
-        [places, k], nats; ``-inf``, without a gradient, where the id is absent or no student id
-        reaches it.
+        [places, k], nats; ``-inf``, without a gradient, where the id is absent, no student id
+        reaches it, or all that do have a logit of ``-inf``.
     """
     places, k = teacher_ids.shape
     asked = teacher_ids.clamp_min(0)
@@ -35,8 +35,9 @@ def projected_logprobs(
     # A log-sum-exp over ragged columns: the maximum is a constant of the gradient.
     peaks = torch.full((places * k,), -torch.inf, dtype=logits.dtype, device=logits.device)
     peaks = peaks.scatter_reduce(0, pairs, terms.detach(), "amax")
-    sums = torch.zeros_like(peaks).index_add(0, pairs, (terms - peaks[pairs]).exp())
-    reached = counts > 0
+    reached = ~torch.isneginf(peaks)  # also not where every logit is -inf
+    shifts = torch.where(reached, peaks, 0.0)
+    sums = torch.zeros_like(peaks).index_add(0, pairs, (terms - shifts[pairs]).exp())
     # log(1) where nothing was summed: log(0) there would send NaN back through the graph.
     logs = torch.where(reached, sums, 1.0).log() + peaks
     return logs.view(places, k) - log_normalisers.unsqueeze(1)

@@ -7,7 +7,6 @@ Stored by columns (CSC), because losses ask which student ids feed the teacher i
 """
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -89,8 +88,8 @@ class ProjectionMatrix:
         ):
             raise DataError(
                 f"projection of {self.teacher_size} columns, {entries} student ids, "
-                f"{len(self.weights)} weights and column starts up to {self.column_starts[-1]}: "
-                "the arrays contradict each other"
+                f"{len(self.weights)} weights, {len(self.column_starts)} column starts and "
+                f"{len(self.real_ids)} real ids: the arrays contradict each other"
             )
         if entries and (self.student_ids.min() < 0 or self.student_ids.max() >= self.student_width):
             raise DataError(
@@ -176,8 +175,8 @@ class ProjectionMatrix:
                 metadata: dict[str, str] = file.metadata() or {}
                 if metadata["builder_version"] != str(BUILDER_VERSION):
                     raise DataError(
-                        f"{path} was written by projection builder "
-                        f"{metadata['builder_version']}, this is {BUILDER_VERSION}; build it again"
+                        f"written by projection builder {metadata['builder_version']}, this is "
+                        f"{BUILDER_VERSION}; build it again"
                     )
                 return cls(
                     student_fingerprint=metadata["student_fingerprint"],
@@ -190,8 +189,10 @@ class ProjectionMatrix:
                     weights=file.get_tensor("weights"),
                     real_ids=file.get_tensor("real_ids"),
                 )
-        except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
+        except (OSError, SafetensorError, KeyError) as error:
             raise DataError(f"{path} is not a projection file: {error}") from error
+        except ValueError as error:  # numbers, settings or arrays that make no sense
+            raise DataError(f"{path} is not a sound projection file: {error}") from error
 
 
 def build_projection(
@@ -245,6 +246,10 @@ def _control_rows(student: TokenTable, teacher: TokenTable) -> Iterator[tuple[in
 def _text_rows(
     student: TokenTable, teacher: TokenTable, encoder: TextEncoder, settings: ProjectionSettings
 ) -> Iterator[tuple[int, Row]]:
+    if student.fingerprint == teacher.fingerprint:  # of two ids with the same bytes, each its own
+        for token_id in np.flatnonzero(student.byte_lengths).tolist():
+            yield token_id, {token_id: 1.0}
+        return
     exact = _ids_by_bytes(teacher, encoder)
     strangers: list[int] = []
     for student_id, spelled in enumerate(student.all_bytes):
@@ -332,6 +337,7 @@ def _from_rows(
         (teacher_id, student_id, weight)
         for student_id, row in rows.items()
         for teacher_id, weight in row.items()
+        if np.float32(weight) > 0  # decay ** r may be nothing in float32, or zero by choice
     ]
     entries.sort()
     columns = np.array([entry[0] for entry in entries], dtype=np.int64)
