@@ -1,0 +1,49 @@
+"""Which weights these are: the hub's commit, or a hash over samples of the weights' files.
+
+The index of a checkpoint, and the header of a safetensors file, are the same for every fine-tune
+of one architecture, so they cannot tell two teachers apart; bytes of the weights can. Hashing all
+of them would read the whole checkpoint twice, so blocks are taken evenly from every file.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
+
+_BLOCKS = 256
+_BLOCK_BYTES = 4096
+
+
+def revision_of(model: str, config: PretrainedConfig) -> str:
+    """The hub commit that ``config`` was read from, else a hash of the folder's weights."""
+    folder = Path(model)
+    if not folder.is_dir():
+        # transformers keeps the resolved commit here and offers no public name for it.
+        return config._commit_hash or "unknown"  # pyright: ignore[reportPrivateUsage]
+    return hash_of_weights(folder)
+
+
+def hash_of_weights(folder: Path) -> str:
+    """32 hex digits over the configuration, and names, sizes and samples of the weights' files."""
+    digest = hashlib.sha256()
+    weights = sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
+    for path in (folder / "config.json", *weights):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}:".encode())
+        for sample in _samples(path, size):
+            digest.update(sample)
+    return digest.hexdigest()[:32]
+
+
+def _samples(path: Path, size: int) -> Iterator[bytes]:
+    """Small files whole; of large ones, blocks at even distances."""
+    with path.open("rb") as file:
+        if size <= _BLOCKS * _BLOCK_BYTES:
+            yield file.read()
+            return
+        for block in range(_BLOCKS):
+            file.seek(block * (size - _BLOCK_BYTES) // (_BLOCKS - 1))
+            yield file.read(_BLOCK_BYTES)

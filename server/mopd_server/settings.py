@@ -1,0 +1,59 @@
+"""What a teacher is started with: the model and its limits, and where it listens.
+
+Plain dataclasses, so that ``mopd-teacher --help`` needs nothing heavier than the standard library.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+EngineName = Literal["auto", "transformers"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherSettings:
+    """Which model answers, and how much it takes at once."""
+
+    model: str
+    """Model folder or hub id."""
+    name: str | None = None
+    """Name of this teacher in answers and logs; the model's last path component when absent."""
+    engine: EngineName = "auto"
+    revision: str | None = None
+    """Hub commit, branch or tag."""
+    dtype: DtypeName = "auto"
+    """Precision of the forward pass; auto is float32 on CPU and the model's own elsewhere."""
+    device: str = "auto"
+    """A torch device; auto is the accelerator where there is one, else the CPU."""
+    max_model_len: int | None = None
+    """Longest prompt plus completion in tokens; the model's own limit when absent."""
+    top_k_max: int = 1024
+    """Largest top_k (and candidates per token) that a request may ask for."""
+    max_batch_tokens: int = 16_384
+    """Tokens in one forward pass, padding counted; a longer single sequence goes alone."""
+    max_queue_tokens: int = 1_048_576
+    """Tokens that may wait before requests are answered with 429."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+
+    @property
+    def service_name(self) -> str:
+        """The name given, else the last component of the model's path."""
+        return self.name or Path(self.model).name
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListenSettings:
+    """Where the service listens, whom it lets in, and how large and slow a request may be."""
+
+    host: str = "127.0.0.1"
+    port: int = 8101
+    """0 takes a free port."""
+    api_key_file: Path | None = None
+    """One key a line; the environment variable MOPD_API_KEYS adds comma-separated keys."""
+    max_body_bytes: int = 64 * 1024 * 1024
+    request_timeout_seconds: float = 600.0
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    log_level: str = "info"

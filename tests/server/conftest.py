@@ -1,0 +1,17 @@
+"""Teachers are made once: they are frozen, and asked from many tests."""
+
+import pytest
+
+from tests.server.tiny_teachers import FAMILIES, TinyTeacher, teacher_of_family
+
+
+@pytest.fixture(scope="session")
+def teachers() -> dict[str, TinyTeacher]:
+    """A teacher of each family."""
+    return {family: teacher_of_family(family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def qwen_teacher(teachers: dict[str, TinyTeacher]) -> TinyTeacher:
+    """The teacher for tests to which the family does not matter."""
+    return teachers["qwen"]

@@ -1,0 +1,185 @@
+"""The command line, and a real process from its first line to SIGTERM."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from mopd_protocol.codec import decode_json
+from mopd_server.main import main, parser, settings_of
+from mopd_server.settings import ListenSettings, TeacherSettings
+from tests import tiny_models
+
+HEAVY = ("torch", "transformers", "fastapi", "pydantic", "numpy", "uvicorn")
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokenizer = tiny_models.digit_tokenizer()
+    folder = tmp_path_factory.mktemp("models") / "tiny-qwen"
+    return tiny_models.save(tiny_models.qwen(tokenizer), tokenizer, folder)
+
+
+def test_help_imports_nothing_heavy_and_teaches_by_example() -> None:
+    program = (
+        "import sys; from mopd_server.main import parser; text = parser().format_help();"
+        f"assert not set({HEAVY!r}) & set(sys.modules), set({HEAVY!r}) & set(sys.modules);"
+        "sys.stdout.write(text)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "mopd-teacher serve ./Qwen3-4B --name math" in done.stdout
+    assert "curl" in done.stdout
+
+
+def test_options_and_settings_have_the_same_defaults() -> None:
+    parsed = parser().parse_args(["serve", "some/model"])
+    assert settings_of(parsed) == (TeacherSettings(model="some/model"), ListenSettings())
+
+
+def test_every_option_reaches_its_setting() -> None:
+    line = (
+        "serve m --name n --engine transformers --revision r --dtype bfloat16 --device cuda:1 "
+        "--max-model-len 9 --top-k-max 8 --max-batch-tokens 7 --max-queue-tokens 6 "
+        "--trust-remote-code --host 0.0.0.0 --port 0 --api-key-file k --max-body-mebibytes 2 "
+        "--request-timeout 1.5 --tls-certificate c --tls-key t --log-level debug"
+    )
+    teacher, listen = settings_of(parser().parse_args(line.split()))
+    assert teacher == TeacherSettings(
+        model="m",
+        name="n",
+        engine="transformers",
+        revision="r",
+        dtype="bfloat16",
+        device="cuda:1",
+        max_model_len=9,
+        top_k_max=8,
+        max_batch_tokens=7,
+        max_queue_tokens=6,
+        trust_remote_code=True,
+    )
+    assert listen == ListenSettings(
+        host="0.0.0.0",
+        port=0,
+        api_key_file=Path("k"),
+        max_body_bytes=2 * 1024 * 1024,
+        request_timeout_seconds=1.5,
+        tls_certificate=Path("c"),
+        tls_key=Path("t"),
+        log_level="debug",
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [["--top-k-max", "0"], ["--port", "70000"], ["--dtype", "int8"]]
+)
+def test_a_wrong_option_is_explained(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["serve", "m", *options])
+    assert left.value.code == 2
+    assert options[0] in capsys.readouterr().err
+
+
+@pytest.fixture
+def signals_restored() -> Iterator[None]:
+    """``serve`` installs a handler of SIGTERM in this very process."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("signals_restored")
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["./no-such-model"], "there is no model folder './no-such-model'"),
+        (["FOLDER", "--api-key-file", "/no/keys"], "cannot read the API keys in /no/keys"),
+        (["FOLDER", "--host", "256.1.1.1.example"], "cannot listen on host"),
+        (["FOLDER", "--tls-key", "k"], "TLS needs both"),
+        (["FOLDER", "--max-model-len", "9999"], "more than the 256 positions"),
+    ],
+)
+def test_what_cannot_start_says_one_sentence(
+    options: list[str], sentence: str, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(model_folder) if option == "FOLDER" else option for option in options]
+    port = [] if "--port" in arguments else ["--port", "0"]
+    assert main(["serve", *arguments, *port, "--device", "cpu"]) == 1
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.usefixtures("signals_restored")
+def test_a_port_in_use_is_found_out_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        assert main(["serve", "./no-such-model", "--port", port]) == 1
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
+
+
+def line_with(process: "subprocess.Popen[str]", text: str) -> str:
+    """The next line of the process's output that holds ``text``; waits for it."""
+    assert process.stdout is not None
+    seen: list[str] = []
+    for line in process.stdout:
+        seen.append(line)
+        if text in line:
+            return line
+    raise AssertionError(f"the process ended without {text!r}:\n{''.join(seen)}")
+
+
+def test_a_real_process_serves_and_ends_cleanly_on_sigterm(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    command = (
+        f"serve {model_folder} --name math --port 0 --device cpu "
+        # A forward pass for each sequence, so that a request waits long enough to be seen waiting.
+        f"--api-key-file {keys} --max-batch-tokens 1"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mopd_server.main", *command.split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        assert "'math'" in line_with(process, "mopd teacher")
+        assert "1 API keys" in line_with(process, "access")
+        address = line_with(process, "address").split()[1]
+        assert address.startswith("http://127.0.0.1:")
+        line_with(process, "'math' is ready")
+        with httpx.Client(
+            base_url=address, headers={"Authorization": "Bearer secret"}, timeout=60
+        ) as client:
+            assert client.get("/readyz").json() == {"status": "ready"}
+            manifest = client.get("/v1/manifest").json()
+            assert (manifest["service"], manifest["model"]) == ("math", "tiny-qwen")
+            body = {"sequences": [{"prompt": "the quick", "completion": " fox" * 20}] * 60}
+            with ThreadPoolExecutor(max_workers=1) as other_client:
+                asked = other_client.submit(client.post, "/v1/logprobs", json={**body, "top_k": 1})
+                while "mopd_queue_sequences 0.0" in client.get("/metrics").text:
+                    assert not asked.done(), "answered before it was seen to wait"
+                process.send_signal(signal.SIGTERM)
+                response = asked.result()
+            assert response.status_code == 200  # what was under way is finished
+            assert len(decode_json(response.json()).scores) == 60
+        line_with(process, "stopped by SIGTERM")
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+        process.wait()
