@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from mopd_losses.config import CtkdLoss, TopKKlLoss
+from mopd_losses.config import CtkdConfig, TopKKlConfig
 from mopd_losses.ctkd import ctkd
 from mopd_losses.loss_output import LossOutput
 from mopd_losses.projection import ProjectionMatrix, identity_projection
 from mopd_losses.projection_cache import ProjectionCache
+from mopd_losses.student_rows import DenseRows
 from mopd_losses.topk_targets import TopKTargets
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.token_table import TextEncoder, TokenTable
@@ -30,7 +30,7 @@ class Vocabularies:
 
 
 def projection_for(
-    config: CtkdLoss | TopKKlLoss, vocabularies: Vocabularies, cache: ProjectionCache
+    config: CtkdConfig | TopKKlConfig, vocabularies: Vocabularies, cache: ProjectionCache
 ) -> ProjectionMatrix:
     """The projection that this loss compares through.
 
@@ -38,7 +38,7 @@ def projection_for(
         ConfigError: when a same-vocabulary loss is asked for two different tokenizers.
     """
     student, teacher = vocabularies.student, vocabularies.teacher
-    if isinstance(config, CtkdLoss):
+    if isinstance(config, CtkdConfig):
         return cache.matrix(
             student,
             teacher,
@@ -55,7 +55,7 @@ def projection_for(
 
 
 def build_loss(
-    config: CtkdLoss | TopKKlLoss,
+    config: CtkdConfig | TopKKlConfig,
     projection: ProjectionMatrix,
     *,
     cache: ProjectionCache,
@@ -63,9 +63,15 @@ def build_loss(
     temperature: float = 1.0,
 ) -> Loss:
     """The loss, bound to its projection's copy on ``device``."""
-    return partial(
-        ctkd,
-        projection=cache.on(device, projection),
-        divergence=config.divergence,
-        temperature=temperature,
-    )
+    on_device = cache.on(device, projection)
+
+    def loss(logits: torch.Tensor, targets: TopKTargets) -> LossOutput:
+        return ctkd(
+            DenseRows(logits, on_device.real_ids),
+            targets,
+            on_device,
+            divergence=config.divergence,
+            temperature=temperature,
+        )
+
+    return loss

@@ -9,7 +9,7 @@ from mopd_losses.projection import ProjectionSettings
 Divergence = Literal["forward_kl", "reverse_kl"]
 
 
-class CtkdLoss(BaseModel):
+class CtkdConfig(BaseModel):
     """Projected top-k KL with a tail bucket, for a teacher with any tokenizer."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -20,7 +20,7 @@ class CtkdLoss(BaseModel):
     projection: ProjectionSettings = ProjectionSettings()
 
 
-class TopKKlLoss(BaseModel):
+class TopKKlConfig(BaseModel):
     """Top-k KL with a tail bucket, for a teacher with the student's own tokenizer.
 
     The teacher is sent the sampled ids themselves: what a model samples is not always what its
@@ -33,4 +33,4 @@ class TopKKlLoss(BaseModel):
     divergence: Divergence = "forward_kl"
 
 
-LossConfig = Annotated[CtkdLoss | TopKKlLoss, Field(discriminator="type")]
+LossConfig = Annotated[CtkdConfig | TopKKlConfig, Field(discriminator="type")]

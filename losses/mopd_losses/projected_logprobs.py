@@ -4,19 +4,24 @@ import torch
 from torch import Tensor
 
 from mopd_losses.projection_cache import DeviceProjection
+from mopd_losses.student_rows import StudentRows
 
 
 def projected_logprobs(
-    logits: Tensor, log_normalisers: Tensor, teacher_ids: Tensor, projection: DeviceProjection
+    student: StudentRows,
+    slots: Tensor,
+    teacher_ids: Tensor,
+    projection: DeviceProjection,
+    *,
+    temperature: float = 1.0,
 ) -> Tensor:
-    """``ln q(j) = logsumexp over v of (ln W[v, j] + z(v)) - lse`` for the asked teacher ids.
+    """``ln q(j) = logsumexp over v of (ln W[v, j] + ln p(v))`` for the asked teacher ids.
 
-    Only logits of student ids that feed an asked teacher id are gathered, so the cost does not
-    depend on the teacher's vocabulary. Exact also where all masses underflow.
+    Only student ids that feed an asked teacher id are read, so the cost does not depend on the
+    teacher's vocabulary. Exact also where all masses underflow.
 
     Args:
-        logits: [places, student width].
-        log_normalisers: [places], logsumexp of each row over the student's real ids.
+        slots: int64 [places].
         teacher_ids: int64 [places, k]; -1 where absent.
 
     Returns:
@@ -27,17 +32,28 @@ def projected_logprobs(
     asked = teacher_ids.clamp_min(0)
     starts = projection.column_starts[asked].flatten()
     counts = (projection.column_starts[asked + 1].flatten() - starts) * (teacher_ids >= 0).flatten()
-    pairs = torch.repeat_interleave(torch.arange(places * k, device=logits.device), counts)
+    pairs = torch.repeat_interleave(torch.arange(places * k, device=slots.device), counts)
     first_entry = counts.cumsum(0) - counts
-    entries = torch.arange(len(pairs), device=logits.device) + (starts - first_entry)[pairs]
-    gathered = logits[pairs // max(k, 1), projection.student_ids[entries]]
-    terms = gathered + projection.log_weights[entries].to(logits.dtype)
-    # A log-sum-exp over ragged columns: the maximum is a constant of the gradient.
-    peaks = torch.full((places * k,), -torch.inf, dtype=logits.dtype, device=logits.device)
-    peaks = peaks.scatter_reduce(0, pairs, terms.detach(), "amax")
-    reached = ~torch.isneginf(peaks)  # also not where every logit is -inf
+    entries = torch.arange(len(pairs), device=slots.device) + (starts - first_entry)[pairs]
+    read = student.logprobs(
+        slots[pairs // max(k, 1)], projection.student_ids[entries], temperature=temperature
+    )
+    terms = read + projection.log_weights[entries].to(read.dtype)
+    return segment_logsumexp(terms, pairs, places * k).view(places, k)
+
+
+def segment_logsumexp(terms: Tensor, segments: Tensor, count: int) -> Tensor:
+    """[count], the log-sum-exp of the terms of each segment; ``-inf``, without a gradient, of none.
+
+    Args:
+        terms: [n], logs.
+        segments: int64 [n], the segment of each term.
+    """
+    # The maximum is a constant of the gradient.
+    peaks = torch.full((count,), -torch.inf, dtype=terms.dtype, device=terms.device)
+    peaks = peaks.scatter_reduce(0, segments, terms.detach(), "amax")
+    reached = ~torch.isneginf(peaks)  # also not where every term is -inf
     shifts = torch.where(reached, peaks, 0.0)
-    sums = torch.zeros_like(peaks).index_add(0, pairs, (terms - shifts[pairs]).exp())
+    sums = torch.zeros_like(peaks).index_add(0, segments, (terms - shifts[segments]).exp())
     # log(1) where nothing was summed: log(0) there would send NaN back through the graph.
-    logs = torch.where(reached, sums, 1.0).log() + peaks
-    return logs.view(places, k) - log_normalisers.unsqueeze(1)
+    return torch.where(reached, sums, 1.0).log() + peaks

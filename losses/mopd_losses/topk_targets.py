@@ -37,6 +37,21 @@ class TopKTargets:
             self.tail_logprobs.to(device),
         )
 
+    def between(self, start: int, stop: int) -> "TopKTargets":
+        """See ``Targets``; slots are in increasing order."""
+        first, last = torch.searchsorted(self.slots, self.slots.new_tensor([start, stop])).tolist()
+        places = slice(first, last)
+        return TopKTargets(
+            self.slots[places] - start,
+            self.ids[places],
+            self.logprobs[places],
+            self.tail_logprobs[places],
+        )
+
+    def uncuttable(self, slots: int) -> Tensor:
+        """See ``Targets``: every place is one slot."""
+        return torch.zeros(slots + 1, dtype=torch.bool)
+
 
 def topk_targets(alignment: Alignment, topk: TopKLogprobs) -> TopKTargets:
     """The targets of one completion; slots count the completion's own tokens from 0."""

@@ -7,10 +7,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mopd_losses.ctkd import Divergence, ctkd
+from mopd_losses.ctkd import Divergence
 from mopd_losses.loss_output import LossOutput
 from mopd_losses.projection_cache import DeviceProjection
 from mopd_losses.topk_targets import TopKTargets
+from tests.losses.dense import ctkd
 from tests.reference.ctkd import Place, place
 
 DIVERGENCES: tuple[Divergence, ...] = ("forward_kl", "reverse_kl")

@@ -8,12 +8,12 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from mopd_losses.build import build_loss, projection_for
-from mopd_losses.config import CtkdLoss, LossConfig, TopKKlLoss
-from mopd_losses.ctkd import ctkd
+from mopd_losses.config import CtkdConfig, LossConfig, TopKKlConfig
 from mopd_losses.projection import ProjectionSettings, build_projection, identity_projection
 from mopd_losses.projection_cache import ProjectionCache
 from mopd_losses.topk_targets import TopKTargets
 from mopd_protocol.errors import ConfigError
+from tests.losses.dense import ctkd
 from tests.losses.families import family, vocabularies
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def some_targets() -> TopKTargets:
 def test_topk_kl_refuses_two_tokenizers_and_says_what_to_use() -> None:
     student, teacher = family("digit"), family("whole_number")
     with pytest.raises(ConfigError) as refused:
-        projection_for(TopKKlLoss(), vocabularies(student, teacher), ProjectionCache())
+        projection_for(TopKKlConfig(), vocabularies(student, teacher), ProjectionCache())
     assert str(refused.value) == (
         "loss 'topk_kl' needs one tokenizer on both sides, but the student has "
         f"{student.table.fingerprint[:12]} and the teacher {teacher.table.fingerprint[:12]}; "
@@ -41,20 +41,20 @@ def test_topk_kl_refuses_two_tokenizers_and_says_what_to_use() -> None:
 
 def test_topk_kl_compares_through_the_identity() -> None:
     side = family("digit")
-    found = projection_for(TopKKlLoss(), vocabularies(side, side), ProjectionCache())
+    found = projection_for(TopKKlConfig(), vocabularies(side, side), ProjectionCache())
     assert found.key == identity_projection(side.table, logit_width=side.width).key
 
 
 @pytest.mark.parametrize("name", ["digit", "whole_number", "sentencepiece"])
 def test_ctkd_of_one_tokenizer_compares_through_the_identity_too(name: str) -> None:
     side = family(name)
-    found = projection_for(CtkdLoss(), vocabularies(side, side), ProjectionCache())
+    found = projection_for(CtkdConfig(), vocabularies(side, side), ProjectionCache())
     assert found.key == identity_projection(side.table, logit_width=side.width).key
 
 
 def test_ctkd_uses_its_own_projection_settings_and_the_students_width() -> None:
     student, teacher = family("digit"), family("sentencepiece")
-    config = CtkdLoss(projection=ProjectionSettings(weights="decay"))
+    config = CtkdConfig(projection=ProjectionSettings(weights="decay"))
     found = projection_for(config, vocabularies(student, teacher), ProjectionCache())
     expected = build_projection(
         student.table,
@@ -69,9 +69,9 @@ def test_ctkd_uses_its_own_projection_settings_and_the_students_width() -> None:
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-@pytest.mark.parametrize("kind", [CtkdLoss, TopKKlLoss])
+@pytest.mark.parametrize("kind", [CtkdConfig, TopKKlConfig])
 def test_a_built_loss_has_the_divergence_and_the_temperature_that_were_asked_for(
-    kind: type[CtkdLoss] | type[TopKKlLoss], divergence: str, temperature: float
+    kind: type[CtkdConfig] | type[TopKKlConfig], divergence: str, temperature: float
 ) -> None:
     side = family("digit")
     cache = ProjectionCache()
@@ -92,10 +92,12 @@ def test_a_built_loss_has_the_divergence_and_the_temperature_that_were_asked_for
 def test_the_temperature_is_one_unless_said_otherwise() -> None:
     side = family("digit")
     cache = ProjectionCache()
-    projection = projection_for(CtkdLoss(), vocabularies(side, side), cache)
+    projection = projection_for(CtkdConfig(), vocabularies(side, side), cache)
     logits = torch.randn(4, side.width, generator=torch.Generator().manual_seed(0))
     plain, one, two = (
-        build_loss(CtkdLoss(), projection, cache=cache, device=CPU, **named)(logits, some_targets())
+        build_loss(CtkdConfig(), projection, cache=cache, device=CPU, **named)(
+            logits, some_targets()
+        )
         for named in ({}, {"temperature": 1.0}, {"temperature": 2.0})
     )
     assert torch.equal(plain.per_token, one.per_token)
@@ -104,8 +106,8 @@ def test_the_temperature_is_one_unless_said_otherwise() -> None:
 
 def test_settings_are_told_apart_by_their_type() -> None:
     adapter: TypeAdapter[LossConfig] = TypeAdapter(LossConfig)
-    assert adapter.validate_python({"type": "topk_kl"}) == TopKKlLoss()
-    assert adapter.validate_python({"type": "ctkd"}) == CtkdLoss()
+    assert adapter.validate_python({"type": "topk_kl"}) == TopKKlConfig()
+    assert adapter.validate_python({"type": "ctkd"}) == CtkdConfig()
     for wrong in ({"type": "mse"}, {"type": "topk_kl", "projection": {}}, {"divergence": "x"}):
         with pytest.raises(ValidationError):
             adapter.validate_python(wrong)

@@ -6,8 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mopd_losses.ctkd import Divergence, ctkd
+from mopd_losses.ctkd import Divergence
 from mopd_losses.projected_logprobs import projected_logprobs
+from mopd_losses.student_rows import DenseRows
+from tests.losses.dense import ctkd
 from tests.losses.places import (
     DIVERGENCES,
     Problem,
@@ -64,7 +66,9 @@ def test_the_student_is_projected_as_published() -> None:
     expected = [0.5, 0.272727, 0.027273, 0.2]
     projection = device_projection(weights, np.ones(3, dtype=np.bool_))
     ids = torch.tensor([[0, 1, 2, 3, -1]])
-    found = projected_logprobs(student.log(), torch.zeros(1), ids, projection).exp()
+    found = projected_logprobs(
+        DenseRows(student.log(), projection.real_ids), torch.tensor([0]), ids, projection
+    ).exp()
     np.testing.assert_allclose(found[0].numpy(), [*expected, 0], atol=5e-7)
     assert project([0.5, 0.3, 0.2], weights.tolist()) == pytest.approx(expected, abs=5e-7)
 
@@ -150,9 +154,10 @@ def test_gradcheck(divergence: Divergence, seed: int) -> None:
 def test_projected_logprobs_equal_softmax_and_a_dense_product(seed: int) -> None:
     problem = random_problem(seed)
     size = problem.weights.shape[1]
-    rows = problem.logits.masked_fill(~torch.tensor(problem.real), -torch.inf)
-    ids = torch.arange(size).repeat(len(rows), 1)
-    found = projected_logprobs(rows, rows.logsumexp(dim=1), ids, problem.projection())
+    slots = torch.arange(len(problem.logits))
+    ids = torch.arange(size).repeat(len(slots), 1)
+    rows = DenseRows(problem.logits, torch.tensor(problem.real))
+    found = projected_logprobs(rows, slots, ids, problem.projection())
     for row, logits in zip(found.exp().tolist(), problem.logits.tolist(), strict=True):
         p = softmax(logits, problem.real.tolist(), 1.0)
         assert row == pytest.approx(project(p, problem.weights.tolist()), abs=1e-13)
@@ -162,5 +167,6 @@ def test_projected_logprobs_are_exact_where_all_masses_underflow() -> None:
     weights = np.array([[1.0, 0], [0.5, 0.5], [0, 1]])
     projection = device_projection(weights, np.ones(3, dtype=np.bool_))
     logits = torch.tensor([[0.0, -5000.0, -5000.0]], dtype=torch.float64)
-    found = projected_logprobs(logits, torch.zeros(1), torch.tensor([[1]]), projection)
+    rows = DenseRows(logits, projection.real_ids)
+    found = projected_logprobs(rows, torch.tensor([0]), torch.tensor([[1]]), projection)
     assert found.item() == pytest.approx(-5000 + np.log(1.5), abs=1e-9)

@@ -9,10 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mopd_losses.alignment import align
-from mopd_losses.ctkd import Divergence, ctkd
+from mopd_losses.ctkd import Divergence
+from mopd_losses.ctkd import ctkd as ctkd_on_rows
+from mopd_losses.student_rows import DenseRows
 from mopd_losses.topk_targets import TopKTargets, topk_targets
 from mopd_protocol.errors import DataError
 from mopd_protocol.topk_logprobs import TopKLogprobs
+from tests.losses.dense import ctkd
 from tests.losses.places import (
     DIVERGENCES,
     Problem,
@@ -196,8 +199,9 @@ def test_the_loss_stands_at_its_slot_and_nowhere_else(divergence: Divergence) ->
 
 @pytest.mark.parametrize("width", [3, 5])
 def test_logits_of_another_width_are_refused(width: int) -> None:
+    rows = DenseRows(torch.zeros(1, width), torch.ones(width, dtype=torch.bool))
     with pytest.raises(DataError, match=f"logits of width {width} for a projection of 4 rows"):
-        ctkd(torch.zeros(1, width), nothing(1, 1), identity(4))
+        ctkd_on_rows(rows, nothing(1, 1), identity(4))
 
 
 def test_reverse_kl_is_bounded_by_the_floor_of_the_teachers_tail() -> None:

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mopd_losses.ctkd import Divergence, ctkd
+from mopd_losses.ctkd import Divergence
 from mopd_losses.topk_targets import TopKTargets
+from tests.losses.dense import ctkd
 from tests.losses.places import (
     DIVERGENCES,
     Problem,

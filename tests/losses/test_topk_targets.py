@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mopd_losses.alignment import align
-from mopd_losses.ctkd import Divergence, ctkd
+from mopd_losses.ctkd import Divergence
 from mopd_losses.topk_targets import TopKTargets, concatenate_targets, topk_targets
 from mopd_protocol.token_sequence import END_OF_TURN
 from mopd_protocol.topk_logprobs import TopKLogprobs
+from tests.losses.dense import ctkd
 from tests.losses.places import DIVERGENCES, identity
 from tests.losses.sequences import Piece, sequence, two_texts
 from tests.reference.alignment import every_pair_of_prefixes, tokens_of

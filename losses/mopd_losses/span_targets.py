@@ -1,0 +1,115 @@
+"""``SpanTargets``: aligned spans with everything that a teacher said about them.
+
+For losses that look at whole spans: the likelihood of a span, rows merged over a span, rows
+averaged over it. Losses on the first row of a span alone use the leaner ``TopKTargets``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mopd_losses.loss import Comparison
+
+
+@dataclass(frozen=True, eq=False)
+class SpanTargets:
+    """Spans of several completions, in order; rows of all their teacher tokens.
+
+    Slots count the micro-batch's student tokens, rows its teacher tokens. Absent entries of a
+    top-k are id ``-1`` with ``-inf``.
+    """
+
+    student_starts: Tensor  # int64 [spans], slots
+    student_ends: Tensor  # int64 [spans], exclusive
+    teacher_starts: Tensor  # int64 [spans], rows
+    teacher_ends: Tensor  # int64 [spans], exclusive
+    span_bytes: Tensor  # int64 [spans]; 0 for a control token
+    labels: Tensor  # int64 [slots], the student's own tokens
+    sampled_logprobs: Tensor  # float32 [slots], nats
+    teacher_ids: Tensor  # int64 [rows], the teacher's own tokens
+    token_logprobs: Tensor  # float32 [rows], nats: the teacher's, of its own tokens
+    topk_ids: Tensor  # int64 [rows, k]
+    topk_logprobs: Tensor  # float32 [rows, k], nats
+    tail_logprobs: Tensor  # float32 [rows], nats
+
+    @property
+    def spans(self) -> int:
+        """Aligned spans."""
+        return len(self.student_starts)
+
+    def to(self, device: torch.device | str) -> "SpanTargets":
+        """See ``Targets``."""
+        return SpanTargets(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
+    def between(self, start: int, stop: int) -> "SpanTargets":
+        """See ``Targets``. Teacher rows stay whole: spans name them by number."""
+        bounds = self.student_starts.new_tensor([start, stop])
+        first, last = torch.searchsorted(self.student_starts, bounds).tolist()
+        spans = slice(first, last)
+        return replace(
+            self,
+            student_starts=self.student_starts[spans] - start,
+            student_ends=self.student_ends[spans] - start,
+            teacher_starts=self.teacher_starts[spans],
+            teacher_ends=self.teacher_ends[spans],
+            span_bytes=self.span_bytes[spans],
+            labels=self.labels[start:stop],
+            sampled_logprobs=self.sampled_logprobs[start:stop],
+        )
+
+    def uncuttable(self, slots: int) -> Tensor:
+        """See ``Targets``: a block may not end inside a span."""
+        starts, ends = self.student_starts.cpu(), self.student_ends.cpu()
+        depth = torch.zeros(slots + 1, dtype=torch.int64)
+        depth.index_add_(0, starts + 1, torch.ones_like(starts))
+        depth.index_add_(0, ends, -torch.ones_like(ends))
+        return depth.cumsum(0) > 0
+
+
+def span_targets(comparisons: Sequence[Comparison], slot_offsets: Sequence[int]) -> SpanTargets:
+    """The targets of several completions."""
+    k = max((comparison.score.topk.k for comparison in comparisons), default=0)
+    rows = [len(comparison.score.completion) for comparison in comparisons]
+    row_offsets = list(accumulate(rows, initial=0))[:-1]
+
+    def spans(name: str, offsets: Sequence[int]) -> Tensor:
+        parts = [
+            getattr(comparison.alignment, name).astype(np.int64) + offset
+            for comparison, offset in zip(comparisons, offsets, strict=True)
+        ]
+        return torch.tensor(np.concatenate([np.zeros(0, np.int64), *parts]))
+
+    def column(values: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(np.concatenate([np.zeros(0), *values]), dtype=dtype)
+
+    def widened(values: Sequence[np.ndarray], fill: float, dtype: torch.dtype) -> Tensor:
+        parts = [
+            np.pad(value, ((0, 0), (0, k - value.shape[1])), constant_values=fill)
+            for value in values
+        ]
+        return torch.tensor(np.concatenate([np.zeros((0, k)), *parts]), dtype=dtype)
+
+    topks = [comparison.score.topk for comparison in comparisons]
+    return SpanTargets(
+        student_starts=spans("student_starts", slot_offsets),
+        student_ends=spans("student_ends", slot_offsets),
+        teacher_starts=spans("teacher_starts", row_offsets),
+        teacher_ends=spans("teacher_ends", row_offsets),
+        span_bytes=column([_span_bytes(c) for c in comparisons], torch.int64),
+        labels=column([c.student.token_ids for c in comparisons], torch.int64),
+        sampled_logprobs=column([c.sampled_logprobs for c in comparisons], torch.float32),
+        teacher_ids=column([c.score.completion.token_ids for c in comparisons], torch.int64),
+        token_logprobs=column([topk.token_logprobs for topk in topks], torch.float32),
+        topk_ids=widened([topk.ids for topk in topks], -1, torch.int64),
+        topk_logprobs=widened([topk.logprobs for topk in topks], -np.inf, torch.float32),
+        tail_logprobs=column([topk.tail_logprobs for topk in topks], torch.float32),
+    )
+
+
+def _span_bytes(comparison: Comparison) -> np.ndarray:
+    ends = np.concatenate([[0], comparison.student.byte_ends])
+    return ends[comparison.alignment.student_ends] - ends[comparison.alignment.student_starts]
