@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mopd_losses.config import CtkdLoss, LossConfig, TopKKlLoss
+from mopd_losses.config import CtkdConfig, LossConfig, TopKKlConfig
 from mopd_protocol.requests import LogprobsDtype
 
 
@@ -79,7 +79,7 @@ class TeacherConfig(_Settings):
     temperature: float = Field(default=1.0, gt=0)
     """Softmax temperature of both sides of the loss; other than 1 only where the teacher's engine
     can (its manifest says so)."""
-    loss: LossConfig = CtkdLoss()
+    loss: LossConfig = CtkdConfig()
     logprobs_dtype: LogprobsDtype = "float32"
     api_key_env: str | None = None
     """The environment variable that holds this teacher's API key."""
@@ -100,7 +100,7 @@ class TeacherConfig(_Settings):
     @property
     def sends_token_ids(self) -> bool:
         """The teacher is sent the student's own ids, not text."""
-        return isinstance(self.loss, TopKKlLoss)
+        return isinstance(self.loss, TopKKlConfig)
 
 
 class LoggingConfig(_Settings):

@@ -33,7 +33,7 @@ class Journal:
             from torch.utils.tensorboard import SummaryWriter  # seconds to import, so only on use
 
             self._tensorboard = SummaryWriter(
-                str(output_dir / "tensorboard"), purge_step=from_step + 1 if from_step else None
+                str(output_dir / "tensorboard"), purge_step=from_step + 1
             )
 
     def write(self, step: int, metrics: Metrics) -> None:
@@ -84,7 +84,8 @@ def _forget_after(path: Path, step: int) -> None:
     """Keeps the lines up to ``step``; a last line that was cut short by a kill goes too."""
     if not path.exists():
         return
-    whole = [line for line in path.read_text(encoding="utf-8").splitlines(True) if line[-1] == "\n"]
+    # Bytes: a kill can cut a character in two, and text has more line ends (U+2028) than JSONL.
+    whole = [line for line in path.read_bytes().splitlines(True) if line.endswith(b"\n")]
     kept = [line for line in whole if json.loads(line)["step"] <= step]
     with replacing(path) as temporary:
-        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.write_bytes(b"".join(kept))

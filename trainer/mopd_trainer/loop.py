@@ -92,7 +92,7 @@ async def _steps(
     ):
         for step in range(done, config.max_steps):
             started = time.perf_counter()
-            examples, metrics = await _collect(order.batch(step), sampler, scorer, step)
+            examples, metrics = await collect(order.batch(step), sampler, scorer, step)
             tokens = sum(len(example.rollout.completion) for example in examples)
             batches = pack(examples, tokens_per_micro_batch=config.student.tokens_per_micro_batch)
             training = time.perf_counter()
@@ -122,7 +122,7 @@ async def _steps(
                 )
 
 
-async def _collect(
+async def collect(
     prompts: Sequence[Prompt], sampler: Sampler, scorer: Scorer, step: int
 ) -> tuple[list[TrainingExample], Metrics]:
     """The step's examples: each generation batch is scored while the next is being written.

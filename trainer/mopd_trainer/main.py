@@ -7,12 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from mopd_protocol.errors import ConfigError, MopdError
-
-if TYPE_CHECKING:
-    pass
 
 EXAMPLES = """\
 examples:
@@ -36,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except MopdError as error:
         _fail(str(error), 2)
     except BaseExceptionGroup as group:
-        refusals = group.subgroup(MopdError)
-        if refusals is None:
+        refusals, bugs = group.split(MopdError)
+        if refusals is None or bugs is not None:
             raise
         _fail(str(_first(refusals)), 2)
     except KeyboardInterrupt:

@@ -51,6 +51,7 @@ def teacher_metrics(
     for name, counter in counters.items():
         judged = [(e, j) for e in examples for j in e.judgements if j.teacher == name]
         tokens = sum(len(example.rollout.completion) for example, _ in judged)
+        shared = sum(j.weight * len(e.rollout.completion) for e, j in judged)
         own_bytes = sum(len(judgement.view.completion.text) for _, judgement in judged)
         aligned = sum(j.alignment.aligned_bytes(j.view.completion) for _, j in judged)
         loss = losses.get(name, LossMeasurements())
@@ -58,11 +59,12 @@ def teacher_metrics(
             "loss_per_token": ratio(loss.nats, tokens),
             "loss_per_byte": ratio(loss.nats, own_bytes),
             "tokens": float(tokens),
-            "token_fraction": ratio(tokens, all_tokens),
+            "token_fraction": ratio(shared, all_tokens),
             "alignment_ratio": ratio(aligned, own_bytes),
             "literal_controls": float(sum(j.view.literal_controls for _, j in judged)),
             "unsent_bytes": float(sum(j.view.unsent_bytes for _, j in judged)),
             "scored_tokens": float(counter.tokens_scored),
+            "score_seconds_total": sum(counter.seconds),
             "score_seconds_p50": percentile(counter.seconds, 50),
             "score_seconds_p95": percentile(counter.seconds, 95),
             "retries": float(counter.retries),

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,8 @@ def read_prompts(config: DataConfig, teachers: Iterable[str]) -> list[Prompt]:
     if not path.is_file():
         raise DataError(f"{path}: no such file; expected prompts as JSONL (data.prompts)")
     prompts: list[Prompt] = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(_numbered(lines, path), start=1):
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
             if line.strip():
                 where = f"{path}:{number}"
                 values = _parse(line, where)
@@ -75,16 +75,11 @@ class PromptOrder:
         return np.random.default_rng([self._seed, epoch]).permutation(count).tolist()
 
 
-def _numbered(lines: Iterable[str], path: Path) -> Iterable[str]:
+def _parse(line: bytes, where: str) -> JSON:
     try:
-        yield from lines
+        values = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
-
-
-def _parse(line: str, where: str) -> JSON:
-    try:
-        values = json.loads(line)
+        raise DataError(f"{where}: not UTF-8 ({error.reason} at byte {error.start})") from error
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
     if not isinstance(values, dict):
@@ -118,9 +113,18 @@ def _messages(values: JSON, config: DataConfig, where: str) -> tuple[Message, ..
 
 def _text(values: JSON, key: str, where: str) -> str:
     text = values.get(key)
-    if not isinstance(text, str) or not text:
-        raise DataError(f"{where}: {key!r} is {text!r}; expected text")
+    if not isinstance(text, str) or not text or not _is_unicode(text):
+        raise DataError(f"{where}: {key!r} is {text!a}; expected text")
     return text
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it has bytes: JSON can spell half of a character, which no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _teachers(
@@ -150,7 +154,7 @@ def _weights(named: Any, where: str) -> dict[str, float]:
         return {named: 1.0}
     if isinstance(named, dict) and named:
         weights: dict[Any, Any] = dict(named)  # pyright: ignore[reportUnknownArgumentType]
-        if all(isinstance(w, int | float) and w > 0 for w in weights.values()):
+        if all(isinstance(w, int | float) and 0 < w < inf for w in weights.values()):
             return {str(name): float(weight) for name, weight in weights.items()}
     raise DataError(
         f"{where}: teachers are given as {named!r}; expected a name, or names with weights above 0"

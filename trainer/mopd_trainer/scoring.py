@@ -20,6 +20,13 @@ from mopd_trainer.teachers import Teacher
 
 logger = logging.getLogger(__name__)
 
+#: Why a sample is dropped, by the status of a refusal that one sequence of a request can cause.
+_REASONS: dict[int | None, str] = {
+    HTTPStatus.BAD_REQUEST: "refused",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "too_long",
+    HTTPStatus.UNPROCESSABLE_ENTITY: "refused",
+}
+
 
 class Scorer:
     """Asks each sample's own teachers; a sample that one of them cannot judge goes as a whole."""
@@ -79,21 +86,19 @@ class Scorer:
     ) -> Sequence[TeacherScore | None]:
         """Scores, None where a sample was dropped.
 
-        A request is refused as a whole when one of its sequences is too long; they are then sent
-        one by one, so that the others are not lost with it.
+        A request is refused as a whole when one of its sequences is; where the run goes on
+        without that one, they are sent one by one, so that the others are not lost with it.
         """
         try:
             return await self._score(teacher, requests)
         except TeacherError as error:
-            if error.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
-                if len(requests) > 1:
-                    alone = await asyncio.gather(*[self._ask(teacher, [r]) for r in requests])
-                    return [scores[0] for scores in alone]
-                reason = "too_long"
-            elif teacher.config.on_error == "drop":
-                reason = "unavailable"
-            else:
+            too_long = error.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+            if not too_long and teacher.config.on_error == "fail":
                 raise
+            if error.status in _REASONS and len(requests) > 1:
+                alone = await asyncio.gather(*[self._ask(teacher, [r]) for r in requests])
+                return [scores[0] for scores in alone]
+            reason = _REASONS.get(error.status, "unavailable")
             logger.warning("%d samples dropped: %s", len(requests), error)
             self.dropped[f"{teacher.name}/{reason}"] += len(requests)
             return [None] * len(requests)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -42,10 +43,20 @@ class StudentIdentity:
 
     @classmethod
     def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> "StudentIdentity":
-        """The identity of a model that is loaded, or that stands on the meta device."""
+        """The identity of a model that is loaded, or that stands on the meta device.
+
+        Raises:
+            ConfigError: when the chat template cannot render an answer.
+        """
         backend: Any = tokenizer
         description = tokenizer_json(backend.backend_tokenizer)
-        roles = roles_of(backend, control_tokens(description))
+        try:
+            roles = roles_of(backend, control_tokens(description))
+        except TemplateError as error:
+            raise ConfigError(
+                "the student's chat template cannot render a question and an answer of the roles "
+                f"user and assistant: {error}"
+            ) from error
         head: Any = model.get_output_embeddings()
         return cls(
             table=TokenTable.from_json(description, roles),
@@ -64,7 +75,9 @@ class StudentIdentity:
         with explained(config):
             settings = AutoConfig.from_pretrained(config.model, **source(config))
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(settings)
+                model = AutoModelForCausalLM.from_config(
+                    settings, trust_remote_code=config.trust_remote_code
+                )
         return cls.of(model, tokenizer)
 
 

@@ -34,9 +34,9 @@ def text_view(rollout: Rollout, student: TokenTable, teacher: TokenTable) -> Tea
     for position, mark in rollout.completion.marks.items():
         if mark != END_OF_TURN:
             name = names[int(rollout.completion.token_ids[position])]
-            (controls if name in teacher.controls else literal)[position] = name
+            (controls if _reads_on_after(name, teacher) else literal)[position] = name
     completion = _with_literals(rollout.completion, literal)
-    sendable = _valid_utf8_bytes(completion.text)
+    sendable = _valid_utf8_bytes(completion, controls)
     unsent = len(completion.text) - sendable
     return TeacherView(
         request=SequenceRequest(
@@ -64,6 +64,11 @@ def token_view(rollout: Rollout) -> TeacherView:
     )
 
 
+def _reads_on_after(name: str, teacher: TokenTable) -> bool:
+    """Whether the teacher has this control token and would not end its answer with it."""
+    return name in teacher.controls and teacher.controls[name] not in teacher.roles.ending
+
+
 def _with_literals(completion: TokenSequence, literal: Mapping[int, str]) -> TokenSequence:
     """The sequence with some control tokens spelling their names."""
     if not literal:
@@ -81,13 +86,16 @@ def _with_literals(completion: TokenSequence, literal: Mapping[int, str]) -> Tok
     )
 
 
-def _valid_utf8_bytes(text: bytes) -> int:
-    """How many leading bytes are text."""
-    try:
-        text.decode()
-    except UnicodeDecodeError as error:
-        return error.start
-    return len(text)
+def _valid_utf8_bytes(completion: TokenSequence, controls: Mapping[int, str]) -> int:
+    """How many leading bytes are text, also between the control tokens that are sent."""
+    start = 0
+    for end in [*(int(completion.byte_ends[position]) for position in controls), None]:
+        try:
+            completion.text[start:end].decode()
+        except UnicodeDecodeError as error:
+            return start + error.start
+        start = end or start
+    return len(completion.text)
 
 
 def _parts(
