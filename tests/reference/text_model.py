@@ -1,0 +1,68 @@
+"""A model over bytes, and the token models that it *is* when seen through a tokenizer.
+
+The byte model is a Markov chain with an end, cut at a longest length, so that all its texts can be
+listed. A token model's row after some tokens is the exact distribution of the next one over all
+texts whose canonical tokenization begins with those tokens. Plain Python, float64, by enumeration.
+"""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+#: The token after the last one of a text.
+END = ""
+
+Tokenize = Callable[[str], Sequence[str]]
+
+
+def markov_texts(letters: str, longest: int, seed: int, end: float = 0.2) -> dict[str, float]:
+    """Text -> probability, of every text of at most ``longest`` letters."""
+    chance = random.Random(seed)
+    rows = {
+        context: [chance.gammavariate(0.7, 1.0) + 0.02 for _ in letters]
+        for context in ["", *letters]
+    }
+    found: dict[str, float] = {}
+
+    def grow(text: str, mass: float) -> None:
+        stop = 1.0 if len(text) == longest else end
+        found[text] = mass * stop
+        if len(text) < longest:
+            weights = rows[text[-1:]]
+            for letter, weight in zip(letters, weights, strict=True):
+                grow(text + letter, mass * (1 - stop) * weight / math.fsum(weights))
+
+    grow("", 1.0)
+    return found
+
+
+class TokenModel:
+    """The byte model through one tokenizer."""
+
+    def __init__(self, texts: dict[str, float], tokenize: Tokenize) -> None:
+        self.texts = texts
+        self.written = {text: (*tokenize(text), END) for text in texts}
+
+    @cached_property
+    def _masses(self) -> dict[tuple[str, ...], float]:
+        """Mass of all texts that are written with these tokens first."""
+        parts: dict[tuple[str, ...], list[float]] = {}
+        for text, tokens in self.written.items():
+            for stop in range(len(tokens) + 1):
+                parts.setdefault(tokens[:stop], []).append(self.texts[text])
+        return {tokens: math.fsum(masses) for tokens, masses in parts.items()}
+
+    def row(self, tokens: Sequence[str]) -> dict[str, float]:
+        """Next token -> probability, after these."""
+        before = tuple(tokens)
+        following = {t[len(before) :][0] for t in self.written.values() if t[: len(before)] == before and len(t) > len(before)}
+        return {t: self._masses[(*before, t)] / self._masses[before] for t in following}
+
+    def boundaries(self, text: str) -> set[int]:
+        """Where a token starts in a text, the end's place included."""
+        at, found = 0, {0}
+        for token in self.written[text][:-1]:
+            at += len(token)
+            found.add(at)
+        return found

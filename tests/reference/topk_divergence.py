@@ -1,0 +1,78 @@
+"""A truncated divergence at one place, with a dense product and explicit buckets, in plain floats.
+
+The student's distribution is projected on the teacher's ids, what both can name is compared in one
+of the forms of ``divergences``, and slopes go back to the student's logits through the same sums.
+"""
+
+import math
+from collections.abc import Sequence
+
+from tests.reference.ctkd import project, softmax
+from tests.reference.divergences import (
+    Compared,
+    Divergence,
+    by_logits,
+    generalised_forward,
+    generalised_reverse,
+    renormalised,
+    tail_bucket,
+)
+
+
+def place(
+    logits: Sequence[float],
+    real: Sequence[bool],
+    weights: Sequence[Sequence[float]],
+    teacher: dict[int, float],
+    teacher_rest: float,
+    *,
+    form: str,
+    divergence: Divergence,
+    forward: bool,
+    floored: bool,
+    temperature: float = 1.0,
+    teacher_temperature: float = 1.0,
+) -> tuple[float, list[float]]:
+    """Value and gradient by the logits; ``teacher`` maps id -> probability, as it was scored."""
+    p = softmax(logits, real, temperature)
+    q = project(p, weights)
+    ids = [j for j in teacher if q[j] > 0]
+    t = [teacher[j] for j in ids]
+    ours = [q[j] for j in ids]
+    if not ids:
+        return 0.0, [0.0] * len(p)
+    if form == "renormalised":
+        exponent = teacher_temperature / temperature
+        found = renormalised(divergence, ours, [b**exponent for b in t])
+    elif form == "generalised":
+        found = (generalised_forward if forward else generalised_reverse)(ours, t)
+    else:
+        found = _with_rest(p, q, ids, weights, t, teacher, teacher_rest, divergence, floored)
+    slopes = [
+        math.fsum(slope * row[j] for slope, j in zip(found.slopes, ids, strict=True))
+        for row in weights
+    ]
+    gradient = by_logits(slopes, p)
+    return temperature**2 * found.value, [temperature * slope for slope in gradient]
+
+
+def _with_rest(
+    p: list[float],
+    q: list[float],
+    ids: list[int],
+    weights: Sequence[Sequence[float]],
+    t: list[float],
+    teacher: dict[int, float],
+    teacher_rest: float,
+    divergence: Divergence,
+    floored: bool,
+) -> Compared:
+    unprojected = [a for a, row in zip(p, weights, strict=True) if not any(row)]
+    return tail_bucket(
+        divergence,
+        [q[j] for j in ids],
+        math.fsum([*unprojected, *(a for j, a in enumerate(q) if j not in ids)]),
+        t,
+        math.fsum([teacher_rest, *(b for j, b in teacher.items() if j not in ids)]),
+        floored=floored,
+    )

@@ -1,0 +1,80 @@
+"""Training examples whose teachers are made up: any numbers that are a distribution will do."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from mopd_losses.alignment import align, identity_alignment
+from mopd_losses.build import Loss, Vocabularies, build_loss, projection_for
+from mopd_losses.config import CtkdConfig, TopKKlConfig
+from mopd_losses.projection_cache import ProjectionCache
+from mopd_protocol.samples import Rollout, TeacherScore
+from mopd_protocol.token_sequence import TokenSequence
+from mopd_protocol.topk_logprobs import TopKLogprobs
+from mopd_trainer.examples import TeacherJudgement, TrainingExample
+from mopd_trainer.student import Student
+from mopd_trainer.teacher_view import text_view, token_view
+from tests.trainer.students import CPU, encoder, table
+
+#: Teacher -> its tokenizer. The student's is ``digit``: ``math`` reads its very ids.
+TOKENIZERS = {"math": "digit", "code": "whole_number"}
+TOP_K = 8
+
+
+def example(rollout: Rollout, *, seed: int = 0) -> TrainingExample:
+    """The rollout with a made-up judgement by each of its teachers."""
+    return TrainingExample(
+        rollout,
+        tuple(
+            _judgement(name, weight, rollout, seed + position)
+            for position, (name, weight) in enumerate(rollout.prompt.teachers.items())
+        ),
+    )
+
+
+def losses_for(student: Student, divergences: Mapping[str, str] | None = None) -> dict[str, Loss]:
+    """The losses of ``TOKENIZERS`` for a student with the ``digit`` tokenizer."""
+    cache = ProjectionCache()
+    found: dict[str, Loss] = {}
+    for name, tokenizer in TOKENIZERS.items():
+        divergence = (divergences or {}).get(name, "forward_kl")
+        kind = TopKKlConfig if name == "math" else CtkdConfig
+        config = kind.model_validate({"divergence": divergence})
+        sides = Vocabularies(
+            student.table, student.identity.logit_width, table(tokenizer), encoder(tokenizer)
+        )
+        found[name] = build_loss(
+            config, projection_for(config, sides, cache), cache=cache, device=CPU
+        )
+    return found
+
+
+def topk_of(completion: TokenSequence, vocabulary: Sequence[int], seed: int) -> TopKLogprobs:
+    """Random distributions, of which the ``TOP_K`` most likely entries are told."""
+    generator = np.random.default_rng(seed)
+    logits = generator.normal(size=(len(completion), len(vocabulary))) * 2
+    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    best = np.argsort(-logprobs, axis=1)[:, :TOP_K]
+    kept = np.take_along_axis(logprobs, best, axis=1)
+    return TopKLogprobs(
+        ids=np.array(vocabulary)[best],
+        logprobs=kept,
+        token_logprobs=np.full(len(completion), -1.0),
+        tail_logprobs=np.log1p(-np.exp(kept).sum(axis=1)),
+    )
+
+
+def _judgement(name: str, weight: float, rollout: Rollout, seed: int) -> TeacherJudgement:
+    own = table(TOKENIZERS[name])
+    if name == "math":
+        view, completion = token_view(rollout), rollout.completion
+        alignment = identity_alignment(len(completion))
+    else:
+        view = text_view(rollout, table("digit"), own)
+        assert isinstance(view.request.completion, str)
+        ids = encoder(TOKENIZERS[name]).encode(view.request.completion)
+        ending = [own.roles.ending[0]] if view.request.finished else []
+        completion = own.sequence([*ids, *ending])
+        alignment = align(view.completion, completion)
+    topk = topk_of(completion, own.present.nonzero()[0].tolist(), seed)
+    return TeacherJudgement(name, weight, view, TeacherScore("m" * 32, completion, topk), alignment)

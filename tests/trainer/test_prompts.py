@@ -1,0 +1,168 @@
+"""Prompts: every way to write a line, and every way to write it wrongly."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mopd_protocol.errors import DataError
+from mopd_protocol.samples import Prompt
+from mopd_trainer.config import DataConfig
+from mopd_trainer.prompts import read_prompts
+from tests.trainer.runs import write_lines
+
+TEACHERS = ["math", "code"]
+
+
+def read(
+    folder: Path, *lines: object, teachers: list[str] | None = None, **config: Any
+) -> list[Prompt]:
+    path = write_lines(folder / "data.jsonl", lines)
+    return read_prompts(DataConfig(prompts=path, **config), teachers or TEACHERS)
+
+
+def refusal(folder: Path, *lines: object, **config: Any) -> str:
+    with pytest.raises(DataError) as told:
+        read(folder, *lines, **config)
+    sentence = str(told.value)
+    assert "\n" not in sentence
+    return sentence.replace(str(folder), "…")
+
+
+def test_a_question_is_messages_or_a_prompt(tmp_path: Path) -> None:
+    conversation = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "2?"},
+        {"role": "assistant", "content": "3"},
+        {"role": "user", "content": "and then?"},
+    ]
+    first, second = read(
+        tmp_path,
+        {"messages": conversation, "teacher": "code"},
+        {"prompt": "3 + 4 =", "teacher": "math"},
+    )
+    assert [message.model_dump() for message in first.messages] == conversation
+    assert [(m.role, m.content) for m in second.messages] == [("user", "3 + 4 =")]
+    assert [dict(prompt.teachers) for prompt in (first, second)] == [{"code": 1}, {"math": 1}]
+    assert [first.index, second.index] == [0, 1]
+
+
+def test_chosen_keys_hold_question_and_answer(tmp_path: Path) -> None:
+    [prompt] = read(
+        tmp_path,
+        {"q": "why?", "a": {"text": "because"}, "prompt": "ignored", "teacher": "math"},
+        question_key="q",
+        answer_key="a",
+    )
+    assert prompt.messages[0].content == "why?"
+    assert prompt.metadata == {"answer": {"text": "because"}}
+
+
+@pytest.mark.parametrize("key", ["teacher", "data_source", "tag", "dataset"])
+def test_a_teacher_may_stand_under_several_names(tmp_path: Path, key: str) -> None:
+    [prompt] = read(tmp_path, {"prompt": "?", key: "code"})
+    assert prompt.teachers == {"code": 1}
+
+
+def test_the_first_alias_that_a_line_has_names_its_teacher(tmp_path: Path) -> None:
+    [prompt] = read(tmp_path, {"prompt": "?", "dataset": "gsm8k", "teacher": "code"})
+    assert prompt.teachers == {"code": 1}
+
+
+def test_a_chosen_key_is_the_only_one_that_names_teachers(tmp_path: Path) -> None:
+    line = {"prompt": "?", "teacher": "unheard of", "judge": "code"}
+    assert read(tmp_path, line, teacher_key="judge")[0].teachers == {"code": 1}
+    told = refusal(tmp_path, {"prompt": "?", "teacher": "code"}, teacher_key="judge")
+    assert told.startswith("…/data.jsonl:1: no 'judge'; known teachers are code, math")
+
+
+def test_several_teachers_share_a_line_by_their_weights(tmp_path: Path) -> None:
+    [prompt] = read(tmp_path, {"prompt": "?", "teacher": {"math": 3, "code": 1.0}})
+    assert prompt.teachers == {"math": 0.75, "code": 0.25}
+
+
+def test_a_default_teacher_takes_lines_that_name_none(tmp_path: Path) -> None:
+    named, unnamed, null = read(
+        tmp_path,
+        {"prompt": "?", "teacher": "math"},
+        {"prompt": "?"},
+        {"prompt": "?", "teacher": None},
+        default_teacher="code",
+    )
+    assert [*named.teachers, *unnamed.teachers, *null.teachers] == ["math", "code", "code"]
+
+
+def test_one_teacher_needs_no_naming(tmp_path: Path) -> None:
+    assert read(tmp_path, {"prompt": "?"}, teachers=["only"])[0].teachers == {"only": 1}
+
+
+def test_blank_lines_are_skipped_but_counted(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    line = json.dumps({"prompt": "line\u2028separator", "teacher": "math"}, ensure_ascii=False)
+    path.write_text(f"\n{line}\n   \n{line}\n" + '{"prompt": "?", "teacher": "x"}', "utf-8")
+    with pytest.raises(DataError, match=r"data\.jsonl:5: teacher 'x' is unknown"):
+        read_prompts(DataConfig(prompts=path), TEACHERS)
+    path.write_text(f"\n{line}\n   \n{line}", "utf-8")
+    assert [p.index for p in read_prompts(DataConfig(prompts=path), TEACHERS)] == [0, 1]
+
+
+OK = {"prompt": "?", "teacher": "math"}
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ({"prompt": "?"}, "no 'teacher' or 'data_source' or 'tag' or 'dataset'; known teachers"),
+        ({"prompt": "?", "teacher": "maths"}, "teacher 'maths' is unknown; known teachers are"),
+        ({"prompt": "?", "teacher": {"math": 1, "x": 1}}, "teacher 'x' is unknown; known teachers"),
+        ({"prompt": "?", "teacher": {"math": 0}}, "expected a name, or names with weights above 0"),
+        ({"prompt": "?", "teacher": {"math": float("inf")}}, "expected a name, or names with"),
+        ({"prompt": "?", "teacher": {}}, "expected a name, or names with weights above 0"),
+        ({"prompt": "?", "teacher": ["math"]}, "expected a name, or names with weights above 0"),
+        ({"prompt": 5, "teacher": "math"}, "'prompt' is 5; expected text"),
+        ({"prompt": "", "teacher": "math"}, "'prompt' is ''; expected text"),
+        ({"prompt": "half \ud83d", "teacher": "math"}, r"'prompt' is 'half \ud83d'; expected text"),
+        ({"question": "?", "teacher": "math"}, "found keys question, teacher; expected 'messages'"),
+        ({"messages": [], "teacher": "math"}, "'messages' is empty"),
+        ({"messages": "hello", "teacher": "math"}, "'messages' is not a list of {role, content}"),
+        ({"messages": None, "teacher": "math"}, "'messages' is not a list of {role, content}"),
+        (
+            {"messages": [{"role": "user"}], "teacher": "math"},
+            "'messages' is not a list of {role, content} with text in both",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "7"}], "teacher": "math"},
+            "'messages' ends with an assistant turn; expected a turn that the student can answer",
+        ),
+        ([1, 2], "found a list, expected a JSON object"),
+    ],
+)
+def test_a_wrong_line_is_named_by_file_and_number(
+    tmp_path: Path, line: object, sentence: str
+) -> None:
+    told = refusal(tmp_path, OK, OK, line)
+    assert told.startswith("…/data.jsonl:3: ")
+    assert sentence in told
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b'{"prompt": "?", "teacher": "math"}\n{"prompt": \n', "2: not JSON (Expecting value"),
+        (b'{"prompt": "?", "teacher": "math"}\n{"prompt": "\xff"}\n', "2: not UTF-8 (invalid"),
+        (b"\n  \n", "no prompts in it; expected one JSON object a line"),
+    ],
+)
+def test_a_file_that_is_no_jsonl_is_refused(tmp_path: Path, content: bytes, sentence: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DataError) as told:
+        read_prompts(DataConfig(prompts=path), TEACHERS)
+    assert str(told.value).startswith(f"{path}:")
+    assert sentence in str(told.value)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file; expected prompts as JSONL"):
+        read_prompts(DataConfig(prompts=tmp_path / "none.jsonl"), TEACHERS)

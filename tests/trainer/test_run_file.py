@@ -1,0 +1,140 @@
+"""Run files: what is wrong is told in one sentence, and what is right survives being written."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mopd_protocol.errors import ConfigError
+from mopd_trainer.config import RunConfig
+from mopd_trainer.run_file import load_run, write_resolved
+from tests.trainer.runs import run_values, write_run
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as told:
+        load_run(path, overrides)
+    return str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda v: v.update(max_step=3), "unknown key 'max_step'; look for a spelling mistake"),
+        (lambda v: v["student"].update(lora=1), "unknown key 'student.lora'"),
+        (lambda v: v["teachers"]["math"].update(topk=3), "unknown key 'teachers.math.topk'"),
+        (lambda v: v.pop("output_dir"), "'output_dir' is missing"),
+        (lambda v: v["rollout"].pop("max_new_tokens"), "'rollout.max_new_tokens' is missing"),
+        (lambda v: v.update(max_steps="many"), "'max_steps' is 'many'"),
+        (lambda v: v.update(max_steps=0), "'max_steps' is 0"),
+        (lambda v: v["student"].update(learning_rate=-1), "'student.learning_rate' is -1"),
+        (lambda v: v.update(teachers={}), "'teachers' is {}"),
+        (lambda v: v["teachers"]["math"].update(url=[]), "'teachers.math.url' is []"),
+        (
+            lambda v: v["data"].update(default_teacher="maths"),
+            "data.default_teacher is 'maths'; known teachers are code, math",
+        ),
+        (lambda v: v["teachers"]["math"].update(loss={"type": "mse"}), "teachers.math.loss"),
+    ],
+)
+def test_a_wrong_setting_is_told_in_one_sentence(
+    tmp_path: Path, change: Change, sentence: str
+) -> None:
+    values = run_values(tmp_path)
+    change(values)
+    path = write_run(tmp_path, values)
+    told = refusal(path)
+    assert told.startswith(f"{path}: ")
+    assert sentence in told
+    assert "\n" not in told
+
+
+def test_each_wrong_setting_has_its_own_line(tmp_path: Path) -> None:
+    path = write_run(tmp_path, run_values(tmp_path, speed=1, max_steps=0))
+    assert len(refusal(path).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"max_steps: [1\n", "expected ',' or ']'"),
+        (b"max_steps:\n\t- 1\n", "cannot start any token"),
+        (b"- max_steps\n", "found a list, expected keys and values"),
+        (b"5\n", "Invalid loaded object type"),
+        (b"exp_name: \xff\n", "can't decode byte 0xff"),
+        (b"exp_name: ${nobody}\n", "Interpolation key 'nobody' not found"),
+    ],
+)
+def test_a_file_that_is_no_run_is_told_in_one_sentence(
+    tmp_path: Path, content: bytes, sentence: str
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    told = refusal(path)
+    assert told.startswith(f"{path}: ")
+    assert sentence in told
+    assert "\n" not in told
+
+
+def test_a_missing_file_and_a_folder_are_told(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.yaml", tmp_path):
+        assert refusal(path) == f"{path}: no such file; expected a run's YAML"
+
+
+def test_overrides_replace_settings_at_any_depth(tmp_path: Path) -> None:
+    path = write_run(tmp_path, run_values(tmp_path))
+    config = load_run(
+        path,
+        [
+            "max_steps=7",
+            "teachers.math.top_k=32",
+            "teachers.code.loss.divergence=reverse_kl",
+            "teachers.code.loss.type=ctkd",
+            "student.betas=[0.8,0.99]",
+            "resume_from_checkpoint=true",
+        ],
+    )
+    assert (config.max_steps, config.resume_from_checkpoint) == (7, True)
+    assert (config.teachers["math"].top_k, config.teachers["code"].top_k) == (32, 8)
+    assert config.teachers["code"].loss.divergence == "reverse_kl"
+    assert config.student.betas == (0.8, 0.99)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("max_steps", "override 'max_steps' has no '='; expected key=value"),
+        ("teachers.math.topk=3", "unknown key 'teachers.math.topk'"),
+        ("max_steps=[1", "expected ',' or ']'"),
+        ("max_steps=few", "'max_steps' is 'few'"),
+    ],
+)
+def test_a_wrong_override_is_told_in_one_sentence(
+    tmp_path: Path, override: str, sentence: str
+) -> None:
+    told = refusal(write_run(tmp_path, run_values(tmp_path)), override)
+    assert sentence in told
+    assert "\n" not in told
+
+
+def test_a_url_may_be_one_or_several(tmp_path: Path) -> None:
+    values = run_values(tmp_path)
+    values["teachers"]["code"]["url"] = ["http://a:1", "http://b:2"]
+    config = load_run(write_run(tmp_path, values))
+    assert config.teachers["math"].url == ("http://127.0.0.1:9",)
+    assert config.teachers["code"].url == ("http://a:1", "http://b:2")
+
+
+def test_a_resolved_run_is_read_as_the_same_run(tmp_path: Path) -> None:
+    values = run_values(tmp_path, resume_from_checkpoint="runs/x/checkpoints/step-00000002")
+    values["teachers"]["math"]["loss"] = {"type": "topk_kl", "divergence": "reverse_kl"}
+    values["teachers"]["code"]["loss"] = {"type": "ctkd", "projection": {"weights": "first"}}
+    values["student"]["learning_rate"] = 3.5e-7
+    config = load_run(write_run(tmp_path, values))
+    write_resolved(config, tmp_path / "resolved.yaml")
+    assert load_run(tmp_path / "resolved.yaml") == config
+    assert config != RunConfig.model_validate(run_values(tmp_path))
+    assert config.resume_from_checkpoint == Path("runs/x/checkpoints/step-00000002")
