@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mopd_losses.loss import Targets
 from mopd_losses.loss_output import LossOutput
-from mopd_losses.student_rows import StudentRows
+from mopd_losses.student_rows import DenseRows, StudentRows, most_likely_ids
 
 ROWS_PER_BLOCK = 1024
 
@@ -70,6 +70,28 @@ def blockwise_head(
     return total, outputs
 
 
+def dense_head(
+    logits: Tensor, real_ids: Tensor, terms: Sequence[LossTerm]
+) -> tuple[Tensor, list[LossOutput]]:
+    """What ``blockwise_head`` returns, from logits that a model made itself, under autograd.
+
+    For models that do more to their logits than a ``Head`` can say. Takes the memory that
+    block-wise spares.
+
+    Args:
+        logits: [slots, width].
+        real_ids: bool [width].
+    """
+    student = DenseRows(logits, real_ids)
+    total = student.zeros().sum()
+    outputs: list[LossOutput] = []
+    for term in terms:
+        output = term.loss(student, term.targets)
+        total = total + (output.per_token * term.slot_weights.to(output.per_token.dtype)).sum()
+        outputs.append(LossOutput(output.per_token.detach(), output.measured))
+    return total, outputs
+
+
 class _BlockwiseHead(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -104,7 +126,10 @@ class _BlockwiseHead(torch.autograd.Function):
                 bias_gradient += gradient.sum(dim=0)
             gradient = gradient.to(weight.dtype)
             hidden_gradient[start:stop] = _product(gradient, weight, exact)
-            weight_gradient += _product(gradient.t(), inputs, exact)
+            if gradient.dtype == exact:  # adds in place, without a second matrix of the head's size
+                weight_gradient.addmm_(gradient.t(), inputs.to(exact))
+            else:
+                weight_gradient += _product(gradient.t(), inputs, exact)
         outputs += [_joined(found, len(hidden), exact, hidden.device) for found in parts]
         gradients = (hidden_gradient.to(hidden.dtype), weight_gradient.to(weight.dtype))
         ctx.save_for_backward(*gradients, bias_gradient)
@@ -113,11 +138,13 @@ class _BlockwiseHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> Any:
         (output_gradient,) = outputs
-        scaled = [
-            None if gradient is None else gradient * output_gradient.to(gradient.dtype)
-            for gradient in ctx.saved_tensors
-        ]
-        return (*scaled, None, None, None, None)
+        gradients = ctx.saved_tensors
+        if output_gradient != 1:  # a total that is itself the loss needs no copies
+            gradients = [
+                None if gradient is None else gradient * output_gradient.to(gradient.dtype)
+                for gradient in gradients
+            ]
+        return (*gradients, None, None, None, None)
 
 
 class _Block:
@@ -171,6 +198,9 @@ class _Block:
         if torch.is_grad_enabled():
             self._readings.append((slots * self.width + ids, read.requires_grad_()))
         return read / temperature - self._log_normalisers[temperature][slots]
+
+    def most_likely_ids(self, slots: Tensor, allowed: Tensor, count: int) -> Tensor:
+        return most_likely_ids(self._logits, slots, allowed, count)
 
     def logit_gradient(self, value: Tensor) -> Tensor:
         """[slots, width], the gradient of ``value`` by the logits; takes the logits' own memory."""

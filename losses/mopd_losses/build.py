@@ -2,21 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from pydantic import BaseModel
 
-from mopd_losses.config import CtkdConfig, TopKKlConfig
-from mopd_losses.ctkd import ctkd
-from mopd_losses.loss_output import LossOutput
+from mopd_losses.config import CtkdConfig, LossConfig, TopKKlConfig
+from mopd_losses.loss import Loss
 from mopd_losses.projection import ProjectionMatrix, identity_projection
-from mopd_losses.projection_cache import ProjectionCache
-from mopd_losses.student_rows import DenseRows
-from mopd_losses.topk_targets import TopKTargets
+from mopd_losses.projection_cache import DeviceProjection, ProjectionCache
+from mopd_losses.topk_divergence import TopKDivergenceLoss
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.token_table import TextEncoder, TokenTable
-
-#: (logits [tokens, student width], targets) -> nats per token.
-Loss = Callable[[torch.Tensor, TopKTargets], LossOutput]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +26,17 @@ class Vocabularies:
     teacher_encoder: TextEncoder
 
 
+@dataclass(frozen=True, eq=False)
+class LossSetting:
+    """What a loss is built from besides its own settings."""
+
+    vocabularies: Vocabularies
+    projection: DeviceProjection
+    teacher_temperature: float  # that the teacher scores at
+
+
 def projection_for(
-    config: CtkdConfig | TopKKlConfig, vocabularies: Vocabularies, cache: ProjectionCache
+    config: LossConfig, vocabularies: Vocabularies, cache: ProjectionCache
 ) -> ProjectionMatrix:
     """The projection that this loss compares through.
 
@@ -38,40 +44,48 @@ def projection_for(
         ConfigError: when a same-vocabulary loss is asked for two different tokenizers.
     """
     student, teacher = vocabularies.student, vocabularies.teacher
-    if isinstance(config, CtkdConfig):
-        return cache.matrix(
-            student,
-            teacher,
-            vocabularies.teacher_encoder,
-            student_width=vocabularies.student_width,
-            settings=config.projection,
-        )
-    if student.fingerprint != teacher.fingerprint:
-        raise ConfigError(
-            f"loss 'topk_kl' needs one tokenizer on both sides, but the student has "
-            f"{student.fingerprint[:12]} and the teacher {teacher.fingerprint[:12]}; use 'ctkd'"
-        )
-    return identity_projection(student, logit_width=vocabularies.student_width)
+    if isinstance(config, TopKKlConfig):
+        if student.fingerprint != teacher.fingerprint:
+            raise ConfigError(
+                f"loss 'topk_kl' needs one tokenizer on both sides, but the student has "
+                f"{student.fingerprint[:12]} and the teacher {teacher.fingerprint[:12]}; use 'ctkd'"
+            )
+        return identity_projection(student, logit_width=vocabularies.student_width)
+    return cache.matrix(
+        student,
+        teacher,
+        vocabularies.teacher_encoder,
+        student_width=vocabularies.student_width,
+        settings=config.projection,
+    )
 
 
 def build_loss(
-    config: CtkdConfig | TopKKlConfig,
+    config: LossConfig,
     projection: ProjectionMatrix,
+    vocabularies: Vocabularies,
     *,
     cache: ProjectionCache,
     device: torch.device,
     temperature: float = 1.0,
 ) -> Loss:
-    """The loss, bound to its projection's copy on ``device``."""
-    on_device = cache.on(device, projection)
+    """The loss, bound to its projection's copy on ``device``.
 
-    def loss(logits: torch.Tensor, targets: TopKTargets) -> LossOutput:
-        return ctkd(
-            DenseRows(logits, on_device.real_ids),
-            targets,
-            on_device,
-            divergence=config.divergence,
-            temperature=temperature,
-        )
+    Args:
+        temperature: that the teacher scores at.
 
-    return loss
+    Raises:
+        ConfigError: when the loss cannot be had from a teacher that scores at that temperature.
+    """
+    setting = LossSetting(vocabularies, cache.on(device, projection), temperature)
+    return _BUILDERS[type(config)](config, setting)
+
+
+def _topk_divergence(config: CtkdConfig | TopKKlConfig, setting: LossSetting) -> Loss:
+    return TopKDivergenceLoss(setting.projection, config, setting.teacher_temperature)
+
+
+_BUILDERS: dict[type[BaseModel], Callable[[Any, LossSetting], Loss]] = {
+    CtkdConfig: _topk_divergence,
+    TopKKlConfig: _topk_divergence,
+}

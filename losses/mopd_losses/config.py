@@ -2,35 +2,170 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mopd_losses.projection import ProjectionSettings
 
-Divergence = Literal["forward_kl", "reverse_kl"]
+Divergence = Literal[
+    "forward_kl",
+    "reverse_kl",
+    "jsd",
+    "adaptive_kl",
+    "skewed_forward_kl",
+    "skewed_reverse_kl",
+    "tvd",
+]
+Form = Literal["tail_bucket", "renormalised", "generalised"]
+
+#: Which divergences read which parameter.
+_READERS: dict[str, tuple[Divergence, ...]] = {
+    "teacher_weight": ("jsd",),
+    "tail_mass": ("adaptive_kl",),
+    "skew": ("skewed_forward_kl", "skewed_reverse_kl"),
+}
 
 
-class CtkdConfig(BaseModel):
-    """Projected top-k KL with a tail bucket, for a teacher with any tokenizer."""
+class DivergenceSettings(BaseModel):
+    """A divergence and its own parameter.
+
+    Refused: a parameter that is set but that the divergence does not read.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    type: Literal["ctkd"] = "ctkd"
     divergence: Divergence = "forward_kl"
-    """``forward_kl`` covers all that the teacher might say; ``reverse_kl`` settles on its modes."""
+    """``forward_kl`` covers all that the teacher might say; ``reverse_kl`` settles on its modes;
+    the others lie between the two, or mix them."""
+    teacher_weight: float = Field(default=0.5, ge=0, le=1)
+    """``jsd``: the teacher's share of the mixture that both are compared with; 0 is forward KL and
+    1 reverse KL, both unscaled."""
+    tail_mass: float = Field(default=0.5, gt=0, lt=1)
+    """``adaptive_kl``: the mass of the teacher's least likely ids that are called its tail."""
+    skew: float = Field(default=0.1, ge=0, lt=1)
+    """``skewed_forward_kl``, ``skewed_reverse_kl``: how much of the first distribution is mixed
+    into the one that it is compared with; 0 is plain KL."""
+
+    @model_validator(mode="after")
+    def _parameters_belong_to_the_divergence(self) -> "DivergenceSettings":
+        for name, readers in _READERS.items():
+            changed = getattr(self, name) != type(self).model_fields[name].default
+            if changed and self.divergence not in readers:
+                raise ValueError(
+                    f"{name} is set, but divergence '{self.divergence}' does not read it; "
+                    f"it belongs to {' and '.join(readers)}"
+                )
+        return self
+
+    @property
+    def unbounded_where_teacher_vanishes(self) -> bool:
+        """Whether it grows without bound as the teacher's probability of a likely id vanishes."""
+        return (
+            self.divergence in ("reverse_kl", "adaptive_kl")
+            or (self.divergence == "jsd" and self.teacher_weight == 1)
+            or (self.divergence == "skewed_reverse_kl" and self.skew == 0)
+        )
+
+
+class TopKDivergenceSettings(DivergenceSettings):
+    """A divergence from a teacher's top-k.
+
+    Refused: form ``generalised`` of another divergence than ``forward_kl`` and ``reverse_kl``; and,
+    where the loss meets its teacher, a ``kd_temperature`` that the teacher did not score at in any
+    form but ``renormalised``.
+    """
+
+    form: Form = "tail_bucket"
+    """What becomes of mass outside the top-k: one bucket on either side (``tail_bucket``), left out
+    with the rest scaled to one (``renormalised``), or left out as it is (``generalised``)."""
+    kd_temperature: float | None = Field(default=None, gt=0)
+    """Softmax temperature of both sides; none for the one that the teacher scores at."""
+
+    @model_validator(mode="after")
+    def _generalised_is_a_kl(self) -> "TopKDivergenceSettings":
+        if self.form == "generalised" and self.divergence not in ("forward_kl", "reverse_kl"):
+            raise ValueError(
+                f"form 'generalised' of divergence '{self.divergence}': only forward_kl and "
+                "reverse_kl have one; use form 'tail_bucket'"
+            )
+        return self
+
+
+class CtkdConfig(TopKDivergenceSettings):
+    """A divergence from a projected top-k, for a teacher with any tokenizer."""
+
+    type: Literal["ctkd"] = "ctkd"
     projection: ProjectionSettings = ProjectionSettings()
 
 
-class TopKKlConfig(BaseModel):
-    """Top-k KL with a tail bucket, for a teacher with the student's own tokenizer.
+class TopKKlConfig(TopKDivergenceSettings):
+    """A divergence from a top-k, for a teacher with the student's own tokenizer.
 
     The teacher is sent the sampled ids themselves: what a model samples is not always what its
     tokenizer would make of the text. Refused for a teacher with another tokenizer.
     """
 
+    type: Literal["topk_kl"] = "topk_kl"
+
+
+class PolicyGradientConfig(BaseModel):
+    """Policy gradient on the student's own tokens, where one of them meets one of the teacher's.
+
+    The advantage is ``ln t - ln p``; its expected gradient is that of reverse KL. Needs a teacher
+    that scores at temperature 1.
+    """
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    type: Literal["topk_kl"] = "topk_kl"
-    divergence: Divergence = "forward_kl"
+    type: Literal["policy_gradient"] = "policy_gradient"
+    max_ratio: float = Field(default=2.0, gt=0)
+    """Upper limit of the importance ratio between the student now and when it wrote."""
+
+
+class K2Config(BaseModel):
+    """``(ln p - ln t)^2 / 2`` on the student's own tokens, as a supervised loss.
+
+    On fresh samples its expected gradient is that of reverse KL. Needs samples at temperature 1
+    without top-p, and a teacher that scores at temperature 1.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    type: Literal["k2"] = "k2"
+
+
+class K3Config(BaseModel):
+    """``t / p - 1 - ln(t / p)`` on the student's own tokens, as a supervised loss.
+
+    On fresh samples its value is reverse KL and its expected gradient that of *forward* KL. Needs
+    what ``k2`` needs.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    type: Literal["k3"] = "k3"
+
+
+class PrefixKlConfig(DivergenceSettings):
+    """A divergence at every token boundary of either side, for a teacher with any tokenizer.
+
+    Reads what both models say inside long tokens, and after tokens that could have been longer.
+    With one tokenizer on both sides it is ``topk_kl`` in its tail-bucket form.
+    """
+
+    type: Literal["prefix_kl"] = "prefix_kl"
+    mass_floor: float = Field(default=1e-4, ge=0, le=1)
+    """Where the teacher found the text since its last sure boundary less likely than this, its
+    top-k knows little of what would follow, and the boundary weighs the likelihood over this."""
+
+
+class SftConfig(BaseModel):
+    """Cross entropy of given completions, beside what the teachers say about them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    type: Literal["sft"] = "sft"
+    distill_loss_weight: float = Field(default=0.5, ge=0, le=1)
+    """Weight of all teachers' losses together; cross entropy gets one minus this."""
 
 
 LossConfig = Annotated[CtkdConfig | TopKKlConfig, Field(discriminator="type")]

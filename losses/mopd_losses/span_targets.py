@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mopd_losses.loss import Comparison
+from mopd_losses.span_members import inside_spans
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +29,8 @@ class SpanTargets:
     teacher_starts: Tensor  # int64 [spans], rows
     teacher_ends: Tensor  # int64 [spans], exclusive
     span_bytes: Tensor  # int64 [spans]; 0 for a control token
-    labels: Tensor  # int64 [slots], the student's own tokens
-    sampled_logprobs: Tensor  # float32 [slots], nats
+    labels: Tensor  # int64 [slots], the student's own tokens; -1 where no span can be
+    sampled_logprobs: Tensor  # float32 [slots], nats; NaN where no span can be
     teacher_ids: Tensor  # int64 [rows], the teacher's own tokens
     token_logprobs: Tensor  # float32 [rows], nats: the teacher's, of its own tokens
     topk_ids: Tensor  # int64 [rows, k]
@@ -63,15 +64,11 @@ class SpanTargets:
 
     def uncuttable(self, slots: int) -> Tensor:
         """See ``Targets``: a block may not end inside a span."""
-        starts, ends = self.student_starts.cpu(), self.student_ends.cpu()
-        depth = torch.zeros(slots + 1, dtype=torch.int64)
-        depth.index_add_(0, starts + 1, torch.ones_like(starts))
-        depth.index_add_(0, ends, -torch.ones_like(ends))
-        return depth.cumsum(0) > 0
+        return inside_spans(self.student_starts, self.student_ends, slots)
 
 
 def span_targets(comparisons: Sequence[Comparison], slot_offsets: Sequence[int]) -> SpanTargets:
-    """The targets of several completions."""
+    """The targets of several completions, whose slots may have others' between them."""
     k = max((comparison.score.topk.k for comparison in comparisons), default=0)
     rows = [len(comparison.score.completion) for comparison in comparisons]
     row_offsets = list(accumulate(rows, initial=0))[:-1]
@@ -85,6 +82,14 @@ def span_targets(comparisons: Sequence[Comparison], slot_offsets: Sequence[int])
 
     def column(values: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:
         return torch.tensor(np.concatenate([np.zeros(0), *values]), dtype=dtype)
+
+    def by_slot(values: Sequence[np.ndarray], fill: float, dtype: torch.dtype) -> Tensor:
+        # Between two completions may stand one that this teacher did not judge.
+        ends = [offset + len(value) for value, offset in zip(values, slot_offsets, strict=True)]
+        column = torch.full((max(ends, default=0),), fill, dtype=dtype)
+        for value, start, end in zip(values, slot_offsets, ends, strict=True):
+            column[start:end] = torch.tensor(value, dtype=dtype)
+        return column
 
     def widened(values: Sequence[np.ndarray], fill: float, dtype: torch.dtype) -> Tensor:
         parts = [
@@ -100,8 +105,10 @@ def span_targets(comparisons: Sequence[Comparison], slot_offsets: Sequence[int])
         teacher_starts=spans("teacher_starts", row_offsets),
         teacher_ends=spans("teacher_ends", row_offsets),
         span_bytes=column([_span_bytes(c) for c in comparisons], torch.int64),
-        labels=column([c.student.token_ids for c in comparisons], torch.int64),
-        sampled_logprobs=column([c.sampled_logprobs for c in comparisons], torch.float32),
+        labels=by_slot([c.student.token_ids for c in comparisons], -1, torch.int64),
+        sampled_logprobs=by_slot(
+            [c.sampled_logprobs for c in comparisons], torch.nan, torch.float32
+        ),
         teacher_ids=column([c.score.completion.token_ids for c in comparisons], torch.int64),
         token_logprobs=column([topk.token_logprobs for topk in topks], torch.float32),
         topk_ids=widened([topk.ids for topk in topks], -1, torch.int64),

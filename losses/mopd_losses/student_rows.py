@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+_RANKED_ROWS = 64  # rows that are copied at once to be ranked
+
 
 class StudentRows(Protocol):
     """Slot ``s`` is the distribution that predicts completion token ``s``."""
@@ -48,6 +50,20 @@ class StudentRows(Protocol):
 
     def zeros(self) -> Tensor:
         """[slots] zeros that hang in the graph: what a loss returns where it compared nothing."""
+        ...
+
+    def most_likely_ids(self, slots: Tensor, allowed: Tensor, count: int) -> Tensor:
+        """The most likely ids of each slot among the allowed ones, most likely first.
+
+        A choice, without a gradient; ``logprobs`` of what was chosen has one.
+
+        Args:
+            slots: int64 [n].
+            allowed: bool [width].
+
+        Returns:
+            int64 [n, at most count]; -1 where fewer ids have any probability.
+        """
         ...
 
 
@@ -97,3 +113,17 @@ class DenseRows:
         """See ``StudentRows``."""
         # The sum of nothing: zero even where logits are not finite.
         return self._graph[:, :0].sum(dim=1).to(self.dtype)
+
+    def most_likely_ids(self, slots: Tensor, allowed: Tensor, count: int) -> Tensor:
+        """See ``StudentRows``."""
+        return most_likely_ids(self._logits, slots, allowed, count)
+
+
+def most_likely_ids(logits: Tensor, slots: Tensor, allowed: Tensor, count: int) -> Tensor:
+    """``StudentRows.most_likely_ids`` of [slots, width] logits; copies a few rows at a time."""
+    chosen: list[Tensor] = []
+    for part in slots.split(_RANKED_ROWS):
+        rows = logits.detach()[part].masked_fill_(~allowed, -torch.inf)
+        values, ids = rows.topk(min(count, logits.shape[1]), dim=1)
+        chosen.append(ids.masked_fill_(torch.isneginf(values), -1))
+    return torch.cat(chosen)

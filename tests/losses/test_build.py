@@ -11,6 +11,7 @@ from mopd_losses.build import build_loss, projection_for
 from mopd_losses.config import CtkdConfig, LossConfig, TopKKlConfig
 from mopd_losses.projection import ProjectionSettings, build_projection, identity_projection
 from mopd_losses.projection_cache import ProjectionCache
+from mopd_losses.student_rows import DenseRows
 from mopd_losses.topk_targets import TopKTargets
 from mopd_protocol.errors import ConfigError
 from tests.losses.dense import ctkd
@@ -77,7 +78,8 @@ def test_a_built_loss_has_the_divergence_and_the_temperature_that_were_asked_for
     cache = ProjectionCache()
     config = kind(divergence=divergence)
     projection = projection_for(config, vocabularies(side, side), cache)
-    loss = build_loss(config, projection, cache=cache, device=CPU, temperature=temperature)
+    sides = vocabularies(side, side)
+    loss = build_loss(config, projection, sides, cache=cache, device=CPU, temperature=temperature)
     logits = torch.randn(4, side.width, generator=torch.Generator().manual_seed(0))
     expected = ctkd(
         logits,
@@ -86,7 +88,8 @@ def test_a_built_loss_has_the_divergence_and_the_temperature_that_were_asked_for
         divergence=config.divergence,
         temperature=temperature,
     )
-    assert torch.equal(loss(logits, some_targets()).per_token, expected.per_token)
+    rows = DenseRows(logits, cache.on(CPU, projection).real_ids)
+    assert torch.equal(loss(rows, some_targets()).per_token, expected.per_token)
 
 
 def test_the_temperature_is_one_unless_said_otherwise() -> None:
@@ -94,10 +97,11 @@ def test_the_temperature_is_one_unless_said_otherwise() -> None:
     cache = ProjectionCache()
     projection = projection_for(CtkdConfig(), vocabularies(side, side), cache)
     logits = torch.randn(4, side.width, generator=torch.Generator().manual_seed(0))
+    rows = DenseRows(logits, cache.on(CPU, projection).real_ids)
     plain, one, two = (
-        build_loss(CtkdConfig(), projection, cache=cache, device=CPU, **named)(
-            logits, some_targets()
-        )
+        build_loss(
+            CtkdConfig(), projection, vocabularies(side, side), cache=cache, device=CPU, **named
+        )(rows, some_targets())
         for named in ({}, {"temperature": 1.0}, {"temperature": 2.0})
     )
     assert torch.equal(plain.per_token, one.per_token)

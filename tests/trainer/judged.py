@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mopd_losses.alignment import align, identity_alignment
-from mopd_losses.build import Loss, Vocabularies, build_loss, projection_for
+from mopd_losses.build import Vocabularies, build_loss, projection_for
 from mopd_losses.config import CtkdConfig, TopKKlConfig
+from mopd_losses.loss import Loss
 from mopd_losses.projection_cache import ProjectionCache
 from mopd_protocol.samples import Rollout, TeacherScore
 from mopd_protocol.token_sequence import TokenSequence
@@ -44,7 +45,7 @@ def losses_for(student: Student, divergences: Mapping[str, str] | None = None) -
             student.table, student.identity.logit_width, table(tokenizer), encoder(tokenizer)
         )
         found[name] = build_loss(
-            config, projection_for(config, sides, cache), cache=cache, device=CPU
+            config, projection_for(config, sides, cache), sides, cache=cache, device=CPU
         )
     return found
 

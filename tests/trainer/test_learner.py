@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mopd_losses.loss_output import LossOutput
+from mopd_losses.student_rows import DenseRows, StudentRows
 from mopd_losses.topk_targets import TopKTargets, topk_targets
 from mopd_protocol.errors import DataError
 from mopd_trainer.config import StudentConfig
@@ -89,6 +90,7 @@ def packed(chosen: list[TrainingExample], budget: int) -> tuple[list[MicroBatch]
 def slow_loss(student: Student, chosen: list[TrainingExample]) -> Tensor:
     """Sum over tokens of weights times losses, by the step's tokens: one context at a time."""
     losses = losses_for(student, {"code": "reverse_kl"})
+    real_ids = torch.tensor(student.table.real_ids(student.identity.logit_width))
     total = torch.zeros((), dtype=torch.float64)
     tokens = 0
     for one in chosen:
@@ -101,7 +103,8 @@ def slow_loss(student: Student, chosen: list[TrainingExample]) -> Tensor:
         ]
         for judgement in one.judgements:
             targets = topk_targets(judgement.alignment, judgement.score.topk)
-            output = losses[judgement.teacher](torch.stack(rows), targets)
+            student_rows = DenseRows(torch.stack(rows), real_ids)
+            output = losses[judgement.teacher](student_rows, targets)
             weight = judgement.weight * TEACHER_WEIGHTS[judgement.teacher]
             total = total + weight * output.per_token.sum()
     return total / tokens
@@ -224,8 +227,15 @@ def test_a_gradient_that_is_no_number_ends_the_run_and_changes_nothing(poison: f
     student = student_of()
     honest = losses_for(student)
 
-    def poisoned(logits: Tensor, targets: TopKTargets) -> LossOutput:
-        return LossOutput(honest["math"](logits, targets).per_token * poison)
+    class Poisoned:
+        """An honest loss, spoilt."""
+
+        targets = honest["math"].targets
+
+        def __call__(self, rows: StudentRows, targets: TopKTargets) -> LossOutput:
+            return LossOutput(honest["math"](rows, targets).per_token * poison)
+
+    poisoned = Poisoned()
 
     learner = learner_of(student)
     batches, tokens = packed(examples(), 60)

@@ -6,14 +6,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mopd_losses.topk_targets import TopKTargets, concatenate_targets, topk_targets
 from mopd_trainer.examples import TrainingExample
-from mopd_trainer.packing import MicroBatch, pack
+from mopd_trainer.packing import MicroBatch, TeacherPart, pack
 from tests.trainer.judged import example
 from tests.trainer.students import rollout
 
 Slot = tuple[int, ...]
 
 SIZES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8)
+
+
+def targets_of(part: TeacherPart) -> TopKTargets:
+    """What a loss on the first rows of spans makes of a teacher's part."""
+    return concatenate_targets(
+        [topk_targets(c.alignment, c.score.topk) for c in part.comparisons], part.slot_offsets
+    )
 
 
 def examples_of(sizes: list[tuple[int, int]]) -> list[TrainingExample]:
@@ -105,7 +113,8 @@ def test_weights_and_targets_go_with_their_tokens(
     for batch in packed(examples, budget):
         contexts = slots_of(batch)
         for name, part in batch.teachers.items():
-            by_slot = dict(zip(part.targets.slots.tolist(), part.targets.ids.tolist(), strict=True))
+            targets = targets_of(part)
+            by_slot = dict(zip(targets.slots.tolist(), targets.ids.tolist(), strict=True))
             for slot, context in enumerate(contexts):
                 weight, targets = expected[name].get(context, (0.0, []))
                 assert float(part.slot_weights[slot]) == pytest.approx(weight)
@@ -122,7 +131,7 @@ def test_targets_keep_their_values() -> None:
     [one] = examples_of([(2, 3)])
     [batch] = packed([one], 100)
     topk = one.judgements[0].score.topk
-    targets = batch.teachers["math"].targets
+    targets = targets_of(batch.teachers["math"])
     np.testing.assert_array_equal(targets.logprobs.numpy(), topk.logprobs)
     np.testing.assert_array_equal(targets.tail_logprobs.numpy(), topk.tail_logprobs)
     assert batch.slots == 3

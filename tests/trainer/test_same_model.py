@@ -36,7 +36,7 @@ async def first_step(loss: TopKKlConfig | CtkdConfig, *, teacher_seed: int) -> d
     learner = Learner(
         student,
         StudentConfig(model="tiny"),
-        losses={"math": build_loss(loss, projection, cache=cache, device=CPU)},
+        losses={"math": build_loss(loss, projection, sides, cache=cache, device=CPU)},
         teacher_weights={"math": 1.0},
         max_steps=1,
         seed=0,

@@ -51,6 +51,9 @@ class StudentConfig(_Settings):
     tokens_per_micro_batch: int = Field(default=16_384, ge=1)
     """Prompt, completion and padding tokens that stand on the device at once; changes memory and
     speed, never the gradient."""
+    rows_per_block: int = Field(default=1_024, ge=1)
+    """Completion tokens whose logits stand on the device at once; changes memory and speed, never
+    the gradient."""
 
 
 class RolloutConfig(_Settings):

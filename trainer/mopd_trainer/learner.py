@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from mopd_losses.build import Loss
+from mopd_losses.blockwise_head import LossTerm
+from mopd_losses.loss import Loss
 from mopd_protocol.errors import DataError
 from mopd_trainer.config import StudentConfig
 from mopd_trainer.measurements import LossMeasurements, Metrics
@@ -83,15 +84,22 @@ class Learner:
         self, batch: MicroBatch, tokens: int, measured: dict[str, LossMeasurements]
     ) -> float:
         """Adds a micro-batch's gradient; its share of the step's loss, in nats per token."""
-        logits = self._student.completion_logits(batch)
-        loss = logits.new_zeros((), dtype=torch.float32)
-        for name, part in batch.teachers.items():
-            output = self._losses[name](logits, part.targets.to(logits.device))
+        device = self._student.device
+        terms = [
+            LossTerm(
+                self._losses[name],
+                self._losses[name].targets(part.comparisons, part.slot_offsets).to(device),
+                part.slot_weights.to(device) * (self._teacher_weights[name] / tokens),
+            )
+            for name, part in batch.teachers.items()
+        ]
+        total, outputs = self._student.losses(
+            batch, terms, rows_per_block=self._config.rows_per_block
+        )
+        for name, output in zip(batch.teachers, outputs, strict=True):
             measured.setdefault(name, LossMeasurements()).add(output)
-            weights = part.slot_weights.to(logits.device) * self._teacher_weights[name]
-            loss = loss + (output.per_token * weights).sum() / tokens
-        loss.backward()
-        return float(loss.detach())
+        total.backward()
+        return float(total.detach())
 
 
 def learning_rate(config: StudentConfig, *, step: int, max_steps: int) -> float:

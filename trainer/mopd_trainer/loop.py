@@ -159,6 +159,7 @@ def _learner(
             name: build_loss(
                 teacher.config.loss,
                 teacher.projection,
+                teacher.vocabularies,
                 cache=cache,
                 device=student.device,
                 temperature=teacher.config.temperature,

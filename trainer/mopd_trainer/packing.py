@@ -11,15 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mopd_losses.topk_targets import TopKTargets, concatenate_targets, topk_targets
+from mopd_losses.loss import Comparison
 from mopd_trainer.examples import TeacherJudgement, TrainingExample
 
 
 @dataclass(frozen=True, eq=False)
-class TeacherTargets:
-    """What one teacher says about a micro-batch."""
+class TeacherPart:
+    """What one teacher says about a micro-batch, for its loss to make targets of."""
 
-    targets: TopKTargets  # slots count the micro-batch's completion tokens
+    comparisons: tuple[Comparison, ...]
+    slot_offsets: tuple[int, ...]  # each comparison's first slot in the micro-batch
     slot_weights: Tensor  # float32 [slots]: the teacher's share of each token; 0 where not asked
 
 
@@ -34,7 +35,7 @@ class MicroBatch:
     attention_mask: Tensor  # int64 [rows, length]; 0 on padding
     slot_rows: Tensor  # int64 [slots]
     slot_columns: Tensor  # int64 [slots]: the position *before* the slot's token, which predicts it
-    teachers: dict[str, TeacherTargets]
+    teachers: dict[str, TeacherPart]
 
     @property
     def slots(self) -> int:
@@ -83,28 +84,34 @@ def micro_batch(examples: Sequence[TrainingExample]) -> MicroBatch:
         attention_mask=attention_mask,
         slot_rows=torch.cat(slot_rows),
         slot_columns=torch.cat(slot_columns),
-        teachers=_teacher_targets(examples, slot_offsets, slots),
+        teachers=_teacher_parts(examples, slot_offsets, slots),
     )
 
 
-def _teacher_targets(
+def _teacher_parts(
     examples: Sequence[TrainingExample], slot_offsets: Sequence[int], slots: int
-) -> dict[str, TeacherTargets]:
-    judged: dict[str, list[tuple[TeacherJudgement, int, int]]] = {}
+) -> dict[str, TeacherPart]:
+    judged: dict[str, list[tuple[TrainingExample, TeacherJudgement, int]]] = {}
     for example, offset in zip(examples, slot_offsets, strict=True):
         for judgement in example.judgements:
-            tokens = len(example.rollout.completion)
-            judged.setdefault(judgement.teacher, []).append((judgement, offset, tokens))
-    found: dict[str, TeacherTargets] = {}
+            judged.setdefault(judgement.teacher, []).append((example, judgement, offset))
+    found: dict[str, TeacherPart] = {}
     for teacher in sorted(judged):  # the sum of losses must not depend on who answered first
         weights = torch.zeros(slots)
-        for judgement, offset, tokens in judged[teacher]:
-            weights[offset : offset + tokens] = judgement.weight
-        found[teacher] = TeacherTargets(
-            concatenate_targets(
-                [topk_targets(j.alignment, j.score.topk) for j, _, _ in judged[teacher]],
-                [offset for _, offset, _ in judged[teacher]],
-            ),
+        for example, judgement, offset in judged[teacher]:
+            weights[offset : offset + len(example.rollout.completion)] = judgement.weight
+        found[teacher] = TeacherPart(
+            tuple(_comparison(example, judgement) for example, judgement, _ in judged[teacher]),
+            tuple(offset for _, _, offset in judged[teacher]),
             weights,
         )
     return found
+
+
+def _comparison(example: TrainingExample, judgement: TeacherJudgement) -> Comparison:
+    return Comparison(
+        student=judgement.view.completion,
+        sampled_logprobs=example.rollout.sampled_logprobs,
+        score=judgement.score,
+        alignment=judgement.alignment,
+    )

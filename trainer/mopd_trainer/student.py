@@ -20,6 +20,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from mopd_losses.blockwise_head import Head, LossTerm, blockwise_head, dense_head
+from mopd_losses.loss_output import LossOutput
 from mopd_protocol.errors import ConfigError, DataError
 from mopd_protocol.samples import Message
 from mopd_trainer.config import RolloutConfig, StudentConfig
@@ -51,13 +53,12 @@ class Student:
         self.device = device
         self.identity = StudentIdentity.of(model, tokenizer)
         self.table = self.identity.table
-        self._head: Any = model.get_output_embeddings()
         self._real_ids = torch.tensor(self.table.real_ids(self.identity.logit_width), device=device)
         # What a model's publisher likes to generate with (top-k, repetition penalty) would change
         # what is sampled without a word; it is written again when the model is saved.
         self._published_generation: Any = model.generation_config
         model.generation_config = GenerationConfig()
-        self._head_on_rows = self._head_is_a_matrix()
+        self._head = self._matrix_head()
 
     @classmethod
     def load(cls, config: StudentConfig) -> "Student":
@@ -138,20 +139,38 @@ class Student:
             self._sampled(ids, row) for ids, row in zip(completions.numpy(), logprobs, strict=True)
         ]
 
-    def completion_logits(self, batch: MicroBatch) -> Tensor:
-        """[slots, logit width]: row s predicts completion token s of the micro-batch.
+    def losses(
+        self, batch: MicroBatch, terms: Sequence[LossTerm], *, rows_per_block: int
+    ) -> tuple[Tensor, list[LossOutput]]:
+        """The weighted sum of all terms over the micro-batch's slots, and each term's output.
 
-        The head is applied to the rows that predict completion tokens and to no other.
+        The head is applied to the rows that predict completion tokens and to no other, and logits
+        of at most ``rows_per_block`` of them exist at once.
         """
-        inputs = {
+        if self._head is None:
+            return dense_head(self.completion_logits(batch), self._real_ids, terms)
+        return blockwise_head(
+            self._completion_rows(batch), self._head, terms, rows_per_block=rows_per_block
+        )
+
+    def completion_logits(self, batch: MicroBatch) -> Tensor:
+        """[slots, logit width]: row s predicts completion token s; all at once, as the model
+        makes them."""
+        rows, columns = batch.slot_rows.to(self.device), batch.slot_columns.to(self.device)
+        return self.model(**self._inputs(batch), use_cache=False).logits[rows, columns]
+
+    def _completion_rows(self, batch: MicroBatch) -> Tensor:
+        """[slots, hidden size]: what the head makes the rows of ``completion_logits`` of."""
+        rows, columns = batch.slot_rows.to(self.device), batch.slot_columns.to(self.device)
+        return self._decoder()(**self._inputs(batch), use_cache=False).last_hidden_state[
+            rows, columns
+        ]
+
+    def _inputs(self, batch: MicroBatch) -> dict[str, Tensor]:
+        return {
             "input_ids": batch.input_ids.to(self.device),
             "attention_mask": batch.attention_mask.to(self.device),
         }
-        rows, columns = batch.slot_rows.to(self.device), batch.slot_columns.to(self.device)
-        if not self._head_on_rows:
-            return self.model(**inputs, use_cache=False).logits[rows, columns]
-        hidden: Tensor = self._decoder()(**inputs, use_cache=False).last_hidden_state
-        return self._head(hidden[rows, columns])
 
     def save(self, folder: Path) -> None:
         """Writes an ordinary Hugging Face folder: weights, configuration, tokenizer."""
@@ -174,22 +193,32 @@ class Student:
         return self.model.base_model
 
     @torch.no_grad()
-    def _head_is_a_matrix(self) -> bool:
-        """Whether the logits are the head applied to the decoder's last hidden state.
+    def _matrix_head(self) -> Head | None:
+        """The head as a matrix with what families do to its output; None where they do more.
 
-        Some families scale or cap their logits afterwards; those go the longer way, in which the
-        model itself makes the logits of every position.
+        Decided by looking: some families scale or cap logits, some scale hidden states, and
+        training on other logits than the model's own would go wrong without a word.
         """
         self.model.eval()
+        module: Any = self.model.get_output_embeddings()
+        settings = self.model.config.get_text_config().to_dict()
+        cap: float | None = settings.get("final_logit_softcapping")
+        scale = settings.get("logit_scale", 1.0) / settings.get("logits_scaling", 1.0)
+        head = Head(module.weight, self._real_ids, module.bias, scale, cap)
         known = np.flatnonzero(self.table.present)
         ids = torch.tensor(known[:: max(1, len(known) // 8)][:8], device=self.device)[None]
         hidden: Tensor = self._decoder()(input_ids=ids, use_cache=False).last_hidden_state
         logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
-        # Bit for bit: a soft-cap moves the small logits of a fresh model by next to nothing.
-        same = torch.equal(self._head(hidden)[..., self._real_ids], logits[..., self._real_ids])
-        if not same:
-            logger.info("the student changes its logits after the head; using full logits")
-        return same
+        made = module(hidden) * scale
+        made = made if cap is None else torch.tanh(made / cap) * cap
+        # Bit for bit where nothing is said to happen: a cap hardly moves a fresh model's logits.
+        tolerance = 0.0 if cap is None and scale == 1.0 else 1e-5
+        if torch.allclose(
+            made[..., self._real_ids], logits[..., self._real_ids], rtol=tolerance, atol=tolerance
+        ):
+            return head
+        logger.info("the student changes its logits after the head; using full logits")
+        return None
 
 
 class _BehaviourPolicy(LogitsProcessor):

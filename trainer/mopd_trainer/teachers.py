@@ -26,6 +26,7 @@ class Teacher:
     config: TeacherConfig
     manifest: Manifest
     tokenizer: TeacherTokenizer
+    vocabularies: Vocabularies
     projection: ProjectionMatrix
 
 
@@ -76,28 +77,25 @@ async def meet_teachers(
         }
     )
     tokenizers = await asyncio.gather(*[pool.client(name).tokenizer() for name in configs])
-    return {
-        name: Teacher(
+    teachers: dict[str, Teacher] = {}
+    for (name, config), tokenizer in zip(configs.items(), tokenizers, strict=True):
+        sides = Vocabularies(student.table, student.logit_width, tokenizer.table, tokenizer.encoder)
+        teachers[name] = Teacher(
             name=name,
             config=config,
             manifest=manifests[name],
             tokenizer=tokenizer,
-            projection=_projection(name, config, tokenizer, student, cache),
+            vocabularies=sides,
+            projection=_projection(name, config, sides, cache),
         )
-        for (name, config), tokenizer in zip(configs.items(), tokenizers, strict=True)
-    }
+    return teachers
 
 
 def _projection(
-    name: str,
-    config: TeacherConfig,
-    tokenizer: TeacherTokenizer,
-    student: StudentIdentity,
-    cache: ProjectionCache,
+    name: str, config: TeacherConfig, vocabularies: Vocabularies, cache: ProjectionCache
 ) -> ProjectionMatrix:
-    sides = Vocabularies(student.table, student.logit_width, tokenizer.table, tokenizer.encoder)
     try:
-        return projection_for(config.loss, sides, cache)
+        return projection_for(config.loss, vocabularies, cache)
     except ConfigError as error:
         raise ConfigError(f"teacher {name!r}: {error}") from error
 
