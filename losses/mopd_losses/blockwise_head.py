@@ -50,8 +50,8 @@ def blockwise_head(
 ) -> tuple[Tensor, list[LossOutput]]:
     """The weighted sum of all losses over all slots, differentiable, and each loss's own output.
 
-    Gradients are made in the forward pass; going backward only scales them. They are summed in
-    float32 also where weights and hidden states are in half precision.
+    Gradients are made in the forward pass; going backward only scales them. Products are
+    made in the precision of ``hidden`` and summed in float32.
 
     Args:
         hidden: [slots, hidden size], the rows that predict completion tokens and no others.
@@ -110,9 +110,10 @@ class _BlockwiseHead(torch.autograd.Function):
         weight_gradient = torch.zeros_like(weight, dtype=exact)
         bias_gradient = None if bias is None else torch.zeros_like(bias, dtype=exact)
         parts: list[list[LossOutput]] = [[] for _ in terms]
+        matrix = weight.detach().to(hidden.dtype)  # products are in the precision of the rows
         for start, stop in _blocks(terms, len(hidden), rows_per_block):
             inputs = hidden[start:stop]
-            block = _Block(inputs, head, exact)
+            block = _Block(inputs, matrix, head, exact)
             with torch.enable_grad():
                 value = torch.zeros((), dtype=exact, device=hidden.device)
                 for term, found in zip(terms, parts, strict=True):
@@ -124,10 +125,10 @@ class _BlockwiseHead(torch.autograd.Function):
             gradient = block.logit_gradient(value)
             if bias_gradient is not None:
                 bias_gradient += gradient.sum(dim=0)
-            gradient = gradient.to(weight.dtype)
-            hidden_gradient[start:stop] = _product(gradient, weight, exact)
+            gradient = gradient.to(hidden.dtype)
+            hidden_gradient[start:stop] = _product(gradient, matrix, exact)
             if gradient.dtype == exact:  # adds in place, without a second matrix of the head's size
-                weight_gradient.addmm_(gradient.t(), inputs.to(exact))
+                weight_gradient.addmm_(gradient.t(), inputs)
             else:
                 weight_gradient += _product(gradient.t(), inputs, exact)
         outputs += [_joined(found, len(hidden), exact, hidden.device) for found in parts]
@@ -150,9 +151,9 @@ class _BlockwiseHead(torch.autograd.Function):
 class _Block:
     """``StudentRows`` over one block of logits that remembers what was read, for the gradient."""
 
-    def __init__(self, hidden: Tensor, head: Head, dtype: torch.dtype) -> None:
+    def __init__(self, hidden: Tensor, matrix: Tensor, head: Head, dtype: torch.dtype) -> None:
         self._head = head
-        logits = _product(hidden, head.weight.t(), dtype)
+        logits = _product(hidden, matrix.t(), dtype)
         if head.bias is not None:
             logits += head.bias
         if head.scale != 1.0:
@@ -261,9 +262,9 @@ def _blocks(terms: Sequence[LossTerm], slots: int, rows: int) -> list[tuple[int,
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """``left @ right`` accumulated and returned in ``dtype``."""
     if left.dtype == dtype:
-        return left @ right.to(dtype)
+        return left @ right
     if left.device.type == "cuda":
-        return torch.mm(left, right.to(left.dtype), out_dtype=dtype)
+        return torch.mm(left, right, out_dtype=dtype)
     return left.to(dtype) @ right.to(dtype)
 
 

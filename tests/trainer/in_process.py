@@ -71,5 +71,5 @@ async def scorer_of(
     }
     async with TeacherPool(clients) as pool:
         configs = {name: config for name, (_, config) in teachers.items()}
-        met = await meet_teachers(pool, configs, student, ProjectionCache(), {})
+        met = await meet_teachers(pool, configs, student, ProjectionCache(), {}, wait_seconds=60.0)
         yield Scorer(pool, met, student.table)

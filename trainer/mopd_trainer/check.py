@@ -32,5 +32,6 @@ async def check(config: RunConfig, console: Console) -> None:
                 student,
                 ProjectionCache(Path(folder)),
                 {} if config.accept_changed_teachers else expected,
+                wait_seconds=config.teacher_wait_seconds,
             )
     console.print(describe_plan(config, prompts, student, teachers))

@@ -64,7 +64,7 @@ class Checkpoint:
                 self.folder / "optimizer.pt", map_location=student.device, weights_only=True
             )
             optimizer.load_state_dict(state)
-        except (RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise DataError(
                 f"checkpoint {self.folder} does not fit student.model: {reason}"

@@ -41,6 +41,7 @@ class StudentConfig(_Settings):
     device: str = "auto"
     """``auto``: the first accelerator, or the CPU."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of matrix products. Weights, moments and sums are float32 either way."""
     learning_rate: float = Field(default=1e-6, gt=0)
     warmup_steps: int = Field(default=0, ge=0)
     min_learning_rate_ratio: float = Field(default=0.0, ge=0, le=1)
@@ -126,6 +127,8 @@ class RunConfig(_Settings):
     logging_steps: int = Field(default=1, ge=1)
     resume_from_checkpoint: bool | Path = False
     """``true``: the newest in ``output_dir`` (or the start, when there is none yet)."""
+    teacher_wait_seconds: float = Field(default=60.0, gt=0)
+    """How long teachers may take to become ready before the run gives up on them."""
     accept_changed_teachers: bool = False
     """Resume although a teacher's manifest is not the one that the checkpoint was made with."""
     projection_cache: Path | None = None

@@ -37,7 +37,8 @@ async def train(config: RunConfig, console: Console) -> Path:
     """Runs a distillation to its end; the folder of the finished student.
 
     Raises:
-        MopdError: when something that was given cannot work; nothing is left half-written.
+        MopdError: when something that was given cannot work, alone or in an exception group;
+            nothing is left half-written.
     """
     prompts = read_prompts(config.data, config.teachers)
     checkpoint = starting_checkpoint(config)
@@ -45,19 +46,21 @@ async def train(config: RunConfig, console: Console) -> Path:
         student = Student.load(config.student)
         cache = ProjectionCache(config.projections)
         expected = checkpoint.manifest_ids if checkpoint else {}
-        teachers = await meet_teachers(
-            pool,
-            config.teachers,
-            student.identity,
-            cache,
-            {} if config.accept_changed_teachers else expected,
-        )
+        with console.status(f"waiting for {len(config.teachers)} teachers"):
+            teachers = await meet_teachers(
+                pool,
+                config.teachers,
+                student.identity,
+                cache,
+                {} if config.accept_changed_teachers else expected,
+                wait_seconds=config.teacher_wait_seconds,
+            )
         console.print(describe_plan(config, prompts, student.identity, teachers))
         learner = _learner(config, student, teachers, cache)
         done = checkpoint.step if checkpoint else 0
         if checkpoint:
             checkpoint.restore(student, learner.optimizer)
-            console.print(f"resumed after step {done} from {checkpoint.folder}")
+            console.print(f"resumed after step {done} from {checkpoint.folder}", markup=False)
         await _steps(config, prompts, student, teachers, pool, learner, done, console)
     with replacing_folder(config.output_dir / FINAL) as temporary:
         student.save(temporary)

@@ -24,7 +24,7 @@ class RunProgress:
         self._console = console
         self._total = total
         self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
+            TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -40,7 +40,7 @@ class RunProgress:
         self._progress.update(self._task, completed=step)
         if show:
             self._console.print(
-                step_line(step, self._total, metrics), highlight=False, soft_wrap=True
+                step_line(step, self._total, metrics), highlight=False, markup=False, soft_wrap=True
             )
 
     def __enter__(self) -> Self:

@@ -46,11 +46,17 @@ class Student:
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device: torch.device
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        device: torch.device,
+        *,
+        compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.model = model.to(device)  # pyright: ignore[reportArgumentType]
         self.tokenizer: Any = tokenizer
         self.device = device
+        self._compute_dtype = compute_dtype
         self.identity = StudentIdentity.of(model, tokenizer)
         self.table = self.identity.table
         self._real_ids = torch.tensor(self.table.real_ids(self.identity.logit_width), device=device)
@@ -72,9 +78,9 @@ class Student:
         tokenizer = load_tokenizer(config)
         with explained(config):
             model = AutoModelForCausalLM.from_pretrained(
-                config.model, dtype=getattr(torch, config.dtype), **source(config)
+                config.model, dtype=torch.float32, **source(config)
             )
-        return cls(model, tokenizer, device)
+        return cls(model, tokenizer, device, compute_dtype=getattr(torch, config.dtype))
 
     @property
     def max_length(self) -> int | None:
@@ -119,20 +125,21 @@ class Student:
         policy = _BehaviourPolicy(self._real_ids, settings.temperature, settings.top_p)
         torch.manual_seed(seed)
         self.model.eval()
-        generated: Any = self.model.generate(  # pyright: ignore[reportCallIssue]
-            input_ids=input_ids.to(self.device),
-            attention_mask=attention_mask.to(self.device),
-            generation_config=GenerationConfig(
-                do_sample=settings.temperature > 0,
-                temperature=1.0,  # the behaviour policy below does all the warping
-                top_p=1.0,
-                top_k=0,
-                max_new_tokens=settings.max_new_tokens,
-                eos_token_id=list(roles.ending),
-                pad_token_id=padding,
-            ),
-            logits_processor=LogitsProcessorList([policy]),
-        )
+        with self._precision():
+            generated: Any = self.model.generate(  # pyright: ignore[reportCallIssue]
+                input_ids=input_ids.to(self.device),
+                attention_mask=attention_mask.to(self.device),
+                generation_config=GenerationConfig(
+                    do_sample=settings.temperature > 0,
+                    temperature=1.0,  # the behaviour policy does all the warping
+                    top_p=1.0,
+                    top_k=0,
+                    max_new_tokens=settings.max_new_tokens,
+                    eos_token_id=list(roles.ending),
+                    pad_token_id=padding,
+                ),
+                logits_processor=LogitsProcessorList([policy]),
+            )
         completions = generated[:, longest:].cpu()
         logprobs = policy.logprobs_of(completions).numpy()
         return [
@@ -157,14 +164,23 @@ class Student:
         """[slots, logit width]: row s predicts completion token s; all at once, as the model
         makes them."""
         rows, columns = batch.slot_rows.to(self.device), batch.slot_columns.to(self.device)
-        return self.model(**self._inputs(batch), use_cache=False).logits[rows, columns]
+        with self._precision():
+            return self.model(**self._inputs(batch), use_cache=False).logits[rows, columns]
 
     def _completion_rows(self, batch: MicroBatch) -> Tensor:
         """[slots, hidden size]: what the head makes the rows of ``completion_logits`` of."""
         rows, columns = batch.slot_rows.to(self.device), batch.slot_columns.to(self.device)
-        return self._decoder()(**self._inputs(batch), use_cache=False).last_hidden_state[
-            rows, columns
-        ]
+        with self._precision():
+            output = self._decoder()(**self._inputs(batch), use_cache=False)
+        hidden: Tensor = output.last_hidden_state[rows, columns]
+        # Some decoders end in a norm that leaves half precision; the head is applied in it.
+        return hidden if self._compute_dtype == torch.float32 else hidden.to(self._compute_dtype)
+
+    def _precision(self) -> torch.autocast:
+        """Half precision for matrix products, where asked; the weights stay in float32, or small
+        steps would round to nothing."""
+        half = self._compute_dtype != torch.float32
+        return torch.autocast(self.device.type, self._compute_dtype if half else None, half)
 
     def _inputs(self, batch: MicroBatch) -> dict[str, Tensor]:
         return {

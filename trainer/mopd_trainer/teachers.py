@@ -56,15 +56,19 @@ async def meet_teachers(
     student: StudentIdentity,
     cache: ProjectionCache,
     expected_manifests: Mapping[str, str],
+    *,
+    wait_seconds: float,
 ) -> dict[str, Teacher]:
     """Shakes hands with every teacher, fetches its tokenizer and builds its projection.
 
     Args:
         expected_manifests: teacher name -> manifest id that an earlier part of this run saw.
+        wait_seconds: how long a teacher may take to become ready.
 
     Raises:
         MopdError: when a teacher cannot be reached, cannot do what is asked, or is another one.
     """
+    await pool.wait_until_ready(wait_seconds)
     manifests = await pool.handshake_all(
         {
             name: Expectation(
