@@ -43,6 +43,7 @@ def no_model(folder: Path, values: dict[str, Any]) -> None:
 
 def no_teacher_there(folder: Path, values: dict[str, Any]) -> None:
     del values["teachers"]["code"]
+    values["teacher_wait_seconds"] = 0.05
     write_lines(folder / "prompts.jsonl", questions(3, ["math"]))
 
 
