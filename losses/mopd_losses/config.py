@@ -95,6 +95,9 @@ class CtkdConfig(TopKDivergenceSettings):
 
     type: Literal["ctkd"] = "ctkd"
     projection: ProjectionSettings = ProjectionSettings()
+    span_rows: Literal["first", "pooled"] = "first"
+    """``first``: the two rows at the start of a span, which condition on the same text; ``pooled``:
+    the means of all rows of a span."""
 
 
 class TopKKlConfig(TopKDivergenceSettings):
@@ -166,6 +169,115 @@ class SftConfig(BaseModel):
     type: Literal["sft"] = "sft"
     distill_loss_weight: float = Field(default=0.5, ge=0, le=1)
     """Weight of all teachers' losses together; cross entropy gets one minus this."""
+
+
+Direction = Literal["forward_kl", "reverse_kl"]
+Merge = Literal["bayesian", "observed"]
+_DECAY = ProjectionSettings(weights="decay")
+
+
+class GoldConfig(BaseModel):
+    """Ids in common by name, all others by rank (TRL's GOLD), for a teacher with any tokenizer.
+
+    Refused: one of the two weights without the other. Needs a teacher that scores at temperature 1.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    type: Literal["gold"] = "gold"
+    beta: float = Field(default=0.5, ge=0, le=1)
+    """The teacher's share of the mixture that ids in common are compared with; 0 is forward KL and
+    1 reverse KL, both of parts that do not sum to one."""
+    merge: Merge = "bayesian"
+    """How the rows of a longer span become one: by the chain rule, or ``observed`` as in TRL."""
+    matched_weight: float | None = Field(default=None, ge=0)
+    """Weight of ids in common; none for their share of the teacher's vocabulary."""
+    unmatched_weight: float | None = Field(default=None, ge=0)
+    """Weight of all other ids; none for one minus that share."""
+
+    @model_validator(mode="after")
+    def _both_weights_or_neither(self) -> "GoldConfig":
+        if (self.matched_weight is None) != (self.unmatched_weight is None):
+            raise ValueError(
+                "one of matched_weight and unmatched_weight is set; set both, or neither for "
+                "weights by how much of the vocabulary is in common"
+            )
+        return self
+
+
+class UldConfig(BaseModel):
+    """Sorted probabilities against sorted probabilities, whatever their ids: a baseline.
+
+    Needs a teacher that scores at temperature 1.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    type: Literal["uld"] = "uld"
+    merge: Merge = "bayesian"
+    """How the rows of a longer span become one: by the chain rule, or ``observed`` as in TRL."""
+
+
+class AlmConfig(BaseModel):
+    """Equal likelihood of every aligned span, from one teacher probability a token.
+
+    Needs a teacher that scores at temperature 1.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    type: Literal["alm"] = "alm"
+    divergence: Literal["kl", "tvd"] = "kl"
+    """Between the two probabilities that the span follows."""
+    tau: float | None = Field(default=None, gt=0)
+    """Flattens both likelihoods first; none for the limit of large values, times the value."""
+
+
+class SimctConfig(BaseModel):
+    """First tokens in common, the whole span, and the rest, as one distribution.
+
+    Needs a teacher that scores at temperature 1.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    type: Literal["simct"] = "simct"
+    divergence: Direction = "reverse_kl"
+    """``forward_kl`` covers all that the teacher might say; ``reverse_kl`` settles on its modes."""
+
+
+class PklParityConfig(BaseModel):
+    """X-Token's P-KL to the letter, on the ids of a micro-batch's top-k; for comparison."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    type: Literal["pkl_parity"] = "pkl_parity"
+    divergence: Direction = "forward_kl"
+    """As the published code's ``reverse_kl: false`` and ``true``."""
+    most_ids: int = Field(default=8192, ge=1)
+    """Most ids that a micro-batch is compared on: the likeliest in any row."""
+    projection: ProjectionSettings = _DECAY
+
+
+class HklConfig(BaseModel):
+    """X-Token's H-KL: a KL on ids in common and a sorted distance on the others; for comparison."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    type: Literal["hkl"] = "hkl"
+    loss_type: Literal["hkl", "auto"] = "hkl"
+    """``auto``: ``pkl_parity`` instead where too little of the vocabulary is in common."""
+    least_coverage: float = Field(default=0.7, ge=0, le=1)
+    """``auto``: the share of the teacher's ids in common from which it is H-KL."""
+    divergence: Direction = "forward_kl"
+    """As the published code's ``reverse_kl: false`` and ``true``."""
+    generalised: bool = False
+    """Corrects the KL for masses that do not sum to one, so that agreement has no gradient."""
+    least_weight: float = Field(default=0.6, gt=0, le=1)
+    """How much of a student token must go to one teacher id for the two to be in common."""
+    most_ranks: int = Field(default=8192, ge=1)
+    """Most entries of the sorted distance."""
+    projection: ProjectionSettings = _DECAY
 
 
 LossConfig = Annotated[CtkdConfig | TopKKlConfig, Field(discriminator="type")]

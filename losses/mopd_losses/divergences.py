@@ -144,17 +144,19 @@ def _kl(first: Tensor, second: Tensor) -> Tensor:
 def _log_mixture(first: Tensor, second: Tensor, first_share: float) -> Tensor:
     """``ln(share * first + (1 - share) * second)``; no small number is ever added inside a log.
 
-    From the larger of the two, so that it is exact where both agree, which is where a student that
-    has learnt stands.
+    From the larger of the two: where both agree nothing is added to it, which logs of the shares
+    would round, and a share may be below what the dtype can tell from zero.
     """
     neither = torch.isneginf(first) & torch.isneginf(second)
     first, second = first.masked_fill(neither, 0.0), second.masked_fill(neither, 0.0)
     from_first = first >= second
     larger = torch.where(from_first, first, second)
-    smaller = torch.where(from_first, second, first)
-    # Of its own dtype: two plain numbers would make float32, which rounds 0.1.
-    smaller_share = torch.where(from_first, larger.new_full((), 1 - first_share), first_share)
-    mixture = larger + torch.log1p(smaller_share * torch.expm1(smaller - larger))
+    gap = torch.where(from_first, second, first) - larger
+    # Tensors of their own dtype: two plain numbers would make float32, which rounds 0.1.
+    own, other = larger.new_tensor([first_share, 1 - first_share])
+    larger_share = torch.where(from_first, own, other)
+    smaller_share = torch.where(from_first, other, own)
+    mixture = larger + torch.log(larger_share + smaller_share * gap.exp())
     return mixture.masked_fill(neither, -torch.inf)
 
 
