@@ -8,7 +8,7 @@ UTF-8) spans exist inside the common blocks alone and everything else belongs to
 O(bytes) time and memory for texts that agree, and O(n log n) for the blocks of texts that do not.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +21,9 @@ from mopd_protocol.errors import DataError
 from mopd_protocol.token_sequence import TokenSequence
 
 Symbols = NDArray[Any]
+#: Where tokens end, in symbols. As wide as the integers that are looked up in it: numpy would
+#: convert all of a narrower array at every look-up.
+Ends = NDArray[np.int64]
 
 #: Symbols that must agree, and occur once on each side, to anchor a common block after a
 #: difference. Shorter anchors find more in short texts and more coincidences in long ones.
@@ -90,20 +93,21 @@ def identity_alignment(tokens: int) -> Alignment:
     return Alignment(starts, starts + 1, starts, starts + 1)
 
 
-def _symbols(sequence: TokenSequence, names: dict[str, int]) -> tuple[Symbols, IntArray]:
+def _symbols(sequence: TokenSequence, names: dict[str, int]) -> tuple[Symbols, Ends]:
     """The text with each control token as a symbol above 255, and where tokens end in that."""
     text = np.frombuffer(sequence.text, dtype=np.uint8)
+    ends = sequence.byte_ends.astype(np.int64)
     if not sequence.marks:
-        return text, sequence.byte_ends
+        return text, ends
     positions = np.fromiter(sequence.marks, dtype=np.int64)
     codes = [256 + names.setdefault(name, len(names)) for name in sequence.marks.values()]
-    symbols = np.insert(text.astype(np.int32), sequence.byte_ends[positions], codes)
-    is_mark = np.zeros(len(sequence), dtype=np.int32)
+    symbols = np.insert(text.astype(np.int32), ends[positions], codes)
+    is_mark = np.zeros(len(sequence), dtype=np.int64)
     is_mark[positions] = 1
-    return symbols, sequence.byte_ends + np.cumsum(is_mark, dtype=np.int32)
+    return symbols, ends + np.cumsum(is_mark)
 
 
-def _spans_in_block(block: _Block, student_ends: IntArray, teacher_ends: IntArray) -> IntArray:
+def _spans_in_block(block: _Block, student_ends: Ends, teacher_ends: Ends) -> IntArray:
     """[4, spans]: the columns of ``Alignment`` for one block."""
     cuts = np.flatnonzero(
         _boundaries(student_ends, block.student, block.length)
@@ -120,7 +124,7 @@ def _spans_in_block(block: _Block, student_ends: IntArray, teacher_ends: IntArra
     ).astype(np.int32)
 
 
-def _boundaries(ends: IntArray, start: int, length: int) -> NDArray[np.bool_]:
+def _boundaries(ends: Ends, start: int, length: int) -> NDArray[np.bool_]:
     """[length + 1], True where a token ends (or the sequence begins) inside a block."""
     marks = np.zeros(length + 1, dtype=np.bool_)
     first, last = np.searchsorted(ends, [start, start + length], side="left")
@@ -161,9 +165,11 @@ def _common_prefix(left: Symbols, right: Symbols) -> int:
 def _anchored_blocks(student: Symbols, teacher: Symbols) -> Iterator[_Block]:
     """Blocks grown from runs of symbols that occur exactly once on each side (patience diff)."""
     student_done = teacher_done = 0
-    for at_student, at_teacher in _anchors(student, teacher):
-        if at_student < student_done or at_teacher < teacher_done:
+    for anchor in _anchors(student, teacher):
+        taken = max(student_done - anchor.student, teacher_done - anchor.teacher, 0)
+        if taken >= anchor.length:
             continue
+        at_student, at_teacher = anchor.student + taken, anchor.teacher + taken
         back = _common_prefix(
             student[student_done:at_student][::-1], teacher[teacher_done:at_teacher][::-1]
         )
@@ -174,8 +180,11 @@ def _anchored_blocks(student: Symbols, teacher: Symbols) -> Iterator[_Block]:
         student_done, teacher_done = at_student + forward, at_teacher + forward
 
 
-def _anchors(student: Symbols, teacher: Symbols) -> list[tuple[int, int]]:
-    """Positions of runs unique on both sides, as the longest chain that increases on both."""
+def _anchors(student: Symbols, teacher: Symbols) -> list[_Block]:
+    """Where runs unique on both sides begin, as the longest chain that increases on both.
+
+    Neighbouring beginnings are one block, and belong to the chain together or not at all.
+    """
     if min(len(student), len(teacher)) < ANCHOR_SYMBOLS:
         return []
     student_hashes, student_at = _unique_runs(student)
@@ -183,10 +192,15 @@ def _anchors(student: Symbols, teacher: Symbols) -> list[tuple[int, int]]:
     _, in_student, in_teacher = np.intersect1d(
         student_hashes, teacher_hashes, assume_unique=True, return_indices=True
     )
-    pairs = sorted(
-        zip(student_at[in_student].tolist(), teacher_at[in_teacher].tolist(), strict=True)
-    )
-    return _longest_increasing(pairs)
+    if not len(in_student):
+        return []
+    order = np.argsort(student_at[in_student])
+    students, teachers = student_at[in_student][order], teacher_at[in_teacher][order]
+    breaks = (np.diff(students) != 1) | (np.diff(teachers) != 1)
+    first = np.concatenate([[0], np.flatnonzero(breaks) + 1])
+    lengths = np.diff(first, append=len(students))
+    columns = (students[first].tolist(), teachers[first].tolist(), lengths.tolist())
+    return _longest_chain([_Block(*row) for row in zip(*columns, strict=True)])
 
 
 def _unique_runs(symbols: Symbols) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
@@ -201,19 +215,21 @@ def _unique_runs(symbols: Symbols) -> tuple[NDArray[np.uint64], NDArray[np.int64
     return values[counts == 1], first[counts == 1]
 
 
-def _longest_increasing(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The longest chain of ``pairs`` (sorted by the first) whose seconds increase."""
-    tails: list[int] = []  # smallest last second of a chain of each length
-    tail_at: list[int] = []
+def _longest_chain(blocks: list[_Block]) -> list[_Block]:
+    """The blocks (disjoint, in the student's order) that the teacher has in order, most symbols."""
+    ends: list[int] = []  # where on the teacher's side the best chains end: the more, the later
+    totals: list[int] = []  # symbols in each
+    last: list[int] = []  # index of each one's last block
     previous: list[int] = []
-    for index, (_, second) in enumerate(pairs):
-        length = bisect_left(tails, second)
-        previous.append(tail_at[length - 1] if length else -1)
-        tails[length : length + 1] = [second]
-        tail_at[length : length + 1] = [index]
-    chain: list[tuple[int, int]] = []
-    at = tail_at[-1] if tail_at else -1
+    for index, block in enumerate(blocks):
+        at = bisect_left(ends, block.teacher)
+        total = block.length + (totals[at - 1] if at else 0)
+        previous.append(last[at - 1] if at else -1)
+        stop = bisect_right(totals, total, lo=at)  # chains that end later and have no more symbols
+        ends[at:stop], totals[at:stop], last[at:stop] = [block.teacher], [total], [index]
+    chain: list[_Block] = []
+    at = last[-1] if last else -1
     while at >= 0:
-        chain.append(pairs[at])
+        chain.append(blocks[at])
         at = previous[at]
     return chain[::-1]

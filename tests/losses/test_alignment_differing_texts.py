@@ -123,3 +123,36 @@ def test_a_longer_side_does_not_stretch_the_last_span(extra: list[Piece]) -> Non
 def test_aligned_bytes_count_only_what_is_aligned() -> None:
     student = sequence([b"same", b"+", b"end"])
     assert align(student, sequence([b"same", b"-", b"end"])).aligned_bytes(student) == 7
+
+
+@pytest.mark.parametrize("longest", [0, 1, 2])
+def test_of_parts_in_another_order_the_most_text_stays(longest: int) -> None:
+    parts = [b"".join(WORDS[at : at + 10]) for at in (0, 50, 100)]
+    parts[longest] = b"".join(WORDS[50 * longest : 50 * longest + 40])
+    student, teacher = (
+        sequence([bytes([byte]) for byte in b"".join([b"<", *order, b">"])])
+        for order in (parts, parts[::-1])
+    )
+    # Between the brackets, the parts hang together in reverse: one of them can stay.
+    assert align(student, teacher).aligned_bytes(student) >= len(parts[longest]) + 2
+
+
+def test_two_parts_that_follow_each_other_outweigh_a_longer_one() -> None:
+    first, second, longer = WORDS[:12], WORDS[20:32], WORDS[40:60]
+    student, teacher = (
+        sequence([bytes([byte]) for byte in b"".join(order)])
+        for order in (
+            [b"<", *first, b"!", *second, *longer, b">"],
+            [b"<", *longer, *first, b"?", *second, b">"],
+        )
+    )
+    kept = sum(map(len, first + second))
+    assert kept > sum(map(len, longer))
+    assert align(student, teacher).aligned_bytes(student) >= kept + 2
+
+
+def test_anchors_side_by_side_on_one_side_alone_are_two() -> None:
+    text = b"".join(WORDS[:20])
+    student = sequence([bytes([byte]) for byte in b"<@" + text + b"!"])
+    teacher = sequence([bytes([byte]) for byte in b">@" + text[:7] + b"#" + text + b"?"])
+    assert align(student, teacher).aligned_bytes(student) >= len(text)

@@ -53,11 +53,21 @@ class TokenModel:
                 parts.setdefault(tokens[:stop], []).append(self.texts[text])
         return {tokens: math.fsum(masses) for tokens, masses in parts.items()}
 
+    @cached_property
+    def _following(self) -> dict[tuple[str, ...], set[str]]:
+        found: dict[tuple[str, ...], set[str]] = {}
+        for tokens in self.written.values():
+            for at, token in enumerate(tokens):
+                found.setdefault(tokens[:at], set()).add(token)
+        return found
+
     def row(self, tokens: Sequence[str]) -> dict[str, float]:
         """Next token -> probability, after these."""
         before = tuple(tokens)
-        following = {t[len(before) :][0] for t in self.written.values() if t[: len(before)] == before and len(t) > len(before)}
-        return {t: self._masses[(*before, t)] / self._masses[before] for t in following}
+        return {
+            token: self._masses[(*before, token)] / self._masses[before]
+            for token in sorted(self._following[before])
+        }
 
     def boundaries(self, text: str) -> set[int]:
         """Where a token starts in a text, the end's place included."""

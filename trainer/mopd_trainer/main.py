@@ -18,6 +18,8 @@ examples:
   mopd train run.yaml max_steps=10 teachers.math.top_k=32
   mopd train run.yaml resume_from_checkpoint=true
   mopd demo                                the whole path on tiny models, on a CPU, in minutes
+  mopd align STUDENT http://localhost:8101 --text "1 + 2 = 3"     who cuts a text where
+  mopd projection inspect STUDENT TEACHER  how much of two vocabularies meets, and what does not
 """
 
 
@@ -77,7 +79,93 @@ def _parser() -> argparse.ArgumentParser:
         "--steps", type=int, default=None, help="distillation steps; fewer to look around"
     )
     demo.set_defaults(run=_demo)
+    summary = "build the matrix between two vocabularies, or look into one"
+    _add_projection(commands.add_parser("projection", help=summary, description=summary))
+    summary = "show where two tokenizers cut a text, side by side"
+    _add_align(
+        commands.add_parser(
+            "align",
+            help=summary,
+            description=summary,
+            epilog=TOKENIZERS,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
     return parser
+
+
+TOKENIZERS = """\
+STUDENT and TEACHER are each a model folder, a hub id, the path of a tokenizer.json,
+or the URL of a running teacher (http://host:8101), which is asked for its tokenizer.
+"""
+
+
+def _add_projection(projection: argparse.ArgumentParser) -> None:
+    actions = projection.add_subparsers(title="actions", required=True, metavar="ACTION")
+    build = actions.add_parser(
+        "build",
+        help="write the projection of two tokenizers to a file",
+        description="Writes the projection of two tokenizers to a file.",
+        epilog=TOKENIZERS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    build.add_argument("student", metavar="STUDENT")
+    build.add_argument("teacher", metavar="TEACHER")
+    build.add_argument(
+        "--output",
+        type=Path,
+        metavar="PATH",
+        help="a .safetensors file, or a folder (default: here), where it gets the name that a "
+        "run with this projection_cache looks for",
+    )
+    build.set_defaults(run=_projection_build)
+    inspect = actions.add_parser(
+        "inspect",
+        help="show what a projection covers, and its worst rows",
+        description="Shows what a projection covers, and its worst rows.",
+        epilog=TOKENIZERS + "A FILE alone gives numbers; with both tokenizers after it, bytes.\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="mopd projection inspect [options] FILE | STUDENT TEACHER | FILE STUDENT TEACHER",
+    )
+    inspect.add_argument("sources", nargs="+", metavar="FILE, STUDENT, TEACHER")
+    inspect.add_argument("--rows", type=_count, default=10, help="of each list (default: 10)")
+    inspect.add_argument("--json", action="store_true", help="everything, for programs")
+    inspect.set_defaults(run=_projection_inspect)
+    for action in (build, inspect):
+        action.add_argument(
+            "--weights",
+            choices=("first", "decay"),
+            default="first",
+            help="a token that the teacher does not have goes to its first piece, or to its "
+            "first pieces with decaying weights (default: first)",
+        )
+        _add_api_key(action)
+
+
+def _add_align(align: argparse.ArgumentParser) -> None:
+    align.add_argument("student", metavar="STUDENT")
+    align.add_argument("teacher", metavar="TEACHER")
+    given = align.add_mutually_exclusive_group(required=True)
+    given.add_argument("--text", help="the text itself")
+    given.add_argument("--file", help="a UTF-8 file, or - for standard input")
+    align.add_argument(
+        "--rows", type=_count, default=100, help="lines at most; 0 for all (default: 100)"
+    )
+    align.add_argument("--json", action="store_true", help="everything, for programs")
+    _add_api_key(align)
+    align.set_defaults(run=_align)
+
+
+def _add_api_key(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable with a teacher's API key"
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of lines; expected 0 or more")
+    return int(text)
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -86,7 +174,7 @@ def _train(options: argparse.Namespace) -> None:
     from mopd_trainer.loop import train
 
     folder = asyncio.run(train(config, console))
-    console.print(f"the student is in {folder}")
+    console.print(f"the student is in {folder}", markup=False, soft_wrap=True)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -103,6 +191,51 @@ def _demo(options: argparse.Namespace) -> None:
     from mopd_trainer.demo.run import run_demo
 
     run_demo(options.output_dir, seed=options.seed, steps=options.steps, console=console)
+
+
+def _projection_build(options: argparse.Namespace) -> None:
+    console = _console()
+    from mopd_losses.projection import ProjectionSettings
+    from mopd_trainer.projection_command import build
+
+    build(
+        options.student,
+        options.teacher,
+        settings=ProjectionSettings(weights=options.weights),
+        output=options.output,
+        api_key_env=options.api_key_env,
+        console=console,
+    )
+
+
+def _projection_inspect(options: argparse.Namespace) -> None:
+    console = _console()
+    from mopd_losses.projection import ProjectionSettings
+    from mopd_trainer.projection_command import inspect
+
+    inspect(
+        options.sources,
+        settings=ProjectionSettings(weights=options.weights),
+        rows=options.rows,
+        as_json=options.json,
+        api_key_env=options.api_key_env,
+        console=console,
+    )
+
+
+def _align(options: argparse.Namespace) -> None:
+    console = _console()
+    from mopd_trainer.align_command import align, text_of
+
+    align(
+        options.student,
+        options.teacher,
+        text=text_of(options.file) if options.text is None else options.text,
+        rows=options.rows,
+        as_json=options.json,
+        api_key_env=options.api_key_env,
+        console=console,
+    )
 
 
 def _load(options: argparse.Namespace):
