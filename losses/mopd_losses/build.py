@@ -7,11 +7,37 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from mopd_losses.config import CtkdConfig, LossConfig, TopKKlConfig
+from mopd_losses.alm import AlmLoss
+from mopd_losses.config import (
+    AlmConfig,
+    CtkdConfig,
+    GoldConfig,
+    HklConfig,
+    K2Config,
+    K3Config,
+    LossConfig,
+    PklParityConfig,
+    PolicyGradientConfig,
+    PrefixKlConfig,
+    SimctConfig,
+    TopKKlConfig,
+    UldConfig,
+)
+from mopd_losses.gold import GoldLoss, adaptive_weights
+from mopd_losses.hkl import HklLoss, xtoken_form
 from mopd_losses.loss import Loss
+from mopd_losses.pkl_parity import PklParityLoss
+from mopd_losses.policy_gradient import PolicyGradientLoss
+from mopd_losses.pooled_ctkd import PooledCtkdLoss
+from mopd_losses.prefix_kl import PrefixKlLoss
 from mopd_losses.projection import ProjectionMatrix, identity_projection
 from mopd_losses.projection_cache import DeviceProjection, ProjectionCache
+from mopd_losses.sampled_kl import K2Loss, K3Loss
+from mopd_losses.shared_units import SharedUnits
+from mopd_losses.simct import SimctLoss
 from mopd_losses.topk_divergence import TopKDivergenceLoss
+from mopd_losses.uld import UldLoss
+from mopd_losses.vocabulary_match import VocabularyMatch, exact_match, weighted_match
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.token_table import TextEncoder, TokenTable
 
@@ -24,6 +50,7 @@ class Vocabularies:
     student_width: int  # rows of the student's head
     teacher: TokenTable
     teacher_encoder: TextEncoder
+    student_encoder: TextEncoder
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,14 +58,29 @@ class LossSetting:
     """What a loss is built from besides its own settings."""
 
     vocabularies: Vocabularies
-    projection: DeviceProjection
+    matrix: ProjectionMatrix
+    projection: DeviceProjection  # the matrix's copy on ``device``
+    device: torch.device
     teacher_temperature: float  # that the teacher scores at
+
+    def require_temperature_one(self, loss: str) -> None:
+        """Raises ConfigError for a teacher that scores at another temperature."""
+        if self.teacher_temperature != 1.0:
+            raise ConfigError(
+                f"loss {loss!r} is about likelihoods of text, so its teacher must score at "
+                f"temperature 1, not {self.teacher_temperature:g}; remove the teacher's temperature"
+            )
+
+    def exact_match(self) -> VocabularyMatch:
+        """Ids of both sides that spell the same bytes."""
+        sides = self.vocabularies
+        return exact_match(self.matrix, sides.student, sides.teacher).to(self.device)
 
 
 def projection_for(
     config: LossConfig, vocabularies: Vocabularies, cache: ProjectionCache
 ) -> ProjectionMatrix:
-    """The projection that this loss compares through.
+    """The projection that this loss compares through, or that tells how far it reaches.
 
     Raises:
         ConfigError: when a same-vocabulary loss is asked for two different tokenizers.
@@ -56,7 +98,7 @@ def projection_for(
         teacher,
         vocabularies.teacher_encoder,
         student_width=vocabularies.student_width,
-        settings=config.projection,
+        settings=config.projection if isinstance(config, _PROJECTED) else None,
     )
 
 
@@ -77,15 +119,96 @@ def build_loss(
     Raises:
         ConfigError: when the loss cannot be had from a teacher that scores at that temperature.
     """
-    setting = LossSetting(vocabularies, cache.on(device, projection), temperature)
+    on_device = cache.on(device, projection)
+    setting = LossSetting(vocabularies, projection, on_device, device, temperature)
     return _BUILDERS[type(config)](config, setting)
 
 
 def _topk_divergence(config: CtkdConfig | TopKKlConfig, setting: LossSetting) -> Loss:
+    if isinstance(config, CtkdConfig) and config.span_rows == "pooled":
+        return PooledCtkdLoss(setting.projection, config, setting.teacher_temperature)
     return TopKDivergenceLoss(setting.projection, config, setting.teacher_temperature)
 
+
+def _prefix_kl(config: PrefixKlConfig, setting: LossSetting) -> Loss:
+    sides = setting.vocabularies
+    units = SharedUnits(sides.student, sides.student_encoder, sides.teacher, sides.teacher_encoder)
+    return PrefixKlLoss(units, config, setting.teacher_temperature)
+
+
+def _policy_gradient(config: PolicyGradientConfig, setting: LossSetting) -> Loss:
+    setting.require_temperature_one(config.type)
+    return PolicyGradientLoss(config.max_ratio)
+
+
+def _k2(config: K2Config, setting: LossSetting) -> Loss:
+    setting.require_temperature_one(config.type)
+    return K2Loss()
+
+
+def _k3(config: K3Config, setting: LossSetting) -> Loss:
+    setting.require_temperature_one(config.type)
+    return K3Loss()
+
+
+def _gold(config: GoldConfig, setting: LossSetting) -> Loss:
+    setting.require_temperature_one(config.type)
+    match = setting.exact_match()
+    if config.matched_weight is None or config.unmatched_weight is None:
+        matched, unmatched = adaptive_weights(match)
+    else:
+        matched, unmatched = config.matched_weight, config.unmatched_weight
+    return GoldLoss(match, matched, unmatched, beta=config.beta, merge=config.merge)
+
+
+def _uld(config: UldConfig, setting: LossSetting) -> Loss:
+    setting.require_temperature_one(config.type)
+    return UldLoss(setting.projection.real_ids, config.merge)
+
+
+def _alm(config: AlmConfig, setting: LossSetting) -> Loss:
+    setting.require_temperature_one(config.type)
+    return AlmLoss(config.divergence, config.tau)
+
+
+def _simct(config: SimctConfig, setting: LossSetting) -> Loss:
+    setting.require_temperature_one(config.type)
+    return SimctLoss(setting.exact_match(), config.divergence)
+
+
+def _pkl_parity(config: PklParityConfig, setting: LossSetting) -> Loss:
+    return PklParityLoss(
+        setting.projection, config.divergence, setting.teacher_temperature, config.most_ids
+    )
+
+
+def _hkl(config: HklConfig, setting: LossSetting) -> Loss:
+    match = weighted_match(setting.matrix, config.least_weight)
+    if config.loss_type == "auto" and xtoken_form(match, config.least_coverage) == "pkl_parity":
+        return PklParityLoss(setting.projection, config.divergence, setting.teacher_temperature)
+    return HklLoss(
+        match.to(setting.device),
+        config.divergence,
+        config.generalised,
+        setting.teacher_temperature,
+        config.most_ranks,
+    )
+
+
+#: Losses whose settings say how their projection is built.
+_PROJECTED = (CtkdConfig, PklParityConfig, HklConfig)
 
 _BUILDERS: dict[type[BaseModel], Callable[[Any, LossSetting], Loss]] = {
     CtkdConfig: _topk_divergence,
     TopKKlConfig: _topk_divergence,
+    PrefixKlConfig: _prefix_kl,
+    PolicyGradientConfig: _policy_gradient,
+    K2Config: _k2,
+    K3Config: _k3,
+    GoldConfig: _gold,
+    UldConfig: _uld,
+    AlmConfig: _alm,
+    SimctConfig: _simct,
+    PklParityConfig: _pkl_parity,
+    HklConfig: _hkl,
 }

@@ -280,4 +280,26 @@ class HklConfig(BaseModel):
     projection: ProjectionSettings = _DECAY
 
 
-LossConfig = Annotated[CtkdConfig | TopKKlConfig, Field(discriminator="type")]
+LossConfig = Annotated[
+    CtkdConfig
+    | TopKKlConfig
+    | PrefixKlConfig
+    | GoldConfig
+    | UldConfig
+    | AlmConfig
+    | SimctConfig
+    | PklParityConfig
+    | HklConfig
+    | PolicyGradientConfig
+    | K2Config
+    | K3Config,
+    Field(discriminator="type"),
+]
+
+
+def described(config: LossConfig) -> str:
+    """A loss in a few words, for plans and tables."""
+    if not isinstance(config, DivergenceSettings):
+        return config.type
+    form = "" if not isinstance(config, TopKDivergenceSettings) else f", {config.form}"
+    return f"{config.type} {config.divergence}{'' if form == ', tail_bucket' else form}"

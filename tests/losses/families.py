@@ -77,4 +77,5 @@ def vocabularies(student: Family, teacher: Family) -> Vocabularies:
         student_width=student.width,
         teacher=teacher.table,
         teacher_encoder=teacher.encoder,
+        student_encoder=student.encoder,
     )

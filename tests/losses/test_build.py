@@ -3,19 +3,38 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from mopd_losses.alignment import align
 from mopd_losses.build import build_loss, projection_for
-from mopd_losses.config import CtkdConfig, LossConfig, TopKKlConfig
+from mopd_losses.config import (
+    AlmConfig,
+    CtkdConfig,
+    GoldConfig,
+    HklConfig,
+    K2Config,
+    K3Config,
+    LossConfig,
+    PklParityConfig,
+    PolicyGradientConfig,
+    PrefixKlConfig,
+    SimctConfig,
+    TopKKlConfig,
+    UldConfig,
+)
+from mopd_losses.loss import Comparison
 from mopd_losses.projection import ProjectionSettings, build_projection, identity_projection
 from mopd_losses.projection_cache import ProjectionCache
 from mopd_losses.student_rows import DenseRows
 from mopd_losses.topk_targets import TopKTargets
 from mopd_protocol.errors import ConfigError
+from mopd_protocol.samples import TeacherScore
+from mopd_protocol.topk_logprobs import TopKLogprobs
 from tests.losses.dense import ctkd
-from tests.losses.families import family, vocabularies
+from tests.losses.families import Family, family, vocabularies
 
 CPU = torch.device("cpu")
 
@@ -125,3 +144,69 @@ def test_losses_load_neither_transport_nor_models(module: str) -> None:
     code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CtkdConfig(divergence="jsd"),
+        CtkdConfig(form="renormalised", kd_temperature=2.0),
+        PrefixKlConfig(),
+        CtkdConfig(span_rows="pooled"),
+        GoldConfig(),
+        UldConfig(),
+        AlmConfig(),
+        SimctConfig(),
+        PklParityConfig(),
+        HklConfig(),
+        PolicyGradientConfig(),
+        K2Config(),
+        K3Config(),
+    ],
+    ids=lambda config: config.type,
+)
+def test_every_loss_of_the_table_compares_two_tokenizers(config: LossConfig) -> None:
+    student, teacher = family("digit"), family("sentencepiece")
+    sides, cache = vocabularies(student, teacher), ProjectionCache()
+    text = "12 + 30 = 42, the quick brown fox"
+    comparison = comparison_of(student, teacher, text)
+    loss = build_loss(config, projection_for(config, sides, cache), sides, cache=cache, device=CPU)
+    slots = len(comparison.student)
+    logits = torch.randn(
+        slots, student.width, generator=torch.Generator().manual_seed(1), requires_grad=True
+    )
+    rows = DenseRows(logits, torch.tensor(student.table.real_ids(student.width)))
+    found = loss(rows, loss.targets([comparison], [0]))
+    assert found.per_token.shape == (slots,)
+    assert found.per_token.isfinite().all()
+    found.per_token.sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+    assert (logits.grad != 0).any()
+
+
+@pytest.mark.parametrize(
+    "config", [AlmConfig(), GoldConfig(), SimctConfig(), UldConfig(), K2Config()]
+)
+def test_losses_on_likelihoods_refuse_a_warmed_teacher(config: LossConfig) -> None:
+    sides, cache = vocabularies(family("digit"), family("digit")), ProjectionCache()
+    projection = projection_for(config, sides, cache)
+    with pytest.raises(ConfigError, match="its teacher must score at temperature 1, not 2"):
+        build_loss(config, projection, sides, cache=cache, device=CPU, temperature=2.0)
+
+
+def comparison_of(student: Family, teacher: Family, text: str) -> Comparison:
+    """One text in both tokenizations, with a made-up but proper top-k of the teacher."""
+    ours = student.table.sequence([*student.encoder.encode(text), student.table.roles.ending[0]])
+    theirs = teacher.table.sequence([*teacher.encoder.encode(text), teacher.table.roles.ending[0]])
+    generator = np.random.default_rng(0)
+    others = generator.permutation(np.flatnonzero(teacher.table.present))
+    ids = np.stack([[own, *others[others != own][:3]] for own in theirs.token_ids.tolist()])
+    logprobs = np.log(np.tile([0.5, 0.2, 0.1, 0.05], (len(theirs), 1)))
+    score = TeacherScore(
+        "m" * 32,
+        theirs,
+        TopKLogprobs(ids, logprobs, logprobs[:, 0], np.full(len(theirs), np.log(0.15))),
+    )
+    sampled = np.full(len(ours), -1.0, dtype=np.float32)
+    return Comparison(ours, sampled, score, align(ours, theirs))

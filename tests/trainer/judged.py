@@ -42,7 +42,11 @@ def losses_for(student: Student, divergences: Mapping[str, str] | None = None) -
         kind = TopKKlConfig if name == "math" else CtkdConfig
         config = kind.model_validate({"divergence": divergence})
         sides = Vocabularies(
-            student.table, student.identity.logit_width, table(tokenizer), encoder(tokenizer)
+            student.table,
+            student.identity.logit_width,
+            table(tokenizer),
+            encoder(tokenizer),
+            student.identity.encoder,
         )
         found[name] = build_loss(
             config, projection_for(config, sides, cache), sides, cache=cache, device=CPU

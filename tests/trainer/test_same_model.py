@@ -30,7 +30,11 @@ async def first_step(loss: TopKKlConfig | CtkdConfig, *, teacher_seed: int) -> d
         examples, _ = await collect(PROMPTS, Sampler(student, rollout, seed=0), scorer, 0)
     cache = ProjectionCache()
     sides = Vocabularies(
-        student.table, student.identity.logit_width, student.table, encoder("digit")
+        student.table,
+        student.identity.logit_width,
+        student.table,
+        encoder("digit"),
+        encoder("digit"),
     )
     projection = projection_for(loss, sides, cache)
     learner = Learner(

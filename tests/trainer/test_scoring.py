@@ -18,11 +18,11 @@ from tests import tiny_models
 from tests.reference.teacher_scores import completion_logprobs
 from tests.server.tiny_teachers import TinyTeacher, teacher_of
 from tests.trainer.in_process import Recorded, scorer_of, teacher_config
-from tests.trainer.students import ids_of, rollout, table, tokenizer
+from tests.trainer.students import encoder, ids_of, rollout, table, tokenizer
 
 pytestmark = pytest.mark.anyio
 
-IDENTITY = StudentIdentity(table("digit"), logit_width=448, parameters=0)
+IDENTITY = StudentIdentity(table("digit"), encoder("digit"), logit_width=448, parameters=0)
 TOKEN_LOSS = {"loss": {"type": "topk_kl"}}
 
 Asked = dict[str, tuple[Recorded, TeacherConfig]]

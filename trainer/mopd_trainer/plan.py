@@ -7,6 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from mopd_losses.config import described
 from mopd_protocol.samples import Prompt
 from mopd_trainer.config import RunConfig
 from mopd_trainer.student_identity import StudentIdentity
@@ -64,7 +65,7 @@ def _teacher_facts(teacher: Teacher, student: StudentIdentity, prompts: int) -> 
         f"{manifest.engine} {manifest.engine_version}, {manifest.dtype}, tokenizer "
         f"{manifest.tokenizer_fingerprint[:12]} {'is' if same else 'is not'} the student's; "
         f"{reached:.0%} of its {manifest.tokenizer_size:,} ids in the student's reach\n"
-        f"{settings.loss.type} {settings.loss.divergence}{temperature} on its top "
+        f"{described(settings.loss)}{temperature} on its top "
         f"{settings.top_k}, weight {settings.weight:g}, {prompts:,} prompts"
     )
 

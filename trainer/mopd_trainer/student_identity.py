@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from mopd_protocol.errors import ConfigError
-from mopd_protocol.token_table import TokenTable, control_tokens
+from mopd_protocol.token_table import TextEncoder, TokenTable, control_tokens
 from mopd_protocol.tokenizer_file import tokenizer_json
 from mopd_protocol.tokenizer_roles import roles_of
 from mopd_trainer.config import StudentConfig
@@ -31,6 +31,7 @@ class StudentIdentity:
     """
 
     table: TokenTable
+    encoder: TextEncoder
     logit_width: int  # rows of the head, padding included
     parameters: int
 
@@ -58,8 +59,10 @@ class StudentIdentity:
                 f"user and assistant: {error}"
             ) from error
         head: Any = model.get_output_embeddings()
+        table = TokenTable.from_json(description, roles)
         return cls(
-            table=TokenTable.from_json(description, roles),
+            table=table,
+            encoder=TextEncoder(backend.backend_tokenizer, table),
             logit_width=int(head.weight.shape[0]),
             parameters=sum(parameter.numel() for parameter in model.parameters()),
         )

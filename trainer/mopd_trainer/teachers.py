@@ -83,7 +83,13 @@ async def meet_teachers(
     tokenizers = await asyncio.gather(*[pool.client(name).tokenizer() for name in configs])
     teachers: dict[str, Teacher] = {}
     for (name, config), tokenizer in zip(configs.items(), tokenizers, strict=True):
-        sides = Vocabularies(student.table, student.logit_width, tokenizer.table, tokenizer.encoder)
+        sides = Vocabularies(
+            student.table,
+            student.logit_width,
+            tokenizer.table,
+            tokenizer.encoder,
+            student.encoder,
+        )
         teachers[name] = Teacher(
             name=name,
             config=config,

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
+from mopd_losses.config import described
 from mopd_protocol.atomic_file import replacing
 from mopd_trainer.config import RunConfig
 from mopd_trainer.demo.accuracy import exact_match
@@ -180,10 +181,9 @@ def _table(results: Mapping[TaskName, TaskResult], config: RunConfig) -> Table:
     for heading in ("teacher", "student before", "student after", "teacher tokens/s"):
         table.add_column(heading, justify="right")
     for task, result in results.items():
-        loss = config.teachers[task].loss
         table.add_row(
             task,
-            f"{loss.type} {loss.divergence}",
+            described(config.teachers[task].loss),
             f"{result.teacher_accuracy:.1%}",
             f"{result.student_before:.1%}",
             f"{result.student_after:.1%}",

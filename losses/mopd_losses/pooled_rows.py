@@ -1,0 +1,65 @@
+"""``PooledRows``: a student whose slots are spans, each the mean of its tokens' distributions."""
+
+import torch
+from torch import Tensor
+
+from mopd_losses.projected_logprobs import segment_logsumexp
+from mopd_losses.span_members import span_members
+from mopd_losses.student_rows import StudentRows
+
+
+class PooledRows:
+    """``p(span) = mean over the span's slots of p(slot)``: an arithmetic mean of probabilities.
+
+    A projection is linear, so the projection of the mean is the mean of projections, and a loss on
+    single rows becomes one on pooled spans by being given these.
+
+    Args:
+        starts: int64 [spans], slots of ``student``.
+        ends: int64 [spans], exclusive.
+    """
+
+    def __init__(self, student: StudentRows, starts: Tensor, ends: Tensor) -> None:
+        self._student = student
+        self._starts = starts
+        self._ends = ends
+
+    @property
+    def slots(self) -> int:
+        """See ``StudentRows``; here, spans."""
+        return len(self._starts)
+
+    @property
+    def width(self) -> int:
+        """See ``StudentRows``."""
+        return self._student.width
+
+    @property
+    def device(self) -> torch.device:
+        """See ``StudentRows``."""
+        return self._student.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See ``StudentRows``."""
+        return self._student.dtype
+
+    def logprobs(self, slots: Tensor, ids: Tensor, *, temperature: float = 1.0) -> Tensor:
+        """See ``StudentRows``; ``-inf``, without a gradient, where every slot of a span says so."""
+        starts, ends = self._starts[slots], self._ends[slots]
+        asked, members = span_members(starts, ends)
+        read = self._student.logprobs(members, ids[asked], temperature=temperature)
+        lengths = (ends - starts).to(self.dtype)
+        return segment_logsumexp(read, asked, len(slots)) - lengths.log()
+
+    def zeros(self) -> Tensor:
+        """See ``StudentRows``."""
+        return self._student.zeros()[self._starts]
+
+    def most_likely_ids(self, slots: Tensor, allowed: Tensor, count: int) -> Tensor:
+        """See ``StudentRows``; reads every allowed id, for the order of a mean is in no one row."""
+        (ids,) = allowed.nonzero(as_tuple=True)
+        with torch.no_grad():
+            means = self.logprobs(slots.repeat_interleave(len(ids)), ids.repeat(len(slots)))
+        values, order = means.view(len(slots), len(ids)).topk(min(count, len(ids)), dim=1)
+        return ids[order].masked_fill_(torch.isneginf(values), -1)

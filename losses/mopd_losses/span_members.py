@@ -1,0 +1,46 @@
+"""Which slots (or rows) a span consists of, flat: one entry a pair of span and slot."""
+
+import torch
+from torch import Tensor
+
+
+def span_members(starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Every (span, position) with ``starts[span] <= position < ends[span]``, span by span.
+
+    Args:
+        starts: int64 [spans].
+        ends: int64 [spans], exclusive.
+
+    Returns:
+        int64 [members] each: the span, and the position.
+    """
+    lengths = ends - starts
+    spans = torch.repeat_interleave(torch.arange(len(starts), device=starts.device), lengths)
+    first_member = lengths.cumsum(0) - lengths
+    within = torch.arange(len(spans), device=starts.device) - first_member[spans]
+    return spans, starts[spans] + within
+
+
+def span_sums(values: Tensor, spans: Tensor, count: int) -> Tensor:
+    """[count, ...], the sum of the members' values in each span; zero for a span of none."""
+    return values.new_zeros(count, *values.shape[1:]).index_add(0, spans, values)
+
+
+def span_means(values: Tensor, spans: Tensor, lengths: Tensor) -> Tensor:
+    """[spans, n], the arithmetic mean over each span's members; of logs, a geometric one.
+
+    Args:
+        values: [members, n].
+        spans: int64 [members].
+        lengths: int64 [spans], members of each.
+    """
+    return span_sums(values, spans, len(lengths)) / lengths[:, None].to(values.dtype)
+
+
+def inside_spans(starts: Tensor, ends: Tensor, slots: int) -> Tensor:
+    """bool [slots + 1] on the CPU, True at cuts between two slots of one span."""
+    starts, ends = starts.cpu(), ends.cpu()
+    depth = torch.zeros(slots + 1, dtype=torch.int64)
+    depth.index_add_(0, starts + 1, torch.ones_like(starts))
+    depth.index_add_(0, ends, -torch.ones_like(ends))
+    return depth.cumsum(0) > 0

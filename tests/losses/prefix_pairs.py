@@ -1,0 +1,311 @@
+"""Pairs of tiny vocabularies that write by longest match, and completions scored in float64."""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mopd_losses.alignment import align
+from mopd_losses.config import PrefixKlConfig
+from mopd_losses.loss import Comparison
+from mopd_losses.loss_output import LossOutput
+from mopd_losses.prefix_kl import PrefixKlLoss
+from mopd_losses.prefix_targets import PrefixTargets
+from mopd_losses.shared_units import SharedUnits
+from mopd_losses.student_rows import DenseRows
+from mopd_protocol.token_sequence import TokenSequence
+from mopd_protocol.token_table import TokenTable
+from tests.losses.families import Family, made_of
+from tests.reference import prefix_kl as slow
+from tests.reference.text_model import END, TokenModel
+
+#: The character that stands for the end of a turn in the slow reference.
+END_CHARACTER = "\u2588"
+
+
+class LongestMatch:
+    """Writes text with the longest token that fits, again and again: a ``TextEncoder``."""
+
+    def __init__(self, table: TokenTable) -> None:
+        self.table = table
+        self.ids = {spelled: at for at, spelled in enumerate(table.all_bytes) if spelled}
+        self._longest = max(map(len, self.ids))
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_bytes(text.encode())
+
+    def encode_bytes(self, data: bytes) -> list[int]:
+        """Ids of any bytes, half characters too."""
+        ids: list[int] = []
+        while data:
+            end = next(
+                n for n in range(self._longest, 0, -1) if data[:n] in self.ids and n <= len(data)
+            )
+            ids.append(self.ids[data[:end]])
+            data = data[end:]
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+
+@dataclass(frozen=True, eq=False)
+class ExactTopK:
+    """``TopKLogprobs`` that are not rounded to float32."""
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+    token_logprobs: np.ndarray
+    tail_logprobs: np.ndarray
+
+    @property
+    def k(self) -> int:
+        return self.ids.shape[1]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, eq=False)
+class ExactScore:
+    """``TeacherScore`` with such a top-k."""
+
+    completion: TokenSequence
+    topk: ExactTopK
+
+
+@dataclass(frozen=True, eq=False)
+class Tongue:
+    """A vocabulary and how it writes."""
+
+    family: Family
+    encoder: Any
+
+    @classmethod
+    @cache
+    def of(cls, *spellings: str, end: str = "<end>", by_merges: bool = False) -> "Tongue":
+        family = made_of(*spellings, end=end)
+        return cls(family, family.encoder if by_merges else LongestMatch(family.table))
+
+    @property
+    def end(self) -> int:
+        end = self.family.table.roles.end_of_turn
+        assert end is not None
+        return end
+
+    def ids(self, pieces: Sequence[str]) -> list[int]:
+        """Ids of tokens given by their spelling; ``END`` for the end of the turn."""
+        all_bytes = self.family.table.all_bytes
+        return [self.end if p == END else all_bytes.index(p.encode()) for p in pieces]
+
+    def encode_bytes(self, data: bytes) -> list[int]:
+        """Ids of bytes; half characters only by longest match."""
+        if isinstance(self.encoder, LongestMatch):
+            return self.encoder.encode_bytes(data)
+        return self.encoder.encode(data.decode())
+
+    def tokenize(self, text: str) -> list[str]:
+        """The canonical tokens of a text."""
+        return [self.family.table.bytes_of(i).decode() for i in self.encoder.encode(text)]
+
+    def side(
+        self,
+        written: Sequence[int],
+        logprobs: Tensor,
+        tails: Sequence[float],
+        kept: list[list[int]],
+    ) -> slow.Side:
+        """The same for the slow reference; ``logprobs`` [tokens, width]."""
+        table = self.family.table
+        tokens = {i: b.decode("latin-1") for i, b in enumerate(table.all_bytes) if b}
+        tokens[self.end] = END_CHARACTER
+
+        def spell(text: str) -> list[str]:
+            found: list[str] = []
+            for n, part in enumerate(text.split(END_CHARACTER)):
+                found += [END_CHARACTER] if n else []
+                found += [tokens[i] for i in self.encode_bytes(part.encode("latin-1"))]
+            return found
+
+        return slow.Side(
+            spell=spell,
+            tokens=tokens,
+            written=[int(token) for token in written],
+            rows=[
+                {i: math.exp(row[i]) for i in ids}
+                for row, ids in zip(logprobs.tolist(), kept, strict=True)
+            ],
+            written_probabilities=[
+                math.exp(row[int(token)])
+                for row, token in zip(logprobs.tolist(), written, strict=True)
+            ],
+            tails=list(tails),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """A student's and a teacher's vocabulary."""
+
+    student: Tongue
+    teacher: Tongue
+
+    @cached_property
+    def units(self) -> SharedUnits:
+        return SharedUnits(
+            self.student.family.table,
+            self.student.encoder,
+            self.teacher.family.table,
+            self.teacher.encoder,
+        )
+
+    @cached_property
+    def real_ids(self) -> Tensor:
+        family = self.student.family
+        return torch.tensor(family.table.real_ids(family.width))
+
+    def loss(self, mass_floor: float = 0.0, **settings: Any) -> PrefixKlLoss:
+        return PrefixKlLoss(self.units, PrefixKlConfig(mass_floor=mass_floor, **settings))
+
+    def targets(
+        self, comparisons: Sequence[Comparison], offsets: Sequence[int] = (0,), **settings: Any
+    ) -> PrefixTargets:
+        return self.loss(**settings).targets(comparisons, offsets)
+
+    def value(self, logits: Tensor, targets: PrefixTargets, **settings: Any) -> LossOutput:
+        return self.loss(**settings)(DenseRows(logits, self.real_ids), targets)
+
+
+def compared(
+    pair: Pair,
+    student_ids: Sequence[int],
+    teacher_ids: Sequence[int],
+    teacher_logprobs: Tensor,
+    k: int,
+) -> Comparison:
+    """One completion; ``teacher_logprobs`` [tokens, width] is cut to its ``k`` likeliest."""
+    student = pair.student.family.table.sequence(list(student_ids))
+    teacher = pair.teacher.family.table.sequence(list(teacher_ids))
+    values, ids = teacher_logprobs.topk(k, dim=1)
+    ids = ids.masked_fill(values.isneginf(), -1)
+    tails = teacher_logprobs.scatter(1, ids.clamp_min(0), -torch.inf).logsumexp(dim=1)
+    rows = torch.arange(len(teacher))
+    score: Any = ExactScore(
+        teacher,
+        ExactTopK(
+            ids.numpy(),
+            values.numpy(),
+            teacher_logprobs[rows, torch.tensor(list(teacher_ids), dtype=torch.int64)].numpy(),
+            tails.numpy(),
+        ),
+    )
+    sampled = np.zeros(len(student), dtype=np.float32)
+    return Comparison(student, sampled, score, align(student, teacher))
+
+
+def model_rows(tongue: Tongue, model: TokenModel, text: str) -> Tensor:
+    """[tokens, width], ln of the exact token rows of a byte model on one of its texts."""
+    written = model.written[text]
+    rows = torch.full((len(written), tongue.family.width), -torch.inf, dtype=torch.float64)
+    for at, row in enumerate(rows):
+        following = model.row(written[:at])
+        row[tongue.ids(list(following))] = torch.tensor(
+            list(following.values()), dtype=torch.float64
+        ).log()
+    return rows
+
+
+def prefix_closed(draw: random.Random, letters: str, words: int, longest: int) -> list[str]:
+    """Random spellings of two letters and more, each with all that it begins with."""
+    drawn = ["".join(draw.choices(letters, k=draw.randint(2, longest))) for _ in range(words)]
+    found = {word[:end] for word in drawn for end in range(2, len(word) + 1)}
+    return sorted(found, key=lambda word: (len(word), word))
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Two models without rhyme or reason on one text, for both the fast and the slow form."""
+
+    pair: Pair
+    logits: Tensor  # [student tokens, width]
+    comparison: Comparison
+    teacher_side: slow.Side
+
+    def student_side(self) -> slow.Side:
+        logprobs = self.logits.masked_fill(~self.pair.real_ids, -torch.inf).log_softmax(dim=1)
+        tongue = self.pair.student
+        every = [i for i in range(tongue.family.table.size) if tongue.family.table.present[i]]
+        written = self.comparison.student.token_ids.tolist()
+        return tongue.side(written, logprobs.detach(), [0.0] * len(written), [every] * len(written))
+
+
+#: Random pairs are drawn from this many, which are made once.
+PAIRS = 16
+
+
+@cache
+def random_pair(seed: int, letters: str = "ab") -> Pair:
+    """Any two vocabularies that write by longest match."""
+    draw = random.Random(seed)
+    return Pair(
+        *(
+            Tongue.of(*prefix_closed(draw, letters, draw.randint(0, 3), 3), end=end)
+            for end in ("<over>", "<stop>")
+        )
+    )
+
+
+def random_problem(seed: int, letters: str = "ab", pair: Pair | None = None) -> Problem:
+    """Any vocabularies, any cuts of the student's, a teacher that reads the text or another."""
+    pair = random_pair(seed % PAIRS, letters) if pair is None else pair
+    tongues = [pair.student, pair.teacher]
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    spelled = [
+        b
+        for b in tongues[0].family.table.all_bytes
+        if b and set(b.decode("latin-1")) <= set(letters)
+    ]
+    pieces = [draw.choice(spelled).decode() for _ in range(draw.randint(0, 5))]
+    text = "".join(pieces)
+    ended = [END] if draw.random() < 0.7 else []
+    read = (
+        text
+        if draw.random() < 0.8
+        else text[: draw.randint(0, len(text))] + "".join(draw.choices(letters, k=2))
+    )
+    student_ids = tongues[0].ids([*pieces, *ended])
+    teacher_ids = tongues[1].ids([*tongues[1].tokenize(read), *ended])
+    scale = draw.choice([1.0, 3.0])
+    letter_ids = [  # what says something about the text; the others are there but unlikely
+        tongue.ids(
+            [
+                *(
+                    b.decode()
+                    for b in tongue.family.table.all_bytes
+                    if b and set(b.decode("latin-1")) <= set(letters)
+                ),
+                END,
+            ]
+        )
+        for tongue in tongues
+    ]
+    rows = []
+    for tongue, ids, likely in zip(tongues, (student_ids, teacher_ids), letter_ids, strict=True):
+        logits = torch.randn(len(ids), tongue.family.width, dtype=torch.float64) - 8
+        logits[:, likely] += 8 + scale * torch.randn(len(ids), len(likely), dtype=torch.float64)
+        rows.append(logits)
+    real = torch.tensor(tongues[1].family.table.real_ids(tongues[1].family.width))
+    logprobs = rows[1].masked_fill(~real, -torch.inf).log_softmax(dim=1)
+    comparison = compared(pair, student_ids, teacher_ids, logprobs, k=draw.choice([1, 3, 6]))
+    topk = comparison.score.topk
+    side = tongues[1].side(
+        teacher_ids, logprobs, np.exp(topk.tail_logprobs).tolist(), topk.ids.tolist()
+    )
+    return Problem(pair, rows[0], comparison, side)

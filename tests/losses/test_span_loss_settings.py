@@ -1,0 +1,42 @@
+"""Settings of the losses on spans: names, defaults, and what is refused."""
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from mopd_losses import config
+from mopd_losses.config import CtkdConfig, GoldConfig, HklConfig, PklParityConfig
+
+NAMES = {
+    "gold": config.GoldConfig,
+    "uld": config.UldConfig,
+    "alm": config.AlmConfig,
+    "simct": config.SimctConfig,
+    "pkl_parity": config.PklParityConfig,
+    "hkl": config.HklConfig,
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), NAMES.items())
+def test_settings_are_named_frozen_and_know_their_keys(name: str, kind: type[BaseModel]) -> None:
+    assert kind().model_dump()["type"] == name
+    with pytest.raises(ValidationError):
+        kind.model_validate({"typo": 1})
+    with pytest.raises(ValidationError):
+        kind().type = "other"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("given", ["matched_weight", "unmatched_weight"])
+def test_one_weight_without_the_other_is_refused(given: str) -> None:
+    with pytest.raises(ValidationError, match="set both, or neither"):
+        GoldConfig.model_validate({given: 0.5})
+    GoldConfig(matched_weight=0.5, unmatched_weight=0.0)
+
+
+def test_xtoken_losses_spread_tokens_over_their_pieces() -> None:
+    assert PklParityConfig().projection.weights == "decay"
+    assert HklConfig().projection.weights == "decay"
+
+
+def test_ctkd_compares_first_rows_unless_told() -> None:
+    assert CtkdConfig().span_rows == "first"
+    assert CtkdConfig(span_rows="pooled").span_rows == "pooled"

@@ -1,0 +1,107 @@
+"""X-Token's P-KL and H-KL of one span (losses.md sections 1.6, 1.7), and pooled CTKD beside them.
+
+Teacher rows are lists over the support, not renormalised.
+"""
+
+import math
+
+from tests.reference.dual import Dual, descending, exp, log, magnitude, total
+from tests.reference.span_view import TeacherRow
+
+EPSILON = 1e-10
+
+Rows = list[list[Dual]]
+
+
+def filled(row: TeacherRow, support: list[int], size: int) -> list[float]:
+    """A top-k row on the support: ids that were not sent share the rest."""
+    share = row.rest / max(size - len(row.kept), 1)
+    share = max(share, 1e-10)
+    return [row.kept.get(j, share) for j in support]
+
+
+def project(row: list[Dual], weights: list[list[float]], j: int) -> Dual:
+    return total(p * weights[v][j] for v, p in enumerate(row) if weights[v][j] > 0)
+
+
+def mean(values: list[Dual]) -> Dual:
+    return total(values) / len(values)
+
+
+def pkl(
+    student: Rows, weights: list[list[float]], teacher: list[list[float]], support: list[int],
+    forward: bool, temperature: float,
+) -> Dual:  # fmt: skip
+    """P-KL to the letter."""
+    if not support:
+        return Dual(0.0)
+    pooled = [mean([project(row, weights, j) for row in student]) for j in support]
+    mass = total(pooled)
+    ours = [log(q / (mass + EPSILON) + EPSILON) for q in pooled]
+    theirs = [
+        math.fsum(math.log(row[i] / math.fsum(row)) for row in teacher) / len(teacher)
+        for i in range(len(support))
+    ]
+    pairs = zip(ours, theirs, strict=True)
+    if forward:
+        value = total(math.exp(t) * (t - q) for q, t in pairs)
+    else:
+        value = total(exp(q) * (q - t) for q, t in pairs)
+    return value * temperature**2
+
+
+def hkl(
+    student: Rows, real: list[bool], partner: dict[int, int], teacher: list[list[float]],
+    support: list[int], forward: bool, generalised: bool, temperature: float, most_ranks: int,
+) -> Dual:  # fmt: skip
+    """H-KL, with or without the correction."""
+    a = {v: mean([log(row[v]) for row in student]) for v in range(len(real)) if real[v]}
+    b = {
+        j: math.fsum(math.log(row[i]) for row in teacher) / len(teacher)
+        for i, j in enumerate(support)
+    }
+    value = Dual(0.0)
+    for j in support:
+        if j in partner:
+            p, t = a[partner[j]], b[j]
+            value = value + (math.exp(t) * (t - p) if forward else exp(p) * (p - t))
+            if generalised:
+                value = value + ((exp(p) - math.exp(t)) if forward else (math.exp(t) - exp(p)))
+    taken = set(partner.values())
+    ours = descending(exp(p) for v, p in a.items() if v not in taken)
+    theirs = descending(math.exp(b[j]) for j in support if j not in partner)
+    ranks = min(len(ours), len(theirs), most_ranks)
+    value = value + total(
+        magnitude(p - t) for p, t in zip(ours[:ranks], theirs[:ranks], strict=True)
+    )
+    return value * temperature**2
+
+
+def pooled(
+    student: Rows, weights: list[list[float]], real: list[bool], teacher: list[TeacherRow],
+    forward: bool, temperature: float,
+) -> Dual:  # fmt: skip
+    """Arithmetic means on both sides, on (union of ids, rest)."""
+    reachable = {
+        j
+        for j in range(len(weights[0]))
+        if any(keep and row[j] > 0 for keep, row in zip(real, weights, strict=True))
+    }
+    union = sorted({j for row in teacher for j in row.kept} & reachable)
+    if not union:
+        return Dual(0.0)
+    ours = [mean([project(row, weights, j) for row in student]) for j in union]
+    theirs = [math.fsum(row.kept.get(j, 0.0) for row in teacher) / len(teacher) for j in union]
+    everything = math.fsum(math.fsum(row.kept.values()) + row.rest for row in teacher) / len(
+        teacher
+    )
+    rest = everything - math.fsum(theirs)
+    left = 1 - total(ours)
+    ours.append(left if left.value > 1e-6 else Dual(1e-6))
+    theirs = [t / everything for t in [*theirs, rest]]
+    if forward:
+        value = total(t * log(t / q) for q, t in zip(ours, theirs, strict=True) if t > 0)
+    else:
+        theirs[-1] = max(theirs[-1], 1e-4)
+        value = total(q * log(q / t) for q, t in zip(ours, theirs, strict=True))
+    return value * temperature**2
