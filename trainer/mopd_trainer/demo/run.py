@@ -204,7 +204,7 @@ def _write_summary(
         "exercises_per_task": EXERCISES,
         "tasks": {
             task: {
-                "loss": config.teachers[task].loss.model_dump(mode="json"),
+                "loss": described(config.teachers[task].loss),
                 "teacher_accuracy": result.teacher_accuracy,
                 "student_before": result.student_before,
                 "student_after": result.student_after,
