@@ -15,7 +15,7 @@ from mopd_losses.student_rows import DenseRows
 from mopd_protocol.errors import DataError
 from mopd_protocol.token_table import TokenRoles
 from tests.losses.families import Family, family, family_of, made_of
-from tests.losses.prefix_pairs import Pair, Tongue, compared
+from tests.losses.prefix_pairs import LongestMatch, Pair, Tongue, compared
 from tests.reference.text_model import END
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
@@ -346,3 +346,20 @@ def test_at_another_temperature_both_sides_are_read_at_it_and_gradients_keep_the
     warm = prefix_kl(DenseRows(logits, PAIR.real_ids), targets, config, temperature=2.0)
     cooled = prefix_kl(DenseRows(logits / 2, PAIR.real_ids), targets, config)
     torch.testing.assert_close(warm.per_token, 4 * cooled.per_token)
+
+
+def test_what_could_only_be_said_after_ending_a_token_is_not_named() -> None:
+    # The student writes 570 as one token and 57 as two: after 5 it says 70 in this row, but any
+    # other number with 7 only in a row that nobody computed. So 7 has no mass that can be known.
+    side = made_of("570", end="<over>")
+    encoder = LongestMatch(side.table)
+    del encoder.ids[b"57"]
+    student, teacher = Tongue(side, encoder), Tongue.of(end="<stop>")
+    pair = Pair(student, teacher)
+    ids = student.ids(["570", END]), teacher.ids(["5", "7", "0", END])
+    targets = pair.targets([completion(pair, *ids, k=teacher.end + 1)])
+    # After 5 nothing can be named; after 57 what comes is 0.
+    assert targets.slots.tolist() == [0, 0, 1]
+    inside = targets.named.places == 1
+    assert targets.named.ids[inside].tolist() == student.ids(["570"])
+    assert targets.named.slots[inside].tolist() == [0]

@@ -118,8 +118,9 @@ def test_padding_rows_of_the_head_change_nothing(garbage: float) -> None:
     for one in (task(), task(candidates=candidates)):
         (expected,), (rows,) = score(clean, one), score(dirty, one)
         assert rows.ids.tolist() == expected.ids.tolist()
-        assert rows.logprobs.tolist() == expected.logprobs.tolist()
-        assert rows.tail_logprobs.tolist() == expected.tail_logprobs.tolist()
+        # Not bit for bit: where two models lie in memory decides how a kernel adds up.
+        np.testing.assert_allclose(rows.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(rows.tail_logprobs, expected.tail_logprobs, rtol=0, atol=1e-5)
 
 
 def test_candidates_are_scored_exactly_and_sorted(qwen_teacher: TinyTeacher) -> None:
