@@ -63,7 +63,7 @@ from mopd_losses.prefix_targets import PrefixTargets, Readings
 from mopd_losses.projected_logprobs import segment_logsumexp
 from mopd_losses.shared_units import SharedUnits
 from mopd_losses.student_rows import StudentRows
-from mopd_losses.tail_bucket import floored_tail, student_tail, with_tail_bucket
+from mopd_losses.tail_bucket import floored_tail, log_mass, student_tail, with_tail_bucket
 from mopd_protocol.errors import DataError
 
 
@@ -118,7 +118,7 @@ def prefix_kl(
     events = _student_events(student, targets, temperature)
     teacher = targets.events.to(student.dtype)
     retained = ~torch.isneginf(events.named) & ~torch.isneginf(teacher)
-    unsupported = _log_mass(teacher.masked_fill(retained, -torch.inf))
+    unsupported = log_mass(teacher.masked_fill(retained, -torch.inf))
     teacher_rest = torch.logaddexp(targets.rests.to(student.dtype), unsupported)
     # A place that compares nothing is all rest.
     teacher_rest = teacher_rest.masked_fill(~retained.any(dim=1), 0.0)
@@ -167,8 +167,3 @@ def _student_events(
     reached = ~torch.isneginf(known)
     given = torch.where(reached, known, 0.0)
     return _StudentEvents(named - given.unsqueeze(1), known)
-
-
-def _log_mass(logprobs: Tensor) -> Tensor:
-    """[places], log of the summed probabilities of each row; -inf for none."""
-    return torch.nn.functional.pad(logprobs, (0, 1), value=-torch.inf).logsumexp(dim=1)

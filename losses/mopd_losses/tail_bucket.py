@@ -79,3 +79,8 @@ def student_tail(student: Tensor, retained: Tensor) -> Tensor:
         torch.log(-torch.expm1(torch.where(near_one, log_kept, -1.0))),
         torch.log1p(-torch.exp(torch.where(near_one, -1.0, log_kept))),
     )
+
+
+def log_mass(logprobs: Tensor) -> Tensor:
+    """[places], log of the summed probabilities of each row; -inf for none."""
+    return torch.nn.functional.pad(logprobs, (0, 1), value=-torch.inf).logsumexp(dim=1)

@@ -25,7 +25,7 @@ from mopd_losses.projected_logprobs import projected_logprobs
 from mopd_losses.projection_cache import DeviceProjection
 from mopd_losses.renormalised import renormalised
 from mopd_losses.student_rows import StudentRows
-from mopd_losses.tail_bucket import floored_tail, student_tail, with_tail_bucket
+from mopd_losses.tail_bucket import floored_tail, log_mass, student_tail, with_tail_bucket
 from mopd_losses.topk_targets import TopKTargets, concatenate_targets, topk_targets
 from mopd_protocol.errors import ConfigError, DataError
 
@@ -102,7 +102,7 @@ def topk_divergence(
     )
     teacher = targets.logprobs.to(student.dtype)
     retained = ~torch.isneginf(projected) & ~torch.isneginf(teacher)
-    unsupported = _log_mass(teacher.masked_fill(retained, -torch.inf))
+    unsupported = log_mass(teacher.masked_fill(retained, -torch.inf))
     teacher_tail = torch.logaddexp(targets.tail_logprobs.to(student.dtype), unsupported)
     # A row that compares nothing is all tail, also where the teacher said nothing whatever.
     teacher_tail = teacher_tail.masked_fill(~retained.any(dim=1), 0.0)
@@ -152,8 +152,3 @@ def _unprojected_mass(
         slots.repeat_interleave(len(ids)), ids.repeat(len(slots)), temperature=temperature
     )
     return read.view(len(slots), len(ids)).exp().sum(dim=1)
-
-
-def _log_mass(logprobs: Tensor) -> Tensor:
-    """[places], log of the summed probabilities of each row; -inf for none."""
-    return torch.nn.functional.pad(logprobs, (0, 1), value=-torch.inf).logsumexp(dim=1)

@@ -1,11 +1,11 @@
 """A trained model as an ordinary Hugging Face folder that appears whole or not at all."""
 
 import json
-import shutil
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from mopd_protocol.atomic_file import replacing_folder
 from mopd_trainer.demo.recipes import Recipe
 
 _KEY_FILE = "demo_recipe.json"
@@ -23,14 +23,7 @@ def save_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, folder: Path
 ) -> None:
     """Writes the folder under a temporary name beside it, then renames it into place."""
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
+    with replacing_folder(folder) as unfinished:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         (unfinished / _KEY_FILE).write_text(json.dumps({"cache_key": recipe.cache_key()}))
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
