@@ -78,6 +78,11 @@ def encode_binary(response: LogprobsResponse, dtype: LogprobsDtype = "float32") 
     return save(tensors, metadata={"mopd": json.dumps(header)})
 
 
+#: What reading a field of the wrong kind ends in: absent, of another type, empty, too large, nested
+#: without end.
+_NONSENSE = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+
+
 def decode_binary(body: bytes) -> LogprobsResponse:
     """The response in a safetensors body.
 
@@ -118,7 +123,7 @@ def decode_binary(body: bytes) -> LogprobsResponse:
         )
     except DataError:
         raise
-    except (SafetensorError, KeyError, TypeError, ValueError, struct.error) as error:
+    except (SafetensorError, struct.error, *_NONSENSE) as error:
         raise DataError(f"not a scores body: {error!r}; expected {BINARY_MEDIA_TYPE}") from error
 
 
@@ -170,7 +175,7 @@ def decode_json(body: dict[str, Any]) -> LogprobsResponse:
         )
     except DataError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except _NONSENSE as error:
         raise DataError(f"not a scores document: {error!r}") from error
 
 

@@ -1,12 +1,15 @@
 """The body of ``POST /v1/logprobs``: what a teacher is asked to score."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mopd_protocol.samples import Message
 
 LogprobsDtype = Literal["float32", "float16"]
+
+#: A list stops at its first mistake: one body can hold millions, each of which takes memory.
+TokenIds: TypeAlias = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
 
 class ControlToken(BaseModel):
@@ -32,14 +35,16 @@ class SequenceRequest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(
+        default=None, min_length=1
+    )
     prompt: str | None = None
-    prompt_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
-    completion: str | list[str | ControlToken] | None = None
-    completion_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    prompt_token_ids: TokenIds | None = None
+    completion: str | Annotated[list[str | ControlToken], Field(fail_fast=True)] | None = None
+    completion_token_ids: TokenIds | None = None
     finished: bool = False
     """The student ended its turn itself: the teacher's end-of-turn token is appended and scored."""
-    candidate_ids: list[list[Annotated[int, Field(ge=0)]]] | None = None
+    candidate_ids: Annotated[list[TokenIds], Field(fail_fast=True)] | None = None
     """Per completion token (the end-of-turn token included), the teacher ids to score instead of
     the teacher's own top-k."""
 
@@ -88,7 +93,7 @@ class LogprobsRequest(BaseModel):
         },
     )
 
-    sequences: list[SequenceRequest] = Field(min_length=1)
+    sequences: Annotated[list[SequenceRequest], Field(fail_fast=True)] = Field(min_length=1)
     top_k: int = Field(default=64, ge=1)
     """Most likely teacher tokens per completion token."""
     temperature: float = Field(default=1.0, gt=0)

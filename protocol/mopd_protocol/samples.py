@@ -1,4 +1,4 @@
-"""A sample on its way: ``Prompt`` (the data), ``Rollout`` (the student), ``TeacherScore``."""
+"""A sample on its way: ``Prompt`` (the data), ``Rollout`` (a completion), ``TeacherScore``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ from mopd_protocol.token_sequence import TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
 
 FinishReason = Literal["stop", "length"]
+Source = Literal["rollout", "answers"]
 
 
 class Message(BaseModel):
@@ -27,24 +28,25 @@ class Message(BaseModel):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line of the user's data, and who will judge the answer.
+    """One line of the user's data, and who will judge the answer: nobody, for plain SFT.
 
     Raises:
-        DataError: when there is no message, no teacher, or a weight not positive and finite.
+        DataError: when there is no message, or a weight not positive and finite.
     """
 
     index: int  # position in the data, which names the sample in logs and checkpoints
     messages: tuple[Message, ...]
     teachers: Mapping[str, float]  # teacher name -> weight; weights are normalised to sum to one
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    answer: str | None = None  # the data's own answer, where the run learns from it
 
     def __post_init__(self) -> None:
         if not self.messages:
             raise DataError(f"prompt {self.index} has no messages")
-        if not self.teachers or any(not 0 < weight < inf for weight in self.teachers.values()):
+        if any(not 0 < weight < inf for weight in self.teachers.values()):
             raise DataError(
                 f"prompt {self.index} is routed to {dict(self.teachers)}; "
-                "expected at least one teacher, each with a finite weight above 0"
+                "expected teachers each with a finite weight above 0"
             )
         total = sum(self.teachers.values())
         weights = {name: weight / total for name, weight in self.teachers.items()}
@@ -54,7 +56,9 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """What the student wrote for a prompt, under which weights.
+    """What the student wrote for a prompt, under which weights; or the data's own answer.
+
+    An answer of the data was sampled from nothing, so it has no sampled logprobs.
 
     ``finish_reason`` is ``stop`` when the student ended its turn itself (the ending token is then
     the completion's last) and ``length`` when it ran into the limit.
@@ -66,24 +70,43 @@ class Rollout:
     prompt: Prompt
     prompt_token_ids: IntArray  # [prompt tokens], the student's own template and tokenizer
     completion: TokenSequence
-    sampled_logprobs: FloatArray  # [tokens], nats, under the distribution that was sampled from
+    # [tokens], nats, under the distribution that was sampled from
+    sampled_logprobs: FloatArray | None
     finish_reason: FinishReason
     policy_version: int
+    # [tokens, k], the student's own most likely ids where each token was drawn, most likely first
+    # and before top-p, -1 where absent; kept for teachers that are asked about exactly those
+    student_topk_ids: IntArray | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", frozen_array(self.prompt_token_ids, "int32"))
-        object.__setattr__(self, "sampled_logprobs", frozen_array(self.sampled_logprobs, "float32"))
-        if self.sampled_logprobs.shape != (len(self.completion),):
-            raise DataError(
-                f"{len(self.completion)} completion tokens but sampled logprobs of shape "
-                f"{self.sampled_logprobs.shape}"
-            )
+        if self.sampled_logprobs is not None:
+            sampled = frozen_array(self.sampled_logprobs, "float32")
+            object.__setattr__(self, "sampled_logprobs", sampled)
+            if sampled.shape != (len(self.completion),):
+                raise DataError(
+                    f"{len(self.completion)} completion tokens but sampled logprobs of shape "
+                    f"{sampled.shape}"
+                )
+        if self.student_topk_ids is not None:
+            ids = frozen_array(self.student_topk_ids, "int32")
+            object.__setattr__(self, "student_topk_ids", ids)
+            if ids.ndim != 2 or len(ids) != len(self.completion):
+                raise DataError(
+                    f"{len(self.completion)} completion tokens but the student's top-k ids of "
+                    f"shape {ids.shape}"
+                )
         if (self.finish_reason == "stop") != self.completion.ends_turn:
             raise DataError(
                 f"finish reason {self.finish_reason!r}, but the completion "
                 f"{'ends' if self.completion.ends_turn else 'does not end'} with a token that "
                 "ends the turn"
             )
+
+    @property
+    def source(self) -> Source:
+        """``rollout`` where the student wrote it, ``answers`` where the data did."""
+        return "answers" if self.sampled_logprobs is None else "rollout"
 
 
 @dataclass(frozen=True, eq=False)
