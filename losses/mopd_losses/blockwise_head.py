@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from mopd_losses.loss import Targets
@@ -31,23 +32,27 @@ class LossTerm:
 
     loss: Callable[[StudentRows, Any], LossOutput]
     targets: Targets
-    slot_weights: Tensor  # [slots]
+    slot_weights: Float[Tensor, "slots"]
 
 
 @dataclass(frozen=True, eq=False)
 class Head:
     """A language-model head: ``logits = cap(scale * (hidden @ weight.T + bias))``."""
 
-    weight: Tensor  # [width, hidden size]; may be the input embedding (tied)
-    real_ids: Tensor  # bool [width], False for rows that belong to no token
-    bias: Tensor | None = None  # [width]
+    weight: Float[Tensor, "width hidden_size"]  # may be the input embedding (tied)
+    real_ids: Bool[Tensor, "width"]  # False for rows that belong to no token
+    bias: Float[Tensor, "width"] | None = None
     scale: float = 1.0
     soft_cap: float | None = None  # c * tanh(logits / c)
 
 
 def blockwise_head(
-    hidden: Tensor, head: Head, terms: Sequence[LossTerm], *, rows_per_block: int = ROWS_PER_BLOCK
-) -> tuple[Tensor, list[LossOutput]]:
+    hidden: Float[Tensor, "slots hidden"],
+    head: Head,
+    terms: Sequence[LossTerm],
+    *,
+    rows_per_block: int = ROWS_PER_BLOCK,
+) -> tuple[Float[Tensor, ""], list[LossOutput]]:
     """The weighted sum of all losses over all slots, differentiable, and each loss's own output.
 
     Gradients are made in the forward pass; going backward only scales them. Products are
@@ -71,8 +76,8 @@ def blockwise_head(
 
 
 def dense_head(
-    logits: Tensor, real_ids: Tensor, terms: Sequence[LossTerm]
-) -> tuple[Tensor, list[LossOutput]]:
+    logits: Float[Tensor, "slots width"], real_ids: Bool[Tensor, "width"], terms: Sequence[LossTerm]
+) -> tuple[Float[Tensor, ""], list[LossOutput]]:
     """What ``blockwise_head`` returns, from logits that a model made itself, under autograd.
 
     For models that do more to their logits than a ``Head`` can say. Takes the memory that
@@ -186,10 +191,12 @@ class _Block:
     def dtype(self) -> torch.dtype:
         return self._logits.dtype
 
-    def zeros(self) -> Tensor:
+    def zeros(self) -> Float[Tensor, "slots"]:
         return self._zeros
 
-    def logprobs(self, slots: Tensor, ids: Tensor, *, temperature: float = 1.0) -> Tensor:
+    def logprobs(
+        self, slots: Int64[Tensor, "n"], ids: Int64[Tensor, "n"], *, temperature: float = 1.0
+    ) -> Float[Tensor, "n"]:
         if temperature not in self._log_normalisers:
             with torch.no_grad():
                 logits = self._logits if temperature == 1.0 else self._logits / temperature
@@ -200,10 +207,12 @@ class _Block:
             self._readings.append((slots * self.width + ids, read.requires_grad_()))
         return read / temperature - self._log_normalisers[temperature][slots]
 
-    def most_likely_ids(self, slots: Tensor, allowed: Tensor, count: int) -> Tensor:
+    def most_likely_ids(
+        self, slots: Int64[Tensor, "n"], allowed: Bool[Tensor, "width"], count: int
+    ) -> Int64[Tensor, "n most"]:
         return most_likely_ids(self._logits, slots, allowed, count)
 
-    def logit_gradient(self, value: Tensor) -> Tensor:
+    def logit_gradient(self, value: Float[Tensor, ""]) -> Float[Tensor, "slots width"]:
         """[slots, width], the gradient of ``value`` by the logits; takes the logits' own memory."""
         normalisers = list(self._log_normalisers.items())
         leaves = [leaf for _, leaf in normalisers] + [read for _, read in self._readings]

@@ -50,7 +50,8 @@ class Vocabularies:
     student_width: int  # rows of the student's head
     teacher: TokenTable
     teacher_encoder: TextEncoder
-    student_encoder: TextEncoder
+    #: Made when it is asked for: seconds for a large vocabulary, and few losses read it.
+    student_encoder: Callable[[], TextEncoder]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,9 +60,14 @@ class LossSetting:
 
     vocabularies: Vocabularies
     matrix: ProjectionMatrix
-    projection: DeviceProjection  # the matrix's copy on ``device``
+    cache: ProjectionCache
     device: torch.device
     teacher_temperature: float  # that the teacher scores at
+
+    @property
+    def projection(self) -> DeviceProjection:
+        """The matrix's copy on ``device``, which is made when the first loss asks for it."""
+        return self.cache.on(self.device, self.matrix)
 
     def require_temperature_one(self, loss: str) -> None:
         """Raises ConfigError for a teacher that scores at another temperature."""
@@ -111,7 +117,7 @@ def build_loss(
     device: torch.device,
     temperature: float = 1.0,
 ) -> Loss:
-    """The loss, bound to its projection's copy on ``device``.
+    """The loss, bound to its projection's copy on ``device`` where it reads one.
 
     Args:
         temperature: that the teacher scores at.
@@ -119,8 +125,7 @@ def build_loss(
     Raises:
         ConfigError: when the loss cannot be had from a teacher that scores at that temperature.
     """
-    on_device = cache.on(device, projection)
-    setting = LossSetting(vocabularies, projection, on_device, device, temperature)
+    setting = LossSetting(vocabularies, projection, cache, device, temperature)
     return _BUILDERS[type(config)](config, setting)
 
 
@@ -132,7 +137,9 @@ def _topk_divergence(config: CtkdConfig | TopKKlConfig, setting: LossSetting) ->
 
 def _prefix_kl(config: PrefixKlConfig, setting: LossSetting) -> Loss:
     sides = setting.vocabularies
-    units = SharedUnits(sides.student, sides.student_encoder, sides.teacher, sides.teacher_encoder)
+    units = SharedUnits(
+        sides.student, sides.student_encoder(), sides.teacher, sides.teacher_encoder
+    )
     return PrefixKlLoss(units, config, setting.teacher_temperature)
 
 

@@ -156,19 +156,12 @@ class PrefixKlConfig(DivergenceSettings):
     """
 
     type: Literal["prefix_kl"] = "prefix_kl"
-    mass_floor: float = Field(default=1e-4, ge=0, le=1)
+    mass_floor: float = Field(default=1e-5, ge=0, le=1)
     """Where the teacher found the text since its last sure boundary less likely than this, its
-    top-k knows little of what would follow, and the boundary weighs the likelihood over this."""
-
-
-class SftConfig(BaseModel):
-    """Cross entropy of given completions, beside what the teachers say about them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    type: Literal["sft"] = "sft"
-    distill_loss_weight: float = Field(default=0.5, ge=0, le=1)
-    """Weight of all teachers' losses together; cross entropy gets one minus this."""
+    top-k knows little of what would follow, and the boundary weighs the likelihood over this. It
+    bounds what an absurd text can do and mends no truncation: on random models cut to a top-k, the
+    error of forward KL's gradient was within 2 % of that without a floor at 1e-5, and larger from
+    1e-3 on (losses/README.md)."""
 
 
 Direction = Literal["forward_kl", "reverse_kl"]
@@ -295,6 +288,10 @@ LossConfig = Annotated[
     | K3Config,
     Field(discriminator="type"),
 ]
+
+
+#: Losses on the student's own samples: of other text they say nothing, or something else.
+ON_SAMPLES = (PolicyGradientConfig, K2Config, K3Config)
 
 
 def described(config: LossConfig) -> str:

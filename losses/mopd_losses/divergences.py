@@ -19,6 +19,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from mopd_losses.config import DivergenceSettings
@@ -46,12 +47,16 @@ def divergence_of(settings: DivergenceSettings) -> DivergenceFunction:
             return total_variation
 
 
-def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
+def forward_kl(
+    student: Float[Tensor, "rows entries"], teacher: Float[Tensor, "rows entries"]
+) -> Float[Tensor, "rows"]:
     """``KL(t || p) = sum t (ln t - ln p)``; by the logits: ``p - t``."""
     return _kl(teacher, student)
 
 
-def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
+def reverse_kl(
+    student: Float[Tensor, "rows entries"], teacher: Float[Tensor, "rows entries"]
+) -> Float[Tensor, "rows"]:
     """``KL(p || t) = sum p (ln p - ln t)``; by the logits: ``p (ln p - ln t - KL)``.
 
     Unbounded where the teacher's probability of what the student says vanishes.
@@ -59,7 +64,12 @@ def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
     return _kl(student, teacher)
 
 
-def jensen_shannon(student: Tensor, teacher: Tensor, *, teacher_weight: float) -> Tensor:
+def jensen_shannon(
+    student: Float[Tensor, "rows entries"],
+    teacher: Float[Tensor, "rows entries"],
+    *,
+    teacher_weight: float,
+) -> Float[Tensor, "rows"]:
     """``w KL(t || m) + (1 - w) KL(p || m)`` with the mixture ``m = w t + (1 - w) p``.
 
     At most the binary entropy of ``w``. ``teacher_weight`` is spelled out because the literature's
@@ -82,7 +92,9 @@ def jensen_shannon(student: Tensor, teacher: Tensor, *, teacher_weight: float) -
     return teacher_weight * _kl(teacher, mixture) + (1 - teacher_weight) * _kl(student, mixture)
 
 
-def skewed_forward_kl(student: Tensor, teacher: Tensor, *, skew: float) -> Tensor:
+def skewed_forward_kl(
+    student: Float[Tensor, "rows entries"], teacher: Float[Tensor, "rows entries"], *, skew: float
+) -> Float[Tensor, "rows"]:
     """``KL(t || skew * t + (1 - skew) * p)``; at most ``-ln skew``, and forward KL at 0.
 
     (DistiLLM, arXiv 2402.03898; ROLL and KDFlow.)
@@ -95,7 +107,9 @@ def skewed_forward_kl(student: Tensor, teacher: Tensor, *, skew: float) -> Tenso
     return _kl(teacher, _log_mixture(teacher, student, skew))
 
 
-def skewed_reverse_kl(student: Tensor, teacher: Tensor, *, skew: float) -> Tensor:
+def skewed_reverse_kl(
+    student: Float[Tensor, "rows entries"], teacher: Float[Tensor, "rows entries"], *, skew: float
+) -> Float[Tensor, "rows"]:
     """``KL(p || skew * p + (1 - skew) * t)``; at most ``-ln skew``, and reverse KL at 0.
 
     Args:
@@ -106,7 +120,12 @@ def skewed_reverse_kl(student: Tensor, teacher: Tensor, *, skew: float) -> Tenso
     return _kl(student, _log_mixture(student, teacher, skew))
 
 
-def adaptive_kl(student: Tensor, teacher: Tensor, *, tail_mass: float) -> Tensor:
+def adaptive_kl(
+    student: Float[Tensor, "rows entries"],
+    teacher: Float[Tensor, "rows entries"],
+    *,
+    tail_mass: float,
+) -> Float[Tensor, "rows"]:
     """Forward and reverse KL, mixed by where the two differ: ``h FKL + (1 - h) RKL``.
 
     The tail is the teacher's least likely ids with a mass of up to ``tail_mass`` together, the head
@@ -129,19 +148,25 @@ def adaptive_kl(student: Tensor, teacher: Tensor, *, tail_mass: float) -> Tensor
     return head_share * forward + (1 - head_share) * reverse
 
 
-def total_variation(student: Tensor, teacher: Tensor) -> Tensor:
+def total_variation(
+    student: Float[Tensor, "rows entries"], teacher: Float[Tensor, "rows entries"]
+) -> Float[Tensor, "rows"]:
     """``1/2 sum |p - t|``, from 0 to 1; its subgradient where two probabilities agree is zero."""
     return 0.5 * (student.exp() - teacher.exp()).abs().sum(dim=-1)
 
 
-def _kl(first: Tensor, second: Tensor) -> Tensor:
+def _kl(
+    first: Float[Tensor, "rows entries"], second: Float[Tensor, "rows entries"]
+) -> Float[Tensor, "rows"]:
     """``sum first (ln first - ln second)``; inputs are masked, never products (0 * inf is NaN)."""
     impossible = first.exp() == 0  # also underflow, which would meet an infinite gap; never NaN
     gaps = first.masked_fill(impossible, 0.0) - second.masked_fill(impossible, 0.0)
     return (first.masked_fill(impossible, -torch.inf).exp() * gaps).sum(dim=-1)
 
 
-def _log_mixture(first: Tensor, second: Tensor, first_share: float) -> Tensor:
+def _log_mixture(
+    first: Float[Tensor, "rows entries"], second: Float[Tensor, "rows entries"], first_share: float
+) -> Float[Tensor, "rows entries"]:
     """``ln(share * first + (1 - share) * second)``; no small number is ever added inside a log.
 
     From the larger of the two: where both agree nothing is added to it, which logs of the shares
@@ -160,7 +185,7 @@ def _log_mixture(first: Tensor, second: Tensor, first_share: float) -> Tensor:
     return mixture.masked_fill(neither, -torch.inf)
 
 
-def _mass_up_to(probabilities: Tensor) -> Tensor:
+def _mass_up_to(probabilities: Float[Tensor, "rows entries"]) -> Float[Tensor, "rows entries"]:
     """[rows, entries], the mass of all entries of the row that are not more likely than this."""
     ascending, order = probabilities.sort(dim=-1)
     masses = ascending.cumsum(dim=-1)

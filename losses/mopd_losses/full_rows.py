@@ -3,12 +3,15 @@
 from dataclasses import replace
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from mopd_losses.span_targets import SpanTargets
 
 
-def with_full_rows(targets: SpanTargets, teacher_logits: Tensor) -> SpanTargets:
+def with_full_rows(
+    targets: SpanTargets, teacher_logits: Float[Tensor, "rows teacher_size"]
+) -> SpanTargets:
     """The targets with every id of every row: most likely first, and nothing in the tail.
 
     Args:

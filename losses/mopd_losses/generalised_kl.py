@@ -10,10 +10,15 @@ above form E, and with no tail to divide by. (MOPD, arXiv 2606.30406, equation 5
 """
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 
-def generalised_forward_kl(student: Tensor, teacher: Tensor, retained: Tensor) -> Tensor:
+def generalised_forward_kl(
+    student: Float[Tensor, "rows k"],
+    teacher: Float[Tensor, "rows k"],
+    retained: Bool[Tensor, "rows k"],
+) -> Float[Tensor, "rows"]:
     """``sum of t ln(t / p) - t + p``, in nats.
 
     Args:
@@ -27,12 +32,20 @@ def generalised_forward_kl(student: Tensor, teacher: Tensor, retained: Tensor) -
     return _generalised_kl(teacher, student, retained)
 
 
-def generalised_reverse_kl(student: Tensor, teacher: Tensor, retained: Tensor) -> Tensor:
+def generalised_reverse_kl(
+    student: Float[Tensor, "rows k"],
+    teacher: Float[Tensor, "rows k"],
+    retained: Bool[Tensor, "rows k"],
+) -> Float[Tensor, "rows"]:
     """``sum of p ln(p / t) - p + t``, in nats; arguments as for forward."""
     return _generalised_kl(student, teacher, retained)
 
 
-def _generalised_kl(first: Tensor, second: Tensor, retained: Tensor) -> Tensor:
+def _generalised_kl(
+    first: Float[Tensor, "rows k"],
+    second: Float[Tensor, "rows k"],
+    retained: Bool[Tensor, "rows k"],
+) -> Float[Tensor, "rows"]:
     first, second = (side.masked_fill(~retained, -torch.inf) for side in (first, second))
     gaps = first.masked_fill(~retained, 0.0) - second.masked_fill(~retained, 0.0)
     return (first.exp() * gaps - first.exp() + second.exp()).sum(dim=1)

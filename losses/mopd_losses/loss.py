@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,22 +17,24 @@ from mopd_protocol.token_sequence import TokenSequence
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """One completion, as the student wrote it and as one teacher scored it."""
+    """One completion, in the student's tokens and as one teacher scored it."""
 
     student: TokenSequence  # one slot a token
-    sampled_logprobs: FloatArray  # [tokens], nats, under the weights that wrote the completion
+    # [tokens], nats, under the weights that wrote the completion; None where no student wrote it
+    sampled_logprobs: FloatArray | None
     score: TeacherScore
     alignment: Alignment
 
 
+@runtime_checkable
 class Targets(Protocol):
     """What a loss compares the student with, for all slots of a micro-batch, as tensors."""
 
-    def to(self, device: torch.device | str) -> Self:
+    def to(self, device: torch.device | str) -> "Targets":
         """The same on a device."""
         ...
 
-    def between(self, start: int, stop: int) -> Self:
+    def between(self, start: int, stop: int) -> "Targets":
         """The part about slots ``[start, stop)``, with its slots counted from ``start``."""
         ...
 
@@ -42,6 +44,7 @@ class Targets(Protocol):
         ...
 
 
+@runtime_checkable
 class Loss(Protocol):
     """A divergence of the student from one teacher."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from jaxtyping import Float
 from torch import Tensor
 
 
@@ -14,5 +15,5 @@ class LossOutput:
     models, so that the trainer can take means and percentiles over a whole step.
     """
 
-    per_token: Tensor  # [tokens], nats; zero, with a graph, where nothing was compared
+    per_token: Float[Tensor, "tokens"]  # nats; zero, with a graph, where nothing was compared
     measured: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # name -> [places]

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from mopd_losses.config import Merge
@@ -33,10 +34,10 @@ LEAST_FACTOR = math.log(1e-8)
 class MergedSpans:
     """For each span the row that is kept, and the log of the factor that multiplies all of it."""
 
-    slots: Tensor  # int64 [spans], student
-    log_factors: Tensor  # [spans], nats; differentiable
-    rows: Tensor  # int64 [spans], teacher
-    teacher_log_factors: Tensor  # [spans], nats
+    slots: Int64[Tensor, "spans"]  # student
+    log_factors: Float[Tensor, "spans"]  # nats; differentiable
+    rows: Int64[Tensor, "spans"]  # teacher
+    teacher_log_factors: Float[Tensor, "spans"]  # nats
 
 
 def mergeable_targets(

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from mopd_losses.config import TopKDivergenceSettings
@@ -38,11 +39,11 @@ from mopd_protocol.errors import ConfigError
 class PooledTargets:
     """The teacher's mean distribution over each span."""
 
-    student_starts: Tensor  # int64 [spans], slots
-    student_ends: Tensor  # int64 [spans], exclusive
-    ids: Tensor  # int64 [spans, most ids], teacher ids; -1 where absent
-    logprobs: Tensor  # float [spans, most ids], nats; -inf where absent
-    tail_logprobs: Tensor  # float [spans], nats
+    student_starts: Int64[Tensor, "spans"]  # slots
+    student_ends: Int64[Tensor, "spans"]  # exclusive
+    ids: Int64[Tensor, "spans most_ids"]  # teacher ids; -1 where absent
+    logprobs: Float[Tensor, "spans most_ids"]  # nats; -inf where absent
+    tail_logprobs: Float[Tensor, "spans"]  # nats
 
     def to(self, device: torch.device | str) -> "PooledTargets":
         """See ``Targets``."""

@@ -1,6 +1,7 @@
 """``PooledRows``: a student whose slots are spans, each the mean of its tokens' distributions."""
 
 import torch
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from mopd_losses.projected_logprobs import segment_logsumexp
@@ -19,7 +20,9 @@ class PooledRows:
         ends: int64 [spans], exclusive.
     """
 
-    def __init__(self, student: StudentRows, starts: Tensor, ends: Tensor) -> None:
+    def __init__(
+        self, student: StudentRows, starts: Int64[Tensor, "spans"], ends: Int64[Tensor, "spans"]
+    ) -> None:
         self._student = student
         self._starts = starts
         self._ends = ends
@@ -44,7 +47,9 @@ class PooledRows:
         """See ``StudentRows``."""
         return self._student.dtype
 
-    def logprobs(self, slots: Tensor, ids: Tensor, *, temperature: float = 1.0) -> Tensor:
+    def logprobs(
+        self, slots: Int64[Tensor, "n"], ids: Int64[Tensor, "n"], *, temperature: float = 1.0
+    ) -> Float[Tensor, "n"]:
         """See ``StudentRows``; ``-inf``, without a gradient, where every slot of a span says so."""
         starts, ends = self._starts[slots], self._ends[slots]
         asked, members = span_members(starts, ends)
@@ -52,11 +57,13 @@ class PooledRows:
         lengths = (ends - starts).to(self.dtype)
         return segment_logsumexp(read, asked, len(slots)) - lengths.log()
 
-    def zeros(self) -> Tensor:
+    def zeros(self) -> Float[Tensor, "slots"]:
         """See ``StudentRows``."""
         return self._student.zeros()[self._starts]
 
-    def most_likely_ids(self, slots: Tensor, allowed: Tensor, count: int) -> Tensor:
+    def most_likely_ids(
+        self, slots: Int64[Tensor, "n"], allowed: Bool[Tensor, "width"], count: int
+    ) -> Int64[Tensor, "n most"]:
         """See ``StudentRows``; reads every allowed id, for the order of a mean is in no one row."""
         (ids,) = allowed.nonzero(as_tuple=True)
         with torch.no_grad():

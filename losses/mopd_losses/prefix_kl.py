@@ -50,6 +50,7 @@ Units that too many tokens begin with (single bytes; ``shared_units`` has the li
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -58,7 +59,8 @@ from mopd_losses.config import PrefixKlConfig
 from mopd_losses.divergences import divergence_of
 from mopd_losses.loss import Comparison
 from mopd_losses.loss_output import LossOutput
-from mopd_losses.prefix_events import prefix_targets
+from mopd_losses.prefix_junctions import Junctions
+from mopd_losses.prefix_preparation import prefix_targets
 from mopd_losses.prefix_targets import PrefixTargets, Readings
 from mopd_losses.projected_logprobs import segment_logsumexp
 from mopd_losses.shared_units import SharedUnits
@@ -75,12 +77,17 @@ class PrefixKlLoss:
     settings: PrefixKlConfig
     temperature: float = 1.0
 
+    @cached_property
+    def junctions(self) -> Junctions:
+        """What was found where tokens cross boundaries, remembered from step to step."""
+        return Junctions(self.units)
+
     def targets(
         self, comparisons: Sequence[Comparison], slot_offsets: Sequence[int]
     ) -> PrefixTargets:
         """See ``Loss``."""
         return prefix_targets(
-            comparisons, slot_offsets, self.units, mass_floor=self.settings.mass_floor
+            comparisons, slot_offsets, self.junctions, mass_floor=self.settings.mass_floor
         )
 
     def __call__(self, student: StudentRows, targets: PrefixTargets) -> LossOutput:
@@ -153,17 +160,17 @@ def _student_events(
     paths = torch.zeros(len(targets.path_places) + 1, dtype=student.dtype, device=student.device)
     paths = paths.index_add(0, targets.step_paths, steps)  # the last one, -1, is of no token
 
-    def read(readings: Readings) -> Tensor:
-        whole = readings.ids < 0
-        rows = student.logprobs(
-            readings.slots, readings.ids.clamp_min(0), temperature=temperature
-        ).masked_fill(whole, 0.0)
-        return rows + paths[readings.paths]
+    def summed(readings: Readings, segments: Tensor, count: int) -> Tensor:
+        numbers, ids = targets.ids_of(readings)
+        read = student.logprobs(
+            readings.slots[numbers], ids.clamp_min(0), temperature=temperature
+        ).masked_fill(ids < 0, 0.0)
+        return segment_logsumexp(read + paths[readings.paths[numbers]], segments[numbers], count)
 
     # Everything from the place's likeliest path: the common part of long paths cancels here.
-    known = segment_logsumexp(read(targets.known), targets.known.places, places)
+    known = summed(targets.known, targets.known.places, places)
     segments = targets.named.places * width + targets.named.columns
-    named = segment_logsumexp(read(targets.named), segments, places * width).view(places, width)
+    named = summed(targets.named, segments, places * width).view(places, width)
     reached = ~torch.isneginf(known)
     given = torch.where(reached, known, 0.0)
     return _StudentEvents(named - given.unsqueeze(1), known)

@@ -1,6 +1,6 @@
 """``PrefixTargets``: a teacher's events at every boundary, and what of the student feeds each.
 
-Made on the CPU (``prefix_events``), once per completion; ragged lists of numbers that a loss
+Made on the CPU (``prefix_preparation``), once per completion; ragged lists of numbers that a loss
 gathers from, with no work left that depends on text.
 """
 
@@ -9,10 +9,16 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+#: The group of no id in particular: a row as a whole, whose log-probability is 0.
+WHOLE_ROW = 0
+
+#: The path of no token, whose log-probability is 0.
+NO_PATH = -1
+
 
 @dataclass(frozen=True, eq=False)
 class Readings:
-    """Student log-probabilities, each with where it is summed and which path leads to its row.
+    """Groups of student ids, each with where it is summed and which path leads to its row.
 
     Sorted by place.
     """
@@ -20,19 +26,19 @@ class Readings:
     places: Tensor  # int64 [n]
     columns: Tensor  # int64 [n], which event of the place
     slots: Tensor  # int64 [n]
-    ids: Tensor  # int64 [n], student ids; -1 for the whole row, whose log-probability is 0
-    paths: Tensor  # int64 [n]; -1 for the path of no token, whose log-probability is 0
+    groups: Tensor  # int64 [n]; or WHOLE_ROW
+    paths: Tensor  # int64 [n]; or NO_PATH
 
     def between(self, places: tuple[int, int], first_slot: int, first_path: int) -> "Readings":
-        """The part about some places, everything counted from the given firsts."""
+        """The part about some places, everything but groups counted from the given firsts."""
         first, last = torch.searchsorted(self.places, self.places.new_tensor(places)).tolist()
         part = slice(first, last)
         return Readings(
             places=self.places[part] - places[0],
             columns=self.columns[part],
             slots=self.slots[part] - first_slot,
-            ids=self.ids[part],
-            paths=torch.where(self.paths[part] < 0, -1, self.paths[part] - first_path),
+            groups=self.groups[part],
+            paths=torch.where(self.paths[part] < 0, NO_PATH, self.paths[part] - first_path),
         )
 
     def to(self, device: torch.device | str) -> "Readings":
@@ -46,7 +52,8 @@ class PrefixTargets:
 
     An absent event has ``-inf``. A path is a run of the student's own tokens from the first row
     that is open at a place up to another one; a path belongs to one place, paths are in the places'
-    order and their steps in the paths'.
+    order and their steps in the paths'. Group ``g`` of student ids, which many places may read, is
+    ``group_ids[group_starts[g]:group_starts[g + 1]]``.
     """
 
     slots: Tensor  # int64 [places]: where the value stands
@@ -61,13 +68,24 @@ class PrefixTargets:
     step_paths: Tensor  # int64 [steps]
     step_slots: Tensor  # int64 [steps]
     step_ids: Tensor  # int64 [steps], the student's own tokens
+    group_starts: Tensor  # int64 [groups + 1]
+    group_ids: Tensor  # int64; of WHOLE_ROW a single one that nothing is read for
 
     def to(self, device: torch.device | str) -> "PrefixTargets":
         """See ``Targets``."""
         return PrefixTargets(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
 
+    def ids_of(self, readings: Readings) -> tuple[Tensor, Tensor]:
+        """Each id that readings read, with the number of its reading: both int64 [ids read]."""
+        starts = self.group_starts[readings.groups]
+        counts = self.group_starts[readings.groups + 1] - starts
+        numbers = torch.repeat_interleave(counts)
+        shifts = starts - (counts.cumsum(0) - counts)
+        entries = torch.arange(len(numbers), device=numbers.device) + shifts[numbers]
+        return numbers, self.group_ids[entries]
+
     def between(self, start: int, stop: int) -> "PrefixTargets":
-        """See ``Targets``."""
+        """See ``Targets``; groups stay whole, for readings name them by number."""
         bounds = self.slots.new_tensor([start, stop])
         first, last = torch.searchsorted(self.slots, bounds).tolist()
         bounds = self.slots.new_tensor([first, last])

@@ -11,14 +11,18 @@ teachers of different vocabularies are not multiplied, their losses are added.
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from mopd_protocol.errors import DataError
 
 
 def product_of_experts(
-    logprobs: Sequence[Tensor], weights: Sequence[float], *, fingerprints: Sequence[str]
-) -> Tensor:
+    logprobs: Sequence[Float[Tensor, "rows _"]],
+    weights: Sequence[float],
+    *,
+    fingerprints: Sequence[str],
+) -> Float[Tensor, "rows vocabulary"]:
     """[rows, vocabulary], nats, in the widest of the teachers' dtypes and float32.
 
     Args:

@@ -1,6 +1,7 @@
 """The student's log-probability of teacher ids, through a projection, without a dense product."""
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from mopd_losses.projection_cache import DeviceProjection
@@ -9,12 +10,12 @@ from mopd_losses.student_rows import StudentRows
 
 def projected_logprobs(
     student: StudentRows,
-    slots: Tensor,
-    teacher_ids: Tensor,
+    slots: Int64[Tensor, "places"],
+    teacher_ids: Int64[Tensor, "places k"],
     projection: DeviceProjection,
     *,
     temperature: float = 1.0,
-) -> Tensor:
+) -> Float[Tensor, "places k"]:
     """``ln q(j) = logsumexp over v of (ln W[v, j] + ln p(v))`` for the asked teacher ids.
 
     Only student ids that feed an asked teacher id are read, so the cost does not depend on the
@@ -42,7 +43,9 @@ def projected_logprobs(
     return segment_logsumexp(terms, pairs, places * k).view(places, k)
 
 
-def segment_logsumexp(terms: Tensor, segments: Tensor, count: int) -> Tensor:
+def segment_logsumexp(
+    terms: Float[Tensor, "n"], segments: Int64[Tensor, "n"], count: int
+) -> Float[Tensor, "segments"]:
     """[count], the log-sum-exp of the terms of each segment; ``-inf``, without a gradient, of none.
 
     Args:

@@ -7,7 +7,7 @@ Stored by columns (CSC), because losses ask which student ids feed the teacher i
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from mopd_losses.segmentation import Segmentation, as_text
 from mopd_protocol.arrays import FloatArray, IntArray, frozen_array
 from mopd_protocol.atomic_file import replacing
 from mopd_protocol.errors import DataError
@@ -261,9 +262,8 @@ def _text_rows(
         else:
             yield student_id, {teacher_id: 1.0}
     spellings = [student.all_bytes[student_id] for student_id in strangers]
-    for student_id, pieces in zip(
-        strangers, _segment(spellings, teacher, encoder, exact), strict=True
-    ):
+    segmentation = Segmentation(teacher, encoder, exact)
+    for student_id, pieces in zip(strangers, segmentation.of_all(spellings), strict=True):
         row: dict[int, float] = {}
         weights = settings.piece_weights(len(pieces)) if pieces else []
         for piece, weight in zip(pieces, weights, strict=False):  # weights stop at max_length
@@ -280,50 +280,11 @@ def _ids_by_bytes(teacher: TokenTable, encoder: TextEncoder) -> dict[bytes, int]
             ids.setdefault(spelled, []).append(token_id)
     chosen = {spelled: candidates[0] for spelled, candidates in ids.items()}
     for spelled, candidates in ids.items():
-        if len(candidates) > 1 and (text := _as_text(spelled)) is not None:
+        if len(candidates) > 1 and (text := as_text(spelled)) is not None:
             emitted = encoder.encode(text)
             if len(emitted) == 1 and emitted[0] in candidates:
                 chosen[spelled] = emitted[0]
     return chosen
-
-
-def _segment(
-    spellings: Sequence[bytes], teacher: TokenTable, encoder: TextEncoder, exact: dict[bytes, int]
-) -> Iterator[list[int]]:
-    """The teacher's tokens for each spelling: its own tokenization where the bytes are text.
-
-    Half characters, and text that the teacher's normalizer would change, are spelled by the
-    longest teacher token that fits, again and again; empty when not even a single byte does.
-    """
-    texts = [_as_text(spelled) for spelled in spellings]
-    encoded = iter(encoder.encode_batch([text for text in texts if text is not None]))
-    longest = max(map(len, exact), default=0)
-    for spelled, text in zip(spellings, texts, strict=True):
-        pieces = next(encoded) if text is not None else None
-        if pieces is not None and b"".join(teacher.all_bytes[p] for p in pieces) == spelled:
-            yield pieces
-        else:
-            yield _longest_prefixes(spelled, exact, longest)
-
-
-def _longest_prefixes(spelled: bytes, exact: dict[bytes, int], longest: int) -> list[int]:
-    pieces: list[int] = []
-    at = 0
-    while at < len(spelled):
-        ends = range(min(len(spelled), at + longest), at, -1)
-        end = next((end for end in ends if spelled[at:end] in exact), None)
-        if end is None:
-            return []
-        pieces.append(exact[spelled[at:end]])
-        at = end
-    return pieces
-
-
-def _as_text(spelled: bytes) -> str | None:
-    try:
-        return spelled.decode()
-    except UnicodeDecodeError:
-        return None
 
 
 def _from_rows(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from mopd_losses.projection import (
@@ -29,11 +30,11 @@ logger = logging.getLogger(__name__)
 class DeviceProjection:
     """A projection's tensors on one device, in the form that losses gather from."""
 
-    column_starts: Tensor  # int64 [teacher_size + 1]
-    student_ids: Tensor  # int64 [entries]
-    log_weights: Tensor  # float32 [entries], nats
-    real_ids: Tensor  # bool [student_width]
-    unprojected_ids: Tensor  # int64 [few]: student ids that reach no teacher id
+    column_starts: Int64[Tensor, "columns_and_end"]
+    student_ids: Int64[Tensor, "entries"]
+    log_weights: Float[Tensor, "entries"]  # nats
+    real_ids: Bool[Tensor, "student_width"]
+    unprojected_ids: Int64[Tensor, "few"]  # student ids that reach no teacher id
 
     @classmethod
     def copy_of(cls, matrix: ProjectionMatrix, device: torch.device) -> "DeviceProjection":

@@ -7,10 +7,13 @@ they are logits. (losses: section 4.2, form A; ms-swift, ROLL, NeMo-RL.)
 """
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 
-def renormalised(logprobs: Tensor, retained: Tensor) -> Tensor:
+def renormalised(
+    logprobs: Float[Tensor, "rows k"], retained: Bool[Tensor, "rows k"]
+) -> Float[Tensor, "rows k"]:
     """Log-probabilities given that the id is a retained one.
 
     Args:

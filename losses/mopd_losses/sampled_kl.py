@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from mopd_losses.loss import Comparison
@@ -30,12 +31,12 @@ from mopd_losses.student_rows import StudentRows
 K3_LINE = 20.0
 
 
-def k2(log_ratios: Tensor) -> Tensor:
+def k2(log_ratios: Float[Tensor, "*places"]) -> Float[Tensor, "*places"]:
     """``d^2 / 2``, in nats; its derivative is ``d``."""
     return log_ratios.square() / 2
 
 
-def k3(log_ratios: Tensor) -> Tensor:
+def k3(log_ratios: Float[Tensor, "*places"]) -> Float[Tensor, "*places"]:
     """``e^-d - 1 + d``, in nats; its derivative is ``1 - e^-d``.
 
     Continued by its tangent below ``d = -20``, so that what the student should say a billion times

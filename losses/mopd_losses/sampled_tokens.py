@@ -9,6 +9,7 @@ so that two models that agree on all texts may still differ here.
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from mopd_losses.span_targets import SpanTargets
@@ -19,11 +20,11 @@ from mopd_losses.student_rows import StudentRows
 class SampledTokens:
     """One-to-one spans on which both sides have an opinion; natural logs."""
 
-    slots: Tensor  # int64 [places]
-    student: Tensor  # [places], ln p(x) under the weights of now; differentiable
-    teacher: Tensor  # [places], ln t(x)
-    sampled: Tensor  # [places], ln mu(x), under the distribution that x was drawn from
-    ruled_out: Tensor  # [one-to-one spans], 1 where a side gives the token no probability at all
+    slots: Int64[Tensor, "places"]
+    student: Float[Tensor, "places"]  # ln p(x) under the weights of now; differentiable
+    teacher: Float[Tensor, "places"]  # ln t(x)
+    sampled: Float[Tensor, "places"]  # ln mu(x), under the distribution that x was drawn from
+    ruled_out: Float[Tensor, "single_spans"]  # 1 where a side gives the token no probability at all
 
     @property
     def log_ratios(self) -> Tensor:

@@ -44,24 +44,45 @@ _LAST_CHARACTER = "\U0010ffff"
 class Crossings:
     """The tokens of one side that cross a text."""
 
-    def __init__(self, remainders: Mapping[int, str], units: Mapping[str, int]) -> None:
-        self.unit_of = {token_id: units[said] for token_id, said in remainders.items()}
-        self.said = set(remainders.values())  # what they spell after the text
+    def __init__(self, side: "SideUnits", before: str, said: Mapping[int, tuple[str, int]]) -> None:
+        self.side = side
+        self.before = before  # what is crossed
+        self._told = said
+        self.unit_of = {
+            token_id: unit for token_id, (_, unit) in said.items()
+        }  # root of what is said
+        self.root_of = dict(said.values())  # what they spell after the text -> its root
+        self.ranges: NDArray[np.int64] | None = None  # see ``SharedUnits.ranks_said``
+
+    def __bool__(self) -> bool:
+        return bool(self.unit_of)
+
+    def and_also(self, token_id: int, said: str, root: int) -> "Crossings":
+        """These and one token more."""
+        return Crossings(self.side, self.before, {**self._told, token_id: (said, root)})
+
+    @cached_property
+    def ids(self) -> NDArray[np.int64]:
+        """All ids that cross the text."""
+        return np.fromiter(self.unit_of, dtype=np.int64, count=len(self.unit_of))
 
     @cached_property
     def ids_by_unit(self) -> dict[int, NDArray[np.int64]]:
         """Root of what is said -> ids."""
-        if not self.unit_of:
-            return {}
-        ids = np.fromiter(self.unit_of, dtype=np.int64)
-        units = np.fromiter(self.unit_of.values(), dtype=np.int64)
+        units = np.fromiter(self.unit_of.values(), dtype=np.int64, count=len(self.unit_of))
         order = np.argsort(units, kind="stable")
         found, starts = np.unique(units[order], return_index=True)
-        parts = np.split(ids[order], starts[1:])
+        parts = np.split(self.ids[order], starts[1:])
         return dict(zip(found.tolist(), parts, strict=True))
 
-
-NOTHING_CROSSES = Crossings({}, {})
+    def left_open_by(self, text: str) -> int | None:
+        """The root of what a token says of which ``text`` is the longer, if this side writes it so;
+        None where no token does."""
+        said = self.root_of
+        if not any(text[:end] in said for end in range(1, len(text))):
+            return None
+        end = self.side.spelling.first_end(self.before + text) - len(self.before)
+        return said.get(text[:end]) if 0 < end < len(text) else None
 
 
 class SideUnits:
@@ -72,21 +93,11 @@ class SideUnits:
         self.spelling = spelling
         self.units = np.full(table.size, NO_UNIT, dtype=np.int64)  # root of each id
         self.remainders: dict[str, dict[int, str]] = {}  # what is crossed -> id -> what is said
-        self.crossings: dict[tuple[str, str], Crossings] = {}  # by context and what is crossed
+        self.crossings: dict[tuple[str, str, int], Crossings] = {}  # see ``SharedUnits.crossings``
+        self.ranges_after: dict[str, NDArray[np.int64]] = {}  # see ``SharedUnits.ranks_after``
         self.ordered = sorted(spelling.ids)
-
-    def reach(self, text: str, start: int) -> int:
-        """The last position up to which some token that begins at ``start`` spells ``text`` and
-        then goes on."""
-        first, last, at = 0, len(self.ordered), start
-        while at < len(text):
-            begun = text[start : at + 1]
-            first = bisect_right(self.ordered, begun, first, last)  # longer ones only
-            last = bisect_left(self.ordered, begun + _LAST_CHARACTER, first, last)
-            if first == last:
-                break
-            at += 1
-        return at
+        #: All strings that some token is longer than.
+        self.beginnings = {token[:end] for token in spelling.ids for end in range(1, len(token))}
 
 
 class SharedUnits:
@@ -106,13 +117,16 @@ class SharedUnits:
         self.teacher = SideUnits(teacher, Spelling(teacher, teacher_encoder))
         self.same = student.fingerprint == teacher.fingerprint
         self._roots: dict[str, int] = {}
-        self._extensions: dict[int, list[int] | None] = {}
         self._wide: set[int] = set()
         if self.same:
             self._name_every_id()
         else:
             self._name_shared()
         self._ordered = sorted(self._unit_of)
+        self._by_rank = np.array([self._unit_of[text] for text in self._ordered], dtype=np.int64)
+        rank_of = {text: rank for rank, text in enumerate(self._ordered)}
+        #: [units], the place among the texts of all units; after all of them for control tokens.
+        self.ranks = np.array([rank_of.get(t, len(rank_of)) for t in self.texts], dtype=np.int64)
         # The student's ids by root, in the form that events gather from.
         rooted = np.flatnonzero(self.student.units != NO_UNIT)
         self.student_ids = rooted[np.argsort(self.student.units[rooted], kind="stable")]
@@ -146,31 +160,79 @@ class SharedUnits:
         found = {text: self._roots[text] for text in texts}
         return {t: NO_UNIT if unit in self._wide else unit for t, unit in found.items()}
 
-    def crossings(self, side: SideUnits, before: str, context: str) -> Crossings:
+    def crossings(
+        self, side: SideUnits, before: str, context: str, written: int | None = None
+    ) -> Crossings:
         """Tokens of ``side`` that cross ``before``.
 
         Args:
             context: what the other side's token has spelt before they begin; empty where the other
                 side has a boundary there.
+            written: the token that does, however it is spelt by itself: in the text it is cut here.
         """
-        if self.same:
-            return NOTHING_CROSSES
-        key = (context, before)
-        if key not in side.crossings:
+        key = (context, before, NO_UNIT if written is None else written)
+        found = side.crossings.get(key)
+        if found is None:
             if len(side.crossings) > MOST_REMEMBERED:
                 side.crossings.clear()
-            remainders = self._remainders(side, before, context)
-            units = self.roots({*remainders.values()})
-            side.crossings[key] = Crossings(remainders, units) if remainders else NOTHING_CROSSES
-        return side.crossings[key]
+            found = side.crossings[key] = self._find_crossings(side, before, context, written)
+        return found
 
-    def extensions(self, unit: int) -> Sequence[int] | None:
+    def extensions(self, unit: int) -> NDArray[np.int64] | None:
         """Longer units that begin with this one; None where they are too many."""
-        if unit not in self._extensions:
-            longer = _beginning_with(self._ordered, self.texts[unit])
-            few = len(longer) <= MOST_EXTENSIONS
-            self._extensions[unit] = [self._unit_of[text] for text in longer] if few else None
-        return self._extensions[unit]
+        first, last = self._range_of_longer(self.texts[unit])
+        return self._by_rank[first:last] if last - first <= MOST_EXTENSIONS else None
+
+    def ranks_beginning_with(self, text: str) -> tuple[int, int]:
+        """First and last (exclusive) of the units, in order of their texts, that begin so."""
+        first = bisect_left(self._ordered, text)
+        return first, bisect_left(self._ordered, text + _LAST_CHARACTER, lo=first)
+
+    def ranks_said(self, crossings: Crossings) -> NDArray[np.int64]:
+        """[n, 2], ranges of ranks of all that begins with what is said by tokens that cross, and of
+        what that is counted as."""
+        if crossings.ranges is None:
+            roots = np.array([*crossings.ids_by_unit], dtype=np.int64)
+            ranks = self.ranks[roots[roots != NO_UNIT]][:, None]
+            ranges = self._ranges(sorted(crossings.root_of))
+            crossings.ranges = np.concatenate([ranges, ranks + np.arange(2)])
+        return crossings.ranges
+
+    def ranks_after(self, side: SideUnits, before: str) -> NDArray[np.int64]:
+        """[n, 2], ranges of ranks of all that begins with the rest of a token after ``before``."""
+        if before not in side.ranges_after:
+            if len(side.ranges_after) > MOST_REMEMBERED:
+                side.ranges_after.clear()
+            longer = _beginning_with(side.ordered, before)
+            side.ranges_after[before] = self._ranges([token[len(before) :] for token in longer])
+        return side.ranges_after[before]
+
+    def _ranges(self, ordered: Sequence[str]) -> NDArray[np.int64]:
+        found: list[tuple[int, int]] = []
+        shortest: str | None = None
+        for text in ordered:
+            if shortest is None or not text.startswith(shortest):
+                shortest = text
+                found.append(self.ranks_beginning_with(text))
+        ranges = np.array(found, dtype=np.int64).reshape(-1, 2)
+        return ranges[ranges[:, 0] < ranges[:, 1]]
+
+    def _range_of_longer(self, text: str) -> tuple[int, int]:
+        first, last = self.ranks_beginning_with(text)
+        return first + (first < last and self._ordered[first] == text), last
+
+    def _find_crossings(
+        self, side: SideUnits, before: str, context: str, written: int | None
+    ) -> Crossings:
+        if written is not None:
+            found = self.crossings(side, before, context)
+            if written in found.unit_of:
+                return found
+            said = side.spelling.tokens[written][len(before) :]
+            return found.and_also(written, said, self.roots([said])[said])
+        remainders = {} if self.same else self._remainders(side, before, context)
+        roots = self.roots({*remainders.values()})
+        return Crossings(side, before, {i: (said, roots[said]) for i, said in remainders.items()})
 
     def _name_every_id(self) -> None:
         table = self.student.table

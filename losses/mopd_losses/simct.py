@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mopd_losses.config import Direction
@@ -55,10 +56,10 @@ class SimctLoss:
 class SpanAtoms:
     """Both sides on (ids in common, the span), the last column, and the teacher's rest."""
 
-    student: Tensor  # [spans, k + 1], nats; read only where retained
-    teacher: Tensor  # [spans, k + 1], nats
-    teacher_rest: Tensor  # [spans], nats
-    retained: Tensor  # bool [spans, k + 1]
+    student: Float[Tensor, "spans k_and_rest"]  # nats; read only where retained
+    teacher: Float[Tensor, "spans k_and_rest"]  # nats
+    teacher_rest: Float[Tensor, "spans"]  # nats
+    retained: Bool[Tensor, "spans k_and_rest"]
 
 
 def simct(

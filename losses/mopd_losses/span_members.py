@@ -1,10 +1,13 @@
 """Which slots (or rows) a span consists of, flat: one entry a pair of span and slot."""
 
 import torch
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 
-def span_members(starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+def span_members(
+    starts: Int64[Tensor, "spans"], ends: Int64[Tensor, "spans"]
+) -> tuple[Int64[Tensor, "members"], Int64[Tensor, "members"]]:
     """Every (span, position) with ``starts[span] <= position < ends[span]``, span by span.
 
     Args:
@@ -21,12 +24,18 @@ def span_members(starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     return spans, starts[spans] + within
 
 
-def span_sums(values: Tensor, spans: Tensor, count: int) -> Tensor:
+def span_sums(
+    values: Float[Tensor, "members *rest"], spans: Int64[Tensor, "members"], count: int
+) -> Float[Tensor, "spans *rest"]:
     """[count, ...], the sum of the members' values in each span; zero for a span of none."""
     return values.new_zeros(count, *values.shape[1:]).index_add(0, spans, values)
 
 
-def span_means(values: Tensor, spans: Tensor, lengths: Tensor) -> Tensor:
+def span_means(
+    values: Float[Tensor, "members *rest"],
+    spans: Int64[Tensor, "members"],
+    lengths: Int64[Tensor, "spans"],
+) -> Float[Tensor, "spans *rest"]:
     """[spans, n], the arithmetic mean over each span's members; of logs, a geometric one.
 
     Args:
@@ -37,7 +46,9 @@ def span_means(values: Tensor, spans: Tensor, lengths: Tensor) -> Tensor:
     return span_sums(values, spans, len(lengths)) / lengths[:, None].to(values.dtype)
 
 
-def inside_spans(starts: Tensor, ends: Tensor, slots: int) -> Tensor:
+def inside_spans(
+    starts: Int64[Tensor, "spans"], ends: Int64[Tensor, "spans"], slots: int
+) -> Bool[Tensor, "cuts"]:
     """bool [slots + 1] on the CPU, True at cuts between two slots of one span."""
     starts, ends = starts.cpu(), ends.cpu()
     depth = torch.zeros(slots + 1, dtype=torch.int64)

@@ -10,6 +10,7 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from mopd_losses.loss import Comparison
@@ -24,18 +25,19 @@ class SpanTargets:
     top-k are id ``-1`` with ``-inf``.
     """
 
-    student_starts: Tensor  # int64 [spans], slots
-    student_ends: Tensor  # int64 [spans], exclusive
-    teacher_starts: Tensor  # int64 [spans], rows
-    teacher_ends: Tensor  # int64 [spans], exclusive
-    span_bytes: Tensor  # int64 [spans]; 0 for a control token
-    labels: Tensor  # int64 [slots], the student's own tokens; -1 where no span can be
-    sampled_logprobs: Tensor  # float32 [slots], nats; NaN where no span can be
-    teacher_ids: Tensor  # int64 [rows], the teacher's own tokens
-    token_logprobs: Tensor  # float32 [rows], nats: the teacher's, of its own tokens
-    topk_ids: Tensor  # int64 [rows, k]
-    topk_logprobs: Tensor  # float32 [rows, k], nats
-    tail_logprobs: Tensor  # float32 [rows], nats
+    student_starts: Int64[Tensor, "spans"]  # slots
+    student_ends: Int64[Tensor, "spans"]  # exclusive
+    teacher_starts: Int64[Tensor, "spans"]  # rows
+    teacher_ends: Int64[Tensor, "spans"]  # exclusive
+    span_bytes: Int64[Tensor, "spans"]  # 0 for a control token
+    labels: Int64[Tensor, "slots"]  # the student's own tokens; -1 where no span can be
+    #: nats; NaN where no span can be, and where the student did not write it
+    sampled_logprobs: Float[Tensor, "slots"]
+    teacher_ids: Int64[Tensor, "rows"]  # the teacher's own tokens
+    token_logprobs: Float[Tensor, "rows"]  # nats: the teacher's, of its own tokens
+    topk_ids: Int64[Tensor, "rows k"]
+    topk_logprobs: Float[Tensor, "rows k"]  # nats
+    tail_logprobs: Float[Tensor, "rows"]  # nats
 
     @property
     def spans(self) -> int:
@@ -107,7 +109,7 @@ def span_targets(comparisons: Sequence[Comparison], slot_offsets: Sequence[int])
         span_bytes=column([_span_bytes(c) for c in comparisons], torch.int64),
         labels=by_slot([c.student.token_ids for c in comparisons], -1, torch.int64),
         sampled_logprobs=by_slot(
-            [c.sampled_logprobs for c in comparisons], torch.nan, torch.float32
+            [_sampled_logprobs(c) for c in comparisons], torch.nan, torch.float32
         ),
         teacher_ids=column([c.score.completion.token_ids for c in comparisons], torch.int64),
         token_logprobs=column([topk.token_logprobs for topk in topks], torch.float32),
@@ -115,6 +117,12 @@ def span_targets(comparisons: Sequence[Comparison], slot_offsets: Sequence[int])
         topk_logprobs=widened([topk.logprobs for topk in topks], -np.inf, torch.float32),
         tail_logprobs=column([topk.tail_logprobs for topk in topks], torch.float32),
     )
+
+
+def _sampled_logprobs(comparison: Comparison) -> np.ndarray:
+    if comparison.sampled_logprobs is None:
+        return np.full(len(comparison.student), np.nan, dtype=np.float32)
+    return comparison.sampled_logprobs
 
 
 def _span_bytes(comparison: Comparison) -> np.ndarray:

@@ -7,64 +7,59 @@ among them as characters of their own (above 255) and nothing that spells bytes 
 from collections.abc import Sequence
 from itertools import pairwise
 
+from mopd_losses.segmentation import Segmentation
 from mopd_protocol.token_table import TextEncoder, TokenTable
 
 #: Strings whose spelling is remembered; beyond, all are forgotten and asked anew.
-MOST_REMEMBERED = 1_000_000
+MOST_REMEMBERED = 500_000
 
 
 class Spelling:
-    """Bytes -> the tokens of one vocabulary that its tokenizer writes them with.
-
-    Half characters, and text that a normalizer would change, are written with the longest token
-    that fits, again and again.
-    """
+    """Strings -> the tokens of one vocabulary that its tokenizer writes them with."""
 
     def __init__(self, table: TokenTable, encoder: TextEncoder) -> None:
-        self._encoder = encoder
         self.tokens = [spelled.decode("latin-1") for spelled in table.all_bytes]  # by id
         self.ids: dict[str, list[int]] = {}  # all ids that spell a string
         for token_id, token in enumerate(self.tokens):
             if token:
                 self.ids.setdefault(token, []).append(token_id)
-        self._longest = max(map(len, self.ids), default=0)
+        exact = {table.all_bytes[ids[0]]: ids[0] for ids in self.ids.values()}
+        self._segmentation = Segmentation(table, encoder, exact)
         self._known: dict[str, tuple[str, ...]] = {}
+        self._first: dict[str, int] = {}
 
     def pieces(self, text: str) -> tuple[str, ...]:
         """The tokens of ``text``; empty where not even its single bytes are tokens."""
         found = self._known.get(text)
         if found is None:
-            self.learn([text])
-            found = self._known[text]
+            found = self._remember(text, self._segmentation.of(text.encode("latin-1")))
         return found
 
     def learn(self, texts: Sequence[str]) -> None:
-        """Writes many strings at once, which is far cheaper than one by one."""
-        if len(self._known) > MOST_REMEMBERED:
-            self._known.clear()
+        """Writes many strings at once, by all cores."""
         asked = [text for text in dict.fromkeys(texts) if text not in self._known]
-        if not asked:
-            return
-        readable = {text: characters for text in asked if (characters := _characters(text))}
-        if len(readable) == 1:  # far cheaper than a batch of one
-            written = [self._encoder.encode(text) for text in readable.values()]
-        else:
-            written = self._encoder.encode_batch(list(readable.values()))
-        for text, token_ids in zip(readable, written, strict=True):
-            pieces = tuple(self.tokens[token_id] for token_id in token_ids)
-            if "".join(pieces) == text:
-                self._known[text] = pieces
-        for text in asked:
-            if text not in self._known:
-                self._known[text] = self._longest_first(text)
+        spellings = [text.encode("latin-1") for text in asked]
+        for text, written in zip(asked, self._segmentation.of_all(spellings), strict=True):
+            self._remember(text, written)
 
-    def goes_beyond(self, before: str, after: str) -> str:
-        """The first token of ``before + after`` if it reaches beyond ``before``, else nothing."""
-        tokens = range(len(before) + 1, len(before + after) + 1)
-        if not any((before + after)[:end] in self.ids for end in tokens):
-            return ""
-        pieces = self.pieces(before + after)
-        return pieces[0] if pieces and len(pieces[0]) > len(before) else ""
+    def first_end(self, text: str) -> int:
+        """Where the first token of ``text`` ends; 0 where it has none."""
+        end = self._first.get(text)
+        if end is None:
+            pieces = self._segmentation.of(text.encode("latin-1"))
+            end = len(self.tokens[pieces[0]]) if pieces else 0
+            if len(self._first) > MOST_REMEMBERED:
+                self._first.clear()
+            self._first[text] = end
+        return end
+
+    def goes_beyond(self, before: str, after: str) -> bool:
+        """Whether the first token of ``before + after`` reaches beyond ``before``."""
+        whole = before + after
+        ends = range(len(before) + 1, len(whole) + 1)
+        if not any(whole[:end] in self.ids for end in ends):
+            return False
+        return self.first_end(whole) > len(before)
 
     def inner_boundaries(self, text: str) -> list[int]:
         """Where a token ends inside ``text``, in bytes from its start."""
@@ -74,21 +69,8 @@ class Spelling:
             ends.append(at)
         return ends
 
-    def _longest_first(self, text: str) -> tuple[str, ...]:
-        pieces: list[str] = []
-        at = 0
-        while at < len(text):
-            ends = range(min(len(text), at + self._longest), at, -1)
-            end = next((end for end in ends if text[at:end] in self.ids), None)
-            if end is None:
-                return ()
-            pieces.append(text[at:end])
-            at = end
-        return tuple(pieces)
-
-
-def _characters(text: str) -> str | None:
-    try:
-        return text.encode("latin-1").decode()
-    except UnicodeDecodeError:
-        return None
+    def _remember(self, text: str, written: Sequence[int]) -> tuple[str, ...]:
+        if len(self._known) > MOST_REMEMBERED:
+            self._known.clear()
+        found = self._known[text] = tuple(self.tokens[token_id] for token_id in written)
+        return found

@@ -5,14 +5,16 @@ answers may hold all logits under autograd (``DenseRows``) or one block of them 
 by hand (``blockwise_head``). So every loss is written once and costs what it reads.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 _RANKED_ROWS = 64  # rows that are copied at once to be ranked
 
 
+@runtime_checkable
 class StudentRows(Protocol):
     """Slot ``s`` is the distribution that predicts completion token ``s``."""
 
@@ -36,7 +38,9 @@ class StudentRows(Protocol):
         """float32, or float64 for gradient checks."""
         ...
 
-    def logprobs(self, slots: Tensor, ids: Tensor, *, temperature: float = 1.0) -> Tensor:
+    def logprobs(
+        self, slots: Int64[Tensor, "n"], ids: Int64[Tensor, "n"], *, temperature: float = 1.0
+    ) -> Float[Tensor, "n"]:
         """``ln p(id | slot)`` for each pair, in nats; differentiable.
 
         Args:
@@ -48,11 +52,13 @@ class StudentRows(Protocol):
         """
         ...
 
-    def zeros(self) -> Tensor:
+    def zeros(self) -> Float[Tensor, "slots"]:
         """[slots] zeros that hang in the graph: what a loss returns where it compared nothing."""
         ...
 
-    def most_likely_ids(self, slots: Tensor, allowed: Tensor, count: int) -> Tensor:
+    def most_likely_ids(
+        self, slots: Int64[Tensor, "n"], allowed: Bool[Tensor, "width"], count: int
+    ) -> Int64[Tensor, "n most"]:
         """The most likely ids of each slot among the allowed ones, most likely first.
 
         A choice, without a gradient; ``logprobs`` of what was chosen has one.
@@ -75,7 +81,9 @@ class DenseRows:
         real_ids: bool [width], False for rows of the head that belong to no token.
     """
 
-    def __init__(self, logits: Tensor, real_ids: Tensor) -> None:
+    def __init__(
+        self, logits: Float[Tensor, "slots width"], real_ids: Bool[Tensor, "width"]
+    ) -> None:
         self._graph = logits
         rows = logits if logits.dtype == torch.float64 else logits.float()
         rows = rows.masked_fill(~real_ids, -torch.inf)
@@ -103,23 +111,32 @@ class DenseRows:
         """See ``StudentRows``."""
         return self._logits.dtype
 
-    def logprobs(self, slots: Tensor, ids: Tensor, *, temperature: float = 1.0) -> Tensor:
+    def logprobs(
+        self, slots: Int64[Tensor, "n"], ids: Int64[Tensor, "n"], *, temperature: float = 1.0
+    ) -> Float[Tensor, "n"]:
         """See ``StudentRows``."""
         if temperature not in self._log_normalisers:
             self._log_normalisers[temperature] = (self._logits / temperature).logsumexp(dim=1)
         return self._logits[slots, ids] / temperature - self._log_normalisers[temperature][slots]
 
-    def zeros(self) -> Tensor:
+    def zeros(self) -> Float[Tensor, "slots"]:
         """See ``StudentRows``."""
         # The sum of nothing: zero even where logits are not finite.
         return self._graph[:, :0].sum(dim=1).to(self.dtype)
 
-    def most_likely_ids(self, slots: Tensor, allowed: Tensor, count: int) -> Tensor:
+    def most_likely_ids(
+        self, slots: Int64[Tensor, "n"], allowed: Bool[Tensor, "width"], count: int
+    ) -> Int64[Tensor, "n most"]:
         """See ``StudentRows``."""
         return most_likely_ids(self._logits, slots, allowed, count)
 
 
-def most_likely_ids(logits: Tensor, slots: Tensor, allowed: Tensor, count: int) -> Tensor:
+def most_likely_ids(
+    logits: Float[Tensor, "slots width"],
+    slots: Int64[Tensor, "n"],
+    allowed: Bool[Tensor, "width"],
+    count: int,
+) -> Int64[Tensor, "n most"]:
     """``StudentRows.most_likely_ids`` of [slots, width] logits; copies a few rows at a time."""
     chosen: list[Tensor] = []
     for part in slots.split(_RANKED_ROWS):

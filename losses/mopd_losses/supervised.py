@@ -1,19 +1,19 @@
 """Cross entropy on given tokens, and how it is mixed with distillation.
 
-total = (1 - w) * cross entropy + w * distillation        w: ``distill_loss_weight``
+total = (1 - w) * cross entropy + w * distillation
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from mopd_losses.blockwise_head import LossTerm
 from mopd_losses.loss import Comparison
 from mopd_losses.loss_output import LossOutput
 from mopd_losses.student_rows import StudentRows
-from mopd_protocol.errors import ConfigError
 
 #: The label of a slot that is not to be learnt.
 IGNORED = -100
@@ -23,8 +23,8 @@ IGNORED = -100
 class LabelTargets:
     """The token to be said at each of ``slots``, which increase; slots left out cost nothing."""
 
-    slots: Tensor  # int64 [places]
-    labels: Tensor  # int64 [places], the student's ids
+    slots: Int64[Tensor, "places"]
+    labels: Int64[Tensor, "places"]  # the student's ids
 
     def to(self, device: torch.device | str) -> "LabelTargets":
         """See ``Targets``."""
@@ -40,7 +40,7 @@ class LabelTargets:
         return torch.zeros(slots + 1, dtype=torch.bool)
 
 
-def label_targets(labels: Tensor) -> LabelTargets:
+def label_targets(labels: Int64[Tensor, "slots"]) -> LabelTargets:
     """Targets of int64 [slots] labels, ``IGNORED`` where a slot is not to be learnt."""
     slots = torch.nonzero(labels != IGNORED).flatten()
     return LabelTargets(slots, labels[slots])
@@ -66,21 +66,14 @@ class SftLoss:
 
 
 def mixed_terms(
-    supervised: LossTerm, distilled: Sequence[LossTerm], *, distill_loss_weight: float
+    supervised: LossTerm, distilled: Sequence[LossTerm], *, distill_weights: Float[Tensor, "slots"]
 ) -> list[LossTerm]:
     """The cross-entropy term, then the teachers', with slot weights scaled to share the total.
 
-    Raises:
-        ConfigError: when the weight is not from 0 to 1.
+    Args:
+        distill_weights: [slots], w from 0 to 1: 1 where only the teachers are to be heard.
     """
-    if not 0 <= distill_loss_weight <= 1:
-        raise ConfigError(
-            f"distill_loss_weight is {distill_loss_weight}, expected a number from 0 to 1"
-        )
     return [
-        replace(supervised, slot_weights=supervised.slot_weights * (1 - distill_loss_weight)),
-        *(
-            replace(term, slot_weights=term.slot_weights * distill_loss_weight)
-            for term in distilled
-        ),
+        replace(supervised, slot_weights=supervised.slot_weights * (1 - distill_weights)),
+        *(replace(term, slot_weights=term.slot_weights * distill_weights) for term in distilled),
     ]

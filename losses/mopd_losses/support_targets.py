@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from mopd_losses.span_members import inside_spans
@@ -21,12 +22,12 @@ _LEAST_LOGPROB = math.log(1e-10)
 class SupportTargets:
     """Spans, and the teacher's rows on the support."""
 
-    student_starts: Tensor  # int64 [spans], slots
-    student_ends: Tensor  # int64 [spans], exclusive
-    teacher_starts: Tensor  # int64 [spans], rows
-    teacher_ends: Tensor  # int64 [spans], exclusive
-    support: Tensor  # int64 [ids], increasing
-    logprobs: Tensor  # float [rows, ids], nats, over the teacher's whole vocabulary
+    student_starts: Int64[Tensor, "spans"]  # slots
+    student_ends: Int64[Tensor, "spans"]  # exclusive
+    teacher_starts: Int64[Tensor, "spans"]  # rows
+    teacher_ends: Int64[Tensor, "spans"]  # exclusive
+    support: Int64[Tensor, "ids"]  # increasing
+    logprobs: Float[Tensor, "rows ids"]  # nats, over the teacher's whole vocabulary
 
     def to(self, device: torch.device | str) -> "SupportTargets":
         """See ``Targets``."""

@@ -9,6 +9,7 @@ retained probabilities equal the teacher's. (losses: form E; TRL's ``add_tail``,
 import math
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mopd_losses.divergences import forward_kl, reverse_kl
@@ -21,8 +22,11 @@ TEACHER_TAIL_FLOOR = 1e-4
 
 
 def with_tail_bucket(
-    student: Tensor, teacher: Tensor, teacher_tail: Tensor, retained: Tensor
-) -> tuple[Tensor, Tensor]:
+    student: Float[Tensor, "places k"],
+    teacher: Float[Tensor, "places k"],
+    teacher_tail: Float[Tensor, "places"],
+    retained: Bool[Tensor, "places k"],
+) -> tuple[Float[Tensor, "places k+1"], Float[Tensor, "places k+1"]]:
     """Both sides on (retained ids, rest): log-probabilities, ``-inf`` where not retained.
 
     Args:
@@ -42,7 +46,7 @@ def with_tail_bucket(
     return student, teacher - teacher.logsumexp(dim=1, keepdim=True)
 
 
-def floored_tail(teacher: Tensor) -> Tensor:
+def floored_tail(teacher: Float[Tensor, "places entries"]) -> Float[Tensor, "places entries"]:
     """A teacher on (retained ids, rest) whose rest is held above ``TEACHER_TAIL_FLOOR``.
 
     For the divergences that grow without bound where the teacher says never.
@@ -52,21 +56,29 @@ def floored_tail(teacher: Tensor) -> Tensor:
 
 
 def tail_forward_kl(
-    student: Tensor, teacher: Tensor, teacher_tail: Tensor, retained: Tensor
-) -> Tensor:
+    student: Float[Tensor, "places k"],
+    teacher: Float[Tensor, "places k"],
+    teacher_tail: Float[Tensor, "places"],
+    retained: Bool[Tensor, "places k"],
+) -> Float[Tensor, "places"]:
     """[places], ``KL(teacher || student)`` in nats; arguments as for ``with_tail_bucket``."""
     return forward_kl(*with_tail_bucket(student, teacher, teacher_tail, retained))
 
 
 def tail_reverse_kl(
-    student: Tensor, teacher: Tensor, teacher_tail: Tensor, retained: Tensor
-) -> Tensor:
+    student: Float[Tensor, "places k"],
+    teacher: Float[Tensor, "places k"],
+    teacher_tail: Float[Tensor, "places"],
+    retained: Bool[Tensor, "places k"],
+) -> Float[Tensor, "places"]:
     """[places], ``KL(student || teacher)`` in nats, with the teacher's tail floored."""
     student, teacher = with_tail_bucket(student, teacher, teacher_tail, retained)
     return reverse_kl(student, floored_tail(teacher))
 
 
-def student_tail(student: Tensor, retained: Tensor) -> Tensor:
+def student_tail(
+    student: Float[Tensor, "places k"], retained: Bool[Tensor, "places k"]
+) -> Float[Tensor, "places"]:
     """[places], log of the student's mass outside the retained ids."""
     lowest = torch.finfo(student.dtype).min
     # The lowest finite number, not -inf: a row that retains nothing must not differentiate to NaN.
@@ -81,6 +93,6 @@ def student_tail(student: Tensor, retained: Tensor) -> Tensor:
     )
 
 
-def log_mass(logprobs: Tensor) -> Tensor:
+def log_mass(logprobs: Float[Tensor, "places k"]) -> Float[Tensor, "places"]:
     """[places], log of the summed probabilities of each row; -inf for none."""
     return torch.nn.functional.pad(logprobs, (0, 1), value=-torch.inf).logsumexp(dim=1)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from mopd_losses.config import TopKDivergenceSettings
@@ -144,8 +145,11 @@ def _require_temperature(settings: TopKDivergenceSettings, teacher_temperature: 
 
 
 def _unprojected_mass(
-    student: StudentRows, slots: Tensor, projection: DeviceProjection, temperature: float
-) -> Tensor:
+    student: StudentRows,
+    slots: Int64[Tensor, "places"],
+    projection: DeviceProjection,
+    temperature: float,
+) -> Float[Tensor, "places"]:
     """[places], the student's probability of ids that reach no teacher id."""
     ids = projection.unprojected_ids
     read = student.logprobs(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from mopd_losses.alignment import Alignment
@@ -23,10 +24,10 @@ class TopKTargets:
     An absent entry is id ``-1`` with logprob ``-inf``.
     """
 
-    slots: Tensor  # int64 [places]: which student token each is about
-    ids: Tensor  # int64 [places, k], teacher ids
-    logprobs: Tensor  # float32 [places, k], nats
-    tail_logprobs: Tensor  # float32 [places], nats: log of the mass outside the k
+    slots: Int64[Tensor, "places"]  # which student token each is about
+    ids: Int64[Tensor, "places k"]  # teacher ids
+    logprobs: Float[Tensor, "places k"]  # nats
+    tail_logprobs: Float[Tensor, "places"]  # nats: log of the mass outside the k
 
     def to(self, device: torch.device | str) -> "TopKTargets":
         """The same targets on a device."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from mopd_losses.config import Merge
@@ -28,7 +29,7 @@ from mopd_losses.student_rows import StudentRows
 class UldLoss:
     """``uld`` with its settings: a ``Loss``."""
 
-    real_ids: Tensor  # bool [student width]
+    real_ids: Bool[Tensor, "student_width"]
     merge: Merge = "bayesian"
 
     def targets(

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -15,8 +16,8 @@ from mopd_protocol.token_table import TokenTable
 class VocabularyMatch:
     """Pairs of ids that two vocabularies have in common; no id is in two pairs."""
 
-    student_of: Tensor  # int64 [teacher size]: the student's id of a teacher id, or -1
-    unmatched: Tensor  # bool [student width]: real student ids that are in no pair
+    student_of: Int64[Tensor, "teacher_size"]  # the student's id of a teacher id, or -1
+    unmatched: Bool[Tensor, "student_width"]  # real student ids that are in no pair
 
     def to(self, device: torch.device | str) -> "VocabularyMatch":
         """The same on a device."""

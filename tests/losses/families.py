@@ -77,5 +77,5 @@ def vocabularies(student: Family, teacher: Family) -> Vocabularies:
         student_width=student.width,
         teacher=teacher.table,
         teacher_encoder=teacher.encoder,
-        student_encoder=student.encoder,
+        student_encoder=lambda: student.encoder,
     )

@@ -16,7 +16,7 @@ from mopd_losses.config import PrefixKlConfig
 from mopd_losses.loss import Comparison
 from mopd_losses.loss_output import LossOutput
 from mopd_losses.prefix_kl import PrefixKlLoss
-from mopd_losses.prefix_targets import PrefixTargets
+from mopd_losses.prefix_targets import PrefixTargets, Readings
 from mopd_losses.shared_units import SharedUnits
 from mopd_losses.student_rows import DenseRows
 from mopd_protocol.token_sequence import TokenSequence
@@ -180,6 +180,13 @@ class Pair:
 
     def value(self, logits: Tensor, targets: PrefixTargets, **settings: Any) -> LossOutput:
         return self.loss(**settings)(DenseRows(logits, self.real_ids), targets)
+
+
+def ids_read(targets: PrefixTargets, readings: Readings) -> Tensor:
+    """[ids read, 5], int64: place, column, slot, id and path of each, in order."""
+    numbers, ids = targets.ids_of(readings)
+    columns = [readings.places, readings.columns, readings.slots]
+    return torch.stack([*(c[numbers] for c in columns), ids, readings.paths[numbers]], dim=1)
 
 
 def compared(

@@ -1,5 +1,6 @@
 """Two tokenizations of one text, against the reference that tries every pair of prefixes."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -149,4 +150,4 @@ def test_unmarked_tokens_without_bytes_change_no_span_of_the_others(
 )
 def test_impossible_spans_are_refused(columns: tuple[list[int], ...]) -> None:
     with pytest.raises(DataError):
-        Alignment(*columns)
+        Alignment(*[np.array(column, dtype=np.int32) for column in columns])

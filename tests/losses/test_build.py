@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,12 +27,18 @@ from mopd_losses.config import (
     UldConfig,
 )
 from mopd_losses.loss import Comparison
-from mopd_losses.projection import ProjectionSettings, build_projection, identity_projection
-from mopd_losses.projection_cache import ProjectionCache
+from mopd_losses.projection import (
+    ProjectionMatrix,
+    ProjectionSettings,
+    build_projection,
+    identity_projection,
+)
+from mopd_losses.projection_cache import DeviceProjection, ProjectionCache
 from mopd_losses.student_rows import DenseRows
 from mopd_losses.topk_targets import TopKTargets
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.samples import TeacherScore
+from mopd_protocol.token_table import TextEncoder
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from tests.losses.dense import ctkd
 from tests.losses.families import Family, family, vocabularies
@@ -183,6 +190,50 @@ def test_every_loss_of_the_table_compares_two_tokenizers(config: LossConfig) -> 
     assert logits.grad is not None
     assert logits.grad.isfinite().all()
     assert (logits.grad != 0).any()
+
+
+class CountsCopies(ProjectionCache):
+    """Remembers how many copies for a device it was asked for."""
+
+    copies = 0
+
+    def on(self, device: torch.device | str, matrix: ProjectionMatrix) -> DeviceProjection:
+        """As ``ProjectionCache``."""
+        self.copies += 1
+        return super().on(device, matrix)
+
+
+@pytest.mark.parametrize(
+    ("config", "copies", "encoders"),
+    [
+        (CtkdConfig(), 1, 0),
+        (CtkdConfig(span_rows="pooled"), 1, 0),
+        (UldConfig(), 1, 0),
+        (PklParityConfig(), 1, 0),
+        (PrefixKlConfig(), 0, 1),
+        (GoldConfig(), 0, 0),
+        (SimctConfig(), 0, 0),
+        (AlmConfig(), 0, 0),
+        (HklConfig(), 0, 0),
+        (PolicyGradientConfig(), 0, 0),
+        (K2Config(), 0, 0),
+        (K3Config(), 0, 0),
+    ],
+    ids=lambda value: value if isinstance(value, int) else value.type,
+)
+def test_what_a_loss_does_not_read_is_not_made(
+    config: LossConfig, copies: int, encoders: int
+) -> None:
+    student, cache = family("digit"), CountsCopies()
+    made: list[TextEncoder] = []
+
+    def encoder() -> TextEncoder:
+        made.append(student.encoder)
+        return student.encoder
+
+    sides = replace(vocabularies(student, family("sentencepiece")), student_encoder=encoder)
+    build_loss(config, projection_for(config, sides, cache), sides, cache=cache, device=CPU)
+    assert (cache.copies, len(made)) == (copies, encoders)
 
 
 @pytest.mark.parametrize(

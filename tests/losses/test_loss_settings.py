@@ -9,7 +9,6 @@ from mopd_losses.config import (
     K2Config,
     K3Config,
     PolicyGradientConfig,
-    SftConfig,
     TopKDivergenceSettings,
     TopKKlConfig,
 )
@@ -29,7 +28,6 @@ def test_resolved_settings_can_be_read_back() -> None:
         PolicyGradientConfig(max_ratio=5),
         K2Config(),
         K3Config(),
-        SftConfig(distill_loss_weight=0.1),
     ):
         assert type(settings).model_validate_json(settings.model_dump_json()) == settings
 
@@ -69,8 +67,6 @@ def test_settings_that_contradict_each_other_are_refused(
         (PolicyGradientConfig, {"max_ratio": 0}),
         (K2Config, {"max_ratio": 1}),
         (K3Config, {"max_ratio": 1}),
-        (SftConfig, {"distill_loss_weight": 1.1}),
-        (SftConfig, {"distill_loss_weight": -0.1}),
     ],
 )
 def test_settings_out_of_range_are_refused(
@@ -81,7 +77,7 @@ def test_settings_out_of_range_are_refused(
 
 
 def test_settings_are_frozen() -> None:
-    for settings in (CtkdConfig(), PolicyGradientConfig(), K2Config(), K3Config(), SftConfig()):
+    for settings in (CtkdConfig(), PolicyGradientConfig(), K2Config(), K3Config()):
         with pytest.raises(ValidationError):
             settings.type = "other"  # type: ignore[assignment]
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mopd_losses.blockwise_head import Head, LossTerm, blockwise_head
+from mopd_losses.prefix_places import places_of
 from mopd_losses.prefix_targets import PrefixTargets
+from mopd_losses.shared_units import NO_UNIT
 from mopd_losses.student_rows import DenseRows
 from tests.losses.permuted import permuted
 from tests.losses.prefix_pairs import LongestMatch, Pair, Problem, Tongue, compared, random_problem
@@ -94,14 +96,27 @@ def test_both_sides_sum_to_one_at_every_boundary(seed: int) -> None:
         assert sum(masses.values()) + unnamed / whole == pytest.approx(1)
 
 
+@given(seeds)
+@settings(deadline=None, max_examples=30)
+def test_what_tokens_say_across_a_boundary_is_always_asked_for(seed: int) -> None:
+    problem = random_problem(seed)
+    junctions = problem.pair.loss().junctions
+    student, teacher = problem.comparison.student, problem.comparison.score.completion
+    for junction in places_of(student, teacher, junctions).junctions:
+        if junction is not None and junction.others_are_cells:
+            ranks = {rank for first, last in junction.uncertain for rank in range(first, last)}
+            said = [unit for unit in junction.said if unit != NO_UNIT]
+            assert {int(junctions.units.ranks[unit]) for unit in said} <= ranks
+
+
 @every
 @given(seeds)
 @settings(deadline=None, max_examples=5)
 def test_gradcheck(divergence: str, seed: int) -> None:
     problem = random_problem(seed)
     targets = problem.pair.targets([problem.comparison])
-    read = [*targets.named.ids.tolist(), *targets.known.ids.tolist(), *targets.step_ids.tolist(), 0]
-    columns = torch.tensor(sorted({token for token in read if token >= 0})[:12])
+    read = {*targets.group_ids.tolist(), *targets.step_ids.tolist(), 0}
+    columns = torch.tensor(sorted(token for token in read if token >= 0)[:12])
 
     def value(some: Tensor) -> Tensor:
         logits = problem.logits.index_copy(1, columns, some)

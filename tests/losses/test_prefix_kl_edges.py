@@ -15,7 +15,7 @@ from mopd_losses.student_rows import DenseRows
 from mopd_protocol.errors import DataError
 from mopd_protocol.token_table import TokenRoles
 from tests.losses.families import Family, family, family_of, made_of
-from tests.losses.prefix_pairs import LongestMatch, Pair, Tongue, compared
+from tests.losses.prefix_pairs import LongestMatch, Pair, Tongue, compared, ids_read
 from tests.reference.text_model import END
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
@@ -85,9 +85,8 @@ def test_an_end_of_turn_is_an_event_and_only_meets_an_end_of_turn() -> None:
     targets = PAIR.targets([comparison])
     last = int(targets.slots[-1])
     assert last == 1
-    named = targets.named
-    at_end = (named.places == boundaries(targets) - 1) & (named.slots == last)
-    ends = named.ids[at_end] == PAIR.student.end
+    places, _, slots, ids, _ = ids_read(targets, targets.named).T
+    ends = ids[(places == boundaries(targets) - 1) & (slots == last)] == PAIR.student.end
     topk = comparison.score.topk
     teacher_names_it = PAIR.teacher.end in topk.ids[-1].tolist()
     assert bool(ends.any()) == teacher_names_it
@@ -323,7 +322,8 @@ def test_a_unit_that_too_many_tokens_begin_with_is_left_in_the_rest(
     def first_events(pair: Pair) -> tuple[int, float, float]:
         targets = pair.targets([comparison])
         mass = torch.logaddexp(targets.events[0].logsumexp(dim=0), targets.rests[0]).exp().item()
-        ids = targets.named.ids[targets.named.places == 0].tolist()
+        places, _, _, ids, _ = ids_read(targets, targets.named).T
+        ids = ids[places == 0].tolist()
         return int(targets.events[0].isfinite().sum()), mass, sum(i in ids for i in (97, 98))
 
     named, mass, letters = first_events(Pair(*sides))
@@ -360,6 +360,6 @@ def test_what_could_only_be_said_after_ending_a_token_is_not_named() -> None:
     targets = pair.targets([completion(pair, *ids, k=teacher.end + 1)])
     # After 5 nothing can be named; after 57 what comes is 0.
     assert targets.slots.tolist() == [0, 0, 1]
-    inside = targets.named.places == 1
-    assert targets.named.ids[inside].tolist() == student.ids(["570"])
-    assert targets.named.slots[inside].tolist() == [0]
+    places, _, slots, read, _ = ids_read(targets, targets.named).T
+    assert read[places == 1].tolist() == student.ids(["570"])
+    assert slots[places == 1].tolist() == [0]

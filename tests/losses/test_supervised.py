@@ -9,7 +9,6 @@ import torch
 from mopd_losses.blockwise_head import Head, LossTerm, blockwise_head
 from mopd_losses.student_rows import DenseRows
 from mopd_losses.supervised import IGNORED, LabelTargets, SftLoss, label_targets, mixed_terms
-from mopd_protocol.errors import ConfigError
 from tests.losses.judged_completions import STUDENT_SIZE, several
 
 REAL = torch.ones(4, dtype=torch.bool)
@@ -71,8 +70,8 @@ def test_no_label_costs_nothing_and_keeps_its_graph(slots: int) -> None:
         assert (logits.grad == 0).all()
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_the_total_is_shared_between_labels_and_teachers(share: float) -> None:
+@pytest.mark.parametrize("shares", [[0.0] * 5, [0.3] * 5, [1.0] * 5, [1.0, 0.3, 0.0, 1.0, 0.7]])
+def test_every_slot_is_shared_between_its_label_and_its_teachers(shares: list[float]) -> None:
     hidden, weight = random_logits(5), random_logits(4)
     weights = torch.linspace(0.5, 1.5, 5, dtype=torch.float64)
     labels = [torch.tensor(row) for row in ([0, 1, 2, 3, 0], [3, IGNORED, 1, 0, 2], [1] * 5)]
@@ -80,17 +79,11 @@ def test_the_total_is_shared_between_labels_and_teachers(share: float) -> None:
         LossTerm(SftLoss(), label_targets(row), weights * factor)
         for row, factor in zip(labels, (1.0, 0.25, 0.75), strict=True)
     ]
-    head = Head(weight, REAL)
-    mixed = mixed_terms(supervised, distilled, distill_loss_weight=share)
-    total, _ = blockwise_head(hidden, head, mixed)
-    alone, _ = blockwise_head(hidden, head, [supervised])
-    taught, _ = blockwise_head(hidden, head, distilled)
-    torch.testing.assert_close(total, (1 - share) * alone + share * taught)
+    share = torch.tensor(shares, dtype=torch.float64)
+    mixed = mixed_terms(supervised, distilled, distill_weights=share)
+    total, _ = blockwise_head(hidden, Head(weight, REAL), mixed)
+    _, (own, *theirs) = blockwise_head(hidden, Head(weight, REAL), [supervised, *distilled])
+    taught = 0.25 * theirs[0].per_token + 0.75 * theirs[1].per_token
+    expected = (weights * ((1 - share) * own.per_token + share * taught)).sum()
+    torch.testing.assert_close(total, expected)
     assert torch.equal(supervised.slot_weights, weights)  # terms are values
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.1, math.nan])
-def test_a_share_that_is_none_is_refused(share: float) -> None:
-    term = LossTerm(SftLoss(), label_targets(torch.tensor([0])), torch.ones(1))
-    with pytest.raises(ConfigError, match=f"distill_loss_weight is {share}, expected a number"):
-        mixed_terms(term, [term], distill_loss_weight=share)

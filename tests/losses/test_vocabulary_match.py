@@ -80,7 +80,7 @@ def weighted(entries: dict[tuple[int, int], float], students: int) -> Projection
         teacher_size=2,
         settings=DECAY,
         column_starts=np.searchsorted(columns, [0, 1, 2]),
-        student_ids=np.array([v for _, v in sorted(entries)]),
+        student_ids=np.array([v for _, v in sorted(entries)], dtype=np.int32),
         weights=np.array([entries[key] for key in sorted(entries)], dtype=np.float32),
         real_ids=np.ones(students, dtype=np.bool_),
     )
