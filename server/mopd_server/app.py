@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Annotated, Any
@@ -16,12 +16,18 @@ from mopd_protocol.codec import BINARY_MEDIA_TYPE, encode_binary, encode_json
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.requests import LogprobsDtype, LogprobsRequest
 from mopd_protocol.responses import LogprobsResponse
-from mopd_server.authentication import RequireApiKey
+from mopd_server.answer_limit import AnswerLimit
+from mopd_server.authentication import ApiKeys, RequireApiKey
 from mopd_server.body_limit import LimitBody
 from mopd_server.client_watch import unless_client_leaves
-from mopd_server.metrics import CountRequests
-from mopd_server.problems import PROBLEM_MEDIA_TYPE, Problem, install_problem_handlers
+from mopd_server.lifecycle import Lifecycle, RefuseUnlessOpen
+from mopd_server.observation import ObserveRequests
+from mopd_server.openapi import PROBLEM_CONTENT, REQUEST_BODY, Scores, install_openapi, reference
+from mopd_server.problems import install_problem_handlers
+from mopd_server.quotas import KeyQuota, Quotas
 from mopd_server.refusal import Refusal
+from mopd_server.request_body import scoring_request
+from mopd_server.request_record import current_record
 from mopd_server.service import TeacherService
 from mopd_server.settings import ListenSettings
 
@@ -41,65 +47,78 @@ class State(BaseModel):
 
 
 def create_app(
-    service: TeacherService,
+    teacher: TeacherService | Lifecycle,
     *,
-    api_keys: Sequence[str] = (),
+    api_keys: Sequence[str] | ApiKeys = (),
+    quota: KeyQuota | None = None,
     max_body_bytes: int = ListenSettings.max_body_bytes,
+    body_timeout_seconds: float = ListenSettings.body_timeout_seconds,
     request_timeout_seconds: float = ListenSettings.request_timeout_seconds,
 ) -> FastAPI:
-    """The application for ``service``.
+    """The application of a teacher that is loaded, or that will be (a ``Lifecycle``).
 
-    Started as a server (with its lifespan), it warms the service up by itself. Called in process
-    without lifespan (``httpx.ASGITransport``), call ``service.warm_up()`` first.
+    A loaded service that is started as a server (with its lifespan) is warmed up by the
+    application. Called in process without lifespan (``httpx.ASGITransport``), call
+    ``service.warm_up()`` first. Whoever hands over a ``Lifecycle`` does all that itself.
     """
+    lifecycle = teacher if isinstance(teacher, Lifecycle) else Lifecycle(teacher)
+    keys = api_keys if isinstance(api_keys, ApiKeys) else ApiKeys(api_keys)
+    quotas = Quotas(quota or KeyQuota())
     app = FastAPI(
-        title=f"mopd teacher {service.manifest.service}",
+        # Neither the teacher's name nor its model: this page needs no key.
+        title="mopd teacher",
         summary="Reads completions and answers with this teacher's next-token distributions.",
-        lifespan=_lifespan,
+        lifespan=_lifespan if isinstance(teacher, TeacherService) else None,
     )
-    app.state.service = service
+    app.state.lifecycle = lifecycle
+    app.state.quotas = quotas
+    app.state.answers = AnswerLimit()
     app.state.request_timeout_seconds = request_timeout_seconds
     app.include_router(router)
     install_problem_handlers(app)
+    install_openapi(app)
     # The last one added is the first to see a request.
-    app.add_middleware(LimitBody, max_bytes=max_body_bytes)
-    if api_keys:
-        app.add_middleware(RequireApiKey, api_keys=api_keys)
-    app.add_middleware(CountRequests, metrics=service.metrics)
+    app.add_middleware(LimitBody, max_bytes=max_body_bytes, seconds=body_timeout_seconds)
+    app.add_middleware(RefuseUnlessOpen, lifecycle=lifecycle)
+    if keys.asked:
+        app.add_middleware(RequireApiKey, api_keys=keys, quotas=quotas)
+    app.add_middleware(ObserveRequests, lifecycle=lifecycle)
     return app
 
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
-    service: TeacherService = app.state.service
+    service = lifecycle_of(app).require_loaded()
     warming_up = asyncio.create_task(asyncio.to_thread(service.warm_up))
     yield
     await warming_up
     service.close()
 
 
+def lifecycle_of(app: FastAPI) -> Lifecycle:
+    """Whether the teacher behind ``app`` is loaded, ready or leaving."""
+    return app.state.lifecycle
+
+
+def _lifecycle(request: Request) -> Lifecycle:
+    return lifecycle_of(request.app)
+
+
 def service_of(request: Request) -> TeacherService:
-    """The service behind a request."""
-    return request.app.state.service
+    """The service behind a request; 503 where it is not loaded."""
+    return _lifecycle(request).require_loaded()
 
 
 Service = Annotated[TeacherService, Depends(service_of)]
+Life = Annotated[Lifecycle, Depends(_lifecycle)]
 
 
 def _problems(*statuses: HTTPStatus) -> dict[int | str, dict[str, Any]]:
     """How errors look, for the OpenAPI page."""
     return {
-        int(status): {
-            "description": status.phrase,
-            "content": {PROBLEM_MEDIA_TYPE: {"example": _example(status)}},
-        }
+        int(status): {"description": status.phrase, "content": PROBLEM_CONTENT}
         for status in statuses
     }
-
-
-def _example(status: HTTPStatus) -> dict[str, Any]:
-    problem = Problem(title=status.phrase, status=status, detail="found this; expected that")
-    return problem.model_dump(exclude_none=True)
 
 
 @router.post(
@@ -110,13 +129,14 @@ def _example(status: HTTPStatus) -> dict[str, Any]:
         200: {
             "description": "One distribution per completion token, as JSON or as safetensors.",
             "content": {
-                "application/json": {},
+                "application/json": {"schema": reference(Scores)},
                 BINARY_MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}},
             },
         },
         **_problems(
             HTTPStatus.BAD_REQUEST,
             HTTPStatus.UNAUTHORIZED,
+            HTTPStatus.REQUEST_TIMEOUT,
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             HTTPStatus.UNPROCESSABLE_ENTITY,
             HTTPStatus.TOO_MANY_REQUESTS,
@@ -125,25 +145,67 @@ def _example(status: HTTPStatus) -> dict[str, Any]:
             HTTPStatus.GATEWAY_TIMEOUT,
         ),
     },
+    openapi_extra=REQUEST_BODY,
 )
-async def score_completions(body: LogprobsRequest, request: Request, service: Service) -> Response:
+async def score_completions(request: Request, life: Life, service: Service) -> Response:
     """Row r of an answer is the teacher's distribution that predicts completion token r.
 
     With ``Accept: application/vnd.mopd.safetensors`` the answer is one binary body, else JSON.
     """
-    seconds: float = request.app.state.request_timeout_seconds
+    service.require_ready()
+    body = await scoring_request(request)
+    binary = BINARY_MEDIA_TYPE in request.headers.get("accept", "")
+    state = request.app.state
     try:
-        async with asyncio.timeout(seconds):
-            response = await unless_client_leaves(request, service.score(body))
+        with state.answers.share(binary=binary) as reserve, life.ending() as ending:
+            async with asyncio.timeout(state.request_timeout_seconds):
+                scoring = _score(service, body, state.quotas, reserve)
+                response = await unless_client_leaves(request, scoring, ending)
+            return await _encoded(service, response, body.logprobs_dtype, binary=binary)
     except TimeoutError as error:
         raise Refusal(
             HTTPStatus.GATEWAY_TIMEOUT,
-            f"no answer within {seconds:g} s; send fewer or shorter sequences at once",
+            f"no answer within {state.request_timeout_seconds:g} s; send fewer or shorter "
+            "sequences at once",
         ) from error
+
+
+async def _score(
+    service: TeacherService,
+    body: LogprobsRequest,
+    quotas: Quotas,
+    reserve: Callable[[int], None],
+) -> LogprobsResponse:
+    """The scores; their tokens are taken from the quota of the key that asked, their memory from
+    what answers may take."""
+    record = current_record()
+
+    def admit(prompt_tokens: int, completion_tokens: int) -> None:
+        candidates = (len(row) for item in body.sequences for row in item.candidate_ids or ())
+        reserve(completion_tokens * max(body.top_k, max(candidates, default=0)))
+        if record is not None:
+            if record.key_name is not None:
+                quotas.spend(record.key_name, prompt_tokens + completion_tokens)
+            record.sequences, record.top_k = len(body.sequences), body.top_k
+            record.prompt_tokens, record.completion_tokens = prompt_tokens, completion_tokens
+
+    try:
+        return await service.score(body, admit=admit)
+    except Refusal:
+        if record is not None and record.key_name is not None:
+            quotas.give_back(record.key_name, record.prompt_tokens + record.completion_tokens)
+        raise
+
+
+async def _encoded(
+    service: TeacherService, response: LogprobsResponse, dtype: LogprobsDtype, *, binary: bool
+) -> Response:
     started = time.monotonic()
-    encode = _as_binary if BINARY_MEDIA_TYPE in request.headers.get("accept", "") else _as_json
-    answer = await asyncio.to_thread(encode, response, body.logprobs_dtype)
-    service.metrics.phase_seconds.labels("encode").observe(time.monotonic() - started)
+    answer = await asyncio.to_thread(_as_binary if binary else _as_json, response, dtype)
+    spent = time.monotonic() - started
+    service.metrics.phase_seconds.labels("encode").observe(spent)
+    if record := current_record():
+        record.phase_seconds = {**response.timings, "encode": spent}
     return answer
 
 
@@ -160,24 +222,31 @@ async def tokenizer(service: Service) -> TokenizerFiles:
 
 
 @router.get("/healthz", summary="Whether the process should live")
-async def health(service: Service) -> State:
-    """200 unless the warm-up has failed for good."""
-    if service.failure:
-        service.require_ready()
+async def health(life: Life) -> State:
+    """200 unless the warm-up has failed for good; also while the model loads."""
+    if life.service is not None and life.service.failure:
+        life.require_ready()
     return State(status="alive")
 
 
-@router.get("/readyz", summary="Whether requests are welcome")
-async def readiness(service: Service) -> State:
-    """503 until a warm-up scoring has passed."""
-    service.require_ready()
+@router.get(
+    "/readyz",
+    summary="Whether requests are welcome",
+    responses=_problems(HTTPStatus.SERVICE_UNAVAILABLE),
+)
+async def readiness(life: Life) -> State:
+    """503 until a warm-up scoring has passed, and again when the teacher is shutting down."""
+    life.require_ready()
     return State(status="ready")
 
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=Response)
-async def metrics(service: Service) -> Response:
-    """Requests, tokens, time by phase and the queue's length."""
-    return Response(service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+async def metrics(life: Life) -> Response:
+    """Requests, refusals, tokens, time by phase, the queue's length, the process's memory."""
+    known = [life.metrics.exposition()]
+    if life.service is not None:
+        known.append(life.service.metrics.exposition())
+    return Response(b"".join(known), media_type=CONTENT_TYPE_LATEST)
 
 
 def _as_binary(response: LogprobsResponse, dtype: LogprobsDtype) -> Response:

@@ -2,8 +2,12 @@
 
 import hashlib
 import hmac
+import logging
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 
@@ -11,27 +15,87 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mopd_protocol.errors import ConfigError
-from mopd_server.problems import problem_response
+from mopd_server.http_metrics import SCORING_PATH
+from mopd_server.problems import problem_response, refusal_response
+from mopd_server.quotas import Quotas
+from mopd_server.refusal import Refusal
+from mopd_server.request_record import current_record
+
+logger = logging.getLogger(__name__)
 
 KEYS_VARIABLE = "MOPD_API_KEYS"
 
+_NAMED_KEY = re.compile(r"(?P<name>[A-Za-z0-9_.-]{1,64})(?::\s*|\s+)(?P<key>\S+)")
 
-def read_api_keys(file: Path | None) -> tuple[str, ...]:
-    """Keys of ``file`` (one a line) and of the environment (comma-separated); empty for no auth.
+#: Tells one state of a file from another: time of change, size, and which file it is.
+_FileState = tuple[int, int, int]
 
-    Raises:
-        ConfigError: when the file cannot be read, or holds no key (which would let everybody in).
+
+@dataclass(frozen=True)
+class ApiKey:
+    """A key that opens, under the name that logs and quotas know it by."""
+
+    name: str
+    digest: bytes
+
+
+class ApiKeys:
+    """The keys of a file and of the environment. The file is read again when it has changed.
+
+    A line is ``KEY``, ``NAME KEY`` or ``NAME:KEY``; empty lines and those that begin with ``#`` are
+    skipped. A key without a name is called by its place, ``key-1``.
     """
-    from_environment = _keys(os.environ.get(KEYS_VARIABLE, "").split(","))
-    if file is None:
-        return from_environment
-    try:
-        from_file = _keys(file.read_text(encoding="utf-8").splitlines())
-    except OSError as error:
-        raise ConfigError(f"cannot read the API keys in {file}: {error.strerror}") from error
-    if not from_file:
-        raise ConfigError(f"{file} holds no API key; expected one a line")
-    return (*from_file, *from_environment)
+
+    def __init__(self, fixed: Sequence[str] = (), file: Path | None = None) -> None:
+        self._fixed = _parsed(fixed)
+        self._file = file
+        self._seen: _FileState | None = None
+        self._from_file: tuple[ApiKey, ...] = ()
+        self.asked = bool(self._fixed) or file is not None
+        """Whether a key is needed at all. Decided once: an emptied file lets nobody in."""
+
+    @classmethod
+    def read(cls, file: Path | None) -> "ApiKeys":
+        """Keys of ``file`` (one a line) and of the environment (comma-separated).
+
+        Raises:
+            ConfigError: when the file cannot be read, or holds no key (which would let nobody in).
+        """
+        keys = cls(os.environ.get(KEYS_VARIABLE, "").split(","), file)
+        if file is not None:
+            keys._seen = _state(file)
+            keys._from_file = _read(file)
+            if not keys._from_file:
+                raise ConfigError(f"{file} holds no API key; expected one a line")
+        return keys
+
+    def __len__(self) -> int:
+        return len(self._fixed) + len(self._from_file)
+
+    def name_of(self, key: str) -> str | None:
+        """The name of this key, ``None`` where it does not open.
+
+        Compares with every key, in constant time, whatever the key's length.
+        """
+        self.refresh()
+        asked = _digest(key)
+        found: str | None = None
+        for known in (*self._from_file, *self._fixed):
+            if hmac.compare_digest(asked, known.digest):
+                found = known.name
+        return found
+
+    def refresh(self) -> None:
+        """Reads the file again if it has changed; keeps the keys of before when it cannot."""
+        if self._file is None or (state := _state(self._file)) == self._seen:
+            return
+        self._seen = state
+        try:
+            self._from_file = _read(self._file)
+        except ConfigError as error:
+            logger.error("%s; the keys of before still open", error)
+            return
+        logger.info("read %d API keys again", len(self._from_file))
 
 
 class RequireApiKey:
@@ -41,34 +105,65 @@ class RequireApiKey:
     what is being trained.
     """
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, api_keys: ApiKeys, quotas: Quotas) -> None:
         self._app = app
-        self._digests = [_digest(key) for key in api_keys]
+        self._api_keys = api_keys
+        self._quotas = quotas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes on what is allowed, answers 401 to the rest."""
-        if scope["type"] == "http" and scope["path"].startswith("/v1/"):
-            kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-            if kind.lower() != "bearer" or not self._is_known(key.strip()):
-                found = "an unknown key" if key else "no key"
-                refused = problem_response(
-                    HTTPStatus.UNAUTHORIZED,
-                    f"found {found}; expected a header 'Authorization: Bearer KEY'",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
-                await refused(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        """Passes on what is allowed, answers 401 to the rest, and 429 beyond a key's quota."""
+        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, send)
+            return
+        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        name = self._api_keys.name_of(key.strip()) if kind.lower() == "bearer" else None
+        if name is None:
+            found = "an unknown key" if key else "no key"
+            refused = problem_response(
+                HTTPStatus.UNAUTHORIZED,
+                f"found {found}; expected a header 'Authorization: Bearer KEY'",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+            await refused(scope, receive, send)
+            return
+        if record := current_record():
+            record.key_name = name
+        with ExitStack() as turns:
+            if scope["path"] == SCORING_PATH:
+                try:
+                    turns.enter_context(self._quotas.turn(name))
+                except Refusal as refusal:
+                    await refusal_response(refusal)(scope, receive, send)
+                    return
+            await self._app(scope, receive, send)
 
-    def _is_known(self, key: str) -> bool:
-        """Compares with every key, in constant time, whatever the key's length."""
-        asked = _digest(key)
-        matches = [hmac.compare_digest(asked, known) for known in self._digests]
-        return any(matches)
+
+def _parsed(lines: Iterable[str]) -> tuple[ApiKey, ...]:
+    keys: list[ApiKey] = []
+    for line in map(str.strip, lines):
+        if not line or line.startswith("#"):
+            continue
+        named = _NAMED_KEY.fullmatch(line)
+        name, key = named.group("name", "key") if named else (f"key-{len(keys) + 1}", line)
+        keys.append(ApiKey(name, _digest(key)))
+    return tuple(keys)
 
 
-def _keys(lines: Sequence[str]) -> tuple[str, ...]:
-    return tuple(line.strip() for line in lines if line.strip())
+def _read(file: Path) -> tuple[ApiKey, ...]:
+    try:
+        return _parsed(file.read_text(encoding="utf-8").splitlines())
+    except OSError as error:
+        raise ConfigError(f"cannot read the API keys in {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read the API keys in {file}: it is not UTF-8 text") from error
+
+
+def _state(file: Path) -> _FileState | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _digest(key: str) -> bytes:

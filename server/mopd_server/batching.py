@@ -1,4 +1,4 @@
-"""Merges sequences that arrive together into batches for the engine.
+"""``Batcher``: merges sequences that arrive together into batches for a synchronous engine.
 
 One thread runs the engine. While it works, sequences wait; when it is free, whatever waits under
 the same settings is taken together, up to a token budget. So a lonely request waits for nobody,
@@ -6,32 +6,20 @@ and a busy teacher gets full batches.
 """
 
 import asyncio
+import contextvars
 import logging
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from http import HTTPStatus
 from itertools import islice
 
 from mopd_protocol.topk_logprobs import TopKLogprobs
-from mopd_server.engine import Engine, ScoringTask
-from mopd_server.refusal import Refusal
+from mopd_server.engine import Engine, EngineDead, EngineTimes, ScoringTask
+from mopd_server.scorer import failure_of
+from mopd_server.token_queue import TokenQueue
 
 logger = logging.getLogger(__name__)
-
-_LONGEST_RETRY_SECONDS = 60
-#: Share of the newest batch in the running estimate of the engine's speed.
-_SPEED_UPDATE = 0.2
-
-
-@dataclass(frozen=True)
-class EngineTimes:
-    """Seconds that one sequence waited, and that the engine spent on its batch."""
-
-    queue_seconds: float
-    prefill_seconds: float
 
 
 @dataclass(frozen=True)
@@ -51,21 +39,31 @@ class _Waiting:
 
 
 class Batcher:
-    """The queue in front of an engine, bounded by tokens.
+    """A ``Scorer`` around an engine that blocks.
 
-    Used from one event loop at a time. The worker is a task that ends when nothing waits, so there
-    is nothing to start.
+    The worker is a task that ends when nothing waits, so there is nothing to start. A batch that
+    the engine has begun is finished even if its clients leave; ``on_cancelled`` is told how many
+    sequences were given up by them.
     """
 
-    def __init__(self, engine: Engine, *, max_batch_tokens: int, max_queue_tokens: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_batch_tokens: int,
+        max_queue_tokens: int,
+        on_death: Callable[[str], None],
+        on_cancelled: Callable[[int], None],
+    ) -> None:
         self._engine = engine
         self._max_batch_tokens = max_batch_tokens
-        self._max_queue_tokens = max_queue_tokens
-        self._waiting: dict[_Waiting, None] = {}  # in order of arrival
-        self._waiting_tokens = 0
+        self._on_death = on_death
+        self._on_cancelled = on_cancelled
+        self._waiting: TokenQueue[_Waiting] = TokenQueue(
+            lambda entry: entry.task.tokens, max_tokens=max_queue_tokens
+        )
         self._worker: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
-        self._tokens_per_second: float | None = None
 
     @property
     def waiting_sequences(self) -> int:
@@ -75,58 +73,32 @@ class Batcher:
     @property
     def waiting_tokens(self) -> int:
         """Their tokens, prompts included."""
-        return self._waiting_tokens
+        return self._waiting.tokens
 
     async def score(
         self, tasks: Sequence[ScoringTask], *, top_k: int, temperature: float
     ) -> list[tuple[TopKLogprobs, EngineTimes]]:
-        """The scores of ``tasks``, in order. Cancelling takes those still waiting off the queue.
-
-        Raises:
-            Refusal: 429 when too much waits already, 500 when the engine fails on the batch.
-        """
-        self._require_room(sum(task.tokens for task in tasks))
+        """See ``Scorer.score``. Cancelling takes those still waiting off the queue."""
         loop = asyncio.get_running_loop()
         settings = _Settings(top_k, temperature)
         entries = [
             _Waiting(task, settings, time.monotonic(), loop.create_future()) for task in tasks
         ]
-        for entry in entries:
-            self._waiting[entry] = None
-            self._waiting_tokens += entry.task.tokens
+        self._waiting.enter(entries)
         if self._worker is None or self._worker.done():
-            self._worker = asyncio.create_task(self._work())
+            # In a context of its own: its log lines are not about the request that woke it.
+            self._worker = asyncio.create_task(self._work(), context=contextvars.Context())
         try:
             return list(await asyncio.gather(*(entry.scored for entry in entries)))
         finally:
             for entry in entries:
-                self._leave_queue(entry)
+                self._waiting.leave(entry)
                 entry.scored.cancel()
+            self._on_cancelled(sum(entry.scored.cancelled() for entry in entries))
 
     def close(self) -> None:
         """Lets the engine's thread end after the batch that it is on."""
         self._thread.shutdown(wait=True)
-
-    def _require_room(self, tokens: int) -> None:
-        """A request that alone is larger than the queue is let in when nothing waits."""
-        if self._waiting and self._waiting_tokens + tokens > self._max_queue_tokens:
-            raise Refusal(
-                HTTPStatus.TOO_MANY_REQUESTS,
-                f"{self._waiting_tokens} tokens wait already and {tokens} more would be above the "
-                f"queue's limit of {self._max_queue_tokens}; ask again later",
-                retry_after_seconds=self._seconds_of_work(),
-            )
-
-    def _seconds_of_work(self) -> int:
-        if self._tokens_per_second is None:
-            return 1
-        seconds = math.ceil(self._waiting_tokens / self._tokens_per_second)
-        return min(max(seconds, 1), _LONGEST_RETRY_SECONDS)
-
-    def _leave_queue(self, entry: _Waiting) -> None:
-        if entry in self._waiting:
-            del self._waiting[entry]
-            self._waiting_tokens -= entry.task.tokens
 
     def _take(self) -> list[_Waiting]:
         """The longest waiting sequence and others like it, off the queue; empty when none waits."""
@@ -142,7 +114,7 @@ class Batcher:
                     break
                 taken.append(entry)
         for entry in taken:
-            self._leave_queue(entry)
+            self._waiting.leave(entry)
         return taken
 
     async def _work(self) -> None:
@@ -155,9 +127,11 @@ class Batcher:
             except Exception as error:
                 logger.exception("the engine failed on a batch of %d sequences", len(batch))
                 _fail(batch, error)
+                if isinstance(error, EngineDead):
+                    self._on_death(str(error))
                 continue
             seconds = time.monotonic() - started
-            self._learn_speed(sum(entry.task.tokens for entry in batch), seconds)
+            self._waiting.worked(sum(entry.task.tokens for entry in batch), seconds)
             for entry, score in zip(batch, scores, strict=True):
                 if not entry.scored.done():  # its client may have gone meanwhile
                     times = EngineTimes(started - entry.submitted, seconds)
@@ -174,18 +148,9 @@ class Batcher:
             raise RuntimeError(f"the engine answered {len(scores)} of {len(batch)} sequences")
         return scores
 
-    def _learn_speed(self, tokens: int, seconds: float) -> None:
-        newest = tokens / max(seconds, 1e-6)
-        before = newest if self._tokens_per_second is None else self._tokens_per_second
-        self._tokens_per_second = before + _SPEED_UPDATE * (newest - before)
-
 
 def _fail(batch: Sequence[_Waiting], error: Exception) -> None:
-    refusal = Refusal(
-        HTTPStatus.INTERNAL_SERVER_ERROR,
-        f"the engine failed on this batch with {type(error).__name__}: {error}",
-    )
-    refusal.__cause__ = error
+    refusal = failure_of(error)
     for entry in batch:
         if not entry.scored.done():
             entry.scored.set_exception(refusal)

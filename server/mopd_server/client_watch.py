@@ -12,20 +12,24 @@ from mopd_server.refusal import Refusal
 Answer = TypeVar("Answer")
 
 
-async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer:
+async def unless_client_leaves(
+    request: Request, work: Coroutine[Any, Any, Answer], ending: asyncio.Future[None]
+) -> Answer:
     """The result of ``work``, which is cancelled when the client closes its connection first.
 
-    The request's body must have been read.
+    The request's body must have been read. ``ending`` raises when the whole service stops.
 
     Raises:
-        Refusal: 499, which nobody will read, but which is counted.
+        Refusal: 499, which nobody will read, but which is counted; or that of ``ending``.
     """
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_departure(request))
     try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, watching, ending}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
+        if ending.done():
+            ending.result()
         raise Refusal(CLIENT_CLOSED_REQUEST, "the client closed the connection")
     finally:
         working.cancel()

@@ -4,14 +4,21 @@ Arguments are parsed before anything heavy is imported, so that ``--help`` answe
 """
 
 import argparse
-import logging
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar, get_args
 
 from mopd_protocol.errors import MopdError
-from mopd_server.settings import DtypeName, EngineName, ListenSettings, TeacherSettings
+from mopd_server.logs import configure_logs
+from mopd_server.settings import (
+    DtypeName,
+    EngineName,
+    ListenSettings,
+    LogFormat,
+    TeacherSettings,
+)
 
 Number = TypeVar("Number", int, float)
 
@@ -30,26 +37,31 @@ example: serve a local model as the teacher "math" and ask it for its top 8 per 
 
 The teacher tokenizes the text itself, so the student may be of any family. /docs explains the
 request, /v1/manifest says who the teacher is, /readyz answers 200 once it can score.
+
+exit status: 0 after SIGTERM, 130 after Ctrl-C, 1 when the teacher cannot start, 2 for a wrong
+option, 3 when its engine died: restart it. The last line on stderr says why.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; exit status 1, with one sentence, when the teacher cannot start."""
+    """Runs the command line; the exit status, explained by one sentence unless it is 0."""
     parsed = parser().parse_args(arguments)
     teacher, listen = settings_of(parsed)
-    logging.basicConfig(
-        level=listen.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    from mopd_server.serving import serve  # torch, transformers and the web framework
+    configure_logs(listen.log_level, listen.log_format)
+    # torch, transformers and the web framework
+    from mopd_server.serving import DIED_STATUS, TeacherDied, serve
 
     try:
-        serve(teacher, listen)
+        ended_by = serve(teacher, listen)
+    except TeacherDied as error:
+        sys.stderr.write(f"mopd-teacher: {error}\n")
+        return DIED_STATUS
     except MopdError as error:
         sys.stderr.write(f"mopd-teacher: {error}\n")
         return 1
     except KeyboardInterrupt:
         return _INTERRUPTED
-    return 0
+    return _INTERRUPTED if ended_by == signal.SIGINT else 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_model_options(serve)
+    _add_vllm_options(serve)
     _add_limit_options(serve)
     _add_listen_options(serve)
     return root
@@ -89,16 +102,27 @@ def settings_of(parsed: argparse.Namespace) -> tuple[TeacherSettings, ListenSett
         max_batch_tokens=parsed.max_batch_tokens,
         max_queue_tokens=parsed.max_queue_tokens,
         trust_remote_code=parsed.trust_remote_code,
+        tensor_parallel_size=parsed.tensor_parallel_size,
+        pipeline_parallel_size=parsed.pipeline_parallel_size,
+        data_parallel_size=parsed.data_parallel_size,
+        quantization=parsed.quantization,
+        gpu_memory_utilization=parsed.gpu_memory_utilization,
+        logits_budget_bytes=parsed.logits_mebibytes * 1024 * 1024,
     )
     listen = ListenSettings(
         host=parsed.host,
         port=parsed.port,
         api_key_file=parsed.api_key_file,
         max_body_bytes=parsed.max_body_mebibytes * 1024 * 1024,
+        body_timeout_seconds=parsed.body_timeout,
         request_timeout_seconds=parsed.request_timeout,
+        drain_seconds=parsed.drain_timeout,
+        key_tokens_per_minute=parsed.key_tokens_per_minute,
+        key_requests_in_flight=parsed.key_requests_in_flight,
         tls_certificate=parsed.tls_certificate,
         tls_key=parsed.tls_key,
         log_level=parsed.log_level,
+        log_format=parsed.log_format,
     )
     return teacher, listen
 
@@ -111,7 +135,8 @@ def _add_model_options(serve: argparse.ArgumentParser) -> None:
         "--engine",
         choices=get_args(EngineName),
         default=TeacherSettings.engine,
-        help="what runs the model; auto takes the best engine there is (default: %(default)s)",
+        help="what runs the model; auto takes vllm where it is installed beside an accelerator, "
+        "else transformers (default: %(default)s)",
     )
     model.add_argument("--revision", help="hub commit, branch or tag")
     model.add_argument(
@@ -130,6 +155,42 @@ def _add_model_options(serve: argparse.ArgumentParser) -> None:
         "--trust-remote-code",
         action="store_true",
         help="run Python code that comes with the model; only for models whose authors you trust",
+    )
+
+
+def _add_vllm_options(serve: argparse.ArgumentParser) -> None:
+    vllm = serve.add_argument_group("vLLM")
+    for name, meaning in (
+        ("tensor", "accelerators that share each layer"),
+        ("pipeline", "groups of accelerators that hold a part of the layers each"),
+        ("data", "copies of the model that share the requests"),
+    ):
+        vllm.add_argument(
+            f"--{name}-parallel-size",
+            type=_positive(int),
+            default=1,
+            metavar="N",
+            help=f"{meaning} (default: %(default)s)",
+        )
+    vllm.add_argument(
+        "--quantization",
+        metavar="METHOD",
+        help="quantize the weights on loading, such as fp8 (default: what the checkpoint says)",
+    )
+    vllm.add_argument(
+        "--gpu-memory-utilization",
+        type=_share,
+        default=TeacherSettings.gpu_memory_utilization,
+        metavar="SHARE",
+        help="share of each accelerator's memory to take (default: %(default)s)",
+    )
+    vllm.add_argument(
+        "--logits-mebibytes",
+        type=_positive(int),
+        default=TeacherSettings.logits_budget_bytes // (1024 * 1024),
+        metavar="MIB",
+        help="of that, for the logits of one forward pass; bounds its tokens "
+        "(default: %(default)s)",
     )
 
 
@@ -176,6 +237,34 @@ def _add_limit_options(serve: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="a request that takes longer gets 504 (default: %(default)g)",
     )
+    limits.add_argument(
+        "--body-timeout",
+        type=_positive(float),
+        default=ListenSettings.body_timeout_seconds,
+        metavar="SECONDS",
+        help="a request whose body takes longer to arrive gets 408 (default: %(default)g)",
+    )
+    limits.add_argument(
+        "--drain-timeout",
+        type=_positive(float),
+        default=ListenSettings.drain_seconds,
+        metavar="SECONDS",
+        help="after SIGTERM, requests in flight have so long; the rest get 503. Keep it below the "
+        "time after which your supervisor kills (default: %(default)g)",
+    )
+    limits.add_argument(
+        "--key-tokens-per-minute",
+        type=_positive(int),
+        metavar="TOKENS",
+        help="prompt and completion tokens that each API key may ask for; more gets 429 "
+        "(default: no limit)",
+    )
+    limits.add_argument(
+        "--key-requests-in-flight",
+        type=_positive(int),
+        metavar="REQUESTS",
+        help="requests that each API key may have under way; more get 429 (default: no limit)",
+    )
 
 
 def _add_listen_options(serve: argparse.ArgumentParser) -> None:
@@ -195,7 +284,8 @@ def _add_listen_options(serve: argparse.ArgumentParser) -> None:
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help="ask for one of these keys, one a line; MOPD_API_KEYS (comma-separated) adds more "
+        help="ask for one of these keys, one a line: KEY, or NAME KEY to see the name in the log. "
+        "Read again when it changes. MOPD_API_KEYS (comma-separated) adds more "
         "(default: no key asked)",
     )
     listen.add_argument("--tls-certificate", type=Path, metavar="FILE", help="serve https")
@@ -205,6 +295,12 @@ def _add_listen_options(serve: argparse.ArgumentParser) -> None:
         choices=("debug", "info", "warning", "error"),
         default=ListenSettings.log_level,
         help="(default: %(default)s)",
+    )
+    listen.add_argument(
+        "--log-format",
+        choices=get_args(LogFormat),
+        default=ListenSettings.log_format,
+        help="json writes one object a line, on stderr like text (default: %(default)s)",
     )
 
 
@@ -217,6 +313,12 @@ def _positive(kind: Callable[[str], Number]) -> Callable[[str], Number]:
 
     parse.__name__ = "number"  # argparse names the type in its own message
     return parse
+
+
+def _share(text: str) -> float:
+    if not 0 < float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"found {text}, expected a number above 0, up to 1")
+    return float(text)
 
 
 def _port(text: str) -> int:

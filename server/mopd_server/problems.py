@@ -1,5 +1,6 @@
 """Every error as an RFC 9457 problem document (``application/problem+json``)."""
 
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
@@ -14,11 +15,19 @@ from starlette.exceptions import HTTPException
 from mopd_protocol.requests import ControlToken, LogprobsRequest, SequenceRequest
 from mopd_protocol.samples import Message
 from mopd_server.refusal import Refusal
+from mopd_server.request_record import current_record
 
 PROBLEM_MEDIA_TYPE = "application/problem+json"
 
 #: nginx's number for a client that closed the connection; the standard has none.
 CLIENT_CLOSED_REQUEST = 499
+
+#: A problem quotes what it found, and what it found may be a megabyte.
+_LONGEST_DETAIL = 2000
+_LONGEST_QUOTE = 200
+_MOST_FIELDS = 10
+
+_PATH = re.compile(r"(?<![\w.)])(?:~|[A-Za-z]:)?[/\\][^\s'\"<>|,;]+")
 
 
 class FieldProblem(BaseModel):
@@ -36,6 +45,8 @@ class Problem(BaseModel):
     title: str
     status: int
     detail: str
+    instance: str | None = None
+    """Id of the request, as in the answer's header X-Request-Id and in the teacher's log."""
     errors: list[FieldProblem] | None = None
     """Only for bodies that are not well-formed requests: one entry a field."""
 
@@ -46,10 +57,18 @@ def problem_response(
     *,
     errors: Sequence[FieldProblem] | None = None,
     headers: Mapping[str, str] | None = None,
+    reason: str | None = None,
 ) -> JSONResponse:
-    """The problem document for ``status``."""
+    """The problem document for ``status``; ``reason`` is how the refusal is counted."""
+    record = current_record()
+    if record is not None:
+        record.reason = reason
     problem = Problem(
-        title=_title(status), status=status, detail=detail, errors=list(errors) if errors else None
+        title=_title(status),
+        status=status,
+        detail=_shortened(detail, _LONGEST_DETAIL),
+        instance=record.id if record else None,
+        errors=list(errors) if errors else None,
     )
     return JSONResponse(
         problem.model_dump(exclude_none=True),
@@ -63,15 +82,17 @@ def refusal_response(refusal: Refusal) -> JSONResponse:
     """The problem document of a refusal, with ``Retry-After`` where it names a time."""
     seconds = refusal.retry_after_seconds
     headers = None if seconds is None else {"Retry-After": str(seconds)}
-    return problem_response(refusal.http_status, str(refusal), headers=headers)
+    detail = str(refusal)
+    if refusal.http_status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        detail = _without_paths(detail)
+    return problem_response(refusal.http_status, detail, headers=headers, reason=refusal.reason)
 
 
 def install_problem_handlers(app: FastAPI) -> None:
-    """Makes every error that leaves ``app`` a problem document."""
+    """Makes every error that leaves a route of ``app`` a problem document."""
     app.add_exception_handler(Refusal, _on_refusal)
     app.add_exception_handler(RequestValidationError, _on_malformed_body)
     app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(Exception, _on_unexpected)
 
 
 async def _on_refusal(request: Request, error: Exception) -> JSONResponse:
@@ -81,7 +102,7 @@ async def _on_refusal(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_malformed_body(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    problems = [_field_problem(found) for found in error.errors()]
+    problems = [_field_problem(found) for found in error.errors()[:_MOST_FIELDS]]
     sentences = [f"{p.field}: found {p.found}; expected {p.expected}" for p in problems]
     return problem_response(HTTPStatus.BAD_REQUEST, ". ".join(sentences), errors=problems)
 
@@ -90,19 +111,11 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
     assert isinstance(error, HTTPException)
     detail = error.detail
     if error.status_code == HTTPStatus.NOT_FOUND:
-        detail = f"there is no {request.url.path} here; /docs lists what there is"
+        detail = f"there is no {_quoted(request)} here; /docs lists what there is"
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = (error.headers or {}).get("Allow", "another method")
-        detail = f"{request.url.path} does not take {request.method}; expected {allowed}"
+        detail = f"{_quoted(request)} does not take {request.method}; expected {allowed}"
     return problem_response(error.status_code, detail, headers=error.headers)
-
-
-async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:
-    # Logged by the server, to which starlette raises it again after this answer.
-    return problem_response(
-        HTTPStatus.INTERNAL_SERVER_ERROR,
-        f"the teacher failed with {type(error).__name__}; its log says more",
-    )
 
 
 def _title(status: int) -> str:
@@ -115,34 +128,46 @@ _FIELDS = frozenset(name for model in _MODELS for name in model.model_fields)
 
 def _field_problem(error: Mapping[str, Any]) -> FieldProblem:
     location: tuple[int | str, ...] = tuple(error["loc"])
-    if error["type"] == "json_invalid":
-        return FieldProblem(
-            field="body", found=f"invalid JSON ({error['ctx']['error']})", expected="JSON"
-        )
-    if location == ("body",) and isinstance(error["input"], bytes):
-        return FieldProblem(
-            field="body",
-            found="another type of content",
-            expected="JSON with the header Content-Type: application/json",
-        )
-    if error["type"] == "extra_forbidden":
-        return FieldProblem(
-            field=_path(location[:-1]),
-            found=f"an unknown key {location[-1]!r}",
-            expected=f"only {', '.join(_keys_beside(location))}",
-        )
-    if error["type"] == "missing":
-        return FieldProblem(field=_path(location), found="nothing", expected="a value")
-    if error["type"] == "value_error":  # our own validators already say found and expected
-        found, _, expected = str(error["ctx"]["error"]).partition("; expected ")
-        return FieldProblem(
-            field=_path(location), found=found.removeprefix("found "), expected=expected
-        )
+    found, expected = _found_and_expected(location, error)
+    field = _path(location[:-1] if error["type"] == "extra_forbidden" else location)
     return FieldProblem(
-        field=_path(location),
-        found=reprlib.repr(error["input"]),
-        expected=str(error["msg"]).removeprefix("Input should be "),
+        field=field,
+        found=_shortened(found, _LONGEST_QUOTE),
+        expected=_shortened(expected, _LONGEST_QUOTE),
     )
+
+
+def _found_and_expected(
+    location: tuple[int | str, ...], error: Mapping[str, Any]
+) -> tuple[str, str]:
+    context: Mapping[str, Any] = error.get("ctx", {})
+    if error["type"] == "json_invalid":
+        return f"invalid JSON ({context['error']})", "JSON"
+    if error["type"] == "not_json":
+        return "another type of content", "JSON with the header Content-Type: application/json"
+    if error["type"] == "too_many":
+        return f"{context['found']} mistakes", "a scoring request as /docs explains it"
+    if error["type"] == "extra_forbidden":
+        return f"an unknown key {location[-1]!r}", f"only {', '.join(_keys_beside(location))}"
+    if error["type"] == "missing":
+        return "nothing", "a value"
+    if error["type"] == "value_error":  # our own validators already say found and expected
+        found, _, expected = str(context["error"]).partition("; expected ")
+        return found.removeprefix("found "), expected
+    return reprlib.repr(error["input"]), str(error["msg"]).removeprefix("Input should be ")
+
+
+def _without_paths(detail: str) -> str:
+    """The first line, without what names a file: an engine's failure may tell where it lives."""
+    return _PATH.sub("(a path)", (detail.splitlines() or [""])[0])
+
+
+def _shortened(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
+def _quoted(request: Request) -> str:
+    return _shortened(request.url.path, _LONGEST_QUOTE)
 
 
 def _keys_beside(location: tuple[int | str, ...]) -> list[str]:

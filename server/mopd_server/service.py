@@ -5,8 +5,9 @@ check limits -> tokenize -> queue and score -> answer. This is the file to read 
 
 import asyncio
 import logging
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
 import numpy as np
@@ -15,10 +16,13 @@ from mopd_protocol.manifest import Features, Manifest
 from mopd_protocol.requests import LogprobsRequest
 from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.samples import TeacherScore
-from mopd_server.batching import Batcher, EngineTimes
-from mopd_server.engine import Engine, ScoringTask
+from mopd_server.batching import Batcher
+from mopd_server.direct_scoring import DirectScorer
+from mopd_server.engine import AsyncEngine, Engine, EngineTimes, ScoringTask
 from mopd_server.metrics import ServiceMetrics
 from mopd_server.refusal import Refusal
+from mopd_server.scorer import Scorer
+from mopd_server.self_check import check_engine
 from mopd_server.settings import TeacherSettings
 from mopd_server.tokenization import TeacherTokenizer, TokenizedSequence
 
@@ -32,24 +36,46 @@ class TeacherService:
     """One teacher: its tokenizer, its engine, the queue between them, and its identity card."""
 
     def __init__(
-        self, tokenizer: TeacherTokenizer, engine: Engine, settings: TeacherSettings
+        self,
+        tokenizer: TeacherTokenizer,
+        engine: Engine | AsyncEngine,
+        settings: TeacherSettings,
     ) -> None:
         self._tokenizer = tokenizer
         self._engine = engine
-        self._batcher = Batcher(
-            engine,
-            max_batch_tokens=settings.max_batch_tokens,
-            max_queue_tokens=settings.max_queue_tokens,
-        )
         self.manifest = _manifest(tokenizer, engine, settings)
         self.metrics = ServiceMetrics(
-            waiting_sequences=lambda: self._batcher.waiting_sequences,
-            waiting_tokens=lambda: self._batcher.waiting_tokens,
+            waiting_sequences=lambda: self._scorer.waiting_sequences,
+            waiting_tokens=lambda: self._scorer.waiting_tokens,
         )
-        self.ready = False
-        """Whether a warm-up scoring has passed."""
         self.failure: str | None = None
-        """Why the warm-up failed; this teacher will never be ready then."""
+        """Why this teacher will never score (again): its warm-up failed, or its engine died."""
+        self._warm = False
+        self._cause_of_death: str | None = None
+        self._on_engine_death: Callable[[str], None] | None = None
+        self._dying = threading.Lock()
+        self._scorer = self._scorer_of(engine, settings)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the warm-up has passed and the engine lives."""
+        return self._warm and self.failure is None
+
+    @property
+    def on_engine_death(self) -> Callable[[str], None] | None:
+        """Called once, from any thread, with one sentence, when the engine has died.
+
+        Set after that, it is called at once.
+        """
+        return self._on_engine_death
+
+    @on_engine_death.setter
+    def on_engine_death(self, hook: Callable[[str], None] | None) -> None:
+        with self._dying:
+            self._on_engine_death = hook
+            cause = self._cause_of_death
+        if hook is not None and cause is not None:
+            hook(cause)
 
     @property
     def tokenizer_files(self) -> Mapping[str, str]:
@@ -57,32 +83,35 @@ class TeacherService:
         return self._tokenizer.files
 
     def warm_up(self) -> None:
-        """Scores a few tokens, which compiles and allocates what is lazy, and proves that it works.
+        """Scores a few tokens, which compiles and allocates what is lazy, and checks the answers.
 
         Blocks; a failure is kept in ``failure`` and logged, because a service that cannot score
         should say so on ``/readyz``, not vanish.
         """
         started = time.monotonic()
-        ids = np.resize(np.flatnonzero(self._tokenizer.table.present), 4).astype(np.int32)
+        ids = np.flatnonzero(self._tokenizer.table.present).astype(np.int32)
+        check = check_engine(
+            self._scorer, self._engine.description, ids, max_top_k=self.manifest.max_top_k
+        )
         try:
-            self._engine.score([ScoringTask(ids[:2], ids[2:])], top_k=1, temperature=1.0)
+            asyncio.run(check)
         except Exception as error:
-            self.failure = f"{type(error).__name__}: {error}"
+            self.failure = self.failure or f"its warm-up failed with {_told(error)}"
             logger.exception("teacher %r failed its warm-up", self.manifest.service)
             return
-        self.ready = True
+        self._warm = True
         seconds = time.monotonic() - started
         logger.info("teacher %r is ready, warmed up in %.1f s", self.manifest.service, seconds)
 
     def require_ready(self) -> None:
-        """Raises Refusal 503 until a warm-up has passed."""
+        """Raises Refusal 503 until a warm-up has passed, and after the engine has died."""
         if self.ready:
             return
         name = self.manifest.service
         if self.failure:
             raise Refusal(
                 HTTPStatus.SERVICE_UNAVAILABLE,
-                f"teacher {name!r} failed its warm-up with {self.failure}; restart it",
+                f"teacher {name!r} cannot score: {self.failure}; restart it",
             )
         raise Refusal(
             HTTPStatus.SERVICE_UNAVAILABLE,
@@ -90,8 +119,13 @@ class TeacherService:
             retry_after_seconds=1,
         )
 
-    async def score(self, request: LogprobsRequest) -> LogprobsResponse:
+    async def score(
+        self, request: LogprobsRequest, *, admit: Callable[[int, int], None] | None = None
+    ) -> LogprobsResponse:
         """The teacher's view of every completion of ``request``.
+
+        ``admit`` is told the tokens of prompts and completions before they are queued, and may
+        refuse them.
 
         Raises:
             Refusal: when any sequence cannot be scored; nothing is scored in part.
@@ -101,7 +135,12 @@ class TeacherService:
         started = time.monotonic()
         sequences = await asyncio.to_thread(self._tokenize, request)
         tokenize_seconds = time.monotonic() - started
-        scored = await self._batcher.score(
+        if admit is not None:
+            admit(
+                sum(len(sequence.prompt_ids) for sequence in sequences),
+                sum(len(sequence.completion) for sequence in sequences),
+            )
+        scored = await self._scorer.score(
             [sequence.task for sequence in sequences],
             top_k=request.top_k,
             temperature=request.temperature,
@@ -119,8 +158,34 @@ class TeacherService:
         )
 
     def close(self) -> None:
-        """Ends the engine's thread."""
-        self._batcher.close()
+        """Ends the engine."""
+        self._scorer.close()
+
+    def _scorer_of(self, engine: Engine | AsyncEngine, settings: TeacherSettings) -> Scorer:
+        if isinstance(engine, AsyncEngine):
+            return DirectScorer(
+                engine,
+                max_queue_tokens=settings.max_queue_tokens,
+                on_death=self._engine_died,
+                on_cancelled=self.metrics.cancelled_sequences.inc,
+            )
+        return Batcher(
+            engine,
+            max_batch_tokens=settings.max_batch_tokens,
+            max_queue_tokens=settings.max_queue_tokens,
+            on_death=self._engine_died,
+            on_cancelled=self.metrics.cancelled_sequences.inc,
+        )
+
+    def _engine_died(self, cause: str) -> None:
+        with self._dying:
+            if self._cause_of_death is not None:
+                return
+            self._cause_of_death = self.failure = cause
+            hook = self._on_engine_death
+        logger.error("teacher %r cannot go on: %s", self.manifest.service, cause)
+        if hook is not None:
+            hook(cause)
 
     def _require_within_limits(self, request: LogprobsRequest) -> None:
         limit = self.manifest.max_top_k
@@ -188,7 +253,13 @@ def _timings(tokenize_seconds: float, times: list[EngineTimes]) -> dict[str, flo
     }
 
 
-def _manifest(tokenizer: TeacherTokenizer, engine: Engine, settings: TeacherSettings) -> Manifest:
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, Refusal) else f"{type(error).__name__}: {error}"
+
+
+def _manifest(
+    tokenizer: TeacherTokenizer, engine: Engine | AsyncEngine, settings: TeacherSettings
+) -> Manifest:
     about, table = engine.description, tokenizer.table
     return Manifest(
         service=settings.service_name,

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-EngineName = Literal["auto", "transformers"]
+EngineName = Literal["auto", "vllm", "transformers"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+LogFormat = Literal["text", "json"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,7 @@ class TeacherSettings:
     name: str | None = None
     """Name of this teacher in answers and logs; the model's last path component when absent."""
     engine: EngineName = "auto"
+    """auto is vLLM where it is installed beside an accelerator that it can use."""
     revision: str | None = None
     """Hub commit, branch or tag."""
     dtype: DtypeName = "auto"
@@ -31,11 +33,24 @@ class TeacherSettings:
     top_k_max: int = 1024
     """Largest top_k (and candidates per token) that a request may ask for."""
     max_batch_tokens: int = 16_384
-    """Tokens in one forward pass, padding counted; a longer single sequence goes alone."""
+    """Tokens in one forward pass, padding counted. transformers: a longer single sequence goes
+    alone; vLLM: sequences are cut where a pass is full, and the logits budget may allow less."""
     max_queue_tokens: int = 1_048_576
     """Tokens that may wait before requests are answered with 429."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
+    tensor_parallel_size: int = 1
+    """vLLM: accelerators that share each layer."""
+    pipeline_parallel_size: int = 1
+    """vLLM: groups of accelerators that hold one part of the layers each."""
+    data_parallel_size: int = 1
+    """vLLM: copies of the model that share the requests."""
+    quantization: str | None = None
+    """vLLM: how weights are quantized on loading; what the checkpoint says when absent."""
+    gpu_memory_utilization: float = 0.9
+    """vLLM: share of each accelerator's memory that the engine may take, logits and all."""
+    logits_budget_bytes: int = 4 * 1024 * 1024 * 1024
+    """vLLM: memory for the logits of one forward pass, which bounds its tokens."""
 
     @property
     def service_name(self) -> str:
@@ -51,9 +66,19 @@ class ListenSettings:
     port: int = 8101
     """0 takes a free port."""
     api_key_file: Path | None = None
-    """One key a line; the environment variable MOPD_API_KEYS adds comma-separated keys."""
-    max_body_bytes: int = 64 * 1024 * 1024
+    """One key a line, ``KEY`` or ``NAME KEY``, read again when it changes; the environment variable
+    MOPD_API_KEYS adds comma-separated keys."""
+    key_tokens_per_minute: int | None = None
+    """Prompt and completion tokens that each key may ask for; more gets 429."""
+    key_requests_in_flight: int | None = None
+    """Requests that each key may have under way at once; more get 429."""
+    max_body_bytes: int = 16 * 1024 * 1024
+    body_timeout_seconds: float = 60.0
+    """From a request's head to the end of its body; a slower one gets 408."""
     request_timeout_seconds: float = 600.0
+    drain_seconds: float = 25.0
+    """After SIGTERM, for requests in flight; those left get 503. Supervisors often wait 30."""
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     log_level: str = "info"
+    log_format: LogFormat = "text"

@@ -27,7 +27,7 @@ from mopd_server.distributions import (
     keep_top,
     normalize,
 )
-from mopd_server.engine import EngineDescription, ScoringTask
+from mopd_server.engine import EngineDead, EngineDescription, ScoringTask, no_rows
 from mopd_server.length_buckets import length_buckets
 from mopd_server.model_revision import revision_of
 from mopd_server.settings import DtypeName, TeacherSettings
@@ -115,9 +115,20 @@ class TransformersEngine:
         self, batch: Sequence[ScoringTask], *, top_k: int, temperature: float
     ) -> list[TopKLogprobs]:
         """See ``Engine.score``."""
-        scores: list[TopKLogprobs] = [
-            _no_rows(0 if task.candidate_ids else top_k) for task in batch
-        ]
+        try:
+            return self._score_batch(batch, top_k, temperature)
+        except RuntimeError as error:  # torch's own errors are among them
+            if not _answers(self._model.device):
+                raise EngineDead(
+                    f"device {str(self._model.device)!r} fails every call since "
+                    f"{type(error).__name__}: {_first_line(error)}"
+                ) from error
+            raise
+
+    def _score_batch(
+        self, batch: Sequence[ScoringTask], top_k: int, temperature: float
+    ) -> list[TopKLogprobs]:
+        scores: list[TopKLogprobs] = [no_rows(0 if task.candidate_ids else top_k) for task in batch]
         for with_candidates in (False, True):
             positions = [
                 position
@@ -229,16 +240,6 @@ def _split(joined: TopKLogprobs, tasks: Sequence[ScoringTask], top_k: int) -> li
     return scores
 
 
-def _no_rows(k: int) -> TopKLogprobs:
-    """The scores of an empty completion."""
-    return TopKLogprobs(
-        ids=np.zeros((0, k), dtype=np.int32),
-        logprobs=np.zeros((0, k), dtype=np.float32),
-        token_logprobs=np.zeros(0, dtype=np.float32),
-        tail_logprobs=np.zeros(0, dtype=np.float32),
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class _Probe:
     """One short forward pass, watched: what the head was given, made, and what came out."""
@@ -335,6 +336,14 @@ def _device(name: str) -> torch.device:
             "cuda, cuda:1 or npu"
         ) from error
     return device
+
+
+def _answers(device: torch.device) -> bool:
+    """Whether a device still computes: after some errors it fails every call of this process."""
+    try:
+        return torch.ones(1, device=device).add_(1).item() == 2.0
+    except RuntimeError:
+        return False
 
 
 def _dtype(name: DtypeName, device: torch.device) -> torch.dtype | str:

@@ -175,7 +175,7 @@ def test_the_documentation_shows_a_request_that_works(qwen_teacher: TinyTeacher)
     (example,) = schema["components"]["schemas"]["LogprobsRequest"]["examples"]
     assert post(qwen_teacher.app, example).status_code == 200
     answers = schema["paths"]["/v1/logprobs"]["post"]["responses"]
-    assert {"200", "400", "401", "413", "422", "429", "500", "503", "504"} == answers.keys()
+    assert {"200", "400", "401", "408", "413", "422", "429", "500", "503", "504"} == answers.keys()
 
 
 def test_metrics_count_requests_tokens_and_phases() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_server.batching import Batcher
-from mopd_server.engine import EngineDescription, ScoringTask
+from mopd_server.engine import EngineDead, EngineDescription, ScoringTask
 from mopd_server.refusal import Refusal
 
 
@@ -21,7 +21,7 @@ class ScriptedEngine:
         self.gate = threading.Event()
         self.gate.set()
         self.begun = threading.Semaphore(0)
-        self.broken = False
+        self.error: Exception | None = None
 
     @property
     def description(self) -> EngineDescription:
@@ -33,8 +33,8 @@ class ScriptedEngine:
         self.batches.append(([int(t.prompt_ids[0]) for t in batch], top_k, temperature))
         self.begun.release()
         assert self.gate.wait(timeout=30), "a failed test left the gate closed"
-        if self.broken:
-            raise RuntimeError("out of memory")
+        if self.error is not None:
+            raise self.error
         return [
             TopKLogprobs(
                 ids=task.completion_ids[:, None],
@@ -51,8 +51,20 @@ def task(name: int, tokens: int = 10) -> ScoringTask:
     return ScoringTask(np.full(tokens - 1, name, dtype=np.int32), np.array([name], dtype=np.int32))
 
 
-def batcher(engine: ScriptedEngine, batch_tokens: int = 100, queue_tokens: int = 1000) -> Batcher:
-    return Batcher(engine, max_batch_tokens=batch_tokens, max_queue_tokens=queue_tokens)
+def batcher(
+    engine: ScriptedEngine,
+    batch_tokens: int = 100,
+    queue_tokens: int = 1000,
+    deaths: list[str] | None = None,
+    cancelled: list[int] | None = None,
+) -> Batcher:
+    return Batcher(
+        engine,
+        max_batch_tokens=batch_tokens,
+        max_queue_tokens=queue_tokens,
+        on_death=([] if deaths is None else deaths).append,
+        on_cancelled=([] if cancelled is None else cancelled).append,
+    )
 
 
 async def score(
@@ -154,9 +166,10 @@ def test_a_request_larger_than_the_queue_is_taken_when_nothing_waits() -> None:
     assert asyncio.run(score(batcher(ScriptedEngine(), queue_tokens=5), task(1))) == [1]
 
 
-def test_a_request_that_is_given_up_leaves_the_queue() -> None:
+def test_a_request_that_is_given_up_leaves_the_queue_and_is_counted() -> None:
     engine = ScriptedEngine()
-    queue = batcher(engine)
+    cancelled: list[int] = []
+    queue = batcher(engine, cancelled=cancelled)
 
     async def scenario() -> None:
         first = await behind_a_closed_gate(engine, queue)
@@ -166,8 +179,10 @@ def test_a_request_that_is_given_up_leaves_the_queue() -> None:
         gone.cancel()
         await asyncio.wait({gone})
         assert (queue.waiting_sequences, queue.waiting_tokens) == (1, 10)
+        assert cancelled == [2]
         engine.gate.set()
         assert await asyncio.gather(first, stays) == [[0], [3]]
+        assert sum(cancelled) == 2
 
     asyncio.run(scenario())
     assert [names for names, _, _ in engine.batches] == [[0], [3]]
@@ -189,8 +204,9 @@ def test_a_request_that_is_given_up_in_the_engine_does_not_stop_the_next() -> No
 
 def test_an_engine_that_fails_fails_its_batch_and_then_works_on() -> None:
     engine = ScriptedEngine()
-    queue = batcher(engine)
-    engine.broken = True
+    deaths: list[str] = []
+    queue = batcher(engine, deaths=deaths)
+    engine.error = RuntimeError("out of memory")
 
     async def scenario() -> list[int]:
         refusals = await asyncio.gather(
@@ -200,11 +216,22 @@ def test_an_engine_that_fails_fails_its_batch_and_then_works_on() -> None:
             assert isinstance(refused, Refusal)
             assert refused.http_status == 500
             assert "RuntimeError: out of memory" in str(refused)
-        engine.broken = False
+        engine.error = None
         return await score(queue, task(3))
 
     assert asyncio.run(scenario()) == [3]
     assert [names for names, _, _ in engine.batches] == [[1, 2], [3]]
+    assert deaths == []
+
+
+def test_an_engine_that_dies_is_told_apart_from_one_that_fails() -> None:
+    engine = ScriptedEngine()
+    deaths: list[str] = []
+    engine.error = EngineDead("the device is gone")
+    with pytest.raises(Refusal, match="the device is gone; ask another replica") as raised:
+        asyncio.run(score(batcher(engine, deaths=deaths), task(1)))
+    assert raised.value.http_status == 503
+    assert deaths == ["the device is gone"]
 
 
 def test_a_batcher_serves_one_event_loop_after_another() -> None:

@@ -48,8 +48,12 @@ def test_every_option_reaches_its_setting() -> None:
     line = (
         "serve m --name n --engine transformers --revision r --dtype bfloat16 --device cuda:1 "
         "--max-model-len 9 --top-k-max 8 --max-batch-tokens 7 --max-queue-tokens 6 "
-        "--trust-remote-code --host 0.0.0.0 --port 0 --api-key-file k --max-body-mebibytes 2 "
-        "--request-timeout 1.5 --tls-certificate c --tls-key t --log-level debug"
+        "--trust-remote-code --tensor-parallel-size 2 --pipeline-parallel-size 3 "
+        "--data-parallel-size 4 --quantization fp8 --gpu-memory-utilization 0.5 "
+        "--logits-mebibytes 5 --host 0.0.0.0 --port 0 --api-key-file k --max-body-mebibytes 2 "
+        "--request-timeout 1.5 --body-timeout 2.5 --drain-timeout 3.5 --key-tokens-per-minute 5 "
+        "--key-requests-in-flight 4 --tls-certificate c --tls-key t --log-level debug "
+        "--log-format json"
     )
     teacher, listen = settings_of(parser().parse_args(line.split()))
     assert teacher == TeacherSettings(
@@ -64,21 +68,38 @@ def test_every_option_reaches_its_setting() -> None:
         max_batch_tokens=7,
         max_queue_tokens=6,
         trust_remote_code=True,
+        tensor_parallel_size=2,
+        pipeline_parallel_size=3,
+        data_parallel_size=4,
+        quantization="fp8",
+        gpu_memory_utilization=0.5,
+        logits_budget_bytes=5 * 1024 * 1024,
     )
     assert listen == ListenSettings(
         host="0.0.0.0",
         port=0,
         api_key_file=Path("k"),
         max_body_bytes=2 * 1024 * 1024,
+        body_timeout_seconds=2.5,
         request_timeout_seconds=1.5,
+        drain_seconds=3.5,
+        key_tokens_per_minute=5,
+        key_requests_in_flight=4,
         tls_certificate=Path("c"),
         tls_key=Path("t"),
         log_level="debug",
+        log_format="json",
     )
 
 
 @pytest.mark.parametrize(
-    "options", [["--top-k-max", "0"], ["--port", "70000"], ["--dtype", "int8"]]
+    "options",
+    [
+        ["--top-k-max", "0"],
+        ["--port", "70000"],
+        ["--dtype", "int8"],
+        ["--gpu-memory-utilization", "1.5"],
+    ],
 )
 def test_a_wrong_option_is_explained(
     options: list[str], capsys: pytest.CaptureFixture[str]

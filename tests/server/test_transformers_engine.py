@@ -10,13 +10,13 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, Granite
 from mopd_protocol.errors import ConfigError, DataError
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_server import transformers_engine
-from mopd_server.engine import ScoringTask
+from mopd_server.engine import EngineDead, ScoringTask
 from mopd_server.loading import load_service
 from mopd_server.settings import TeacherSettings
 from mopd_server.transformers_engine import TransformersEngine
 from tests import tiny_models
 from tests.reference.teacher_scores import completion_logprobs, tail_logprob
-from tests.server.tiny_teachers import FAMILIES, TinyTeacher, teacher_of
+from tests.server.tiny_teachers import FAMILIES, TinyTeacher, teacher_of, teacher_of_family
 
 PROMPT, COMPLETION = [40, 9, 77, 120], [55, 300, 8, 8, 201, 31]
 TOP_K = 7
@@ -266,3 +266,25 @@ def test_the_engine_satisfies_the_interface(qwen_teacher: TinyTeacher) -> None:
     assert description.engine == "transformers"
     assert description.candidate_ids
     assert description.temperature
+
+
+def test_an_error_of_one_batch_is_not_the_death_of_the_device() -> None:
+    teacher = teacher_of_family("qwen")
+
+    def fail(*ignored: object) -> None:
+        raise RuntimeError("out of memory")
+
+    hook = teacher.model.base_model.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory") as raised:
+        score(teacher, task())
+    assert not isinstance(raised.value, EngineDead)
+    hook.remove()
+    assert len(score(teacher, task())[0]) == len(COMPLETION)
+
+
+def test_a_device_that_computes_nothing_any_more_is_dead() -> None:
+    teacher = teacher_of_family("qwen")
+    teacher.model.to("meta")  # a device on which nothing has a value
+    task = ScoringTask(np.array([3], dtype=np.int32), np.array([1], dtype=np.int32))
+    with pytest.raises(EngineDead, match="device 'meta' fails every call since"):
+        teacher.engine.score([task], top_k=1, temperature=1.0)

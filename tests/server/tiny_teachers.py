@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,9 +49,13 @@ class TinyTeacher:
 
 
 def teacher_of(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, **settings: Any
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    warm: bool = True,
+    **settings: Any,
 ) -> TinyTeacher:
-    """A ready teacher around a model in memory."""
+    """A teacher around a model in memory, ready unless ``warm`` is false."""
     teacher_tokenizer = TeacherTokenizer(tokenizer)
     engine = TransformersEngine(
         model,
@@ -63,15 +68,19 @@ def teacher_of(
     service = TeacherService(
         teacher_tokenizer, engine, TeacherSettings(model="tiny", name="math", **settings)
     )
-    service.warm_up()
+    if warm:
+        # Runs an event loop of its own; some tests make teachers inside theirs.
+        thread = threading.Thread(target=service.warm_up)
+        thread.start()
+        thread.join()
     return TinyTeacher(model, teacher_tokenizer, engine, service)
 
 
-def teacher_of_family(family: str, **settings: Any) -> TinyTeacher:
-    """A ready teacher of one of ``FAMILIES``."""
+def teacher_of_family(family: str, *, warm: bool = True, **settings: Any) -> TinyTeacher:
+    """A teacher of one of ``FAMILIES``."""
     make_model, make_tokenizer = FAMILIES[family]
     tokenizer = make_tokenizer()
-    return teacher_of(make_model(tokenizer), tokenizer, **settings)
+    return teacher_of(make_model(tokenizer), tokenizer, warm=warm, **settings)
 
 
 async def request_async(

@@ -1,0 +1,72 @@
+"""The parts of the OpenAPI page that FastAPI does not see: a body that is read by hand."""
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict
+
+from mopd_protocol.requests import LogprobsRequest
+from mopd_server.problems import PROBLEM_MEDIA_TYPE, Problem
+
+_REFERENCE = "#/components/schemas/{model}"
+
+
+class ScoredSequence(BaseModel):
+    """One scored completion; all rows are completion tokens, in order."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: str | None
+    text: str
+    text_base64: str | None = None
+    """The bytes, where they are no valid UTF-8."""
+    token_ids: list[int]
+    byte_ends: list[int]
+    marks: list[tuple[int, str]]
+    topk_ids: list[list[int]]
+    topk_logprobs: list[list[float | None]]
+    """Nats; ``null`` is minus infinity."""
+    token_logprobs: list[float | None]
+    tail_logprobs: list[float | None]
+
+
+class Scores(BaseModel):
+    """The JSON spelling of an answer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    schema_version: int
+    manifest_id: str
+    sequences: list[ScoredSequence]
+    timings: dict[str, float]
+    """Seconds by phase."""
+
+
+def reference(model: type[BaseModel]) -> dict[str, str]:
+    """How a schema of the page is named from elsewhere in it."""
+    return {"$ref": _REFERENCE.format(model=model.__name__)}
+
+
+def install_openapi(app: FastAPI) -> None:
+    """Adds the schemas of the request, the answer and the problem document to the page."""
+    generate = app.openapi
+
+    def with_schemas() -> dict[str, Any]:
+        page = generate()
+        schemas = page.setdefault("components", {}).setdefault("schemas", {})
+        for model in (LogprobsRequest, Scores, Problem):
+            schema = model.model_json_schema(ref_template=_REFERENCE)
+            schemas |= schema.pop("$defs", {})
+            schemas[model.__name__] = schema
+        return page
+
+    app.openapi = with_schemas
+
+
+REQUEST_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": reference(LogprobsRequest)}},
+    }
+}
+PROBLEM_CONTENT: dict[str, Any] = {PROBLEM_MEDIA_TYPE: {"schema": reference(Problem)}}

@@ -1,0 +1,124 @@
+"""Sockets whose other end does not do its part, against the HTTP server itself."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from fastapi import FastAPI, Request, Response
+
+from mopd_server import connection
+from mopd_server.http_server import HttpServer
+from mopd_server.serving import bound_socket
+from mopd_server.settings import ListenSettings
+
+#: Far longer than any time under test; reached only when the server waits for ever.
+PATIENCE_SECONDS = 30.0
+LARGE = 64 * 2**20
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "REST_OF_BODY_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "STUCK_ANSWER_SECONDS", 0.1)
+
+
+@contextmanager
+def served() -> Iterator[tuple[HttpServer, socket.socket]]:
+    """A server with a quick route, one that reads, one that answers at length; a connection."""
+    app = FastAPI()
+
+    @app.post("/early")
+    async def early() -> Response:
+        return Response("too early", 413)
+
+    @app.post("/reads")
+    async def reads(request: Request) -> Response:
+        return Response(str(len(await request.body())))
+
+    @app.get("/large")
+    async def large() -> Response:
+        return Response(b" " * LARGE)
+
+    listen = ListenSettings(port=0)
+    server = HttpServer(app, listen, on_end=lambda: None)
+    with bound_socket(listen.host, listen.port) as bound:
+        server.start(bound)
+        try:
+            with socket.create_connection(bound.getsockname(), timeout=PATIENCE_SECONDS) as client:
+                yield server, client
+        finally:
+            server.stop()
+
+
+def all_that_comes(client: socket.socket) -> bytes:
+    """Everything until the server closes."""
+    received = bytearray()
+    try:
+        while piece := client.recv(65536):
+            received += piece
+    except ConnectionResetError:
+        pass
+    return bytes(received)
+
+
+def request(path: str, *lines: str) -> bytes:
+    """The head of a request."""
+    return "\r\n".join([f"POST {path} HTTP/1.1", "Host: t", *lines, "", ""]).encode()
+
+
+@pytest.mark.parametrize("begun", [b"", b"POST /early HT", request("/early")[:-2]])
+def test_a_head_that_does_not_end_is_refused(begun: bytes) -> None:
+    with served() as (_, client):
+        client.sendall(begun)
+        answer = all_that_comes(client)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"application/problem+json" in answer
+    assert b"head was not whole" in answer
+
+
+def test_a_second_head_that_does_not_end_is_refused_too() -> None:
+    with served() as (_, client):
+        client.sendall(request("/reads", "Content-Length: 2") + b"ab")
+        first = client.recv(65536)
+        assert first.startswith(b"HTTP/1.1 200 ")
+        client.sendall(b"POST /ear")
+        assert b"HTTP/1.1 408 " in all_that_comes(client)
+
+
+def test_a_head_in_pieces_is_a_head() -> None:
+    with served() as (_, client):
+        for byte in request("/reads", "Content-Length: 2", "Connection: close") + b"ab":
+            client.sendall(bytes([byte]))
+        assert all_that_comes(client).endswith(b"\r\n\r\n2")
+
+
+def test_the_rest_of_a_refused_body_is_not_awaited_for_ever() -> None:
+    with served() as (_, client):
+        client.sendall(request("/early", "Content-Length: 99999") + b"a")
+        assert all_that_comes(client).endswith(b"too early")
+
+
+def test_a_refused_body_that_is_sent_in_time_leaves_a_connection_that_works() -> None:
+    with served() as (_, client):
+        client.sendall(request("/early", "Content-Length: 4") + b"a")
+        assert client.recv(65536).startswith(b"HTTP/1.1 413 ")
+        client.sendall(b"bcd" + request("/reads", "Content-Length: 1", "Connection: close") + b"e")
+        assert all_that_comes(client).endswith(b"\r\n\r\n1")
+
+
+def test_an_answer_that_nobody_takes_is_thrown_away() -> None:
+    with served() as (server, client):
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.sendall(b"GET /large HTTP/1.1\r\nHost: t\r\n\r\n")
+        assert client.recv(16, socket.MSG_PEEK)
+        while server._server.server_state.connections:
+            threading.Event().wait(0.01)  # the server's thread is at work
+
+
+def test_an_answer_that_is_taken_slowly_arrives_whole() -> None:
+    with served() as (_, client):
+        client.sendall(b"GET /large HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n")
+        assert len(all_that_comes(client)) > LARGE

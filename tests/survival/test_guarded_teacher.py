@@ -1,0 +1,112 @@
+"""Keys, quotas and TLS of a real process: who does not belong learns nothing."""
+
+import ssl
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import trustme
+
+from tests.survival.running_teacher import PATIENCE_SECONDS, RunningTeacher, running_teacher
+
+SMALL = {"sequences": [{"prompt_token_ids": [1, 2], "completion_token_ids": [3]}], "top_k": 1}
+KEYS = "alice: sesame-alice\nbob sesame-bob\nsesame-nameless\n# sesame-comment\n"
+
+
+@dataclass
+class Guarded:
+    """A teacher that asks for keys over TLS."""
+
+    teacher: RunningTeacher
+    client: httpx.Client
+    keys: Path
+
+    def post(self, key: str | None, body: object = SMALL) -> httpx.Response:
+        """A scoring request with this key."""
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        return self.client.post("/v1/logprobs", json=body, headers=headers)
+
+
+@pytest.fixture(scope="module")
+def guarded(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    """Six tokens a minute: two small requests at once, then one every half minute."""
+    folder = tmp_path_factory.mktemp("guarded")
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    certificate, key, keys = folder / "certificate.pem", folder / "key.pem", folder / "keys"
+    issued.cert_chain_pems[0].write_to_path(certificate)
+    issued.private_key_pem.write_to_path(key)
+    keys.write_text(KEYS)
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+    options = ["--tls-certificate", str(certificate), "--tls-key", str(key)]
+    options += ["--api-key-file", str(keys), "--key-tokens-per-minute", "6"]
+    with running_teacher(
+        model_folder, folder / "log", *options, ready=False, scheme="https"
+    ) as teacher:
+        teacher.verify = trusting
+        teacher.until("/readyz", 200)
+        with httpx.Client(
+            base_url=teacher.url, verify=trusting, timeout=PATIENCE_SECONDS
+        ) as client:
+            yield Guarded(teacher, client, keys)
+    log = (folder / "log").read_text()
+    assert "sesame" not in log
+    assert "key=alice" in log
+
+
+def test_plain_http_and_an_unknown_authority_are_no_way_in(guarded: Guarded) -> None:
+    with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+        httpx.get(guarded.teacher.url + "/healthz")
+    with pytest.raises(httpx.TransportError):
+        httpx.get(guarded.teacher.url.replace("https", "http") + "/healthz")
+    assert guarded.client.get("/healthz").status_code == 200
+
+
+@pytest.mark.parametrize("key", [None, "", "sesame", "alice", "alice: sesame-alice", "é" * 10_000])
+def test_who_has_no_key_learns_nothing(guarded: Guarded, key: str | None) -> None:
+    header = b"" if key is None else b"Bearer " + key.encode() if key else b"Bearer"
+    headers = {b"Authorization": header} if header else {}
+    answers = [
+        guarded.client.get(path, headers=headers)
+        for path in ("/v1/manifest", "/v1/tokenizer", "/v1/logprobs", "/v1/", "/v1/../v1/manifest")
+    ]
+    answers.append(guarded.client.post("/v1/logprobs", content=b"{", headers=headers))
+    for answer in answers:
+        assert answer.status_code == 401
+    open_to_all = [
+        guarded.client.get(path, headers=headers)
+        for path in ("/", "/healthz", "/readyz", "/metrics", "/docs", "/openapi.json", "/nowhere")
+    ]
+    for answer in answers + open_to_all:
+        told = answer.text + str(answer.headers)
+        for secret in ("secret-qwen", "math", "sesame-", "Traceback", "/tmp", "uvicorn"):
+            assert secret not in told, (answer.url, secret)
+
+
+def test_a_quota_is_each_keys_own_and_says_when_to_come_back(guarded: Guarded) -> None:
+    assert [guarded.post("sesame-alice").status_code for _ in range(2)] == [200, 200]
+    refused = guarded.post("sesame-alice")
+    assert refused.status_code == 429
+    assert "key 'alice' has" in refused.json()["detail"]
+    assert "quota of 6 a minute, and this request has 3" in refused.json()["detail"]
+    assert 1 <= int(refused.headers["retry-after"]) <= 30
+    assert guarded.post("sesame-nameless").status_code == 200
+    name = 'mopd_refused_requests_total{reason="quota_tokens"} 1.0'
+    assert name in guarded.client.get("/metrics").text
+
+
+def test_a_key_that_is_revoked_opens_no_more_and_a_new_one_does(guarded: Guarded) -> None:
+    assert guarded.post("sesame-bob").status_code == 200
+    changed = guarded.keys.with_suffix(".new")
+    changed.write_text(KEYS.replace("bob sesame-bob", "carol sesame-carol"))
+    changed.replace(guarded.keys)
+    assert guarded.post("sesame-bob").status_code == 401
+    assert guarded.post("sesame-carol").status_code == 200
+    guarded.keys.unlink()  # an editor at work: nobody is locked out by that
+    assert guarded.post("sesame-carol").status_code == 200
+    guarded.keys.write_text("")  # but an emptied file opens to nobody
+    assert guarded.post("sesame-carol").status_code == 401
+    assert guarded.post(None).status_code == 401

@@ -1,0 +1,137 @@
+"""Thousands of requests, and more than the queue holds: every one is answered, and rightly."""
+
+import asyncio
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mopd_client.teacher_client import TeacherClient
+from mopd_protocol.codec import BINARY_MEDIA_TYPE, decode_binary
+from mopd_protocol.requests import SequenceRequest
+from tests.reference.teacher_scores import next_token_logprobs
+from tests.survival.running_teacher import PATIENCE_SECONDS, RunningTeacher, running_teacher
+
+logger = logging.getLogger(__name__)
+
+IN_FLIGHT = 64
+VOCABULARY = 420  # of tiny_models.digit_tokenizer
+CHECKED_EACH = 50
+ALLOCATOR_MEBIBYTES = 64
+
+
+def body(number: int) -> dict[str, Any]:
+    """Request ``number``: 1 to 500 tokens, the first of them the prompt, and some k."""
+    chance = random.Random(number)
+    ids = [chance.randrange(VOCABULARY) for _ in range(chance.randint(2, 500))]
+    prompt = chance.randint(1, len(ids) - 1)
+    return {
+        "sequences": [
+            {
+                "id": str(number),
+                "prompt_token_ids": ids[:prompt],
+                "completion_token_ids": ids[prompt:],
+            }
+        ],
+        "top_k": chance.choice([1, 4, 64, VOCABULARY]),
+    }
+
+
+async def ask(client: httpx.AsyncClient, number: int) -> bytes:
+    """The binary answer to request ``number``, which must be one."""
+    headers = {"accept": BINARY_MEDIA_TYPE}
+    answer = await client.post("/v1/logprobs", json=body(number), headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.content
+
+
+async def ask_all(teacher: RunningTeacher, numbers: range) -> dict[int, bytes]:
+    """Asks for all of them, ``IN_FLIGHT`` at a time; some of the answers, the others are checked
+    for their id only."""
+    kept: dict[int, bytes] = {}
+    waiting = iter(numbers)
+
+    async def ask_in_turn(client: httpx.AsyncClient) -> None:
+        for number in waiting:
+            answer = await ask(client, number)
+            assert decode_binary(answer).ids == (str(number),)
+            if number % CHECKED_EACH == 0:
+                kept[number] = answer
+
+    async with (
+        httpx.AsyncClient(base_url=teacher.url, timeout=PATIENCE_SECONDS) as client,
+        asyncio.TaskGroup() as group,
+    ):
+        for _ in range(IN_FLIGHT):
+            group.create_task(ask_in_turn(client))
+    return kept
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_thousands_of_requests_are_answered_rightly_and_leave_nothing_behind(
+    model_folder: Path, tmp_path: Path, full_size: bool
+) -> None:
+    first, requests = (1_000, 10_000) if full_size else (300, 600)
+    with running_teacher(model_folder, tmp_path / "log", "--log-level", "warning") as teacher:
+        files = teacher.open_files()
+        kept = asyncio.run(ask_all(teacher, range(first)))
+        memory = teacher.resident_mebibytes()
+        kept |= asyncio.run(ask_all(teacher, range(first, requests)))
+        grown = teacher.resident_mebibytes() - memory
+        logger.info("%d requests: %.0f MiB, then %+.1f MiB", requests, memory, grown)
+        # The allocator is uneven by tens of MiB, up and down. The answers alone are ten times that.
+        assert grown < ALLOCATOR_MEBIBYTES
+        teacher.until_open_files(files)
+        assert teacher.metric("mopd_requests_total") >= requests
+        assert teacher.metric("mopd_requests_in_flight") == 0
+        assert teacher.metric("mopd_queue_tokens") == 0
+        assert teacher.stop() == 0
+    assert len(kept) == requests // CHECKED_EACH
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    real_ids = sorted(AutoTokenizer.from_pretrained(model_folder).get_vocab().values())
+    for number, answer in kept.items():
+        asked = body(number)["sequences"][0]
+        prompt, completion = asked["prompt_token_ids"], asked["completion_token_ids"]
+        (score,) = decode_binary(answer).scores
+        assert score.completion.token_ids.tolist() == completion
+        for row in {0, len(completion) // 2, len(completion) - 1}:
+            distribution = next_token_logprobs(model, [*prompt, *completion[:row]], real_ids)
+            found = [*score.topk.logprobs[row], score.topk.token_logprobs[row]]
+            ids = [*score.topk.ids[row], completion[row]]
+            np.testing.assert_allclose(found, [distribution[i] for i in ids], atol=5e-5)
+            assert len(set(ids[:-1])) == body(number)["top_k"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_times_what_the_queue_holds_is_answered_in_the_end(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    tokens, requests = 400, 100
+    queue = str(tokens * requests // 10)
+    options = ("--max-queue-tokens", queue, "--max-batch-tokens", str(tokens))
+
+    async def all_at_once(teacher: RunningTeacher) -> None:
+        async with TeacherClient(
+            "math", [teacher.url], max_concurrency=requests, deadline_seconds=PATIENCE_SECONDS
+        ) as client:
+            sequence = SequenceRequest(
+                prompt_token_ids=[1] * (tokens // 2), completion_token_ids=[2] * (tokens // 2)
+            )
+            scores = await asyncio.gather(
+                *(client.score([sequence], top_k=8) for _ in range(requests))
+            )
+        assert [len(score.completion) for (score,) in scores] == [tokens // 2] * requests
+
+    with running_teacher(model_folder, tmp_path / "log", *options) as teacher:
+        asyncio.run(all_at_once(teacher))
+        refused = teacher.metric('mopd_refused_requests_total{reason="queue_full"}')
+        logger.info("%d calls, %.0f refusals on the way", requests, refused)
+        assert refused > 0
+        assert teacher.metric('mopd_requests_total{path="/v1/logprobs",status="200"}') == requests
