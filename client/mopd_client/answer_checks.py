@@ -1,5 +1,7 @@
 """Checks that a teacher's answer is an answer to what was asked."""
 
+from http import HTTPStatus
+
 from mopd_protocol.errors import TeacherError
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.requests import LogprobsRequest
@@ -17,12 +19,14 @@ def check_answer(
     asked = tuple(sequence.id for sequence in request.sequences)
     if len(answer.scores) != len(asked):
         raise TeacherError(
-            f"teacher {teacher!r} answered {len(answer.scores)} scores, expected {len(asked)}"
+            f"teacher {teacher!r} answered {len(answer.scores)} scores, expected {len(asked)}",
+            status=HTTPStatus.OK,
         )
     if answer.ids != asked:
         raise TeacherError(
             f"teacher {teacher!r} answered sequences {list(answer.ids)}, expected {list(asked)} "
-            "in this order"
+            "in this order",
+            status=HTTPStatus.OK,
         )
     size = manifest.tokenizer_size
     for position, score in enumerate(answer.scores):
@@ -32,5 +36,6 @@ def check_answer(
         if highest >= size or lowest < 0:
             raise TeacherError(
                 f"teacher {teacher!r} answered token id {highest if highest >= size else lowest} "
-                f"in sequence {position}, expected ids 0 to {size - 1} as its manifest says"
+                f"in sequence {position}, expected ids 0 to {size - 1} as its manifest says",
+                status=HTTPStatus.OK,
             )

@@ -16,15 +16,9 @@ T = TypeVar("T")
 
 
 class TeacherPool:
-    """Teachers by name. Closing the pool closes them.
-
-    Raises:
-        ConfigError: when there is none.
-    """
+    """Teachers by name, or none. Closing the pool closes them."""
 
     def __init__(self, clients: Mapping[str, TeacherClient]) -> None:
-        if not clients:
-            raise ConfigError("a pool without teachers; expected at least one")
         self._clients = dict(clients)
 
     def client(self, name: str) -> TeacherClient:
@@ -112,5 +106,6 @@ async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
     if len(refusals) == 1:
         raise refusals[0]
     if refusals:
-        raise TeacherError("\n".join(str(refusal) for refusal in refusals)) from refusals[0]
+        told = "".join(f"\n  {refusal}" for refusal in refusals)
+        raise TeacherError(f"{len(refusals)} teachers cannot be used:{told}") from refusals[0]
     return results

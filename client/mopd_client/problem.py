@@ -1,4 +1,4 @@
-"""What a teacher said was wrong: reads RFC 9457 problem documents into one clause."""
+"""What a teacher said was wrong: reads an error's document into one clause."""
 
 import json
 from typing import Any
@@ -10,13 +10,15 @@ _QUOTED_CHARACTERS = 200
 
 
 def problem_of(response: httpx.Response) -> str:
-    """The detail of a problem document; of any other body, its beginning."""
+    """The detail of a problem document, the message of an OpenAI error; else the beginning."""
     try:
         document: Any = json.loads(response.content)
     except ValueError:
         document = None
     if isinstance(document, dict):
-        said: Any = document.get("detail") or document.get("title")
+        error: Any = document.get("error")
+        message: Any = error.get("message") if isinstance(error, dict) else None
+        said: Any = document.get("detail") or document.get("title") or message
         if said:
             return str(said)
     return response.text.strip()[:_QUOTED_CHARACTERS] or response.reason_phrase

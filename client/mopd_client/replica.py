@@ -1,8 +1,9 @@
 """``Replica``: one of the addresses at which a teacher answers, and the choice between them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from mopd_client.circuit_breaker import CircuitBreaker
 from mopd_protocol.errors import ConfigError
 
 
@@ -13,6 +14,12 @@ class Replica:
     url: str
     in_flight: int = 0
     not_before: float = 0.0  # clock seconds; until then it asked to be left alone (Retry-After)
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+
+    @property
+    def free_at(self) -> float:
+        """Clock seconds from which it may be asked; infinite while a probe is under way."""
+        return max(self.not_before, self.breaker.free_at)
 
 
 def replicas_at(teacher: str, urls: Sequence[str]) -> tuple[Replica, ...]:
@@ -39,8 +46,14 @@ def least_busy(replicas: Sequence[Replica], *, now: float, failed: Replica | Non
     return min(
         replicas,
         key=lambda replica: (
-            max(0.0, replica.not_before - now),
+            max(0.0, replica.free_at - now),
             replica is failed,
             replica.in_flight,
         ),
     )
+
+
+def spare(replicas: Sequence[Replica], *, now: float, asked: Replica) -> Replica | None:
+    """Another replica that answers, for a second request; None where there is none."""
+    others = [r for r in replicas if r is not asked and r.breaker.closed and r.free_at <= now]
+    return least_busy(others, now=now, failed=None) if others else None

@@ -5,77 +5,94 @@ late answer, 429, 502, 503 and 504. Any other status is the teacher's answer and
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import math
+from collections.abc import Sequence
 
 import httpx
 
+from mopd_client.attempt import Attempts, Outcome, Send, is_answer
 from mopd_client.clock import Clock
 from mopd_client.problem import problem_of
 from mopd_client.replica import Replica, least_busy
 from mopd_protocol.errors import TeacherError
 
-RETRIED_STATUSES = frozenset({429, 502, 503, 504})
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 15.0
 
 
 async def send_with_retries(
     replicas: Sequence[Replica],
-    send: Callable[[Replica], Awaitable[httpx.Response]],
+    send: Send,
     *,
-    teacher: str,
-    timeout_seconds: float,
+    attempts: Attempts,
     deadline_seconds: float,
-    clock: Clock,
-    on_retry: Callable[[], None],
 ) -> httpx.Response:
     """The first answer that is not a passing failure; each attempt may go to another replica.
 
-    ``timeout_seconds`` bounds one attempt from connecting to the last byte, ``deadline_seconds``
-    all attempts and pauses together.
+    ``deadline_seconds`` bounds all attempts and pauses together, and the wait for a replica that
+    is not left alone.
 
     Raises:
         TeacherError: when the deadline ends first; it tells the last failure.
     """
-    started = clock.now()
+    clock = attempts.clock
+    ends = clock.now() + deadline_seconds
+    last = _LastFailure(attempts.teacher, deadline_seconds)
     failed: Replica | None = None
-    attempt = 0
     while True:
-        remaining = started + deadline_seconds - clock.now()
-        replica = least_busy(replicas, now=clock.now(), failed=failed)
-        outcome = await _attempt(replica, send, min(timeout_seconds, remaining))
-        if isinstance(outcome, httpx.Response) and outcome.status_code not in RETRIED_STATUSES:
+        replica = await _free_replica(replicas, failed, ends, clock, last)
+        outcome = await attempts.first_answer(replicas, replica, send, ends=ends)
+        if isinstance(outcome, httpx.Response) and is_answer(outcome):
             return outcome
-        failed, attempt = replica, attempt + 1
-        replica.not_before = clock.now() + _requested_pause(outcome)
-        following = least_busy(replicas, now=clock.now(), failed=failed)
-        pause = max(_backoff(attempt, clock), following.not_before - clock.now())
-        if clock.now() + pause >= started + deadline_seconds:
-            raise _gave_up(teacher, outcome, attempt, deadline_seconds)
-        on_retry()
+        last.remember(outcome)
+        failed = replica
+        following = least_busy(replicas, now=clock.now(), failed=failed).free_at - clock.now()
+        pause = _backoff(last.attempts, clock)
+        if following < math.inf:
+            pause = max(pause, following)
+        if clock.now() + pause >= ends:
+            raise last.told()
+        attempts.counters.retries += 1
         await clock.sleep(pause)
 
 
-async def _attempt(
-    replica: Replica, send: Callable[[Replica], Awaitable[httpx.Response]], seconds: float
-) -> httpx.Response | httpx.RequestError | TimeoutError:
-    replica.in_flight += 1
+async def _free_replica(
+    replicas: Sequence[Replica],
+    failed: Replica | None,
+    ends: float,
+    clock: Clock,
+    last: "_LastFailure",
+) -> Replica:
+    """The least busy replica, once one may be asked at all.
+
+    Raises:
+        TeacherError: when none may be within the deadline.
+    """
+    while True:
+        now = clock.now()
+        replica = least_busy(replicas, now=now, failed=failed)
+        if replica.free_at <= now:
+            return replica
+        if replica.free_at == math.inf:
+            if not await _any_probe_end(replicas, ends - now):
+                raise last.told(replica.breaker.last_failure)
+        elif replica.free_at >= ends:
+            raise last.told(replica.breaker.last_failure)
+        else:
+            await clock.sleep(replica.free_at - now)
+
+
+async def _any_probe_end(replicas: Sequence[Replica], seconds: float) -> bool:
+    """Whether a probe ended, all replicas having one under way, before the time was over."""
+    probes = [asyncio.create_task(replica.breaker.probe_end()) for replica in replicas]
     try:
-        # httpx limits each read, not the sum of them: a trickling answer would never time out.
-        async with asyncio.timeout(seconds):
-            return await send(replica)
-    except (httpx.RequestError, TimeoutError) as error:
-        return error
+        done, _ = await asyncio.wait(
+            probes, timeout=max(0.0, seconds), return_when=asyncio.FIRST_COMPLETED
+        )
+        return bool(done)
     finally:
-        replica.in_flight -= 1
-
-
-def _requested_pause(outcome: httpx.Response | Exception) -> float:
-    """Seconds of a Retry-After header; its date form is left to the ordinary backoff."""
-    if not isinstance(outcome, httpx.Response):
-        return 0.0
-    requested = outcome.headers.get("retry-after", "").strip()
-    return float(requested) if requested.isdecimal() else 0.0
+        for probe in probes:
+            probe.cancel()
 
 
 def _backoff(attempt: int, clock: Clock) -> float:
@@ -84,14 +101,32 @@ def _backoff(attempt: int, clock: Clock) -> float:
     return longest * (1.0 - 0.5 * clock.chance())
 
 
-def _gave_up(
-    teacher: str, outcome: httpx.Response | Exception, attempts: int, deadline_seconds: float
-) -> TeacherError:
-    tried = f"gave up after {attempts} attempts within {deadline_seconds:g} s"
-    if isinstance(outcome, httpx.Response):
-        status = outcome.status_code
-        return TeacherError(
-            f"teacher {teacher!r} answered {status}: {problem_of(outcome)} ({tried})", status=status
-        )
-    what = str(outcome) or type(outcome).__name__
-    return TeacherError(f"teacher {teacher!r} gave no answer: {what} ({tried})")
+class _LastFailure:
+    """Why a call is given up, in a sentence."""
+
+    def __init__(self, teacher: str, deadline_seconds: float) -> None:
+        self.attempts = 0
+        self._teacher = teacher
+        self._deadline_seconds = deadline_seconds
+        self._outcome: Outcome | None = None
+
+    def remember(self, outcome: Outcome) -> None:
+        """Another attempt failed."""
+        self.attempts += 1
+        self._outcome = outcome
+
+    def told(self, others: str = "") -> TeacherError:
+        """The error to raise; ``others`` is what earlier calls met, for a call never sent."""
+        outcome = self._outcome
+        tried = f"gave up after {self.attempts} attempts within {self._deadline_seconds:g} s"
+        if isinstance(outcome, httpx.Response):
+            status = outcome.status_code
+            return TeacherError(
+                f"teacher {self._teacher!r} answered {status}: {problem_of(outcome)} ({tried})",
+                status=status,
+            )
+        if outcome is None:
+            what = f"{others or 'it asked to be left alone'}, as other calls found"
+        else:
+            what = str(outcome) or type(outcome).__name__
+        return TeacherError(f"teacher {self._teacher!r} gave no answer: {what} ({tried})")

@@ -1,36 +1,51 @@
 """``TeacherClient``: one teacher, at one address or at several replicas of it."""
 
 import asyncio
-import json
+import logging
 from collections.abc import Sequence
+from http import HTTPStatus
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import httpx
 from pydantic import ValidationError
 
 from mopd_client.answer_checks import check_answer
+from mopd_client.attempt import RETRIED_STATUSES
 from mopd_client.clock import Clock
+from mopd_client.connection import Connection
 from mopd_client.counters import Counters
 from mopd_client.expectation import Expectation
-from mopd_client.problem import problem_of
-from mopd_client.replica import Replica, replicas_at
-from mopd_client.retry import send_with_retries
-from mopd_client.teacher_tokenizer import TeacherTokenizer, teacher_tokenizer
-from mopd_protocol.codec import BINARY_MEDIA_TYPE, decode_binary
+from mopd_client.hedging import Hedging
+from mopd_client.mopd_service import MopdService
+from mopd_client.replica import Replica
+from mopd_client.score_cache import ScoreCache, ScoreKey
+from mopd_client.service import Service
+from mopd_client.teacher_tokenizer import TeacherTokenizer
 from mopd_protocol.errors import ConfigError, DataError, TeacherError
-from mopd_protocol.manifest import SCHEMA_VERSION, Manifest
+from mopd_protocol.manifest import Manifest
 from mopd_protocol.requests import LogprobsDtype, LogprobsRequest, SequenceRequest
 from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.samples import TeacherScore
+
+logger = logging.getLogger(__name__)
+
+#: How long a replica that need not be there is asked who it is.
+_ABSENT_SECONDS = 5.0
 
 
 class TeacherClient:
     """Asks one teacher, and refuses answers that cannot be right.
 
-    ``timeout_seconds`` bounds one attempt, ``deadline_seconds`` a call with all its retries;
-    at most ``max_concurrency`` calls are under way at once, others wait their turn (that wait
+    ``timeout_seconds`` bounds one attempt, ``deadline_seconds`` a question with all its retries;
+    at most ``max_concurrency`` questions are under way at once, others wait their turn (that wait
     counts towards neither). Use it within one event loop, and close it.
+
+    Args:
+        service: the kind of server; a mopd teacher service unless given.
+        require_all_replicas: whether a handshake needs all of them. Without it one is enough, and
+            the others are asked once they answer; every answer is held against the manifest.
+        cache: where scores are kept and looked up.
 
     Raises:
         ConfigError: on addresses or limits that cannot work.
@@ -41,50 +56,62 @@ class TeacherClient:
         name: str,
         urls: Sequence[str],
         *,
+        service: Service | None = None,
         api_key: str | None = None,
         timeout_seconds: float = 60.0,
         deadline_seconds: float = 300.0,
         max_concurrency: int = 32,
+        hedging: Hedging | None = None,
+        require_all_replicas: bool = True,
+        cache: ScoreCache | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
         clock: Clock | None = None,
     ) -> None:
-        _require_positive(
+        self.name = name
+        self._service = service or MopdService()
+        self._connection = Connection(
             name,
+            urls,
+            api_key=api_key,
             timeout_seconds=timeout_seconds,
             deadline_seconds=deadline_seconds,
             max_concurrency=max_concurrency,
+            hedging=hedging or Hedging(),
+            transport=transport,
+            clock=clock or Clock(),
         )
-        if api_key and not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
-            raise ConfigError(
-                f"teacher {name!r} has an api_key with characters that no header can carry; "
-                "expected printable ASCII without spaces or line ends"
-            )
-        self.name = name
-        self.replicas = replicas_at(name, urls)
-        self.counters = Counters()
-        self._timeout_seconds = timeout_seconds
-        self._deadline_seconds = deadline_seconds
-        self._clock = clock or Clock()
-        self._turns = asyncio.Semaphore(max_concurrency)
+        self._require_all_replicas = require_all_replicas
+        self._cache = cache
         self._manifest: Manifest | None = None
         self._tokenizer: TeacherTokenizer | None = None
         self._first_contact = asyncio.Lock()
-        self._http = httpx.AsyncClient(
-            headers={"authorization": f"Bearer {api_key}"} if api_key else {},
-            transport=transport,
-            # ``retry`` limits each attempt as a whole; concurrency is limited here, not by a pool.
-            timeout=None,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=max_concurrency),
-        )
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        """The teacher's addresses."""
+        return self._connection.replicas
+
+    @property
+    def counters(self) -> Counters:
+        """What asking this teacher cost so far."""
+        return self._connection.counters
 
     async def wait_until_ready(self, deadline_seconds: float) -> None:
-        """Returns when every replica is ready to score.
+        """Returns when every replica is ready to score, or one, where one is enough.
 
         Raises:
-            TeacherError: when one is not within ``deadline_seconds``; it tells why.
+            TeacherError: when that is not so within ``deadline_seconds``; it tells why.
         """
-        for replica in self.replicas:
-            await self._get(replica, "/readyz", deadline_seconds=deadline_seconds)
+        polls = [asyncio.create_task(self._ready(r, deadline_seconds)) for r in self.replicas]
+        try:
+            if self._require_all_replicas:
+                await asyncio.gather(*polls)
+            else:
+                await _any(polls)
+        finally:
+            for poll in polls:
+                poll.cancel()
+            await asyncio.gather(*polls, return_exceptions=True)
 
     async def handshake(self, expectation: Expectation | None = None) -> Manifest:
         """Who this teacher is; later answers are held against it.
@@ -96,14 +123,15 @@ class TeacherClient:
             DataError: when it is another teacher than ``expectation`` names, or than it was at the
                 first handshake.
         """
-        manifests = await asyncio.gather(*[self._manifest_of(r) for r in self.replicas])
-        manifest = manifests[0]
-        for replica, other in zip(self.replicas, manifests, strict=True):
+        found = await self._manifests(expectation)
+        first, manifest = found[0]
+        for replica, other in found:
             if other.manifest_id != manifest.manifest_id:
                 raise TeacherError(
-                    f"teacher {self.name!r} is two teachers: {self.replicas[0].url} serves "
+                    f"teacher {self.name!r} is two teachers: {first.url} serves "
                     f"{_told(manifest)}, {replica.url} serves {_told(other)}; expected replicas of "
-                    "one model, revision, engine and dtype"
+                    "one model, revision, engine and dtype",
+                    status=HTTPStatus.OK,
                 )
         if self._manifest is not None and self._manifest.manifest_id != manifest.manifest_id:
             raise self._changed(manifest.manifest_id, self._manifest)
@@ -120,14 +148,7 @@ class TeacherClient:
         """
         manifest = await self._known_manifest()
         if self._tokenizer is None:
-            body = _document(self.name, await self._get(self.replicas[0], "/v1/tokenizer"))
-            try:
-                text = body["files"]["tokenizer.json"]
-            except (KeyError, TypeError) as error:
-                raise TeacherError(
-                    f"teacher {self.name!r} sent no tokenizer.json; expected it under 'files'"
-                ) from error
-            self._tokenizer = teacher_tokenizer(self.name, manifest, text)
+            self._tokenizer = await self._service.tokenizer(self._connection, manifest)
         return self._tokenizer
 
     async def score(
@@ -138,7 +159,7 @@ class TeacherClient:
         temperature: float = 1.0,
         logprobs_dtype: LogprobsDtype = "float32",
     ) -> list[TeacherScore]:
-        """One score for each sequence, in their order.
+        """One score for each sequence, in their order; what the cache has is not asked for.
 
         Raises:
             ConfigError: when the request itself is wrong (``top_k`` below 1).
@@ -149,23 +170,25 @@ class TeacherClient:
             return []
         request = _request(sequences, top_k, temperature, logprobs_dtype)
         manifest = await self._known_manifest()
-        async with self._turns:
-            started = self._clock.now()
-            self.counters.requests += 1
-            answered = False
-            try:
-                answer = await self._post_logprobs(request)
-                self._check(answer, request, manifest)
-                answered = True
-            finally:
-                self.counters.failures += not answered
-        self.counters.seconds.append(self._clock.now() - started)
-        self.counters.tokens_scored += sum(len(score.completion) for score in answer.scores)
-        return list(answer.scores)
+        if self._cache is None:
+            return await self._asked(request, manifest)
+        keys = [ScoreKey.of(manifest.manifest_id, request, sequence) for sequence in sequences]
+        found = await self._cache.load(keys, self.counters)
+        missing = [at for at, score in enumerate(found) if score is None]
+        if missing:
+            rest = request.model_copy(update={"sequences": [sequences[at] for at in missing]})
+            scores = await self._asked(rest, manifest)
+            await self._cache.store(
+                dict(zip((keys[at] for at in missing), scores, strict=True)),
+                logprobs_dtype,
+                self.counters,
+            )
+            found = _filled(found, scores)
+        return [score for score in found if score is not None]
 
     async def aclose(self) -> None:
         """Closes the connections."""
-        await self._http.aclose()
+        await self._connection.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -178,79 +201,54 @@ class TeacherClient:
     ) -> None:
         await self.aclose()
 
+    async def _ready(self, replica: Replica, deadline_seconds: float) -> None:
+        response = await self._connection.ask_replica(
+            replica, self._service.ready_path, deadline_seconds=deadline_seconds
+        )
+        self._connection.answered(response)
+
     async def _known_manifest(self) -> Manifest:
         async with self._first_contact:  # many first calls at once shake hands once
             return self._manifest or await self.handshake()
 
-    async def _manifest_of(self, replica: Replica) -> Manifest:
-        body = _document(self.name, await self._get(replica, "/v1/manifest"))
-        if body.get("schema_version") != SCHEMA_VERSION:
-            raise TeacherError(
-                f"teacher {self.name!r} at {replica.url} speaks schema version "
-                f"{body.get('schema_version')}, expected {SCHEMA_VERSION}; "
-                "run the same mopd version on both sides"
+    async def _manifests(self, expectation: Expectation | None) -> list[tuple[Replica, Manifest]]:
+        """The manifest of every replica that is there."""
+        needed = self._require_all_replicas or len(self.replicas) == 1
+        asked = [
+            self._service.manifest(
+                self._connection,
+                replica,
+                expectation,
+                deadline_seconds=None if needed else _ABSENT_SECONDS,
             )
+            for replica in self.replicas
+        ]
+        answers = await asyncio.gather(*asked, return_exceptions=not needed)
+        found: list[tuple[Replica, Manifest]] = []
+        absent: list[TeacherError] = []
+        for replica, answer in zip(self.replicas, answers, strict=True):
+            if isinstance(answer, TeacherError) and unavailable(answer):
+                logger.warning("going on without %s: %s", replica.url, answer)
+                absent.append(answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                found.append((replica, answer))
+        if not found:
+            raise absent[0]
+        return found
+
+    async def _asked(self, request: LogprobsRequest, manifest: Manifest) -> list[TeacherScore]:
+        """The teacher's answer, checked and counted."""
+        answered = False
         try:
-            manifest = Manifest.parse(body)
-        except ValidationError as error:
-            raise TeacherError(
-                f"teacher {self.name!r} at {replica.url} sent no manifest: {error}"
-            ) from error
-        if body.get("manifest_id") != manifest.manifest_id:
-            raise TeacherError(
-                f"teacher {self.name!r} at {replica.url} calls its manifest "
-                f"{body.get('manifest_id')}, but it hashes to {manifest.manifest_id}; "
-                "run the same mopd version on both sides"
-            )
-        return manifest
-
-    async def _get(
-        self, replica: Replica, path: str, *, deadline_seconds: float | None = None
-    ) -> httpx.Response:
-        response = await send_with_retries(
-            [replica],
-            lambda replica: self._http.get(replica.url + path),
-            teacher=self.name,
-            timeout_seconds=self._timeout_seconds,
-            deadline_seconds=deadline_seconds or self._deadline_seconds,
-            clock=self._clock,
-            on_retry=lambda: None,
-        )
-        return self._answered(response)
-
-    async def _post_logprobs(self, request: LogprobsRequest) -> LogprobsResponse:
-        body = request.model_dump_json(exclude_none=True).encode()
-        headers = {"content-type": "application/json", "accept": BINARY_MEDIA_TYPE}
-        response = await send_with_retries(
-            self.replicas,
-            lambda replica: self._http.post(
-                replica.url + "/v1/logprobs", content=body, headers=headers
-            ),
-            teacher=self.name,
-            timeout_seconds=self._timeout_seconds,
-            deadline_seconds=self._deadline_seconds,
-            clock=self._clock,
-            on_retry=self._count_retry,
-        )
-        try:
-            return decode_binary(self._answered(response).content)
-        except DataError as error:
-            raise TeacherError(
-                f"teacher {self.name!r} answered nonsense: {error}", status=response.status_code
-            ) from error
-
-    def _count_retry(self) -> None:
-        self.counters.retries += 1
-
-    def _answered(self, response: httpx.Response) -> httpx.Response:
-        status = response.status_code
-        if status == 200:
-            return response
-        advice = "; is its api_key right?" if status in (401, 403) else ""
-        raise TeacherError(
-            f"teacher {self.name!r} answered {status}: {problem_of(response)}{advice}",
-            status=status,
-        )
+            answer = await self._service.answer(self._connection, request, manifest)
+            self._check(answer, request, manifest)
+            answered = True
+        finally:
+            self.counters.failures += not answered
+        self.counters.tokens_scored += sum(len(score.completion) for score in answer.scores)
+        return list(answer.scores)
 
     def _check(
         self, answer: LogprobsResponse, request: LogprobsRequest, manifest: Manifest
@@ -266,6 +264,37 @@ class TeacherClient:
             f"teacher {self.name!r} has changed: its manifest is {found[:12]}, expected "
             f"{_told(manifest)} as at the handshake; serve the same again, or begin another run"
         )
+
+
+async def _any(polls: Sequence["asyncio.Task[None]"]) -> None:
+    """Returns when one has succeeded.
+
+    Raises:
+        TeacherError: the last failure, when all have failed.
+    """
+    failure: TeacherError | None = None
+    for poll in asyncio.as_completed(polls):
+        try:
+            await poll
+        except TeacherError as error:
+            failure = error
+        else:
+            return
+    if failure is not None:
+        raise failure
+
+
+def unavailable(error: TeacherError) -> bool:
+    """Whether the teacher was not there, rather than that it refused or answered nonsense."""
+    return error.status is None or error.status in RETRIED_STATUSES
+
+
+def _filled(
+    found: Sequence[TeacherScore | None], scores: Sequence[TeacherScore]
+) -> list[TeacherScore | None]:
+    """``found`` with its gaps filled by ``scores``, in order."""
+    rest = iter(scores)
+    return [score if score is not None else next(rest) for score in found]
 
 
 def _told(manifest: Manifest) -> str:
@@ -290,24 +319,3 @@ def _request(
         )
     except ValidationError as error:
         raise ConfigError(f"a request that no teacher can answer: {error}") from error
-
-
-def _document(teacher: str, response: httpx.Response) -> dict[str, Any]:
-    try:
-        body: Any = json.loads(response.content)
-    except ValueError:
-        body = None
-    if not isinstance(body, dict):
-        raise TeacherError(
-            f"teacher {teacher!r} answered {response.url.path} with "
-            f"{response.headers.get('content-type', 'no content type')}; expected a JSON object; "
-            "is this address a mopd teacher?",
-            status=response.status_code,
-        )
-    return body  # pyright: ignore[reportUnknownVariableType]
-
-
-def _require_positive(teacher: str, **settings: float) -> None:
-    for name, value in settings.items():
-        if not value > 0:
-            raise ConfigError(f"teacher {teacher!r} has {name} {value}; expected more than 0")

@@ -1,11 +1,21 @@
 """The fakes of these tests do what the tests take them to do."""
 
 import httpx
+import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from mopd_protocol.codec import decode_binary
 from mopd_protocol.manifest import Manifest
-from tests.client.scripted_teacher import ScriptedTeacher, manifest, network, problem
+from tests.client.scripted_teacher import (
+    TABLE,
+    TOKENIZER_JSON,
+    ScriptedTeacher,
+    manifest,
+    network,
+    problem,
+)
+from tests.client.scripted_vllm import ScriptedVllm
 from tests.client.still_clock import StillClock
 
 pytestmark = pytest.mark.anyio
@@ -70,3 +80,48 @@ async def test_a_still_clock_moves_only_in_sleep():
     assert still.clock.now() == 2.0
     assert still.sleeps == [2.0]
     assert still.clock.chance() == 0.5
+
+
+def scripted_vllm() -> ScriptedVllm:
+    tokenizer = Tokenizer.from_str(TOKENIZER_JSON)
+    return ScriptedVllm(tokenizer, width=TABLE.size)
+
+
+async def test_a_scripted_vllm_answers_distributions_in_the_recorded_form():
+    server = scripted_vllm()
+    body = {"model": "org/served", "prompt": [70, 71, 72], "prompt_logprobs": 2, "max_tokens": 1}
+    async with httpx.AsyncClient(transport=server.transport, base_url="http://vllm") as http:
+        answer = (await http.post("/v1/completions", json=body)).json()
+
+    assert np.exp(server.row([70, 71])).sum() == pytest.approx(1)
+    [choice] = answer["choices"]
+    nothing, _, last = choice["prompt_logprobs"]
+    assert nothing is None
+    assert next(iter(last)) == "72"  # the prompt's own token comes first
+    ranked = np.argsort(-server.row([70, 71])).tolist()
+    assert {int(token) for token in last} == {72, *ranked[:2]}
+    for token, told in last.items():
+        assert told["logprob"] == np.float32(server.row([70, 71])[int(token)])
+        assert told["rank"] == ranked.index(int(token)) + 1
+    assert server.asked_for("/v1/completions") == [body]
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({}, 200),
+        ({"prompt": [70] * 255}, 200),
+        ({"prompt": [70] * 256}, 400),
+        ({"prompt_logprobs": 21}, 400),
+        ({"model": "other"}, 404),
+    ],
+)
+async def test_a_scripted_vllm_refuses_what_the_server_refuses(changes, status):
+    body = {"model": "org/served", "prompt": [70], "prompt_logprobs": 20, "max_tokens": 1}
+    async with httpx.AsyncClient(
+        transport=scripted_vllm().transport, base_url="http://vllm"
+    ) as http:
+        response = await http.post("/v1/completions", json={**body, **changes})
+
+    assert response.status_code == status
+    assert ("error" in response.json()) == (status != 200)

@@ -1,5 +1,7 @@
 """A teacher that is not what the run expects is refused with a sentence that says what to do."""
 
+from typing import Any
+
 import httpx
 import pytest
 
@@ -7,6 +9,7 @@ from mopd_client.expectation import Expectation
 from mopd_client.teacher_client import TeacherClient
 from mopd_protocol.errors import ConfigError, DataError, TeacherError
 from mopd_protocol.manifest import Features, Manifest
+from mopd_protocol.requests import SequenceRequest
 from tests.client.scripted_teacher import (
     TABLE,
     TOKENIZER_JSON,
@@ -20,19 +23,28 @@ from tests.protocol import known_tokenizers
 
 pytestmark = pytest.mark.anyio
 
+SEQUENCE = SequenceRequest(prompt="?", completion_token_ids=[70])
 PLAIN = Features(candidate_ids=False, temperature=False, messages=False)
 
 
-def client_of(*teachers: ScriptedTeacher, api_key: str | None = None) -> TeacherClient:
+def client_of(*teachers: ScriptedTeacher, **settings: Any) -> TeacherClient:
     """A client with one replica a teacher: http://a, http://b, …"""
     hosts = dict(zip("abc", teachers, strict=False))
     return TeacherClient(
         "math",
         [f"http://{host}/" for host in hosts],
-        api_key=api_key,
         transport=network(**hosts),
         clock=StillClock().clock,
+        **settings,
     )
+
+
+def absent() -> ScriptedTeacher:
+    """A teacher that does not answer."""
+    teacher = ScriptedTeacher()
+    for path in ("/readyz", "/v1/manifest", "/v1/tokenizer", "/v1/logprobs"):
+        teacher.script(path, *[httpx.ConnectError("refused")] * 999)
+    return teacher
 
 
 async def test_a_handshake_returns_the_manifest():
@@ -245,12 +257,77 @@ async def test_waiting_until_ready_polls_every_replica():
     assert (len(one.asked_for("/readyz")), len(other.asked_for("/readyz"))) == (1, 3)
 
 
+async def test_a_teacher_that_is_still_starting_opens_no_breaker(caplog):
+    teacher, still = ScriptedTeacher(), StillClock()
+    teacher.script("/readyz", *[httpx.ConnectError("refused")] * 9)
+    client = TeacherClient("math", ["http://a"], transport=network(a=teacher), clock=still.clock)
+    async with client:
+        await client.wait_until_ready(1000.0)
+
+    assert still.sleeps == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 15.0]
+    assert client.counters.breaker_openings == 0
+    assert caplog.messages == []
+
+
 async def test_a_teacher_that_is_never_ready_is_told_with_its_reason():
     teacher = ScriptedTeacher()
     teacher.script("/readyz", *[problem(503, "loading") for _ in range(99)])
     async with client_of(teacher) as client:
         with pytest.raises(TeacherError, match=r"'math' answered 503: loading \(gave up after"):
             await client.wait_until_ready(5.0)
+
+
+@pytest.mark.parametrize("here", [0, 1])
+async def test_one_replica_is_enough_where_the_run_says_so(here):
+    teachers = [absent(), absent()]
+    teachers[here] = ScriptedTeacher()
+    async with client_of(*teachers, require_all_replicas=False) as client:
+        await client.wait_until_ready(30.0)
+        assert await client.handshake() == manifest()
+        assert (await client.tokenizer()).table.fingerprint == TABLE.fingerprint
+        assert len(await client.score([SEQUENCE], top_k=1)) == 1
+
+
+async def test_all_replicas_are_needed_unless_told():
+    async with client_of(ScriptedTeacher(), absent()) as client:
+        with pytest.raises(TeacherError, match="gave no answer: refused"):
+            await client.wait_until_ready(30.0)
+        with pytest.raises(TeacherError, match="gave no answer: refused"):
+            await client.handshake()
+
+
+async def test_where_one_is_enough_none_is_too_few():
+    async with client_of(absent(), absent(), require_all_replicas=False) as client:
+        with pytest.raises(TeacherError, match="gave no answer: refused"):
+            await client.wait_until_ready(30.0)
+        with pytest.raises(TeacherError, match="gave no answer: refused"):
+            await client.handshake()
+
+
+async def test_a_replica_that_answers_wrongly_is_refused_even_where_one_is_enough():
+    wrong = ScriptedTeacher(manifest(revision="r2"))
+    async with client_of(ScriptedTeacher(), wrong, require_all_replicas=False) as client:
+        with pytest.raises(TeacherError, match="is two teachers"):
+            await client.handshake()
+
+
+async def test_a_replica_that_refuses_is_not_taken_for_absent():
+    refusing = ScriptedTeacher()
+    refusing.script("/v1/manifest", problem(401, "no key"))
+    async with client_of(ScriptedTeacher(), refusing, require_all_replicas=False) as client:
+        with pytest.raises(TeacherError, match="answered 401: no key"):
+            await client.handshake()
+
+
+async def test_a_replica_that_comes_later_is_held_against_the_manifest():
+    late = absent()
+    async with client_of(ScriptedTeacher(), late, require_all_replicas=False) as client:
+        await client.handshake()
+        late.scripts.clear()
+        late.manifest = manifest(revision="r2")
+        client.replicas[0].in_flight = 1  # so that the other one is asked
+        with pytest.raises(DataError, match="teacher 'math' has changed: its manifest is"):
+            await client.score([SEQUENCE], top_k=1)
 
 
 @pytest.mark.parametrize(

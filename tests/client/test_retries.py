@@ -6,7 +6,9 @@ import itertools
 import httpx
 import pytest
 
+from mopd_client.attempt import Attempts
 from mopd_client.clock import Clock
+from mopd_client.counters import Counters
 from mopd_client.replica import Replica, least_busy
 from mopd_client.retry import send_with_retries
 from mopd_client.teacher_client import TeacherClient
@@ -87,7 +89,8 @@ async def test_questions_about_the_teacher_are_tried_again_too(path):
 
 async def test_pauses_double_up_to_a_longest_one():
     teacher, still = ScriptedTeacher(), StillClock()
-    teacher.script("/v1/logprobs", *[problem(503, "loading") for _ in range(9)])
+    # Busy is not broken: a breaker has its own pauses.
+    teacher.script("/v1/logprobs", *[problem(429, "full") for _ in range(9)])
     async with client_of(teacher, still, deadline_seconds=1000) as client:
         await client.score([SEQUENCE], top_k=1)
 
@@ -175,6 +178,20 @@ async def test_an_attempt_that_takes_too_long_is_a_passing_failure():
     assert still.sleeps == [0.25]
 
 
+@pytest.mark.parametrize(("timeout", "deadline", "failures"), [(60.0, 0.01, 0), (0.01, 0.01, 1)])
+async def test_a_deadline_that_leaves_little_time_says_nothing_about_the_replica(
+    timeout, deadline, failures
+):
+    async def stuck(replica: Replica) -> httpx.Response:
+        await _forever()
+        raise AssertionError
+
+    replica = Replica("http://math")
+    with pytest.raises(TeacherError, match="gave no answer"):
+        await _send([replica], stuck, StillClock().clock, timeout=timeout, deadline=deadline)
+    assert replica.breaker.failures == failures
+
+
 async def test_a_bug_in_the_client_is_not_tried_again():
     async def broken(replica: Replica) -> httpx.Response:
         raise KeyError(replica.url)
@@ -240,15 +257,14 @@ def _two_replicas(one: ScriptedTeacher, other: ScriptedTeacher, still: StillCloc
     )
 
 
-async def _send(replicas, send, clock: Clock, *, timeout: float = 60.0) -> httpx.Response:
+async def _send(
+    replicas, send, clock: Clock, *, timeout: float = 60.0, deadline: float = 60.0
+) -> httpx.Response:
     return await send_with_retries(
         replicas,
         send,
-        teacher="math",
-        timeout_seconds=timeout,
-        deadline_seconds=60.0,
-        clock=clock,
-        on_retry=lambda: None,
+        attempts=Attempts("math", timeout, clock, Counters()),
+        deadline_seconds=deadline,
     )
 
 
