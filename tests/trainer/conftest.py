@@ -1,9 +1,14 @@
 """Trainer tests run in asyncio, and on one thread, so that sums are always rounded the same."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+from mopd_trainer.demo.services import teacher_services
+from tests import tiny_models
+from tests.trainer.students import model_of, tokenizer
 
 
 @pytest.fixture
@@ -18,3 +23,24 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A student and two teachers, of three families."""
+    made = {"student": ("qwen", "digit"), "math": ("llama", "sentencepiece")}
+    made["code"] = ("gpt_neox", "whole_number")
+    return {
+        name: tiny_models.save(model_of(family), tokenizer(own), tmp_path_factory.mktemp(name))
+        for name, (family, own) in made.items()
+    }
+
+
+@pytest.fixture(scope="session")
+def addresses(
+    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, str]]:
+    """Teacher name -> address of a service in a process of its own."""
+    teachers = {name: models[name] for name in ("math", "code")}
+    with teacher_services(teachers, tmp_path_factory.mktemp("logs")) as found:
+        yield found

@@ -29,6 +29,8 @@ class Recorded(httpx.AsyncBaseTransport):
     asked: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     broken: bool = False
     """Whether scoring requests find nobody."""
+    absent: int = 0
+    """How many more scoring requests find nobody."""
     on_scoring: Callable[[], None] | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -37,7 +39,8 @@ class Recorded(httpx.AsyncBaseTransport):
             self.asked.append(json.loads(request.content))
             if self.on_scoring is not None:
                 self.on_scoring()
-            if self.broken:
+            self.absent -= 1
+            if self.broken or self.absent >= 0:
                 raise httpx.ConnectError("nobody is there", request=request)
         return await httpx.ASGITransport(self.app).handle_async_request(request)
 
@@ -72,4 +75,4 @@ async def scorer_of(
     async with TeacherPool(clients) as pool:
         configs = {name: config for name, (_, config) in teachers.items()}
         met = await meet_teachers(pool, configs, student, ProjectionCache(), {}, wait_seconds=60.0)
-        yield Scorer(pool, met, student.table)
+        yield Scorer(pool, met, student.table, clock=clock)

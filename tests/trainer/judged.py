@@ -46,7 +46,7 @@ def losses_for(student: Student, divergences: Mapping[str, str] | None = None) -
             student.identity.logit_width,
             table(tokenizer),
             encoder(tokenizer),
-            student.identity.encoder,
+            lambda: student.identity.encoder,
         )
         found[name] = build_loss(
             config, projection_for(config, sides, cache), sides, cache=cache, device=CPU

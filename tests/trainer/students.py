@@ -81,6 +81,7 @@ def rollout(
     prompt_ids: Sequence[int] = (5, 6, 7),
     index: int = 0,
     messages: tuple[Message, ...] = QUESTION,
+    topk_ids: np.ndarray | None = None,
 ) -> Rollout:
     """A completion as the sampler hands it on."""
     completion = table(name).sequence(token_ids)
@@ -91,4 +92,5 @@ def rollout(
         sampled_logprobs=np.full(len(completion), -1.0, dtype=np.float32),
         finish_reason="stop" if completion.ends_turn else "length",
         policy_version=0,
+        student_topk_ids=topk_ids,
     )

@@ -138,6 +138,26 @@ def test_a_refusal_is_one_sentence_on_stderr_and_exit_code_2(
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_wrong_line_of_the_data_is_told_before_torch_is_loaded(
+    tmp_path: Path, student_folder: Path, command: str
+) -> None:
+    path = arranged(tmp_path, student_folder, unknown_teacher)
+    script = """
+import sys
+from mopd_trainer.main import main
+try:
+    main(sys.argv[1:])
+except SystemExit as ended:
+    print(ended.code, "torch" in sys.modules)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script, command, path], capture_output=True, text=True, check=True
+    )
+    assert "prompts.jsonl:4: teacher 'history' is unknown" in ended.stderr
+    assert ended.stdout == "2 False\n"
+
+
 def test_a_bug_beside_a_refusal_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: object) -> None:
         from mopd_protocol.errors import DataError

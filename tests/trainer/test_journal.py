@@ -1,7 +1,9 @@
 """The journal: a line a step, without a gap or a repeat, however a run ended."""
 
 import json
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,6 +85,7 @@ def test_a_completion_is_written_for_people_to_read(tmp_path: Path) -> None:
             "step": 4,
             "prompt": [{"role": "user", "content": "3 + 4 ="}],
             "completion": "7 �!",
+            "source": "rollout",
             "finish_reason": "stop",
             "teachers": {"math": 1.0},
             "metadata": {},
@@ -91,7 +94,13 @@ def test_a_completion_is_written_for_people_to_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("from_step", [0, 2])
-def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path, from_step: int) -> None:
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(
+    tmp_path: Path, from_step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Files are read in the order of their names: by second, and within one by an unpadded number.
+    seconds = count(1_000)
+    clock = SimpleNamespace(time=lambda: next(seconds))
+    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", clock)
     with journal(tmp_path, tensorboard=True) as opened:
         for step in range(1, 4):
             opened.write(step, {"loss": 1.0, "ratio": float("nan")})

@@ -59,6 +59,89 @@ def test_chosen_keys_hold_question_and_answer(tmp_path: Path) -> None:
     assert prompt.metadata == {"answer": {"text": "because"}}
 
 
+def turns(*roles_and_texts: str) -> list[dict[str, str]]:
+    """A conversation of alternating roles and texts."""
+    pairs = zip(roles_and_texts[::2], roles_and_texts[1::2], strict=True)
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+SOLVED = turns("system", "be brief", "user", "2?", "assistant", "3", "user", "4?", "assistant", "5")
+
+
+@pytest.mark.parametrize("config", [{"source": "answers"}, {"on_policy_fraction": 0.5}])
+def test_the_last_assistant_turn_is_the_answer(tmp_path: Path, config: dict[str, Any]) -> None:
+    [prompt] = read(tmp_path, {"messages": SOLVED, "teacher": "math"}, **config)
+    assert [message.model_dump() for message in prompt.messages] == SOLVED[:-1]
+    assert prompt.answer == "5"
+
+
+def test_an_answer_key_holds_the_answer_of_any_question(tmp_path: Path) -> None:
+    config = {"source": "answers", "answer_key": "a"}
+    lines = [
+        {"messages": SOLVED[:-1], "a": "5", "teacher": "math"},
+        {"prompt": "4?", "a": "5", "teacher": "math"},
+    ]
+    first, second = read(tmp_path, *lines, **config)
+    assert (len(first.messages), first.answer) == (4, "5")
+    assert (second.messages[0].content, second.answer) == ("4?", "5")
+    line = {"q": "4?", "a": "5", "teacher": "math"}
+    [third] = read(tmp_path, line, question_key="q", **config)
+    assert (third.messages[0].content, third.answer) == ("4?", "5")
+
+
+def test_a_run_on_rollouts_alone_has_no_answers(tmp_path: Path) -> None:
+    [prompt] = read(tmp_path, {"prompt": "4?", "a": 5, "teacher": "math"}, answer_key="a")
+    assert prompt.answer is None
+    assert prompt.metadata == {"answer": 5}
+
+
+def test_where_nobody_judges_lines_need_name_nobody(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "data.jsonl", [{"messages": SOLVED, "teacher": "unheard of"}])
+    [prompt] = read_prompts(DataConfig(prompts=path, source="answers"), [])
+    assert prompt.teachers == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "answer_key", "sentence"),
+    [
+        ({"prompt": "?"}, None, "no reference answer (the last turn is of role 'user' and has 1 c"),
+        ({"messages": SOLVED[:-1]}, None, "no reference answer (the last turn is of role 'user'"),
+        (
+            {"messages": turns("user", "?", "assistant", "")},
+            None,
+            "no reference answer (the last turn is of role 'assistant' and has 0 characters); "
+            "expected 'messages' that end with an assistant turn, or set data.answer_key",
+        ),
+        (
+            {"messages": turns("assistant", "3")},
+            None,
+            "'messages' holds an answer and no question; expected a turn that the student can",
+        ),
+        (
+            {"messages": turns("assistant", "3", "assistant", "5")},
+            None,
+            "'messages' ends with an assistant turn; expected a turn that the student can answer",
+        ),
+        (
+            {"messages": SOLVED, "a": "6"},
+            "a",
+            "'messages' ends with an assistant turn; expected a turn that the student can answer",
+        ),
+        ({"prompt": "?"}, "a", "'a' is None; expected text"),
+        ({"prompt": "?", "a": ""}, "a", "'a' is ''; expected text"),
+        ({"prompt": "?", "a": 5}, "a", "'a' is 5; expected text"),
+    ],
+)
+def test_a_line_without_an_answer_is_named_where_answers_are_learnt(
+    tmp_path: Path, line: dict[str, Any], answer_key: str | None, sentence: str
+) -> None:
+    lines = [{**OK, "messages": SOLVED, "a": "5"}] if answer_key is None else []
+    config = {"source": "answers", "answer_key": answer_key}
+    told = refusal(tmp_path, *lines, {**line, "teacher": "math"}, **config)
+    assert told.startswith(f"…/data.jsonl:{len(lines) + 1}: ")
+    assert sentence in told
+
+
 @pytest.mark.parametrize("key", ["teacher", "data_source", "tag", "dataset"])
 def test_a_teacher_may_stand_under_several_names(tmp_path: Path, key: str) -> None:
     [prompt] = read(tmp_path, {"prompt": "?", key: "code"})

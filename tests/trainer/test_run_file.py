@@ -31,7 +31,47 @@ def refusal(path: Path, *overrides: str) -> str:
         (lambda v: v.update(max_steps="many"), "'max_steps' is 'many'"),
         (lambda v: v.update(max_steps=0), "'max_steps' is 0"),
         (lambda v: v["student"].update(learning_rate=-1), "'student.learning_rate' is -1"),
-        (lambda v: v.update(teachers={}), "'teachers' is {}"),
+        (lambda v: v.update(teachers={}), "teachers is empty, but completions are to be judged"),
+        (
+            lambda v: v["student"].update(distill_loss_weight=0.5),
+            "student.distill_loss_weight is 0.5, but every completion is the student's own, and "
+            "cross entropy on those would train it to repeat itself",
+        ),
+        (
+            lambda v: v["student"].update(distill_loss_weight=1.5),
+            "'student.distill_loss_weight' is 1.5",
+        ),
+        (
+            lambda v: v["data"].update(on_policy_fraction=0),
+            "data.on_policy_fraction is 0, which leaves nothing to data.source 'rollout'",
+        ),
+        (
+            lambda v: v["data"].update(source="answers", on_policy_fraction=1.0),
+            "data.on_policy_fraction is 1, which leaves nothing to data.source 'answers'",
+        ),
+        *(
+            (
+                lambda v, data=data, loss=loss: (
+                    v["data"].update(data),
+                    v["teachers"]["code"].update(loss={"type": loss}),
+                ),
+                f"teacher 'code' has loss '{loss}', which is about what the student itself wrote",
+            )
+            for data in ({"source": "answers"}, {"on_policy_fraction": 0.9})
+            for loss in ("policy_gradient", "k2", "k3")
+        ),
+        (
+            lambda v: (v["data"].update(source="answers"), v.update(teachers={})),
+            "teachers is empty, but completions are to be judged",
+        ),
+        (
+            lambda v: (
+                v["data"].update(on_policy_fraction=0.5),
+                v["student"].update(distill_loss_weight=0),
+                v.update(teachers={}),
+            ),
+            "teachers is empty, but completions are to be judged",
+        ),
         (lambda v: v["teachers"]["math"].update(url=[]), "'teachers.math.url' is []"),
         (
             lambda v: v["data"].update(default_teacher="maths"),
@@ -52,9 +92,51 @@ def test_a_wrong_setting_is_told_in_one_sentence(
     assert "\n" not in told
 
 
-def test_each_wrong_setting_has_its_own_line(tmp_path: Path) -> None:
+def test_several_wrong_settings_are_a_sentence_and_a_list(tmp_path: Path) -> None:
     path = write_run(tmp_path, run_values(tmp_path, speed=1, max_steps=0))
-    assert len(refusal(path).splitlines()) == 2
+    sentence, *told = refusal(path).splitlines()
+    assert sentence == f"{path}: 2 settings cannot be used:"
+    assert len(told) == 2
+    assert told[0].startswith("  'max_steps' is 0: ")
+    assert told[1].startswith("  unknown key 'speed'; ")
+
+
+@pytest.mark.parametrize(
+    ("data", "weight", "share", "judged", "asked"),
+    [
+        ({}, 1.0, 1.0, False, True),
+        ({"source": "answers"}, 1.0, 0.0, True, True),
+        ({"source": "answers"}, 0.3, 0.0, True, True),
+        ({"source": "answers"}, 0.0, 0.0, False, False),
+        ({"source": "answers", "on_policy_fraction": 0.25}, 0.3, 0.25, True, True),
+        ({"source": "rollout", "on_policy_fraction": 0.25}, 0.0, 0.25, False, True),
+    ],
+)
+def test_who_completes_prompts_and_who_reads_that(
+    tmp_path: Path, data: dict[str, Any], weight: float, share: float, judged: bool, asked: bool
+) -> None:
+    values = run_values(tmp_path)
+    values["data"].update(data)
+    values["student"]["distill_loss_weight"] = weight
+    config = RunConfig.model_validate(values)
+    assert config.data.rollout_share == share
+    assert config.judges_answers == judged
+    assert set(config.judges) == ({"math", "code"} if asked else set())
+
+
+def test_losses_on_samples_stay_where_only_samples_are_judged(tmp_path: Path) -> None:
+    values = run_values(tmp_path)
+    values["teachers"]["math"]["loss"] = {"type": "policy_gradient"}
+    values["data"]["on_policy_fraction"] = 0.5
+    values["student"]["distill_loss_weight"] = 0
+    assert not RunConfig.model_validate(values).judges_answers
+
+
+def test_plain_sft_needs_no_teacher(tmp_path: Path) -> None:
+    values = run_values(tmp_path, teachers={})
+    values["data"]["source"] = "answers"
+    values["student"]["distill_loss_weight"] = 0
+    assert RunConfig.model_validate(values).judges == {}
 
 
 @pytest.mark.parametrize(

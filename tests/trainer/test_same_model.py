@@ -34,7 +34,7 @@ async def first_step(loss: TopKKlConfig | CtkdConfig, *, teacher_seed: int) -> d
         student.identity.logit_width,
         student.table,
         encoder("digit"),
-        encoder("digit"),
+        lambda: encoder("digit"),
     )
     projection = projection_for(loss, sides, cache)
     learner = Learner(

@@ -18,11 +18,11 @@ from tests import tiny_models
 from tests.reference.teacher_scores import completion_logprobs
 from tests.server.tiny_teachers import TinyTeacher, teacher_of
 from tests.trainer.in_process import Recorded, scorer_of, teacher_config
-from tests.trainer.students import encoder, ids_of, rollout, table, tokenizer
+from tests.trainer.students import ids_of, rollout, table, tokenizer
 
 pytestmark = pytest.mark.anyio
 
-IDENTITY = StudentIdentity(table("digit"), encoder("digit"), logit_width=448, parameters=0)
+IDENTITY = StudentIdentity(tokenizer("digit"), table("digit"), logit_width=448, parameters=0)
 TOKEN_LOSS = {"loss": {"type": "topk_kl"}}
 
 Asked = dict[str, tuple[Recorded, TeacherConfig]]
@@ -138,7 +138,7 @@ async def test_a_sample_too_long_for_its_teacher_goes_alone_and_is_counted(on_er
     rollouts = [written("a" if at != 1 else "x9" * 200, at, code=1.0) for at in range(4)]
     examples, scorer = await scored(teachers, rollouts)
     assert [example.rollout.prompt.index for example in examples] == [0, 2, 3]
-    assert scorer.dropped == {"code/too_long": 1}
+    assert scorer.dropped == {"code/too_long": 1, "total": 1}
 
 
 def picky(on_error: str) -> tuple[Recorded, TeacherConfig]:
@@ -162,7 +162,7 @@ async def test_a_sample_that_its_teacher_refuses_goes_alone_where_the_run_goes_o
     rollouts = [written("a", 0, code=1.0), with_a_system_turn(1), written("b", 2, code=1.0)]
     examples, scorer = await scored({"code": picky("drop")}, rollouts)
     assert [example.rollout.prompt.index for example in examples] == [0, 2]
-    assert scorer.dropped == {"code/refused": 1}
+    assert scorer.dropped == {"code/refused": 1, "total": 1}
     with pytest.raises(TeacherError, match=r"teacher 'code' answered 422: .*no system"):
         await scored({"code": picky("fail")}, rollouts)
 
@@ -184,10 +184,105 @@ async def test_samples_of_an_absent_teacher_are_dropped_or_end_the_run() -> None
                 examples = await scorer.score(rollouts)
                 # The third had two teachers: without one of them it is not the sample asked for.
                 assert [example.rollout.prompt.index for example in examples] == [0]
-                assert scorer.dropped == {"code/unavailable": 2}
+                assert scorer.dropped == {"code/unavailable": 2, "total": 2}
             else:
                 with pytest.raises(TeacherError, match="teacher 'code' gave no answer"):
                     await scorer.score(rollouts)
+
+
+async def test_a_sample_that_two_teachers_cannot_judge_is_one_sample_less() -> None:
+    teachers = {name: asked("whole_number", on_error="drop") for name in ("math", "code")}
+    async with scorer_of(IDENTITY, teachers) as scorer:
+        for transport, _ in teachers.values():
+            transport.broken = True
+        rollouts = [written("a", 0, math=1.0, code=1.0), written("b", 1, math=1.0)]
+        assert await scorer.score(rollouts) == []
+    assert scorer.dropped == {"math/unavailable": 2, "code/unavailable": 1, "total": 2}
+
+
+async def test_a_run_that_waits_keeps_asking_until_the_teacher_is_back(caplog) -> None:
+    # One attempt a call: its deadline has no room for a pause.
+    settings = {"on_error": "wait", "deadline_seconds": 0.1}
+    teachers = {"code": asked("whole_number", **settings)}
+    async with scorer_of(IDENTITY, teachers) as scorer:
+        transport = teachers["code"][0]
+        transport.absent = 20
+        [example] = await scorer.score([written("a", code=1.0)])
+        counters = scorer.counters("code")
+        assert counters.waits >= 20
+        assert counters.failures == counters.waits
+    assert [judgement.teacher for judgement in example.judgements] == ["code"]
+    assert not scorer.dropped
+    lines = [record.message for record in caplog.records if "waiting" in record.message]
+    assert lines[0].startswith("waiting for teacher 'code', 0 s so far: teacher 'code' gave no")
+    assert 2 <= len(lines) < 10  # one in a while, not one a call
+    assert "teacher 'code' is back after 1" in caplog.text
+
+
+async def test_a_run_that_waits_ends_when_the_teacher_is_there_and_refuses() -> None:
+    rollouts = [written("a", 0, code=1.0), with_a_system_turn(1)]
+    with pytest.raises(TeacherError, match=r"teacher 'code' answered 422: .*no system"):
+        await scored({"code": picky("wait")}, rollouts)
+
+
+async def test_a_fallback_judges_in_its_own_way_with_the_absent_teachers_share() -> None:
+    teachers = {
+        "math": asked("sentencepiece", on_error="fallback:code", top_k=3),
+        "code": asked("whole_number", top_k=5),
+        "general": asked("digit"),
+    }
+    async with scorer_of(IDENTITY, teachers) as scorer:
+        teachers["math"][0].broken = True
+        rollouts = [written("a", 0, math=3.0, general=1.0), written("b", 1, general=1.0)]
+        examples = await scorer.score(rollouts)
+        assert scorer.counters("math").fallbacks == 1
+    [judgement, other] = examples[0].judgements
+    assert (judgement.teacher, judgement.weight) == ("code", 0.75)
+    assert (other.teacher, other.weight) == ("general", 0.25)
+    assert teachers["code"][0].asked[0]["top_k"] == 5
+    assert judgement.score.manifest_id == service("whole_number").service.manifest.manifest_id
+    assert len(examples) == 2
+    assert not scorer.dropped
+
+
+async def test_a_fallback_that_judges_the_sample_already_takes_over_the_share() -> None:
+    teachers = {
+        "math": asked("sentencepiece", on_error="fallback:code"),
+        "code": asked("whole_number"),
+    }
+    async with scorer_of(IDENTITY, teachers) as scorer:
+        teachers["math"][0].broken = True
+        [example] = await scorer.score([written("a", math=3.0, code=1.0)])
+    assert [(j.teacher, j.weight) for j in example.judgements] == [("code", 1.0)]
+
+
+async def test_only_the_samples_that_a_teacher_refuses_go_to_its_fallback() -> None:
+    teachers = {"code": picky("fallback:math"), "math": asked("sentencepiece")}
+    rollouts = [written("a", 0, code=1.0), with_a_system_turn(1), written("x9" * 200, 2, code=1.0)]
+    examples, scorer = await scored(teachers, rollouts)
+    # The last is too long for either.
+    assert [[j.teacher for j in e.judgements] for e in examples] == [["code"], ["math"]]
+    assert scorer.counters("code").fallbacks == 2
+    assert scorer.dropped == {"math/too_long": 1, "total": 1}
+
+
+async def test_a_chain_of_fallbacks_ends_as_its_last_teacher_says() -> None:
+    for last in ("drop", "fail"):
+        teachers = {
+            "math": asked("sentencepiece", on_error="fallback:code"),
+            "code": asked("whole_number", on_error="fallback:general"),
+            "general": asked("digit", on_error=last),
+        }
+        async with scorer_of(IDENTITY, teachers) as scorer:
+            for transport, _ in teachers.values():
+                transport.broken = True
+            if last == "drop":
+                assert await scorer.score([written("a", math=1.0)]) == []
+                assert scorer.dropped == {"general/unavailable": 1, "total": 1}
+                assert [scorer.counters(n).fallbacks for n in teachers] == [1, 1, 0]
+            else:
+                with pytest.raises(TeacherError, match="teacher 'general' gave no answer"):
+                    await scorer.score([written("a", math=1.0)])
 
 
 async def test_a_sample_of_which_nothing_aligns_is_dropped_and_counted() -> None:
@@ -196,14 +291,14 @@ async def test_a_sample_of_which_nothing_aligns_is_dropped_and_counted() -> None
         {"code": asked("whole_number")}, [unreadable, written("b", 1, code=1.0)]
     )
     assert [example.rollout.prompt.index for example in examples] == [1]
-    assert scorer.dropped == {"code/nothing_aligned": 1}
+    assert scorer.dropped == {"code/nothing_aligned": 1, "total": 1}
 
 
 async def test_a_batch_of_which_nothing_can_be_sent_is_no_error() -> None:
     unreadable = rollout("digit", ids_of("digit", b"\xff"), teachers={"code": 1.0})
     examples, scorer = await scored({"code": asked("whole_number")}, [unreadable])
     assert examples == []
-    assert scorer.dropped == {"code/nothing_aligned": 1}
+    assert scorer.dropped == {"code/nothing_aligned": 1, "total": 1}
 
 
 async def test_no_rollouts_ask_nobody() -> None:

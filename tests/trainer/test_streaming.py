@@ -89,6 +89,7 @@ async def test_a_prompt_that_leaves_no_room_for_an_answer_is_dropped_and_counted
         examples, metrics = await collect([PROMPTS[0], long], sampler, scorer, 0)
         assert [example.rollout.prompt.index for example in examples] == [0]
         assert metrics["dropped/prompt_too_long"] == 1
+        assert metrics["dropped/total"] == 1
         _, after = await collect([PROMPTS[0]], sampler, scorer, 1)
         assert "dropped/prompt_too_long" not in after
         with pytest.raises(DataError, match=r"every sample of step 3 was dropped.*prompt_too_long"):

@@ -13,7 +13,15 @@ from mopd_trainer.config import StudentConfig
 from mopd_trainer.student import Student
 from mopd_trainer.student_identity import StudentIdentity
 from tests import tiny_models
-from tests.trainer.students import CPU, FAMILIES, QUESTION, model_of, student_of, tokenizer
+from tests.trainer.students import (
+    CPU,
+    FAMILIES,
+    QUESTION,
+    encoder,
+    model_of,
+    student_of,
+    tokenizer,
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -70,6 +78,14 @@ def test_an_identity_read_without_weights_is_that_of_the_loaded_model(tmp_path: 
     assert read.table.fingerprint == loaded.table.fingerprint
     assert (read.logit_width, read.parameters) == (loaded.logit_width, loaded.parameters)
     assert read.logit_width > read.table.size
+
+
+def test_the_text_encoder_is_made_when_it_is_asked_for() -> None:
+    identity = student_of().identity
+    assert "encoder" not in vars(identity)
+    made = identity.encoder
+    assert made.encode("3 + 4") == encoder("digit").encode("3 + 4")
+    assert identity.encoder is made
 
 
 def test_a_folder_that_holds_no_model_is_told_in_one_sentence(tmp_path: Path) -> None:

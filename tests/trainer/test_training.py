@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,43 +14,21 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from mopd_protocol.errors import DataError
 from mopd_trainer.check import check
 from mopd_trainer.config import RunConfig
-from mopd_trainer.demo.services import teacher_services
 from mopd_trainer.loop import train
 from mopd_trainer.run_file import load_run
-from tests import tiny_models
 from tests.trainer.runs import questions, run_values, write_lines, write_run
-from tests.trainer.students import QUESTION, model_of, tokenizer
+from tests.trainer.students import QUESTION
+from tests.trainer.whole_runs import assert_same_weights, journal, run_here, weights
 
 pytestmark = pytest.mark.slow
 
 MOPD = Path(sys.executable).parent / "mopd"
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A student and two teachers, of three families."""
-    made = {"student": ("qwen", "digit"), "math": ("llama", "sentencepiece")}
-    made["code"] = ("gpt_neox", "whole_number")
-    return {
-        name: tiny_models.save(model_of(family), tokenizer(own), tmp_path_factory.mktemp(name))
-        for name, (family, own) in made.items()
-    }
-
-
-@pytest.fixture(scope="module")
-def addresses(
-    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, str]]:
-    """Teacher name -> address of a service in a process of its own."""
-    teachers = {name: models[name] for name in ("math", "code")}
-    with teacher_services(teachers, tmp_path_factory.mktemp("logs")) as found:
-        yield found
 
 
 @pytest.fixture
@@ -67,29 +44,6 @@ def values(tmp_path: Path, models: dict[str, Path], addresses: dict[str, str]) -
     }
     values["teachers"]["code"]["loss"]["type"] = "ctkd"
     return values
-
-
-def run_here(values: dict[str, Any], **changes: Any) -> tuple[Path, str]:
-    """Trains in this process; the student's folder and what was printed."""
-    told = StringIO()
-    config = RunConfig.model_validate({**values, **changes})
-    folder = asyncio.run(train(config, Console(file=told, width=200)))
-    return folder, told.getvalue()
-
-
-def journal(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
-
-
-def assert_same_weights(folder: Path, other: Path) -> None:
-    ours, theirs = weights(folder), weights(other)
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert torch.equal(ours[name], theirs[name]), name
 
 
 @pytest.fixture

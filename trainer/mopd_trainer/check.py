@@ -1,34 +1,43 @@
 """``mopd check``: everything that a run does before its first step, and nothing after."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
 from mopd_losses.projection_cache import ProjectionCache
+from mopd_protocol.samples import Prompt
 from mopd_trainer.checkpoint import starting_checkpoint
 from mopd_trainer.config import RunConfig
 from mopd_trainer.plan import describe_plan
 from mopd_trainer.prompts import read_prompts
+from mopd_trainer.rendering import require_renderable
 from mopd_trainer.student_identity import StudentIdentity
 from mopd_trainer.teachers import meet_teachers, teacher_pool
 
 
-async def check(config: RunConfig, console: Console) -> None:
+async def check(
+    config: RunConfig, console: Console, *, prompts: Sequence[Prompt] | None = None
+) -> None:
     """Prints the plan of a run whose parts fit together; writes nothing into its folder.
+
+    Args:
+        prompts: those of ``config.data``, where they have been read already.
 
     Raises:
         MopdError: whatever would stop the run before its first step.
     """
-    prompts = read_prompts(config.data, config.teachers)
+    prompts = read_prompts(config.data, config.judges) if prompts is None else prompts
     checkpoint = starting_checkpoint(config)
     expected = checkpoint.manifest_ids if checkpoint else {}
     student = StudentIdentity.read(config.student)
+    require_renderable(prompts, student, source=config.data.prompts)
     with TemporaryDirectory() as folder:
-        async with teacher_pool(config.teachers) as pool:
+        async with teacher_pool(config.judges) as pool:
             teachers = await meet_teachers(
                 pool,
-                config.teachers,
+                config.judges,
                 student,
                 ProjectionCache(Path(folder)),
                 {} if config.accept_changed_teachers else expected,

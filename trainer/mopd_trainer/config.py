@@ -5,8 +5,15 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mopd_losses.config import CtkdConfig, LossConfig, TopKKlConfig
-from mopd_protocol.requests import LogprobsDtype
+from mopd_losses.config import ON_SAMPLES
+from mopd_protocol.samples import Source
+from mopd_trainer.teacher_config import (
+    ScoreCacheConfig,
+    TeacherConfig,
+    require_fallbacks_that_end,
+    require_names_for_cached_weights,
+    student_topk,
+)
 
 
 class _Settings(BaseModel):
@@ -14,10 +21,19 @@ class _Settings(BaseModel):
 
 
 class DataConfig(_Settings):
-    """Where prompts come from and who judges each answer."""
+    """Where prompts come from, who answers them and who judges each answer.
+
+    Refused: a source that ``on_policy_fraction`` leaves nothing to.
+    """
 
     prompts: Path
     """A JSONL file: ``messages``, or ``prompt``, or the keys named below."""
+    source: Source = "rollout"
+    """Who completes prompts: the student (``rollout``), or the data, with each line's reference
+    answer (``answers``)."""
+    on_policy_fraction: float | None = Field(default=None, ge=0, le=1)
+    """The share of a step's prompts that the student answers itself; the others are learnt from
+    their reference answers. Not set: all for ``rollout``, none for ``answers``."""
     teacher_key: str | None = None
     """The key that names a line's teacher, or maps teachers to weights. Not set: the first of
     ``teacher``, ``data_source``, ``tag``, ``dataset`` that a line has."""
@@ -26,8 +42,32 @@ class DataConfig(_Settings):
     question_key: str | None = None
     """The key of the question, for data that has neither ``messages`` nor ``prompt``."""
     answer_key: str | None = None
-    """The key of the reference answer: kept as metadata, never trained on by distillation."""
+    """The key of the reference answer. Where the run learns from answers and this is not set, the
+    last message of ``messages`` is the answer, by the assistant; where it does not, an answer is
+    only kept with its completion to be read."""
     shuffle: bool = True
+
+    @model_validator(mode="after")
+    def _the_source_is_used(self) -> "DataConfig":
+        if self.on_policy_fraction == (0 if self.source == "rollout" else 1):
+            raise ValueError(
+                f"data.on_policy_fraction is {self.on_policy_fraction:g}, which leaves nothing to "
+                f"data.source '{self.source}'; set data.source to "
+                f"'{'answers' if self.source == 'rollout' else 'rollout'}'"
+            )
+        return self
+
+    @property
+    def rollout_share(self) -> float:
+        """The share of prompts that the student answers itself."""
+        if self.on_policy_fraction is None:
+            return 1.0 if self.source == "rollout" else 0.0
+        return self.on_policy_fraction
+
+    @property
+    def reads_answers(self) -> bool:
+        """Whether the run learns from reference answers."""
+        return self.rollout_share < 1
 
 
 class StudentConfig(_Settings):
@@ -55,56 +95,29 @@ class StudentConfig(_Settings):
     rows_per_block: int = Field(default=1_024, ge=1)
     """Completion tokens whose logits stand on the device at once; changes memory and speed, never
     the gradient."""
+    gradient_checkpointing: bool = False
+    """Keeps only each layer's input and runs the layer again in the backward pass: less memory,
+    more time, the same gradient."""
+    distill_loss_weight: float = Field(default=1.0, ge=0, le=1)
+    """w in ``(1 - w) * cross entropy + w * distillation`` of a reference answer; 0 is plain SFT,
+    and no teacher reads the answers then. What the student wrote itself is only distilled."""
 
 
 class RolloutConfig(_Settings):
-    """How the student writes."""
+    """How the student writes, and how much a step takes."""
 
     engine: Literal["transformers"] = "transformers"
     prompts_per_step: int = Field(default=64, ge=1)
     samples_per_prompt: int = Field(default=1, ge=1)
+    """Completions that the student writes for a prompt; a reference answer is taken once."""
     max_new_tokens: int = Field(ge=1)
+    """Longest completion. A reference answer that is longer is dropped and counted."""
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy. Other than 1, what is trained on is not what the student would write."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     generation_batch_size: int = Field(default=64, ge=1)
     """Completions written at once; each such batch goes to its teachers while the next is being
-    written."""
-
-
-class TeacherConfig(_Settings):
-    """One teacher: where it is, what is asked of it, and what is learnt from it."""
-
-    url: tuple[str, ...] = Field(min_length=1)
-    """Replicas of one teacher."""
-    top_k: int = Field(default=64, ge=1)
-    weight: float = Field(default=1.0, gt=0)
-    """Factor of this teacher's loss."""
-    temperature: float = Field(default=1.0, gt=0)
-    """Softmax temperature of both sides of the loss; other than 1 only where the teacher's engine
-    can (its manifest says so)."""
-    loss: LossConfig = CtkdConfig()
-    logprobs_dtype: LogprobsDtype = "float32"
-    api_key_env: str | None = None
-    """The environment variable that holds this teacher's API key."""
-    timeout_seconds: float = Field(default=120.0, gt=0)
-    """For one attempt."""
-    deadline_seconds: float = Field(default=600.0, gt=0)
-    """For one request with all its retries."""
-    on_error: Literal["fail", "drop"] = "fail"
-    """When the teacher stays unavailable: end the run, or drop the samples and count them."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_url_is_a_list_of_one(cls, values: object) -> object:
-        if isinstance(values, dict) and isinstance(values.get("url"), str):
-            return {**values, "url": [values["url"]]}
-        return values
-
-    @property
-    def sends_token_ids(self) -> bool:
-        """The teacher is sent the student's own ids, not text."""
-        return isinstance(self.loss, TopKKlConfig)
+    written. Reference answers are sent in batches of this size too."""
 
 
 class LoggingConfig(_Settings):
@@ -112,11 +125,16 @@ class LoggingConfig(_Settings):
 
     tensorboard: bool = True
     completions: int = Field(default=2, ge=0)
-    """Completions a logged step that go to ``completions.jsonl``, to be read by people."""
+    """Completions of each source that go to ``completions.jsonl`` in a logged step, to be read by
+    people."""
 
 
 class RunConfig(_Settings):
-    """One run. Everything has its place here or a default; unknown keys are refused."""
+    """One run. Everything has its place here or a default; unknown keys are refused.
+
+    Refused: cross entropy on what the student wrote itself, a run that has somebody to ask and no
+    teacher, and losses on the student's samples where teachers read reference answers.
+    """
 
     exp_name: str = "mopd"
     seed: int = Field(default=0, ge=0)
@@ -133,10 +151,13 @@ class RunConfig(_Settings):
     """Resume although a teacher's manifest is not the one that the checkpoint was made with."""
     projection_cache: Path | None = None
     """Folder of built projections, to share between runs. Not set: inside ``output_dir``."""
+    score_cache: ScoreCacheConfig | None = None
+    """A folder of teachers' scores, or ``{path, max_gigabytes}``. Not set: none are kept."""
     data: DataConfig
     student: StudentConfig
     rollout: RolloutConfig
-    teachers: dict[str, TeacherConfig] = Field(min_length=1)
+    teachers: dict[str, TeacherConfig]
+    """Who judges completions, by name; ``{}`` for plain SFT."""
     logging: LoggingConfig = LoggingConfig()
 
     @model_validator(mode="after")
@@ -145,9 +166,79 @@ class RunConfig(_Settings):
         if default is not None and default not in self.teachers:
             raise ValueError(
                 f"data.default_teacher is {default!r}; "
-                f"known teachers are {', '.join(sorted(self.teachers))}"
+                f"known teachers are {', '.join(sorted(self.teachers)) or 'none'}"
             )
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_score_cache_is_a_path(cls, values: object) -> object:
+        if isinstance(values, dict) and isinstance(values.get("score_cache"), str | Path):
+            return {**values, "score_cache": {"path": values["score_cache"]}}
+        return values
+
+    @model_validator(mode="after")
+    def _teachers_fit_together(self) -> "RunConfig":
+        require_fallbacks_that_end(self.teachers)
+        if self.score_cache is not None:
+            require_names_for_cached_weights(self.teachers)
+        return self
+
+    @model_validator(mode="after")
+    def _cross_entropy_is_on_answers(self) -> "RunConfig":
+        if self.student.distill_loss_weight < 1 and not self.data.reads_answers:
+            raise ValueError(
+                f"student.distill_loss_weight is {self.student.distill_loss_weight:g}, but every "
+                "completion is the student's own, and cross entropy on those would train it to "
+                "repeat itself; set data.source to 'answers', or the weight to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _somebody_judges(self) -> "RunConfig":
+        if self.asks_teachers and not self.teachers:
+            raise ValueError(
+                "teachers is empty, but completions are to be judged; name a teacher, or for plain "
+                "SFT set data.source to 'answers' and student.distill_loss_weight to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _losses_on_samples_see_samples(self) -> "RunConfig":
+        for name, teacher in self.teachers.items():
+            if self.judges_answers and isinstance(teacher.loss, ON_SAMPLES):
+                raise ValueError(
+                    f"teacher {name!r} has loss '{teacher.loss.type}', which is about what the "
+                    "student itself wrote and how likely it was to, but is to judge reference "
+                    "answers too; use another loss, or set student.distill_loss_weight to 0 or "
+                    "data.source to 'rollout'"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _the_students_ids_are_known(self) -> "RunConfig":
+        if self.judges_answers and student_topk(self.teachers):
+            raise ValueError(
+                "a teacher has support 'student_topk', but is to judge reference answers, at which "
+                "the student has no ids yet; set its support to 'teacher_topk', or data.source to "
+                "'rollout'"
+            )
+        return self
+
+    @property
+    def judges_answers(self) -> bool:
+        """Whether teachers read reference answers."""
+        return self.data.reads_answers and self.student.distill_loss_weight > 0
+
+    @property
+    def asks_teachers(self) -> bool:
+        """Whether teachers read anything."""
+        return self.data.rollout_share > 0 or self.judges_answers
+
+    @property
+    def judges(self) -> dict[str, TeacherConfig]:
+        """The teachers that are asked: all, or none where nothing is judged."""
+        return self.teachers if self.asks_teachers else {}
 
     @property
     def projections(self) -> Path:

@@ -21,17 +21,17 @@ class TeacherJudgement:
 
 @dataclass(frozen=True, eq=False)
 class TrainingExample:
-    """A rollout and what its teachers say about it.
+    """A completion and what its teachers say about it.
 
     Raises:
-        DataError: when no teacher judged it.
+        DataError: when the student wrote it and no teacher judged it: nothing could be learnt.
     """
 
     rollout: Rollout
     judgements: tuple[TeacherJudgement, ...]
 
     def __post_init__(self) -> None:
-        if not self.judgements:
+        if not self.judgements and self.rollout.source == "rollout":
             raise DataError(f"the rollout of prompt {self.rollout.prompt.index} has no judgement")
 
     @property

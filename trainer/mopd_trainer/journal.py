@@ -54,6 +54,7 @@ class Journal:
             "step": step,
             "prompt": [message.model_dump() for message in rollout.prompt.messages],
             "completion": rollout.completion.text.decode("utf-8", "replace"),
+            "source": rollout.source,
             "finish_reason": rollout.finish_reason,
             "teachers": dict(rollout.prompt.teachers),
             "metadata": dict(rollout.prompt.metadata),

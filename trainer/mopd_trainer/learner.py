@@ -7,9 +7,10 @@ import torch
 
 from mopd_losses.blockwise_head import LossTerm
 from mopd_losses.loss import Loss
+from mopd_losses.supervised import IGNORED, SftLoss, label_targets, mixed_terms
 from mopd_protocol.errors import DataError
 from mopd_trainer.config import StudentConfig
-from mopd_trainer.measurements import LossMeasurements, Metrics
+from mopd_trainer.measurements import LabelMeasurements, LossMeasurements, Metrics
 from mopd_trainer.packing import MicroBatch
 from mopd_trainer.seeds import derived_seed
 from mopd_trainer.student import Student
@@ -17,6 +18,9 @@ from mopd_trainer.student import Student
 
 class Learner:
     """AdamW on the student, with one division by the step's token count and nowhere else.
+
+    A reference answer's tokens share their weight between cross entropy and the teachers, by
+    ``distill_loss_weight``; those that the student wrote are the teachers' alone.
 
     Everything random is seeded by the step, and the learning rate is a function of the step, so
     that the optimizer's moments are all the state there is.
@@ -48,7 +52,7 @@ class Learner:
     def update(
         self, micro_batches: Iterable[MicroBatch], *, tokens: int, step: int
     ) -> tuple[Metrics, dict[str, LossMeasurements]]:
-        """One optimizer step on all micro-batches together.
+        """One optimizer step on all micro-batches together; its metrics, and each teacher's losses.
 
         Args:
             tokens: completion tokens of the whole step, which the summed loss is divided by.
@@ -61,9 +65,10 @@ class Learner:
         self._student.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         measured: dict[str, LossMeasurements] = {}
+        supervised = LabelMeasurements()
         total = 0.0
         for batch in micro_batches:
-            total += self._backward(batch, tokens, measured)
+            total += self._backward(batch, tokens, measured, supervised)
         norm = float(
             torch.nn.utils.clip_grad_norm_(
                 self._student.model.parameters(), self._config.max_grad_norm
@@ -78,14 +83,36 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
-        return {"loss": total, "grad_norm": norm, "learning_rate": rate}, measured
+        metrics = {"loss": total, "grad_norm": norm, "learning_rate": rate}
+        return metrics | supervised.metrics(), measured
 
     def _backward(
-        self, batch: MicroBatch, tokens: int, measured: dict[str, LossMeasurements]
+        self,
+        batch: MicroBatch,
+        tokens: int,
+        measured: dict[str, LossMeasurements],
+        supervised: LabelMeasurements,
     ) -> float:
         """Adds a micro-batch's gradient; its share of the step's loss, in nats per token."""
+        sft, *distilled = self._terms(batch, tokens)
+        total, outputs = self._student.losses(
+            batch,
+            [*distilled, sft] if batch.answers else distilled,
+            rows_per_block=self._config.rows_per_block,
+        )
+        if batch.answers:
+            supervised.add(outputs.pop(), batch.labels)
+        for name, output in zip(batch.teachers, outputs, strict=True):
+            measured.setdefault(name, LossMeasurements()).add(output)
+        total.backward()
+        return float(total.detach())
+
+    def _terms(self, batch: MicroBatch, tokens: int) -> list[LossTerm]:
+        """Cross entropy on the reference answers, then every teacher's loss."""
         device = self._student.device
-        terms = [
+        labels = batch.labels.to(device)
+        each = torch.full(labels.shape, 1 / tokens, device=device)
+        distilled = [
             LossTerm(
                 self._losses[name],
                 self._losses[name].targets(part.comparisons, part.slot_offsets).to(device),
@@ -93,13 +120,11 @@ class Learner:
             )
             for name, part in batch.teachers.items()
         ]
-        total, outputs = self._student.losses(
-            batch, terms, rows_per_block=self._config.rows_per_block
+        return mixed_terms(
+            LossTerm(SftLoss(), label_targets(labels), each),
+            distilled,
+            distill_weights=torch.where(labels == IGNORED, 1.0, self._config.distill_loss_weight),
         )
-        for name, output in zip(batch.teachers, outputs, strict=True):
-            measured.setdefault(name, LossMeasurements()).add(output)
-        total.backward()
-        return float(total.detach())
 
 
 def learning_rate(config: StudentConfig, *, step: int, max_steps: int) -> float:

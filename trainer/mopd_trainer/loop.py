@@ -1,4 +1,4 @@
-"""The loop: prompts -> sample -> score -> align -> pack -> loss -> step -> journal."""
+"""The loop: prompts -> complete -> score -> align -> pack -> loss -> step -> journal."""
 
 import asyncio
 import logging
@@ -15,16 +15,24 @@ from mopd_protocol.atomic_file import replacing_folder
 from mopd_protocol.errors import DataError
 from mopd_protocol.samples import Prompt
 from mopd_trainer.checkpoint import FINAL, save_checkpoint, starting_checkpoint
+from mopd_trainer.chosen_source import chosen_source
+from mopd_trainer.completion_source import CompletionSource
 from mopd_trainer.config import RunConfig
 from mopd_trainer.examples import TrainingExample
 from mopd_trainer.journal import Journal
 from mopd_trainer.learner import Learner
-from mopd_trainer.measurements import Metrics, rollout_metrics, teacher_metrics
+from mopd_trainer.measurements import (
+    Metrics,
+    answer_metrics,
+    of_source,
+    rollout_metrics,
+    teacher_metrics,
+)
 from mopd_trainer.packing import pack
 from mopd_trainer.plan import describe_plan
 from mopd_trainer.progress import RunProgress
 from mopd_trainer.prompts import PromptOrder, read_prompts
-from mopd_trainer.rollouts import Sampler
+from mopd_trainer.rendering import require_renderable
 from mopd_trainer.run_file import write_resolved
 from mopd_trainer.scoring import Scorer
 from mopd_trainer.student import Student
@@ -33,23 +41,29 @@ from mopd_trainer.teachers import Teacher, meet_teachers, teacher_pool
 logger = logging.getLogger(__name__)
 
 
-async def train(config: RunConfig, console: Console) -> Path:
+async def train(
+    config: RunConfig, console: Console, *, prompts: Sequence[Prompt] | None = None
+) -> Path:
     """Runs a distillation to its end; the folder of the finished student.
+
+    Args:
+        prompts: those of ``config.data``, where they have been read already.
 
     Raises:
         MopdError: when something that was given cannot work, alone or in an exception group;
             nothing is left half-written.
     """
-    prompts = read_prompts(config.data, config.teachers)
+    prompts = read_prompts(config.data, config.judges) if prompts is None else prompts
     checkpoint = starting_checkpoint(config)
-    async with teacher_pool(config.teachers) as pool:
+    async with teacher_pool(config.judges, config.score_cache) as pool:
         student = Student.load(config.student)
+        require_renderable(prompts, student.identity, source=config.data.prompts)
         cache = ProjectionCache(config.projections)
         expected = checkpoint.manifest_ids if checkpoint else {}
-        with console.status(f"waiting for {len(config.teachers)} teachers"):
+        with console.status(f"waiting for {len(config.judges)} teachers"):
             teachers = await meet_teachers(
                 pool,
-                config.teachers,
+                config.judges,
                 student.identity,
                 cache,
                 {} if config.accept_changed_teachers else expected,
@@ -83,7 +97,7 @@ async def _steps(
         seed=config.seed,
         shuffle=config.data.shuffle,
     )
-    sampler = Sampler(student, config.rollout, seed=config.seed)
+    source = chosen_source(config, student)
     scorer = Scorer(pool, teachers, student.table)
     manifests = {name: teacher.manifest for name, teacher in teachers.items()}
     write_resolved(config, config.output_dir / "config.yaml")
@@ -95,7 +109,7 @@ async def _steps(
     ):
         for step in range(done, config.max_steps):
             started = time.perf_counter()
-            examples, metrics = await collect(order.batch(step), sampler, scorer, step)
+            examples, metrics = await collect(order.batch(step), source, scorer, step)
             tokens = sum(len(example.rollout.completion) for example in examples)
             batches = pack(examples, tokens_per_micro_batch=config.student.tokens_per_micro_batch)
             training = time.perf_counter()
@@ -103,6 +117,8 @@ async def _steps(
                 learner.update, batches, tokens=tokens, step=step
             )
             metrics |= updated | rollout_metrics(examples, step=step)
+            if config.data.reads_answers:
+                metrics |= answer_metrics(examples)
             counters = {name: pool.client(name).counters.take() for name in teachers}
             metrics |= teacher_metrics(examples, losses, counters)
             metrics["tokens/trained"] = float(tokens)
@@ -111,7 +127,7 @@ async def _steps(
             journal.write(step + 1, metrics)
             shown = (step + 1) % config.logging_steps == 0 or step + 1 == config.max_steps
             if shown:
-                for example in examples[: config.logging.completions]:
+                for example in _shown(examples, config.logging.completions):
                     journal.write_completion(step + 1, example)
             progress.advance(step + 1, metrics, show=shown)
             last = step + 1 == config.max_steps
@@ -126,30 +142,37 @@ async def _steps(
 
 
 async def collect(
-    prompts: Sequence[Prompt], sampler: Sampler, scorer: Scorer, step: int
+    prompts: Sequence[Prompt], source: CompletionSource, scorer: Scorer, step: int
 ) -> tuple[list[TrainingExample], Metrics]:
-    """The step's examples: each generation batch is scored while the next is being written.
+    """The step's examples: each batch of completions is scored while the next is being written.
 
     Raises:
         DataError: when every sample of the step was dropped.
     """
-    sampler.dropped.clear()
+    source.take_dropped()
     scorer.dropped.clear()
     started = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         scoring: list[asyncio.Task[list[TrainingExample]]] = []
-        for number, batch in enumerate(sampler.batches(prompts)):
-            rollouts = await asyncio.to_thread(sampler.sample, batch, step=step, batch=number)
+        for complete in source.batches(prompts, step=step):
+            rollouts = await asyncio.to_thread(complete)
             scoring.append(group.create_task(scorer.score(rollouts)))
         written = time.perf_counter()
     examples = [example for task in scoring for example in task.result()]
-    dropped = sampler.dropped + scorer.dropped
+    incomplete = source.take_dropped()
+    dropped = incomplete + scorer.dropped
+    dropped["total"] += incomplete.total()  # the scorer has counted its own samples, once each
     if not examples:
         raise DataError(
             f"every sample of step {step + 1} was dropped ({dict(dropped)}); nothing to learn from"
         )
     times = {"time/sample": written - started, "time/wait": time.perf_counter() - written}
     return examples, times | {f"dropped/{reason}": float(n) for reason, n in dropped.items()}
+
+
+def _shown(examples: Sequence[TrainingExample], count: int) -> list[TrainingExample]:
+    """The first completions of either source, for people to read."""
+    return [*of_source(examples, "answers")[:count], *of_source(examples, "rollout")[:count]]
 
 
 def _learner(

@@ -169,20 +169,20 @@ def _count(text: str) -> int:
 
 
 def _train(options: argparse.Namespace) -> None:
-    config = _load(options)
+    config, prompts = _load(options)
     console = _console()
     from mopd_trainer.loop import train
 
-    folder = asyncio.run(train(config, console))
+    folder = asyncio.run(train(config, console, prompts=prompts))
     console.print(f"the student is in {folder}", markup=False, soft_wrap=True)
 
 
 def _check(options: argparse.Namespace) -> None:
-    config = _load(options)
+    config, prompts = _load(options)
     console = _console()
     from mopd_trainer.check import check
 
-    asyncio.run(check(config, console))
+    asyncio.run(check(config, console, prompts=prompts))
     console.print("all of this fits together; mopd train will run it")
 
 
@@ -239,10 +239,13 @@ def _align(options: argparse.Namespace) -> None:
 
 
 def _load(options: argparse.Namespace):
+    """The run's settings and prompts: what is wrong with them is told before torch is loaded."""
     _need_trainer()
+    from mopd_trainer.prompts import read_prompts
     from mopd_trainer.run_file import load_run
 
-    return load_run(options.run_file, options.overrides)
+    config = load_run(options.run_file, options.overrides)
+    return config, read_prompts(config.data, config.judges)
 
 
 def _console():
@@ -260,7 +263,9 @@ def _need_trainer() -> None:
     from importlib.util import find_spec
 
     missing = [
-        name for name in ("omegaconf", "rich", "torch", "transformers") if not find_spec(name)
+        name
+        for name in ("jaxtyping", "omegaconf", "rich", "torch", "transformers")
+        if not find_spec(name)
     ]
     if missing:
         raise ConfigError(

@@ -10,9 +10,26 @@ from torch import Tensor
 
 from mopd_client.counters import Counters
 from mopd_losses.loss_output import LossOutput
+from mopd_losses.supervised import IGNORED
+from mopd_protocol.samples import Source
 from mopd_trainer.examples import TrainingExample
 
 Metrics = dict[str, float]
+
+#: What became of questions to a teacher, by the names of ``Counters``.
+_EVENTS = (
+    "retries",
+    "failures",
+    "breaker_openings",
+    "hedges_won",
+    "hedges_lost",
+    "cache_hits",
+    "cache_misses",
+    "cache_corrupt",
+    "cache_unwritten",
+    "waits",
+    "fallbacks",
+)
 
 
 @dataclass
@@ -38,6 +55,24 @@ class LossMeasurements:
         if "teacher_mass" in joined:
             found["teacher_mass_p1"] = percentile(joined["teacher_mass"], 1)
         return found
+
+
+@dataclass
+class LabelMeasurements:
+    """Collects cross entropy on reference answers over a step's micro-batches."""
+
+    nats: float = 0.0
+    tokens: int = 0
+
+    @torch.no_grad()
+    def add(self, output: LossOutput, labels: Tensor) -> None:
+        """Takes over a micro-batch's loss, before any weight, and its labels [slots]."""
+        self.nats += float(output.per_token.double().sum())
+        self.tokens += int((labels != IGNORED).sum())
+
+    def metrics(self) -> Metrics:
+        """Nats per token of the answers; nothing where there was none."""
+        return {"sft/loss_per_token": self.nats / self.tokens} if self.tokens else {}
 
 
 def teacher_metrics(
@@ -67,19 +102,35 @@ def teacher_metrics(
             "score_seconds_total": sum(counter.seconds),
             "score_seconds_p50": percentile(counter.seconds, 50),
             "score_seconds_p95": percentile(counter.seconds, 95),
-            "retries": float(counter.retries),
+            **{name: float(getattr(counter, name)) for name in _EVENTS},
             **loss.metrics(),
         }
         found |= {f"teacher/{name}/{key}": value for key, value in values.items()}
     return found
 
 
+def of_source(examples: Sequence[TrainingExample], source: Source) -> list[TrainingExample]:
+    """The examples whose completions come from there."""
+    return [example for example in examples if example.rollout.source == source]
+
+
+def answer_metrics(examples: Sequence[TrainingExample]) -> Metrics:
+    """What was learnt from the data's answers."""
+    lengths = [len(example.rollout.completion) for example in of_source(examples, "answers")]
+    return {
+        "answers/samples": float(len(lengths)),
+        "answers/tokens": float(sum(lengths)),
+        "answers/completion_tokens_mean": mean(lengths),
+    }
+
+
 def rollout_metrics(examples: Sequence[TrainingExample], *, step: int) -> Metrics:
     """What the student wrote."""
-    rollouts = [example.rollout for example in examples]
+    rollouts = [example.rollout for example in of_source(examples, "rollout")]
     finished = [rollout.finish_reason == "stop" for rollout in rollouts]
     return {
         "rollout/samples": float(len(rollouts)),
+        "rollout/tokens": float(sum(len(rollout.completion) for rollout in rollouts)),
         "rollout/completion_tokens_mean": mean([len(r.completion) for r in rollouts]),
         "rollout/finished_share": mean(finished),
         "rollout/staleness_mean": mean([step - r.policy_version for r in rollouts]),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mopd_losses.loss import Comparison
+from mopd_losses.supervised import IGNORED
 from mopd_trainer.examples import TeacherJudgement, TrainingExample
 
 
@@ -35,12 +36,18 @@ class MicroBatch:
     attention_mask: Tensor  # int64 [rows, length]; 0 on padding
     slot_rows: Tensor  # int64 [slots]
     slot_columns: Tensor  # int64 [slots]: the position *before* the slot's token, which predicts it
+    labels: Tensor  # int64 [slots]: the slot's token in a reference answer, else -100 (ignored)
     teachers: dict[str, TeacherPart]
 
     @property
     def slots(self) -> int:
         """Completion tokens in the micro-batch."""
         return len(self.slot_rows)
+
+    @property
+    def answers(self) -> bool:
+        """Whether there are tokens of reference answers among them."""
+        return bool((self.labels != IGNORED).any())
 
 
 def pack(
@@ -68,6 +75,7 @@ def micro_batch(examples: Sequence[TrainingExample]) -> MicroBatch:
     attention_mask = torch.zeros_like(input_ids)
     slot_rows: list[Tensor] = []
     slot_columns: list[Tensor] = []
+    labels: list[Tensor] = []
     slot_offsets: list[int] = []
     slots = 0
     for row, example in enumerate(examples):
@@ -77,6 +85,8 @@ def micro_batch(examples: Sequence[TrainingExample]) -> MicroBatch:
         attention_mask[row, : example.length] = 1
         slot_rows.append(torch.full((len(completion),), row))
         slot_columns.append(torch.arange(len(completion)) + len(prompt) - 1)
+        answer = example.rollout.source == "answers"
+        labels.append(completion if answer else torch.full_like(completion, IGNORED))
         slot_offsets.append(slots)
         slots += len(completion)
     return MicroBatch(
@@ -84,6 +94,7 @@ def micro_batch(examples: Sequence[TrainingExample]) -> MicroBatch:
         attention_mask=attention_mask,
         slot_rows=torch.cat(slot_rows),
         slot_columns=torch.cat(slot_columns),
+        labels=torch.cat(labels),
         teachers=_teacher_parts(examples, slot_offsets, slots),
     )
 

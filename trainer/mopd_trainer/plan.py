@@ -1,4 +1,4 @@
-"""The plan of a run, for reading before it starts: who, which hashes, which loss, how much."""
+"""The plan of a run, for reading before it starts: who, which hashes, from what, how much."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,9 +24,11 @@ def describe_plan(
     teachers: Mapping[str, Teacher],
 ) -> Group:
     """The plan as something that ``rich`` prints."""
+    table = [_teacher_table(config, prompts, student, teachers)] if teachers else []
     return Group(
         _student_line(config, student),
-        _teacher_table(config, prompts, student, teachers),
+        *table,
+        _source_line(config),
         _volume_line(config, prompts),
     )
 
@@ -70,21 +72,41 @@ def _teacher_facts(teacher: Teacher, student: StudentIdentity, prompts: int) -> 
     )
 
 
+def _source_line(config: RunConfig) -> Text:
+    share, weight = config.data.rollout_share, config.student.distill_loss_weight
+    if share == 1:
+        return Text("every completion is the student's own")
+    whose = "every prompt" if share == 0 else f"{1 - share:.0%} of prompts"
+    learnt = f"cross entropy {1 - weight:g}, distillation {weight:g}"
+    if weight in (0, 1):
+        learnt = "distillation alone" if weight else "cross entropy (SFT), read by no teacher"
+    line = f"{whose} with a reference answer: {learnt}"
+    if share > 0:
+        line += "; the others with the student's own: distillation alone"
+    unasked = ", ".join(name for name in config.teachers if name not in config.judges)
+    if unasked:
+        line += f"; {unasked} not contacted (student.distill_loss_weight is 0)"
+    return Text(line)
+
+
 def _volume_line(config: RunConfig, prompts: Sequence[Prompt]) -> Text:
-    rollout = config.rollout
-    samples = rollout.prompts_per_step * rollout.samples_per_prompt
-    tokens = samples * rollout.max_new_tokens
+    rollout, share = config.rollout, config.data.rollout_share
+    written = rollout.prompts_per_step * share * rollout.samples_per_prompt
+    answers = rollout.prompts_per_step * (1 - share)
+    judged = written + (answers if config.judges_answers else 0)
     # Teachers may need more or fewer tokens for the same text: the student's count is the estimate.
     shares = Counter(name for prompt in prompts for name in prompt.teachers)
     wire = sum(
-        tokens
+        judged
+        * rollout.max_new_tokens
         * (shares[name] / len(prompts))
         * teacher.top_k
         * _CANDIDATE_BYTES[teacher.logprobs_dtype]
-        for name, teacher in config.teachers.items()
+        for name, teacher in config.judges.items()
     )
+    samples = round(written + answers)
     return Text(
         f"{config.max_steps:,} steps of {samples:,} completions from {len(prompts):,} prompts: at "
-        f"most {tokens:,} tokens and about {wire / 1e6:,.1f} MB of scores a step; "
-        f"output in {config.output_dir}"
+        f"most {samples * rollout.max_new_tokens:,} tokens and about {wire / 1e6:,.1f} MB of "
+        f"scores a step; output in {config.output_dir}"
     )

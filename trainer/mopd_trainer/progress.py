@@ -57,14 +57,15 @@ class RunProgress:
 
 
 def step_line(step: int, total: int, metrics: Metrics) -> str:
-    """One line: the loss by teacher in nats per token, tokens, and where the time went."""
+    """One line: the loss by teacher (and of cross entropy, ``sft``) in nats per token, tokens, and
+    where the time went."""
     suffix = "/loss_per_token"
     by_teacher = [
         f"{key.removeprefix('teacher/').removesuffix(suffix)} {value:.4f}"
         for key, value in metrics.items()
         if key.endswith(suffix) and math.isfinite(value)
     ]
-    dropped = sum(value for key, value in metrics.items() if key.startswith("dropped/"))
+    dropped = metrics.get("dropped/total", 0.0)
     parts = [
         f"step {step:>{len(str(total))}}/{total}",
         f"loss {metrics['loss']:.4f} nats ({', '.join(by_teacher)})",

@@ -21,8 +21,12 @@ JSON = dict[str, Any]
 def read_prompts(config: DataConfig, teachers: Iterable[str]) -> list[Prompt]:
     """Every line of the data as a prompt.
 
+    Args:
+        teachers: names of those who judge completions; none where nothing is judged.
+
     Raises:
-        DataError: names the file and the line: not JSON, no question, an unknown teacher or none.
+        DataError: names the file and the line: not JSON, no question, no answer where the run
+            learns from answers, an unknown teacher or none.
     """
     path, known = config.prompts, sorted(teachers)
     if not path.is_file():
@@ -33,12 +37,14 @@ def read_prompts(config: DataConfig, teachers: Iterable[str]) -> list[Prompt]:
             if line.strip():
                 where = f"{path}:{number}"
                 values = _parse(line, where)
+                messages, answer = _question_and_answer(values, config, where)
                 prompts.append(
                     Prompt(
                         index=len(prompts),
-                        messages=_messages(values, config, where),
-                        teachers=_teachers(values, config, known, where),
+                        messages=messages,
+                        teachers=_teachers(values, config, known, where) if known else {},
                         metadata=_metadata(values, config),
+                        answer=answer,
                     )
                 )
     if not prompts:
@@ -87,6 +93,31 @@ def _parse(line: bytes, where: str) -> JSON:
     return values  # pyright: ignore[reportUnknownVariableType]
 
 
+def _question_and_answer(
+    values: JSON, config: DataConfig, where: str
+) -> tuple[tuple[Message, ...], str | None]:
+    turns, answer = _messages(values, config, where), None
+    if config.reads_answers and config.answer_key is not None:
+        answer = _text(values, config.answer_key, where)
+    elif config.reads_answers:
+        turns, answer = _without_answer(turns, where)
+    if not turns or turns[-1].role == "assistant":
+        found = "ends with an assistant turn" if turns else "holds an answer and no question"
+        raise DataError(f"{where}: 'messages' {found}; expected a turn that the student can answer")
+    return turns, answer
+
+
+def _without_answer(turns: tuple[Message, ...], where: str) -> tuple[tuple[Message, ...], str]:
+    *question, answer = turns
+    if answer.role != "assistant" or not answer.content:
+        raise DataError(
+            f"{where}: no reference answer (the last turn is of role {answer.role!r} and has "
+            f"{len(answer.content)} characters); expected 'messages' that end with an assistant "
+            "turn, or set data.answer_key"
+        )
+    return tuple(question), answer.content
+
+
 def _messages(values: JSON, config: DataConfig, where: str) -> tuple[Message, ...]:
     if config.question_key is not None:
         return (Message(role="user", content=_text(values, config.question_key, where)),)
@@ -97,11 +128,8 @@ def _messages(values: JSON, config: DataConfig, where: str) -> tuple[Message, ..
             raise DataError(
                 f"{where}: 'messages' is not a list of {{role, content}} with text in both"
             ) from error
-        if not messages or messages[-1].role == "assistant":
-            raise DataError(
-                f"{where}: 'messages' {'ends with an assistant turn' if messages else 'is empty'}; "
-                "expected a turn that the student can answer"
-            )
+        if not messages:
+            raise DataError(f"{where}: 'messages' is empty; expected at least one turn")
         return messages
     if "prompt" in values:
         return (Message(role="user", content=_text(values, "prompt", where)),)

@@ -3,10 +3,12 @@
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from mopd_protocol.samples import Prompt, Rollout
+from mopd_trainer.completion_source import CompletionBatch
 from mopd_trainer.config import RolloutConfig
 from mopd_trainer.seeds import derived_seed
 from mopd_trainer.student import Student
@@ -15,23 +17,34 @@ logger = logging.getLogger(__name__)
 
 
 class Sampler:
-    """Writes completions with the student's current weights.
+    """Writes completions with the student's current weights: a ``CompletionSource``.
 
     What is sampled depends on the seed, the step and the batch's number alone, so that a resumed
     run writes what the uninterrupted one would have written.
     """
 
-    def __init__(self, student: Student, config: RolloutConfig, *, seed: int) -> None:
+    def __init__(
+        self, student: Student, config: RolloutConfig, *, seed: int, keep_topk: int = 0
+    ) -> None:
         self._student = student
+        self._keep_topk = keep_topk  # of the student's own ids at each token, for its teachers
         self._config = config
         self._seed = seed
-        self.dropped: Counter[str] = Counter()  # reason -> samples, since it was last cleared
+        self.dropped: Counter[str] = Counter()  # reason -> samples, since it was last taken
 
-    def batches(self, prompts: Sequence[Prompt]) -> list[list[Prompt]]:
+    def batches(self, prompts: Sequence[Prompt], *, step: int) -> list[CompletionBatch]:
         """A step's prompts, each as often as it is sampled, cut into generation batches."""
         repeated = [p for p in prompts for _ in range(self._config.samples_per_prompt)]
         size = self._config.generation_batch_size
-        return [repeated[at : at + size] for at in range(0, len(repeated), size)]
+        parts = [repeated[at : at + size] for at in range(0, len(repeated), size)]
+        return [
+            partial(self.sample, part, step=step, batch=number) for number, part in enumerate(parts)
+        ]
+
+    def take_dropped(self) -> Counter[str]:
+        """See ``CompletionSource``."""
+        taken, self.dropped = self.dropped, Counter()
+        return taken
 
     def sample(self, prompts: Sequence[Prompt], *, step: int, batch: int) -> list[Rollout]:
         """One rollout for each prompt that leaves room for an answer; the others are counted."""
@@ -40,7 +53,9 @@ class Sampler:
         if not fitting:
             return []
         seed = derived_seed(self._seed, step, batch)
-        sampled = self._student.generate([ids for _, ids in fitting], self._config, seed=seed)
+        sampled = self._student.generate(
+            [ids for _, ids in fitting], self._config, seed=seed, keep_topk=self._keep_topk
+        )
         rollouts: list[Rollout] = []
         for (prompt, ids), answer in zip(fitting, sampled, strict=True):
             completion = self._student.table.sequence(answer.token_ids)
@@ -52,6 +67,7 @@ class Sampler:
                     sampled_logprobs=np.array(answer.logprobs, dtype=np.float32),
                     finish_reason="stop" if completion.ends_turn else "length",
                     policy_version=step,
+                    student_topk_ids=answer.topk_ids,
                 )
             )
         return rollouts

@@ -18,7 +18,7 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The checked configuration of a run.
 
     Raises:
-        ConfigError: one line for each thing that is wrong, with the key it is wrong at.
+        ConfigError: everything that is wrong, with the keys it is wrong at.
     """
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; expected a run's YAML")
@@ -46,7 +46,10 @@ def parse_run(values: Any, *, source: str) -> RunConfig:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         told = [_sentence(dict(problem)) for problem in error.errors()]
-        raise ConfigError("\n".join(f"{source}: {sentence}" for sentence in told)) from error
+        if len(told) == 1:
+            raise ConfigError(f"{source}: {told[0]}") from error
+        listed = "".join(f"\n  {sentence}" for sentence in told)
+        raise ConfigError(f"{source}: {len(told)} settings cannot be used:{listed}") from error
 
 
 def write_resolved(config: RunConfig, path: Path) -> None:

@@ -4,19 +4,26 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 
 import numpy as np
 
+from mopd_client.clock import Clock
+from mopd_client.counters import Counters
 from mopd_client.pool import TeacherPool
+from mopd_client.teacher_client import unavailable
 from mopd_losses.alignment import Alignment, align, identity_alignment
+from mopd_losses.projection import ProjectionMatrix
 from mopd_protocol.errors import DataError, TeacherError
 from mopd_protocol.requests import SequenceRequest
 from mopd_protocol.samples import Rollout, TeacherScore
 from mopd_protocol.token_table import TokenTable
+from mopd_trainer.candidates import Counterparts, with_student_support
 from mopd_trainer.examples import TeacherJudgement, TrainingExample
 from mopd_trainer.teacher_view import TeacherView, text_view, token_view
 from mopd_trainer.teachers import Teacher
+from mopd_trainer.waiting import Waiting
 
 logger = logging.getLogger(__name__)
 
@@ -27,17 +34,56 @@ _REASONS: dict[int | None, str] = {
     HTTPStatus.UNPROCESSABLE_ENTITY: "refused",
 }
 
+#: Between two calls to a teacher that is waited for; a call has its own pauses and deadline.
+_WAIT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class _Unjudged:
+    """Why a teacher has no score for a sample."""
+
+    reason: str
+
+
+#: Position among the rollouts -> a teacher's share of that sample.
+_Shares = Mapping[int, float]
+
 
 class Scorer:
-    """Asks each sample's own teachers; a sample that one of them cannot judge goes as a whole."""
+    """Asks each sample's own teachers; a sample that one of them cannot judge goes as a whole.
+
+    What happens when a teacher cannot is its ``on_error``; a fallback's judgement counts with the
+    share of the teacher that it stands in for.
+    """
 
     def __init__(
-        self, pool: TeacherPool, teachers: Mapping[str, Teacher], student: TokenTable
+        self,
+        pool: TeacherPool,
+        teachers: Mapping[str, Teacher],
+        student: TokenTable,
+        *,
+        clock: Clock | None = None,
     ) -> None:
         self._pool = pool
         self._teachers = teachers
         self._student = student
-        self.dropped: Counter[str] = Counter()  # "teacher/reason" -> samples
+        self._clock = clock or Clock()
+        self._waiting = {name: Waiting(name, self._clock) for name in teachers}
+        self._counterparts = {
+            name: Counterparts(teacher.projection)
+            for name, teacher in teachers.items()
+            if teacher.config.support == "student_topk"
+        }
+        # "teacher/reason" -> samples; "total" counts a sample once, however many could not judge it
+        self.dropped: Counter[str] = Counter()
+
+    def counters(self, teacher: str) -> Counters:
+        """What asking a teacher cost so far."""
+        return self._pool.client(teacher).counters
+
+    def projection(self, teacher: str) -> ProjectionMatrix:
+        """Between the student's ids and a teacher's."""
+        return self._teachers[teacher].projection
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[TrainingExample]:
         """Examples in the rollouts' order, without those that were dropped (and counted).
@@ -46,45 +92,65 @@ class Scorer:
             TeacherError: when a teacher fails whose policy is to end the run.
         """
         names = dict.fromkeys(name for r in rollouts for name in r.prompt.teachers)
-        judged = await asyncio.gather(*[self._judge_all(name, rollouts) for name in names])
+        shares = {
+            name: {
+                at: rollout.prompt.teachers[name]
+                for at, rollout in enumerate(rollouts)
+                if name in rollout.prompt.teachers
+            }
+            for name in names
+        }
+        judged = await asyncio.gather(*[self._judge(n, shares[n], rollouts) for n in names])
         by_teacher = dict(zip(names, judged, strict=True))
         examples: list[TrainingExample] = []
         for at, rollout in enumerate(rollouts):
             judgements = [by_teacher[name].get(at) for name in rollout.prompt.teachers]
-            found = tuple(judgement for judgement in judgements if judgement is not None)
+            found = [judgement for judgement in judgements if judgement is not None]
             if len(found) == len(judgements):
-                examples.append(TrainingExample(rollout, found))
+                examples.append(TrainingExample(rollout, _one_a_teacher(found)))
+            else:
+                self.dropped["total"] += 1
         return examples
 
-    async def _judge_all(
-        self, name: str, rollouts: Sequence[Rollout]
+    async def _judge(
+        self, name: str, shares: _Shares, rollouts: Sequence[Rollout]
     ) -> dict[int, TeacherJudgement]:
-        """Judgements of one teacher by position among the rollouts; dropped ones are missing."""
+        """Judgements by position among the rollouts, of one teacher or of who stands in for it;
+        dropped ones are missing."""
         teacher = self._teachers[name]
-        mine = [at for at, rollout in enumerate(rollouts) if name in rollout.prompt.teachers]
-        views = [self._view(teacher, rollouts[at]) for at in mine]
+        views = [self._view(teacher, rollouts[at]) for at in shares]
         scores = await self._ask(teacher, [view.request for view in views])
         judgements: dict[int, TeacherJudgement] = {}
-        for at, view, score in zip(mine, views, scores, strict=True):
-            if score is None:
+        unjudged: dict[int, str] = {}
+        for (at, share), view, score in zip(shares.items(), views, scores, strict=True):
+            if isinstance(score, _Unjudged):
+                unjudged[at] = score.reason
                 continue
             alignment = _aligned(teacher, view, score)
-            if not len(alignment):
+            if len(alignment):
+                judgements[at] = TeacherJudgement(name, share, view, score, alignment)
+            else:
                 self.dropped[f"{name}/nothing_aligned"] += 1
-                continue
-            weight = rollouts[at].prompt.teachers[name]
-            judgements[at] = TeacherJudgement(name, weight, view, score, alignment)
+        if unjudged and teacher.config.fallback is not None:
+            self.counters(name).fallbacks += len(unjudged)
+            given = {at: shares[at] for at in unjudged}
+            return judgements | await self._judge(teacher.config.fallback, given, rollouts)
+        self.dropped.update(f"{name}/{reason}" for reason in unjudged.values())
         return judgements
 
     def _view(self, teacher: Teacher, rollout: Rollout) -> TeacherView:
         if teacher.config.sends_token_ids:
-            return token_view(rollout)
-        return text_view(rollout, self._student, teacher.tokenizer.table)
+            view = token_view(rollout)
+        else:
+            view = text_view(rollout, self._student, teacher.tokenizer.table)
+        if teacher.name not in self._counterparts:
+            return view
+        return with_student_support(view, rollout, teacher, self._counterparts[teacher.name])
 
     async def _ask(
         self, teacher: Teacher, requests: Sequence[SequenceRequest]
-    ) -> Sequence[TeacherScore | None]:
-        """Scores, None where a sample was dropped.
+    ) -> Sequence[TeacherScore | _Unjudged]:
+        """Scores, or why there is none, where the run goes on without.
 
         A request is refused as a whole when one of its sequences is; where the run goes on
         without that one, they are sent one by one, so that the others are not lost with it.
@@ -93,26 +159,53 @@ class Scorer:
             return await self._score(teacher, requests)
         except TeacherError as error:
             too_long = error.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-            if not too_long and teacher.config.on_error == "fail":
+            if not too_long and teacher.config.on_error in ("fail", "wait"):
                 raise
             if error.status in _REASONS and len(requests) > 1:
                 alone = await asyncio.gather(*[self._ask(teacher, [r]) for r in requests])
                 return [scores[0] for scores in alone]
-            reason = _REASONS.get(error.status, "unavailable")
-            logger.warning("%d samples dropped: %s", len(requests), error)
-            self.dropped[f"{teacher.name}/{reason}"] += len(requests)
-            return [None] * len(requests)
+            logger.warning(
+                "%d samples %s: %s",
+                len(requests),
+                "dropped" if teacher.config.fallback is None else teacher.config.on_error,
+                error,
+            )
+            return [_Unjudged(_REASONS.get(error.status, "unavailable"))] * len(requests)
 
     async def _score(
         self, teacher: Teacher, requests: Sequence[SequenceRequest]
     ) -> list[TeacherScore]:
-        return await self._pool.score(
-            teacher.name,
-            requests,
-            top_k=teacher.config.top_k,
-            temperature=teacher.config.temperature,
-            logprobs_dtype=teacher.config.logprobs_dtype,
-        )
+        """Scores; where the run waits for an absent teacher, when it is back."""
+        waiting, counters = self._waiting[teacher.name], self.counters(teacher.name)
+        while True:
+            try:
+                scores = await self._pool.score(
+                    teacher.name,
+                    requests,
+                    top_k=teacher.config.top_k,
+                    temperature=teacher.config.temperature,
+                    logprobs_dtype=teacher.config.logprobs_dtype,
+                )
+            except TeacherError as error:
+                if teacher.config.on_error != "wait" or not unavailable(error):
+                    raise
+                counters.waits += 1
+                waiting.go_on(error)
+                await self._clock.sleep(_WAIT_SECONDS)
+            else:
+                waiting.end()
+                return scores
+
+
+def _one_a_teacher(judgements: Sequence[TeacherJudgement]) -> tuple[TeacherJudgement, ...]:
+    """A teacher that judges a sample for itself and for another one judges it with both shares."""
+    found: dict[str, TeacherJudgement] = {}
+    for judgement in judgements:
+        same = found.get(judgement.teacher)
+        if same is not None:
+            judgement = replace(same, weight=same.weight + judgement.weight)
+        found[judgement.teacher] = judgement
+    return tuple(found.values())
 
 
 def _aligned(teacher: Teacher, view: TeacherView, score: TeacherScore) -> Alignment:

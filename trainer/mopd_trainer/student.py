@@ -1,6 +1,7 @@
 """``Student``: the model that learns, its tokenizer, and the two things done with them."""
 
 import logging
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -22,7 +22,7 @@ from transformers import (
 
 from mopd_losses.blockwise_head import Head, LossTerm, blockwise_head, dense_head
 from mopd_losses.loss_output import LossOutput
-from mopd_protocol.errors import ConfigError, DataError
+from mopd_protocol.errors import ConfigError
 from mopd_protocol.samples import Message
 from mopd_trainer.config import RolloutConfig, StudentConfig
 from mopd_trainer.packing import MicroBatch
@@ -37,6 +37,7 @@ class Sampled:
 
     token_ids: list[int]
     logprobs: list[float]  # nats, under the distribution that was sampled from
+    topk_ids: np.ndarray[Any, Any] | None = None  # int32 [tokens, k], before top-p; -1 where absent
 
 
 class Student:
@@ -71,8 +72,8 @@ class Student:
         """Reads model and tokenizer.
 
         Raises:
-            ConfigError: when there is no such model or device, or the tokenizer is not a fast one
-                with a chat template.
+            ConfigError: when there is no such model or device, the tokenizer is not a fast one
+                with a chat template, or the model cannot do gradient checkpointing and should.
         """
         device = _device(config.device)
         tokenizer = load_tokenizer(config)
@@ -80,6 +81,8 @@ class Student:
             model = AutoModelForCausalLM.from_pretrained(
                 config.model, dtype=torch.float32, **source(config)
             )
+        if config.gradient_checkpointing:
+            _checkpoint_layers(model)
         return cls(model, tokenizer, device, compute_dtype=getattr(torch, config.dtype))
 
     @property
@@ -88,32 +91,23 @@ class Student:
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     def prompt_token_ids(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt in the student's own chat template, ready for an answer.
-
-        Raises:
-            DataError: when the template cannot render these messages.
-        """
-        try:
-            text: str = self.tokenizer.apply_chat_template(
-                [message.model_dump() for message in messages],
-                add_generation_prompt=True,
-                tokenize=False,
-            )
-        except TemplateError as error:
-            roles = ", ".join(message.role for message in messages)
-            raise DataError(
-                f"the student's chat template refuses messages of roles {roles}: {error}"
-            ) from error
-        token_ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        if not token_ids:
-            raise DataError("the student's chat template renders a prompt as nothing")
-        return token_ids
+        """See ``StudentIdentity``."""
+        return self.identity.prompt_token_ids(messages)
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Sequence[int]], settings: RolloutConfig, *, seed: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: RolloutConfig,
+        *,
+        seed: int,
+        keep_topk: int = 0,
     ) -> list[Sampled]:
-        """One completion for each prompt; the same seed and weights write the same."""
+        """One completion for each prompt; the same seed and weights write the same.
+
+        Args:
+            keep_topk: how many of the most likely ids of each step to keep beside the drawn one.
+        """
         longest = max(len(prompt) for prompt in prompts)
         roles = self.table.roles
         padding = roles.ending[0] if roles.pad is None else roles.pad
@@ -122,7 +116,7 @@ class Student:
         for row, prompt in enumerate(prompts):  # padded on the left: answers begin in one column
             input_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
             attention_mask[row, longest - len(prompt) :] = 1
-        policy = _BehaviourPolicy(self._real_ids, settings.temperature, settings.top_p)
+        policy = _BehaviourPolicy(self._real_ids, settings.temperature, settings.top_p, keep_topk)
         torch.manual_seed(seed)
         self.model.eval()
         with self._precision():
@@ -142,8 +136,10 @@ class Student:
             )
         completions = generated[:, longest:].cpu()
         logprobs = policy.logprobs_of(completions).numpy()
+        topk_ids = policy.topk_ids()
         return [
-            self._sampled(ids, row) for ids, row in zip(completions.numpy(), logprobs, strict=True)
+            self._sampled(ids, row, None if topk_ids is None else topk_ids[at])
+            for at, (ids, row) in enumerate(zip(completions.numpy(), logprobs, strict=True))
         ]
 
     def losses(
@@ -200,10 +196,16 @@ class Student:
         saved: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=self.model.dtype)
         self.model.load_state_dict(saved.state_dict())
 
-    def _sampled(self, ids: np.ndarray[Any, Any], logprobs: np.ndarray[Any, Any]) -> Sampled:
+    def _sampled(
+        self,
+        ids: np.ndarray[Any, Any],
+        logprobs: np.ndarray[Any, Any],
+        topk_ids: np.ndarray[Any, Any] | None,
+    ) -> Sampled:
         endings = np.flatnonzero(np.isin(ids, self.table.roles.ending))
         length = int(endings[0]) + 1 if len(endings) else len(ids)
-        return Sampled(ids[:length].tolist(), logprobs[:length].tolist())
+        kept = None if topk_ids is None else topk_ids[:length]
+        return Sampled(ids[:length].tolist(), logprobs[:length].tolist(), kept)
 
     def _decoder(self) -> Any:
         return self.model.base_model
@@ -244,8 +246,12 @@ class _BehaviourPolicy(LogitsProcessor):
     input, so no ``[steps, batch, vocabulary]`` ever stands.
     """
 
-    def __init__(self, real_ids: Tensor, temperature: float, top_p: float) -> None:
+    def __init__(
+        self, real_ids: Tensor, temperature: float, top_p: float, keep_topk: int = 0
+    ) -> None:
         self._real_ids = real_ids
+        self._keep_topk = min(keep_topk, int(real_ids.sum()))
+        self._topk_ids: list[Tensor] = []
         self._temperature = temperature
         self._nucleus = TopPLogitsWarper(top_p) if top_p < 1 else None
         self._last: Tensor | None = None
@@ -254,6 +260,8 @@ class _BehaviourPolicy(LogitsProcessor):
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         self._remember(input_ids[:, -1])
         scores = scores.float().masked_fill(~self._real_ids, -torch.inf)
+        if self._keep_topk:  # a few ids a step, of the student itself and not of the nucleus
+            self._topk_ids.append(scores.topk(self._keep_topk, dim=-1).indices.int().cpu())
         if self._temperature > 0:
             scores = scores / self._temperature
         if self._nucleus is not None:
@@ -266,9 +274,25 @@ class _BehaviourPolicy(LogitsProcessor):
         self._remember(completions[:, -1].to(self._real_ids.device))
         return torch.stack(self._drawn, dim=1).cpu()
 
+    def topk_ids(self) -> np.ndarray[Any, Any] | None:
+        """int32 [batch, steps, k], most likely first; None where none were kept."""
+        return torch.stack(self._topk_ids, dim=1).numpy() if self._topk_ids else None
+
     def _remember(self, drawn: Tensor) -> None:
         if self._last is not None:
             self._drawn.append(self._last.gather(1, drawn[:, None])[:, 0])
+
+
+def _checkpoint_layers(model: PreTrainedModel) -> None:
+    try:
+        with warnings.catch_warnings():
+            # Later releases of transformers 5 deprecate the one name that all of them have.
+            warnings.simplefilter("ignore", FutureWarning)
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    except ValueError as error:
+        raise ConfigError(
+            f"student.gradient_checkpointing is on, but this model cannot: {error}"
+        ) from error
 
 
 def _device(name: str) -> torch.device:

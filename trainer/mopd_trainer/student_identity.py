@@ -1,8 +1,9 @@
-"""``StudentIdentity``: what can be told about a student without its weights."""
+"""``StudentIdentity``: what can be told about a student, and done with it, without its weights."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from mopd_protocol.errors import ConfigError
+from mopd_protocol.errors import ConfigError, DataError
+from mopd_protocol.samples import Message
 from mopd_protocol.token_table import TextEncoder, TokenTable, control_tokens
 from mopd_protocol.tokenizer_file import tokenizer_json
 from mopd_protocol.tokenizer_roles import roles_of
@@ -24,14 +26,14 @@ from mopd_trainer.config import StudentConfig
 
 @dataclass(frozen=True, eq=False)
 class StudentIdentity:
-    """Whom teachers are matched with.
+    """Whom teachers are matched with, and how it reads a conversation.
 
     Raises:
         ConfigError: when the tokenizer names no token that ends an answer.
     """
 
+    tokenizer: PreTrainedTokenizerBase
     table: TokenTable
-    encoder: TextEncoder
     logit_width: int  # rows of the head, padding included
     parameters: int
 
@@ -59,13 +61,41 @@ class StudentIdentity:
                 f"user and assistant: {error}"
             ) from error
         head: Any = model.get_output_embeddings()
-        table = TokenTable.from_json(description, roles)
         return cls(
-            table=table,
-            encoder=TextEncoder(backend.backend_tokenizer, table),
+            tokenizer=tokenizer,
+            table=TokenTable.from_json(description, roles),
             logit_width=int(head.weight.shape[0]),
             parameters=sum(parameter.numel() for parameter in model.parameters()),
         )
+
+    @cached_property
+    def encoder(self) -> TextEncoder:
+        """Makes tokens of completion text; takes seconds to make for a large vocabulary."""
+        backend: Any = self.tokenizer
+        return TextEncoder(backend.backend_tokenizer, self.table)
+
+    def prompt_token_ids(self, messages: Sequence[Message]) -> list[int]:
+        """The prompt in the student's own chat template, ready for an answer.
+
+        Raises:
+            DataError: when the template cannot render these messages.
+        """
+        tokenizer: Any = self.tokenizer
+        try:
+            text: str = tokenizer.apply_chat_template(
+                [message.model_dump() for message in messages],
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+        except TemplateError as error:
+            roles = ", ".join(message.role for message in messages)
+            raise DataError(
+                f"the student's chat template refuses messages of roles {roles}: {error}"
+            ) from error
+        token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not token_ids:
+            raise DataError("the student's chat template renders a prompt as nothing")
+        return token_ids
 
     @classmethod
     def read(cls, config: StudentConfig) -> "StudentIdentity":

@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mopd_client.expectation import Expectation
+from mopd_client.hedging import Hedging
+from mopd_client.mopd_service import MopdService
+from mopd_client.openai_service import OpenAIService
 from mopd_client.pool import TeacherPool
+from mopd_client.score_cache import ScoreCache
+from mopd_client.service import Service
 from mopd_client.teacher_client import TeacherClient
 from mopd_client.teacher_tokenizer import TeacherTokenizer
 from mopd_losses.build import Vocabularies, projection_for
@@ -14,8 +19,8 @@ from mopd_losses.projection import ProjectionMatrix
 from mopd_losses.projection_cache import ProjectionCache
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.manifest import Manifest
-from mopd_trainer.config import TeacherConfig
 from mopd_trainer.student_identity import StudentIdentity
+from mopd_trainer.teacher_config import ScoreCacheConfig, TeacherConfig
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,20 +35,30 @@ class Teacher:
     projection: ProjectionMatrix
 
 
-def teacher_pool(configs: Mapping[str, TeacherConfig]) -> TeacherPool:
+def teacher_pool(
+    configs: Mapping[str, TeacherConfig], score_cache: ScoreCacheConfig | None = None
+) -> TeacherPool:
     """Clients for every teacher; nothing is sent yet.
 
     Raises:
-        ConfigError: when an API key's environment variable is not set.
+        ConfigError: when an API key's environment variable is not set, or the cache cannot be.
     """
+    cache = None
+    if score_cache is not None:
+        cache = ScoreCache(score_cache.path, max_bytes=int(score_cache.max_gigabytes * 1e9))
     return TeacherPool(
         {
             name: TeacherClient(
                 name,
                 config.url,
+                service=_service(config),
                 api_key=_api_key(name, config),
                 timeout_seconds=config.timeout_seconds,
                 deadline_seconds=config.deadline_seconds,
+                max_concurrency=config.max_concurrency,
+                hedging=Hedging(config.hedge_after_seconds, config.hedge_after_quantile),
+                require_all_replicas=config.require_all_replicas,
+                cache=cache,
             )
             for name, config in configs.items()
         }
@@ -74,6 +89,7 @@ async def meet_teachers(
             name: Expectation(
                 top_k=config.top_k,
                 temperature=config.temperature,
+                candidate_ids=config.support == "student_topk",
                 messages=True,
                 manifest_id=expected_manifests.get(name),
             )
@@ -88,7 +104,7 @@ async def meet_teachers(
             student.logit_width,
             tokenizer.table,
             tokenizer.encoder,
-            student.encoder,
+            lambda: student.encoder,
         )
         teachers[name] = Teacher(
             name=name,
@@ -108,6 +124,13 @@ def _projection(
         return projection_for(config.loss, vocabularies, cache)
     except ConfigError as error:
         raise ConfigError(f"teacher {name!r}: {error}") from error
+
+
+def _service(config: TeacherConfig) -> Service:
+    if config.kind == "mopd":
+        return MopdService()
+    assert config.tokenizer is not None  # its settings have been checked
+    return OpenAIService(config.tokenizer, model=config.model, revision=config.revision)
 
 
 def _api_key(name: str, config: TeacherConfig) -> str | None:

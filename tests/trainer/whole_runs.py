@@ -1,0 +1,40 @@
+"""Whole runs in this process, and what they leave behind."""
+
+import asyncio
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from mopd_trainer.config import RunConfig
+from mopd_trainer.loop import train
+
+
+def run_here(values: dict[str, Any], **changes: Any) -> tuple[Path, str]:
+    """Trains in this process; the student's folder and what was printed."""
+    told = StringIO()
+    config = RunConfig.model_validate({**values, **changes})
+    folder = asyncio.run(train(config, Console(file=told, width=200)))
+    return folder, told.getvalue()
+
+
+def journal(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's journal."""
+    return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """What a model folder holds."""
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def assert_same_weights(folder: Path, other: Path) -> None:
+    """To the last bit."""
+    ours, theirs = weights(folder), weights(other)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
