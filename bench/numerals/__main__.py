@@ -1,0 +1,117 @@
+"""Which losses teach when one side's token covers several of the other's.
+
+    python -m bench.numerals --json OUT
+    python -m bench.numerals --pairs digits_to_numerals --losses prefix_kl,gold,sft --seeds 1
+
+A teacher that knows how to add (or to reverse lists of words), a student that knows how an answer
+looks and nothing else, and one loss at a time between them: on what the student writes, without a
+right answer in any of them, at the same steps, prompts and learning rate. Cross entropy of right
+answers (``sft``) tells what the student can learn in that budget.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from bench.numerals.distillation import Run
+from bench.numerals.material import held_out_accuracy
+from bench.numerals.matrix import Folders, run_all
+from bench.numerals.pairs import LOSSES, PAIRS, Pair, shortened
+from bench.numerals.plot import draw
+from bench.numerals.report import summary, table
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs what is missing, prints, and writes."""
+    options = _parser().parse_args(arguments)
+    console = Console()
+    pairs = [shortened(PAIRS[name], options.steps, options.model_steps) for name in options.pairs]
+    folders = Folders(options.runs)
+    runs = _runs(pairs, options.losses, options.seeds, options.evaluations)
+    results = run_all(runs, folders, console, options.processes)
+    teachers = {p.name: held_out_accuracy(p, "teacher", 0, folders.models) for p in pairs}
+    found = summary(results, pairs, teachers)
+    for pair in pairs:
+        console.print(table(found, pair.name))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    picture = options.plot or (options.json or folders.root / "numerals").with_suffix(".png")
+    draw(found, picture)
+    console.print(f"curves and bars in {picture}", soft_wrap=True)
+
+
+def _runs(pairs: Sequence[Pair], losses: Sequence[str], seeds: int, evaluations: int) -> list[Run]:
+    """Seed by seed, so that what there is after an interruption is whole."""
+    return [
+        Run(pair, loss, seed, evaluations)
+        for seed in range(seeds)
+        for loss in losses
+        for pair in pairs
+        if loss in pair.losses
+    ]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.numerals",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--plot", type=Path, help="where the picture goes (default: beside them)")
+    parser.add_argument("--seeds", type=int, default=3, help="students a loss (default: 3)")
+    parser.add_argument(
+        "--losses",
+        type=_Names(LOSSES),
+        default=LOSSES,
+        metavar="A,B",
+        help=f"of {', '.join(LOSSES)} (default: all, where a pair can have them)",
+    )
+    parser.add_argument(
+        "--pairs",
+        type=_Names(tuple(PAIRS)),
+        default=tuple(PAIRS),
+        metavar="A,B",
+        help=f"of {', '.join(PAIRS)} (default: all)",
+    )
+    parser.add_argument("--steps", type=int, help="of every run (default: each pair's own)")
+    parser.add_argument(
+        "--model-steps", type=int, help="of training teachers and warm students, to try things"
+    )
+    parser.add_argument(
+        "--evaluations", type=int, default=20, help="points of a curve (default: 20)"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=2, help="runs at once, one thread each (default: 2)"
+    )
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        default=Path("runs/numerals"),
+        metavar="DIR",
+        help="models and finished runs, which are not done again (default: %(default)s)",
+    )
+    return parser
+
+
+class _Names:
+    """An argument of names between commas."""
+
+    def __init__(self, known: Sequence[str]) -> None:
+        self._known = known
+
+    def __call__(self, text: str) -> tuple[str, ...]:
+        names = tuple(text.split(","))
+        for name in names:
+            if name not in self._known:
+                raise argparse.ArgumentTypeError(
+                    f"{name!r} is unknown; expected some of {', '.join(self._known)}"
+                )
+        return names
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""One run: a warm student, one teacher, one loss; accuracy on held-out exercises as it goes.
+
+Everything between prompt and optimizer step is the trainer's own. The teacher is the real service,
+asked by the real client, in this process instead of over a socket.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from bench.numerals.material import model_folder, model_key
+from bench.numerals.pairs import SFT, Pair, loss_settings
+from mopd_client.pool import TeacherPool
+from mopd_client.teacher_client import TeacherClient
+from mopd_losses.build import build_loss
+from mopd_losses.loss import Loss
+from mopd_losses.projection_cache import ProjectionCache
+from mopd_losses.supervised import SftLoss
+from mopd_protocol.samples import Prompt, Rollout
+from mopd_server.app import create_app
+from mopd_server.loading import load_service
+from mopd_server.settings import TeacherSettings
+from mopd_trainer.config import RolloutConfig, StudentConfig, TeacherConfig
+from mopd_trainer.demo.accuracy import exact_match
+from mopd_trainer.demo.examples import Encoder
+from mopd_trainer.demo.tasks import Exercise
+from mopd_trainer.learner import Learner
+from mopd_trainer.loop import collect
+from mopd_trainer.measurements import Metrics
+from mopd_trainer.packing import pack
+from mopd_trainer.prompts import PromptOrder
+from mopd_trainer.rollouts import Sampler
+from mopd_trainer.scoring import Scorer
+from mopd_trainer.student import Student
+from mopd_trainer.teachers import Teacher, meet_teachers
+
+PROMPTS_PER_STEP = 64
+_WARM_UP_STEPS = 20
+_TEACHER = "teacher"
+_ADDRESS = "http://teacher"
+
+#: What is told of a step: steps done, the loss in nats per student token, the last accuracy.
+Report = Callable[[int, float, float], None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is run."""
+
+    pair: Pair
+    loss: str
+    seed: int
+    """Of the student's weights, of its warm start, of what it is asked and of what it writes."""
+    evaluations: int
+    """Over the run, besides one before the first step."""
+
+    @property
+    def name(self) -> str:
+        """Of the file that keeps the result."""
+        return f"{self.pair.name}-{self.loss}-seed{self.seed}-steps{self.pair.steps}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that decides the result, up to rounding, but for the code itself."""
+        pair = self.pair
+        return {
+            "models": [model_key(pair, "teacher", 0), model_key(pair, "student", self.seed)],
+            "loss": loss_settings(self.loss).model_dump(mode="json"),
+            "steps": pair.steps,
+            "learning_rate": pair.learning_rate,
+            "top_k": pair.top_k,
+            "max_new_tokens": pair.max_new_tokens,
+            "prompts_per_step": PROMPTS_PER_STEP,
+            "evaluations": self.evaluations,
+        }
+
+
+def distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
+    """Runs it in this process; the curve, and where its processor seconds went."""
+    return asyncio.run(_distil(run, models, report))
+
+
+async def _distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
+    pair, started = run.pair, time.process_time()
+    config = student_config(run, models)
+    student = Student.load(config)
+    encoder = Encoder(pair.student.tokenizer())
+    held_out = pair.student.task.held_out()
+    sampler, order = _sampling(run, student, encoder)
+    cache = ProjectionCache()
+    curve = [_point(0, student.model, encoder, held_out, {})]
+    seconds = {"collect": 0.0, "update": 0.0}
+    since: list[Metrics] = []
+    first_loss = math.nan
+    async with _teacher(run, student, models, cache) as (pool, teacher):
+        scorer = Scorer(pool, {_TEACHER: teacher}, student.table)
+        learner = Learner(
+            student,
+            config,
+            losses={_TEACHER: _loss(run.loss, teacher, cache, student.device)},
+            teacher_weights={_TEACHER: 1.0},
+            max_steps=pair.steps,
+            seed=run.seed,
+        )
+        for step in range(pair.steps):
+            begun = time.process_time()
+            examples, _ = await collect(order.batch(step), sampler, scorer, step)
+            collected = time.process_time()
+            tokens = sum(len(example.rollout.completion) for example in examples)
+            batches = pack(examples, tokens_per_micro_batch=config.tokens_per_micro_batch)
+            updated, measured = learner.update(batches, tokens=tokens, step=step)
+            seconds["collect"] += collected - begun
+            seconds["update"] += time.process_time() - collected
+            first_loss = updated["loss"] if step == 0 else first_loss
+            since.append(updated | measured[_TEACHER].metrics())
+            if _is_due(step + 1, run):
+                curve.append(_point(step + 1, student.model, encoder, held_out, _means(since)))
+                since = []
+            report(step + 1, updated["loss"], curve[-1]["accuracy"])
+    return {
+        "pair": pair.name,
+        "loss": run.loss,
+        "seed": run.seed,
+        "settings": run.settings,
+        "accuracy": curve[-1]["accuracy"],
+        "before": curve[0]["accuracy"],
+        "first_loss": first_loss,
+        "curve": curve,
+        "processor_seconds": {**seconds, "total": time.process_time() - started},
+    }
+
+
+def student_config(run: Run, models: Path) -> StudentConfig:
+    """The student and its optimizer, the same for every loss."""
+    return StudentConfig(
+        model=str(model_folder(run.pair, "student", run.seed, models)),
+        device="cpu",
+        learning_rate=run.pair.learning_rate,
+        warmup_steps=min(_WARM_UP_STEPS, run.pair.steps),
+        min_learning_rate_ratio=0.05,
+        betas=(0.9, 0.98),
+        weight_decay=0.01,
+    )
+
+
+def _sampling(run: Run, student: Student, encoder: Encoder) -> tuple[Sampler, PromptOrder]:
+    exercises = run.pair.student.task.training(run.seed)
+    prompts = [
+        Prompt(index=index, messages=exercise.messages, teachers={_TEACHER: 1.0})
+        for index, exercise in enumerate(exercises)
+    ]
+    order = PromptOrder(prompts, prompts_per_step=PROMPTS_PER_STEP, seed=run.seed, shuffle=True)
+    config = RolloutConfig(
+        prompts_per_step=PROMPTS_PER_STEP,
+        generation_batch_size=PROMPTS_PER_STEP,
+        max_new_tokens=run.pair.max_new_tokens,
+    )
+    if run.loss == SFT:
+        return RightAnswers(student, config, encoder, exercises), order
+    return Sampler(student, config, seed=run.seed), order
+
+
+class RightAnswers(Sampler):
+    """In place of a student that writes: the right answers, as if it had written them."""
+
+    def __init__(
+        self,
+        student: Student,
+        config: RolloutConfig,
+        encoder: Encoder,
+        exercises: Sequence[Exercise],
+    ) -> None:
+        super().__init__(student, config, seed=0)
+        self._own = student
+        self._encoder = encoder
+        self._exercises = exercises
+
+    def sample(self, prompts: Sequence[Prompt], *, step: int, batch: int) -> list[Rollout]:
+        """See ``Sampler``."""
+        del batch
+        answers = [self._encoder.answer(self._exercises[prompt.index]) for prompt in prompts]
+        return [
+            Rollout(
+                prompt=prompt,
+                prompt_token_ids=np.array(
+                    self._own.prompt_token_ids(prompt.messages), dtype=np.int32
+                ),
+                completion=self._own.table.sequence(answer),
+                sampled_logprobs=np.zeros(len(answer), dtype=np.float32),
+                finish_reason="stop",
+                policy_version=step,
+            )
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+
+
+@asynccontextmanager
+async def _teacher(
+    run: Run, student: Student, models: Path, cache: ProjectionCache
+) -> AsyncGenerator[tuple[TeacherPool, Teacher]]:
+    folder = model_folder(run.pair, "teacher", 0, models)
+    service = load_service(TeacherSettings(model=str(folder), name=_TEACHER, device="cpu"))
+    await asyncio.to_thread(service.warm_up)  # it runs an event loop of its own
+    config = TeacherConfig(url=(_ADDRESS,), top_k=run.pair.top_k, loss=loss_settings(run.loss))
+    transport = httpx.ASGITransport(create_app(service))
+    client = TeacherClient(_TEACHER, config.url, transport=transport)
+    async with TeacherPool({_TEACHER: client}) as pool:
+        met = await meet_teachers(
+            pool, {_TEACHER: config}, student.identity, cache, {}, wait_seconds=60.0
+        )
+        yield pool, met[_TEACHER]
+
+
+def _loss(name: str, teacher: Teacher, cache: ProjectionCache, device: torch.device) -> Loss:
+    if name == SFT:
+        return SftLoss()
+    return build_loss(
+        teacher.config.loss, teacher.projection, teacher.vocabularies, cache=cache, device=device
+    )
+
+
+def _is_due(steps_done: int, run: Run) -> bool:
+    """Whether it is time to look: evenly over the run, at its end for certain."""
+    steps = run.pair.steps
+    return steps_done * run.evaluations // steps > (steps_done - 1) * run.evaluations // steps
+
+
+def _point(
+    step: int,
+    model: PreTrainedModel,
+    encoder: Encoder,
+    held_out: Sequence[Exercise],
+    metrics: Metrics,
+) -> dict[str, Any]:
+    return {"step": step, "accuracy": exact_match(model, encoder, held_out), **metrics}
+
+
+def _means(metrics: Sequence[Metrics]) -> Metrics:
+    names = metrics[0] if metrics else {}
+    found = {name: math.fsum(m[name] for m in metrics) / len(metrics) for name in names}
+    return {name: value for name, value in found.items() if math.isfinite(value)}

@@ -1,0 +1,108 @@
+"""Sums below a hundred: which are trained on, which are held out, and what may be shown instead."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+from bench.numerals.numeral_tokenizers import LARGEST_NUMERAL
+from mopd_trainer.demo.examples import Encoder
+from mopd_trainer.demo.tasks import (
+    Exercise,
+    draw_training,
+    held_out_exercises,
+    with_random_answer,
+)
+
+#: What is added.
+ADDENDS = range(50)
+#: One pair of addends in this many is held out, in both orders.
+_HELD_OUT_EVERY = 5
+#: Prompts and held-out exercises of the words task, which has too many to list.
+_WORD_LISTS, _HELD_OUT_WORD_LISTS = 2_000, 250
+
+
+class Task(Protocol):
+    """Questions with one right answer each, for one tokenizer."""
+
+    def training(self, seed: int) -> Sequence[Exercise]:
+        """All questions that may be trained on."""
+        ...
+
+    def held_out(self) -> Sequence[Exercise]:
+        """Questions that nobody has seen, the same for all runs."""
+        ...
+
+    def in_form_alone(self, exercise: Exercise, random: Random) -> Exercise:
+        """The question with an answer that does not depend on the right one."""
+        ...
+
+    def wrong_ids(self, encoder: Encoder) -> list[int]:
+        """Tokens that a student might write in the place of a right one."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sums:
+    """``a+b=`` for ``ADDENDS``. The parts of an answer are what the tokenizer makes of it."""
+
+    whole_numbers: bool
+
+    def training(self, seed: int) -> list[Exercise]:
+        """See ``Task``."""
+        del seed  # these are all there are
+        return [self._exercise(a, b) for a, b in _pairs() if not _is_held_out(a, b)]
+
+    def held_out(self) -> list[Exercise]:
+        """See ``Task``."""
+        return [self._exercise(a, b) for a, b in _pairs() if _is_held_out(a, b)]
+
+    def in_form_alone(self, exercise: Exercise, random: Random) -> Exercise:
+        """See ``Task``: the answer of another sum."""
+        other = random.choice(ADDENDS) + random.choice(ADDENDS)
+        return Exercise("sums", exercise.question, self._parts(other))
+
+    def wrong_ids(self, encoder: Encoder) -> list[int]:
+        """See ``Task``: all numbers, or all digits."""
+        numbers = range(LARGEST_NUMERAL + 1) if self.whole_numbers else range(10)
+        return [token_id for number in numbers for token_id in encoder.part(str(number))]
+
+    def _exercise(self, a: int, b: int) -> Exercise:
+        return Exercise("sums", f"{a}+{b}=", self._parts(a + b))
+
+    def _parts(self, number: int) -> tuple[str, ...]:
+        return (str(number),) if self.whole_numbers else tuple(str(number))
+
+
+@dataclass(frozen=True)
+class WordLists:
+    """The demo's lists of words, to be written backwards."""
+
+    def training(self, seed: int) -> list[Exercise]:
+        """See ``Task``."""
+        random = Random(seed)
+        return [draw_training("words", random) for _ in range(_WORD_LISTS)]
+
+    def held_out(self) -> list[Exercise]:
+        """See ``Task``."""
+        return held_out_exercises("words", _HELD_OUT_WORD_LISTS, seed=0)
+
+    def in_form_alone(self, exercise: Exercise, random: Random) -> Exercise:
+        """See ``Task``: the same words in any order."""
+        return with_random_answer(exercise, random)
+
+    def wrong_ids(self, encoder: Encoder) -> list[int]:
+        """See ``Task``: words are replaced as a whole (``Side.corruption``)."""
+        del encoder
+        return []
+
+
+def _pairs() -> list[tuple[int, int]]:
+    return [(a, b) for a in ADDENDS for b in ADDENDS]
+
+
+def _is_held_out(a: int, b: int) -> bool:
+    """By a hash that knows no order: 13+14 in training would give away 14+13."""
+    digest = hashlib.sha256(f"{min(a, b)}+{max(a, b)}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") % _HELD_OUT_EVERY == 0

@@ -1,0 +1,130 @@
+"""The models before distillation: teachers that know the answers, students that know the form."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
+
+from bench.numerals.pairs import Pair, Side
+from mopd_protocol.atomic_file import replacing_folder
+from mopd_trainer.demo import models
+from mopd_trainer.demo.accuracy import exact_match
+from mopd_trainer.demo.examples import IGNORED, Batch, Encoder, supervised_batch
+from mopd_trainer.demo.tasks import Exercise
+from mopd_trainer.demo.training import warm_up_and_cosine
+
+Role = Literal["teacher", "student"]
+#: (steps done, steps in all)
+Report = Callable[[int, int], None]
+
+#: Raised when code that shapes a model changes in a way that no setting below tells.
+_VERSION = 1
+_LARGEST_GRADIENT_NORM = 1.0
+_ACCURACY = "held_out_accuracy"
+
+
+def model_folder(pair: Pair, role: Role, seed: int, root: Path) -> Path:
+    """Where a model lies: a name from everything that decides its weights."""
+    return root / f"{role}-{model_key(pair, role, seed)}"
+
+
+def model_key(pair: Pair, role: Role, seed: int) -> str:
+    """16 hex digits over everything that decides a model's weights, up to rounding."""
+    side = _side(pair, role)
+    decisive = {
+        "version": _VERSION,
+        "role": role,
+        "seed": seed,
+        "task": repr(side.task),
+        "family": side.family,
+        "steps": side.steps,
+        "examples_per_step": side.examples_per_step,
+        "corruption": side.corruption,
+        "misreading": side.misreading,
+        "learning_rate": side.learning_rate,
+        "sizes": [models.HIDDEN_SIZE, models.LAYERS, models.HEADS],
+        "tokenizer": side.tokenizer().backend_tokenizer.to_str(),
+    }
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def held_out_accuracy(pair: Pair, role: Role, seed: int, root: Path) -> float:
+    """Share of held-out exercises that a trained model answers to the letter."""
+    return float((model_folder(pair, role, seed, root) / _ACCURACY).read_text())
+
+
+def train_model(pair: Pair, role: Role, seed: int, root: Path, report: Report) -> Path:
+    """An ordinary Hugging Face folder of the model; trained now if it is not there yet."""
+    folder = model_folder(pair, role, seed, root)
+    if folder.is_dir():
+        return folder
+    side = _side(pair, role)
+    tokenizer = side.tokenizer()
+    encoder = Encoder(tokenizer)
+    model = models.build_model(side.family, tokenizer, seed)
+    _train(model, encoder, side, role, seed, report)
+    accuracy = exact_match(model, encoder, side.task.held_out())
+    with replacing_folder(folder) as unfinished:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        (unfinished / _ACCURACY).write_text(f"{accuracy}\n")
+    return folder
+
+
+def _side(pair: Pair, role: Role) -> Side:
+    return pair.teacher if role == "teacher" else pair.student
+
+
+def _train(
+    model: PreTrainedModel, encoder: Encoder, side: Side, role: Role, seed: int, report: Report
+) -> None:
+    random = Random(seed)
+    optimizer = AdamW(
+        model.parameters(), lr=side.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
+    )
+    schedule = LambdaLR(optimizer, warm_up_and_cosine(side.steps))
+    known = side.task.training(seed)
+    wrong = torch.tensor(side.task.wrong_ids(encoder), dtype=torch.int64)
+    model.train()
+    for step in range(side.steps):
+        exercises = [_shown(side, role, known, random) for _ in range(side.examples_per_step)]
+        batch = supervised_batch(encoder, exercises, side.corruption, random)
+        read = misread(batch, wrong, side.misreading, encoder.end_of_turn)
+        logits: Tensor = model(input_ids=read, attention_mask=batch.attention).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=IGNORED
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), _LARGEST_GRADIENT_NORM)
+        optimizer.step()
+        schedule.step()
+        report(step + 1, side.steps)
+    model.eval()
+
+
+def misread(batch: Batch, wrong: Tensor, probability: float, end: int) -> Tensor:
+    """[examples, tokens]: the batch's ids, some tokens of the answers replaced by ``wrong`` ones.
+
+    Labels go on saying what is right. A teacher reads what students write, and a number that it has
+    never read would mean nothing to it.
+    """
+    if not probability:
+        return batch.token_ids
+    in_answer = (batch.labels != IGNORED) & (batch.labels != end)
+    chosen = in_answer & (torch.rand(batch.labels.shape) < probability)
+    drawn = wrong[torch.randint(len(wrong), batch.labels.shape)]
+    return torch.where(chosen, drawn, batch.token_ids)
+
+
+def _shown(side: Side, role: Role, known: Sequence[Exercise], random: Random) -> Exercise:
+    exercise = random.choice(known)
+    return exercise if role == "teacher" else side.task.in_form_alone(exercise, random)

@@ -1,0 +1,156 @@
+"""What is compared: pairs of a teacher and a student, and the losses between them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from pydantic import TypeAdapter
+from transformers import PreTrainedTokenizerFast
+
+from bench.numerals.exercises import Sums, Task, WordLists
+from bench.numerals.numeral_tokenizers import (
+    STUDENT_NAMES,
+    TEACHER_NAMES,
+    ControlNames,
+    digit_tokenizer,
+    numeral_tokenizer,
+)
+from mopd_losses.config import LossConfig
+from mopd_trainer.demo.demo_tokenizers import student_tokenizer, words_teacher_tokenizer
+from mopd_trainer.demo.models import Family
+
+#: The yardstick: cross entropy of right answers, in as many steps of as many prompts.
+SFT = "sft"
+
+_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "prefix_kl": {"type": "prefix_kl"},
+    "prefix_kl_jsd": {"type": "prefix_kl", "divergence": "jsd"},
+    "ctkd": {"type": "ctkd"},
+    "topk_kl": {"type": "topk_kl"},
+    "gold": {"type": "gold", "merge": "observed"},  # as published
+    "gold_bayesian": {"type": "gold", "merge": "bayesian"},
+    "pkl_parity": {"type": "pkl_parity"},
+    "alm": {"type": "alm"},
+    "simct": {"type": "simct"},
+    "policy_gradient": {"type": "policy_gradient"},
+}
+LOSSES: tuple[str, ...] = (*_SETTINGS, SFT)
+
+
+def loss_settings(name: str) -> LossConfig:
+    """The settings of one of ``LOSSES``; all are the defaults, but for those in its name."""
+    adapter: TypeAdapter[LossConfig] = TypeAdapter(LossConfig)
+    return adapter.validate_python(_SETTINGS.get(name, _SETTINGS["ctkd"]))
+
+
+@dataclass(frozen=True)
+class Side:
+    """A model of a pair."""
+
+    family: Family
+    tokenizer: Callable[[], PreTrainedTokenizerFast]
+    task: Task
+    steps: int
+    """Of its own supervised training: to know the answers, or the form alone."""
+    examples_per_step: int
+    corruption: float = 0.0
+    """Probability with which a part of an answer is another and still to be continued."""
+    misreading: float = 0.0
+    """The same for a token of an answer, of which any number or digit may stand in its place."""
+    learning_rate: float = 2e-3
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A teacher, a student, and a budget that is the same for every loss."""
+
+    name: str
+    title: str
+    teacher: Side
+    student: Side
+    losses: tuple[str, ...]
+    steps: int
+    learning_rate: float
+    top_k: int
+    max_new_tokens: int
+
+
+def _sums(
+    tokenizer: Callable[[ControlNames], PreTrainedTokenizerFast],
+    names: ControlNames,
+    *,
+    teaches: bool,
+    family: Family = "qwen3",
+) -> Side:
+    whole = tokenizer is numeral_tokenizer
+    return Side(
+        family=family,
+        tokenizer=partial(tokenizer, names),
+        task=Sums(whole_numbers=whole),
+        steps=(2_000 if whole else 1_000) if teaches else 150,
+        examples_per_step=64,
+        misreading=0.15 if teaches else 0.0,
+        learning_rate=4e-3,
+    )
+
+
+_ACROSS = tuple(name for name in LOSSES if name != "topk_kl")
+
+_PAIRS = (
+    Pair(
+        name="digits_to_numerals",
+        title="teacher writes digits, student whole numbers",
+        teacher=_sums(digit_tokenizer, TEACHER_NAMES, teaches=True),
+        student=_sums(numeral_tokenizer, STUDENT_NAMES, teaches=False),
+        losses=_ACROSS,
+        steps=1_200,
+        learning_rate=4e-3,
+        top_k=16,
+        max_new_tokens=4,
+    ),
+    Pair(
+        name="numerals_to_digits",
+        title="teacher writes whole numbers, student digits",
+        teacher=_sums(numeral_tokenizer, TEACHER_NAMES, teaches=True),
+        student=_sums(digit_tokenizer, STUDENT_NAMES, teaches=False),
+        losses=_ACROSS,
+        steps=1_200,
+        learning_rate=3e-3,
+        top_k=16,
+        max_new_tokens=4,
+    ),
+    Pair(
+        name="words",
+        title="teacher in SentencePiece-like pieces, student in byte-level ones, lists of words",
+        teacher=Side("llama", words_teacher_tokenizer, WordLists(), 350, 128, corruption=0.15),
+        student=Side("gpt_neox", student_tokenizer, WordLists(), 125, 64),
+        losses=_ACROSS,
+        steps=400,
+        learning_rate=2e-3,
+        top_k=16,
+        max_new_tokens=12,
+    ),
+    Pair(
+        name="equal",
+        title="one tokenizer (digits) on both sides",
+        teacher=_sums(digit_tokenizer, TEACHER_NAMES, teaches=True),
+        # Another family, or teacher and student would begin with the same weights.
+        student=_sums(digit_tokenizer, TEACHER_NAMES, teaches=False, family="gpt_neox"),
+        losses=("prefix_kl", "ctkd", "topk_kl", SFT),
+        steps=800,
+        learning_rate=2e-3,
+        top_k=16,
+        max_new_tokens=4,
+    ),
+)
+
+PAIRS: Mapping[str, Pair] = {pair.name: pair for pair in _PAIRS}
+
+
+def shortened(pair: Pair, steps: int | None, model_steps: int | None) -> Pair:
+    """The pair with fewer steps of distillation, and of the training before it."""
+    if model_steps is not None:
+        teacher = replace(pair.teacher, steps=model_steps)
+        pair = replace(pair, teacher=teacher, student=replace(pair.student, steps=model_steps))
+    return pair if steps is None else replace(pair, steps=steps)

@@ -1,0 +1,269 @@
+"""What prefix KL costs: its preparation on published vocabularies, and its share of a head's step.
+
+    python -m bench.prefix_kl --json prefix_kl.json
+
+Completions are pieces of 4 kB of Python's standard library, with a teacher that is an n-gram model
+of its own tokens, top-64. Preparation runs on one core, a completion at a time; ``new text`` is the
+median over completions after 32 others (what was found for those is remembered), ``known text`` the
+best of three times the same ones again, ``slow twin`` the preparation one boundary, one token and
+one unit at a time (tests/reference/prefix_places.py), by the kilobyte. Values of both are compared.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from mopd_losses.alignment import align
+from mopd_losses.blockwise_head import Head, LossTerm, blockwise_head
+from mopd_losses.config import CtkdConfig, PrefixKlConfig
+from mopd_losses.loss import Comparison, Loss
+from mopd_losses.prefix_kl import PrefixKlLoss
+from mopd_losses.projection import build_projection
+from mopd_losses.projection_cache import DeviceProjection
+from mopd_losses.shared_units import SharedUnits
+from mopd_losses.supervised import SftLoss, label_targets
+from mopd_losses.topk_divergence import TopKDivergenceLoss
+from mopd_protocol.samples import TeacherScore
+from mopd_protocol.topk_logprobs import TopKLogprobs
+from tests.real_vocabularies import STANDARD_LIBRARY, Vocabulary, python_sources, real
+from tests.reference import prefix_places as slow
+
+PAIRS = [("tekken", "python_131k"), ("python_131k", "tekken"), ("tekken", "v3"), ("v3", "tekken")]
+COMPLETION_BYTES = 4_096
+SLOW_BYTES = 512
+K = 64
+ROWS, HIDDEN, ROWS_PER_BLOCK = 2_048, 512, 256
+
+Result = dict[str, Any]
+
+
+class NGramTeacher:
+    """What follows one and two tokens in a corpus, and what is frequent anyway."""
+
+    def __init__(self, vocabulary: Vocabulary, texts: Sequence[str]) -> None:
+        self._after: list[dict[tuple[int, ...], Counter[int]]]
+        self._after = [defaultdict(Counter), defaultdict(Counter)]
+        frequent: Counter[int] = Counter()
+        for ids in vocabulary.encoder.encode_batch(list(texts)):
+            frequent.update(ids)
+            for length in (1, 2):
+                for at in range(length, len(ids)):
+                    self._after[length - 1][tuple(ids[at - length : at])][ids[at]] += 1
+        total = frequent.total()
+        self._frequent = [(token, count / total) for token, count in frequent.most_common(2 * K)]
+
+    def row(self, before: Sequence[int], own: int) -> dict[int, float]:
+        """Probabilities of the likeliest ids and of ``own``, a little less than one in all."""
+        found: Counter[int] = Counter()  # type: ignore[type-var]
+        left = 1.0
+        for length in (2, 1):
+            seen = self._after[length - 1].get(tuple(before[-length:]))
+            if seen and len(before) >= length:
+                for token, count in seen.most_common(K):
+                    found[token] += 0.7 * left * count / seen.total()  # type: ignore[assignment]
+                left *= 0.3
+        for token, share in self._frequent:
+            found[token] += left * share  # type: ignore[assignment]
+        found[own] += 1e-3  # type: ignore[assignment]
+        total = sum(found.values()) * 1.02
+        return {token: mass / total for token, mass in found.items()}
+
+    def score(self, vocabulary: Vocabulary, text: str) -> TeacherScore:
+        """A completion as a service would score it."""
+        sequence = vocabulary.table.sequence(vocabulary.encoder.encode(text))
+        written = sequence.token_ids.tolist()
+        ids = np.full((len(written), K), -1, dtype=np.int32)
+        logprobs = np.full((len(written), K), -np.inf)
+        own = np.zeros(len(written), dtype=np.float32)
+        for at, token in enumerate(written):
+            row = self.row(written[max(0, at - 2) : at], token)
+            likely = sorted(row.items(), key=lambda entry: -entry[1])[:K]
+            ids[at, : len(likely)] = [token_id for token_id, _ in likely]
+            logprobs[at, : len(likely)] = np.log([mass for _, mass in likely])
+            own[at] = np.log(row[token])
+        tails = np.log1p(-np.exp(logprobs).sum(axis=1))
+        return TeacherScore("teacher", sequence, TopKLogprobs(ids, logprobs, own, tails))
+
+
+def completions(student: str, teacher: str, count: int) -> list[Comparison]:
+    """Pieces of texts that the teacher was not counted on."""
+    sources = python_sources(STANDARD_LIBRARY)
+    random.Random(1).shuffle(sources)
+    texts = [path.read_text(encoding="utf-8", errors="ignore") for path in sources[:400]]
+    model = NGramTeacher(real(teacher), texts[:300])
+    draw = random.Random(5)
+    pieces: list[str] = []
+    while len(pieces) < count:
+        whole = draw.choice(texts[300:]).encode()
+        if len(whole) > 2 * COMPLETION_BYTES:
+            start = draw.randrange(len(whole) - COMPLETION_BYTES)
+            pieces.append(whole[start : start + COMPLETION_BYTES].decode(errors="ignore"))
+    return [compared(student, teacher, model, piece) for piece in pieces]
+
+
+def compared(student: str, teacher: str, model: NGramTeacher, text: str) -> Comparison:
+    """One completion."""
+    sides = real(student), real(teacher)
+    written = sides[0].table.sequence(sides[0].encoder.encode(text))
+    score = model.score(sides[1], text)
+    sampled = np.zeros(len(written), dtype=np.float32)
+    return Comparison(written, sampled, score, align(written, score.completion))
+
+
+def measure_preparation(student: str, teacher: str, count: int) -> Result:
+    """Milliseconds a completion, and what is set up once for a pair."""
+    found = completions(student, teacher, count)
+    sides = real(student), real(teacher)
+    before = _resident_bytes()
+    units, set_up = _timed(
+        lambda: SharedUnits(sides[0].table, sides[0].encoder, sides[1].table, sides[1].encoder)
+    )
+    held = _resident_bytes() - before
+    loss = PrefixKlLoss(units, PrefixKlConfig())
+    first = [_timed(lambda c=c: loss.targets([c], [0]))[1] for c in found]
+    again = [
+        min(_timed(lambda c=c: loss.targets([c], [0]))[1] for _ in range(3)) for c in found[32:]
+    ]
+    model = NGramTeacher(sides[1], ["x = 1\n"])
+    text = found[0].student.text[:SLOW_BYTES].decode(errors="ignore")
+    short = compared(student, teacher, model, text)
+    fast, _ = _timed(lambda: loss.targets([short], [0]))
+    _, warm = _timed(lambda: loss.targets([short], [0]))
+    places, slowly = _timed(lambda: slow.places(short, units))
+    events = sum(nats > -np.inf for nats in fast.events.flatten().tolist())
+    if len(places) != len(fast.slots) or sum(len(p.events) for p in places) != events:
+        sys.exit("the slow twin found other events")
+    return {
+        "student": student,
+        "teacher": teacher,
+        "set_up_seconds": set_up,
+        "set_up_bytes": held,
+        "kept_bytes": _resident_bytes() - before,
+        "student_tokens": statistics.mean(len(c.student) for c in found[32:]),
+        "first_ms": first[0] * 1e3,
+        "new_text_ms": statistics.median(first[32:]) * 1e3,
+        "known_text_ms": statistics.median(again) * 1e3,
+        "fast_ms_a_kilobyte": warm * 1e6 / len(text.encode()),
+        "slow_twin_ms_a_kilobyte": slowly * 1e6 / len(text.encode()),
+    }
+
+
+def measure_step(student: str, teacher: str, rounds: int) -> Result:
+    """Milliseconds of a head's step with a loss and cross entropy, and of cross entropy alone."""
+    sides = real(student), real(teacher)
+    units = SharedUnits(sides[0].table, sides[0].encoder, sides[1].table, sides[1].encoder)
+    width = sides[0].width
+    matrix = build_projection(sides[0].table, sides[1].table, sides[1].encoder, student_width=width)
+    losses: dict[str, Loss] = {
+        "prefix_kl": PrefixKlLoss(units, PrefixKlConfig()),
+        "ctkd": TopKDivergenceLoss(
+            DeviceProjection.copy_of(matrix, torch.device("cpu")), CtkdConfig()
+        ),
+    }
+    chosen: list[Comparison] = []
+    offsets: list[int] = []
+    rows = 0
+    for comparison in completions(student, teacher, 8):
+        if rows + len(comparison.student) <= ROWS:
+            chosen.append(comparison)
+            offsets.append(rows)
+            rows += len(comparison.student)
+    torch.manual_seed(0)
+    hidden = torch.randn(rows, HIDDEN, requires_grad=True)
+    weight = (torch.randn(width, HIDDEN) * 0.05).requires_grad_()
+    head = Head(weight, torch.tensor(sides[0].table.real_ids(width)))
+    labels = torch.tensor(np.concatenate([c.student.token_ids for c in chosen]), dtype=torch.int64)
+    shares = torch.full((rows,), 1 / rows)
+    supervised = LossTerm(SftLoss(), label_targets(labels), shares)
+    steps = {"cross entropy (floor)": [supervised]}
+    for name, loss in losses.items():
+        steps[name] = [LossTerm(loss, loss.targets(chosen, offsets), shares), supervised]
+
+    def step(terms: list[LossTerm]) -> Tensor:
+        total, _ = blockwise_head(hidden, head, terms, rows_per_block=ROWS_PER_BLOCK)
+        total.backward()
+        return total
+
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds + 1):
+        for name, terms in steps.items():
+            seconds[name].append(_timed(lambda terms=terms: step(terms))[1])
+    return {
+        "rows": rows,
+        "vocabularies": [sides[0].table.size, sides[1].table.size],
+        "ms": {name: min(found[1:]) * 1e3 for name, found in seconds.items()},
+    }
+
+
+def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    """What ``work`` returns, and seconds of processor time, which neighbours disturb the least."""
+    started = time.process_time()
+    return work(), time.process_time() - started
+
+
+def _resident_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(dict(line.split(":", 1) for line in lines)["VmRSS"].split()[0]) * 1024
+
+
+def main() -> None:
+    """Measures, prints and writes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--completions", type=int, default=48, help="of a pair (default: 48)")
+    parser.add_argument("--rounds", type=int, default=5, help="measured steps (default: 5)")
+    parser.add_argument("--pairs", type=int, default=len(PAIRS), help="only the first so many")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console()
+    prepared = [measure_preparation(*pair, options.completions) for pair in PAIRS[: options.pairs]]
+    steps = measure_step("v3", "tekken", options.rounds)
+    table = Table(title="preparation, milliseconds a completion of 4 kB on one core")
+    for heading in (
+        "student, teacher",
+        "tokens",
+        "set-up s",
+        "MB",
+        "first",
+        "new text",
+        "known text",
+        "slow twin × (1/2 kB)",
+    ):
+        table.add_column(heading, justify="right" if heading != "student, teacher" else "left")
+    for row in prepared:
+        table.add_row(
+            f"{row['student']}, {row['teacher']}",
+            f"{row['student_tokens']:,.0f}",
+            f"{row['set_up_seconds']:.1f}",
+            f"{row['set_up_bytes'] / 1e6:,.0f}",
+            f"{row['first_ms']:,.0f}",
+            f"{row['new_text_ms']:,.0f}",
+            f"{row['known_text_ms']:,.0f}",
+            f"{row['slow_twin_ms_a_kilobyte'] / row['fast_ms_a_kilobyte']:,.0f}",
+        )
+    console.print(table)
+    floor = steps["ms"]["cross entropy (floor)"]
+    for name, milliseconds in steps["ms"].items():
+        console.print(f"{name}: {milliseconds:,.0f} ms, {milliseconds / floor:.2f} × floor")
+    if options.json:
+        report = {"preparation": prepared, "step": steps, "torch": torch.__version__}
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""A small model with a real tokenizer, and text for it, made from what every Python carries."""
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+LAYERS = 2
+HIDDEN = 64
+
+
+def make_small_teacher(folder: Path, *, vocabulary: int) -> None:
+    """Saves a Qwen3 of random weights with a byte-level BPE trained on Python sources."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["<|end|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sources(), trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        eos_token_id=0,
+        bos_token_id=None,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def token_sequences(folder: Path, *, count: int, tokens: int) -> list[list[int]]:
+    """``count`` stretches of ``tokens`` ids each, of text that the tokenizer was trained on."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    found: list[list[int]] = []
+    for text in _sources():
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        found.extend(ids[at : at + tokens] for at in range(0, len(ids) - tokens, tokens))
+        if len(found) >= count:
+            return found[:count]
+    raise RuntimeError(f"Python's sources hold only {len(found)} stretches of {tokens} tokens")
+
+
+def _sources() -> Iterator[str]:
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        yield path.read_text(encoding="utf-8", errors="replace")

@@ -1,0 +1,226 @@
+"""Tokens scored a second, and bytes a token, by every way to ask a teacher.
+
+    python bench/teacher_service.py --json teacher_service.json
+
+Needs vLLM (make vllm). One small model, loaded four times: in vLLM's own server, in this process,
+and in our service with either engine. Sequences are single requests, so many in flight at once as
+``--concurrency`` says; all ways take turns within each round, so that a noisy minute does not hit
+one alone. The first round warms up and is not counted. With one in flight only every eighth
+sequence is sent: a rate needs no more.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.scoring_ways import Way, all_ways
+from bench.small_teacher import make_small_teacher, token_sequences
+
+MAIN_K = 64
+MAIN_CONCURRENCY = 64
+STOCK, FLAT = "a stock server, JSON", "c AsyncLLM, flat lists"
+OURS, OURS_HALF = "d our service, float32", "d our service, float16"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One way, one k, one number of requests in flight."""
+
+    way: str
+    k: int
+    concurrency: int
+    tokens_per_second: list[float]  # one a round
+    bytes_per_token: float
+
+    @property
+    def median(self) -> float:
+        """Tokens scored a second."""
+        return statistics.median(self.tokens_per_second)
+
+
+def main() -> None:
+    """Measures, prints, writes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--plot", type=Path, help="where a PNG of them goes")
+    parser.add_argument("--sequences", type=int, default=64, help="(default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=500, help="scored a sequence (500)")
+    parser.add_argument("--vocabulary", type=int, default=2048, help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--k", type=_numbers, default=[1, 16, 64, 128], help="1,16,64,128")
+    parser.add_argument("--concurrency", type=_numbers, default=[1, 8, 64], help="1,8,64")
+    options = parser.parse_args()
+    os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    console = Console()
+    cells = [(k, concurrency) for k in options.k for concurrency in options.concurrency]
+    with TemporaryDirectory(prefix="mopd-bench-") as temporary:
+        folder = Path(temporary) / "model"
+        make_small_teacher(folder, vocabulary=options.vocabulary)
+        sequences = token_sequences(folder, count=options.sequences, tokens=options.tokens + 1)
+        found = asyncio.run(_measure_all(folder, sequences, cells, options.rounds, console))
+    _print(found, console)
+    if options.json:
+        report = {
+            "sequences": options.sequences,
+            "tokens": options.tokens,
+            "vocabulary": options.vocabulary,
+            "machine": platform.platform(),
+            "cores": os.cpu_count(),
+            "vllm": _vllm_version(),
+            "measurements": [asdict(measurement) for measurement in found],
+        }
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    if options.plot:
+        plot(found, options.plot)
+
+
+async def _measure_all(
+    folder: Path,
+    sequences: Sequence[Sequence[int]],
+    cells: Sequence[tuple[int, int]],
+    rounds: int,
+    console: Console,
+) -> list[Measurement]:
+    with console.status("starting two servers and three engines, about two minutes"):
+        stack = all_ways(folder, folder.parent)
+        ways = await stack.__aenter__()
+    found: list[Measurement] = []
+    try:
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("measuring", total=len(cells) * (rounds + 1) * len(ways))
+            for k, concurrency in cells:
+                sent = sequences[::8] if concurrency == 1 else sequences
+                speeds: dict[str, list[float]] = {name: [] for name in ways}
+                sizes: dict[str, float] = {}
+                for number in range(rounds + 1):
+                    for name, way in ways.items():
+                        speed, size = await _measure(way, sent, k, concurrency)
+                        sizes[name] = size
+                        if number:
+                            speeds[name].append(speed)
+                        progress.advance(task)
+                found += [Measurement(n, k, concurrency, speeds[n], sizes[n]) for n in ways]
+    finally:
+        await stack.__aexit__(*sys.exc_info())
+    return found
+
+
+async def _measure(
+    way: Way, sequences: Sequence[Sequence[int]], k: int, concurrency: int
+) -> tuple[float, float]:
+    """Tokens scored a second, and bytes a scored token."""
+    turns = asyncio.Semaphore(concurrency)
+
+    async def one(ids: Sequence[int]) -> int:
+        async with turns:
+            return await way.score(ids, k)
+
+    started = time.perf_counter()
+    sizes = await asyncio.gather(*[one(ids) for ids in sequences])
+    seconds = time.perf_counter() - started
+    tokens = sum(len(ids) - 1 for ids in sequences)
+    return tokens / seconds, sum(sizes) / tokens
+
+
+def _print(found: Sequence[Measurement], console: Console) -> None:
+    stock = {(m.k, m.concurrency): m.median for m in found if m.way == STOCK}
+    table = Table(title="tokens scored a second (median), and against (a)")
+    table.add_column("")
+    cells = list(stock)
+    for k, concurrency in cells:
+        table.add_column(f"k {k}\n{concurrency} in flight", justify="right")
+    table.add_column("bytes/token\nk 64" if any(k == MAIN_K for k, _ in cells) else "bytes/token")
+    for name in dict.fromkeys(m.way for m in found):
+        mine = {(m.k, m.concurrency): m for m in found if m.way == name}
+        shown = [f"{mine[c].median:,.0f}\n{mine[c].median / stock[c]:.1f} ×" for c in cells]
+        size = next((m for m in mine.values() if m.k == MAIN_K), next(iter(mine.values())))
+        table.add_row(name, *shown, f"{size.bytes_per_token:,.0f}" if size.bytes_per_token else "—")
+    console.print(table)
+    main_cell = {m.way: m for m in found if (m.k, m.concurrency) == (MAIN_K, MAIN_CONCURRENCY)}
+    if not main_cell:
+        return
+    for told, value, bar in _bars(main_cell):
+        good = value >= bar if bar > 0 else value <= -bar
+        console.print(
+            f"{'met ' if good else 'MISSED'} {told}: {value:.2f} "
+            f"(bar: {'at least' if bar > 0 else 'at most'} {abs(bar)})"
+        )
+
+
+def _bars(cell: dict[str, Measurement]) -> list[tuple[str, float, float]]:
+    """What is told, its value, and its bar; a negative bar is an upper one."""
+    paired = zip(
+        cell[OURS].tokens_per_second,
+        cell[STOCK].tokens_per_second,
+        cell[FLAT].tokens_per_second,
+        strict=True,
+    )
+    ratios = [(ours / stock, ours / flat) for ours, stock, flat in paired]
+    return [
+        ("our service / stock server", statistics.median(r[0] for r in ratios), 12.0),
+        ("our service / flat lists in process", statistics.median(r[1] for r in ratios), 0.85),
+        ("bytes a candidate, float32", cell[OURS].bytes_per_token / MAIN_K, -8.5),
+        ("bytes a candidate, float16", cell[OURS_HALF].bytes_per_token / MAIN_K, -6.5),
+    ]
+
+
+def plot(found: Sequence[Measurement], path: Path) -> None:
+    """Rates over k, one panel for each number of requests in flight."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    flights = sorted({m.concurrency for m in found})
+    figure, panels = pyplot.subplots(
+        1, len(flights), figsize=(4.2 * len(flights), 4.4), sharey=True, squeeze=False
+    )
+    for panel, concurrency in zip(panels[0], flights, strict=True):
+        for name in dict.fromkeys(m.way for m in found):
+            mine = [m for m in found if m.way == name and m.concurrency == concurrency]
+            style = "-" if "our service" in name else "--"
+            panel.plot([m.k for m in mine], [m.median for m in mine], style, marker="o", label=name)
+        panel.set_title(f"{concurrency} in flight")
+        panel.set_xlabel("k")
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.grid(alpha=0.3, which="both")
+    panels[0][0].set_ylabel("tokens scored a second")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    figure.savefig(path, dpi=150)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _vllm_version() -> str:
+    import vllm
+
+    return f"{vllm.__version__}, transformers {version('transformers')}"
+
+
+if __name__ == "__main__":
+    main()
