@@ -26,7 +26,7 @@ def test_what_is_sampled_depends_on_seed_step_and_batch_alone() -> None:
 
 def test_a_rollout_says_what_was_asked_and_how_it_ended() -> None:
     student = student_of()
-    sampler = Sampler(student, settings(max_new_tokens=30), seed=0)
+    sampler = Sampler(student, settings(max_new_tokens=30), seed=0, version=2)
     rollouts = sampler.sample(PROMPTS * 10, step=3, batch=0)
     assert {rollout.finish_reason for rollout in rollouts} == {"stop", "length"}
     for rollout, prompt in zip(rollouts, PROMPTS * 10, strict=True):
@@ -34,7 +34,7 @@ def test_a_rollout_says_what_was_asked_and_how_it_ended() -> None:
         assert rollout.prompt_token_ids.tolist() == student.prompt_token_ids(QUESTION)
         ended = int(rollout.completion.token_ids[-1]) in student.table.roles.ending
         assert rollout.finish_reason == ("stop" if ended else "length")
-        assert rollout.policy_version == 3
+        assert rollout.policy_version == 2
 
 
 def test_a_prompt_and_its_longest_answer_may_just_fill_the_student() -> None:
@@ -44,4 +44,4 @@ def test_a_prompt_and_its_longest_answer_may_just_fill_the_student() -> None:
     for tokens, answered in ((room, 1), (room + 1, 0)):
         sampler = Sampler(student, settings(max_new_tokens=tokens), seed=0)
         assert len(sampler.sample(PROMPTS[:1], step=0, batch=0)) == answered
-        assert sampler.dropped["prompt_too_long"] == 1 - answered
+        assert sampler.take_dropped()["prompt_too_long"] == 1 - answered

@@ -8,8 +8,8 @@ import pytest
 
 from mopd_protocol.errors import DataError
 from mopd_protocol.samples import Prompt, Rollout
+from mopd_trainer.collection import collect
 from mopd_trainer.config import RolloutConfig
-from mopd_trainer.loop import collect
 from mopd_trainer.rollouts import Sampler
 from mopd_trainer.scoring import Scorer
 from mopd_trainer.student import Student
@@ -68,7 +68,7 @@ async def test_scoring_begins_before_the_last_batch_is_written() -> None:
 
 async def test_a_prompt_is_sampled_as_often_as_asked_and_differently_each_time() -> None:
     student = student_of()
-    sampler = Sampler(student, settings(samples_per_prompt=3), seed=0)
+    sampler = Sampler(student, settings(samples_per_prompt=3), seed=0, version=5)
     async with scorer_for(student, a_teacher()) as scorer:
         examples, _ = await collect(PROMPTS[:2], sampler, scorer, 5)
     assert [example.rollout.prompt.index for example in examples] == [0, 0, 0, 1, 1, 1]

@@ -186,10 +186,14 @@ class Student:
 
     def save(self, folder: Path) -> None:
         """Writes an ordinary Hugging Face folder: weights, configuration, tokenizer."""
-        self.model.save_pretrained(folder)
+        self.save_weights(folder)
         # As it was published: transformers reads some settings that it would refuse to save.
         self._published_generation.to_json_file(folder / "generation_config.json")
         self.tokenizer.save_pretrained(folder)
+
+    def save_weights(self, folder: Path) -> None:
+        """Writes the weights and what is needed to read them, in the precision they are kept in."""
+        self.model.save_pretrained(folder)
 
     def load_weights(self, folder: Path) -> None:
         """Takes over the weights that ``save`` wrote."""
