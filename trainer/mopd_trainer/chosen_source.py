@@ -56,7 +56,7 @@ async def _rollouts(
             student, config.rollout, seed=config.seed, keep_topk=keep_topk, version=version
         )
         return
-    _prepare_for_vllm()
+    prepare_for_vllm()
     try:
         from mopd_trainer.vllm_generation import VllmGeneration
     except ImportError as error:
@@ -78,7 +78,7 @@ async def _rollouts(
         await asyncio.to_thread(engine.close)
 
 
-def _prepare_for_vllm() -> None:
+def prepare_for_vllm() -> None:
     """Environment variables that vLLM reads when it is imported; what the user has set stays."""
     verbose = logging.getLogger().isEnabledFor(logging.DEBUG)
     for name, value in {

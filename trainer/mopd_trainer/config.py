@@ -266,6 +266,16 @@ class RunConfig(_Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _vllm_tells_the_students_ids(self) -> "RunConfig":
+        if self.rollout.engine == "vllm" and self.rollout.top_p < 1 and student_topk(self.teachers):
+            raise ValueError(
+                f"a teacher has support 'student_topk', but rollout.top_p is {self.rollout.top_p:g}"
+                " and vLLM tells no ids outside of that; set top_p to 1, or rollout.engine to "
+                "'transformers'"
+            )
+        return self
+
     @property
     def judges_answers(self) -> bool:
         """Whether teachers read reference answers."""

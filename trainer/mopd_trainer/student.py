@@ -3,6 +3,7 @@
 import logging
 import warnings
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,11 @@ class Student:
             "input_ids": batch.input_ids.to(self.device),
             "attention_mask": batch.attention_mask.to(self.device),
         }
+
+    def copy(self) -> "Student":
+        """A student that writes the same, with weights of its own on the same device."""
+        model: Any = deepcopy(self.model)
+        return Student(model, self.tokenizer, self.device, compute_dtype=self._compute_dtype)
 
     def save(self, folder: Path) -> None:
         """Writes an ordinary Hugging Face folder: weights, configuration, tokenizer."""

@@ -115,6 +115,7 @@ class VllmGeneration:
         self._loop.run_forever()
 
     def _end_loop(self) -> None:
+        self._wait_for(_all_ended())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -182,6 +183,14 @@ def _sampled(written: CompletionOutput, keep_topk: int) -> Sampled:
         places = starts[:, None] + 1 + np.arange(keep_topk)
         top = np.where(np.isneginf(logprobs[places]), _ABSENT, told[places]).astype(np.int32)
     return Sampled(ids, logprobs[starts].tolist(), top)
+
+
+async def _all_ended() -> None:
+    """What vLLM still does in this event loop, which is about to stop, is over."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 async def _started(arguments: AsyncEngineArgs) -> AsyncLLM:

@@ -1,7 +1,5 @@
 """``WritingStudent``: the student that writes, which is the one that is trained or a copy of it."""
 
-from copy import deepcopy
-
 import torch
 
 from mopd_trainer.student import Student
@@ -16,7 +14,7 @@ class WritingStudent:
 
     def __init__(self, trained: Student, *, apart: bool) -> None:
         self._trained = trained
-        self.student = deepcopy(trained) if apart else trained
+        self.student = trained.copy() if apart else trained
         if apart:
             self.student.model.requires_grad_(False)
 
