@@ -142,6 +142,13 @@ class RunConfig(_Settings):
     max_steps: int = Field(ge=1)
     save_steps: int = Field(default=0, ge=0)
     """A checkpoint every so many steps; 0: only at the end."""
+    keep_checkpoints: int | None = Field(default=3, ge=0)
+    """How many of the newest checkpoints stay; 0 or ``null``: all. While one is written, one more
+    is there."""
+    best_checkpoint_metric: str | None = None
+    """A name of the journal (``loss``, ``teacher/math/loss_per_token``): the checkpoint with the
+    best mean of it, over the steps since the checkpoint before, stays too."""
+    best_checkpoint_mode: Literal["min", "max"] = "min"
     logging_steps: int = Field(default=1, ge=1)
     resume_from_checkpoint: bool | Path = False
     """``true``: the newest in ``output_dir`` (or the start, when there is none yet)."""
@@ -149,6 +156,9 @@ class RunConfig(_Settings):
     """How long teachers may take to become ready before the run gives up on them."""
     accept_changed_teachers: bool = False
     """Resume although a teacher's manifest is not the one that the checkpoint was made with."""
+    accept_changed_settings: bool = False
+    """Resume although the data, the seed or a setting that decides what is trained is not the one
+    that the checkpoint was made with; ``max_steps`` is one, where the learning rate comes down."""
     projection_cache: Path | None = None
     """Folder of built projections, to share between runs. Not set: inside ``output_dir``."""
     score_cache: ScoreCacheConfig | None = None
