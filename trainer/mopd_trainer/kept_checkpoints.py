@@ -61,8 +61,11 @@ class KeptCheckpoints:
         self._identity = identity
         self._manifests = manifests
         self._measured: list[float] = []  # the metric of the best, since the last checkpoint
-        remove_leftovers(config.output_dir)
-        remove_leftovers(config.output_dir / CHECKPOINTS)
+        own = [config.output_dir, config.output_dir / CHECKPOINTS]
+        if config.projection_cache is None:  # another one may be written to by others
+            own.append(config.projections)
+        for folder in own:
+            remove_leftovers(folder)
         for step, folder in _folders(config):
             if step > done:
                 logger.warning("%s is removed: the run goes on after step %d", folder, done)
