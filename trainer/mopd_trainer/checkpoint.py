@@ -130,7 +130,8 @@ def save_checkpoint(
         replacing_folder(folder) as temporary,
     ):
         student.save(temporary / "model")
-        torch.save(moments, temporary / _OPTIMIZER)
+        with (temporary / _OPTIMIZER).open("wb") as file:
+            torch.save(moments, file)  # torch's own writing of files does not tell what went wrong
         write_resolved(config, temporary / "config.yaml")
         told = {name: manifest.model_dump(mode="json") for name, manifest in manifests.items()}
         (temporary / "manifests.json").write_text(json.dumps(told, indent=2))

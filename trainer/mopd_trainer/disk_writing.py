@@ -12,9 +12,6 @@ from safetensors import SafetensorError
 
 from mopd_protocol.errors import DataError
 
-#: What torch's writer of files says instead of raising OSError.
-_TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "file write failed")
-
 
 @contextmanager
 def explained_writing(path: Path, what: str, *, needed: int, kept: str) -> Generator[None]:
@@ -34,9 +31,7 @@ def explained_writing(path: Path, what: str, *, needed: int, kept: str) -> Gener
         raise DataError(_sentence(path, what, reason, needed, free, kept))
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        if type(error) is RuntimeError and not any(part in str(error) for part in _TORCH_WRITER):
-            raise
+    except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(path.parent).free
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise DataError(_sentence(path, what, reason, needed, free, kept)) from error

@@ -101,9 +101,19 @@ class KeptCheckpoints:
         self._prune()
         return folder
 
-    def has(self, step: int) -> bool:
-        """Whether the checkpoint of a step (counted from 1) is there."""
-        return checkpoint_folder(self._config, step).is_dir()
+    def ensure(self, step: int, student: Student, optimizer: torch.optim.Optimizer) -> str:
+        """Saves the checkpoint of ``step`` steps unless it is there, or nothing was done; a clause
+        that says which.
+
+        Raises:
+            DataError: as ``save``.
+        """
+        if step == 0:
+            return "nothing was learnt yet"
+        folder = checkpoint_folder(self._config, step)
+        if not folder.is_dir():
+            self.save(step, student, optimizer)
+        return f"its checkpoint is {folder}"
 
     def _metric(self) -> float | None:
         name = self._config.best_checkpoint_metric

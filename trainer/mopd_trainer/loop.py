@@ -18,6 +18,7 @@ from mopd_trainer.chosen_source import chosen_source
 from mopd_trainer.completion_source import CompletionSource
 from mopd_trainer.config import RunConfig
 from mopd_trainer.examples import TrainingExample
+from mopd_trainer.interruption import Interruption, Stopped
 from mopd_trainer.journal import Journal
 from mopd_trainer.kept_checkpoints import KeptCheckpoints, starting_checkpoint
 from mopd_trainer.learner import Learner
@@ -53,6 +54,8 @@ async def train(
     Raises:
         MopdError: when something that was given cannot work, alone or in an exception group;
             nothing is left half-written.
+        Interrupted: after SIGINT or SIGTERM; the step that it came in is finished, or given up
+            where it had not changed anything, and its checkpoint is there.
     """
     prompts = read_prompts(config.data, config.judges) if prompts is None else prompts
     identity = RunIdentity.of(config, prompts)
@@ -79,7 +82,19 @@ async def train(
             console.print(f"resumed after step {done} from {checkpoint.folder}", markup=False)
         manifests = {name: teacher.manifest for name, teacher in teachers.items()}
         checkpoints = KeptCheckpoints(config, identity, manifests, done=done)
-        await _steps(config, prompts, student, teachers, pool, learner, checkpoints, done, console)
+        with Interruption() as interruption:
+            await _steps(
+                config,
+                prompts,
+                student,
+                teachers,
+                pool,
+                learner,
+                checkpoints,
+                interruption,
+                done,
+                console,
+            )
     return save_student(student, config.output_dir / FINAL)
 
 
@@ -91,6 +106,7 @@ async def _steps(
     pool: TeacherPool,
     learner: Learner,
     checkpoints: KeptCheckpoints,
+    interruption: Interruption,
     done: int,
     console: Console,
 ) -> None:
@@ -111,7 +127,14 @@ async def _steps(
     ):
         for step in range(done, config.max_steps):
             started = time.perf_counter()
-            examples, metrics = await collect(order.batch(step), source, scorer, step)
+            try:
+                examples, metrics = await interruption.unless_asked(
+                    collect(order.batch(step), source, scorer, step)
+                )
+            except Stopped:
+                journal.settle()
+                saved = checkpoints.ensure(step, student, learner.optimizer)
+                raise interruption.told(step=step, checkpoint=saved) from None
             tokens = sum(len(example.rollout.completion) for example in examples)
             batches = pack(examples, tokens_per_micro_batch=config.student.tokens_per_micro_batch)
             training = time.perf_counter()
