@@ -203,7 +203,7 @@ def _add(measured: Measured, lines: Sequence[Mapping[str, Any]]) -> None:
     for line in lines:
         for phase in PHASES:
             measured.seconds[phase].append(line[f"time/{phase}"])
-        measured.hidden.append(line["score/hidden_share"])
+        measured.hidden.append(line["time/hidden_share"])
         measured.tokens_per_second.append(line["tokens/trained"] / line["time/step"])
 
 
