@@ -121,6 +121,7 @@ async def _steps(
     write_resolved(config, config.output_dir / "config.yaml")
     steps = range(done, config.max_steps)
     async with _ahead(config, order, student, scorer, clock, steps) as ahead:
+        clock.take()  # an engine's start belongs to no step
         with (
             Journal(
                 config.output_dir, from_step=done, tensorboard=config.logging.tensorboard
