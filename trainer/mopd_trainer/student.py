@@ -185,9 +185,13 @@ class Student:
             "attention_mask": batch.attention_mask.to(self.device),
         }
 
+    def whole_model(self) -> PreTrainedModel:
+        """The model with all its weights in this process, as they are now."""
+        return self.model
+
     def copy(self) -> "Student":
         """A student that writes the same, with weights of its own on the same device."""
-        model: Any = deepcopy(self.model)
+        model: Any = deepcopy(self.whole_model())
         return Student(model, self.tokenizer, self.device, compute_dtype=self._compute_dtype)
 
     def save(self, folder: Path) -> None:
@@ -199,7 +203,7 @@ class Student:
 
     def save_weights(self, folder: Path) -> None:
         """Writes the weights and what is needed to read them, in the precision they are kept in."""
-        self.model.save_pretrained(folder)
+        self.whole_model().save_pretrained(folder)
 
     def load_weights(self, folder: Path) -> None:
         """Takes over the weights that ``save`` wrote; never are there two copies of them.
