@@ -80,6 +80,9 @@ class StudentConfig(_Settings):
     """Runs code from the model's repository. Off unless asked."""
     device: str = "auto"
     """``auto``: the first accelerator, or the CPU."""
+    sharding: Literal["none", "ddp", "fsdp"] = "none"
+    """For several ranks: ``fsdp``, each has its part of weights and moments; ``ddp``, each has
+    all of them. The result is the same."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of matrix products. Weights, moments and sums are float32 either way."""
     learning_rate: float = Field(default=1e-6, gt=0)

@@ -171,9 +171,15 @@ def _count(text: str) -> int:
 def _train(options: argparse.Namespace) -> None:
     config, prompts = _load(options)
     console = _console()
+    from mopd_trainer.following import follow
     from mopd_trainer.loop import train
+    from mopd_trainer.ranks import joined_ranks
 
-    folder = asyncio.run(train(config, console, prompts=prompts))
+    with joined_ranks(config.student.device) as ranks:
+        if ranks.rank > 0:
+            follow(config.student, ranks)
+            return
+        folder = asyncio.run(train(config, console, prompts=prompts, ranks=ranks))
     console.print(f"the student is in {folder}", markup=False, soft_wrap=True)
 
 
