@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mopd_protocol.errors import MopdError
 from mopd_trainer.config import StudentConfig
 from mopd_trainer.following import follow
 from mopd_trainer.ranks import Ranks, joined_ranks
@@ -24,15 +25,17 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def on_ranks(size: int, work: Callable[..., None], *arguments: Any) -> list[int | None]:
-    """Calls ``work(ranks, *arguments)`` in as many processes; their exit codes.
+def on_ranks(
+    size: int, work: Callable[..., None], *arguments: Any
+) -> tuple[list[int | None], list[str]]:
+    """Calls ``work(ranks, *arguments)`` in as many processes; exit codes, and what was told.
 
-    None for one that had to be killed, because it did not end.
+    The code is None for one that had to be killed, because it did not end.
     """
     context = multiprocessing.get_context("spawn")
-    port = free_port()
+    port, told = free_port(), context.Queue()
     processes = [
-        context.Process(target=_one_rank, args=(rank, size, port, work, arguments))
+        context.Process(target=_one_rank, args=(rank, size, port, told, work, arguments))
         for rank in range(size)
     ]
     codes: list[int | None] = []
@@ -45,7 +48,8 @@ def on_ranks(size: int, work: Callable[..., None], *arguments: Any) -> list[int 
     finally:
         for process in processes:
             process.kill()
-    return codes
+    sentences = [told.get() for code in codes if code == 2]
+    return codes, [sentence for _, sentence in sorted(sentences)]
 
 
 def led(ranks: Ranks, config: StudentConfig, work: Callable[[], None]) -> None:
@@ -57,7 +61,9 @@ def led(ranks: Ranks, config: StudentConfig, work: Callable[[], None]) -> None:
         ranks.lead("end")
 
 
-def _one_rank(rank: int, size: int, port: int, work: Any, arguments: tuple[Any, ...]) -> None:
+def _one_rank(
+    rank: int, size: int, port: int, told: Any, work: Any, arguments: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),
@@ -71,6 +77,6 @@ def _one_rank(rank: int, size: int, port: int, work: Any, arguments: tuple[Any, 
             work(ranks, *arguments)
             if ranks.rank:
                 ranks.follow({})  # the last word
-    except Exception as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(3)
+    except MopdError as error:
+        told.put((rank, str(error)))
+        sys.exit(2)

@@ -98,7 +98,9 @@ class Learner:
             norm = self._gradient_norm()
         for others in self._ranks.collect(measured)[1:]:
             measured.add(others)
-        if not math.isfinite(norm):
+        if not math.isfinite(norm):  # on all ranks alike
+            if self._ranks.rank > 0:
+                return {}, {}  # the first one tells
             raise DataError(
                 f"the gradient of step {step + 1} has norm {norm} (loss {measured.total:.4g} nats "
                 "a token); nothing was changed: lower student.learning_rate, or look at the last "

@@ -288,3 +288,7 @@ def _first(group: BaseExceptionGroup[MopdError]) -> MopdError:
 def _fail(sentence: str, code: int) -> NoReturn:
     sys.stderr.write(f"mopd: {sentence}\n")
     sys.exit(code)
+
+
+if __name__ == "__main__":  # torchrun --nproc-per-node N -m mopd_trainer.main train RUN.YAML
+    main()

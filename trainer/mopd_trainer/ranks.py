@@ -10,9 +10,10 @@ gradients need goes over the device's own backend.
 
 import copyreg
 import io
+import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +22,8 @@ import torch
 import torch.distributed as dist
 
 from mopd_protocol.errors import ConfigError, MopdError
+
+logger = logging.getLogger(__name__)
 
 #: What moves tensors between devices of a kind.
 _BACKENDS = {
@@ -31,10 +34,7 @@ _BACKENDS = {
 }
 #: The leader may wait for its teachers for as long as that.
 _BETWEEN_WORDS = timedelta(days=7)
-#: How long a rank that failed waits for the leader to have told it.
-_HEARD_WITHIN = timedelta(seconds=20)
-_FAILURE = "mopd/failure"
-_TOLD = "mopd/told"
+_FAILURE, _FAILURES = "mopd/failure", "mopd/failures"
 _END = "end"
 
 
@@ -127,22 +127,24 @@ class Ranks:
             raise RankError(self._why_lost(error)) from error
 
     def leave(self, error: BaseException) -> None:
-        """Ends with an error, which is told once: by the leader, if it is there to do it.
+        """Ends with an error, which one rank tells: the first that failed.
 
         Raises:
-            SystemExit: where the leader tells it.
+            RankError: where it is this one, and not the leader.
+            SystemExit: where another rank tells what happened.
         """
-        if self.rank == 0:
-            self._note(_TOLD, "yes")
-            return
-        if isinstance(error, RankError):  # what became of another is not for this one to tell
-            raise SystemExit(1) from error
-        reason = str(error) if isinstance(error, MopdError) else f"{type(error).__name__}: {error}"
-        line = (reason.strip().splitlines() or [type(error).__name__])[0]
-        self._note(_FAILURE, f"student rank {self.rank} of {self.size} failed: {line}")
-        dist.destroy_process_group()  # who waits for this rank sees it
-        if self._told_by_the_leader():
-            raise SystemExit(1) from error
+        if isinstance(error, RankError):
+            if self.rank > 0 or self._noted() is not None:
+                raise SystemExit(1) from error
+        elif isinstance(error, Exception):
+            reason = str(error) if isinstance(error, MopdError) else repr(error)
+            line = (reason.strip().splitlines() or [type(error).__name__])[0]
+            told = f"student rank {self.rank} of {self.size} failed: {line}"
+            logger.info(told, exc_info=error)
+            if not self._note(told):
+                raise SystemExit(1) from error
+            if self.rank > 0:
+                raise RankError(told) from error
 
     def _tell(self, words: Sequence[Any]) -> None:
         with self.together():
@@ -173,34 +175,30 @@ class Ranks:
         return torch.serialization.default_restore_location(storage, str(self.device))
 
     def _why_lost(self, error: Exception) -> str:
-        if self._store is not None and self._noted(_FAILURE):
-            return self._store.get(_FAILURE).decode()
         line = (str(error).strip().splitlines() or ["no reason given"])[0]
-        return (
+        return self._noted() or (
             f"a student rank is gone ({line}); what it wrote last says why, and the last "
             "checkpoint is whole"
         )
 
-    def _note(self, key: str, value: str) -> None:
-        with suppress(RuntimeError):  # who keeps the notes may be gone
-            if self._store is not None:
-                self._store.set(key, value)
-
-    def _noted(self, key: str) -> bool:
+    def _note(self, reason: str) -> bool:
+        """Whether this rank is the first with a reason."""
         try:
-            return self._store is not None and self._store.check([key])
-        except RuntimeError:
-            return False
-
-    def _told_by_the_leader(self) -> bool:
-        assert self._store is not None
-        try:
-            self._store.wait([_TOLD], _HEARD_WITHIN)
-        except dist.DistNetworkError:  # the notes went with the leader, which had told it then
-            return True
-        except RuntimeError:
-            return False
+            if self._store is None or self._store.add(_FAILURES, 1) > 1:
+                return False
+            self._store.set(_FAILURE, reason)
+        except RuntimeError:  # the leader, which keeps the notes, has ended
+            return self.rank == 0
         return True
+
+    def _noted(self) -> str | None:
+        """Why a rank failed, where one has said so."""
+        try:
+            if self._store is not None and self._store.check([_FAILURE]):
+                return self._store.get(_FAILURE).decode()
+        except RuntimeError:
+            return None
+        return None
 
 
 @contextmanager
@@ -214,7 +212,8 @@ def joined_ranks(device: str) -> Generator[Ranks]:
 
     Raises:
         ConfigError: when there is no such device, or it is one for all.
-        SystemExit: on a rank that follows, when the leader tells what happened.
+        RankError: when this rank failed, and it is not the first.
+        SystemExit: when another rank tells what happened.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
