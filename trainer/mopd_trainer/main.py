@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mopd_protocol.errors import ConfigError, MopdError
 
@@ -171,6 +171,12 @@ def _count(text: str) -> int:
 def _train(options: argparse.Namespace) -> None:
     config, prompts = _load(options)
     console = _console()
+    if config.resources is not None:
+        _need_ray()
+        from mopd_trainer.ray_cluster import train_on_ray
+
+        _tell_folder(console, train_on_ray(config))
+        return
     from mopd_trainer.following import follow
     from mopd_trainer.loop import train
     from mopd_trainer.ranks import joined_ranks
@@ -180,6 +186,10 @@ def _train(options: argparse.Namespace) -> None:
             follow(config.student, ranks)
             return
         folder = asyncio.run(train(config, console, prompts=prompts, ranks=ranks))
+    _tell_folder(console, folder)
+
+
+def _tell_folder(console: Any, folder: Path) -> None:
     console.print(f"the student is in {folder}", markup=False, soft_wrap=True)
 
 
@@ -277,6 +287,16 @@ def _need_trainer() -> None:
         raise ConfigError(
             f"{', '.join(missing)} not installed; training needs the trainer extra: "
             "pip install 'mopd[trainer]'"
+        )
+
+
+def _need_ray() -> None:
+    from importlib.util import find_spec
+
+    if not find_spec("ray"):
+        raise ConfigError(
+            "the run has resources, so it needs Ray, which is not installed: pip install "
+            "'mopd[ray]'; or remove the section"
         )
 
 
