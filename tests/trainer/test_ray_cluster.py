@@ -1,8 +1,11 @@
 """Whole runs on a Ray cluster that is started for them, on CPU cores."""
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
