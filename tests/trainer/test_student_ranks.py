@@ -16,6 +16,7 @@ from mopd_trainer.config import RolloutConfig, RunConfig
 from mopd_trainer.learner import Learner
 from mopd_trainer.packing import pack
 from mopd_trainer.ranks import Ranks
+from mopd_trainer.run_identity import RunIdentity
 from mopd_trainer.student import Student
 from tests import tiny_models
 from tests.trainer.judged import losses_for
@@ -114,7 +115,12 @@ def trained(folder: Path, case: Case, ranks: Ranks | None = None) -> dict[str, A
         told.append(step_of(config, learner, student.ranks.size, case, step))
         written.append([w.token_ids for w in student.generate(PROMPTS, WRITTEN, seed=3)])
     save_checkpoint(
-        config, step=case.steps, student=student, optimizer=learner.optimizer, manifests={}
+        config,
+        step=case.steps,
+        student=student,
+        optimizer=learner.optimizer,
+        manifests={},
+        identity=RunIdentity.of(config, []),
     )
     return {
         "told": told,

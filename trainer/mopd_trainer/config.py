@@ -47,6 +47,9 @@ class DataConfig(_Settings):
     last message of ``messages`` is the answer, by the assistant; where it does not, an answer is
     only kept with its completion to be read."""
     shuffle: bool = True
+    on_bad_line: Literal["fail", "skip"] = "fail"
+    """When a line cannot be used: ``fail`` refuses the file, ``skip`` leaves the line out; how many
+    were, and why the first of them, is told before the run begins."""
 
     @model_validator(mode="after")
     def _the_source_is_used(self) -> "DataConfig":
@@ -93,6 +96,13 @@ class StudentConfig(_Settings):
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
+    skip_grad_norm_above: float | None = Field(default=None, gt=0)
+    """A step whose gradient, before clipping, is longer than this is left out, and counted."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """When a step's loss or gradient is NaN or infinite: ``stop`` ends the run before anything is
+    changed; ``skip`` leaves the step out, and counts it."""
+    max_skipped_in_a_row: int = Field(default=5, ge=1)
+    """After more steps left out one after another, for either reason, the run ends."""
     tokens_per_micro_batch: int = Field(default=16_384, ge=1)
     """Prompt, completion and padding tokens that stand on the device at once; changes memory and
     speed, never the gradient."""
@@ -146,6 +156,13 @@ class RunConfig(_Settings):
     max_steps: int = Field(ge=1)
     save_steps: int = Field(default=0, ge=0)
     """A checkpoint every so many steps; 0: only at the end."""
+    keep_checkpoints: int | None = Field(default=3, ge=0)
+    """How many of the newest checkpoints stay; 0 or ``null``: all. While one is written, one more
+    is there."""
+    best_checkpoint_metric: str | None = None
+    """A name of the journal (``loss``, ``teacher/math/loss_per_token``): the checkpoint with the
+    best mean of it, over the steps since the checkpoint before, stays too."""
+    best_checkpoint_mode: Literal["min", "max"] = "min"
     logging_steps: int = Field(default=1, ge=1)
     resume_from_checkpoint: bool | Path = False
     """``true``: the newest in ``output_dir`` (or the start, when there is none yet)."""
@@ -153,6 +170,9 @@ class RunConfig(_Settings):
     """How long teachers may take to become ready before the run gives up on them."""
     accept_changed_teachers: bool = False
     """Resume although a teacher's manifest is not the one that the checkpoint was made with."""
+    accept_changed_settings: bool = False
+    """Resume although the data, the seed or a setting that decides what is trained is not the one
+    that the checkpoint was made with; ``max_steps`` is one, where the learning rate comes down."""
     projection_cache: Path | None = None
     """Folder of built projections, to share between runs. Not set: inside ``output_dir``."""
     score_cache: ScoreCacheConfig | None = None

@@ -9,13 +9,13 @@ import torch
 from mopd_losses.blockwise_head import LossTerm
 from mopd_losses.loss import Loss
 from mopd_losses.supervised import IGNORED, SftLoss, label_targets, mixed_terms
-from mopd_protocol.errors import DataError
 from mopd_trainer.config import StudentConfig
 from mopd_trainer.measurements import LossMeasurements, Metrics, StepMeasurements
 from mopd_trainer.packing import MicroBatch, split
 from mopd_trainer.seeds import derived_seed
 from mopd_trainer.sharding import clip_gradients, is_sharded, sum_gradients
 from mopd_trainer.student import Student
+from mopd_trainer.update_guard import UpdateGuard
 from mopd_trainer.whole_state_optimizer import WholeStateAdamW
 
 
@@ -59,6 +59,7 @@ class Learner:
             max_steps=max_steps,
             seed=seed,
         )
+        self._guard = UpdateGuard(config)
         self.optimizer = WholeStateAdamW(
             student.model.parameters(),
             ranks=self._ranks,
@@ -81,7 +82,8 @@ class Learner:
             Of all ranks together; of its own on a rank that follows.
 
         Raises:
-            DataError: when the gradient is not finite; the weights are then as before.
+            DataError: when the gradient is not to be followed, see ``UpdateGuard``; the weights are
+                then as before.
             RankError: when another rank is gone.
         """
         if self._ranks.leads:
@@ -98,21 +100,18 @@ class Learner:
             norm = self._gradient_norm()
         for others in self._ranks.collect(measured)[1:]:
             measured.add(others)
-        if not math.isfinite(norm):  # on all ranks alike
-            if self._ranks.rank > 0:
-                return {}, {}  # the first one tells
-            raise DataError(
-                f"the gradient of step {step + 1} has norm {norm} (loss {measured.total:.4g} nats "
-                "a token); nothing was changed: lower student.learning_rate, or look at the last "
-                "completions"
-            )
+        skipped: Metrics = {}
+        if self._ranks.rank == 0:
+            skipped = self._guard.judge(loss=measured.total, norm=norm, step=step)
+        followed = self._ranks.agreed(not any(skipped.values()))
         rate = learning_rate(self._config, step=step, max_steps=self._max_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
-        self._student.weights_changed()
+        if followed:
+            self.optimizer.step()
+            self._student.weights_changed()
         metrics = {"loss": measured.total, "grad_norm": norm, "learning_rate": rate}
-        return metrics | measured.labels.metrics(), measured.teachers
+        return metrics | skipped | measured.labels.metrics(), measured.teachers
 
     def led(self) -> dict[str, Callable[..., Any]]:
         """What a rank that follows does with its learner when it is told to."""

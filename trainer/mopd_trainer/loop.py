@@ -11,15 +11,16 @@ from rich.console import Console
 from mopd_client.pool import TeacherPool
 from mopd_losses.build import build_loss
 from mopd_losses.projection_cache import ProjectionCache
-from mopd_protocol.atomic_file import replacing_folder
 from mopd_protocol.errors import DataError
 from mopd_protocol.samples import Prompt
-from mopd_trainer.checkpoint import FINAL, save_checkpoint, starting_checkpoint
+from mopd_trainer.checkpoint import FINAL, save_student
 from mopd_trainer.chosen_source import chosen_source
 from mopd_trainer.completion_source import CompletionSource
 from mopd_trainer.config import RunConfig
 from mopd_trainer.examples import TrainingExample
+from mopd_trainer.interruption import Interruption, Stopped
 from mopd_trainer.journal import Journal
+from mopd_trainer.kept_checkpoints import KeptCheckpoints, starting_checkpoint
 from mopd_trainer.learner import Learner
 from mopd_trainer.measurements import (
     Metrics,
@@ -35,6 +36,7 @@ from mopd_trainer.prompts import PromptOrder, read_prompts
 from mopd_trainer.ranks import Ranks
 from mopd_trainer.rendering import require_renderable
 from mopd_trainer.run_file import write_resolved
+from mopd_trainer.run_identity import RunIdentity
 from mopd_trainer.scoring import Scorer
 from mopd_trainer.student import Student
 from mopd_trainer.teachers import Teacher, meet_teachers, teacher_pool
@@ -58,9 +60,12 @@ async def train(
     Raises:
         MopdError: when something that was given cannot work, alone or in an exception group;
             nothing is left half-written.
+        Interrupted: after SIGINT or SIGTERM; the step that it came in is finished, or given up
+            where it had not changed anything, and its checkpoint is there.
     """
     prompts = read_prompts(config.data, config.judges) if prompts is None else prompts
-    checkpoint = starting_checkpoint(config)
+    identity = RunIdentity.of(config, prompts)
+    checkpoint = starting_checkpoint(config, identity)
     async with teacher_pool(config.judges, config.score_cache) as pool:
         student = Student.load(config.student, ranks)
         require_renderable(prompts, student.identity, source=config.data.prompts)
@@ -81,10 +86,22 @@ async def train(
         if checkpoint:
             checkpoint.restore(student, learner.optimizer)
             console.print(f"resumed after step {done} from {checkpoint.folder}", markup=False)
-        await _steps(config, prompts, student, teachers, pool, learner, done, console)
-    with replacing_folder(config.output_dir / FINAL) as temporary:
-        student.save(temporary)
-    return config.output_dir / FINAL
+        manifests = {name: teacher.manifest for name, teacher in teachers.items()}
+        checkpoints = KeptCheckpoints(config, identity, manifests, done=done)
+        with Interruption() as interruption:
+            await _steps(
+                config,
+                prompts,
+                student,
+                teachers,
+                pool,
+                learner,
+                checkpoints,
+                interruption,
+                done,
+                console,
+            )
+    return save_student(student, config.output_dir / FINAL)
 
 
 async def _steps(
@@ -94,6 +111,8 @@ async def _steps(
     teachers: dict[str, Teacher],
     pool: TeacherPool,
     learner: Learner,
+    checkpoints: KeptCheckpoints,
+    interruption: Interruption,
     done: int,
     console: Console,
 ) -> None:
@@ -105,7 +124,6 @@ async def _steps(
     )
     source = chosen_source(config, student)
     scorer = Scorer(pool, teachers, student.table)
-    manifests = {name: teacher.manifest for name, teacher in teachers.items()}
     write_resolved(config, config.output_dir / "config.yaml")
     with (
         Journal(
@@ -115,7 +133,14 @@ async def _steps(
     ):
         for step in range(done, config.max_steps):
             started = time.perf_counter()
-            examples, metrics = await collect(order.batch(step), source, scorer, step)
+            try:
+                examples, metrics = await interruption.unless_asked(
+                    collect(order.batch(step), source, scorer, step)
+                )
+            except Stopped:
+                journal.settle()
+                saved = checkpoints.ensure(step, student, learner.optimizer)
+                raise interruption.told(step=step, checkpoint=saved) from None
             tokens = sum(len(example.rollout.completion) for example in examples)
             batches = pack(
                 examples,
@@ -140,15 +165,10 @@ async def _steps(
                 for example in _shown(examples, config.logging.completions):
                     journal.write_completion(step + 1, example)
             progress.advance(step + 1, metrics, show=shown)
-            last = step + 1 == config.max_steps
-            if last or (config.save_steps and (step + 1) % config.save_steps == 0):
-                save_checkpoint(
-                    config,
-                    step=step + 1,
-                    student=student,
-                    optimizer=learner.optimizer,
-                    manifests=manifests,
-                )
+            checkpoints.observe(metrics)
+            if checkpoints.is_due(step + 1):
+                journal.settle()  # what a checkpoint is after is on the disk before it is
+                checkpoints.save(step + 1, student, learner.optimizer)
 
 
 async def collect(

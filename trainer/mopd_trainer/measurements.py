@@ -122,6 +122,7 @@ def teacher_metrics(
             "literal_controls": float(sum(j.view.literal_controls for _, j in judged)),
             "unsent_bytes": float(sum(j.view.unsent_bytes for _, j in judged)),
             "scored_tokens": float(counter.tokens_scored),
+            "received_bytes": float(counter.received_bytes),
             "score_seconds_total": sum(counter.seconds),
             "score_seconds_p50": percentile(counter.seconds, 50),
             "score_seconds_p95": percentile(counter.seconds, 95),

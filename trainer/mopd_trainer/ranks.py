@@ -46,7 +46,7 @@ def _read_only(values: dict[Any, Any]) -> Mapping[Any, Any]:
 copyreg.pickle(MappingProxyType, lambda mapping: (_read_only, (dict(mapping),)))
 
 
-class RankError(MopdError, RuntimeError):
+class RankError(MopdError):
     """Another rank is gone, or said why it had to stop."""
 
 
@@ -112,6 +112,15 @@ class Ranks:
                 return []
             return [value, *(self._receive(rank) for rank in range(1, self.size))]
 
+    def agreed(self, value: Any) -> Any:
+        """Rank 0's value, on all ranks."""
+        with self.together():
+            if self.rank > 0:
+                return self._receive(0)
+            for rank in range(1, self.size):
+                self._send(value, rank)
+            return value
+
     @contextmanager
     def together(self) -> Generator[None]:
         """For what all ranks do at once: a peer that is lost meanwhile is told in one sentence.
@@ -122,7 +131,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, MopdError) or self.size == 1 or not _is_loss(error):
+            if self.size == 1 or not _is_loss(error):
                 raise
             raise RankError(self._why_lost(error)) from error
 

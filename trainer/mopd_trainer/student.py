@@ -231,17 +231,36 @@ class Student:
         self.tokenizer.save_pretrained(folder)
 
     def load_weights(self, folder: Path) -> None:
-        """Takes over the weights that ``save`` wrote, on all ranks."""
-        saved: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=self.model.dtype)
-        if self.ranks.size == 1:
-            self.model.load_state_dict(saved.state_dict())
+        """Takes over the weights that ``save`` wrote, on all ranks; where there is one, never are
+        there two copies of them.
+
+        Raises:
+            ValueError: when they are of other shapes. The student has no weights then.
+        """
+        if self.ranks.size > 1:
+            self._load_on_all_ranks(folder)
             return
-        given: dict[str, Tensor] = dict(saved.named_parameters())
-        shapes = {name: p.shape for name, p in self.model.named_parameters()}
-        if shapes != {name: weight.shape for name, weight in given.items()}:
-            raise ValueError("its weights have other names or shapes")
+        shapes = _shapes(self.model)
+        for parameter in self.model.parameters():  # the optimizer and the head know these objects
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
+        saved: Any = type(self.model).from_pretrained(folder, dtype=self.model.dtype)
+        if _shapes(saved) != shapes:
+            raise ValueError(f"{folder} holds a model of other shapes")
+        theirs: dict[str, Tensor] = dict(saved.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            # Copied, as memory that a file was mapped to may be aligned otherwise and round so.
+            parameter.data = theirs[name].data.to(self.device, copy=True)
+            theirs[name].data = torch.empty(0, dtype=parameter.dtype)
+        buffers: dict[str, Tensor] = dict(saved.named_buffers())
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(buffers[name])
+
+    def _load_on_all_ranks(self, folder: Path) -> None:
+        saved: Any = type(self.model).from_pretrained(folder, dtype=self.model.dtype)
+        if _shapes(saved) != _shapes(self.model):
+            raise ValueError(f"{folder} holds a model of other shapes")
         self.ranks.lead(self.TAKE_WEIGHTS)
-        self.take_weights(given)
+        self.take_weights(dict(saved.named_parameters()))
 
     @torch.no_grad()
     def take_weights(self, given: Mapping[str, Tensor] | None = None) -> None:
@@ -360,6 +379,11 @@ class _BehaviourPolicy(LogitsProcessor):
     def _remember(self, drawn: Tensor) -> None:
         if self._last is not None:
             self._drawn.append(self._last.gather(1, drawn[:, None])[:, 0])
+
+
+def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> shape."""
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def _checkpoint_layers(model: PreTrainedModel) -> None:
