@@ -1,4 +1,4 @@
-"""Compose files, Dockerfiles and manifests: what their own tools say, and that they fit together."""
+"""Compose files, images and manifests: what their own tools say, and that they fit together."""
 
 import json
 import re
