@@ -1,7 +1,7 @@
 """``torch_npu`` is imported where an NPU is asked for, on either side, and nowhere else."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,12 +33,12 @@ def _teacher(folder: Path, device: str) -> object:
 
 
 @pytest.fixture
-def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A ``torch_npu`` that can be imported, and adds nothing to torch."""
     (tmp_path / "torch_npu.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
-    return "torch_npu"
+    yield "torch_npu"
+    sys.modules.pop("torch_npu", None)
 
 
 @pytest.mark.parametrize("load", [_student, _teacher])
