@@ -212,7 +212,8 @@ def _projected(student: TokenTable, teacher: TokenTable, encoder: TextEncoder) -
         text(
             20,
             262,
-            "Projection: a student token goes to the teacher's token of the same bytes, or to its first piece",
+            "Projection: a student token goes to the teacher's token of the same bytes, "
+            "or to its first piece",
             size=13,
             anchor="start",
             weight="bold",
