@@ -8,11 +8,14 @@ import torch
 
 from mopd_protocol.errors import ConfigError, DataError
 from mopd_protocol.manifest import Features, Manifest
+from mopd_protocol.samples import Message, Prompt
 from mopd_protocol.token_table import TokenRoles
-from mopd_trainer.checkpoint import Checkpoint, save_checkpoint, starting_checkpoint
+from mopd_trainer.checkpoint import Checkpoint, save_checkpoint
 from mopd_trainer.config import RunConfig
 from mopd_trainer.journal import JOURNAL
+from mopd_trainer.kept_checkpoints import KeptCheckpoints, starting_checkpoint
 from mopd_trainer.run_file import load_run
+from mopd_trainer.run_identity import RunIdentity
 from mopd_trainer.student import Student
 from tests import tiny_models
 from tests.trainer.runs import run_values
@@ -57,7 +60,25 @@ def save(config: RunConfig, step: int, student: Student, optimizer: Any = None) 
         student=student,
         optimizer=optimizer or stepped(student),
         manifests={"math": MANIFEST},
+        identity=identity_of(config),
     )
+
+
+def identity_of(config: RunConfig, question: str = "1 + 1 =") -> RunIdentity:
+    messages = (Message(role="user", content=question),)
+    return RunIdentity.of(config, [Prompt(index=0, messages=messages, teachers={"math": 1.0})])
+
+
+def start_of(config: RunConfig) -> Checkpoint | None:
+    return starting_checkpoint(config, identity_of(config))
+
+
+def kept(config: RunConfig, *, done: int = 0) -> KeptCheckpoints:
+    return KeptCheckpoints(config, identity_of(config), {"math": MANIFEST}, done=done)
+
+
+def names(config: RunConfig) -> list[str]:
+    return sorted(path.name for path in (config.output_dir / "checkpoints").iterdir())
 
 
 def everything_under(folder: Path) -> list[str]:
@@ -105,7 +126,7 @@ def test_a_checkpoint_that_could_not_be_finished_is_not_there(
     with monkeypatch.context() as patched:
         patched.setattr(target, full)
         for step in (4, 2):  # neither a new one nor in the place of an old one
-            with pytest.raises(OSError, match="no space left"):
+            with pytest.raises(DataError, match=r"the checkpoint of step \d .*: no space left on"):
                 save(config, step, student)
     assert everything_under(tmp_path) == before
     assert Checkpoint.open(config.output_dir / "checkpoints" / "step-00000002").step == 2
@@ -113,14 +134,17 @@ def test_a_checkpoint_that_could_not_be_finished_is_not_there(
 
 def test_the_newest_checkpoint_is_where_a_run_goes_on(tmp_path: Path) -> None:
     config = config_of(tmp_path, resume_from_checkpoint=True)
-    assert starting_checkpoint(config) is None
+    assert start_of(config) is None
     student = student_of()
     for step in (9, 100, 20):
         save(config, step, student)
-    (config.output_dir / "checkpoints" / ".step-00000200.1.part").mkdir()  # a kill's leftover
-    found = starting_checkpoint(config)
+    for leftover in (".step-00000200.1.part", ".step-00000100.77.old.part"):  # a kill's
+        (config.output_dir / "checkpoints" / leftover).mkdir()
+    found = start_of(config)
     assert found is not None
     assert found.step == 100
+    kept(config, done=100)
+    assert names(config) == ["step-00000009", "step-00000020", "step-00000100"]
 
 
 def test_a_named_checkpoint_is_taken_and_a_wrong_name_refused(tmp_path: Path) -> None:
@@ -128,28 +152,177 @@ def test_a_named_checkpoint_is_taken_and_a_wrong_name_refused(tmp_path: Path) ->
     student = student_of()
     folders = [save(config, step, student) for step in (1, 2)]
     named = config_of(tmp_path, resume_from_checkpoint=str(folders[0]))
-    found = starting_checkpoint(named)
+    found = start_of(named)
     assert found is not None
     assert found.step == 1
     with pytest.raises(ConfigError, match="none holds no checkpoint: "):
-        starting_checkpoint(config_of(tmp_path, resume_from_checkpoint=str(tmp_path / "none")))
+        start_of(config_of(tmp_path, resume_from_checkpoint=str(tmp_path / "none")))
 
 
 def test_a_folder_that_holds_a_run_is_not_begun_again(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    assert starting_checkpoint(config) is None
+    assert start_of(config) is None
     config.output_dir.mkdir()
     (config.output_dir / JOURNAL).write_text('{"step": 1}\n')
     with pytest.raises(ConfigError, match="already holds a run; set resume_from_checkpoint=true"):
-        starting_checkpoint(config)
+        start_of(config)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    wider = Student(tiny_models.llama(tokenizer("sentencepiece")), tokenizer("sentencepiece"), CPU)
+    wider = Student(tiny_models.llama(tokenizer("digit")), tokenizer("digit"), CPU)
     folder = save(config, 1, wider)
     student = student_of()
     optimizer = torch.optim.AdamW(student.model.parameters())
     with pytest.raises(DataError, match=r"step-00000001 does not fit student\.model: ") as told:
         Checkpoint.open(folder).restore(student, optimizer)
     assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "keep", "told"),
+    [
+        ("optimizer.pt", 100, "optimizer.pt has 100 bytes, expected "),
+        ("model/model.safetensors", None, "model/model.safetensors is missing, expected "),
+        ("state.json", 20, "step-00000020 holds no checkpoint: JSONDecodeError"),
+    ],
+)
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, part: str, keep: int | None, told: str
+) -> None:
+    config = config_of(tmp_path, resume_from_checkpoint=True)
+    student = student_of()
+    folders = [save(config, step, student) for step in (10, 20)]
+
+    def damage(folder: Path) -> None:
+        content = (folder / part).read_bytes()
+        (folder / part).unlink()
+        if keep is not None:
+            (folder / part).write_bytes(content[:keep])
+
+    damage(folders[1])
+    found = start_of(config)
+    assert found is not None
+    assert found.step == 10
+    [line] = caplog.messages
+    assert told in line
+    assert line.endswith("; going on from step-00000010 instead")
+    with pytest.raises(ConfigError, match=str(folders[1])):  # asked for by name, it is refused
+        start_of(config_of(tmp_path, resume_from_checkpoint=str(folders[1])))
+    damage(folders[0])
+    with pytest.raises(ConfigError, match=r"none of the 2 checkpoints in .* is whole, the newest"):
+        start_of(config)
+    assert names(config) == ["step-00000010", "step-00000020"]  # looking changes nothing
+
+
+def test_steps_that_are_done_again_have_no_checkpoint_yet(tmp_path: Path) -> None:
+    """Or a run killed before it comes there would go on from what its journal has forgotten."""
+    config = config_of(tmp_path, resume_from_checkpoint=True)
+    student = student_of()
+    for step in (1, 2, 3):
+        save(config, step, student)
+    kept(config, done=2)
+    assert names(config) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"), [(None, [1, 2, 3, 4]), (0, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4])]
+)
+def test_the_newest_checkpoints_are_kept(
+    tmp_path: Path, keep: int | None, expected: list[int]
+) -> None:
+    config = config_of(tmp_path, keep_checkpoints=keep)
+    student, checkpoints = student_of(), kept(config)
+    optimizer = stepped(student)
+    for step in range(1, 5):
+        checkpoints.save(step, student, optimizer)
+    assert names(config) == [f"step-{step:08d}" for step in expected]
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", 1), ("max", 3)])
+def test_the_best_checkpoint_is_kept_beside_the_newest(
+    tmp_path: Path, mode: str, best: int
+) -> None:
+    """By the mean since the checkpoint before; a step that did not measure it does not count."""
+    config = config_of(
+        tmp_path, keep_checkpoints=1, best_checkpoint_metric="loss", best_checkpoint_mode=mode
+    )
+    student, checkpoints = student_of(), kept(config)
+    optimizer = stepped(student)
+    for step, losses in enumerate([[3.0], [9.0, 1.0, 1.0], [1.0, 9.0], []], start=1):
+        for loss in [*losses, float("nan")]:
+            checkpoints.observe({"loss": loss, "other": -100.0})
+        checkpoints.save(step, student, optimizer)
+        if step == 2:  # whatever process goes on
+            checkpoints = kept(config, done=2)
+    found = [Checkpoint.open(config.output_dir / "checkpoints" / name) for name in names(config)]
+    # Means: 3, 11/3, 5, not measured.
+    assert [checkpoint.step for checkpoint in found] == [best, 4]
+    assert found[-1].metric is None
+
+
+CHANGES: list[tuple[dict[str, Any], str]] = [
+    ({"seed": 1}, "seed was 0, is 1"),
+    ({"student": {"learning_rate": 0.5}}, "student.learning_rate was 0.001, is 0.5"),
+    ({"rollout": {"prompts_per_step": 5}}, "rollout.prompts_per_step was 4, is 5"),
+    ({"max_steps": 7}, "max_steps was 2, is 7"),
+    ({"teachers": {"math": {"loss": {"type": "gold"}}}}, "teachers.math.loss.type was "),
+    ({"teachers": {"math": {"weight": 2.0}}}, "teachers.math.weight was 1.0, is 2.0"),
+]
+HARMLESS: list[dict[str, Any]] = [
+    {"exp_name": "other", "save_steps": 7, "logging_steps": 3, "keep_checkpoints": 9},
+    {"student": {"model": "elsewhere", "tokens_per_micro_batch": 7, "device": "cuda"}},
+    {"teachers": {"math": {"url": "http://elsewhere:1", "deadline_seconds": 7}}},
+    {"data": {"prompts": "elsewhere.jsonl"}, "logging": {"tensorboard": False}},
+    {"student": {"min_learning_rate_ratio": 1.0}, "max_steps": 9},
+]
+
+
+def changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The values with nested ones replaced."""
+    found = dict(values)
+    for key, value in changes.items():
+        nested = isinstance(value, dict) and key in values
+        found[key] = changed(values[key], value) if nested else value
+    return found
+
+
+@pytest.mark.parametrize(("changes", "told"), CHANGES, ids=[told for _, told in CHANGES])
+def test_a_checkpoint_of_another_run_is_refused_unless_told(
+    tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
+    values = run_values(tmp_path, resume_from_checkpoint=True)
+    save(RunConfig.model_validate(values), 1, student_of())
+    other = changed(values, changes)
+    with pytest.raises(ConfigError, match=f"is of another run: {told}") as refusal:
+        start_of(RunConfig.model_validate(other))
+    assert "accept_changed_settings=true" in str(refusal.value)
+    assert start_of(RunConfig.model_validate({**other, "accept_changed_settings": True}))
+
+
+@pytest.mark.parametrize("changes", HARMLESS, ids=[str(list(change)) for change in HARMLESS])
+def test_what_decides_nothing_may_change(tmp_path: Path, changes: dict[str, Any]) -> None:
+    values = run_values(tmp_path, resume_from_checkpoint=True)
+    if "max_steps" in changes:  # a learning rate that stays does not see the end
+        values["student"]["min_learning_rate_ratio"] = 1.0
+    save(RunConfig.model_validate(values), 1, student_of())
+    assert start_of(RunConfig.model_validate(changed(values, changes)))
+
+
+def test_a_checkpoint_of_other_data_or_teachers_is_refused(tmp_path: Path) -> None:
+    values = run_values(tmp_path, resume_from_checkpoint=True)
+    config = RunConfig.model_validate(values)
+    save(config, 1, student_of())
+    with pytest.raises(ConfigError, match=r"the data was 1 prompts with fingerprint \w+, is 1 wit"):
+        starting_checkpoint(config, identity_of(config, "2 + 2 ="))
+    del values["teachers"]["code"]
+    with pytest.raises(ConfigError, match="of another run: teacher 'code' is not there;"):
+        start_of(RunConfig.model_validate(values))
+
+
+def test_a_checkpoint_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    folder = save(config, 1, student_of())
+    other = Student(tiny_models.llama(tokenizer("sentencepiece")), tokenizer("sentencepiece"), CPU)
+    with pytest.raises(DataError, match=r"does not fit student\.model: its tokenizer is "):
+        Checkpoint.open(folder).restore(other, torch.optim.AdamW(other.model.parameters()))

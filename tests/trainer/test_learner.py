@@ -16,9 +16,10 @@ from mopd_protocol.errors import DataError
 from mopd_trainer.config import StudentConfig
 from mopd_trainer.examples import TrainingExample
 from mopd_trainer.learner import Learner, learning_rate
-from mopd_trainer.measurements import Metrics
+from mopd_trainer.measurements import LossMeasurements, Metrics
 from mopd_trainer.packing import MicroBatch, micro_batch, pack
 from mopd_trainer.student import Student
+from mopd_trainer.update_guard import UpdateGuard
 from tests.trainer.judged import example, losses_for
 from tests.trainer.students import CPU, ids_of, model_of, rollout, student_of, tokenizer
 
@@ -85,6 +86,12 @@ def gradients(student: Student) -> list[Tensor]:
 def packed(chosen: list[TrainingExample], budget: int) -> tuple[list[MicroBatch], int]:
     batches = list(pack(chosen, tokens_per_micro_batch=budget))
     return batches, sum(batch.slots for batch in batches)
+
+
+def update(learner: Learner, step: int) -> tuple[Metrics, dict[str, LossMeasurements]]:
+    """One step on all examples."""
+    batches, tokens = packed(examples(), 60)
+    return learner.update(batches, tokens=tokens, step=step)
 
 
 def slow_loss(student: Student, chosen: list[TrainingExample]) -> Tensor:
@@ -222,9 +229,8 @@ def test_a_gradient_is_clipped_to_its_largest_norm() -> None:
     assert metrics["grad_norm"] == unclipped["grad_norm"] > 0.01
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_a_gradient_that_is_no_number_ends_the_run_and_changes_nothing(poison: float) -> None:
-    student = student_of()
+def poisoned_learner(student: Student, poison: float, **config: Any) -> Learner:
+    """A learner after one honest step, whose gradients are spoilt from then on."""
     honest = losses_for(student)
 
     class Poisoned:
@@ -235,33 +241,82 @@ def test_a_gradient_that_is_no_number_ends_the_run_and_changes_nothing(poison: f
         def __call__(self, rows: StudentRows, targets: TopKTargets) -> LossOutput:
             return LossOutput(honest["math"](rows, targets).per_token * poison)
 
-    poisoned = Poisoned()
-
     learner = learner_of(student)
     batches, tokens = packed(examples(), 60)
     learner.update(batches, tokens=tokens, step=0)
-    weights = [parameter.detach().clone() for parameter in student.model.parameters()]
-    moments = [
-        {key: value.clone() for key, value in state.items()}
-        for state in learner.optimizer.state_dict()["state"].values()
-    ]
     broken = Learner(
         student,
-        StudentConfig(model="tiny"),
-        losses={**honest, "math": poisoned},
+        StudentConfig(model="tiny", **config),
+        losses={**honest, "math": Poisoned()},
         teacher_weights=TEACHER_WEIGHTS,
         max_steps=10,
         seed=0,
     )
     broken.optimizer = learner.optimizer
+    return broken
+
+
+def state_of(student: Student, learner: Learner) -> list[Tensor]:
+    """Weights, then moments."""
+    moments = learner.optimizer.state_dict()["state"].values()
+    tensors = [*student.model.parameters(), *(one for state in moments for one in state.values())]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def assert_unchanged(student: Student, learner: Learner, before: list[Tensor]) -> None:
+    after = state_of(student, learner)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_gradient_that_is_no_number_ends_the_run_and_changes_nothing(poison: float) -> None:
+    student = student_of()
+    learner = poisoned_learner(student, poison)
+    before = state_of(student, learner)
     with pytest.raises(DataError, match=r"the gradient of step 3 has norm .*nothing was changed"):
-        broken.update(batches, tokens=tokens, step=2)
-    for parameter, before in zip(student.model.parameters(), weights, strict=True):
-        assert torch.equal(parameter, before)
-    for state, before in zip(
-        learner.optimizer.state_dict()["state"].values(), moments, strict=True
-    ):
-        assert all(torch.equal(state[key], before[key]) for key in before)
+        update(learner, 2)
+    assert_unchanged(student, learner, before)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_gradient_that_is_no_number_can_be_left_out_a_few_times_in_a_row(poison: float) -> None:
+    student = student_of()
+    learner = poisoned_learner(student, poison, on_nonfinite="skip", max_skipped_in_a_row=2)
+    before = state_of(student, learner)
+    for step in (1, 2):
+        metrics, _ = update(learner, step)
+        assert metrics["update/skipped_nonfinite"] == 1
+        assert metrics["update/skipped_grad_norm"] == 0
+        assert_unchanged(student, learner, before)
+    honest = learner_of(student)  # the weights are as good as they were
+    assert update(honest, 3)[0]["update/skipped_nonfinite"] == 0
+    with pytest.raises(DataError, match=r"step 5 has .* after 2 steps in a row that were left out"):
+        update(learner, 4)
+
+
+def test_an_exploding_gradient_is_left_out_and_an_honest_one_ends_the_row() -> None:
+    student = student_of()
+    learner = poisoned_learner(student, 1e6, skip_grad_norm_above=1e3, max_skipped_in_a_row=1)
+    [few], tokens = packed(examples()[1:2], 60)  # of the other teacher, whose loss is honest
+    for step in (1, 3):
+        before = state_of(student, learner)
+        metrics, _ = update(learner, step)
+        assert metrics["grad_norm"] > 1e3
+        assert metrics["update/skipped_grad_norm"] == 1
+        assert metrics["update/skipped_nonfinite"] == 0
+        assert_unchanged(student, learner, before)
+        metrics, _ = learner.update([few], tokens=tokens, step=step + 1)
+        assert metrics["grad_norm"] < 1e3
+        assert metrics["update/skipped_grad_norm"] == 0
+    with pytest.raises(AssertionError):
+        assert_unchanged(student, learner, before)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_not_followed_whatever_its_gradient(loss: float) -> None:
+    guard = UpdateGuard(StudentConfig(model="tiny", on_nonfinite="skip"))
+    assert guard.judge(loss=loss, norm=1.0, step=0)["update/skipped_nonfinite"] == 1
+    assert guard.judge(loss=1.0, norm=1.0, step=1)["update/skipped_nonfinite"] == 0
 
 
 def test_a_step_moves_the_weights_towards_the_teachers() -> None:

@@ -249,3 +249,24 @@ def test_a_file_that_is_no_jsonl_is_refused(tmp_path: Path, content: bytes, sent
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file; expected prompts as JSONL"):
         read_prompts(DataConfig(prompts=tmp_path / "none.jsonl"), TEACHERS)
+
+
+def test_bad_lines_can_be_skipped_and_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines: list[object] = [
+        {"prompt": "1", "teacher": "math"},
+        {"prompt": "2", "teacher": "history"},
+        ["3"],
+        {"prompt": "4", "teacher": "code"},
+    ]
+    found = read(tmp_path, *lines, on_bad_line="skip")
+    assert [(prompt.index, prompt.messages[0].content) for prompt in found] == [(0, "1"), (1, "4")]
+    [line] = caplog.messages
+    assert "data.jsonl: 2 lines skipped, the first because " in line
+    assert "data.jsonl:2: teacher 'history' is unknown" in line
+    assert "data.jsonl:2: teacher 'history'" in refusal(tmp_path, *lines)
+
+
+def test_data_with_nothing_but_bad_lines_is_refused_all_the_same(tmp_path: Path) -> None:
+    assert "no prompts in it" in refusal(tmp_path, ["3"], on_bad_line="skip")

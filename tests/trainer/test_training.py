@@ -159,7 +159,7 @@ def test_a_finished_run_goes_on_only_with_the_teachers_that_it_had(
     run_here(values, max_steps=2)
     swapped = json.loads(json.dumps(values))
     swapped["teachers"]["math"]["url"] = addresses["code"]
-    again = {"max_steps": 3, "resume_from_checkpoint": True}
+    again = {"max_steps": 3, "resume_from_checkpoint": True, "accept_changed_settings": True}
     config = RunConfig.model_validate({**swapped, **again})
     for command in (train, check):
         with pytest.raises(DataError, match=r"teacher 'math' has manifest .*, expected "):

@@ -8,11 +8,12 @@ from rich.console import Console
 
 from mopd_losses.projection_cache import ProjectionCache
 from mopd_protocol.samples import Prompt
-from mopd_trainer.checkpoint import starting_checkpoint
 from mopd_trainer.config import RunConfig
+from mopd_trainer.kept_checkpoints import starting_checkpoint
 from mopd_trainer.plan import describe_plan
 from mopd_trainer.prompts import read_prompts
 from mopd_trainer.rendering import require_renderable
+from mopd_trainer.run_identity import RunIdentity
 from mopd_trainer.student_identity import StudentIdentity
 from mopd_trainer.teachers import meet_teachers, teacher_pool
 
@@ -29,7 +30,7 @@ async def check(
         MopdError: whatever would stop the run before its first step.
     """
     prompts = read_prompts(config.data, config.judges) if prompts is None else prompts
-    checkpoint = starting_checkpoint(config)
+    checkpoint = starting_checkpoint(config, RunIdentity.of(config, prompts))
     expected = checkpoint.manifest_ids if checkpoint else {}
     student = StudentIdentity.read(config.student)
     require_renderable(prompts, student, source=config.data.prompts)

@@ -2,11 +2,13 @@
 
 Random numbers, the data's order and the learning rate are functions of the seed and the step, so
 weights, optimizer moments and the step's number are all the state there is. A checkpoint is
-written under another name and renamed: what has the name is whole.
+written under another name and renamed: what has the name is whole, unless the disk lost a part
+of it, which the list of its files would tell.
 """
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +18,27 @@ from mopd_protocol.atomic_file import replacing_folder
 from mopd_protocol.errors import ConfigError, DataError
 from mopd_protocol.manifest import Manifest
 from mopd_trainer.config import RunConfig
-from mopd_trainer.journal import JOURNAL
+from mopd_trainer.disk_writing import explained_writing
 from mopd_trainer.run_file import write_resolved
+from mopd_trainer.run_identity import RunIdentity
 from mopd_trainer.student import Student
 
 CHECKPOINTS = "checkpoints"
 FINAL = "final"
+_STATE, _OPTIMIZER = "state.json", "optimizer.pt"
+_SMALL_FILES = 32_000_000  # bytes: tokenizer, manifests and settings beside the tensors, at most
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk: steps done, and the teachers that it was made with."""
+    """A checkpoint on disk: steps done, of which run, and with which teachers."""
 
     folder: Path
     step: int
     manifest_ids: dict[str, str]  # teacher name -> manifest id
+    identity: RunIdentity
+    student_tokenizer: str  # fingerprint
+    metric: float | None  # the mean, since the checkpoint before, of what the best is chosen by
 
     @property
     def model_folder(self) -> Path:
@@ -39,18 +47,37 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
-        """Reads what a checkpoint is about, not its tensors.
+        """Reads what a checkpoint is about, not its tensors, and that all its files are there.
 
         Raises:
-            ConfigError: when there is no checkpoint in the folder.
+            ConfigError: when there is no checkpoint in the folder, or not the whole of it.
         """
         try:
-            state = json.loads((folder / "state.json").read_text())
+            state = json.loads((folder / _STATE).read_text())
             manifests = json.loads((folder / "manifests.json").read_text())
-            ids = {name: manifest["manifest_id"] for name, manifest in manifests.items()}
-            return cls(folder, int(state["step"]), ids)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"{folder} holds no checkpoint: {error}") from error
+            checkpoint = cls(
+                folder,
+                int(state["step"]),
+                {name: manifest["manifest_id"] for name, manifest in manifests.items()},
+                RunIdentity(**state["run"]),
+                state["student_tokenizer"],
+                state["metric"],
+            )
+            files: dict[str, int] = state["files"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{folder} holds no checkpoint: {type(error).__name__}: {error}"
+            ) from error
+        for name, expected in files.items():
+            path = folder / name
+            found = path.stat().st_size if path.is_file() else None
+            if found != expected:
+                has = "is missing" if found is None else f"has {found:,} bytes"
+                raise ConfigError(
+                    f"{folder} is damaged: {name} {has}, expected {expected:,} bytes; "
+                    "another checkpoint is needed"
+                )
+        return checkpoint
 
     def restore(self, student: Student, optimizer: torch.optim.Optimizer) -> None:
         """Puts weights and moments back.
@@ -58,10 +85,15 @@ class Checkpoint:
         Raises:
             DataError: when they are of another model.
         """
+        if self.student_tokenizer != student.table.fingerprint:
+            raise DataError(
+                f"checkpoint {self.folder} does not fit student.model: its tokenizer is "
+                f"{self.student_tokenizer[:12]}, the model's is {student.table.fingerprint[:12]}"
+            )
         try:
             student.load_weights(self.model_folder)
             state: Any = torch.load(
-                self.folder / "optimizer.pt", map_location=student.device, weights_only=True
+                self.folder / _OPTIMIZER, map_location=student.device, weights_only=True
             )
             optimizer.load_state_dict(state)
         except (OSError, RuntimeError, ValueError) as error:
@@ -77,35 +109,74 @@ def save_checkpoint(
     step: int,
     student: Student,
     optimizer: torch.optim.Optimizer,
-    manifests: dict[str, Manifest],
+    manifests: Mapping[str, Manifest],
+    identity: RunIdentity,
+    metric: float | None = None,
 ) -> Path:
-    """Writes the checkpoint of a step (steps done, from 1), whole or not at all; its folder."""
-    folder = config.output_dir / CHECKPOINTS / f"step-{step:08d}"
-    with replacing_folder(folder) as temporary:
+    """Writes the checkpoint of a step (steps done, from 1), whole or not at all; its folder.
+
+    Raises:
+        DataError: when the disk takes no more; what was there before is as it was.
+    """
+    folder = checkpoint_folder(config, step)
+    moments: dict[str, Any] = optimizer.state_dict()
+    with (
+        explained_writing(
+            folder,
+            f"the checkpoint of step {step}",
+            needed=_bytes(dict(student.model.state_dict())) + _bytes(moments) + _SMALL_FILES,
+            kept="checkpoints before it are whole",
+        ),
+        replacing_folder(folder) as temporary,
+    ):
         student.save(temporary / "model")
-        torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
+        with (temporary / _OPTIMIZER).open("wb") as file:
+            torch.save(moments, file)  # torch's own writing of files does not tell what went wrong
         write_resolved(config, temporary / "config.yaml")
         told = {name: manifest.model_dump(mode="json") for name, manifest in manifests.items()}
         (temporary / "manifests.json").write_text(json.dumps(told, indent=2))
-        (temporary / "state.json").write_text(json.dumps({"step": step}))
+        state = {
+            "step": step,
+            "run": asdict(identity),
+            "student_tokenizer": student.table.fingerprint,
+            "metric": metric,
+            "files": _sizes(temporary),
+        }
+        (temporary / _STATE).write_text(json.dumps(state, indent=2))
     return folder
 
 
-def starting_checkpoint(config: RunConfig) -> Checkpoint | None:
-    """Where the run begins: a checkpoint, or None for the beginning.
+def save_student(student: Student, folder: Path) -> Path:
+    """Writes the student alone, as a Hugging Face folder, whole or not at all; the folder.
 
     Raises:
-        ConfigError: when the output folder holds a run that was not asked to be resumed.
+        DataError: when the disk takes no more.
     """
-    wanted = config.resume_from_checkpoint
-    if isinstance(wanted, Path):
-        return Checkpoint.open(wanted)
-    found = sorted((config.output_dir / CHECKPOINTS).glob("step-*"))
-    if wanted:
-        return Checkpoint.open(found[-1]) if found else None
-    if (config.output_dir / JOURNAL).exists():
-        raise ConfigError(
-            f"{config.output_dir} already holds a run; set resume_from_checkpoint=true to go on "
-            "with it, or choose another output_dir"
-        )
-    return None
+    needed = _bytes(dict(student.model.state_dict())) + _SMALL_FILES
+    with (
+        explained_writing(folder, "the student", needed=needed, kept="its checkpoints are whole"),
+        replacing_folder(folder) as temporary,
+    ):
+        student.save(temporary)
+    return folder
+
+
+def checkpoint_folder(config: RunConfig, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return config.output_dir / CHECKPOINTS / f"step-{step:08d}"
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+
+
+def _bytes(values: Any) -> int:
+    """Of all tensors in nested dictionaries and lists."""
+    if isinstance(values, torch.Tensor):
+        return values.numel() * values.element_size()
+    if isinstance(values, dict):
+        return sum(_bytes(value) for value in values.values())
+    if isinstance(values, list):
+        return sum(_bytes(value) for value in values)
+    return 0

@@ -46,6 +46,9 @@ class DataConfig(_Settings):
     last message of ``messages`` is the answer, by the assistant; where it does not, an answer is
     only kept with its completion to be read."""
     shuffle: bool = True
+    on_bad_line: Literal["fail", "skip"] = "fail"
+    """When a line cannot be used: ``fail`` refuses the file, ``skip`` leaves the line out; how many
+    were, and why the first of them, is told before the run begins."""
 
     @model_validator(mode="after")
     def _the_source_is_used(self) -> "DataConfig":
@@ -89,6 +92,13 @@ class StudentConfig(_Settings):
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
+    skip_grad_norm_above: float | None = Field(default=None, gt=0)
+    """A step whose gradient, before clipping, is longer than this is left out, and counted."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """When a step's loss or gradient is NaN or infinite: ``stop`` ends the run before anything is
+    changed; ``skip`` leaves the step out, and counts it."""
+    max_skipped_in_a_row: int = Field(default=5, ge=1)
+    """After more steps left out one after another, for either reason, the run ends."""
     tokens_per_micro_batch: int = Field(default=16_384, ge=1)
     """Prompt, completion and padding tokens that stand on the device at once; changes memory and
     speed, never the gradient."""
@@ -103,10 +113,31 @@ class StudentConfig(_Settings):
     and no teacher reads the answers then. What the student wrote itself is only distilled."""
 
 
-class RolloutConfig(_Settings):
-    """How the student writes, and how much a step takes."""
+class VllmConfig(_Settings):
+    """vLLM as the student's pen (``rollout.engine: vllm``), in processes of its own."""
 
-    engine: Literal["transformers"] = "transformers"
+    gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
+    """The share of an accelerator's memory that vLLM plans with, where the student that is trained
+    may be on it too. On a CPU, ``VLLM_CPU_KVCACHE_SPACE`` says how many GiB."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Accelerators that share one copy of the model."""
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Completions that are written at once."""
+    weights_folder: Path | None = None
+    """Where weights pass from the student to vLLM after each step; one in memory is fastest. Not
+    set: the system's temporary folder."""
+
+
+class RolloutConfig(_Settings):
+    """How the student writes, and how much a step takes.
+
+    Refused: ``on_stale`` without staleness.
+    """
+
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """``transformers`` writes in this process, a generation batch at a time; ``vllm`` in processes
+    of its own, with the weights of each step pushed to it, one completion as each is finished."""
+    vllm: VllmConfig = VllmConfig()
     prompts_per_step: int = Field(default=64, ge=1)
     samples_per_prompt: int = Field(default=1, ge=1)
     """Completions that the student writes for a prompt; a reference answer is taken once."""
@@ -116,8 +147,28 @@ class RolloutConfig(_Settings):
     """0 is greedy. Other than 1, what is trained on is not what the student would write."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     generation_batch_size: int = Field(default=64, ge=1)
-    """Completions written at once; each such batch goes to its teachers while the next is being
-    written. Reference answers are sent in batches of this size too."""
+    """Completions that ``transformers`` writes at once; each such batch goes to its teachers while
+    the next is being written. Reference answers are sent in batches of this size too."""
+    scoring: Literal["stream", "after_rollout"] = "stream"
+    """When teachers read: what is finished while the rest is being written, or everything when all
+    is written."""
+    max_staleness: int = Field(default=0, ge=0)
+    """How many steps old the weights may be that wrote what a step learns from. 0: strictly
+    on-policy. From 1 on the student writes the next steps while it is trained, ``transformers``
+    with a second copy of the weights, and a resumed run no longer repeats itself bit for bit."""
+    on_stale: Literal["wait", "drop"] = "wait"
+    """``wait``: nothing is written that could be too old when it is learnt from. ``drop``: the
+    student writes up to one step further ahead, and what is too old then is dropped and counted; a
+    step of which nothing is left is written again."""
+
+    @model_validator(mode="after")
+    def _only_the_stale_are_dropped(self) -> "RolloutConfig":
+        if self.on_stale == "drop" and self.max_staleness == 0:
+            raise ValueError(
+                "rollout.on_stale is 'drop', but with rollout.max_staleness 0 everything that is "
+                "written ahead would be dropped; set max_staleness to 1 or more, or leave on_stale"
+            )
+        return self
 
 
 class LoggingConfig(_Settings):
@@ -142,6 +193,13 @@ class RunConfig(_Settings):
     max_steps: int = Field(ge=1)
     save_steps: int = Field(default=0, ge=0)
     """A checkpoint every so many steps; 0: only at the end."""
+    keep_checkpoints: int | None = Field(default=3, ge=0)
+    """How many of the newest checkpoints stay; 0 or ``null``: all. While one is written, one more
+    is there."""
+    best_checkpoint_metric: str | None = None
+    """A name of the journal (``loss``, ``teacher/math/loss_per_token``): the checkpoint with the
+    best mean of it, over the steps since the checkpoint before, stays too."""
+    best_checkpoint_mode: Literal["min", "max"] = "min"
     logging_steps: int = Field(default=1, ge=1)
     resume_from_checkpoint: bool | Path = False
     """``true``: the newest in ``output_dir`` (or the start, when there is none yet)."""
@@ -149,6 +207,9 @@ class RunConfig(_Settings):
     """How long teachers may take to become ready before the run gives up on them."""
     accept_changed_teachers: bool = False
     """Resume although a teacher's manifest is not the one that the checkpoint was made with."""
+    accept_changed_settings: bool = False
+    """Resume although the data, the seed or a setting that decides what is trained is not the one
+    that the checkpoint was made with; ``max_steps`` is one, where the learning rate comes down."""
     projection_cache: Path | None = None
     """Folder of built projections, to share between runs. Not set: inside ``output_dir``."""
     score_cache: ScoreCacheConfig | None = None
@@ -222,6 +283,16 @@ class RunConfig(_Settings):
                 "a teacher has support 'student_topk', but is to judge reference answers, at which "
                 "the student has no ids yet; set its support to 'teacher_topk', or data.source to "
                 "'rollout'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _vllm_tells_the_students_ids(self) -> "RunConfig":
+        if self.rollout.engine == "vllm" and self.rollout.top_p < 1 and student_topk(self.teachers):
+            raise ValueError(
+                f"a teacher has support 'student_topk', but rollout.top_p is {self.rollout.top_p:g}"
+                " and vLLM tells no ids outside of that; set top_p to 1, or rollout.engine to "
+                "'transformers'"
             )
         return self
 

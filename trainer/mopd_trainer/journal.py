@@ -3,11 +3,13 @@
 import json
 import math
 import os
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from mopd_protocol.atomic_file import replacing
+from mopd_trainer.disk_writing import append_whole
 from mopd_trainer.examples import TrainingExample
 from mopd_trainer.measurements import Metrics
 
@@ -26,8 +28,9 @@ class Journal:
         output_dir.mkdir(parents=True, exist_ok=True)
         for name in (JOURNAL, COMPLETIONS):
             _forget_after(output_dir / name, from_step)
-        self._journal = (output_dir / JOURNAL).open("a", encoding="utf-8")
-        self._completions = (output_dir / COMPLETIONS).open("a", encoding="utf-8")
+        # Unbuffered: what could not be written is taken back, and not tried again at the end.
+        self._journal = (output_dir / JOURNAL).open("ab", buffering=0)
+        self._completions = (output_dir / COMPLETIONS).open("ab", buffering=0)
         self._tensorboard: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # seconds to import, so only on use
@@ -37,30 +40,42 @@ class Journal:
             )
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """A step's numbers; steps count from 1. What was not measured is ``null``."""
+        """A step's numbers; steps count from 1. What was not measured is ``null``.
+
+        Raises:
+            DataError: when the disk takes no more; the journal is then as before.
+        """
         values = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-        self._journal.write(json.dumps({"step": step, **values}) + "\n")
-        self._journal.flush()
-        os.fsync(self._journal.fileno())
+        self._append(self._journal, {"step": step, **values}, durable=True)
         if self._tensorboard is not None:
             for key, value in metrics.items():
                 if math.isfinite(value):
                     self._tensorboard.add_scalar(key, value, step)
 
     def write_completion(self, step: int, example: TrainingExample) -> None:
-        """A completion for people to read; bytes that are no text are shown as U+FFFD."""
+        """A completion for people to read; bytes that are no text are shown as U+FFFD.
+
+        Raises:
+            DataError: when the disk takes no more; the file is then as before.
+        """
         rollout = example.rollout
         line = {
             "step": step,
             "prompt": [message.model_dump() for message in rollout.prompt.messages],
             "completion": rollout.completion.text.decode("utf-8", "replace"),
             "source": rollout.source,
+            "policy_version": rollout.policy_version,
             "finish_reason": rollout.finish_reason,
             "teachers": dict(rollout.prompt.teachers),
             "metadata": dict(rollout.prompt.metadata),
         }
-        self._completions.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
-        self._completions.flush()
+        self._append(self._completions, line, durable=False)
+
+    def settle(self) -> None:
+        """Everything that was written is on the disk when this returns."""
+        os.fsync(self._completions.fileno())
+        if self._tensorboard is not None:
+            self._tensorboard.flush()
 
     def close(self) -> None:
         """Closes the files."""
@@ -68,6 +83,10 @@ class Journal:
         self._completions.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+
+    def _append(self, file: FileIO, line: dict[str, Any], *, durable: bool) -> None:
+        text = json.dumps(line, ensure_ascii=False, default=str) + "\n"
+        append_whole(file, text.encode("utf-8", "replace"), path=Path(file.name), durable=durable)
 
     def __enter__(self) -> Self:
         return self
@@ -88,5 +107,5 @@ def _forget_after(path: Path, step: int) -> None:
     # Bytes: a kill can cut a character in two, and text has more line ends (U+2028) than JSONL.
     whole = [line for line in path.read_bytes().splitlines(True) if line.endswith(b"\n")]
     kept = [line for line in whole if json.loads(line)["step"] <= step]
-    with replacing(path) as temporary:
+    with replacing(path, durable=True) as temporary:
         temporary.write_bytes(b"".join(kept))

@@ -8,12 +8,12 @@ import torch
 from mopd_losses.blockwise_head import LossTerm
 from mopd_losses.loss import Loss
 from mopd_losses.supervised import IGNORED, SftLoss, label_targets, mixed_terms
-from mopd_protocol.errors import DataError
 from mopd_trainer.config import StudentConfig
 from mopd_trainer.measurements import LabelMeasurements, LossMeasurements, Metrics
 from mopd_trainer.packing import MicroBatch
 from mopd_trainer.seeds import derived_seed
 from mopd_trainer.student import Student
+from mopd_trainer.update_guard import UpdateGuard
 
 
 class Learner:
@@ -42,6 +42,7 @@ class Learner:
         self._teacher_weights = teacher_weights
         self._max_steps = max_steps
         self._seed = seed
+        self._guard = UpdateGuard(config)
         self.optimizer = torch.optim.AdamW(
             student.model.parameters(),
             lr=config.learning_rate,
@@ -59,7 +60,8 @@ class Learner:
             step: counted from 0.
 
         Raises:
-            DataError: when the gradient is not finite; the weights are then as before.
+            DataError: when the gradient is not to be followed, see ``UpdateGuard``; the weights are
+                then as before.
         """
         torch.manual_seed(derived_seed(self._seed, step))  # dropout, where a model has it
         self._student.model.train()
@@ -74,17 +76,14 @@ class Learner:
                 self._student.model.parameters(), self._config.max_grad_norm
             )
         )
-        if not math.isfinite(norm):
-            raise DataError(
-                f"the gradient of step {step + 1} has norm {norm} (loss {total:.4g} nats a token); "
-                "nothing was changed: lower student.learning_rate, or look at the last completions"
-            )
+        skipped = self._guard.judge(loss=total, norm=norm, step=step)
         rate = learning_rate(self._config, step=step, max_steps=self._max_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
+        if not any(skipped.values()):
+            self.optimizer.step()
         metrics = {"loss": total, "grad_norm": norm, "learning_rate": rate}
-        return metrics | supervised.metrics(), measured
+        return metrics | skipped | supervised.metrics(), measured
 
     def _backward(
         self,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mopd_protocol.errors import ConfigError, MopdError
+from mopd_trainer.interruption import Interrupted
 
 EXAMPLES = """\
 examples:
@@ -39,8 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if refusals is None or bugs is not None:
             raise
         _fail(str(_first(refusals)), 2)
+    except Interrupted as interrupted:
+        _fail(str(interrupted), interrupted.exit_code)
     except KeyboardInterrupt:
-        _fail("interrupted; the last checkpoint is whole", 130)
+        _fail("interrupted; checkpoints are whole, go on with resume_from_checkpoint=true", 130)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,6 +1,7 @@
 """Prompts from JSONL, each with the teachers who will judge its answer, and their order."""
 
 import json
+import logging
 from collections.abc import Iterable, Sequence
 from math import inf
 from typing import Any
@@ -12,6 +13,8 @@ from mopd_protocol.errors import DataError
 from mopd_protocol.samples import Message, Prompt
 from mopd_trainer.config import DataConfig
 
+logger = logging.getLogger(__name__)
+
 #: Keys that name a line's teacher when the configuration does not say which one does.
 TEACHER_KEYS = ("teacher", "data_source", "tag", "dataset")
 
@@ -19,7 +22,7 @@ JSON = dict[str, Any]
 
 
 def read_prompts(config: DataConfig, teachers: Iterable[str]) -> list[Prompt]:
-    """Every line of the data as a prompt.
+    """Every line of the data as a prompt; where ``on_bad_line`` is ``skip``, every usable one.
 
     Args:
         teachers: names of those who judge completions; none where nothing is judged.
@@ -29,24 +32,21 @@ def read_prompts(config: DataConfig, teachers: Iterable[str]) -> list[Prompt]:
             learns from answers, an unknown teacher or none.
     """
     path, known = config.prompts, sorted(teachers)
+    bad: list[DataError] = []
     if not path.is_file():
         raise DataError(f"{path}: no such file; expected prompts as JSONL (data.prompts)")
     prompts: list[Prompt] = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                where = f"{path}:{number}"
-                values = _parse(line, where)
-                messages, answer = _question_and_answer(values, config, where)
-                prompts.append(
-                    Prompt(
-                        index=len(prompts),
-                        messages=messages,
-                        teachers=_teachers(values, config, known, where) if known else {},
-                        metadata=_metadata(values, config),
-                        answer=answer,
-                    )
-                )
+                try:
+                    prompts.append(_prompt(line, len(prompts), config, known, f"{path}:{number}"))
+                except DataError as error:
+                    if config.on_bad_line == "fail":
+                        raise
+                    bad.append(error)
+    if bad:
+        logger.warning("%s: %d lines skipped, the first because %s", path, len(bad), bad[0])
     if not prompts:
         raise DataError(f"{path}: no prompts in it; expected one JSON object a line")
     return prompts
@@ -79,6 +79,20 @@ class PromptOrder:
         if not self._shuffle:
             return range(count)
         return np.random.default_rng([self._seed, epoch]).permutation(count).tolist()
+
+
+def _prompt(
+    line: bytes, index: int, config: DataConfig, known: Sequence[str], where: str
+) -> Prompt:
+    values = _parse(line, where)
+    messages, answer = _question_and_answer(values, config, where)
+    return Prompt(
+        index=index,
+        messages=messages,
+        teachers=_teachers(values, config, known, where) if known else {},
+        metadata=_metadata(values, config),
+        answer=answer,
+    )
 
 
 def _parse(line: bytes, where: str) -> JSON:

@@ -54,7 +54,7 @@ def parse_run(values: Any, *, source: str) -> RunConfig:
 
 def write_resolved(config: RunConfig, path: Path) -> None:
     """The resolved configuration as YAML that ``load_run`` reads."""
-    with replacing(path) as temporary:
+    with replacing(path, durable=True) as temporary:
         temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
 
 

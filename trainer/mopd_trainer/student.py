@@ -3,6 +3,7 @@
 import logging
 import warnings
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,17 +186,42 @@ class Student:
             "attention_mask": batch.attention_mask.to(self.device),
         }
 
+    def copy(self) -> "Student":
+        """A student that writes the same, with weights of its own on the same device."""
+        model: Any = deepcopy(self.model)
+        return Student(model, self.tokenizer, self.device, compute_dtype=self._compute_dtype)
+
     def save(self, folder: Path) -> None:
         """Writes an ordinary Hugging Face folder: weights, configuration, tokenizer."""
-        self.model.save_pretrained(folder)
+        self.save_weights(folder)
         # As it was published: transformers reads some settings that it would refuse to save.
         self._published_generation.to_json_file(folder / "generation_config.json")
         self.tokenizer.save_pretrained(folder)
 
+    def save_weights(self, folder: Path) -> None:
+        """Writes the weights and what is needed to read them, in the precision they are kept in."""
+        self.model.save_pretrained(folder)
+
     def load_weights(self, folder: Path) -> None:
-        """Takes over the weights that ``save`` wrote."""
-        saved: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=self.model.dtype)
-        self.model.load_state_dict(saved.state_dict())
+        """Takes over the weights that ``save`` wrote; never are there two copies of them.
+
+        Raises:
+            ValueError: when they are of other shapes. The student has no weights then.
+        """
+        shapes = _shapes(self.model)
+        for parameter in self.model.parameters():  # the optimizer and the head know these objects
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
+        saved: Any = type(self.model).from_pretrained(folder, dtype=self.model.dtype)
+        if _shapes(saved) != shapes:
+            raise ValueError(f"{folder} holds a model of other shapes")
+        theirs: dict[str, Tensor] = dict(saved.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            # Copied, as memory that a file was mapped to may be aligned otherwise and round so.
+            parameter.data = theirs[name].data.to(self.device, copy=True)
+            theirs[name].data = torch.empty(0, dtype=parameter.dtype)
+        buffers: dict[str, Tensor] = dict(saved.named_buffers())
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(buffers[name])
 
     def _sampled(
         self,
@@ -282,6 +308,11 @@ class _BehaviourPolicy(LogitsProcessor):
     def _remember(self, drawn: Tensor) -> None:
         if self._last is not None:
             self._drawn.append(self._last.gather(1, drawn[:, None])[:, 0])
+
+
+def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> shape."""
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def _checkpoint_layers(model: PreTrainedModel) -> None:

@@ -1,0 +1,113 @@
+"""Ctrl-C and SIGTERM: a step is finished or given up, and a checkpoint is there to go on from."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mopd_trainer.interruption import Interruption, Stopped
+from mopd_trainer.learner import Learner
+from mopd_trainer.main import main
+from mopd_trainer.scoring import Scorer
+from tests.trainer.runs import run_values, write_lines, write_run
+from tests.trainer.whole_runs import assert_same_weights, journal, run_here
+
+STEPS = 4
+
+
+@pytest.fixture
+def values(tmp_path: Path, models: dict[str, Path]) -> dict[str, Any]:
+    """Plain SFT, which needs nobody; a checkpoint at the end only."""
+    lines = [{"prompt": f"{number} + 2 =", "solution": str(number + 2)} for number in range(5)]
+    write_lines(tmp_path / "prompts.jsonl", lines)
+    values = run_values(tmp_path, teachers={}, max_steps=STEPS, logging={"tensorboard": False})
+    values["data"] |= {"source": "answers", "answer_key": "solution"}
+    values["student"] |= {"model": str(models["student"]), "distill_loss_weight": 0.0}
+    return values
+
+
+def while_learning(patched: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    """The signal comes in step 2's update."""
+    honest = Learner.update
+
+    def update(self: Learner, batches: Any, *, tokens: int, step: int) -> Any:
+        if step == 1:
+            os.kill(os.getpid(), number)
+        return honest(self, batches, tokens=tokens, step=step)
+
+    patched.setattr(Learner, "update", update)
+
+
+def while_waiting(patched: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    """The signal comes while step 3 waits for a teacher that never answers."""
+    honest = Scorer.score
+
+    async def score(self: Scorer, rollouts: Any) -> Any:
+        if rollouts[0].policy_version == 2:
+            os.kill(os.getpid(), number)
+            await asyncio.Event().wait()
+        return await honest(self, rollouts)
+
+    patched.setattr(Scorer, "score", score)
+
+
+@pytest.mark.parametrize("when", [while_learning, while_waiting])
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"]
+)
+def test_an_interrupted_run_saves_what_it_learnt_and_goes_on(
+    tmp_path: Path,
+    values: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    when: Callable[[pytest.MonkeyPatch, signal.Signals], None],
+    number: signal.Signals,
+    exit_code: int,
+) -> None:
+    path = write_run(tmp_path, values)
+    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
+    with monkeypatch.context() as patched:
+        when(patched, number)
+        with pytest.raises(SystemExit) as ended:
+            main(["train", str(path)])
+    assert ended.value.code == exit_code
+    told = capsys.readouterr().err
+    folder = tmp_path / "run" / "checkpoints" / "step-00000002"
+    assert told == (
+        f"mopd: {number.name} after step 2; its checkpoint is {folder}; go on with "
+        "resume_from_checkpoint=true\n"
+    )
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [line["step"] for line in journal(tmp_path / "run")] == [1, 2]
+
+    final, _ = run_here(values, resume_from_checkpoint=True)
+    whole, _ = run_here(values, output_dir=str(tmp_path / "whole"))
+    assert [line["step"] for line in journal(tmp_path / "run")] == [1, 2, 3, 4]
+    assert_same_weights(final, whole)
+
+
+@pytest.mark.anyio
+async def test_a_second_signal_is_not_held_back() -> None:
+    with Interruption() as interruption:
+        held = signal.getsignal(signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Stopped):
+            await interruption.unless_asked(asyncio.sleep(1e9))
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL != held
+        with pytest.raises(Stopped):  # nothing is begun any more
+            await interruption.unless_asked(asyncio.sleep(0))
+
+
+@pytest.mark.anyio
+async def test_work_that_fails_fails_as_itself() -> None:
+    async def fail() -> None:
+        raise RuntimeError("broken")
+
+    with Interruption() as interruption:
+        assert await interruption.unless_asked(asyncio.sleep(0, result=7)) == 7
+        with pytest.raises(RuntimeError, match="broken"):
+            await interruption.unless_asked(fail())

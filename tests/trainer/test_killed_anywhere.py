@@ -1,0 +1,111 @@
+"""``kill -9`` at any moment: the run that goes on is the run that nothing happened to."""
+
+import json
+import signal
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.trainer.forked_runs import Ended, Forks, forks
+from tests.trainer.runs import questions, run_values, write_lines, write_run
+from tests.trainer.whole_runs import assert_same_weights, journal
+
+pytestmark = pytest.mark.slow
+
+STEPS, KILLS = 4, 10
+#: Of a line of the journal, what is a function of the run and not of the clock.
+TIMED = ("time/", "seconds")
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    with forks(tmp_path_factory.mktemp("forks") / "log") as found:
+        yield found
+
+
+@pytest.fixture
+def values(tmp_path: Path, models: dict[str, Path], addresses: dict[str, str]) -> dict[str, Any]:
+    """On-policy, two teachers, a checkpoint every second step, of which one is kept."""
+    write_lines(tmp_path / "prompts.jsonl", questions(5))
+    values = run_values(tmp_path, max_steps=STEPS, save_steps=2, keep_checkpoints=1)
+    values["student"]["model"] = str(models["student"])
+    values["teachers"] = {name: {"url": url, "top_k": 8} for name, url in addresses.items()}
+    return values
+
+
+def run(processes: Forks, folder: Path, values: dict[str, Any], **how: Any) -> Ended:
+    """``mopd train`` of the run in ``folder``, which goes on from what is there."""
+    folder.mkdir(exist_ok=True)
+    here = {**values, "output_dir": str(folder / "run"), "resume_from_checkpoint": True}
+    path = write_run(folder, here)
+    return processes.run(["train", str(path)], folder=folder / "run", **how)
+
+
+def lasting(folder: Path) -> list[dict[str, Any]]:
+    """The journal without what the clock says."""
+    return [
+        {key: value for key, value in line.items() if not any(part in key for part in TIMED)}
+        for line in journal(folder)
+    ]
+
+
+def losses_shown(folder: Path) -> list[tuple[int, float]]:
+    """What TensorBoard shows."""
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars("loss")]
+
+
+def assert_same_run(folder: Path, other: Path) -> None:
+    """Nothing is left out, nothing is there twice, and every bit is the same."""
+    assert lasting(folder) == lasting(other)
+    assert [line["step"] for line in journal(folder)] == list(range(1, STEPS + 1))
+    assert (folder / "completions.jsonl").read_bytes() == (other / "completions.jsonl").read_bytes()
+    assert losses_shown(folder) == losses_shown(other)
+    assert_same_weights(folder / "final", other / "final")
+    for ours, theirs in zip(sorted(folder.rglob("*")), sorted(other.rglob("*")), strict=False):
+        if "tensorboard" not in ours.parts:
+            assert ours.relative_to(folder) == theirs.relative_to(other)
+
+
+def test_a_run_killed_anywhere_ends_as_if_it_had_not_been(
+    tmp_path: Path, values: dict[str, Any], processes: Forks
+) -> None:
+    """Killed before it touches its folder, where checkpoints are written, and at any time."""
+    whole = run(processes, tmp_path / "whole", values)
+    assert whole.status == 0, whole.told
+    assert whole.touches is not None
+    assert whole.touches > 50
+    random = np.random.default_rng(20)
+    deaths = [_death(random, whole, kind) for kind in ("touch", "time") * (KILLS // 2)]
+    for attempt in count():
+        folder = tmp_path / f"attempt-{attempt}"
+        while True:  # killed again and again, until it comes to its end
+            ended = run(processes, folder, values, **(deaths.pop() if deaths else {}))
+            if ended.status == 0:
+                break
+            assert ended.status in (-signal.SIGKILL, -signal.SIGALRM), ended.told
+            steps = [json.loads(line)["step"] for line in _whole_lines(folder)]
+            assert steps == list(range(1, len(steps) + 1))
+        assert_same_run(folder / "run", tmp_path / "whole" / "run")
+        if not deaths:
+            break
+
+
+def _death(random: np.random.Generator, whole: Ended, kind: str) -> dict[str, Any]:
+    """Before a touch of the folder, or after a time, which some runs will not need."""
+    if kind == "time":
+        return {"alarm_seconds": random.uniform(0.3, 3.0)}
+    assert whole.touches is not None
+    return {"kill_before": int(random.integers(1, whole.touches))}
+
+
+def _whole_lines(folder: Path) -> list[bytes]:
+    path = folder / "run" / "journal.jsonl"
+    lines = path.read_bytes().splitlines(True) if path.exists() else []
+    return [line for line in lines if line.endswith(b"\n")]

@@ -1,0 +1,89 @@
+"""``Interruption``: Ctrl-C and SIGTERM as a wish to stop where nothing is lost."""
+
+import asyncio
+import signal
+import threading
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(Exception):
+    """A step was abandoned, before it changed anything, because a signal came."""
+
+
+class Interrupted(Exception):
+    """A run was ended by a signal; what it had learnt is in a checkpoint."""
+
+    def __init__(self, message: str, *, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        """130 for SIGINT, 143 for SIGTERM, as shells have it."""
+
+
+class Interruption:
+    """Within its block, the first signal is remembered; a second one acts as it would have.
+
+    Outside the main thread, signals are left as they are.
+    """
+
+    def __init__(self) -> None:
+        self._asked = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._signal = signal.SIGINT
+
+    async def unless_asked(self, work: Coroutine[Any, Any, T]) -> T:
+        """What ``work`` returns, or raises; it is cancelled when a signal comes first.
+
+        Raises:
+            Stopped: when a signal came.
+        """
+        if self._asked.is_set():
+            work.close()
+            raise Stopped
+        task, asked = asyncio.create_task(work), asyncio.create_task(self._asked.wait())
+        try:
+            await asyncio.wait((task, asked), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+        finally:
+            for unfinished in (task, asked):
+                unfinished.cancel()
+            await asyncio.gather(task, asked, return_exceptions=True)
+        raise Stopped
+
+    def told(self, *, step: int, checkpoint: str) -> Interrupted:
+        """What the run ends with after ``step`` steps."""
+        return Interrupted(
+            f"{self._signal.name} after step {step}; {checkpoint}; go on with "
+            "resume_from_checkpoint=true",
+            exit_code=128 + self._signal,
+        )
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for one in _SIGNALS:
+                self._loop.add_signal_handler(one, self._ask, one)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._let_go()
+
+    def _ask(self, one: signal.Signals) -> None:
+        self._signal = one
+        self._asked.set()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for one in _SIGNALS:
+                self._loop.remove_signal_handler(one)
