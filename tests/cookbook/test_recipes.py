@@ -15,6 +15,7 @@ from tests.trainer.whole_runs import journal
 SMALL = (
     "rollout.max_new_tokens=40",
     "rollout.prompts_per_step=4",
+    "rollout.engine=transformers",  # a vLLM for CPUs takes longer to start than all the rest
     "logging.tensorboard=false",
     "student.learning_rate=1e-3",
 )
