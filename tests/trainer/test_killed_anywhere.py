@@ -18,7 +18,7 @@ from tests.trainer.whole_runs import assert_same_weights, journal
 pytestmark = pytest.mark.slow
 
 STEPS, KILLS = 4, 10
-#: What in a line of the journal is of the clock: an answer tells seconds, in digits that vary.
+#: Of a line of the journal, what is of the clock; an answer tells its seconds, so its length is.
 TIMED = ("time/", "seconds", "received_bytes")
 
 

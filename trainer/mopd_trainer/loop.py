@@ -33,6 +33,7 @@ from mopd_trainer.pipeline import Collected, Pipeline, pipeline
 from mopd_trainer.plan import describe_plan
 from mopd_trainer.progress import RunProgress
 from mopd_trainer.prompts import PromptOrder, read_prompts
+from mopd_trainer.ranks import Ranks
 from mopd_trainer.rendering import require_renderable
 from mopd_trainer.run_file import write_resolved
 from mopd_trainer.run_identity import RunIdentity
@@ -44,12 +45,17 @@ logger = logging.getLogger(__name__)
 
 
 async def train(
-    config: RunConfig, console: Console, *, prompts: Sequence[Prompt] | None = None
+    config: RunConfig,
+    console: Console,
+    *,
+    prompts: Sequence[Prompt] | None = None,
+    ranks: Ranks | None = None,
 ) -> Path:
     """Runs a distillation to its end; the folder of the finished student.
 
     Args:
         prompts: those of ``config.data``, where they have been read already.
+        ranks: those that train the student together, of which this is the first.
 
     Raises:
         MopdError: when something that was given cannot work, alone or in an exception group;
@@ -61,7 +67,7 @@ async def train(
     identity = RunIdentity.of(config, prompts)
     checkpoint = starting_checkpoint(config, identity)
     async with teacher_pool(config.judges, config.score_cache) as pool:
-        student = Student.load(config.student)
+        student = Student.load(config.student, ranks)
         require_renderable(prompts, student.identity, source=config.data.prompts)
         cache = ProjectionCache(config.projections)
         expected = checkpoint.manifest_ids if checkpoint else {}
@@ -139,7 +145,9 @@ async def _steps(
                     raise interruption.told(step=step, checkpoint=saved) from None
                 tokens = sum(len(example.rollout.completion) for example in examples)
                 batches = pack(
-                    examples, tokens_per_micro_batch=config.student.tokens_per_micro_batch
+                    examples,
+                    tokens_per_micro_batch=config.student.tokens_per_micro_batch,
+                    ranks=student.ranks.size,
                 )
                 with clock.phase("train"):
                     updated, losses = await asyncio.to_thread(
