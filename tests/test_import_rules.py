@@ -73,27 +73,20 @@ def test_importing_a_module_loads_nothing_heavy(module: str, absent: set[str]) -
     assert loaded.stdout.split() == []
 
 
-def files_that_import(library: str, folder: str) -> set[str]:
-    """Names of the files below a folder that import a library."""
-    return {
+@pytest.mark.parametrize(
+    ("folder", "library", "file"),
+    [
+        ("server", "vllm", "vllm_engine.py"),
+        ("trainer", "vllm", "vllm_generation.py"),
+        ("trainer", "ray", "ray_cluster.py"),
+    ],
+)
+def test_one_file_of_a_package_imports_a_library(folder: str, library: str, file: str) -> None:
+    files = [
         path.name
         for path in (ROOT / folder).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == library)
         or (isinstance(node, ast.Import) and library in (n.name.split(".")[0] for n in node.names))
-    }
-
-
-def test_one_file_of_the_trainer_imports_ray() -> None:
-    assert files_that_import("ray", "trainer") == {"ray_cluster.py"}
-
-
-def test_one_file_of_the_server_imports_vllm() -> None:
-    files = [
-        path.name
-        for path in (ROOT / "server").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm")
-        or (isinstance(node, ast.Import) and "vllm" in (n.name.split(".")[0] for n in node.names))
     ]
-    assert set(files) == {"vllm_engine.py"}
+    assert set(files) == {file}

@@ -152,12 +152,14 @@ def rollout_metrics(examples: Sequence[TrainingExample], *, step: int) -> Metric
     """What the student wrote."""
     rollouts = [example.rollout for example in of_source(examples, "rollout")]
     finished = [rollout.finish_reason == "stop" for rollout in rollouts]
+    ages = [step - rollout.policy_version for rollout in rollouts]
     return {
         "rollout/samples": float(len(rollouts)),
         "rollout/tokens": float(sum(len(rollout.completion) for rollout in rollouts)),
         "rollout/completion_tokens_mean": mean([len(r.completion) for r in rollouts]),
         "rollout/finished_share": mean(finished),
-        "rollout/staleness_mean": mean([step - r.policy_version for r in rollouts]),
+        "staleness/mean": mean(ages),
+        "staleness/max": float(max(ages, default=float("nan"))),
     }
 
 

@@ -32,6 +32,7 @@ _BACKENDS = {
     "npu": "cpu:gloo,npu:hccl",
     "xpu": "cpu:gloo,xpu:xccl",
 }
+_OF_THIS_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: The leader may wait for its teachers for as long as that.
 _BETWEEN_WORDS = timedelta(days=7)
 _FAILURE, _FAILURES = "mopd/failure", "mopd/failures"
@@ -236,6 +237,8 @@ def joined_ranks(device: str) -> Generator[Ranks]:
         _BACKENDS.get(own.type, "gloo"), store=store, rank=rank, world_size=size
     )
     ranks = Ranks(rank, size, own, store)
+    for variable in _OF_THIS_RANK:  # what this process starts is no rank
+        os.environ.pop(variable, None)
     try:
         yield ranks
         ranks.lead(_END)

@@ -3,6 +3,7 @@
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -223,12 +224,21 @@ class Student:
         if self._whole is not None:
             self._whole.outdate()
 
+    def copy(self) -> "Student":
+        """A student that writes the same, with weights of its own on the same device."""
+        model: Any = deepcopy(self.whole_model())
+        return Student(model, self.tokenizer, self.device, compute_dtype=self._compute_dtype)
+
     def save(self, folder: Path) -> None:
         """Writes an ordinary Hugging Face folder: weights, configuration, tokenizer."""
-        self.whole_model().save_pretrained(folder)
+        self.save_weights(folder)
         # As it was published: transformers reads some settings that it would refuse to save.
         self._published_generation.to_json_file(folder / "generation_config.json")
         self.tokenizer.save_pretrained(folder)
+
+    def save_weights(self, folder: Path) -> None:
+        """Writes the weights and what is needed to read them, in the precision they are kept in."""
+        self.whole_model().save_pretrained(folder)
 
     def load_weights(self, folder: Path) -> None:
         """Takes over the weights that ``save`` wrote, on all ranks; where there is one, never are
