@@ -39,12 +39,16 @@ _FAILURE, _FAILURES = "mopd/failure", "mopd/failures"
 _END = "end"
 
 
-def _read_only(values: dict[Any, Any]) -> Mapping[Any, Any]:
+def _read_only(values: dict[Any, Any]) -> MappingProxyType[Any, Any]:
     return MappingProxyType(values)
 
 
+def _pickled(mapping: MappingProxyType[Any, Any]) -> tuple[Any, tuple[dict[Any, Any]]]:
+    return _read_only, (dict(mapping),)
+
+
 # Samples hold read-only mappings, which pickle knows nothing of.
-copyreg.pickle(MappingProxyType, lambda mapping: (_read_only, (dict(mapping),)))
+copyreg.pickle(MappingProxyType, _pickled)
 
 
 class RankError(MopdError):
