@@ -4,10 +4,10 @@
 
 Every way is started as a user would (``torchrun``), one after the other in each round, with as many
 threads a rank as ``--threads`` says; a way's first step warms up and is not counted. The examples
-are reference answers (cross entropy), so no teacher is waited for: this is the optimizer step alone,
-from the examples to the new weights, and the gathering of the weights on the first rank, which
-writes completions with them. Two ranks on one machine share its memory and, where it has no second
-core for them, its cores: the count is in the report, and a figure without it says nothing.
+are reference answers (cross entropy), so no teacher is waited for: this is the optimizer step
+alone, from the examples to the new weights, and the gathering of the weights on the first rank,
+which writes completions with them. Two ranks on one machine share its memory and, where it has no
+second core for them, its cores: the count is in the report, and a figure without it says nothing.
 """
 
 import argparse
