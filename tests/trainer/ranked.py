@@ -15,7 +15,7 @@ from mopd_trainer.following import follow
 from mopd_trainer.ranks import Ranks, joined_ranks
 
 #: No test waits longer for a rank; it is killed then.
-_SECONDS = 120.0
+_SECONDS = 250.0
 
 
 def free_port() -> int:

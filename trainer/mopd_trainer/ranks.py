@@ -32,18 +32,23 @@ _BACKENDS = {
     "npu": "cpu:gloo,npu:hccl",
     "xpu": "cpu:gloo,xpu:xccl",
 }
+_OF_THIS_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: The leader may wait for its teachers for as long as that.
 _BETWEEN_WORDS = timedelta(days=7)
 _FAILURE, _FAILURES = "mopd/failure", "mopd/failures"
 _END = "end"
 
 
-def _read_only(values: dict[Any, Any]) -> Mapping[Any, Any]:
+def _read_only(values: dict[Any, Any]) -> MappingProxyType[Any, Any]:
     return MappingProxyType(values)
 
 
+def _pickled(mapping: MappingProxyType[Any, Any]) -> tuple[Any, tuple[dict[Any, Any]]]:
+    return _read_only, (dict(mapping),)
+
+
 # Samples hold read-only mappings, which pickle knows nothing of.
-copyreg.pickle(MappingProxyType, lambda mapping: (_read_only, (dict(mapping),)))
+copyreg.pickle(MappingProxyType, _pickled)
 
 
 class RankError(MopdError):
@@ -236,6 +241,8 @@ def joined_ranks(device: str) -> Generator[Ranks]:
         _BACKENDS.get(own.type, "gloo"), store=store, rank=rank, world_size=size
     )
     ranks = Ranks(rank, size, own, store)
+    for variable in _OF_THIS_RANK:  # what this process starts is no rank
+        os.environ.pop(variable, None)
     try:
         yield ranks
         ranks.lead(_END)

@@ -34,7 +34,7 @@ def shard(model: PreTrainedModel, device: torch.device, ranks: int) -> None:
     mesh = init_device_mesh(device.type, (ranks,))
     decoder: Any = model.base_model
     head: Any = model.get_output_embeddings()
-    layers = set(getattr(model, "_no_split_modules", None) or ())
+    layers: set[str] = set(getattr(model, "_no_split_modules", None) or ())
     units = [module for module in decoder.modules() if type(module).__name__ in layers]
     embedding: Any = model.get_input_embeddings()
     tied = head.weight is embedding.weight
@@ -71,7 +71,10 @@ def unsharded(parameter: Tensor) -> Tensor:
 @torch.no_grad()
 def whole(value: Any) -> Any:
     """A tensor without shards, detached; anything else as it is."""
-    return value.detach().full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    sharded: Any = value.detach()
+    return sharded.full_tensor()
 
 
 @torch.no_grad()

@@ -22,7 +22,8 @@ class WholeCopy:
     def __init__(self, model: PreTrainedModel, ranks: Ranks, device: torch.device) -> None:
         """Must be made before the model is sharded; nothing is copied where a rank follows."""
         self._ranks = ranks
-        self._copy: Any = copy.deepcopy(model).to(device) if ranks.leads else None
+        copied: Any = copy.deepcopy(model) if ranks.leads else None
+        self._copy: Any = copied.to(device) if ranks.leads else None
         self._current = True
 
     def outdate(self) -> None:

@@ -1,0 +1,230 @@
+"""Tokens trained a second by one student rank and by two, each sharding.
+
+    python -m bench.scaling --json scaling.json
+
+Every way is started as a user would (``torchrun``), one after the other in each round, with as many
+threads a rank as ``--threads`` says; a way's first step warms up and is not counted. The examples
+are reference answers (cross entropy), so no teacher is waited for: this is the optimizer step
+alone, from the examples to the new weights, and the gathering of the weights on the first rank,
+which writes completions with them. Two ranks on one machine share its memory and, where it has no
+second core for them, its cores: the count is in the report, and a figure without it says nothing.
+"""
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from bench.small_teacher import make_small_teacher, token_sequences
+from mopd_protocol.samples import Message, Prompt, Rollout
+from mopd_trainer.config import StudentConfig
+from mopd_trainer.examples import TrainingExample
+from mopd_trainer.following import follow
+from mopd_trainer.learner import Learner
+from mopd_trainer.packing import pack
+from mopd_trainer.ranks import Ranks, joined_ranks
+from mopd_trainer.student import Student
+
+#: Ranks, and what becomes of the weights.
+WAYS = ((1, "none"), (2, "ddp"), (2, "fsdp"))
+QUESTION = Prompt(0, (Message(role="user", content="go on"),), {})
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One way, over all rounds."""
+
+    ranks: int
+    sharding: str
+    step_seconds: list[float]
+    gather_seconds: list[float]
+    """Of the weights, to the first rank; next to nothing where it has all of them."""
+    tokens_per_second: float  # in the median step
+    speedup: float  # of the median step, over one rank
+
+
+def main() -> None:
+    """Measures, prints, writes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or npu (default: cpu)")
+    parser.add_argument("--threads", type=int, default=1, help="a rank (default: 1)")
+    parser.add_argument("--hidden", type=int, default=256, help="of the student (default: 256)")
+    parser.add_argument("--layers", type=int, default=4, help="of the student (default: 4)")
+    parser.add_argument("--sequences", type=int, default=16, help="a step (default: 16)")
+    parser.add_argument("--tokens", type=int, default=256, help="a sequence (default: 256)")
+    parser.add_argument("--steps", type=int, default=4, help="a round, and one more (default: 4)")
+    parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # on a rank: the student's
+    parser.add_argument("--sharding", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.folder is not None:
+        work_on_a_rank(options)
+        return
+    with TemporaryDirectory(prefix="mopd-bench-") as temporary:
+        folder = Path(temporary)
+        parameters = make_student(folder, hidden=options.hidden, layers=options.layers)
+        seconds = {way: (list[float](), list[float]()) for way in WAYS}
+        for _ in range(options.rounds):
+            for ranks, sharding in WAYS:
+                steps, gathers = run(folder, ranks, sharding, sys.argv[1:])
+                seconds[ranks, sharding][0].extend(steps)
+                seconds[ranks, sharding][1].extend(gathers)
+    tokens = options.sequences * options.tokens
+    alone = statistics.median(seconds[WAYS[0]][0])
+    found = [
+        Measurement(ranks, sharding, steps, gathers, tokens / median, alone / median)
+        for (ranks, sharding), (steps, gathers) in seconds.items()
+        for median in [statistics.median(steps)]
+    ]
+    show(found)
+    if options.json:
+        report = {
+            "device": options.device,
+            "cores": len(os.sched_getaffinity(0)),
+            "threads_per_rank": options.threads,
+            "parameters": parameters,
+            "tokens_per_step": tokens,
+            "machine": platform.platform(),
+            "torch": torch.__version__,
+            "measurements": [asdict(measurement) for measurement in found],
+        }
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def make_student(folder: Path, *, hidden: int, layers: int) -> int:
+    """Saves a Qwen3 of random weights with a chat template; its parameters."""
+    make_small_teacher(folder, vocabulary=4096)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=hidden,
+            intermediate_size=3 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden // 32,
+            num_key_value_heads=hidden // 64,
+            head_dim=32,
+            eos_token_id=tokenizer.eos_token_id,
+            tie_word_embeddings=True,
+        )
+    )
+    model.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def run(
+    folder: Path, ranks: int, sharding: str, arguments: Sequence[str]
+) -> tuple[list[float], list[float]]:
+    """Seconds of each step, and of each gathering, on fresh processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launch = ["torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
+    own = ["-m", "bench.scaling", *arguments, f"--folder={folder}", f"--sharding={sharding}"]
+    subprocess.run([sys.executable, "-m", *launch, *own], check=True)
+    told = json.loads((folder / "seconds.json").read_text())
+    return told["steps"], told["gathers"]
+
+
+def work_on_a_rank(options: argparse.Namespace) -> None:
+    """Trains; the first rank writes down the seconds."""
+    torch.set_num_threads(options.threads)
+    config = StudentConfig(
+        model=str(options.folder),
+        device=options.device,
+        sharding=options.sharding,
+        distill_loss_weight=0.0,
+        tokens_per_micro_batch=4 * options.tokens,
+    )
+    with joined_ranks(config.device) as ranks:
+        if ranks.rank:
+            follow(config, ranks)
+        else:
+            told = measure(config, ranks, options)
+            (options.folder / "seconds.json").write_text(json.dumps(told))
+
+
+def measure(
+    config: StudentConfig, ranks: Ranks, options: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Seconds of the steps after the first, and of gathering the weights after each."""
+    student = Student.load(config, ranks)
+    learner = Learner(
+        student, config, losses={}, teacher_weights={}, max_steps=options.steps + 1, seed=0
+    )
+    examples = answers(student, options)
+    told: dict[str, list[float]] = {"steps": [], "gathers": []}
+    for step in range(options.steps + 1):
+        began = time.perf_counter()
+        batches = pack(
+            examples, tokens_per_micro_batch=config.tokens_per_micro_batch, ranks=ranks.size
+        )
+        learner.update(batches, tokens=options.sequences * options.tokens, step=step)
+        trained = time.perf_counter()
+        student.whole_model()
+        if step:
+            told["steps"].append(trained - began)
+            told["gathers"].append(time.perf_counter() - trained)
+    return told
+
+
+def answers(student: Student, options: argparse.Namespace) -> list[TrainingExample]:
+    """Reference answers without an end, of one length."""
+    prompt_ids = np.array(student.prompt_token_ids(QUESTION.messages), dtype=np.int32)
+    return [
+        TrainingExample(
+            Rollout(
+                prompt=QUESTION,
+                prompt_token_ids=prompt_ids,
+                completion=student.table.sequence(ids),
+                sampled_logprobs=None,
+                finish_reason="length",
+                policy_version=0,
+            ),
+            (),
+        )
+        for ids in token_sequences(options.folder, count=options.sequences, tokens=options.tokens)
+    ]
+
+
+def show(found: Sequence[Measurement]) -> None:
+    """As a table."""
+    table = Table("ranks", "sharding", "s a step", "tokens/s", "over one rank", "s to gather")
+    for each in found:
+        table.add_row(
+            str(each.ranks),
+            each.sharding,
+            f"{statistics.median(each.step_seconds):.3f}",
+            f"{each.tokens_per_second:,.0f}",
+            f"{each.speedup:.2f}",
+            f"{statistics.median(each.gather_seconds):.3f}",
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
