@@ -21,7 +21,7 @@ _TRAINER = (
     "from importlib.util import find_spec; assert not find_spec('fastapi')"
 )
 
-pytestmark = [pytest.mark.packaging, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.packaging, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="session")
