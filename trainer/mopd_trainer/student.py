@@ -230,11 +230,6 @@ class Student:
         if self._whole is not None:
             self._whole.outdate()
 
-    def copy(self) -> "Student":
-        """A student that writes the same, with weights of its own on the same device."""
-        model: Any = deepcopy(self.whole_model())
-        return Student(model, self.tokenizer, self.device, compute_dtype=self._compute_dtype)
-
     def save(self, folder: Path) -> None:
         """Writes an ordinary Hugging Face folder: weights, configuration, tokenizer."""
         self.save_weights(folder)
