@@ -134,6 +134,9 @@ class LoggingConfig(_Settings):
     """What is written besides the journal (``journal.jsonl``, always)."""
 
     tensorboard: bool = True
+    record: bool = False
+    """Keeps every step's completions and scores in ``recordings``, for another run to ``replay``:
+    about 24 + 8 ``top_k`` bytes a token and teacher."""
     completions: int = Field(default=2, ge=0)
     """Completions of each source that go to ``completions.jsonl`` in a logged step, to be read by
     people."""
@@ -173,6 +176,9 @@ class RunConfig(_Settings):
     """Folder of built projections, to share between runs. Not set: inside ``output_dir``."""
     score_cache: ScoreCacheConfig | None = None
     """A folder of teachers' scores, or ``{path, max_gigabytes}``. Not set: none are kept."""
+    replay: Path | None = None
+    """The ``output_dir`` of a run with ``logging.record``: what it recorded is learnt from, with
+    any loss, in place of new completions and scores. Nobody is asked."""
     data: DataConfig
     student: StudentConfig
     rollout: RolloutConfig
@@ -245,6 +251,15 @@ class RunConfig(_Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _a_replay_is_not_recorded(self) -> "RunConfig":
+        if self.replay is not None and self.logging.record:
+            raise ValueError(
+                "logging.record is set, but a replay has nothing new to record; leave out one of "
+                "replay and logging.record"
+            )
+        return self
+
     @property
     def judges_answers(self) -> bool:
         """Whether teachers read reference answers."""
@@ -259,6 +274,11 @@ class RunConfig(_Settings):
     def judges(self) -> dict[str, TeacherConfig]:
         """The teachers that are asked: all, or none where nothing is judged."""
         return self.teachers if self.asks_teachers else {}
+
+    @property
+    def asked(self) -> dict[str, TeacherConfig]:
+        """The teachers that are contacted: those who judge, unless what they said is replayed."""
+        return self.judges if self.replay is None else {}
 
     @property
     def projections(self) -> Path:
