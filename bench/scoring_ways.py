@@ -17,14 +17,16 @@ from typing import Protocol
 import httpx
 
 from mopd_client.teacher_client import TeacherClient
-from mopd_protocol.codec import BINARY_MEDIA_TYPE, decode_binary, decode_json
-from mopd_protocol.requests import LogprobsDtype
+from mopd_protocol.codec import decode_json
+from mopd_protocol.requests import LogprobsDtype, SequenceRequest
 
 #: What every engine here is started with.
 MAX_MODEL_LEN = 1024
 MAX_BATCHED_TOKENS = 8192
 MAX_TOP_K = 128
 START_SECONDS = 240.0
+#: More than any bench asks for: the bench itself says how many requests are in flight.
+MAX_CONCURRENCY = 64
 
 
 class Way(Protocol):
@@ -82,30 +84,42 @@ class InProcess:
 
 
 class Service:
-    """(d), (e) our service, asked in binary or in JSON, the answer decoded."""
+    """(d), (g) our service through our client: binary, decoded and checked."""
 
-    def __init__(
-        self, url: str, http: httpx.AsyncClient, *, binary: bool, dtype: LogprobsDtype = "float32"
-    ) -> None:
-        self._url, self._http, self._binary, self._dtype = url, http, binary, dtype
+    def __init__(self, client: TeacherClient, *, dtype: LogprobsDtype = "float32") -> None:
+        self._client = client
+        self._dtype: LogprobsDtype = dtype
+
+    async def score(self, ids: Sequence[int], k: int) -> int:
+        """One scoring request of one sequence; bytes that came in meanwhile."""
+        sequence = SequenceRequest(
+            prompt_token_ids=list(ids[:1]), completion_token_ids=list(ids[1:])
+        )
+        (score,) = await self._client.score([sequence], top_k=k, logprobs_dtype=self._dtype)
+        _require_rows(len(score.completion), ids)
+        return self._client.counters.take().received_bytes
+
+
+class ServiceAsJson:
+    """(e) our service, asked and answered in JSON."""
+
+    def __init__(self, url: str, http: httpx.AsyncClient) -> None:
+        self._url, self._http = url, http
 
     async def score(self, ids: Sequence[int], k: int) -> int:
         """One scoring request of one sequence."""
         sequence = {"prompt_token_ids": list(ids[:1]), "completion_token_ids": list(ids[1:])}
-        request = {"sequences": [sequence], "top_k": k, "logprobs_dtype": self._dtype}
-        accept = BINARY_MEDIA_TYPE if self._binary else "application/json"
-        answer = await self._http.post(
-            f"{self._url}/v1/logprobs", json=request, headers={"accept": accept}
-        )
+        request = {"sequences": [sequence], "top_k": k}
+        answer = await self._http.post(f"{self._url}/v1/logprobs", json=request)
         answer.raise_for_status()
-        if self._binary:
-            response = decode_binary(answer.content)
-        else:
-            response = decode_json(json.loads(answer.content))
-        rows = len(response.scores[0].completion)
-        if rows != len(ids) - 1:
-            raise RuntimeError(f"{rows} rows for {len(ids) - 1} tokens")
+        response = decode_json(json.loads(answer.content))
+        _require_rows(len(response.scores[0].completion), ids)
         return len(answer.content)
+
+
+def _require_rows(rows: int, ids: Sequence[int]) -> None:
+    if rows != len(ids) - 1:
+        raise RuntimeError(f"{rows} rows for {len(ids) - 1} tokens")
 
 
 @asynccontextmanager
@@ -130,18 +144,24 @@ async def all_ways(folder: Path, logs: Path) -> AsyncIterator[dict[str, Way]]:
         plain_url = await _announced(plain, logs / "service-transformers.log")
         stock_url = f"http://127.0.0.1:{stock_port}"
         await _until_answered(http, f"{stock_url}/health", stock)
-        for url in (ours_url, plain_url):
-            async with TeacherClient("teacher", [url]) as client:
-                await client.wait_until_ready(START_SECONDS)
+        clients = [
+            await stack.enter_async_context(
+                TeacherClient("teacher", [url], max_concurrency=MAX_CONCURRENCY)
+            )
+            for url in (ours_url, plain_url)
+        ]
+        for client in clients:
+            await client.wait_until_ready(START_SECONDS)
+        ours_client, plain_client = clients
         yield {
             "a stock server, JSON": StockServer(stock_url, http),
             "b AsyncLLM, dictionaries": InProcess(engine, flat=False),
             "c AsyncLLM, flat lists": InProcess(engine, flat=True),
-            "d our service, float32": Service(ours_url, http, binary=True),
-            "d our service, float16": Service(ours_url, http, binary=True, dtype="float16"),
-            "e our service, JSON": Service(ours_url, http, binary=False),
+            "d our service, float32": Service(ours_client),
+            "d our service, float16": Service(ours_client, dtype="float16"),
+            "e our service, JSON": ServiceAsJson(ours_url, http),
             "f AsyncLLM, no logprobs": InProcess(engine, flat=None),
-            "g transformers engine, float32": Service(plain_url, http, binary=True),
+            "g transformers engine, float32": Service(plain_client),
         }
 
 

@@ -11,6 +11,7 @@ sequence is sent: a rate needs no more.
 
 import argparse
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -78,6 +79,7 @@ def main() -> None:
         make_small_teacher(folder, vocabulary=options.vocabulary)
         sequences = token_sequences(folder, count=options.sequences, tokens=options.tokens + 1)
         found = asyncio.run(_measure_all(folder, sequences, cells, options.rounds, console))
+    gc.collect()  # vLLM's engine cleans up after itself, which fails once Python itself is ending
     _print(found, console)
     if options.json:
         report = {

@@ -73,12 +73,15 @@ def test_importing_a_module_loads_nothing_heavy(module: str, absent: set[str]) -
     assert loaded.stdout.split() == []
 
 
-def test_one_file_of_the_server_imports_vllm() -> None:
+@pytest.mark.parametrize(
+    ("folder", "file"), [("server", "vllm_engine.py"), ("trainer", "vllm_generation.py")]
+)
+def test_one_file_of_a_package_imports_vllm(folder: str, file: str) -> None:
     files = [
         path.name
-        for path in (ROOT / "server").rglob("*.py")
+        for path in (ROOT / folder).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm")
         or (isinstance(node, ast.Import) and "vllm" in (n.name.split(".")[0] for n in node.names))
     ]
-    assert set(files) == {"vllm_engine.py"}
+    assert set(files) == {file}

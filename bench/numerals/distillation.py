@@ -30,12 +30,12 @@ from mopd_protocol.samples import Prompt, Rollout
 from mopd_server.app import create_app
 from mopd_server.loading import load_service
 from mopd_server.settings import TeacherSettings
+from mopd_trainer.collection import collect
 from mopd_trainer.config import RolloutConfig, StudentConfig, TeacherConfig
 from mopd_trainer.demo.accuracy import exact_match
 from mopd_trainer.demo.examples import Encoder
 from mopd_trainer.demo.tasks import Exercise
 from mopd_trainer.learner import Learner
-from mopd_trainer.loop import collect
 from mopd_trainer.measurements import Metrics
 from mopd_trainer.packing import pack
 from mopd_trainer.prompts import PromptOrder

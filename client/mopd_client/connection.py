@@ -13,6 +13,7 @@ from mopd_client.circuit_breaker import CircuitBreaker
 from mopd_client.clock import Clock
 from mopd_client.counters import Counters
 from mopd_client.hedging import Hedging
+from mopd_client.http_pools import HttpPools
 from mopd_client.problem import problem_of
 from mopd_client.replica import Replica, replicas_at
 from mopd_client.retry import send_with_retries
@@ -61,12 +62,10 @@ class Connection:
         self._attempts = Attempts(
             teacher, timeout_seconds, clock, counters=self.counters, hedging=hedging
         )
-        self._http = httpx.AsyncClient(
+        self._http = HttpPools(
+            max_concurrency,
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
             transport=transport,
-            # Each attempt is limited as a whole; concurrency is limited here, not by a pool.
-            timeout=None,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=max_concurrency),
         )
 
     async def ask_replica(
@@ -86,7 +85,7 @@ class Connection:
         """
         return await send_with_retries(
             [Replica(replica.url, breaker=CircuitBreaker(failures_to_open=sys.maxsize))],
-            lambda replica: self._http.request(
+            lambda replica: self._http.next().request(
                 "GET" if body is None else "POST", replica.url + path, json=body
             ),
             attempts=Attempts(self.teacher, self._timeout_seconds, self._clock, Counters()),
@@ -101,7 +100,7 @@ class Connection:
         """
         response = await send_with_retries(
             self.replicas,
-            lambda replica: self._http.get(replica.url + path),
+            lambda replica: self._http.next().get(replica.url + path),
             attempts=Attempts(self.teacher, self._timeout_seconds, self._clock, Counters()),
             deadline_seconds=self.deadline_seconds,
         )
@@ -121,11 +120,14 @@ class Connection:
             self.counters.requests += 1
             response = await send_with_retries(
                 self.replicas,
-                lambda replica: self._http.post(replica.url + path, content=body, headers=sent),
+                lambda replica: self._http.next().post(
+                    replica.url + path, content=body, headers=sent
+                ),
                 attempts=self._attempts,
                 deadline_seconds=self.deadline_seconds,
             )
             answered = self.answered(response)
+            self.counters.received_bytes += len(answered.content)
             self.counters.seconds.append(self._clock.now() - started)
             return answered
 

@@ -14,6 +14,11 @@ from mopd_protocol.errors import ConfigError
 from mopd_server.connection import BoundedConnection
 from mopd_server.settings import ListenSettings
 
+#: A connection without a request is closed after this. Longer than clients (httpx: 5 s) and proxies
+#: (60 s) keep one, so that the end that asks is the end that closes, and no request meets a
+#: connection on its way out.
+IDLE_SECONDS = 75
+
 #: For the last bytes of the last answers.
 _FLUSH_SECONDS = 5
 #: A request's head; what it asks for stands in its body.
@@ -39,6 +44,7 @@ class HttpServer:
             proxy_headers=False,
             ssl_certfile=listen.tls_certificate,
             ssl_keyfile=listen.tls_key,
+            timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=_FLUSH_SECONDS,
             h11_max_incomplete_event_size=_LARGEST_HEAD_BYTES,
         )

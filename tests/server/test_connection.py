@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import httpx
 import pytest
 from fastapi import FastAPI, Request, Response
 
@@ -122,3 +123,10 @@ def test_an_answer_that_is_taken_slowly_arrives_whole() -> None:
     with served() as (_, client):
         client.sendall(b"GET /large HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n")
         assert len(all_that_comes(client)) > LARGE
+
+
+def test_an_idle_connection_is_closed_by_the_client_and_not_under_its_next_request() -> None:
+    kept = httpx.Limits().keepalive_expiry
+    assert kept is not None
+    with served() as (server, _):
+        assert server._server.config.timeout_keep_alive > 2 * kept

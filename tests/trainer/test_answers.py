@@ -94,11 +94,14 @@ def test_an_answer_that_the_student_has_no_room_for_is_dropped_and_counted() -> 
         assert reader.take_dropped()["answer_too_long"] == dropped
 
 
-def test_answers_come_in_batches_in_order_and_once_each() -> None:
+@pytest.mark.anyio
+async def test_answers_come_in_batches_in_order_and_once_each() -> None:
     reader = reader_of(generation_batch_size=2, samples_per_prompt=5)
-    batches = reader.batches([prompt_of(str(index), index) for index in range(5)], step=1)
-    found = [[rollout.completion.text for rollout in complete()] for complete in batches]
+    prompts = [prompt_of(str(index), index) for index in range(5)]
+    batches = [batch async for batch in reader.complete(prompts, step=1)]
+    found = [[rollout.completion.text for rollout in batch.rollouts] for batch in batches]
     assert found == [[b"0", b"1"], [b"2", b"3"], [b"4"]]
+    assert [batch.place for batch in batches] == [0, 2, 4]
 
 
 def test_a_prompt_without_an_answer_is_no_answer() -> None:

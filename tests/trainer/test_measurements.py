@@ -107,4 +107,4 @@ def test_rollouts_are_told_by_length_end_and_age() -> None:
     assert found["rollout/samples"] == 3
     assert found["rollout/completion_tokens_mean"] == pytest.approx(tokens(0, 1, 2) / 3)
     assert found["rollout/finished_share"] == pytest.approx(1 / 3)
-    assert found["rollout/staleness_mean"] == 3
+    assert found["staleness/mean"] == found["staleness/max"] == 3

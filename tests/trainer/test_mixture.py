@@ -1,18 +1,25 @@
 """A mixture of sources: how many prompts each gets, which ones, and that this is never random."""
 
+import asyncio
 from collections import Counter
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import AsyncGenerator, Sequence
+from functools import cache
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mopd_protocol.samples import Prompt, Rollout
-from mopd_trainer.completion_source import CompletionBatch, Mixture
+from mopd_trainer.completion_source import Completed, Mixture
 from tests.trainer.students import QUESTION, ids_of, rollout
 
 PROMPTS = [Prompt(index=index, messages=QUESTION, teachers={"math": 1.0}) for index in range(12)]
+
+
+@cache
+def written(text: str) -> Rollout:
+    """A completion that says this."""
+    return rollout("digit", ids_of("digit", text))
 
 
 class Told:
@@ -21,18 +28,21 @@ class Told:
     def __init__(self, reason: str) -> None:
         self._reason = reason
         self.asked: dict[int, list[int]] = {}
+        self.version = 0
 
-    def batches(self, prompts: Sequence[Prompt], *, step: int) -> list[CompletionBatch]:
+    async def complete(self, prompts: Sequence[Prompt], *, step: int) -> AsyncGenerator[Completed]:
         """A batch a prompt."""
         self.asked[step] = [prompt.index for prompt in prompts]
-        return [partial(self._complete, prompt) for prompt in prompts]
+        for place in range(len(prompts)):
+            yield Completed(place, [written(self._reason)])
+
+    async def push(self, version: int) -> None:
+        """Remembers it."""
+        self.version = version
 
     def take_dropped(self) -> Counter[str]:
         """One sample, always."""
         return Counter([self._reason])
-
-    def _complete(self, prompt: Prompt) -> list[Rollout]:
-        return [rollout("digit", ids_of("digit", self._reason), index=prompt.index)]
 
 
 def asked(
@@ -41,8 +51,13 @@ def asked(
     """Step -> prompts that the student answers, and those that the data does."""
     rollouts, answers = Told("own"), Told("given")
     mixture = Mixture(rollouts, answers, rollout_share=share, seed=seed)
-    for step in steps:
-        mixture.batches(PROMPTS[:count], step=step)
+
+    async def complete() -> None:
+        for step in steps:
+            async for _ in mixture.complete(PROMPTS[:count], step=step):
+                pass
+
+    asyncio.run(complete())
     return rollouts.asked, answers.asked
 
 
@@ -71,10 +86,13 @@ def test_no_place_in_a_step_belongs_to_one_source() -> None:
     assert max(often.values()) < 40
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("share", [0.25, 0.75])
-def test_answers_come_before_what_has_to_be_written(share: float) -> None:
+async def test_answers_come_before_what_has_to_be_written(share: float) -> None:
     mixture = Mixture(Told("own"), Told("given"), rollout_share=share, seed=0)
-    told = [complete()[0].completion.text.decode() for complete in mixture.batches(PROMPTS, step=0)]
+    found = [each async for each in mixture.complete(PROMPTS, step=0)]
+    told = [each.rollouts[0].completion.text.decode() for each in found]
     assert told == sorted(told)
+    assert [each.place for each in found] == list(range(12))
     assert Counter(told) == {"given": 12 - 12 * share, "own": 12 * share}
     assert mixture.take_dropped() == {"own": 1, "given": 1}

@@ -49,6 +49,19 @@ def refusal(path: Path, *overrides: str) -> str:
             lambda v: v["data"].update(source="answers", on_policy_fraction=1.0),
             "data.on_policy_fraction is 1, which leaves nothing to data.source 'answers'",
         ),
+        (
+            lambda v: v["rollout"].update(on_stale="drop"),
+            "rollout.on_stale is 'drop', but with rollout.max_staleness 0 everything that is "
+            "written ahead would be dropped",
+        ),
+        (
+            lambda v: (
+                v["rollout"].update(engine="vllm", top_p=0.9),
+                v["teachers"]["code"].update(support="student_topk"),
+            ),
+            "a teacher has support 'student_topk', but rollout.top_p is 0.9 and vLLM tells no ids "
+            "outside of that; set top_p to 1",
+        ),
         *(
             (
                 lambda v, data=data, loss=loss: (

@@ -6,9 +6,9 @@ from mopd_losses.build import Vocabularies, build_loss, projection_for
 from mopd_losses.config import CtkdConfig, TopKKlConfig
 from mopd_losses.projection_cache import ProjectionCache
 from mopd_protocol.samples import Prompt
+from mopd_trainer.collection import collect
 from mopd_trainer.config import RolloutConfig, StudentConfig
 from mopd_trainer.learner import Learner
-from mopd_trainer.loop import collect
 from mopd_trainer.packing import pack
 from mopd_trainer.rollouts import Sampler
 from tests.server.tiny_teachers import teacher_of

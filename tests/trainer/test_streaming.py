@@ -1,15 +1,16 @@
 """Teachers read the first completions while the student still writes the last."""
 
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
 
 from mopd_protocol.errors import DataError
 from mopd_protocol.samples import Prompt, Rollout
+from mopd_trainer.collection import collect
+from mopd_trainer.completion_source import Completed
 from mopd_trainer.config import RolloutConfig
-from mopd_trainer.loop import collect
 from mopd_trainer.rollouts import Sampler
 from mopd_trainer.scoring import Scorer
 from mopd_trainer.student import Student
@@ -68,7 +69,7 @@ async def test_scoring_begins_before_the_last_batch_is_written() -> None:
 
 async def test_a_prompt_is_sampled_as_often_as_asked_and_differently_each_time() -> None:
     student = student_of()
-    sampler = Sampler(student, settings(samples_per_prompt=3), seed=0)
+    sampler = Sampler(student, settings(samples_per_prompt=3), seed=0, version=5)
     async with scorer_for(student, a_teacher()) as scorer:
         examples, _ = await collect(PROMPTS[:2], sampler, scorer, 5)
     assert [example.rollout.prompt.index for example in examples] == [0, 0, 0, 1, 1, 1]
@@ -94,3 +95,42 @@ async def test_a_prompt_that_leaves_no_room_for_an_answer_is_dropped_and_counted
         assert "dropped/prompt_too_long" not in after
         with pytest.raises(DataError, match=r"every sample of step 3 was dropped.*prompt_too_long"):
             await collect([long], sampler, scorer, 2)
+
+
+async def test_after_rollout_no_teacher_is_asked_before_all_is_written() -> None:
+    asked = threading.Event()
+    transport = a_teacher()
+    transport.on_scoring = asked.set
+    seen: list[bool] = []
+
+    class Watches(Sampler):
+        def sample(self, prompts: Sequence[Prompt], *, step: int, batch: int) -> list[Rollout]:
+            seen.append(asked.is_set())
+            return super().sample(prompts, step=step, batch=batch)
+
+    student = student_of()
+    async with scorer_for(student, transport) as scorer:
+        sampler = Watches(student, settings(), seed=0)
+        later, _ = await collect(PROMPTS, sampler, scorer, 0, scoring="after_rollout")
+        assert seen == [False] * 3
+        assert asked.is_set()
+        at_once, _ = await collect(PROMPTS, Sampler(student, settings(), seed=0), scorer, 0)
+    for one, other in zip(later, at_once, strict=True):
+        assert one.rollout.completion.token_ids.tolist() == (
+            other.rollout.completion.token_ids.tolist()
+        )
+
+
+async def test_examples_are_in_the_order_of_the_prompts_whatever_is_finished_first() -> None:
+    class Backwards(Sampler):
+        async def complete(
+            self, prompts: Sequence[Prompt], *, step: int
+        ) -> AsyncGenerator[Completed]:
+            found = [each async for each in super().complete(prompts, step=step)]
+            for each in reversed(found):
+                yield each
+
+    student = student_of()
+    async with scorer_for(student, a_teacher()) as scorer:
+        examples, _ = await collect(PROMPTS, Backwards(student, settings(), seed=0), scorer, 0)
+    assert [example.rollout.prompt.index for example in examples] == list(range(6))

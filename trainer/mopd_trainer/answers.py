@@ -1,16 +1,16 @@
 """Answers: the data's own completions, in the student's tokens, in place of rollouts."""
 
+import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
 from mopd_protocol.errors import DataError
 from mopd_protocol.samples import Prompt, Rollout
-from mopd_trainer.completion_source import CompletionBatch
+from mopd_trainer.completion_source import Completed
 from mopd_trainer.config import RolloutConfig
 from mopd_trainer.student_identity import StudentIdentity
 
@@ -42,11 +42,15 @@ class AnswerReader:
         self._judged = judged
         self.dropped: Counter[str] = Counter()  # reason -> samples, since it was last taken
 
-    def batches(self, prompts: Sequence[Prompt], *, step: int) -> list[CompletionBatch]:
-        """See ``CompletionSource``."""
+    async def complete(self, prompts: Sequence[Prompt], *, step: int) -> AsyncGenerator[Completed]:
+        """See ``CompletionSource``: in order, in batches of a generation batch's size."""
         size = self._config.generation_batch_size
-        parts = [prompts[at : at + size] for at in range(0, len(prompts), size)]
-        return [partial(self.read, part, step=step) for part in parts]
+        for place in range(0, len(prompts), size):
+            part = prompts[place : place + size]
+            yield Completed(place, await asyncio.to_thread(self.read, part, step=step))
+
+    async def push(self, version: int) -> None:
+        """See ``CompletionSource``; answers are the same under any weights."""
 
     def take_dropped(self) -> Counter[str]:
         """See ``CompletionSource``."""

@@ -1,28 +1,45 @@
 """``CompletionSource``: where the completions of a step come from, and a mixture of two."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from mopd_protocol.samples import Prompt, Rollout
 
-#: Makes one batch of completions when it is called, from any thread.
-CompletionBatch = Callable[[], list[Rollout]]
-
 _MIXTURE = 1  # what tells the mixture's random numbers from those of the prompts' order
 
 
-class CompletionSource(Protocol):
-    """Completes prompts, a batch at a time, so that teachers can read one while the next is made.
+@dataclass(frozen=True, eq=False)
+class Completed:
+    """Completions that were finished together, and where the first of them stands in its step.
 
-    What it makes is a function of the seed, the step and its prompts alone.
+    Whatever is finished first, a step's examples are in the order of their places.
     """
 
-    def batches(self, prompts: Sequence[Prompt], *, step: int) -> list[CompletionBatch]:
-        """The work that completes a step's prompts, in order; a prompt that cannot be completed
-        has no rollout, and is counted."""
+    place: int
+    rollouts: list[Rollout]
+
+
+class CompletionSource(Protocol):
+    """Completes prompts, some at a time, so that teachers can read some while others are made.
+
+    What it makes is a function of the seed, the step, its prompts and the weights alone.
+    """
+
+    def complete(self, prompts: Sequence[Prompt], *, step: int) -> AsyncGenerator[Completed]:
+        """A step's completions, as they are finished; a prompt that cannot be completed has no
+        rollout, and is counted."""
+        ...
+
+    async def push(self, version: int) -> None:
+        """From here on the student's weights of now write: those after ``version`` steps.
+
+        Waits for what is being written with older ones.
+        """
         ...
 
     def take_dropped(self) -> Counter[str]:
@@ -50,15 +67,21 @@ class Mixture:
         self._share = rollout_share
         self._seed = seed
 
-    def batches(self, prompts: Sequence[Prompt], *, step: int) -> list[CompletionBatch]:
+    async def complete(self, prompts: Sequence[Prompt], *, step: int) -> AsyncGenerator[Completed]:
         """See ``CompletionSource``; the data's answers come first: they are there at once."""
         chosen = self._chosen(len(prompts), step)
         own = [prompt for prompt, mine in zip(prompts, chosen, strict=True) if mine]
         given = [prompt for prompt, mine in zip(prompts, chosen, strict=True) if not mine]
-        return [
-            *self._answers.batches(given, step=step),
-            *self._rollouts.batches(own, step=step),
-        ]
+        async with aclosing(self._answers.complete(given, step=step)) as answers:
+            async for read in answers:
+                yield read
+        async with aclosing(self._rollouts.complete(own, step=step)) as rollouts:
+            async for written in rollouts:
+                yield Completed(len(given) + written.place, written.rollouts)
+
+    async def push(self, version: int) -> None:
+        """See ``CompletionSource``."""
+        await self._rollouts.push(version)
 
     def take_dropped(self) -> Counter[str]:
         """See ``CompletionSource``."""

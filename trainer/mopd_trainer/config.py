@@ -113,10 +113,31 @@ class StudentConfig(_Settings):
     and no teacher reads the answers then. What the student wrote itself is only distilled."""
 
 
-class RolloutConfig(_Settings):
-    """How the student writes, and how much a step takes."""
+class VllmConfig(_Settings):
+    """vLLM as the student's pen (``rollout.engine: vllm``), in processes of its own."""
 
-    engine: Literal["transformers"] = "transformers"
+    gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
+    """The share of an accelerator's memory that vLLM plans with, where the student that is trained
+    may be on it too. On a CPU, ``VLLM_CPU_KVCACHE_SPACE`` says how many GiB."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Accelerators that share one copy of the model."""
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Completions that are written at once."""
+    weights_folder: Path | None = None
+    """Where weights pass from the student to vLLM after each step; one in memory is fastest. Not
+    set: the system's temporary folder."""
+
+
+class RolloutConfig(_Settings):
+    """How the student writes, and how much a step takes.
+
+    Refused: ``on_stale`` without staleness.
+    """
+
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """``transformers`` writes in this process, a generation batch at a time; ``vllm`` in processes
+    of its own, with the weights of each step pushed to it, one completion as each is finished."""
+    vllm: VllmConfig = VllmConfig()
     prompts_per_step: int = Field(default=64, ge=1)
     samples_per_prompt: int = Field(default=1, ge=1)
     """Completions that the student writes for a prompt; a reference answer is taken once."""
@@ -126,8 +147,28 @@ class RolloutConfig(_Settings):
     """0 is greedy. Other than 1, what is trained on is not what the student would write."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     generation_batch_size: int = Field(default=64, ge=1)
-    """Completions written at once; each such batch goes to its teachers while the next is being
-    written. Reference answers are sent in batches of this size too."""
+    """Completions that ``transformers`` writes at once; each such batch goes to its teachers while
+    the next is being written. Reference answers are sent in batches of this size too."""
+    scoring: Literal["stream", "after_rollout"] = "stream"
+    """When teachers read: what is finished while the rest is being written, or everything when all
+    is written."""
+    max_staleness: int = Field(default=0, ge=0)
+    """How many steps old the weights may be that wrote what a step learns from. 0: strictly
+    on-policy. From 1 on the student writes the next steps while it is trained, ``transformers``
+    with a second copy of the weights, and a resumed run no longer repeats itself bit for bit."""
+    on_stale: Literal["wait", "drop"] = "wait"
+    """``wait``: nothing is written that could be too old when it is learnt from. ``drop``: the
+    student writes up to one step further ahead, and what is too old then is dropped and counted; a
+    step of which nothing is left is written again."""
+
+    @model_validator(mode="after")
+    def _only_the_stale_are_dropped(self) -> "RolloutConfig":
+        if self.on_stale == "drop" and self.max_staleness == 0:
+            raise ValueError(
+                "rollout.on_stale is 'drop', but with rollout.max_staleness 0 everything that is "
+                "written ahead would be dropped; set max_staleness to 1 or more, or leave on_stale"
+            )
+        return self
 
 
 class LoggingConfig(_Settings):
@@ -257,6 +298,16 @@ class RunConfig(_Settings):
             raise ValueError(
                 "logging.record is set, but a replay has nothing new to record; leave out one of "
                 "replay and logging.record"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _vllm_tells_the_students_ids(self) -> "RunConfig":
+        if self.rollout.engine == "vllm" and self.rollout.top_p < 1 and student_topk(self.teachers):
+            raise ValueError(
+                f"a teacher has support 'student_topk', but rollout.top_p is {self.rollout.top_p:g}"
+                " and vLLM tells no ids outside of that; set top_p to 1, or rollout.engine to "
+                "'transformers'"
             )
         return self
 

@@ -64,6 +64,7 @@ class Journal:
             "prompt": [message.model_dump() for message in rollout.prompt.messages],
             "completion": rollout.completion.text.decode("utf-8", "replace"),
             "source": rollout.source,
+            "policy_version": rollout.policy_version,
             "finish_reason": rollout.finish_reason,
             "teachers": dict(rollout.prompt.teachers),
             "metadata": dict(rollout.prompt.metadata),

@@ -1,9 +1,9 @@
-"""The loop: prompts -> complete -> score -> align -> pack -> loss -> step -> journal."""
+"""The loop: prompts -> complete -> score -> align -> pack -> loss -> step -> push -> journal."""
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from rich.console import Console
@@ -12,11 +12,10 @@ from mopd_client.counters import Counters
 from mopd_client.pool import TeacherPool
 from mopd_losses.build import build_loss
 from mopd_losses.projection_cache import ProjectionCache
-from mopd_protocol.errors import DataError
 from mopd_protocol.samples import Prompt
 from mopd_trainer.checkpoint import FINAL, save_student
 from mopd_trainer.chosen_source import chosen_source
-from mopd_trainer.completion_source import CompletionSource
+from mopd_trainer.collection import collect
 from mopd_trainer.config import RunConfig
 from mopd_trainer.examples import TrainingExample
 from mopd_trainer.interruption import Interruption, Stopped
@@ -24,13 +23,14 @@ from mopd_trainer.journal import Journal
 from mopd_trainer.kept_checkpoints import KeptCheckpoints, starting_checkpoint
 from mopd_trainer.learner import Learner
 from mopd_trainer.measurements import (
-    Metrics,
     answer_metrics,
     of_source,
     rollout_metrics,
     teacher_metrics,
 )
 from mopd_trainer.packing import pack
+from mopd_trainer.phase_clock import PhaseClock
+from mopd_trainer.pipeline import Collected, pipeline
 from mopd_trainer.plan import describe_plan
 from mopd_trainer.progress import RunProgress
 from mopd_trainer.prompts import PromptOrder, read_prompts
@@ -123,23 +123,32 @@ async def _steps(
         seed=config.seed,
         shuffle=config.data.shuffle,
     )
-    source = chosen_source(config, student)
     scorer = Scorer(pool, teachers, student.table)
     recorder = recorder_of(config, teachers, student.table, checkpoints.identity, done=done)
     write_resolved(config, config.output_dir / "config.yaml")
-    with (
-        Journal(
-            config.output_dir, from_step=done, tensorboard=config.logging.tensorboard
-        ) as journal,
-        RunProgress(console, name=config.exp_name, done=done, total=config.max_steps) as progress,
-    ):
-        for step in range(done, config.max_steps):
-            started = time.perf_counter()
+    async with AsyncExitStack() as stack:
+        source = await stack.enter_async_context(chosen_source(config, student, version=done))
+        clock = PhaseClock()
+
+        async def collect_step(step: int, written: asyncio.Event) -> Collected:
+            when = config.rollout.scoring
+            return await collect(
+                order.batch(step), source, scorer, step, scoring=when, clock=clock, written=written
+            )
+
+        steps = range(done, config.max_steps)
+        to_collect = steps if replay is None else range(0)
+        ahead = await stack.enter_async_context(pipeline(collect_step, config.rollout, to_collect))
+        journal = stack.enter_context(
+            Journal(config.output_dir, from_step=done, tensorboard=config.logging.tensorboard)
+        )
+        progress = stack.enter_context(
+            RunProgress(console, name=config.exp_name, done=done, total=config.max_steps)
+        )
+        for step in steps:
             try:
                 examples, metrics = await interruption.unless_asked(
-                    collect(order.batch(step), source, scorer, step)
-                    if replay is None
-                    else replay.collect(step)
+                    ahead.examples(step) if replay is None else replay.collect(step, clock)
                 )
             except Stopped:
                 journal.settle()
@@ -148,11 +157,15 @@ async def _steps(
             if recorder is not None:
                 recorder.write(step + 1, examples)
             tokens = sum(len(example.rollout.completion) for example in examples)
-            batches = pack(examples, tokens_per_micro_batch=config.student.tokens_per_micro_batch)
-            training = time.perf_counter()
-            updated, losses = await asyncio.to_thread(
-                learner.update, batches, tokens=tokens, step=step
-            )
+            with clock.phase("train"):
+                batches = pack(
+                    examples, tokens_per_micro_batch=config.student.tokens_per_micro_batch
+                )
+                updated, losses = await asyncio.to_thread(
+                    learner.update, batches, tokens=tokens, step=step
+                )
+            with clock.phase("push"):
+                await source.push(step + 1)
             metrics |= updated | rollout_metrics(examples, step=step)
             if config.data.reads_answers:
                 metrics |= answer_metrics(examples)
@@ -161,8 +174,7 @@ async def _steps(
                 counters = {name: Counters() for name in teachers}
             metrics |= teacher_metrics(examples, losses, counters)
             metrics["tokens/trained"] = float(tokens)
-            metrics["time/train"] = time.perf_counter() - training
-            metrics["time/step"] = time.perf_counter() - started
+            metrics |= clock.take()
             journal.write(step + 1, metrics)
             shown = (step + 1) % config.logging_steps == 0 or step + 1 == config.max_steps
             if shown:
@@ -173,35 +185,7 @@ async def _steps(
             if checkpoints.is_due(step + 1):
                 journal.settle()  # what a checkpoint is after is on the disk before it is
                 checkpoints.save(step + 1, student, learner.optimizer)
-
-
-async def collect(
-    prompts: Sequence[Prompt], source: CompletionSource, scorer: Scorer, step: int
-) -> tuple[list[TrainingExample], Metrics]:
-    """The step's examples: each batch of completions is scored while the next is being written.
-
-    Raises:
-        DataError: when every sample of the step was dropped.
-    """
-    source.take_dropped()
-    scorer.dropped.clear()
-    started = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        scoring: list[asyncio.Task[list[TrainingExample]]] = []
-        for complete in source.batches(prompts, step=step):
-            rollouts = await asyncio.to_thread(complete)
-            scoring.append(group.create_task(scorer.score(rollouts)))
-        written = time.perf_counter()
-    examples = [example for task in scoring for example in task.result()]
-    incomplete = source.take_dropped()
-    dropped = incomplete + scorer.dropped
-    dropped["total"] += incomplete.total()  # the scorer has counted its own samples, once each
-    if not examples:
-        raise DataError(
-            f"every sample of step {step + 1} was dropped ({dict(dropped)}); nothing to learn from"
-        )
-    times = {"time/sample": written - started, "time/wait": time.perf_counter() - written}
-    return examples, times | {f"dropped/{reason}": float(n) for reason, n in dropped.items()}
+            ahead.trained(step + 1)
 
 
 def _shown(examples: Sequence[TrainingExample], count: int) -> list[TrainingExample]:

@@ -99,6 +99,7 @@ def teacher_metrics(
             "literal_controls": float(sum(j.view.literal_controls for _, j in judged)),
             "unsent_bytes": float(sum(j.view.unsent_bytes for _, j in judged)),
             "scored_tokens": float(counter.tokens_scored),
+            "received_bytes": float(counter.received_bytes),
             "score_seconds_total": sum(counter.seconds),
             "score_seconds_p50": percentile(counter.seconds, 50),
             "score_seconds_p95": percentile(counter.seconds, 95),
@@ -128,12 +129,14 @@ def rollout_metrics(examples: Sequence[TrainingExample], *, step: int) -> Metric
     """What the student wrote."""
     rollouts = [example.rollout for example in of_source(examples, "rollout")]
     finished = [rollout.finish_reason == "stop" for rollout in rollouts]
+    ages = [step - rollout.policy_version for rollout in rollouts]
     return {
         "rollout/samples": float(len(rollouts)),
         "rollout/tokens": float(sum(len(rollout.completion) for rollout in rollouts)),
         "rollout/completion_tokens_mean": mean([len(r.completion) for r in rollouts]),
         "rollout/finished_share": mean(finished),
-        "rollout/staleness_mean": mean([step - r.policy_version for r in rollouts]),
+        "staleness/mean": mean(ages),
+        "staleness/max": float(max(ages, default=float("nan"))),
     }
 
 

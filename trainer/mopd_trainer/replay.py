@@ -1,6 +1,5 @@
 """``Replay``: a run on what another one recorded; nothing is written, and no teacher is asked."""
 
-import time
 from collections.abc import Sequence
 
 from mopd_losses.projection_cache import ProjectionCache
@@ -9,6 +8,7 @@ from mopd_protocol.samples import Prompt, Rollout
 from mopd_trainer.config import RunConfig
 from mopd_trainer.examples import TeacherJudgement, TrainingExample
 from mopd_trainer.measurements import Metrics
+from mopd_trainer.phase_clock import PhaseClock
 from mopd_trainer.recording import RecordedJudgement, Recording, asked_of
 from mopd_trainer.run_identity import RunIdentity
 from mopd_trainer.scoring import aligned, view_for
@@ -68,15 +68,15 @@ class Replay:
             return None
         return cls(Recording(config.replay), config, identity, prompts, student, cache)
 
-    async def collect(self, step: int) -> tuple[list[TrainingExample], Metrics]:
+    async def collect(self, step: int, clock: PhaseClock) -> tuple[list[TrainingExample], Metrics]:
         """The examples of a step, counted from 0.
 
         Raises:
             DataError: when the step cannot be read, or none of it can be used with these losses.
         """
-        started = time.perf_counter()
         number = step % self._recording.steps + 1
-        samples = self._recording.read(number, self._prompts, self._student)
+        with clock.phase("sample"):
+            samples = self._recording.read(number, self._prompts, self._student)
         examples: list[TrainingExample] = []
         for sample in samples:
             judgements = [self._judgement(one, sample.rollout) for one in sample.judgements]
@@ -87,11 +87,7 @@ class Replay:
             raise DataError(
                 f"nothing of recorded step {number} aligns with these losses; nothing to learn from"
             )
-        return examples, {
-            "dropped/total": float(len(samples) - len(examples)),
-            "time/sample": time.perf_counter() - started,
-            "time/wait": 0.0,
-        }
+        return examples, {"dropped/total": float(len(samples) - len(examples))}
 
     def _teacher(
         self, name: str, config: RunConfig, student: StudentIdentity, cache: ProjectionCache

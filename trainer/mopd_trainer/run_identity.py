@@ -36,6 +36,8 @@ _INCIDENTAL = frozenset(
         "output_dir",
         "projection_cache",
         "resume_from_checkpoint",
+        "rollout.scoring",
+        "rollout.vllm",
         "save_steps",
         "score_cache",
         "student.device",

@@ -81,6 +81,11 @@ class Scorer:
         """What asking a teacher cost so far."""
         return self._pool.client(teacher).counters
 
+    def take_dropped(self) -> Counter[str]:
+        """Samples dropped since this was last asked, as in ``dropped``."""
+        taken, self.dropped = self.dropped, Counter()
+        return taken
+
     def projection(self, teacher: str) -> ProjectionMatrix:
         """Between the student's ids and a teacher's."""
         return self._teachers[teacher].projection

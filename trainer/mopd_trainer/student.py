@@ -3,6 +3,7 @@
 import logging
 import warnings
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,12 +185,21 @@ class Student:
             "attention_mask": batch.attention_mask.to(self.device),
         }
 
+    def copy(self) -> "Student":
+        """A student that writes the same, with weights of its own on the same device."""
+        model: Any = deepcopy(self.model)
+        return Student(model, self.tokenizer, self.device, compute_dtype=self._compute_dtype)
+
     def save(self, folder: Path) -> None:
         """Writes an ordinary Hugging Face folder: weights, configuration, tokenizer."""
-        self.model.save_pretrained(folder)
+        self.save_weights(folder)
         # As it was published: transformers reads some settings that it would refuse to save.
         self._published_generation.to_json_file(folder / "generation_config.json")
         self.tokenizer.save_pretrained(folder)
+
+    def save_weights(self, folder: Path) -> None:
+        """Writes the weights and what is needed to read them, in the precision they are kept in."""
+        self.model.save_pretrained(folder)
 
     def load_weights(self, folder: Path) -> None:
         """Takes over the weights that ``save`` wrote; never are there two copies of them.

@@ -1,0 +1,151 @@
+"""Steps that are collected ahead: how far, what is too old, and what becomes of a failure."""
+
+import asyncio
+from collections import deque
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mopd_protocol.errors import DataError
+from mopd_trainer.config import RolloutConfig
+from mopd_trainer.examples import TrainingExample
+from mopd_trainer.pipeline import Collected, Pipeline, pipeline
+from tests.trainer.students import ids_of, rollout
+
+pytestmark = pytest.mark.anyio
+
+WRITTEN = replace(rollout("digit", ids_of("digit", "12")), sampled_logprobs=None)
+
+
+def example_of(version: int) -> TrainingExample:
+    """A completion that was written under these weights."""
+    return TrainingExample(replace(WRITTEN, policy_version=version), ())
+
+
+def rules(max_staleness: int, on_stale: str = "wait") -> RolloutConfig:
+    return RolloutConfig.model_validate(
+        {"max_new_tokens": 4, "max_staleness": max_staleness, "on_stale": on_stale}
+    )
+
+
+async def until_idle() -> None:
+    """Lets everything run that can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+class Writer:
+    """Writes one example a step under the newest weights, and remembers when it began what."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.begun: list[tuple[int, int]] = []  # step, and the version it was begun under
+
+    async def collect(self, step: int, written: asyncio.Event) -> Collected:
+        self.begun.append((step, self.version))
+        example = example_of(self.version)
+        written.set()
+        await asyncio.sleep(0)
+        return [example], {}
+
+    def train(self, ahead: Pipeline) -> None:
+        self.version += 1
+        ahead.trained(self.version)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+@pytest.mark.parametrize("on_stale", ["wait", "drop"])
+async def test_steps_are_begun_as_far_ahead_as_is_allowed_and_no_further(
+    max_staleness: int, on_stale: str
+) -> None:
+    if on_stale == "drop" and max_staleness == 0:
+        return
+    writer = Writer()
+    further = max_staleness + (on_stale == "drop")
+    async with pipeline(writer.collect, rules(max_staleness, on_stale), range(10)) as ahead:
+        await until_idle()
+        assert [step for step, _ in writer.begun] == list(range(1 + further))
+        for step in range(4):
+            await ahead.examples(step)
+            writer.train(ahead)
+            await until_idle()
+            assert max(step for step, _ in writer.begun) == writer.version + further
+
+
+@given(max_staleness=st.integers(0, 4), pauses=st.lists(st.booleans(), min_size=12, max_size=12))
+@settings(deadline=None)
+def test_nothing_that_is_trained_on_is_older_than_allowed(
+    max_staleness: int, pauses: list[bool]
+) -> None:
+    async def run() -> None:
+        writer = Writer()
+        async with pipeline(writer.collect, rules(max_staleness), range(12)) as ahead:
+            for step, pause in enumerate(pauses):
+                examples, dropped = await ahead.examples(step)
+                assert not dropped
+                assert 0 <= step - examples[0].rollout.policy_version <= max_staleness
+                if pause:
+                    await until_idle()
+                writer.train(ahead)
+        assert [step for step, _ in writer.begun] == list(range(12))
+
+    asyncio.run(run())
+
+
+async def test_what_is_too_old_is_dropped_and_counted() -> None:
+    versions = deque([[0, 0], [0, 1], [0, 1, 2, 1]])
+
+    async def collect(step: int, written: asyncio.Event) -> Collected:
+        written.set()
+        return [example_of(version) for version in versions.popleft()], {"dropped/total": 1.0}
+
+    async with pipeline(collect, rules(1, "drop"), range(3)) as ahead:
+        kept: list[list[int]] = []
+        told: list[dict[str, float]] = []
+        for step in range(3):
+            examples, dropped = await ahead.examples(step)
+            kept.append([example.rollout.policy_version for example in examples])
+            told.append(dropped)
+            ahead.trained(step + 1)
+    assert kept == [[0, 0], [0, 1], [1, 2, 1]]
+    assert told[0] == told[1] == {"dropped/total": 1.0}
+    assert told[2] == {"dropped/total": 2.0, "dropped/stale": 1.0}
+
+
+async def test_a_step_of_which_nothing_is_left_is_written_again() -> None:
+    writer = Writer()
+    async with pipeline(writer.collect, rules(1, "drop"), range(3)) as ahead:
+        await until_idle()  # all three steps are written with the first weights
+        for step in range(2):
+            await ahead.examples(step)
+            writer.train(ahead)
+        examples, dropped = await ahead.examples(2)
+    assert [example.rollout.policy_version for example in examples] == [2]
+    assert dropped == {"dropped/stale": 1.0, "dropped/total": 1.0}
+    assert writer.begun == [(0, 0), (1, 0), (2, 0), (2, 2)]
+
+
+async def test_a_failure_is_told_when_its_step_is_asked_for_and_nothing_goes_on() -> None:
+    stopped: list[int] = []
+
+    async def collect(step: int, written: asyncio.Event) -> Collected:
+        if step == 1:
+            raise DataError("every sample was dropped")
+        written.set()
+        try:
+            if step == 2:
+                await asyncio.Event().wait()
+        finally:
+            stopped.append(step)
+        return [example_of(0)], {}
+
+    before = asyncio.all_tasks()
+    async with pipeline(collect, rules(2), range(9)) as ahead:
+        await ahead.examples(0)
+        await until_idle()
+        with pytest.raises(DataError, match="every sample was dropped"):
+            await ahead.examples(1)
+    assert stopped == [0, 2]
+    assert asyncio.all_tasks() == before

@@ -1,0 +1,75 @@
+"""One step's examples: completions are scored while others are being written, or after all."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Literal
+
+from mopd_protocol.errors import DataError
+from mopd_protocol.samples import Prompt, Rollout
+from mopd_trainer.completion_source import Completed, CompletionSource
+from mopd_trainer.examples import TrainingExample
+from mopd_trainer.measurements import Metrics
+from mopd_trainer.phase_clock import PhaseClock
+from mopd_trainer.scoring import Scorer
+
+
+async def collect(
+    prompts: Sequence[Prompt],
+    source: CompletionSource,
+    scorer: Scorer,
+    step: int,
+    *,
+    scoring: Literal["stream", "after_rollout"] = "stream",
+    clock: PhaseClock | None = None,
+    written: asyncio.Event | None = None,
+) -> tuple[list[TrainingExample], Metrics]:
+    """The step's examples, in the order of its prompts, and what was dropped.
+
+    What is dropped while several steps are collected is told with the one that ends first.
+
+    Args:
+        written: set when the last completion is, and its teachers may still be at work.
+
+    Raises:
+        DataError: when every sample of the step was dropped.
+    """
+    clock = clock or PhaseClock()
+    asked: list[tuple[int, asyncio.Task[list[TrainingExample]]]] = []
+    async with asyncio.TaskGroup() as group:
+
+        def ask(completed: Completed) -> None:
+            task = group.create_task(_score(scorer, completed.rollouts, clock))
+            asked.append((completed.place, task))
+
+        held: list[Completed] = []
+        with clock.phase("sample"):
+            async with aclosing(source.complete(prompts, step=step)) as finished:
+                async for completed in finished:
+                    if scoring == "stream":
+                        ask(completed)
+                    else:
+                        held.append(completed)
+        if written is not None:
+            written.set()
+        for completed in held:
+            ask(completed)
+    in_order = sorted(asked, key=lambda each: each[0])
+    examples = [example for _, task in in_order for example in task.result()]
+    incomplete, dropped = source.take_dropped(), scorer.take_dropped()
+    dropped["total"] += incomplete.total()  # the scorer has counted its own samples, once each
+    dropped.update(incomplete)
+    if not examples:
+        raise DataError(
+            f"every sample of step {step + 1} was dropped ({dict(+dropped)}); nothing to learn from"
+        )
+    return examples, {f"dropped/{reason}": float(n) for reason, n in (+dropped).items()}
+
+
+async def _score(
+    scorer: Scorer, rollouts: Sequence[Rollout], clock: PhaseClock
+) -> list[TrainingExample]:
+    if not any(rollout.prompt.teachers for rollout in rollouts):
+        return await scorer.score(rollouts)  # nobody is asked
+    with clock.phase("score"):
+        return await scorer.score(rollouts)
