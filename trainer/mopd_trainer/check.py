@@ -17,6 +17,7 @@ from mopd_trainer.replay import Replay
 from mopd_trainer.run_identity import RunIdentity
 from mopd_trainer.student_identity import StudentIdentity
 from mopd_trainer.teachers import meet_teachers, teacher_pool
+from mopd_trainer.trackers import require_trackers
 
 
 async def check(
@@ -31,6 +32,7 @@ async def check(
         MopdError: whatever would stop the run before its first step.
     """
     prompts = read_prompts(config.data, config.judges) if prompts is None else prompts
+    require_trackers(config.logging)
     identity = RunIdentity.of(config, prompts)
     checkpoint = starting_checkpoint(config, identity)
     expected = checkpoint.manifest_ids if checkpoint else {}

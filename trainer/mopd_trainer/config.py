@@ -175,6 +175,12 @@ class LoggingConfig(_Settings):
     """What is written besides the journal (``journal.jsonl``, always)."""
 
     tensorboard: bool = True
+    wandb: bool = False
+    """The same numbers for Weights & Biases, which reads its own variables (``WANDB_MODE``)."""
+    trackio: bool = False
+    """The same numbers for trackio."""
+    project: str = "mopd"
+    """Under which these two show the run, by its ``exp_name``."""
     record: bool = False
     """Keeps every step's completions and scores in ``recordings``, for another run to ``replay``:
     about 24 + 8 ``top_k`` bytes a token and teacher."""

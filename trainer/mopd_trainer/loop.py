@@ -42,6 +42,7 @@ from mopd_trainer.run_identity import RunIdentity
 from mopd_trainer.scoring import Scorer
 from mopd_trainer.student import Student
 from mopd_trainer.teachers import Teacher, meet_teachers, teacher_pool
+from mopd_trainer.trackers import require_trackers, trackers_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ async def train(
             where it had not changed anything, and its checkpoint is there.
     """
     prompts = read_prompts(config.data, config.judges) if prompts is None else prompts
+    require_trackers(config.logging)
     identity = RunIdentity.of(config, prompts)
     checkpoint = starting_checkpoint(config, identity)
     async with teacher_pool(config.asked, config.score_cache) as pool:
@@ -140,7 +142,12 @@ async def _steps(
         to_collect = steps if replay is None else range(0)
         ahead = await stack.enter_async_context(pipeline(collect_step, config.rollout, to_collect))
         journal = stack.enter_context(
-            Journal(config.output_dir, from_step=done, tensorboard=config.logging.tensorboard)
+            Journal(
+                config.output_dir,
+                from_step=done,
+                tensorboard=config.logging.tensorboard,
+                trackers=trackers_of(config),
+            )
         )
         progress = stack.enter_context(
             RunProgress(console, name=config.exp_name, done=done, total=config.max_steps)
