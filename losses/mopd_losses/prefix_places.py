@@ -22,6 +22,7 @@ class Written:
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
     symbols: str  # a Latin-1 character a byte, and a private one for each control token
+    spells: NDArray[np.bool_]  # [rows], False for control tokens, those sent as text too
 
     @classmethod
     def by(cls, side: SideUnits, sequence: TokenSequence, names: dict[str, str]) -> "Written":
@@ -44,7 +45,8 @@ class Written:
                 lengths[position] = 1
             symbols = "".join([*parts, text[start:]])
         ends = np.cumsum(lengths)
-        return cls(side, sequence.token_ids.tolist(), ends - lengths, ends, symbols)
+        spells = side.table.byte_lengths[sequence.token_ids] > 0
+        return cls(side, sequence.token_ids.tolist(), ends - lengths, ends, symbols, spells)
 
 
 def _name(number: int) -> str:
@@ -119,12 +121,16 @@ def _common_beginning(left: str, right: str) -> int:
 def _rows_at(
     written: Written, at: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The row that starts at each position, and the one that is cut there."""
+    """The row that starts at each position, and the one that is cut there.
+
+    A control token that was sent as text says all of it or nothing: none of its row is read inside.
+    """
     if not len(written.starts):
         return np.full(len(at), NO_ROW), np.full(len(at), NO_ROW)
     last = np.searchsorted(written.starts, at, side="right") - 1
     own = np.where((last >= 0) & (written.starts[last] == at), last, NO_ROW)
-    cut = np.where((own == NO_ROW) & (last >= 0) & (written.ends[last] > at), last, NO_ROW)
+    inside = (last >= 0) & (written.ends[last] > at) & written.spells[last]
+    cut = np.where((own == NO_ROW) & inside, last, NO_ROW)
     return own, cut
 
 
@@ -138,7 +144,7 @@ def _crossed(
     contexts = _contexts(written, other)
     nexts = np.searchsorted(at, written.starts, side="right").tolist()
     for row, (start, end, place) in enumerate(zip(starts, ends, nexts, strict=True)):
-        if start == end:
+        if not written.spells[row]:
             continue
         for later in range(place, len(places)):
             position = places[later]

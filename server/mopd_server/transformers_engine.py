@@ -30,6 +30,7 @@ from mopd_server.distributions import (
 from mopd_server.engine import EngineDead, EngineDescription, ScoringTask, no_rows
 from mopd_server.length_buckets import length_buckets
 from mopd_server.model_revision import revision_of
+from mopd_server.npu import import_backend
 from mopd_server.settings import DtypeName, TeacherSettings
 
 logger = logging.getLogger(__name__)
@@ -327,6 +328,7 @@ def _rows_by_whole_model(model: PreTrainedModel, inputs: _Inputs) -> _Rows:
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    import_backend(name)
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

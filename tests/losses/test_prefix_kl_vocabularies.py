@@ -1,6 +1,7 @@
 """Prefix KL's preparation on published vocabularies, against one boundary and unit at a time."""
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -132,7 +133,10 @@ def test_with_few_extensions_places_equal_those_found_one_by_one(
 
 def check_places(student: str, teacher: str, seed: int) -> None:
     units = units_of(student, teacher)
-    comparison = scored(real(student), real(teacher), TEXTS[seed], seed, k=16)
+    check_same_places(scored(real(student), real(teacher), TEXTS[seed], seed, k=16), units)
+
+
+def check_same_places(comparison: Comparison, units: SharedUnits) -> None:
     targets = prefix_targets([comparison], [0], Junctions(units), mass_floor=0.0)
     found = as_places(targets, comparison.student.token_ids.tolist())
     expected = slow.places(comparison, units)
@@ -145,3 +149,20 @@ def check_places(student: str, teacher: str, seed: int) -> None:
         ours, theirs = by_readings(place.events), by_readings(exact.events)
         assert [read for read, _ in ours] == [read for read, _ in theirs]
         assert [nats for _, nats in ours] == pytest.approx([nats for _, nats in theirs], abs=1e-9)
+
+
+@pytest.mark.parametrize("teacher", ["python_50k", "v3"])
+def test_a_control_token_sent_as_text_is_read_whole_or_not_at_all(teacher: str) -> None:
+    # The student wrote a control token that the teacher does not know, and was read as its name.
+    text = "return [value for value in values]"
+    whole = scored(real("v3"), real(teacher), text, seed=1, k=16)
+    ours, table = whole.student, real("v3").table
+    control = next(i for i in table.controls.values() if i not in table.roles.ending)
+    ids, ends = ours.token_ids.copy(), ours.byte_ends.tolist()
+    at = next(row for row in range(2, len(ids)) if ends[row] - ends[row - 1] > 2)
+    ids[at] = control
+    comparison = replace(whole, student=replace(ours, token_ids=ids))
+    units = units_of("v3", teacher)
+    check_same_places(comparison, units)
+    targets = prefix_targets([comparison], [0], Junctions(units), mass_floor=0.0)
+    assert control not in ids_read(targets, targets.named)[:, 3].tolist()

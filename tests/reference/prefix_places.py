@@ -51,9 +51,14 @@ class Side:
         return found[-1] if found else None
 
     def cut(self, at: int) -> int | None:
-        """The row whose token is cut by a boundary."""
+        """The row whose token is cut by a boundary; a control token that was sent as text is not,
+        for no other token says a part of it."""
         found = [r for r, start in enumerate(self.starts) if start < at < self.ends[r]]
-        return found[0] if found else None
+        return found[0] if found and self.spells(found[0]) else None
+
+    def spells(self, row: int) -> bool:
+        """Whether a row's token is no control token."""
+        return self.units.spelling.tokens[self.ids[row]] != ""
 
 
 Row = tuple[int, Crossings]
@@ -80,7 +85,10 @@ def _side(units: SideUnits, sequence: TokenSequence, names: dict[str, str]) -> S
     for position, token_id in enumerate(sequence.token_ids.tolist()):
         mark = sequence.marks.get(position)
         spelled = units.spelling.tokens[token_id]
-        pieces.append(spelled if mark is None else names.setdefault(mark, chr(256 + len(names))))
+        start = int(sequence.byte_ends[position - 1]) if position else 0
+        text = sequence.text[start : int(sequence.byte_ends[position])].decode("latin-1")
+        assert text == spelled or not spelled  # control tokens may be sent as text
+        pieces.append(text if mark is None else names.setdefault(mark, chr(256 + len(names))))
     ends = [sum(map(len, pieces[: n + 1])) for n in range(len(pieces))]
     starts = [end - len(piece) for end, piece in zip(ends, pieces, strict=True)]
     return Side(units, sequence.token_ids.tolist(), starts, ends, "".join(pieces))
@@ -95,8 +103,8 @@ def _crossed(side: Side, other: Side, at: int, units: SharedUnits) -> list[Row]:
             continue
         begun = other.starts[bisect_left(other.starts, start + 1) - 1]
         before, context = side.symbols[start:at], other.symbols[begun:start]
-        if "".join(side.symbols[start : side.ends[row]]) not in side.units.spelling.ids:
-            continue  # a control token
+        if not side.spells(row):
+            continue
         written = side.ids[row] if at < side.ends[row] else None
         crossings = units.crossings(side.units, before, context, written)
         found += [(row, crossings)] if crossings else []

@@ -35,9 +35,9 @@ def test_teachers_are_waited_for_while_nothing_is_written() -> None:
         "time/train": 2.0,
         "time/push": 0.0,
         "time/step": 7.0,
-        "score/hidden_share": 0.75,
+        "time/hidden_share": 0.75,
     }
-    assert math.isnan(clock.take()["score/hidden_share"])
+    assert math.isnan(clock.take()["time/hidden_share"])
 
 
 def test_a_phase_that_goes_on_is_shared_between_two_questions() -> None:

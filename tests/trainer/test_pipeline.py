@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mopd_protocol.errors import DataError
 from mopd_trainer.config import RolloutConfig
 from mopd_trainer.examples import TrainingExample
-from mopd_trainer.pipeline import Collected, Pipeline, pipeline
+from mopd_trainer.pipeline import Collected, pipeline
 from tests.trainer.students import ids_of, rollout
 
 pytestmark = pytest.mark.anyio
@@ -39,8 +39,8 @@ async def until_idle() -> None:
 class Writer:
     """Writes one example a step under the newest weights, and remembers when it began what."""
 
-    def __init__(self) -> None:
-        self.version = 0
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
         self.begun: list[tuple[int, int]] = []  # step, and the version it was begun under
 
     async def collect(self, step: int, written: asyncio.Event) -> Collected:
@@ -50,9 +50,8 @@ class Writer:
         await asyncio.sleep(0)
         return [example], {}
 
-    def train(self, ahead: Pipeline) -> None:
-        self.version += 1
-        ahead.trained(self.version)
+    async def push(self, version: int) -> None:
+        self.version = version
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
@@ -62,16 +61,16 @@ async def test_steps_are_begun_as_far_ahead_as_is_allowed_and_no_further(
 ) -> None:
     if on_stale == "drop" and max_staleness == 0:
         return
-    writer = Writer()
+    writer = Writer(version=3)
     further = max_staleness + (on_stale == "drop")
-    async with pipeline(writer.collect, rules(max_staleness, on_stale), range(10)) as ahead:
-        await until_idle()
-        assert [step for step, _ in writer.begun] == list(range(1 + further))
-        for step in range(4):
-            await ahead.examples(step)
-            writer.train(ahead)
+    config = rules(max_staleness, on_stale)
+    async with pipeline(writer.collect, writer.push, config, range(3, 13)) as ahead:
+        for step in range(3, 7):
             await until_idle()
-            assert max(step for step, _ in writer.begun) == writer.version + further
+            begun = step + further - (step > 3)  # until it is asked for, the last is not trained
+            assert {step for step, _ in writer.begun} == set(range(3, begun + 1))
+            await ahead.examples(step)
+            assert writer.version == step
 
 
 @given(max_staleness=st.integers(0, 4), pauses=st.lists(st.booleans(), min_size=12, max_size=12))
@@ -81,14 +80,14 @@ def test_nothing_that_is_trained_on_is_older_than_allowed(
 ) -> None:
     async def run() -> None:
         writer = Writer()
-        async with pipeline(writer.collect, rules(max_staleness), range(12)) as ahead:
+        config = rules(max_staleness)
+        async with pipeline(writer.collect, writer.push, config, range(12)) as ahead:
             for step, pause in enumerate(pauses):
                 examples, dropped = await ahead.examples(step)
                 assert not dropped
                 assert 0 <= step - examples[0].rollout.policy_version <= max_staleness
                 if pause:
                     await until_idle()
-                writer.train(ahead)
         assert [step for step, _ in writer.begun] == list(range(12))
 
     asyncio.run(run())
@@ -101,14 +100,13 @@ async def test_what_is_too_old_is_dropped_and_counted() -> None:
         written.set()
         return [example_of(version) for version in versions.popleft()], {"dropped/total": 1.0}
 
-    async with pipeline(collect, rules(1, "drop"), range(3)) as ahead:
+    async with pipeline(collect, Writer().push, rules(1, "drop"), range(3)) as ahead:
         kept: list[list[int]] = []
         told: list[dict[str, float]] = []
         for step in range(3):
             examples, dropped = await ahead.examples(step)
             kept.append([example.rollout.policy_version for example in examples])
             told.append(dropped)
-            ahead.trained(step + 1)
     assert kept == [[0, 0], [0, 1], [1, 2, 1]]
     assert told[0] == told[1] == {"dropped/total": 1.0}
     assert told[2] == {"dropped/total": 2.0, "dropped/stale": 1.0}
@@ -116,11 +114,10 @@ async def test_what_is_too_old_is_dropped_and_counted() -> None:
 
 async def test_a_step_of_which_nothing_is_left_is_written_again() -> None:
     writer = Writer()
-    async with pipeline(writer.collect, rules(1, "drop"), range(3)) as ahead:
+    async with pipeline(writer.collect, writer.push, rules(1, "drop"), range(3)) as ahead:
         await until_idle()  # all three steps are written with the first weights
         for step in range(2):
             await ahead.examples(step)
-            writer.train(ahead)
         examples, dropped = await ahead.examples(2)
     assert [example.rollout.policy_version for example in examples] == [2]
     assert dropped == {"dropped/stale": 1.0, "dropped/total": 1.0}
@@ -142,7 +139,7 @@ async def test_a_failure_is_told_when_its_step_is_asked_for_and_nothing_goes_on(
         return [example_of(0)], {}
 
     before = asyncio.all_tasks()
-    async with pipeline(collect, rules(2), range(9)) as ahead:
+    async with pipeline(collect, Writer().push, rules(2), range(9)) as ahead:
         await ahead.examples(0)
         await until_idle()
         with pytest.raises(DataError, match="every sample was dropped"):

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mopd_losses.config import ON_SAMPLES
 from mopd_protocol.samples import Source
+from mopd_trainer.resources import ResourcesConfig
 from mopd_trainer.teacher_config import (
     ScoreCacheConfig,
     TeacherConfig,
@@ -83,6 +84,9 @@ class StudentConfig(_Settings):
     """Runs code from the model's repository. Off unless asked."""
     device: str = "auto"
     """``auto``: the first accelerator, or the CPU."""
+    sharding: Literal["none", "ddp", "fsdp"] = "none"
+    """For several ranks: ``fsdp``, each has its part of weights and moments; ``ddp``, each has
+    all of them. The result is the same."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of matrix products. Weights, moments and sums are float32 either way."""
     learning_rate: float = Field(default=1e-6, gt=0)
@@ -232,6 +236,28 @@ class RunConfig(_Settings):
     teachers: dict[str, TeacherConfig]
     """Who judges completions, by name; ``{}`` for plain SFT."""
     logging: LoggingConfig = LoggingConfig()
+    resources: ResourcesConfig | None = None
+    """Devices of a Ray cluster. Not set: the run is this process, or the ranks of ``torchrun``."""
+
+    @model_validator(mode="after")
+    def _placed_teachers_have_a_place(self) -> "RunConfig":
+        for name, teacher in self.teachers.items():
+            if teacher.serve is None:
+                continue
+            if self.resources is None:
+                raise ValueError(
+                    f"teacher {name!r} has placement 'ray', but there is no resources section"
+                )
+            other = teacher.serve.shares_with
+            if other is not None and (
+                other not in self.teachers
+                or (host := self.teachers[other].serve) is None
+                or host.shares_with is not None
+            ):
+                raise ValueError(
+                    f"teacher {name!r} shares the devices of {other!r}, which has none of its own"
+                )
+        return self
 
     @model_validator(mode="after")
     def _default_teacher_is_known(self) -> "RunConfig":

@@ -1,7 +1,8 @@
 """``Learner``: micro-batches -> one optimizer step."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -9,11 +10,13 @@ from mopd_losses.blockwise_head import LossTerm
 from mopd_losses.loss import Loss
 from mopd_losses.supervised import IGNORED, SftLoss, label_targets, mixed_terms
 from mopd_trainer.config import StudentConfig
-from mopd_trainer.measurements import LabelMeasurements, LossMeasurements, Metrics
-from mopd_trainer.packing import MicroBatch
+from mopd_trainer.measurements import LossMeasurements, Metrics, StepMeasurements
+from mopd_trainer.packing import MicroBatch, split
 from mopd_trainer.seeds import derived_seed
+from mopd_trainer.sharding import clip_gradients, is_sharded, sum_gradients
 from mopd_trainer.student import Student
 from mopd_trainer.update_guard import UpdateGuard
+from mopd_trainer.whole_state_optimizer import WholeStateAdamW
 
 
 class Learner:
@@ -24,7 +27,13 @@ class Learner:
 
     Everything random is seeded by the step, and the learning rate is a function of the step, so
     that the optimizer's moments are all the state there is.
+
+    On several ranks each works on micro-batches of its own, with the token count of all; their
+    gradients are summed, so that the step is the one that a single rank would make.
     """
+
+    BEGIN = "learner.begin"
+    UPDATE = "learner.update"
 
     def __init__(
         self,
@@ -42,9 +51,18 @@ class Learner:
         self._teacher_weights = teacher_weights
         self._max_steps = max_steps
         self._seed = seed
+        self._ranks = student.ranks
+        self._ranks.lead(
+            self.BEGIN,
+            losses=dict(losses),
+            teacher_weights=dict(teacher_weights),
+            max_steps=max_steps,
+            seed=seed,
+        )
         self._guard = UpdateGuard(config)
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer = WholeStateAdamW(
             student.model.parameters(),
+            ranks=self._ranks,
             lr=config.learning_rate,
             betas=config.betas,
             weight_decay=config.weight_decay,
@@ -56,43 +74,62 @@ class Learner:
         """One optimizer step on all micro-batches together; its metrics, and each teacher's losses.
 
         Args:
+            micro_batches: of the whole step; on a rank that follows, its own.
             tokens: completion tokens of the whole step, which the summed loss is divided by.
             step: counted from 0.
+
+        Returns:
+            Of all ranks together; of its own on a rank that follows.
 
         Raises:
             DataError: when the gradient is not to be followed, see ``UpdateGuard``; the weights are
                 then as before.
+            RankError: when another rank is gone.
         """
-        torch.manual_seed(derived_seed(self._seed, step))  # dropout, where a model has it
+        if self._ranks.leads:
+            parts = split(list(micro_batches), self._ranks.size)
+            micro_batches = self._ranks.deal(self.UPDATE, parts, tokens=tokens, step=step)
+        place = (step, self._ranks.rank) if self._ranks.rank else (step,)
+        torch.manual_seed(derived_seed(self._seed, *place))  # dropout, where a model has it
         self._student.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        measured: dict[str, LossMeasurements] = {}
-        supervised = LabelMeasurements()
-        total = 0.0
-        for batch in micro_batches:
-            total += self._backward(batch, tokens, measured, supervised)
-        norm = float(
-            torch.nn.utils.clip_grad_norm_(
-                self._student.model.parameters(), self._config.max_grad_norm
-            )
-        )
-        skipped = self._guard.judge(loss=total, norm=norm, step=step)
+        measured = StepMeasurements()
+        with self._ranks.together():
+            for batch in micro_batches:
+                self._backward(batch, tokens, measured)
+            norm = self._gradient_norm()
+        for others in self._ranks.collect(measured)[1:]:
+            measured.add(others)
+        skipped: Metrics = {}
+        if self._ranks.rank == 0:
+            skipped = self._guard.judge(loss=measured.total, norm=norm, step=step)
+        followed = self._ranks.agreed(not any(skipped.values()))
         rate = learning_rate(self._config, step=step, max_steps=self._max_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if not any(skipped.values()):
+        if followed:
             self.optimizer.step()
-        metrics = {"loss": total, "grad_norm": norm, "learning_rate": rate}
-        return metrics | skipped | supervised.metrics(), measured
+            self._student.weights_changed()
+        metrics = {"loss": measured.total, "grad_norm": norm, "learning_rate": rate}
+        return metrics | skipped | measured.labels.metrics(), measured.teachers
 
-    def _backward(
-        self,
-        batch: MicroBatch,
-        tokens: int,
-        measured: dict[str, LossMeasurements],
-        supervised: LabelMeasurements,
-    ) -> float:
-        """Adds a micro-batch's gradient; its share of the step's loss, in nats per token."""
+    def led(self) -> dict[str, Callable[..., Any]]:
+        """What a rank that follows does with its learner when it is told to."""
+        return {
+            self.UPDATE: self.update,
+            WholeStateAdamW.STATE: self.optimizer.state_dict,
+            WholeStateAdamW.TAKE: self.optimizer.take,
+        }
+
+    def _gradient_norm(self) -> float:
+        """Of all ranks' gradients together, before they are clipped."""
+        parameters = list(self._student.model.parameters())
+        if self._ranks.size > 1 and not is_sharded(self._student.model):
+            sum_gradients(parameters)
+        return clip_gradients(parameters, self._config.max_grad_norm)
+
+    def _backward(self, batch: MicroBatch, tokens: int, measured: StepMeasurements) -> None:
+        """Adds a micro-batch's gradient, and its share of the step's loss in nats per token."""
         sft, *distilled = self._terms(batch, tokens)
         total, outputs = self._student.losses(
             batch,
@@ -100,11 +137,11 @@ class Learner:
             rows_per_block=self._config.rows_per_block,
         )
         if batch.answers:
-            supervised.add(outputs.pop(), batch.labels)
+            measured.labels.add(outputs.pop(), batch.labels)
         for name, output in zip(batch.teachers, outputs, strict=True):
-            measured.setdefault(name, LossMeasurements()).add(output)
+            measured.teachers.setdefault(name, LossMeasurements()).add(output)
         total.backward()
-        return float(total.detach())
+        measured.total += float(total.detach())
 
     def _terms(self, batch: MicroBatch, tokens: int) -> list[LossTerm]:
         """Cross entropy on the reference answers, then every teacher's loss."""

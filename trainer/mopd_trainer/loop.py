@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -30,10 +30,11 @@ from mopd_trainer.measurements import (
 )
 from mopd_trainer.packing import pack
 from mopd_trainer.phase_clock import PhaseClock
-from mopd_trainer.pipeline import Collected, pipeline
+from mopd_trainer.pipeline import Collected, Pipeline, pipeline
 from mopd_trainer.plan import describe_plan
 from mopd_trainer.progress import RunProgress
 from mopd_trainer.prompts import PromptOrder, read_prompts
+from mopd_trainer.ranks import Ranks
 from mopd_trainer.recording import recorder_of
 from mopd_trainer.rendering import require_renderable
 from mopd_trainer.replay import Replay
@@ -48,12 +49,17 @@ logger = logging.getLogger(__name__)
 
 
 async def train(
-    config: RunConfig, console: Console, *, prompts: Sequence[Prompt] | None = None
+    config: RunConfig,
+    console: Console,
+    *,
+    prompts: Sequence[Prompt] | None = None,
+    ranks: Ranks | None = None,
 ) -> Path:
     """Runs a distillation to its end; the folder of the finished student.
 
     Args:
         prompts: those of ``config.data``, where they have been read already.
+        ranks: those that train the student together, of which this is the first.
 
     Raises:
         MopdError: when something that was given cannot work, alone or in an exception group;
@@ -66,7 +72,7 @@ async def train(
     identity = RunIdentity.of(config, prompts)
     checkpoint = starting_checkpoint(config, identity)
     async with teacher_pool(config.asked, config.score_cache) as pool:
-        student = Student.load(config.student)
+        student = Student.load(config.student, ranks)
         require_renderable(prompts, student.identity, source=config.data.prompts)
         cache = ProjectionCache(config.projections)
         expected = checkpoint.manifest_ids if checkpoint else {}
@@ -126,11 +132,77 @@ async def _steps(
         shuffle=config.data.shuffle,
     )
     scorer = Scorer(pool, teachers, student.table)
+    clock = PhaseClock()
     recorder = recorder_of(config, teachers, student.table, checkpoints.identity, done=done)
     write_resolved(config, config.output_dir / "config.yaml")
-    async with AsyncExitStack() as stack:
-        source = await stack.enter_async_context(chosen_source(config, student, version=done))
-        clock = PhaseClock()
+    steps = range(done, config.max_steps)
+    to_collect = steps if replay is None else range(done, done)
+    async with _ahead(config, order, student, scorer, clock, to_collect) as ahead:
+        clock.take()  # an engine's start belongs to no step
+        with (
+            Journal(
+                config.output_dir,
+                from_step=done,
+                tensorboard=config.logging.tensorboard,
+                trackers=trackers_of(config),
+            ) as journal,
+            RunProgress(
+                console, name=config.exp_name, done=done, total=config.max_steps
+            ) as progress,
+        ):
+            for step in steps:
+                try:
+                    examples, metrics = await interruption.unless_asked(
+                        ahead.examples(step) if replay is None else replay.collect(step, clock)
+                    )
+                except Stopped:
+                    journal.settle()
+                    saved = checkpoints.ensure(step, student, learner.optimizer)
+                    raise interruption.told(step=step, checkpoint=saved) from None
+                if recorder is not None:
+                    recorder.write(step + 1, examples)
+                tokens = sum(len(example.rollout.completion) for example in examples)
+                batches = pack(
+                    examples,
+                    tokens_per_micro_batch=config.student.tokens_per_micro_batch,
+                    ranks=student.ranks.size,
+                )
+                with clock.phase("train"):
+                    updated, losses = await asyncio.to_thread(
+                        learner.update, batches, tokens=tokens, step=step
+                    )
+                metrics |= updated | rollout_metrics(examples, step=step)
+                if config.data.reads_answers:
+                    metrics |= answer_metrics(examples)
+                counters = {name: pool.client(name).counters.take() for name in config.asked}
+                if replay is not None:
+                    counters = {name: Counters() for name in teachers}
+                metrics |= teacher_metrics(examples, losses, counters)
+                metrics["tokens/trained"] = float(tokens)
+                metrics |= clock.take()
+                journal.write(step + 1, metrics)
+                shown = (step + 1) % config.logging_steps == 0 or step + 1 == config.max_steps
+                if shown:
+                    for example in _shown(examples, config.logging.completions):
+                        journal.write_completion(step + 1, example)
+                progress.advance(step + 1, metrics, show=shown)
+                checkpoints.observe(metrics)
+                if checkpoints.is_due(step + 1):
+                    journal.settle()  # what a checkpoint is after is on the disk before it is
+                    checkpoints.save(step + 1, student, learner.optimizer)
+
+
+@asynccontextmanager
+async def _ahead(
+    config: RunConfig,
+    order: PromptOrder,
+    student: Student,
+    scorer: Scorer,
+    clock: PhaseClock,
+    steps: range,
+) -> AsyncGenerator[Pipeline]:
+    """The steps' examples, collected ahead of training where that is asked for."""
+    async with chosen_source(config, student, version=steps.start) as source:
 
         async def collect_step(step: int, written: asyncio.Event) -> Collected:
             when = config.rollout.scoring
@@ -138,61 +210,12 @@ async def _steps(
                 order.batch(step), source, scorer, step, scoring=when, clock=clock, written=written
             )
 
-        steps = range(done, config.max_steps)
-        to_collect = steps if replay is None else range(0)
-        ahead = await stack.enter_async_context(pipeline(collect_step, config.rollout, to_collect))
-        journal = stack.enter_context(
-            Journal(
-                config.output_dir,
-                from_step=done,
-                tensorboard=config.logging.tensorboard,
-                trackers=trackers_of(config),
-            )
-        )
-        progress = stack.enter_context(
-            RunProgress(console, name=config.exp_name, done=done, total=config.max_steps)
-        )
-        for step in steps:
-            try:
-                examples, metrics = await interruption.unless_asked(
-                    ahead.examples(step) if replay is None else replay.collect(step, clock)
-                )
-            except Stopped:
-                journal.settle()
-                saved = checkpoints.ensure(step, student, learner.optimizer)
-                raise interruption.told(step=step, checkpoint=saved) from None
-            if recorder is not None:
-                recorder.write(step + 1, examples)
-            tokens = sum(len(example.rollout.completion) for example in examples)
-            with clock.phase("train"):
-                batches = pack(
-                    examples, tokens_per_micro_batch=config.student.tokens_per_micro_batch
-                )
-                updated, losses = await asyncio.to_thread(
-                    learner.update, batches, tokens=tokens, step=step
-                )
+        async def push(version: int) -> None:
             with clock.phase("push"):
-                await source.push(step + 1)
-            metrics |= updated | rollout_metrics(examples, step=step)
-            if config.data.reads_answers:
-                metrics |= answer_metrics(examples)
-            counters = {name: pool.client(name).counters.take() for name in config.asked}
-            if replay is not None:
-                counters = {name: Counters() for name in teachers}
-            metrics |= teacher_metrics(examples, losses, counters)
-            metrics["tokens/trained"] = float(tokens)
-            metrics |= clock.take()
-            journal.write(step + 1, metrics)
-            shown = (step + 1) % config.logging_steps == 0 or step + 1 == config.max_steps
-            if shown:
-                for example in _shown(examples, config.logging.completions):
-                    journal.write_completion(step + 1, example)
-            progress.advance(step + 1, metrics, show=shown)
-            checkpoints.observe(metrics)
-            if checkpoints.is_due(step + 1):
-                journal.settle()  # what a checkpoint is after is on the disk before it is
-                checkpoints.save(step + 1, student, learner.optimizer)
-            ahead.trained(step + 1)
+                await source.push(version)
+
+        async with pipeline(collect_step, push, config.rollout, steps) as ahead:
+            yield ahead
 
 
 def _shown(examples: Sequence[TrainingExample], count: int) -> list[TrainingExample]:

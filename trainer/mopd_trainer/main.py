@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mopd_protocol.errors import ConfigError, MopdError
 from mopd_trainer.interruption import Interrupted
@@ -174,9 +174,25 @@ def _count(text: str) -> int:
 def _train(options: argparse.Namespace) -> None:
     config, prompts = _load(options)
     console = _console()
-    from mopd_trainer.loop import train
+    if config.resources is not None:
+        _need_ray()
+        from mopd_trainer.ray_cluster import train_on_ray
 
-    folder = asyncio.run(train(config, console, prompts=prompts))
+        _tell_folder(console, train_on_ray(config))
+        return
+    from mopd_trainer.following import follow
+    from mopd_trainer.loop import train
+    from mopd_trainer.ranks import joined_ranks
+
+    with joined_ranks(config.student.device) as ranks:
+        if ranks.rank > 0:
+            follow(config.student, ranks)
+            return
+        folder = asyncio.run(train(config, console, prompts=prompts, ranks=ranks))
+    _tell_folder(console, folder)
+
+
+def _tell_folder(console: Any, folder: Path) -> None:
     console.print(f"the student is in {folder}", markup=False, soft_wrap=True)
 
 
@@ -277,6 +293,16 @@ def _need_trainer() -> None:
         )
 
 
+def _need_ray() -> None:
+    from importlib.util import find_spec
+
+    if not find_spec("ray"):
+        raise ConfigError(
+            "the run has resources, so it needs Ray, which is not installed: pip install "
+            "'mopd[ray]'; or remove the section"
+        )
+
+
 def _first(group: BaseExceptionGroup[MopdError]) -> MopdError:
     error = group.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
@@ -285,3 +311,7 @@ def _first(group: BaseExceptionGroup[MopdError]) -> MopdError:
 def _fail(sentence: str, code: int) -> NoReturn:
     sys.stderr.write(f"mopd: {sentence}\n")
     sys.exit(code)
+
+
+if __name__ == "__main__":  # torchrun --nproc-per-node N -m mopd_trainer.main train RUN.YAML
+    main()

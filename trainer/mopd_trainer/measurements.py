@@ -48,6 +48,12 @@ class LossMeasurements:
         for name, vector in output.measured.items():
             self.vectors.setdefault(name, []).append(_numpy(vector))
 
+    def merge(self, other: "LossMeasurements") -> None:
+        """Takes over what another rank collected."""
+        self.nats += other.nats
+        for name, parts in other.vectors.items():
+            self.vectors.setdefault(name, []).extend(parts)
+
     def metrics(self) -> Metrics:
         """Means, and the first percentile of the mass that the top-k keeps."""
         joined = {name: np.concatenate(parts) for name, parts in self.vectors.items()}
@@ -73,6 +79,23 @@ class LabelMeasurements:
     def metrics(self) -> Metrics:
         """Nats per token of the answers; nothing where there was none."""
         return {"sft/loss_per_token": self.nats / self.tokens} if self.tokens else {}
+
+
+@dataclass
+class StepMeasurements:
+    """Collects what a step's micro-batches lose."""
+
+    total: float = 0.0  # with all weights, in nats per token of the step
+    teachers: dict[str, LossMeasurements] = field(default_factory=dict[str, LossMeasurements])
+    labels: LabelMeasurements = field(default_factory=LabelMeasurements)
+
+    def add(self, other: "StepMeasurements") -> None:
+        """Takes over what another rank collected."""
+        self.total += other.total
+        self.labels.nats += other.labels.nats
+        self.labels.tokens += other.labels.tokens
+        for name, loss in other.teachers.items():
+            self.teachers.setdefault(name, LossMeasurements()).merge(loss)
 
 
 def teacher_metrics(

@@ -51,21 +51,70 @@ class MicroBatch:
 
 
 def pack(
-    examples: Sequence[TrainingExample], *, tokens_per_micro_batch: int
+    examples: Sequence[TrainingExample], *, tokens_per_micro_batch: int, ranks: int = 1
 ) -> Iterator[MicroBatch]:
     """Micro-batches of all examples, longest first; an example over the budget stands alone.
+
+    For several ranks they are made smaller where that lets all ranks have as many of them: one
+    micro-batch for two ranks would leave one with nothing to do.
 
     The order is a function of the examples' order alone, not of when their scores arrived.
     """
     longest_first = sorted(examples, key=lambda example: -example.length)
-    rows: list[TrainingExample] = []
-    for example in longest_first:
-        if rows and (len(rows) + 1) * rows[0].length > tokens_per_micro_batch:
-            yield micro_batch(rows)
-            rows = []
-        rows.append(example)
-    if rows:
-        yield micro_batch(rows)
+    lengths = [example.length for example in longest_first]
+    budget = tokens_per_micro_batch
+    if ranks > 1:
+        rounds = -(-len(_sizes(lengths, budget)) // ranks)
+        budget = _smallest_budget(lengths, budget, micro_batches=rounds * ranks)
+    start = 0
+    for size in _sizes(lengths, budget):
+        yield micro_batch(longest_first[start : start + size])
+        start += size
+
+
+def split(micro_batches: Sequence[MicroBatch], ranks: int) -> list[list[MicroBatch]]:
+    """Every rank's share: as many micro-batches for each, about as large at any one time.
+
+    Ranks wait for each other at every layer of every micro-batch, so those of one round are of
+    about one size; the one with the least so far gets the largest of a round. Who would have fewer
+    gets empty ones, and takes part.
+    """
+    largest_first = sorted(micro_batches, key=lambda batch: -batch.input_ids.numel())
+    parts: list[list[MicroBatch]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for start in range(0, len(largest_first), ranks):
+        waiting = sorted(range(ranks), key=lambda rank: tokens[rank])
+        given = [*largest_first[start : start + ranks], *[_EMPTY] * ranks][:ranks]
+        for rank, batch in zip(waiting, given, strict=True):
+            parts[rank].append(batch)
+            tokens[rank] += batch.input_ids.numel()
+    return parts
+
+
+def _sizes(lengths: Sequence[int], budget: int) -> list[int]:
+    """Examples in each micro-batch, for lengths that do not increase."""
+    sizes: list[int] = []
+    longest = 0
+    for length in lengths:
+        if sizes and (sizes[-1] + 1) * longest <= budget:
+            sizes[-1] += 1
+        else:
+            sizes.append(1)
+            longest = length
+    return sizes
+
+
+def _smallest_budget(lengths: Sequence[int], budget: int, *, micro_batches: int) -> int:
+    """The smallest that makes at most so many, as ``budget`` does; fewer tokens, never fewer
+    micro-batches."""
+    below = 0
+    while budget - below > 1:
+        middle = (below + budget) // 2
+        if len(_sizes(lengths, middle)) <= micro_batches:
+            budget = middle
+        else:
+            below = middle
+    return budget
 
 
 def micro_batch(examples: Sequence[TrainingExample]) -> MicroBatch:
@@ -97,6 +146,17 @@ def micro_batch(examples: Sequence[TrainingExample]) -> MicroBatch:
         labels=torch.cat(labels),
         teachers=_teacher_parts(examples, slot_offsets, slots),
     )
+
+
+#: One token that predicts nothing: the work of a rank that has none.
+_EMPTY = MicroBatch(
+    input_ids=torch.zeros((1, 1), dtype=torch.int64),
+    attention_mask=torch.ones((1, 1), dtype=torch.int64),
+    slot_rows=torch.zeros(0, dtype=torch.int64),
+    slot_columns=torch.zeros(0, dtype=torch.int64),
+    labels=torch.zeros(0, dtype=torch.int64),
+    teachers={},
+)
 
 
 def _teacher_parts(

@@ -38,7 +38,7 @@ class PhaseClock:
         """Seconds since this was last asked.
 
         ``time/wait`` is of teachers at work while the student writes nothing,
-        ``score/hidden_share`` the share of their time in which it does (NaN without any).
+        ``time/hidden_share`` the share of their time in which it does (NaN without any).
         """
         self._settle()
         taken, self._seconds = self._seconds, defaultdict[frozenset[Phase], float](float)
@@ -51,7 +51,7 @@ class PhaseClock:
             "time/train": _seconds_of(taken, "train"),
             "time/push": _seconds_of(taken, "push"),
             "time/step": sum(taken.values()),
-            "score/hidden_share": 1 - ratio(waited, scored),
+            "time/hidden_share": 1 - ratio(waited, scored),
         }
 
     def _settle(self) -> None:

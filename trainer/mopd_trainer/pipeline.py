@@ -7,7 +7,7 @@ How far ahead is said in policy versions: a version is the number of steps behin
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,12 +20,18 @@ Collected = tuple[list[TrainingExample], Metrics]
 #: Collects a step; sets the event when all of it is written, though not all of it scored.
 Collect = Callable[[int, asyncio.Event], Coroutine[Any, Any, Collected]]
 
+#: Has the weights of now write from here on: those of this version.
+Push = Callable[[int], Awaitable[None]]
+
 
 class Pipeline:
     """Hands on one step's examples after the other's, collected as far ahead as is allowed."""
 
-    def __init__(self, collect: Collect, config: RolloutConfig, *, version: int) -> None:
+    def __init__(
+        self, collect: Collect, push: Push, config: RolloutConfig, *, version: int
+    ) -> None:
         self._collect = collect
+        self._push = push
         self._max_staleness = config.max_staleness
         self._steps_ahead = config.max_staleness + (config.on_stale == "drop")
         self._version = version
@@ -36,9 +42,15 @@ class Pipeline:
     async def examples(self, step: int) -> Collected:
         """The next step's examples, none of them too old, and what was dropped of it.
 
+        To ask is to say that all steps before it are trained: their weights are pushed first.
+
         Raises:
             MopdError: what collecting it has raised, alone or in an exception group.
         """
+        if step > self._version:
+            await self._push(step)
+            self._version = step
+            self._moved.set()
         examples, dropped = await (await self._begun.get())
         fresh = [
             example
@@ -53,11 +65,6 @@ class Pipeline:
             return fresh, dropped
         again, then_dropped = await self._collect(step, asyncio.Event())
         return again, _sums(dropped, then_dropped)
-
-    def trained(self, version: int) -> None:
-        """The weights after ``version`` steps have been pushed."""
-        self._version = version
-        self._moved.set()
 
     async def write_ahead(self, steps: range) -> None:
         """Begins one step after the other; each when the one before it is written."""
@@ -81,10 +88,10 @@ class Pipeline:
 
 @asynccontextmanager
 async def pipeline(
-    collect: Collect, config: RolloutConfig, steps: range
+    collect: Collect, push: Push, config: RolloutConfig, steps: range
 ) -> AsyncGenerator[Pipeline]:
     """A pipeline at work on these steps; at the end it leaves nothing behind that goes on."""
-    made = Pipeline(collect, config, version=steps.start)
+    made = Pipeline(collect, push, config, version=steps.start)
     writing = asyncio.create_task(made.write_ahead(steps))
     try:
         yield made

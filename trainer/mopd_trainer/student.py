@@ -2,9 +2,10 @@
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,12 @@ from mopd_losses.loss_output import LossOutput
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.samples import Message
 from mopd_trainer.config import RolloutConfig, StudentConfig
+from mopd_trainer.npu import import_backend
 from mopd_trainer.packing import MicroBatch
+from mopd_trainer.ranks import Ranks
+from mopd_trainer.sharding import like_shards_of, shard, unsharded
 from mopd_trainer.student_identity import StudentIdentity, explained, load_tokenizer, source
+from mopd_trainer.whole_copy import WholeCopy
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +49,11 @@ class Sampled:
 class Student:
     """A causal language model that writes (``generate``) and is trained (``completion_logits``).
 
-    Rows of the head that belong to no token are never sampled and never trained.
+    Rows of the head that belong to no token are never sampled and never trained. On several ranks
+    each has its own part (``sharded``) or all of the weights; rank 0 writes, all train.
     """
+
+    TAKE_WEIGHTS = "student.take_weights"
 
     def __init__(
         self,
@@ -54,29 +62,45 @@ class Student:
         device: torch.device,
         *,
         compute_dtype: torch.dtype = torch.float32,
+        ranks: Ranks | None = None,
+        sharded: bool = False,
     ) -> None:
-        self.model = model.to(device)  # pyright: ignore[reportArgumentType]
+        # Where it is to be sharded, it comes to the device in shards.
+        self.model = model if sharded else model.to(device)  # pyright: ignore[reportArgumentType]
         self.tokenizer: Any = tokenizer
         self.device = device
+        self.ranks = ranks or Ranks()
         self._compute_dtype = compute_dtype
         self.identity = StudentIdentity.of(model, tokenizer)
         self.table = self.identity.table
-        self._real_ids = torch.tensor(self.table.real_ids(self.identity.logit_width), device=device)
+        real_ids = torch.tensor(self.table.real_ids(self.identity.logit_width))
         # What a model's publisher likes to generate with (top-k, repetition penalty) would change
         # what is sampled without a word; it is written again when the model is saved.
         self._published_generation: Any = model.generation_config
         model.generation_config = GenerationConfig()
+        self._real_ids = real_ids.to(self.model.device)
         self._head = self._matrix_head()
+        self._real_ids = real_ids.to(device)
+        self._whole = WholeCopy(self.model, self.ranks, device) if sharded else None
+        if sharded:
+            self._shard()
 
     @classmethod
-    def load(cls, config: StudentConfig) -> "Student":
-        """Reads model and tokenizer.
+    def load(cls, config: StudentConfig, ranks: Ranks | None = None) -> "Student":
+        """Reads model and tokenizer; on several ranks every rank does.
 
         Raises:
             ConfigError: when there is no such model or device, the tokenizer is not a fast one
-                with a chat template, or the model cannot do gradient checkpointing and should.
+                with a chat template, or the model cannot do gradient checkpointing, or be sharded,
+                and should.
         """
-        device = _device(config.device)
+        ranks = ranks or Ranks()
+        if ranks.size > 1 and config.sharding == "none":
+            raise ConfigError(
+                f"student.sharding is 'none', but {ranks.size} ranks were started; set it to "
+                "'fsdp' (each has its part of the weights) or 'ddp' (each has all), or start one"
+            )
+        device = ranks.device or _device(config.device)
         tokenizer = load_tokenizer(config)
         with explained(config):
             model = AutoModelForCausalLM.from_pretrained(
@@ -84,7 +108,14 @@ class Student:
             )
         if config.gradient_checkpointing:
             _checkpoint_layers(model)
-        return cls(model, tokenizer, device, compute_dtype=getattr(torch, config.dtype))
+        return cls(
+            model,
+            tokenizer,
+            device,
+            compute_dtype=getattr(torch, config.dtype),
+            ranks=ranks,
+            sharded=ranks.size > 1 and config.sharding == "fsdp",
+        )
 
     @property
     def max_length(self) -> int | None:
@@ -119,9 +150,10 @@ class Student:
             attention_mask[row, longest - len(prompt) :] = 1
         policy = _BehaviourPolicy(self._real_ids, settings.temperature, settings.top_p, keep_topk)
         torch.manual_seed(seed)
-        self.model.eval()
+        model = self.whole_model()
+        model.eval()
         with self._precision():
-            generated: Any = self.model.generate(  # pyright: ignore[reportCallIssue]
+            generated: Any = model.generate(  # pyright: ignore[reportCallIssue]
                 input_ids=input_ids.to(self.device),
                 attention_mask=attention_mask.to(self.device),
                 generation_config=GenerationConfig(
@@ -153,9 +185,8 @@ class Student:
         """
         if self._head is None:
             return dense_head(self.completion_logits(batch), self._real_ids, terms)
-        return blockwise_head(
-            self._completion_rows(batch), self._head, terms, rows_per_block=rows_per_block
-        )
+        rows = self._completion_rows(batch)
+        return blockwise_head(rows, self._whole_head(), terms, rows_per_block=rows_per_block)
 
     def completion_logits(self, batch: MicroBatch) -> Tensor:
         """[slots, logit width]: row s predicts completion token s; all at once, as the model
@@ -186,9 +217,18 @@ class Student:
         }
 
     def copy(self) -> "Student":
-        """A student that writes the same, with weights of its own on the same device."""
-        model: Any = deepcopy(self.model)
+        """A student that writes the same, whole, with weights of its own on the same device."""
+        model: Any = deepcopy(self.whole_model())
         return Student(model, self.tokenizer, self.device, compute_dtype=self._compute_dtype)
+
+    def whole_model(self) -> PreTrainedModel:
+        """The model with all its weights in this process, as they are now. Rank 0 alone asks."""
+        return self.model if self._whole is None else self._whole.of(self.model)
+
+    def weights_changed(self) -> None:
+        """Must be called after every step of the optimizer."""
+        if self._whole is not None:
+            self._whole.outdate()
 
     def save(self, folder: Path) -> None:
         """Writes an ordinary Hugging Face folder: weights, configuration, tokenizer."""
@@ -199,14 +239,18 @@ class Student:
 
     def save_weights(self, folder: Path) -> None:
         """Writes the weights and what is needed to read them, in the precision they are kept in."""
-        self.model.save_pretrained(folder)
+        self.whole_model().save_pretrained(folder)
 
     def load_weights(self, folder: Path) -> None:
-        """Takes over the weights that ``save`` wrote; never are there two copies of them.
+        """Takes over the weights that ``save`` wrote, on all ranks; where there is one, never are
+        there two copies of them.
 
         Raises:
             ValueError: when they are of other shapes. The student has no weights then.
         """
+        if self.ranks.size > 1:
+            self._load_on_all_ranks(folder)
+            return
         shapes = _shapes(self.model)
         for parameter in self.model.parameters():  # the optimizer and the head know these objects
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
@@ -221,6 +265,45 @@ class Student:
         buffers: dict[str, Tensor] = dict(saved.named_buffers())
         for name, buffer in self.model.named_buffers():
             buffer.copy_(buffers[name])
+
+    def _load_on_all_ranks(self, folder: Path) -> None:
+        saved: Any = type(self.model).from_pretrained(folder, dtype=self.model.dtype)
+        if _shapes(saved) != _shapes(self.model):
+            raise ValueError(f"{folder} holds a model of other shapes")
+        self.ranks.lead(self.TAKE_WEIGHTS)
+        self.take_weights(dict(saved.named_parameters()))
+
+    @torch.no_grad()
+    def take_weights(self, given: Mapping[str, Tensor] | None = None) -> None:
+        """Rank 0's whole weights, to every rank's own part. All ranks at once."""
+        with self.ranks.together():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(like_shards_of(parameter, None if given is None else given[name]))
+        self.weights_changed()
+
+    def led(self) -> dict[str, Callable[..., None]]:
+        """What a rank that follows does with its student when it is told to."""
+        handlers: dict[str, Callable[..., None]] = {self.TAKE_WEIGHTS: self.take_weights}
+        if self._whole is not None:
+            handlers[WholeCopy.GATHER] = partial(self._whole.gather, self.model)
+        return handlers
+
+    def _shard(self) -> None:
+        if self._head is None:
+            raise ConfigError(
+                "student.sharding is 'fsdp', but this model changes its logits after the head, "
+                "which must be whole for that; set it to 'ddp'"
+            )
+        shard(self.model, self.device, self.ranks.size)
+
+    def _whole_head(self) -> Head:
+        """The head as it is now, unsharded for its products."""
+        assert self._head is not None
+        module: Any = self.model.get_output_embeddings()
+        bias = None if module.bias is None else unsharded(module.bias)
+        return replace(
+            self._head, weight=unsharded(module.weight), real_ids=self._real_ids, bias=bias
+        )
 
     def _sampled(
         self,
@@ -250,7 +333,7 @@ class Student:
         scale = settings.get("logit_scale", 1.0) / settings.get("logits_scaling", 1.0)
         head = Head(module.weight, self._real_ids, module.bias, scale, cap)
         known = np.flatnonzero(self.table.present)
-        ids = torch.tensor(known[:: max(1, len(known) // 8)][:8], device=self.device)[None]
+        ids = torch.tensor(known[:: max(1, len(known) // 8)][:8], device=self.model.device)[None]
         hidden: Tensor = self._decoder()(input_ids=ids, use_cache=False).last_hidden_state
         logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
         made = module(hidden) * scale
@@ -328,6 +411,7 @@ def _checkpoint_layers(model: PreTrainedModel) -> None:
 
 def _device(name: str) -> torch.device:
     if name != "auto":
+        import_backend(name)
         try:
             return torch.empty(0, device=name).device
         except (RuntimeError, AssertionError) as error:

@@ -10,6 +10,22 @@ from mopd_losses.config import CtkdConfig, LossConfig, TopKKlConfig
 from mopd_protocol.requests import LogprobsDtype
 
 _FALLBACK = "fallback:"
+#: In place of the address of a teacher that the run will start.
+_NOT_STARTED = "http://not-started-yet"
+
+
+class ServeConfig(BaseModel):
+    """A ``mopd-teacher serve`` that the run starts itself."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    """A model folder or hub id, on the machine where the service will stand."""
+    devices: int = Field(default=1, ge=1)
+    shares_with: str | None = None
+    """The name of a teacher on whose devices this one stands too; they are counted once."""
+    arguments: tuple[str, ...] = ()
+    """More of ``mopd-teacher serve``, for instance ``[--engine, vllm]``."""
 
 
 class TeacherConfig(BaseModel):
@@ -24,6 +40,11 @@ class TeacherConfig(BaseModel):
 
     url: tuple[str, ...] = Field(min_length=1)
     """Replicas of one teacher."""
+    placement: Literal["url", "ray"] = "url"
+    """``url``: a service that runs already; ``ray``: one that the run starts as ``serve`` says,
+    starts again when it dies, and ends with the run. Its url is then known when it has started."""
+    serve: ServeConfig | None = None
+    """What to start, where ``placement`` is ``ray``."""
     kind: Literal["mopd", "openai"] = "mopd"
     """``mopd``: a ``mopd-teacher serve``; ``openai``: a stock ``vllm serve``, asked through
     ``/v1/completions`` (start it with ``--max-logprobs`` of at least ``top_k``)."""
@@ -71,7 +92,11 @@ class TeacherConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_url_is_a_list_of_one(cls, values: object) -> object:
-        if isinstance(values, dict) and isinstance(values.get("url"), str):
+        if not isinstance(values, dict):
+            return values
+        if values.get("placement") == "ray":
+            values = {"url": [_NOT_STARTED], **values}
+        if isinstance(values.get("url"), str):
             return {**values, "url": [values["url"]]}
         return values
 
@@ -81,6 +106,15 @@ class TeacherConfig(BaseModel):
         if policy in ("fail", "drop", "wait") or policy.removeprefix(_FALLBACK) not in ("", policy):
             return policy
         raise ValueError(f"found {policy!r}, expected fail, drop, wait or fallback:<teacher>")
+
+    @model_validator(mode="after")
+    def _it_is_somewhere(self) -> "TeacherConfig":
+        if (self.placement == "ray") != (self.serve is not None):
+            raise ValueError(
+                f"placement is {self.placement!r} and serve is "
+                f"{'not set' if self.serve is None else 'set'}; the two belong together"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_way_to_hedge(self) -> "TeacherConfig":

@@ -23,6 +23,6 @@ class WritingStudent:
         """Writes like the trained student of now; nobody else may read or change either."""
         if self.student is self._trained:
             return
-        theirs = self._trained.model.state_dict()
+        theirs = self._trained.whole_model().state_dict()
         for name, mine in self.student.model.state_dict().items():
             mine.copy_(theirs[name])

@@ -1,0 +1,250 @@
+"""Where a training step's seconds go, and how much of its teacher's time is hidden.
+
+    python -m bench.pipeline --json pipeline.json          minutes on two cores
+    python -m bench.pipeline --vllm --json pipeline.json   the same with vLLM writing, too
+
+Whole runs of ``mopd train`` on a tiny student, with a teacher in a process of its own, one thread
+each. The teacher is made as fast as the student: it gets as many layers as it takes until reading a
+step's completions takes as long as writing them (calibrated first; the ratio that was met is told).
+
+* sequential: teachers read when all is written (``scoring: after_rollout``), then it is trained
+* streaming: teachers read what is finished while the rest is written (``scoring: stream``)
+* ahead: streaming, and the next step is written while one is trained (``max_staleness: 1``)
+
+All ways take turns within each round, so that a noisy minute does not hit one alone. The first step
+of a run (warm-up) and the last (nothing is written ahead of it) are not counted. A share is hidden
+while the student writes: 1 - wait / score. Medians over all counted steps.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from transformers import AutoTokenizer
+
+from bench.small_teacher import make_small_teacher
+from mopd_trainer.config import RunConfig
+from mopd_trainer.demo.services import teacher_services
+from mopd_trainer.loop import train
+
+WAYS: dict[str, dict[str, Any]] = {
+    "sequential": {"scoring": "after_rollout"},
+    "streaming": {"scoring": "stream"},
+    "ahead": {"scoring": "stream", "max_staleness": 1},
+}
+PHASES = ("sample", "score", "wait", "train", "push", "step")
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+VOCABULARY = 2048
+TEACHER_HIDDEN = 128
+MOST_LAYERS = 400
+#: Of a teacher's seconds over the student's; nearer is not worth another calibration.
+CLOSE_ENOUGH = 0.1
+CALIBRATIONS = 4
+HIDDEN_BAR = 0.9
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a run is."""
+
+    steps: int
+    prompts_per_step: int
+    generation_batch_size: int
+    max_new_tokens: int
+
+
+@dataclass
+class Measured:
+    """One way: seconds of each phase and the hidden share, one of each a counted step."""
+
+    engine: str
+    way: str
+    seconds: dict[str, list[float]]
+    hidden: list[float]
+    tokens_per_second: list[float]
+
+    def median(self, phase: str) -> float:
+        """Seconds a step."""
+        return statistics.median(self.seconds[phase])
+
+
+def main() -> None:
+    """Calibrates, measures, prints, writes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=6, help="of a run (default: %(default)s)")
+    parser.add_argument("--prompts", type=int, default=96, help="a step (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=4, help="generation batch (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=64, help="a completion (%(default)s)")
+    parser.add_argument("--vllm", action="store_true", help="also with vLLM writing (make vllm)")
+    options = parser.parse_args()
+    if options.steps < 3:
+        parser.error("--steps: found less than 3; the first and the last are not counted")
+    os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    torch.set_num_threads(1)
+    size = Size(options.steps, options.prompts, options.batch, options.tokens)
+    console = Console()
+    engines = ["transformers", *(["vllm"] if options.vllm else [])]
+    found: list[Measured] = []
+    ratios: dict[str, float] = {}
+    with TemporaryDirectory(prefix="mopd-bench-") as temporary:
+        folder = Path(temporary)
+        _make_model(folder / "student", layers=2, hidden=64)
+        _write_prompts(folder / "prompts.jsonl", size)
+        for engine in engines:
+            layers, ratios[engine] = _calibrated(folder, size, engine, console)
+            console.print(
+                f"{engine}: a teacher of {layers} layers reads in {ratios[engine]:.2f} times the "
+                "seconds that the student writes in"
+            )
+            found += _measure(folder, size, engine, options.rounds, console)
+    _print(found, console)
+    if options.json:
+        report = {
+            "size": asdict(size),
+            "rounds": options.rounds,
+            "machine": platform.platform(),
+            "cores": os.cpu_count(),
+            "teacher_over_student_seconds": ratios,
+            "measurements": [asdict(measured) for measured in found],
+        }
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _calibrated(folder: Path, size: Size, engine: str, console: Console) -> tuple[int, float]:
+    """Makes the teacher; its layers, and its seconds over the student's when it was tried last.
+
+    Reading takes seconds that do not depend on layers, too, so this is repeated.
+    """
+    layers = 8
+    short = Size(3, size.prompts_per_step, size.generation_batch_size, size.max_new_tokens)
+    for attempt in range(CALIBRATIONS):
+        with console.status(f"{engine}: calibrating a teacher of {layers} layers"):
+            _make_model(folder / "teacher", layers=layers, hidden=TEACHER_HIDDEN)
+            with teacher_services({"teacher": folder / "teacher"}, folder / "logs") as found:
+                name = f"calibration-{engine}-{attempt}"
+                lines = _run(folder, name, short, engine, WAYS["sequential"], found["teacher"])
+        sample, score = (lines[1][f"time/{phase}"] for phase in ("sample", "score"))
+        ratio = score / sample
+        wanted = max(1, min(MOST_LAYERS, round(layers / ratio)))
+        if abs(ratio - 1) <= CLOSE_ENOUGH or wanted == layers or attempt + 1 == CALIBRATIONS:
+            return layers, ratio
+        layers = wanted
+    raise AssertionError("a calibration ends with an attempt")
+
+
+def _measure(
+    folder: Path, size: Size, engine: str, rounds: int, console: Console
+) -> list[Measured]:
+    measured = {way: Measured(engine, way, {phase: [] for phase in PHASES}, [], []) for way in WAYS}
+    with (
+        teacher_services({"teacher": folder / "teacher"}, folder / "logs") as found,
+        Progress(console=console, transient=True) as progress,
+    ):
+        task = progress.add_task(f"{engine}: whole runs", total=rounds * len(WAYS))
+        for number in range(rounds):
+            for way, rollout in WAYS.items():
+                name = f"{engine}-{way}-{number}"
+                lines = _run(folder, name, size, engine, rollout, found["teacher"])
+                _add(measured[way], lines[1:-1])
+                progress.advance(task)
+    return list(measured.values())
+
+
+def _run(
+    folder: Path,
+    name: str,
+    size: Size,
+    engine: str,
+    rollout: Mapping[str, Any],
+    address: str,
+) -> list[dict[str, Any]]:
+    """The journal of a whole run."""
+    values = {
+        "output_dir": folder / name,
+        "max_steps": size.steps,
+        "data": {"prompts": folder / "prompts.jsonl", "default_teacher": "teacher"},
+        "student": {"model": str(folder / "student"), "device": "cpu", "learning_rate": 1e-5},
+        "rollout": {
+            "engine": engine,
+            "prompts_per_step": size.prompts_per_step,
+            "generation_batch_size": size.generation_batch_size,
+            "max_new_tokens": size.max_new_tokens,
+            **rollout,
+        },
+        # The student's own tokens are sent: nothing that random weights babble is dropped.
+        "teachers": {"teacher": {"url": [address], "top_k": 16, "loss": {"type": "topk_kl"}}},
+        "logging": {"tensorboard": False, "completions": 0},
+    }
+    asyncio.run(train(RunConfig.model_validate(values), Console(file=StringIO())))
+    return [json.loads(line) for line in (folder / name / "journal.jsonl").read_text().splitlines()]
+
+
+def _add(measured: Measured, lines: Sequence[Mapping[str, Any]]) -> None:
+    for line in lines:
+        for phase in PHASES:
+            measured.seconds[phase].append(line[f"time/{phase}"])
+        measured.hidden.append(line["time/hidden_share"])
+        measured.tokens_per_second.append(line["tokens/trained"] / line["time/step"])
+
+
+def _make_model(folder: Path, *, layers: int, hidden: int) -> None:
+    make_small_teacher(folder, vocabulary=VOCABULARY, layers=layers, hidden=hidden)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+def _write_prompts(path: Path, size: Size) -> None:
+    lines = [json.dumps({"prompt": f"def f{n}(x):"}) for n in range(4 * size.prompts_per_step)]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _print(found: Sequence[Measured], console: Console) -> None:
+    table = Table(title="seconds of a step by phase (median); phases may overlap")
+    for title in ("engine", "way"):
+        table.add_column(title)
+    for title in (*PHASES, "hidden", "tokens/s", "against sequential"):
+        table.add_column(title, justify="right")
+    for measured in found:
+        base = next(m for m in found if m.engine == measured.engine and m.way == "sequential")
+        table.add_row(
+            measured.engine,
+            measured.way,
+            *(f"{measured.median(phase):.3f}" for phase in PHASES),
+            f"{statistics.median(measured.hidden):.1%}",
+            f"{statistics.median(measured.tokens_per_second):,.0f}",
+            f"{base.median('step') / measured.median('step'):.2f} ×",
+        )
+    console.print(table)
+    for measured in found:
+        if measured.way != "sequential":
+            hidden = statistics.median(measured.hidden)
+            console.print(
+                f"{'met ' if hidden >= HIDDEN_BAR else 'MISSED'} {measured.engine}, "
+                f"{measured.way}: {hidden:.1%} of the teacher's time hidden "
+                f"(bar: at least {HIDDEN_BAR:.0%})"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The losses inside a transformers ``Trainer``: its optimizer, schedule, logging and checkpoints.
+
+`compute_loss` lets the student answer the batch's questions, asks the teachers, and returns the
+mean loss of the batch's tokens. One process, one device; `mopd train` has what is missing here.
+
+    python cookbook/hf_trainer.py STUDENT NAME=URL [NAME=URL ...] --max-steps 10
+"""
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import Trainer, TrainingArguments
+
+from mopd_losses.blockwise_head import LossTerm
+from mopd_losses.build import build_loss
+from mopd_losses.projection_cache import ProjectionCache
+from mopd_protocol.samples import Message, Prompt
+from mopd_trainer.config import RolloutConfig, StudentConfig
+from mopd_trainer.packing import micro_batch
+from mopd_trainer.rollouts import Sampler
+from mopd_trainer.scoring import Scorer
+from mopd_trainer.student import Student
+from mopd_trainer.teacher_config import TeacherConfig
+from mopd_trainer.teachers import meet_teachers, teacher_pool
+
+QUESTIONS = ["12 + 30 =", "7 + 8 =", "201 + 45 =", "99 + 1 ="]
+
+
+class DistillationTrainer(Trainer):
+    """A ``Trainer`` whose loss is what the teachers make of the student's own answers."""
+
+    def __init__(self, student: Student, teachers: dict[str, TeacherConfig], **settings: Any):
+        super().__init__(model=student.model, **settings)
+        self.student = student
+        self.sampler = Sampler(student, RolloutConfig(max_new_tokens=24), seed=self.args.seed)
+        self.runner = asyncio.Runner()  # one event loop for all steps: the pool belongs to it
+        self.pool = teacher_pool(teachers)
+        cache = ProjectionCache()
+        met = self.runner.run(
+            meet_teachers(self.pool, teachers, student.identity, cache, {}, wait_seconds=60.0)
+        )
+        self.scorer = Scorer(self.pool, met, student.table)
+        self.losses = {
+            name: build_loss(
+                teacher.config.loss,
+                teacher.projection,
+                teacher.vocabularies,
+                cache=cache,
+                device=student.device,
+            )
+            for name, teacher in met.items()
+        }
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Nats per token of this batch, averaged over its tokens."""
+        model.eval()  # sampling without dropout
+        rollouts = self.sampler.sample(inputs["prompts"], step=self.state.global_step, batch=0)
+        model.train()
+        examples = self.runner.run(self.scorer.score(rollouts))
+        batch = micro_batch(examples)
+        terms = [
+            LossTerm(
+                self.losses[name],
+                self.losses[name]
+                .targets(part.comparisons, part.slot_offsets)
+                .to(self.student.device),
+                part.slot_weights.to(self.student.device) / batch.slots,
+            )
+            for name, part in batch.teachers.items()
+        ]
+        total: Tensor = self.student.losses(batch, terms, rows_per_block=1024)[0]
+        return (total, {}) if return_outputs else total
+
+    def close(self) -> None:
+        """Closes the connections to the teachers."""
+        self.runner.run(self.pool.aclose())
+        self.runner.close()
+
+
+def together(lines: Sequence[dict[str, Prompt]]) -> dict[str, list[Prompt]]:
+    """A batch is a list of questions; there is nothing to pad before the student has answered."""
+    return {"prompts": [line["prompt"] for line in lines]}
+
+
+def main(arguments: Sequence[str] | None = None) -> DistillationTrainer:
+    """Reads the command line and trains."""
+    parser = argparse.ArgumentParser(description="On-policy distillation in a Trainer.")
+    parser.add_argument("student", help="a Hugging Face model folder")
+    parser.add_argument("teachers", nargs="+", metavar="NAME=URL")
+    parser.add_argument("--max-steps", type=int, default=10)
+    parser.add_argument("--output-dir", default="runs/hf-trainer")
+    given = parser.parse_args(arguments)
+    teachers = {
+        name: TeacherConfig.model_validate({"url": url, "top_k": 32})
+        for name, url in (teacher.split("=", 1) for teacher in given.teachers)
+    }
+    prompts = [
+        Prompt(at, (Message(role="user", content=question),), dict.fromkeys(teachers, 1.0))
+        for at, question in enumerate(QUESTIONS)
+    ]
+    student = Student.load(StudentConfig(model=given.student))
+    trainer = DistillationTrainer(
+        student,
+        teachers,
+        args=TrainingArguments(
+            output_dir=given.output_dir,
+            max_steps=given.max_steps,
+            per_device_train_batch_size=4,
+            learning_rate=1e-3,
+            logging_steps=1,
+            report_to="none",
+            remove_unused_columns=False,
+            use_cpu=student.device.type == "cpu",
+        ),
+        train_dataset=[{"prompt": prompt} for prompt in prompts],
+        data_collator=together,
+    )
+    trainer.train()
+    trainer.close()
+    return trainer
+
+
+if __name__ == "__main__":
+    main()

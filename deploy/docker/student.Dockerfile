@@ -1,0 +1,35 @@
+# The student's side, and everything that `mopd demo` needs. TORCH_INDEX chooses CUDA or CPU builds.
+FROM python:3.11.13-slim-bookworm AS wheel
+WORKDIR /source
+RUN pip install --no-cache-dir build==1.6.1
+COPY pyproject.toml README.md LICENSE ./
+COPY protocol protocol
+COPY server server
+COPY client client
+COPY losses losses
+COPY trainer trainer
+RUN python -m build --wheel --outdir /wheels
+
+FROM python:3.11.13-slim-bookworm AS packages
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cu130
+COPY requirements/server.txt requirements/trainer.txt /requirements/
+RUN python -m venv /opt/mopd \
+    && /opt/mopd/bin/pip install --no-cache-dir --index-url "$TORCH_INDEX" torch==2.13.0 \
+    && /opt/mopd/bin/pip install --no-cache-dir \
+        --requirement /requirements/server.txt --requirement /requirements/trainer.txt
+COPY --from=wheel /wheels /wheels
+RUN /opt/mopd/bin/pip install --no-cache-dir --no-deps /wheels/mopd-*.whl
+
+FROM python:3.11.13-slim-bookworm
+LABEL org.opencontainers.image.title="mopd-student" \
+      org.opencontainers.image.description="The trainer of multi-teacher on-policy distillation" \
+      org.opencontainers.image.licenses="Apache-2.0"
+RUN useradd --uid 10001 --create-home mopd \
+    && install --directory --owner=mopd /models /work /work/runs
+COPY --from=packages /opt/mopd /opt/mopd
+ENV PATH=/opt/mopd/bin:$PATH HF_HOME=/models
+USER 10001
+WORKDIR /work
+STOPSIGNAL SIGINT
+ENTRYPOINT ["mopd"]
+CMD ["--help"]

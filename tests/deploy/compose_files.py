@@ -1,0 +1,73 @@
+"""Reads the files under ``deploy`` as their tools would: variables filled in, anchors merged."""
+
+import os
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+#: Compose files with teachers in them.
+TEACHER_FILES = ("compose.yaml", "compose.cpu.yaml", "compose.npu.yaml")
+_VARIABLE = re.compile(r"\$\{(?P<name>\w+):-(?P<default>[^}]*)\}")
+
+
+def compose(name: str, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """A compose file with its variables' values, or their defaults."""
+    given = variables or {}
+    text = (DEPLOY / name).read_text()
+    filled = _VARIABLE.sub(lambda m: given.get(m["name"], m["default"]), text)
+    assert "$" not in re.sub("#.*", "", filled), f"{name} has a variable without a default"
+    return yaml.safe_load(filled)
+
+
+def teachers(name: str) -> dict[str, dict[str, Any]]:
+    """The services of a compose file that are teachers."""
+    services = compose(name)["services"]
+    return {name: service for name, service in services.items() if name.startswith("teacher-")}
+
+
+def manifests() -> list[dict[str, Any]]:
+    """All Kubernetes objects."""
+    folder = DEPLOY / "kubernetes"
+    listed = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
+    return [found for file in listed for found in yaml.safe_load_all((folder / file).read_text())]
+
+
+def containers() -> dict[str, dict[str, Any]]:
+    """Deployment name -> its one container."""
+    found: dict[str, dict[str, Any]] = {}
+    for manifest in manifests():
+        if manifest["kind"] == "Deployment":
+            (found[manifest["metadata"]["name"]],) = manifest["spec"]["template"]["spec"][
+                "containers"
+            ]
+    return found
+
+
+def unit_command(instance: str) -> list[str]:
+    """What systemd would start for this instance, with its example settings."""
+    folder = DEPLOY / "systemd"
+    lines = (folder / f"{instance}.env.example").read_text().splitlines()
+    settings = dict(line.split("=", 1) for line in lines)
+    unit = (folder / "mopd-teacher@.service").read_text()
+    (start,) = re.findall(r"^ExecStart=(.*)$", unit, re.M)
+    start = re.sub(r"\$\{(\w+)\}", lambda m: settings[m[1]], start).replace("%i", instance)
+    return shlex.split(start)
+
+
+def teacher_commands() -> dict[str, list[str]]:
+    """Where it is said -> the arguments of ``mopd-teacher``, of every teacher that we deploy."""
+    found = {
+        f"{file} {name}": service["command"]
+        for file in TEACHER_FILES
+        for name, service in teachers(file).items()
+    }
+    found |= {f"kubernetes {name}": container["args"] for name, container in containers().items()}
+    executable, *arguments = unit_command("math")
+    assert os.path.basename(executable) == "mopd-teacher"
+    return found | {"systemd math": arguments}

@@ -1,0 +1,196 @@
+"""Compose files, images and manifests: what their own tools say, and that they fit together."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mopd_server.main import parser, settings_of
+from mopd_trainer.run_file import load_run
+from tests.deploy.compose_files import (
+    DEPLOY,
+    TEACHER_FILES,
+    compose,
+    containers,
+    manifests,
+    teacher_commands,
+    teachers,
+)
+
+ROOT = DEPLOY.parent
+BIN = Path(sys.executable).parent
+DOCKERFILES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
+COMPOSE_FILES = sorted(DEPLOY.glob("compose*.yaml"))
+COMMANDS = teacher_commands()
+
+
+def _passes(*command: str | Path) -> None:
+    ended = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_compose_files_follow_the_schema_of_compose() -> None:
+    assert len(COMPOSE_FILES) == 4
+    _passes(BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", *COMPOSE_FILES)
+
+
+def test_dockerfiles_pass_their_linter() -> None:
+    assert len(DOCKERFILES) == 4
+    _passes(BIN / "hadolint", "--failure-threshold", "info", *DOCKERFILES)
+
+
+def test_kubernetes_manifests_follow_their_schema() -> None:
+    _passes(BIN / "kubernetes-validate", "--strict", *sorted(DEPLOY.glob("kubernetes/[mt]*.yaml")))
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
+def test_images_are_pinned_labelled_and_not_run_by_root(file: Path) -> None:
+    text = file.read_text()
+    defaults = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.M))
+    stages = re.findall(r"^FROM (\S+)", text, re.M)
+    assert len(stages) > 1
+    for stage in stages:
+        image = re.sub(r"\$\{(\w+)\}", lambda m: defaults[m[1]], stage)
+        assert re.search(r":v?\d+\.\d+\.\d+", image), image
+    last = text.rpartition("\nFROM ")[2]
+    assert re.findall(r"^USER (\S+)$", last, re.M)[-1] == "10001"
+    assert 'org.opencontainers.image.title="mopd-' in last
+    for requirement in re.findall(r"pip install .*? ([\w-]+)==", text):
+        assert requirement in ("build", "torch")
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
+def test_what_images_copy_exists_and_is_let_through(file: Path) -> None:
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    allowed = {line[1:] for line in ignored if line.startswith("!")}
+    for copied in re.findall(r"^COPY (?!--from)(.*) \S+$", file.read_text(), re.M):
+        for source in copied.split():
+            assert (ROOT / source).exists(), source
+            assert source.split("/")[0] in allowed
+
+
+def test_the_wheels_stage_copies_all_that_the_wheel_is_made_of() -> None:
+    described = (ROOT / "pyproject.toml").read_text()
+    packages = re.findall(r'^    "(\w+)/mopd_\w+",$', described, re.M)
+    assert len(packages) == 5
+    for file in DOCKERFILES:
+        stage = file.read_text().partition("\nFROM ")[2]
+        for package in packages:
+            assert f"COPY {package} {package}\n" in file.read_text(), (file.name, stage)
+
+
+@pytest.mark.parametrize("where", COMMANDS)
+def test_every_option_is_one_of_the_teachers(where: str) -> None:
+    teacher, listen = settings_of(parser().parse_args(COMMANDS[where]))
+    assert teacher.service_name in ("math", "general", "sums", "words")
+    assert listen.api_key_file is not None
+    assert listen.port == 8101
+    assert teacher.trust_remote_code is False
+
+
+@pytest.mark.parametrize("file", TEACHER_FILES)
+def test_teachers_are_checked_published_and_stopped_as_they_listen(file: str) -> None:
+    found = teachers(file)
+    assert len(found) == 2
+    published: set[str] = set()
+    for name, service in found.items():
+        settings, listen = settings_of(parser().parse_args(service["command"]))
+        assert name == f"teacher-{settings.service_name}"
+        assert f"http://127.0.0.1:{listen.port}/readyz" in service["healthcheck"]["test"][-1]
+        address, outside, inside = service["ports"][0].split(":")
+        assert address == "127.0.0.1"
+        assert int(inside) == listen.port
+        published.add(outside)
+        assert str(listen.api_key_file) == f"/run/secrets/{service['secrets'][0]}"
+        assert int(service["stop_grace_period"].removesuffix("s")) > listen.drain_seconds
+        assert service["restart"] == "unless-stopped"
+        assert "memory" in service["deploy"]["resources"]["reservations"]
+        assert any(volume.startswith("models:/models") for volume in service["volumes"])
+    assert len(published) == 2
+
+
+def test_gpu_teachers_have_a_gpu_each_and_npu_teachers_the_driver() -> None:
+    gpus = [
+        device["device_ids"][0]
+        for service in teachers("compose.yaml").values()
+        for device in service["deploy"]["resources"]["reservations"]["devices"]
+    ]
+    assert gpus == ["0", "1"]
+    npus = [service["devices"] for service in teachers("compose.npu.yaml").values()]
+    assert [devices[0] for devices in npus] == ["/dev/davinci0", "/dev/davinci1"]
+    for service in teachers("compose.npu.yaml").values():
+        assert "/dev/davinci_manager" in service["devices"]
+        assert any("/Ascend/driver/lib64" in volume for volume in service["volumes"])
+
+
+def test_services_build_what_is_there() -> None:
+    for file in COMPOSE_FILES:
+        for service in compose(file.name)["services"].values():
+            build = service.get("build")
+            assert build is not None or re.search(r":v?\d+\.\d+\.\d+$", service["image"])
+            if build is not None:
+                assert (DEPLOY / build["context"] / build["dockerfile"]).is_file()
+            for volume in service["volumes"]:
+                source = volume.split(":")[0]
+                assert not source.startswith(".") or (DEPLOY / source).exists(), source
+
+
+def test_the_student_of_the_cpu_file_asks_its_teachers() -> None:
+    run = load_run(DEPLOY / "run.cpu.yaml")
+    found = teachers("compose.cpu.yaml")
+    addresses = {name.removeprefix("teacher-"): (f"http://{name}:8101",) for name in found}
+    assert {name: teacher.url for name, teacher in run.teachers.items()} == addresses
+    (models,) = (volume for volume in found["teacher-sums"]["volumes"])
+    assert models == "models:/models:ro"
+    student = compose("compose.cpu.yaml")["services"]["student"]
+    assert student["command"][-1] == student["volumes"][-1].split(":")[1]
+    assert all(teacher.api_key_env in student["environment"] for teacher in run.teachers.values())
+
+
+def test_kubernetes_probes_and_services_are_where_the_teacher_listens() -> None:
+    for container in containers().values():
+        teacher, listen = settings_of(parser().parse_args(container["args"]))
+        (port,) = container["ports"]
+        assert port["containerPort"] == listen.port
+        assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": port["name"]}
+        assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": port["name"]}
+        mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+        assert str(listen.api_key_file) == f"{mounts[-1]}/api_keys"
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == teacher.tensor_parallel_size
+    services = [found for found in manifests() if found["kind"] == "Service"]
+    pods = [f for f in manifests() if f["kind"] == "Deployment"]
+    labels = [pod["spec"]["template"]["metadata"]["labels"] for pod in pods]
+    assert [service["spec"]["selector"] for service in services] == labels
+
+
+def test_prometheus_scrapes_every_teacher_under_its_name() -> None:
+    settings = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    (job,) = settings["scrape_configs"]
+    scraped = {
+        target: entry["labels"]["teacher"]
+        for entry in job["static_configs"]
+        for target in entry["targets"]
+    }
+    for file in ("compose.yaml", "compose.npu.yaml"):
+        assert {f"{n}:8101": n.removeprefix("teacher-") for n in teachers(file)} == scraped
+
+
+def test_grafana_finds_its_dashboard_and_its_source() -> None:
+    provisioning = DEPLOY / "grafana" / "provisioning"
+    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())[
+        "datasources"
+    ]
+    (provider,) = yaml.safe_load((provisioning / "dashboards" / "teachers.yaml").read_text())[
+        "providers"
+    ]
+    services = compose("compose.observability.yaml")["services"]
+    mounts = {v.split(":")[1]: v.split(":")[0] for v in services["grafana"]["volumes"]}
+    folder = DEPLOY / mounts[provider["options"]["path"]]
+    board: dict[str, Any] = json.loads((folder / "teachers.json").read_text())
+    assert all(panel["datasource"]["uid"] == source["uid"] for panel in board["panels"])
+    assert source["url"].removeprefix("http://").split(":")[0] in services

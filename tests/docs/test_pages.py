@@ -1,0 +1,128 @@
+"""What the pages say is so: examples parse, quoted messages exist, generated parts are current."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from docs import configuration_reference, drawings
+from mopd_server.http_metrics import HttpMetrics
+from mopd_server.main import parser
+from mopd_server.metrics import ServiceMetrics
+from mopd_trainer.run_file import parse_run
+from tests.docs.pages import PAGES, ROOT, code_spans, examples
+
+YAML = examples("yaml")
+#: What an example that shows a part of a run leaves out.
+REST = {
+    "output_dir": "run",
+    "max_steps": 1,
+    "data": {"prompts": "prompts.jsonl"},
+    "student": {"model": "student"},
+    "rollout": {"max_new_tokens": 8},
+}
+#: Options of other programs than ``mopd-teacher``.
+OTHERS = {"--strict", "--max-logprobs", "--text"}
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    mkdocs = Path(sys.executable).parent / "mkdocs"
+    settings = ROOT / "docs" / "mkdocs.yml"
+    ended = subprocess.run(
+        [mkdocs, "build", "--strict", "--config-file", settings, "--site-dir", tmp_path],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "WARNING" not in ended.stderr
+    assert (tmp_path / "index.html").is_file()
+    assert "fonts.g" not in (tmp_path / "index.html").read_text()  # nothing from elsewhere
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    text = (ROOT / "docs" / "mkdocs.yml").read_text()
+    assert set(re.findall(r"[\w-]+\.md", text)) == {page.name for page in PAGES.glob("*.md")}
+
+
+def test_the_configuration_page_is_current() -> None:
+    written = (PAGES / "configuration.md").read_text()
+    assert written == configuration_reference.page(), "run docs/configuration_reference.py"
+
+
+@pytest.mark.parametrize("name", drawings.DRAWINGS)
+def test_a_drawing_is_current(name: str) -> None:
+    assert (PAGES / name).read_text() == drawings.DRAWINGS[name](), "run docs/drawings.py"
+
+
+@pytest.mark.parametrize("place", range(len(YAML)), ids=lambda at: f"{YAML[at][0]}-{at}")
+def test_an_example_of_a_run_is_one(place: int) -> None:
+    page, text = YAML[place]
+    values = OmegaConf.to_container(OmegaConf.merge(REST, yaml.safe_load(text)))
+    parse_run(values, source=page)
+
+
+def test_lines_of_data_are_json() -> None:
+    found = [line for _, text in examples("json") for line in text.splitlines()]
+    assert len(found) >= 2
+    assert all("teacher" in json.loads(line) for line in found)
+
+
+def test_quoted_messages_are_messages_of_ours() -> None:
+    text = (PAGES / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^`([^`]+)`\n:", text, re.M)
+    assert len(quoted) > 20
+    ours = "\n".join(_messages())
+    assert [message for message in quoted if message not in ours] == []
+
+
+def test_metrics_on_the_operations_page_are_exported() -> None:
+    service = ServiceMetrics(waiting_sequences=lambda: 0.0, waiting_tokens=lambda: 0.0)
+    told = (service.exposition() + HttpMetrics(ready=lambda: True).exposition()).decode()
+    exported = set(re.findall(r"^# TYPE (\w+)", told, re.M))
+    named = {span for span in code_spans("operations.md") if span.startswith("mopd_")}
+    assert len(named) > 10
+    assert named - exported == set()
+
+
+@pytest.mark.parametrize("page", ["operations.md", "security.md", "troubleshooting.md", "rest.md"])
+def test_options_on_a_page_are_the_teachers(page: str) -> None:
+    known = set(re.findall(r"--[a-z][a-z-]+", _help())) | OTHERS
+    named = {o for span in code_spans(page) for o in re.findall(r"(?<!\w)--[a-z][a-z-]+", span)}
+    assert named
+    assert named - known == set()
+
+
+def test_keys_on_pages_are_keys_of_a_run() -> None:
+    known = set(re.findall(r"`([a-z_.A-Z]+)`", (PAGES / "configuration.md").read_text()))
+    for page in ("troubleshooting.md", "operations.md", "losses.md", "concepts.md"):
+        spans = code_spans(page)
+        named = {s for s in spans if re.fullmatch(r"(data|student|rollout)\.[a-z_]+", s)}
+        assert named - known == set(), page
+
+
+def _help() -> str:
+    (serve,) = (a for a in parser()._actions if a.dest == "command")  # argparse has no other way
+    assert serve.choices is not None
+    return serve.choices["serve"].format_help()  # type: ignore[index]
+
+
+def _messages() -> Iterator[str]:
+    """Every string in the packages, with a gap where an f-string puts a value."""
+    for package in ("protocol", "server", "client", "losses", "trainer"):
+        for file in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    yield "".join(
+                        part.value if isinstance(part, ast.Constant) else "\0"
+                        for part in node.values
+                    )
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value

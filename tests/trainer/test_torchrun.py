@@ -1,0 +1,75 @@
+"""Whole runs on two student ranks, as ``torchrun`` starts them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.ranked import free_port
+from tests.trainer.runs import questions, run_values, write_lines, write_run
+from tests.trainer.whole_runs import journal, run_here, weights
+
+pytestmark = pytest.mark.slow
+
+TORCHRUN = Path(sys.executable).parent / "torchrun"
+
+
+@pytest.fixture
+def values(tmp_path: Path, models: dict[str, Path], addresses: dict[str, str]) -> dict[str, Any]:
+    """A run of three steps with two teachers."""
+    write_lines(tmp_path / "prompts.jsonl", questions(5))
+    values = run_values(tmp_path, max_steps=3, save_steps=2)
+    values["student"] |= {"model": str(models["student"]), "learning_rate": 1e-4}
+    values["teachers"] = {n: {"url": address, "top_k": 8} for n, address in addresses.items()}
+    return values
+
+
+def on_two_ranks(path: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """``mopd train`` under ``torchrun``."""
+    ranks = ["--nproc-per-node=2", f"--master-port={free_port()}"]
+    return subprocess.run(
+        [TORCHRUN, *ranks, "-m", "mopd_trainer.main", "train", path, *overrides],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_torchrun_trains_what_one_process_trains(tmp_path: Path, values: dict[str, Any]) -> None:
+    alone, _ = run_here(values, output_dir=str(tmp_path / "alone"))
+    path = write_run(tmp_path, values)
+    ended = on_two_ranks(path, "student.sharding=fsdp")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("the student is in ") == 1
+    assert ended.stdout.count("step 2/3  loss ") == 1
+    found, expected = journal(tmp_path / "run"), journal(tmp_path / "alone")
+    assert [line["step"] for line in found] == [1, 2, 3]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert untimed(ours) == pytest.approx(untimed(theirs), rel=1e-5)
+    finished = weights(tmp_path / "run" / "final")
+    for name, weight in weights(alone).items():
+        torch.testing.assert_close(finished[name], weight, rtol=1e-5, atol=1e-5)
+    assert not list((tmp_path / "run").rglob("*.part"))
+
+
+def untimed(line: dict[str, Any]) -> dict[str, float]:
+    """What was measured, but for seconds, and for bytes: an answer tells its seconds."""
+    clocked = ("time/", "_seconds_", "received_bytes")
+    return {
+        key: value
+        for key, value in line.items()
+        if value is not None and not any(part in key for part in clocked)
+    }
+
+
+def test_what_every_rank_finds_wrong_is_told_once(tmp_path: Path, values: dict[str, Any]) -> None:
+    ended = on_two_ranks(write_run(tmp_path, values))
+    assert ended.returncode != 0
+    assert ended.stderr.count("mopd: ") == 1
+    assert "student.sharding is 'none', but 2 ranks were started; set it to 'fsdp'" in ended.stderr

@@ -1,0 +1,31 @@
+"""What a student rank does that does not run the loop: load its part, and follow."""
+
+import signal
+import threading
+from typing import Any
+
+from mopd_trainer.config import StudentConfig
+from mopd_trainer.learner import Learner
+from mopd_trainer.ranks import Ranks
+from mopd_trainer.student import Student
+
+
+def follow(config: StudentConfig, ranks: Ranks) -> None:
+    """Trains with the others until the first rank is done.
+
+    Ctrl-C and SIGTERM reach all ranks, and are for the first: it finishes its step and saves.
+
+    Raises:
+        MopdError: when the student cannot be loaded, or another rank is gone.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for one in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(one, signal.SIG_IGN)
+    student = Student.load(config, ranks)
+    handlers = student.led()
+
+    def begin(**known: Any) -> None:
+        handlers.update(Learner(student, config, **known).led())
+
+    handlers[Learner.BEGIN] = begin
+    ranks.follow(handlers)

@@ -1,0 +1,52 @@
+"""``WholeCopy``: a sharded student, whole on rank 0, to write completions and folders with."""
+
+import copy
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from mopd_trainer.ranks import Ranks
+from mopd_trainer.sharding import whole
+
+
+class WholeCopy:
+    """A second model on rank 0's device, brought up to date when it is needed and not before.
+
+    Generation reads every weight for every token, so it wants them in one place: gathering layers
+    again for each token would cost more than the copy's memory (4 bytes a parameter, rank 0 only).
+    """
+
+    GATHER = "student.gather"
+
+    def __init__(self, model: PreTrainedModel, ranks: Ranks, device: torch.device) -> None:
+        """Must be made before the model is sharded; nothing is copied where a rank follows."""
+        self._ranks = ranks
+        self._copy: Any = copy.deepcopy(model).to(device) if ranks.leads else None
+        self._current = True
+
+    def outdate(self) -> None:
+        """The sharded weights have changed."""
+        self._current = False
+
+    def of(self, sharded: PreTrainedModel) -> PreTrainedModel:
+        """The model whole, as its weights are now. Rank 0 alone asks.
+
+        Raises:
+            RankError: when another rank is gone.
+        """
+        assert self._copy is not None
+        if not self._current:
+            self._ranks.lead(self.GATHER)
+            self.gather(sharded)
+        return self._copy
+
+    @torch.no_grad()
+    def gather(self, sharded: PreTrainedModel) -> None:
+        """Every weight, one after the other; all ranks at once."""
+        with self._ranks.together():
+            for name, parameter in sharded.named_parameters():
+                gathered = whole(parameter)
+                if self._copy is not None:
+                    self._copy.get_parameter(name).copy_(gathered)
+        self._current = True
