@@ -84,7 +84,8 @@ def test_an_interrupted_run_saves_what_it_learnt_and_goes_on(
     assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
     assert [line["step"] for line in journal(tmp_path / "run")] == [1, 2]
 
-    final, _ = run_here(values, resume_from_checkpoint=True)
+    final, told = run_here(values, resume_from_checkpoint=True)
+    assert f"resumed after step 2 from {folder}" in told
     whole, _ = run_here(values, output_dir=str(tmp_path / "whole"))
     assert [line["step"] for line in journal(tmp_path / "run")] == [1, 2, 3, 4]
     assert_same_weights(final, whole)

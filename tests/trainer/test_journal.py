@@ -86,6 +86,7 @@ def test_a_completion_is_written_for_people_to_read(tmp_path: Path) -> None:
             "prompt": [{"role": "user", "content": "3 + 4 ="}],
             "completion": "7 �!",
             "source": "rollout",
+            "policy_version": 0,
             "finish_reason": "stop",
             "teachers": {"math": 1.0},
             "metadata": {},

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 STEPS, KILLS = 4, 10
 #: Of a line of the journal, what is of the clock; an answer tells its seconds, so its length is.
-TIMED = ("time/", "seconds", "received_bytes")
+TIMED = ("time/", "seconds", "received_bytes", "hidden_share")
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,7 @@ def values(tmp_path: Path, models: dict[str, Path], addresses: dict[str, str]) -
     """On-policy, two teachers, a checkpoint every second step, of which one is kept."""
     write_lines(tmp_path / "prompts.jsonl", questions(5))
     values = run_values(tmp_path, max_steps=STEPS, save_steps=2, keep_checkpoints=1)
+    values["logging"] = {"record": True}
     values["student"]["model"] = str(models["student"])
     values["teachers"] = {name: {"url": url, "top_k": 8} for name, url in addresses.items()}
     return values
@@ -66,6 +67,8 @@ def assert_same_run(folder: Path, other: Path) -> None:
     assert lasting(folder) == lasting(other)
     assert [line["step"] for line in journal(folder)] == list(range(1, STEPS + 1))
     assert (folder / "completions.jsonl").read_bytes() == (other / "completions.jsonl").read_bytes()
+    for recorded in (other / "recordings").iterdir():
+        assert (folder / "recordings" / recorded.name).read_bytes() == recorded.read_bytes()
     assert losses_shown(folder) == losses_shown(other)
     assert_same_weights(folder / "final", other / "final")
     for ours, theirs in zip(sorted(folder.rglob("*")), sorted(other.rglob("*")), strict=False):

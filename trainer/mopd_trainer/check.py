@@ -13,9 +13,11 @@ from mopd_trainer.kept_checkpoints import starting_checkpoint
 from mopd_trainer.plan import describe_plan
 from mopd_trainer.prompts import read_prompts
 from mopd_trainer.rendering import require_renderable
+from mopd_trainer.replay import Replay
 from mopd_trainer.run_identity import RunIdentity
 from mopd_trainer.student_identity import StudentIdentity
 from mopd_trainer.teachers import meet_teachers, teacher_pool
+from mopd_trainer.trackers import require_trackers
 
 
 async def check(
@@ -30,18 +32,23 @@ async def check(
         MopdError: whatever would stop the run before its first step.
     """
     prompts = read_prompts(config.data, config.judges) if prompts is None else prompts
-    checkpoint = starting_checkpoint(config, RunIdentity.of(config, prompts))
+    require_trackers(config.logging)
+    identity = RunIdentity.of(config, prompts)
+    checkpoint = starting_checkpoint(config, identity)
     expected = checkpoint.manifest_ids if checkpoint else {}
     student = StudentIdentity.read(config.student)
     require_renderable(prompts, student, source=config.data.prompts)
     with TemporaryDirectory() as folder:
-        async with teacher_pool(config.judges) as pool:
+        cache = ProjectionCache(Path(folder))
+        async with teacher_pool(config.asked) as pool:
             teachers = await meet_teachers(
                 pool,
-                config.judges,
+                config.asked,
                 student,
-                ProjectionCache(Path(folder)),
+                cache,
                 {} if config.accept_changed_teachers else expected,
                 wait_seconds=config.teacher_wait_seconds,
             )
+        replay = Replay.of(config, identity, prompts, student, cache)
+        teachers = teachers if replay is None else replay.teachers
     console.print(describe_plan(config, prompts, student, teachers))

@@ -36,7 +36,7 @@ async def chosen_source(
         max_length=student.max_length,
         judged=config.judges_answers,
     )
-    if share == 0:
+    if share == 0 or config.replay is not None:  # which completes nothing, and needs no engine
         yield answers
         return
     async with _rollouts(config, student, version) as rollouts:

@@ -179,6 +179,15 @@ class LoggingConfig(_Settings):
     """What is written besides the journal (``journal.jsonl``, always)."""
 
     tensorboard: bool = True
+    wandb: bool = False
+    """The same numbers for Weights & Biases, which reads its own variables (``WANDB_MODE``)."""
+    trackio: bool = False
+    """The same numbers for trackio."""
+    project: str = "mopd"
+    """Under which these two show the run, by its ``exp_name``."""
+    record: bool = False
+    """Keeps every step's completions and scores in ``recordings``, for another run to ``replay``:
+    about 24 + 8 ``top_k`` bytes a token and teacher."""
     completions: int = Field(default=2, ge=0)
     """Completions of each source that go to ``completions.jsonl`` in a logged step, to be read by
     people."""
@@ -218,6 +227,9 @@ class RunConfig(_Settings):
     """Folder of built projections, to share between runs. Not set: inside ``output_dir``."""
     score_cache: ScoreCacheConfig | None = None
     """A folder of teachers' scores, or ``{path, max_gigabytes}``. Not set: none are kept."""
+    replay: Path | None = None
+    """The ``output_dir`` of a run with ``logging.record``: what it recorded is learnt from, with
+    any loss, in place of new completions and scores. Nobody is asked."""
     data: DataConfig
     student: StudentConfig
     rollout: RolloutConfig
@@ -313,6 +325,15 @@ class RunConfig(_Settings):
         return self
 
     @model_validator(mode="after")
+    def _a_replay_is_not_recorded(self) -> "RunConfig":
+        if self.replay is not None and self.logging.record:
+            raise ValueError(
+                "logging.record is set, but a replay has nothing new to record; leave out one of "
+                "replay and logging.record"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _vllm_tells_the_students_ids(self) -> "RunConfig":
         if self.rollout.engine == "vllm" and self.rollout.top_p < 1 and student_topk(self.teachers):
             raise ValueError(
@@ -336,6 +357,11 @@ class RunConfig(_Settings):
     def judges(self) -> dict[str, TeacherConfig]:
         """The teachers that are asked: all, or none where nothing is judged."""
         return self.teachers if self.asks_teachers else {}
+
+    @property
+    def asked(self) -> dict[str, TeacherConfig]:
+        """The teachers that are contacted: those who judge, unless what they said is replayed."""
+        return self.judges if self.replay is None else {}
 
     @property
     def projections(self) -> Path:

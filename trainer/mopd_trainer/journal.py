@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +13,7 @@ from mopd_protocol.atomic_file import replacing
 from mopd_trainer.disk_writing import append_whole
 from mopd_trainer.examples import TrainingExample
 from mopd_trainer.measurements import Metrics
+from mopd_trainer.trackers import Tracker
 
 JOURNAL = "journal.jsonl"
 COMPLETIONS = "completions.jsonl"
@@ -24,13 +26,21 @@ class Journal:
     neither a gap nor a repeat.
     """
 
-    def __init__(self, output_dir: Path, *, from_step: int, tensorboard: bool) -> None:
+    def __init__(
+        self,
+        output_dir: Path,
+        *,
+        from_step: int,
+        tensorboard: bool,
+        trackers: Sequence[Tracker] = (),
+    ) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
         for name in (JOURNAL, COMPLETIONS):
             _forget_after(output_dir / name, from_step)
         # Unbuffered: what could not be written is taken back, and not tried again at the end.
         self._journal = (output_dir / JOURNAL).open("ab", buffering=0)
         self._completions = (output_dir / COMPLETIONS).open("ab", buffering=0)
+        self._trackers = trackers
         self._tensorboard: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # seconds to import, so only on use
@@ -47,10 +57,12 @@ class Journal:
         """
         values = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         self._append(self._journal, {"step": step, **values}, durable=True)
+        measured = {key: value for key, value in values.items() if value is not None}
         if self._tensorboard is not None:
-            for key, value in metrics.items():
-                if math.isfinite(value):
-                    self._tensorboard.add_scalar(key, value, step)
+            for key, value in measured.items():
+                self._tensorboard.add_scalar(key, value, step)
+        for tracker in self._trackers:
+            tracker.log(step, measured)
 
     def write_completion(self, step: int, example: TrainingExample) -> None:
         """A completion for people to read; bytes that are no text are shown as U+FFFD.
@@ -83,6 +95,8 @@ class Journal:
         self._completions.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def _append(self, file: FileIO, line: dict[str, Any], *, durable: bool) -> None:
         text = json.dumps(line, ensure_ascii=False, default=str) + "\n"

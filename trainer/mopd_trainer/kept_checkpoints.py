@@ -58,7 +58,7 @@ class KeptCheckpoints:
         done: int,
     ) -> None:
         self._config = config
-        self._identity = identity
+        self.identity = identity
         self._manifests = manifests
         self._measured: list[float] = []  # the metric of the best, since the last checkpoint
         own = [config.output_dir, config.output_dir / CHECKPOINTS]
@@ -94,7 +94,7 @@ class KeptCheckpoints:
             student=student,
             optimizer=optimizer,
             manifests=self._manifests,
-            identity=self._identity,
+            identity=self.identity,
             metric=self._metric(),
         )
         self._measured.clear()

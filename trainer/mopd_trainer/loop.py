@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mopd_client.counters import Counters
 from mopd_client.pool import TeacherPool
 from mopd_losses.build import build_loss
 from mopd_losses.projection_cache import ProjectionCache
@@ -34,12 +35,15 @@ from mopd_trainer.plan import describe_plan
 from mopd_trainer.progress import RunProgress
 from mopd_trainer.prompts import PromptOrder, read_prompts
 from mopd_trainer.ranks import Ranks
+from mopd_trainer.recording import recorder_of
 from mopd_trainer.rendering import require_renderable
+from mopd_trainer.replay import Replay
 from mopd_trainer.run_file import write_resolved
 from mopd_trainer.run_identity import RunIdentity
 from mopd_trainer.scoring import Scorer
 from mopd_trainer.student import Student
 from mopd_trainer.teachers import Teacher, meet_teachers, teacher_pool
+from mopd_trainer.trackers import require_trackers, trackers_of
 
 logger = logging.getLogger(__name__)
 
@@ -64,22 +68,25 @@ async def train(
             where it had not changed anything, and its checkpoint is there.
     """
     prompts = read_prompts(config.data, config.judges) if prompts is None else prompts
+    require_trackers(config.logging)
     identity = RunIdentity.of(config, prompts)
     checkpoint = starting_checkpoint(config, identity)
-    async with teacher_pool(config.judges, config.score_cache) as pool:
+    async with teacher_pool(config.asked, config.score_cache) as pool:
         student = Student.load(config.student, ranks)
         require_renderable(prompts, student.identity, source=config.data.prompts)
         cache = ProjectionCache(config.projections)
         expected = checkpoint.manifest_ids if checkpoint else {}
-        with console.status(f"waiting for {len(config.judges)} teachers"):
+        with console.status(f"waiting for {len(config.asked)} teachers"):
             teachers = await meet_teachers(
                 pool,
-                config.judges,
+                config.asked,
                 student.identity,
                 cache,
                 {} if config.accept_changed_teachers else expected,
                 wait_seconds=config.teacher_wait_seconds,
             )
+        replay = Replay.of(config, identity, prompts, student.identity, cache)
+        teachers = teachers if replay is None else replay.teachers
         console.print(describe_plan(config, prompts, student.identity, teachers))
         learner = _learner(config, student, teachers, cache)
         done = checkpoint.step if checkpoint else 0
@@ -95,6 +102,7 @@ async def train(
                 student,
                 teachers,
                 pool,
+                replay,
                 learner,
                 checkpoints,
                 interruption,
@@ -110,6 +118,7 @@ async def _steps(
     student: Student,
     teachers: dict[str, Teacher],
     pool: TeacherPool,
+    replay: Replay | None,
     learner: Learner,
     checkpoints: KeptCheckpoints,
     interruption: Interruption,
@@ -124,13 +133,18 @@ async def _steps(
     )
     scorer = Scorer(pool, teachers, student.table)
     clock = PhaseClock()
+    recorder = recorder_of(config, teachers, student.table, checkpoints.identity, done=done)
     write_resolved(config, config.output_dir / "config.yaml")
     steps = range(done, config.max_steps)
-    async with _ahead(config, order, student, scorer, clock, steps) as ahead:
+    to_collect = steps if replay is None else range(done, done)
+    async with _ahead(config, order, student, scorer, clock, to_collect) as ahead:
         clock.take()  # an engine's start belongs to no step
         with (
             Journal(
-                config.output_dir, from_step=done, tensorboard=config.logging.tensorboard
+                config.output_dir,
+                from_step=done,
+                tensorboard=config.logging.tensorboard,
+                trackers=trackers_of(config),
             ) as journal,
             RunProgress(
                 console, name=config.exp_name, done=done, total=config.max_steps
@@ -138,11 +152,15 @@ async def _steps(
         ):
             for step in steps:
                 try:
-                    examples, metrics = await interruption.unless_asked(ahead.examples(step))
+                    examples, metrics = await interruption.unless_asked(
+                        ahead.examples(step) if replay is None else replay.collect(step, clock)
+                    )
                 except Stopped:
                     journal.settle()
                     saved = checkpoints.ensure(step, student, learner.optimizer)
                     raise interruption.told(step=step, checkpoint=saved) from None
+                if recorder is not None:
+                    recorder.write(step + 1, examples)
                 tokens = sum(len(example.rollout.completion) for example in examples)
                 batches = pack(
                     examples,
@@ -156,7 +174,9 @@ async def _steps(
                 metrics |= updated | rollout_metrics(examples, step=step)
                 if config.data.reads_answers:
                     metrics |= answer_metrics(examples)
-                counters = {name: pool.client(name).counters.take() for name in teachers}
+                counters = {name: pool.client(name).counters.take() for name in config.asked}
+                if replay is not None:
+                    counters = {name: Counters() for name in teachers}
                 metrics |= teacher_metrics(examples, losses, counters)
                 metrics["tokens/trained"] = float(tokens)
                 metrics |= clock.take()

@@ -74,6 +74,8 @@ def _teacher_facts(teacher: Teacher, student: StudentIdentity, prompts: int) -> 
 
 def _source_line(config: RunConfig) -> Text:
     share, weight = config.data.rollout_share, config.student.distill_loss_weight
+    if config.replay is not None:
+        return Text(f"every completion and its scores as {config.replay} recorded them")
     if share == 1:
         return Text("every completion is the student's own")
     whose = "every prompt" if share == 0 else f"{1 - share:.0%} of prompts"

@@ -37,6 +37,8 @@ _INCIDENTAL = frozenset(
         "projection_cache",
         "resources",
         "resume_from_checkpoint",
+        "rollout.scoring",
+        "rollout.vllm",
         "save_steps",
         "score_cache",
         "student.device",

@@ -131,7 +131,7 @@ class Scorer:
             if isinstance(score, _Unjudged):
                 unjudged[at] = score.reason
                 continue
-            alignment = _aligned(teacher, view, score)
+            alignment = aligned(teacher, view, score)
             if len(alignment):
                 judgements[at] = TeacherJudgement(name, share, view, score, alignment)
             else:
@@ -144,10 +144,7 @@ class Scorer:
         return judgements
 
     def _view(self, teacher: Teacher, rollout: Rollout) -> TeacherView:
-        if teacher.config.sends_token_ids:
-            view = token_view(rollout)
-        else:
-            view = text_view(rollout, self._student, teacher.tokenizer.table)
+        view = view_for(teacher, rollout, self._student)
         if teacher.name not in self._counterparts:
             return view
         return with_student_support(view, rollout, teacher, self._counterparts[teacher.name])
@@ -213,7 +210,19 @@ def _one_a_teacher(judgements: Sequence[TeacherJudgement]) -> tuple[TeacherJudge
     return tuple(found.values())
 
 
-def _aligned(teacher: Teacher, view: TeacherView, score: TeacherScore) -> Alignment:
+def view_for(teacher: Teacher, rollout: Rollout, student: TokenTable) -> TeacherView:
+    """The completion as the teacher's loss needs it read."""
+    if teacher.config.sends_token_ids:
+        return token_view(rollout)
+    return text_view(rollout, student, teacher.tokenizer.table)
+
+
+def aligned(teacher: Teacher, view: TeacherView, score: TeacherScore) -> Alignment:
+    """The student's tokens beside those that the teacher scored.
+
+    Raises:
+        DataError: when a teacher was sent token ids and scored others.
+    """
     if not teacher.config.sends_token_ids:
         return align(view.completion, score.completion)
     sent = np.array(view.request.completion_token_ids, dtype=np.int32)

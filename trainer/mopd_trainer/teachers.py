@@ -97,24 +97,34 @@ async def meet_teachers(
         }
     )
     tokenizers = await asyncio.gather(*[pool.client(name).tokenizer() for name in configs])
-    teachers: dict[str, Teacher] = {}
-    for (name, config), tokenizer in zip(configs.items(), tokenizers, strict=True):
-        sides = Vocabularies(
-            student.table,
-            student.logit_width,
-            tokenizer.table,
-            tokenizer.encoder,
-            lambda: student.encoder,
-        )
-        teachers[name] = Teacher(
-            name=name,
-            config=config,
-            manifest=manifests[name],
-            tokenizer=tokenizer,
-            vocabularies=sides,
-            projection=_projection(name, config, sides, cache),
-        )
-    return teachers
+    return {
+        name: teacher_of(name, config, manifests[name], tokenizer, student, cache)
+        for (name, config), tokenizer in zip(configs.items(), tokenizers, strict=True)
+    }
+
+
+def teacher_of(
+    name: str,
+    config: TeacherConfig,
+    manifest: Manifest,
+    tokenizer: TeacherTokenizer,
+    student: StudentIdentity,
+    cache: ProjectionCache,
+) -> Teacher:
+    """A teacher that is known, with its projection to the student.
+
+    Raises:
+        ConfigError: when the loss cannot compare the two.
+    """
+    sides = Vocabularies(
+        student.table,
+        student.logit_width,
+        tokenizer.table,
+        tokenizer.encoder,
+        lambda: student.encoder,
+    )
+    projection = _projection(name, config, sides, cache)
+    return Teacher(name, config, manifest, tokenizer, sides, projection)
 
 
 def _projection(
