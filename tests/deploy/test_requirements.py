@@ -12,7 +12,7 @@ from tests.deploy.compose_files import DEPLOY
 ROOT = DEPLOY.parent
 #: Installed first and by version, from where its builds for the accelerator at hand are.
 APART = {"torch"}
-EXTRAS = ("server", "trainer", "docs", "dev")
+EXTRAS = ("server", "trainer", "ray", "docs", "dev")
 
 
 def _asked(extra: str | None) -> list[Requirement]:
