@@ -16,8 +16,8 @@ class Counters:
     retries: int = 0
     failures: int = 0  # calls of ``score`` that ended in an error or were cancelled
     tokens_scored: int = 0  # completion tokens that were answered, in the teacher's tokens
-    received_bytes: int = 0  # of answers: their bodies
     seconds: list[float] = field(default_factory=list[float])  # one for each answered question
+    received_bytes: int = 0  # of answers: their bodies
     breaker_openings: int = 0  # replicas that began to be left alone after failures in a row
     hedges_won: int = 0  # second requests whose answer came first
     hedges_lost: int = 0  # second requests that were sent for nothing
