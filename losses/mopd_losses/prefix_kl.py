@@ -44,8 +44,10 @@ the other's boundaries within its own. What is neglected elsewhere is ways over 
 not written (a model with ``5``, ``7`` and ``573`` but not ``57`` says ``574`` in rows that nobody
 computed), the tail of rows that do not start at ``o``, and spelling in context (a token's pieces
 are those of its bytes alone; the token really written counts wherever the other side cuts it).
-Units that too many tokens begin with (single bytes; ``shared_units`` has the limits) stay in
-``rest``: coarser, but as exact.
+Tokens with one root are one event: two words that are one token here and several there, with
+nothing but a space in common, are told apart only inside the one that was written (README). Units
+that too many tokens begin with (single bytes; ``shared_units`` has the limits) stay in ``rest``:
+coarser, but as exact.
 """
 
 from collections.abc import Sequence
