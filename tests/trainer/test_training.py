@@ -58,6 +58,7 @@ def test_a_run_leaves_a_student_a_journal_and_checkpoints(
     folder, told = run_here(values)
     output = tmp_path / "run"
     assert folder == output / "final"
+    assert (output / "report.html").is_file()
     before, after = weights(models["student"]), weights(folder)
     assert any(not torch.equal(before[name], after[name]) for name in before)
     loaded = AutoTokenizer.from_pretrained(folder)

@@ -38,6 +38,7 @@ from mopd_trainer.ranks import Ranks
 from mopd_trainer.recording import recorder_of
 from mopd_trainer.rendering import require_renderable
 from mopd_trainer.replay import Replay
+from mopd_trainer.report import write_report
 from mopd_trainer.run_file import write_resolved
 from mopd_trainer.run_identity import RunIdentity
 from mopd_trainer.scoring import Scorer
@@ -109,7 +110,9 @@ async def train(
                 done,
                 console,
             )
-    return save_student(student, config.output_dir / FINAL)
+    finished = save_student(student, config.output_dir / FINAL)
+    write_report(config.output_dir)
+    return finished
 
 
 async def _steps(

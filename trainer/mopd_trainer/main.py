@@ -18,6 +18,7 @@ examples:
   mopd train run.yaml                      train, checkpoint, and write a Hugging Face folder
   mopd train run.yaml max_steps=10 teachers.math.top_k=32
   mopd train run.yaml resume_from_checkpoint=true
+  mopd report runs/two-families            its curves, timings and completions as one page
   mopd demo                                the whole path on tiny models, on a CPU, in minutes
   mopd align STUDENT http://localhost:8101 --text "1 + 2 = 3"     who cuts a text where
   mopd projection inspect STUDENT TEACHER  how much of two vocabularies meets, and what does not
@@ -68,6 +69,10 @@ def _parser() -> argparse.ArgumentParser:
             help="settings that replace those of the file, with dots for nesting",
         )
         command.set_defaults(run=run)
+    summary = "curves, timings and completions of a run, also of one under way, as one page"
+    report = commands.add_parser("report", help=summary, description=summary)
+    report.add_argument("run_folder", type=Path, metavar="RUN", help="a run's output_dir")
+    report.set_defaults(run=_report)
     demo = commands.add_parser(
         "demo",
         help="two teachers, two services, one student, on this machine",
@@ -203,6 +208,13 @@ def _check(options: argparse.Namespace) -> None:
 
     asyncio.run(check(config, console, prompts=prompts))
     console.print("all of this fits together; mopd train will run it")
+
+
+def _report(options: argparse.Namespace) -> None:
+    console = _console()
+    from mopd_trainer.report import write_report
+
+    console.print(str(write_report(options.run_folder)), markup=False, soft_wrap=True)
 
 
 def _demo(options: argparse.Namespace) -> None:
