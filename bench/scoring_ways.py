@@ -184,6 +184,8 @@ async def _engine(folder: Path) -> AsyncIterator[object]:
         yield engine
     finally:
         engine.shutdown()
+        # It would do that again while Python ends, when nothing of vLLM is left to do it with.
+        del AsyncLLM.__del__
 
 
 @asynccontextmanager

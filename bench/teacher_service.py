@@ -11,7 +11,6 @@ sequence is sent: a rate needs no more.
 
 import argparse
 import asyncio
-import gc
 import json
 import logging
 import os
@@ -79,7 +78,6 @@ def main() -> None:
         make_small_teacher(folder, vocabulary=options.vocabulary)
         sequences = token_sequences(folder, count=options.sequences, tokens=options.tokens + 1)
         found = asyncio.run(_measure_all(folder, sequences, cells, options.rounds, console))
-    gc.collect()  # vLLM's engine cleans up after itself, which fails once Python itself is ending
     _print(found, console)
     if options.json:
         report = {
@@ -145,19 +143,8 @@ async def _measure(
 
 
 def _print(found: Sequence[Measurement], console: Console) -> None:
-    stock = {(m.k, m.concurrency): m.median for m in found if m.way == STOCK}
-    table = Table(title="tokens scored a second (median), and against (a)")
-    table.add_column("")
-    cells = list(stock)
-    for k, concurrency in cells:
-        table.add_column(f"k {k}\n{concurrency} in flight", justify="right")
-    table.add_column("bytes/token\nk 64" if any(k == MAIN_K for k, _ in cells) else "bytes/token")
-    for name in dict.fromkeys(m.way for m in found):
-        mine = {(m.k, m.concurrency): m for m in found if m.way == name}
-        shown = [f"{mine[c].median:,.0f}\n{mine[c].median / stock[c]:.1f} ×" for c in cells]
-        size = next((m for m in mine.values() if m.k == MAIN_K), next(iter(mine.values())))
-        table.add_row(name, *shown, f"{size.bytes_per_token:,.0f}" if size.bytes_per_token else "—")
-    console.print(table)
+    for k in dict.fromkeys(m.k for m in found):
+        console.print(_table([m for m in found if m.k == k], k))
     main_cell = {m.way: m for m in found if (m.k, m.concurrency) == (MAIN_K, MAIN_CONCURRENCY)}
     if not main_cell:
         return
@@ -167,6 +154,21 @@ def _print(found: Sequence[Measurement], console: Console) -> None:
             f"{'met ' if good else 'MISSED'} {told}: {value:.2f} "
             f"(bar: {'at least' if bar > 0 else 'at most'} {abs(bar)})"
         )
+
+
+def _table(found: Sequence[Measurement], k: int) -> Table:
+    stock = {m.concurrency: m.median for m in found if m.way == STOCK}
+    table = Table(title=f"tokens scored a second (median), and against (a): k {k}")
+    table.add_column("requests in flight")
+    for concurrency in stock:
+        table.add_column(f"{concurrency}", justify="right")
+    table.add_column("bytes/token", justify="right")
+    for name in dict.fromkeys(m.way for m in found):
+        mine = [m for m in found if m.way == name]
+        shown = [f"{m.median:,.0f}  {m.median / stock[m.concurrency]:.1f} ×" for m in mine]
+        size = mine[0].bytes_per_token
+        table.add_row(name, *shown, f"{size:,.0f}" if size else "—")
+    return table
 
 
 def _bars(cell: dict[str, Measurement]) -> list[tuple[str, float, float]]:
