@@ -1,8 +1,24 @@
-"""The losses' shape annotations are checked in all tests of this process, and nowhere else."""
+"""For all tests of this process: the losses' shapes are checked, and logging is left as it was."""
 
+import logging
+from collections.abc import Iterator
+
+import pytest
 from jaxtyping import install_import_hook
 
 from tests.shape_checks import checked
 
 # Before anything imports the losses: what is imported already is not checked.
 install_import_hook("mopd_losses", f"{checked.__module__}.checked")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """A command line that ran in a test sets up logging for its process, which is this one."""
+    root = logging.getLogger()
+    level, handlers = root.level, [*root.handlers]
+    yield
+    root.setLevel(level)
+    for handler in [*root.handlers]:
+        if handler not in handlers:
+            root.removeHandler(handler)
