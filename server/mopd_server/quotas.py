@@ -10,6 +10,8 @@ from http import HTTPStatus
 from mopd_server.refusal import Refusal
 
 _SECONDS_PER_MINUTE = 60.0
+#: Tokens that sums of floating-point numbers may be short of: who waited as told is let in.
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,7 @@ class Quotas:
             return
         use = self._refilled(name, rate)
         missing = min(tokens, rate) - use.tokens
-        if missing > 0:
+        if missing > _ROUNDING:
             raise Refusal(
                 HTTPStatus.TOO_MANY_REQUESTS,
                 f"key {name!r} has {max(0, math.floor(use.tokens))} tokens left of its quota of "
