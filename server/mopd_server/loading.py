@@ -7,13 +7,13 @@ import torch
 
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.token_table import TokenTable
+from mopd_protocol.vllm_environment import prepare_environment
 from mopd_server.engine import AsyncEngine, Engine
 from mopd_server.service import TeacherService
 from mopd_server.settings import TeacherSettings
 from mopd_server.tokenization import TeacherTokenizer
 from mopd_server.tokenizer_loading import load_tokenizer
 from mopd_server.transformers_engine import load_transformers_engine
-from mopd_server.vllm_environment import prepare_environment
 
 logger = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mopd_protocol.errors import ConfigError
+from mopd_protocol.npu import import_backend
 from mopd_protocol.token_table import TokenTable
 from mopd_protocol.topk_logprobs import ABSENT_ID, TopKLogprobs
 from mopd_server.distributions import (
@@ -30,7 +31,6 @@ from mopd_server.distributions import (
 from mopd_server.engine import EngineDead, EngineDescription, ScoringTask, no_rows
 from mopd_server.length_buckets import length_buckets
 from mopd_server.model_revision import revision_of
-from mopd_server.npu import import_backend
 from mopd_server.settings import DtypeName, TeacherSettings
 
 logger = logging.getLogger(__name__)
@@ -328,7 +328,7 @@ def _rows_by_whole_model(model: PreTrainedModel, inputs: _Inputs) -> _Rows:
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    import_backend(name)
+    import_backend(name, asked_by=f"device {name!r}")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -5,15 +5,12 @@ round number. The teacher's distributions are over ids that have a token, so tho
 ``-inf`` before anything is normalized, which is exact.
 """
 
-import os
-import select
-import signal
-import threading
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mopd_protocol.engine_end import end_engine_with
 
 
 class WorkerExtension:
@@ -40,25 +37,5 @@ class WorkerExtension:
         return len(padding)
 
     def end_with(self, server: int) -> bool:
-        """Ends vLLM's engine when the process ``server`` that started it has ended, and not before.
-
-        vLLM's engine process would go on for ever, and keep its memory, when a server is killed.
-        Its workers end with it. Ctrl-C reaches every process, and must not end a worker: the server
-        answers what is under way, then ends vLLM. Returns False where ``server`` cannot be watched.
-        """
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        here, parent = os.getpid(), os.getppid()
-        # A lone worker lives in the engine's process; several have processes of their own below it.
-        engine = here if parent == server else parent
-        try:
-            watched = os.pidfd_open(server)
-        except (AttributeError, OSError):  # not on Linux, or on another machine
-            return False
-
-        def wait() -> None:
-            select.select([watched], [], [])
-            with suppress(ProcessLookupError):
-                os.kill(engine, signal.SIGKILL)
-
-        threading.Thread(target=wait, name="end-with-server", daemon=True).start()
-        return True
+        """See ``end_engine_with``."""
+        return end_engine_with(server)

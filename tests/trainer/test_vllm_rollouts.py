@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mopd_protocol.samples import Prompt
-from mopd_trainer.chosen_source import prepare_for_vllm
+from mopd_protocol.vllm_environment import prepare_environment
 from mopd_trainer.config import RolloutConfig, StudentConfig
 from mopd_trainer.demo.services import teacher_services
 from mopd_trainer.streamed_rollouts import StreamedSampler
@@ -99,7 +99,7 @@ def small_vllm() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def pen(model_folder: Path, small_vllm: None) -> Iterator[Pen]:
-    prepare_for_vllm()
+    prepare_environment()
     from mopd_trainer.vllm_generation import VllmGeneration
 
     config = StudentConfig(model=str(model_folder), device="cpu")

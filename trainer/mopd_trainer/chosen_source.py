@@ -1,12 +1,11 @@
 """Which completion source a run's settings ask for."""
 
 import asyncio
-import logging
-import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from mopd_protocol.errors import ConfigError
+from mopd_protocol.vllm_environment import prepare_environment
 from mopd_trainer.answers import AnswerReader
 from mopd_trainer.completion_source import CompletionSource, Mixture
 from mopd_trainer.config import RunConfig
@@ -56,7 +55,7 @@ async def _rollouts(
             student, config.rollout, seed=config.seed, keep_topk=keep_topk, version=version
         )
         return
-    prepare_for_vllm()
+    prepare_environment()
     try:
         from mopd_trainer.vllm_generation import VllmGeneration
     except ImportError as error:
@@ -76,16 +75,3 @@ async def _rollouts(
         yield sampler
     finally:
         await asyncio.to_thread(engine.close)
-
-
-def prepare_for_vllm() -> None:
-    """Environment variables that vLLM reads when it is imported; what the user has set stays."""
-    verbose = logging.getLogger().isEnabledFor(logging.DEBUG)
-    for name, value in {
-        # A fork of a process with threads (ours has torch's) may hang.
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-        "VLLM_LOGGING_LEVEL": "INFO" if verbose else "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-    }.items():
-        os.environ.setdefault(name, value)

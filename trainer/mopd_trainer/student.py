@@ -25,9 +25,9 @@ from transformers import (
 from mopd_losses.blockwise_head import Head, LossTerm, blockwise_head, dense_head
 from mopd_losses.loss_output import LossOutput
 from mopd_protocol.errors import ConfigError
+from mopd_protocol.npu import import_backend
 from mopd_protocol.samples import Message
 from mopd_trainer.config import RolloutConfig, StudentConfig
-from mopd_trainer.npu import import_backend
 from mopd_trainer.packing import MicroBatch
 from mopd_trainer.ranks import Ranks
 from mopd_trainer.sharding import like_shards_of, shard, unsharded
@@ -411,7 +411,7 @@ def _checkpoint_layers(model: PreTrainedModel) -> None:
 
 def _device(name: str) -> torch.device:
     if name != "auto":
-        import_backend(name)
+        import_backend(name, asked_by=f"student.device is {name!r}, which")
         try:
             return torch.empty(0, device=name).device
         except (RuntimeError, AssertionError) as error:

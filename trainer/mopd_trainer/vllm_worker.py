@@ -5,15 +5,12 @@ number. Completions are of ids that have a token, so those logits become ``-inf`
 is normalized or drawn.
 """
 
-import os
-import select
-import signal
-import threading
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mopd_protocol.engine_end import end_engine_with
 
 
 class WorkerExtension:
@@ -36,24 +33,5 @@ class WorkerExtension:
         model.compute_logits = masked
 
     def end_with(self, trainer: int) -> bool:
-        """Ends vLLM's engine when the process ``trainer`` has ended; it would keep its memory.
-
-        Ctrl-C reaches every process and must not end a worker: the trainer ends vLLM itself.
-        Returns False where ``trainer`` cannot be watched.
-        """
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        here, parent = os.getpid(), os.getppid()
-        # A lone worker lives in the engine's process; several have processes of their own below it.
-        engine = here if parent == trainer else parent
-        try:
-            watched = os.pidfd_open(trainer)
-        except (AttributeError, OSError):  # not on Linux, or on another machine
-            return False
-
-        def wait() -> None:
-            select.select([watched], [], [])
-            with suppress(ProcessLookupError):
-                os.kill(engine, signal.SIGKILL)
-
-        threading.Thread(target=wait, name="end-with-trainer", daemon=True).start()
-        return True
+        """See ``end_engine_with``."""
+        return end_engine_with(trainer)

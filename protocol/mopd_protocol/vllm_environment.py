@@ -8,9 +8,9 @@ def prepare_environment() -> None:
     """To be called before anything imports vLLM."""
     verbose = logging.getLogger().isEnabledFor(logging.DEBUG)
     for name, value in {
-        # A fork of a process with threads (ours has the web server's and torch's) may hang.
+        # A fork of a process with threads (torch's, a web server's) may hang.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # What a teacher prints about itself goes to stdout; logs, vLLM's too, go to stderr.
+        # What a program prints about itself goes to stdout; logs, vLLM's too, go to stderr.
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_LOGGING_LEVEL": "INFO" if verbose else "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
