@@ -124,7 +124,7 @@ def save_checkpoint(
         explained_writing(
             folder,
             f"the checkpoint of step {step}",
-            needed=_bytes(dict(student.model.state_dict())) + _bytes(moments) + _SMALL_FILES,
+            needed=_bytes(student.trained()) + _bytes(moments) + _SMALL_FILES,
             kept="checkpoints before it are whole",
         ),
         replacing_folder(folder) as temporary,
@@ -152,7 +152,7 @@ def save_student(student: Student, folder: Path) -> Path:
     Raises:
         DataError: when the disk takes no more.
     """
-    needed = _bytes(dict(student.model.state_dict())) + _SMALL_FILES
+    needed = _bytes(student.trained()) + _SMALL_FILES
     with (
         explained_writing(folder, "the student", needed=needed, kept="its checkpoints are whole"),
         replacing_folder(folder) as temporary,

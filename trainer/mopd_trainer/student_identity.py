@@ -22,6 +22,7 @@ from mopd_protocol.token_table import TextEncoder, TokenTable, control_tokens
 from mopd_protocol.tokenizer_file import tokenizer_json
 from mopd_protocol.tokenizer_roles import roles_of
 from mopd_trainer.config import StudentConfig
+from mopd_trainer.lora import add_adapters
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,7 @@ class StudentIdentity:
     table: TokenTable
     logit_width: int  # rows of the head, padding included
     parameters: int
+    trained: int  # of the parameters
 
     def __post_init__(self) -> None:
         if not self.table.roles.ending:
@@ -66,6 +68,7 @@ class StudentIdentity:
             table=TokenTable.from_json(description, roles),
             logit_width=int(head.weight.shape[0]),
             parameters=sum(parameter.numel() for parameter in model.parameters()),
+            trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
         )
 
     @cached_property
@@ -102,7 +105,7 @@ class StudentIdentity:
         """The identity of a model on disk or hub; reads its configuration, not its weights.
 
         Raises:
-            ConfigError: as ``load_tokenizer``.
+            ConfigError: as ``load_tokenizer`` and ``add_adapters``.
         """
         tokenizer = load_tokenizer(config)
         with explained(config):
@@ -111,6 +114,8 @@ class StudentIdentity:
                 model = AutoModelForCausalLM.from_config(
                     settings, trust_remote_code=config.trust_remote_code
                 )
+        with torch.device("meta"):
+            add_adapters(model, config)
         return cls.of(model, tokenizer)
 
 
