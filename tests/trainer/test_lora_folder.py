@@ -1,18 +1,22 @@
 """LoRA students on disk: adapters alone, for whoever loads adapters, and merged into a model."""
 
+import asyncio
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from mopd_protocol.errors import ConfigError, DataError
 from mopd_protocol.samples import Message, Prompt
+from mopd_trainer.check import check
 from mopd_trainer.checkpoint import Checkpoint, save_checkpoint, save_student
 from mopd_trainer.config import RunConfig
 from mopd_trainer.kept_checkpoints import starting_checkpoint
@@ -22,9 +26,11 @@ from mopd_trainer.run_file import write_resolved
 from mopd_trainer.run_identity import RunIdentity
 from mopd_trainer.student import Student
 from tests.trainer.lora_students import LORA, base_in, learner_for, moved, step
-from tests.trainer.runs import run_values
+from tests.trainer.runs import run_values, write_lines
 from tests.trainer.students import model_of
+from tests.trainer.whole_runs import run_here
 
+_WEIGHTS = "adapter_model.safetensors"
 IDS = torch.tensor([[5, 6, 7, 40, 9, 77]])
 
 
@@ -72,7 +78,7 @@ def test_a_checkpoint_holds_adapters_and_goes_on_bit_for_bit(tmp_path: Path, bas
     step(learner, 0)
     step(learner, 1)
     folder = checkpointed(config, student, learner, 2)
-    stored = load_file(folder / "model" / "adapter_model.safetensors")
+    stored = load_file(folder / "model" / _WEIGHTS)
     assert len(stored) == len(student.trained()) == 28
     assert not list((folder / "model").glob("model*"))
     resumed, its = begun(config)
@@ -99,14 +105,28 @@ def test_peft_and_transformers_load_the_folder(tmp_path: Path, base: Path) -> No
     assert told["base_model_name_or_path"] == str(base)
 
 
+def test_a_run_and_its_check_tell_what_is_trained(tmp_path: Path, base: Path) -> None:
+    line = {"prompt": "3 + 4 =", "answer": "7"}
+    write_lines(tmp_path / "prompts.jsonl", [line] * 4)
+    values = config_of(tmp_path).model_dump(mode="json")
+    values["data"] |= {"source": "answers", "answer_key": "answer"}
+    values["student"]["distill_loss_weight"] = 0
+    values["teachers"] = {}
+    told = StringIO()
+    asyncio.run(check(RunConfig.model_validate(values), Console(file=told, width=400)))
+    folder, printed = run_here(values)
+    trained = sum(value.numel() for value in load_file(folder / _WEIGHTS).values())
+    whole = trained + sum(p.numel() for p in model_of("qwen").parameters())
+    for text in (told.getvalue(), printed):
+        assert f"LoRA of rank 4 trains {trained / 1e6:,.2f} M ({trained / whole:.2%}), " in text
+
+
 @pytest.mark.parametrize("kept", ["float32", "bfloat16"])
 def test_a_merged_student_says_what_its_adapters_say(
     tmp_path: Path, base: Path, kept: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of a finished run or one of its checkpoints, also where its own weights were halves."""
-    plain: Any = AutoModelForCausalLM.from_pretrained(base)
-    plain.generation_config = GenerationConfig(temperature=0.6, do_sample=True)
-    plain.save_pretrained(base)
+    GenerationConfig(temperature=0.6, do_sample=True).save_pretrained(base)
     config = config_of(tmp_path, dtype=kept)
     student, learner = begun(config)
     moved(student)
@@ -120,6 +140,7 @@ def test_a_merged_student_says_what_its_adapters_say(
         model: Any = AutoModelForCausalLM.from_pretrained(merged)
         assert model.dtype == torch.float32
         assert model.generation_config.temperature == 0.6
+        plain: Any = AutoModelForCausalLM.from_pretrained(base)
         expected = logits(PeftModel.from_pretrained(plain, str(config.output_dir / "final")))
         torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-5)
         assert AutoTokenizer.from_pretrained(merged).chat_template

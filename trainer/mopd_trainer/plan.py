@@ -46,7 +46,11 @@ def _student_line(config: RunConfig, student: StudentIdentity) -> Text:
 def _adapted(settings: StudentConfig, student: StudentIdentity) -> str:
     if settings.lora is None:
         return ""
-    return f", of which LoRA of rank {settings.lora.rank} trains {student.trained / 1e6:,.2f} M"
+    share = student.trained / student.parameters
+    return (
+        f", of which LoRA of rank {settings.lora.rank} trains {student.trained / 1e6:,.2f} M "
+        f"({share:.2%})"
+    )
 
 
 def _teacher_table(
