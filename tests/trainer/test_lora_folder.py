@@ -25,6 +25,7 @@ from mopd_trainer.main import main
 from mopd_trainer.run_file import write_resolved
 from mopd_trainer.run_identity import RunIdentity
 from mopd_trainer.student import Student
+from mopd_trainer.student_identity import StudentIdentity
 from tests.trainer.lora_students import LORA, base_in, learner_for, moved, step
 from tests.trainer.runs import run_values, write_lines
 from tests.trainer.students import model_of
@@ -103,6 +104,14 @@ def test_peft_and_transformers_load_the_folder(tmp_path: Path, base: Path) -> No
     told = json.loads((folder / "adapter_config.json").read_text())
     assert (told["r"], told["lora_alpha"]) == (4, 8)
     assert told["base_model_name_or_path"] == str(base)
+
+
+def test_adapters_alone_are_no_model_to_begin_from(tmp_path: Path, base: Path) -> None:
+    config = config_of(tmp_path).student
+    folder = save_student(Student.load(config), tmp_path / "final")
+    for read in (Student.load, StudentIdentity.read):
+        with pytest.raises(ConfigError, match=r"final' holds adapters and no model; `mopd merge`"):
+            read(config.model_copy(update={"model": str(folder)}))
 
 
 def test_a_run_and_its_check_tell_what_is_trained(tmp_path: Path, base: Path) -> None:

@@ -42,7 +42,7 @@ class Checkpoint:
 
     @property
     def model_folder(self) -> Path:
-        """The student as an ordinary Hugging Face folder."""
+        """The student as ``Student.save`` writes it."""
         return self.folder / "model"
 
     @classmethod
@@ -147,7 +147,7 @@ def save_checkpoint(
 
 
 def save_student(student: Student, folder: Path) -> Path:
-    """Writes the student alone, as a Hugging Face folder, whole or not at all; the folder.
+    """Writes the student alone, as ``Student.save`` does, whole or not at all; the folder.
 
     Raises:
         DataError: when the disk takes no more.

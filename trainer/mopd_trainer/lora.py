@@ -25,7 +25,7 @@ from mopd_trainer.config import LoraConfig, StudentConfig
 from mopd_trainer.stored_weights import StoredWeights, WholeModel
 
 #: Files of an adapter's folder, as peft and vLLM look for them.
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 #: What peft puts before a name in a file, and the part that it leaves out of it.
 _PREFIX, _ADAPTER = "base_model.model.", "default"
 #: In the file's metadata: what the adapters were trained beside.
@@ -95,10 +95,10 @@ class Adapters:
         settings: Any = model.peft_config[_ADAPTER]
         told = settings.to_dict() | {
             "inference_mode": True,
-            "target_modules": _in_order(settings.target_modules),
+            "target_modules": sorted(settings.target_modules),
         }
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / _CONFIG).write_text(json.dumps(told, indent=2, sort_keys=True))
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(told, indent=2, sort_keys=True))
         tensors = {
             stored: parameter.detach().contiguous()
             for name, parameter in model.named_parameters()
@@ -179,10 +179,6 @@ def _targets(lora: LoraConfig) -> str | list[str]:
 
 def _is_named(name: str, targets: list[str]) -> bool:
     return any(name == target or name.endswith(f".{target}") for target in targets)
-
-
-def _in_order(names: Any) -> Any:
-    return names if isinstance(names, str) else sorted(names)
 
 
 def _stored_name(name: str) -> str | None:

@@ -231,10 +231,16 @@ class Student:
 
         It has trained weights of its own; those that are not trained never change, and are shared.
         """
-        model = self.whole_model()
-        shared = {id(p): p for p in model.parameters() if not p.requires_grad}
-        model: Any = deepcopy(model, dict[int, Any](shared))
-        return Student(model, self.tokenizer, self.device, compute_dtype=self._compute_dtype)
+        own = self.whole_model()
+        shared: dict[int, Any] = {id(p): p for p in own.parameters() if not p.requires_grad}
+        model: Any = deepcopy(own, shared)
+        return Student(
+            model,
+            self.tokenizer,
+            self.device,
+            compute_dtype=self._compute_dtype,
+            stored=self._stored,
+        )
 
     def whole_model(self) -> PreTrainedModel:
         """The model with all its weights in this process, as they are now. Rank 0 alone asks."""
@@ -246,7 +252,8 @@ class Student:
             self._whole.outdate()
 
     def save(self, folder: Path) -> None:
-        """Writes an ordinary Hugging Face folder: weights, configuration, tokenizer."""
+        """Writes an ordinary Hugging Face folder (weights, configuration, tokenizer), or one of
+        adapters."""
         self.save_weights(folder)
         # As it was published: transformers reads some settings that it would refuse to save.
         self._published_generation.to_json_file(folder / "generation_config.json")

@@ -4,6 +4,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from mopd_protocol.token_table import TextEncoder, TokenTable, control_tokens
 from mopd_protocol.tokenizer_file import tokenizer_json
 from mopd_protocol.tokenizer_roles import roles_of
 from mopd_trainer.config import StudentConfig
-from mopd_trainer.lora import add_adapters
+from mopd_trainer.lora import ADAPTER_CONFIG, add_adapters
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,9 +124,14 @@ def load_tokenizer(config: StudentConfig) -> PreTrainedTokenizerBase:
     """The student's tokenizer.
 
     Raises:
-        ConfigError: when there is no such model, or its tokenizer is not a fast one with a chat
-            template.
+        ConfigError: when there is no such model, it is an adapter alone, or its tokenizer is not a
+            fast one with a chat template.
     """
+    if (Path(config.model) / ADAPTER_CONFIG).is_file():
+        raise ConfigError(
+            f"student.model {config.model!r} holds adapters and no model; `mopd merge` makes one "
+            "of a run's"
+        )
     with explained(config):
         tokenizer: Any = AutoTokenizer.from_pretrained(config.model, **source(config))
     if not tokenizer.is_fast:
