@@ -52,6 +52,8 @@ def test_only_adapters_are_trained_and_the_models_own_weights_stay_bit_for_bit(b
         assert (parameter.grad is not None) == (name in first), name
     for name, parameter in student.trained().items():
         assert not torch.equal(parameter, first[name]), name
+    [group] = learner.optimizer.param_groups
+    assert len(group["params"]) == len(first)
     moments = learner.optimizer.state_dict()["state"]
     assert [list(moments[at]["exp_avg"].shape) for at in sorted(moments)] == [
         list(parameter.shape) for parameter in first.values()
