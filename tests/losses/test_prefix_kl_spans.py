@@ -32,9 +32,9 @@ PAIRS = {
 }
 
 
-#: A student that wrote ``b`` ``aba`` said in its first row how likely ``baba`` was.
+#: A student that wrote ``b`` ``aba`` said in its first row how likely ``baba`` and ``babaa`` were.
 EARLIER = Pair(
-    Tongue.of("aba", "baba", "babab", alone=True), Tongue.of("ab", end="<stop>", alone=True)
+    Tongue.of("aba", "baba", "babaa", alone=True), Tongue.of("ab", end="<stop>", alone=True)
 )
 
 
