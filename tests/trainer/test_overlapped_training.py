@@ -10,6 +10,7 @@ import pytest
 from mopd_trainer.demo.services import teacher_services
 from mopd_trainer.learner import Learner
 from tests import tiny_models
+from tests.trainer.lora_students import LORA
 from tests.trainer.runs import questions, run_values, write_lines
 from tests.trainer.students import model_of, tokenizer
 from tests.trainer.whole_runs import journal, run_here
@@ -17,6 +18,8 @@ from tests.trainer.whole_runs import journal, run_here
 pytestmark = pytest.mark.slow
 
 STEPS = 5
+#: Adapters whose first steps are as large as those of all weights.
+FAR = {**LORA, "alpha": 128}
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +56,11 @@ def test_on_policy_the_importance_ratio_is_one(values: dict[str, Any]) -> None:
         assert line["time/sample"] + line["time/train"] <= line["time/step"] + 1e-6
 
 
-@pytest.mark.parametrize("max_staleness", [1, 2])
+@pytest.mark.parametrize(("max_staleness", "lora"), [(1, None), (2, None), (1, FAR)])
 def test_what_is_written_ahead_is_weighted_by_how_likely_it_has_become(
-    values: dict[str, Any], max_staleness: int
+    values: dict[str, Any], max_staleness: int, lora: Any
 ) -> None:
+    values["student"]["lora"] = lora
     found = lines(values, max_staleness=max_staleness, generation_batch_size=1)
     assert [line["step"] for line in found] == list(range(1, STEPS + 1))
     ages = [line["staleness/max"] for line in found]
