@@ -22,7 +22,9 @@ from tests.trainer.students import ids_of, rollout, table, tokenizer
 
 pytestmark = pytest.mark.anyio
 
-IDENTITY = StudentIdentity(tokenizer("digit"), table("digit"), logit_width=448, parameters=0)
+IDENTITY = StudentIdentity(
+    tokenizer("digit"), table("digit"), logit_width=448, parameters=0, trained=0
+)
 TOKEN_LOSS = {"loss": {"type": "topk_kl"}}
 
 Asked = dict[str, tuple[Recorded, TeacherConfig]]
