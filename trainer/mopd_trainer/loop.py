@@ -164,11 +164,14 @@ async def _steps(
                     raise interruption.told(step=step, checkpoint=saved) from None
                 if recorder is not None:
                     recorder.write(step + 1, examples)
+                is_shown = (step + 1) % config.logging_steps == 0 or step + 1 == config.max_steps
+                shown = _shown(examples, config.logging.completions) if is_shown else []
                 tokens = sum(len(example.rollout.completion) for example in examples)
                 batches = pack(
                     examples,
                     tokens_per_micro_batch=config.student.tokens_per_micro_batch,
                     ranks=student.ranks.size,
+                    shown=shown,
                 )
                 with clock.phase("train"):
                     updated, losses = await asyncio.to_thread(
@@ -184,11 +187,10 @@ async def _steps(
                 metrics["tokens/trained"] = float(tokens)
                 metrics |= clock.take()
                 journal.write(step + 1, metrics)
-                shown = (step + 1) % config.logging_steps == 0 or step + 1 == config.max_steps
-                if shown:
-                    for example in _shown(examples, config.logging.completions):
-                        journal.write_completion(step + 1, example)
-                progress.advance(step + 1, metrics, show=shown)
+                for number, example in enumerate(shown):
+                    told = {name: loss.shown.get(number) for name, loss in losses.items()}
+                    journal.write_completion(step + 1, example, told)
+                progress.advance(step + 1, metrics, show=is_shown)
                 checkpoints.observe(metrics)
                 if checkpoints.is_due(step + 1):
                     journal.settle()  # what a checkpoint is after is on the disk before it is
