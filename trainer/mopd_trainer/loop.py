@@ -164,7 +164,9 @@ async def _steps(
                     raise interruption.told(step=step, checkpoint=saved) from None
                 if recorder is not None:
                     recorder.write(step + 1, examples)
-                is_shown = (step + 1) % config.logging_steps == 0 or step + 1 == config.max_steps
+                is_logged = (step + 1) % config.logging_steps == 0 or step + 1 == config.max_steps
+                # The first step's too, to see what became of them.
+                is_shown = is_logged or step == 0
                 shown = _shown(examples, config.logging.completions) if is_shown else []
                 tokens = sum(len(example.rollout.completion) for example in examples)
                 batches = pack(
@@ -190,7 +192,7 @@ async def _steps(
                 for number, example in enumerate(shown):
                     told = {name: loss.shown.get(number) for name, loss in losses.items()}
                     journal.write_completion(step + 1, example, told)
-                progress.advance(step + 1, metrics, show=is_shown)
+                progress.advance(step + 1, metrics, show=is_logged)
                 checkpoints.observe(metrics)
                 if checkpoints.is_due(step + 1):
                     journal.settle()  # what a checkpoint is after is on the disk before it is
