@@ -52,6 +52,7 @@ def line(
         "finish_reason": "stop",
         "teachers": dict.fromkeys(nats, 1.0),
         "tokens": {
+            "count": len(tokens),
             "ids": [100 + at for at in range(len(tokens))],
             "bytes": [token.hex() for token in tokens],
             "marks": {},
@@ -112,9 +113,10 @@ def test_the_first_a_middle_and_the_last_step_are_shown() -> None:
 
 
 def test_a_long_completion_is_cut() -> None:
-    page = completions_page([line([b"a"] * 2000, {"math": [1.0] * 2000})])
-    assert len(Page(page).tokens) == 800
-    assert "… and 1,200 tokens more" in page
+    given = line([b"a"] * 3, {"math": [1.0] * 3})
+    assert "more" not in completions_page([given])[-80:]
+    given["tokens"]["count"] = 1203
+    assert "</span>… and 1,200 tokens more</pre>" in completions_page([given])
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -131,7 +133,7 @@ def test_what_was_written_and_who_judged_it_is_text_and_never_markup(size: int) 
     given["tokens"]["marks"] = {"0": HOSTILE}
     page = Page(completions_page([given]))
 
-    allowed = {"h2", "h3", "p", "pre", "span", "article", "input", "label"}
+    allowed = {"h2", "h3", "section", "p", "pre", "span", "article", "input", "label"}
     assert set(page.tags) <= allowed
     assert set(page.attributes) <= {"class", "title", "id", "for", "name", "type", "checked"}
     assert "".join(text for _, _, text in page.tokens[1:]) == written[size:].decode()

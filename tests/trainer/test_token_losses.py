@@ -107,3 +107,19 @@ def test_the_tokens_of_a_written_completion_are_its_bytes(tmp_path: Path) -> Non
     assert b"".join(spelled) == one.rollout.completion.text
     assert line["tokens"]["marks"] == {"6": "end_of_turn"}
     assert line["nats"] == {"math": [0.0, None, 2.0, 3.0, 4.0, 5.0, 6.0]}
+
+
+def test_of_a_long_completion_the_first_tokens_are_told(tmp_path: Path) -> None:
+    ids = [*ids_of("digit", "7" * 600), *ids_of("digit", "<|end|>")]
+    one = example(rollout("digit", ids, teachers={"math": 1.0}))
+    with Journal(tmp_path, from_step=0, tensorboard=False) as journal:
+        journal.write_completion(1, one, {"math": np.full(601, 0.12345, dtype=np.float32)})
+    text = (tmp_path / COMPLETIONS).read_text()
+    line = json.loads(text)
+
+    assert line["completion"] == "7" * 600
+    tokens, nats = line["tokens"], line["nats"]["math"]
+    assert tokens["count"] == 601
+    assert len(tokens["ids"]) == len(tokens["bytes"]) == len(nats) == 512
+    assert tokens["marks"] == {}
+    assert len(text) < 600 + 512 * 28 + 500

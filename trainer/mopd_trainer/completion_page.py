@@ -15,8 +15,6 @@ Line = Mapping[str, Any]
 
 #: Of each of the steps that are shown.
 _COMPLETIONS_A_STEP = 4
-#: Of a completion; the file has all of them.
-_TOKENS_SHOWN = 800
 
 
 def completions_page(lines: Sequence[Line]) -> str:
@@ -32,10 +30,11 @@ def completions_page(lines: Sequence[Line]) -> str:
     parts = ["<h2>Completions</h2>", *_legend(scales)]
     number = 0
     for step, found in chosen:
-        parts.append(f"<h3>step {step:,}</h3>")
+        parts.append(f"<h3>step {step:,}</h3><section>")
         for line in found:
             parts.append(_completion(line, scales, number))
             number += 1
+        parts.append("</section>")
     return "".join(parts)
 
 
@@ -87,7 +86,7 @@ def _answer(line: Line, scales: Mapping[str, ColourScale], number: int) -> str:
     means = [f"{name} {_mean(values)}" for name, values in nats.items()]
     tokens = "".join(_tokens(line, [scales[name] for name in nats]))
     if len(nats) == 1:
-        return f'<p>{escape(means[0])}</p><pre class="tokens k0">{tokens}</pre>'
+        return f'<pre class="tokens k0">{tokens}</pre><p>{escape(means[0])}</p>'
     switch = "".join(
         f'<input type="radio" name="c{number}" id="c{number}k{at}" class="k{at}"'
         f'{"" if at else " checked"}><label for="c{number}k{at}">{escape(mean)}</label>'
@@ -109,9 +108,6 @@ def _tokens(line: Line, scales: Sequence[ColourScale]) -> Iterable[str]:
     spelled = [bytes.fromhex(each) for each in tokens["bytes"]]
     texts = token_texts(spelled)
     for at, (token_id, token, text) in enumerate(zip(tokens["ids"], spelled, texts, strict=True)):
-        if at == _TOKENS_SHOWN:
-            yield f"… and {len(texts) - at:,} tokens more"
-            return
         mark = tokens["marks"].get(str(at))
         values = [column[at] for column in nats.values()]
         shades = [
@@ -130,13 +126,16 @@ def _tokens(line: Line, scales: Sequence[ColourScale]) -> Iterable[str]:
         ]
         title = "\n".join([f"id {token_id}", f"bytes {token.hex(' ') or 'none'}", *numbers])
         yield f'<span class="{" ".join(shades)}" title="{escape(title)}">{escape(text)}</span>'
+    if tokens["count"] > len(texts):
+        yield f"… and {tokens['count'] - len(texts):,} tokens more"
 
 
 _STYLE = """
+.legend { margin: .3rem 0; }
 .legend span { padding: .1rem .5rem; white-space: nowrap; }
 .prompt { color: #5c5c5c; }
 .tokens { border-left: 3px solid #0072b2; padding-left: .6rem; line-height: 1.7; }
-.tokens span { border-radius: 2px; box-shadow: inset -1px 0 #8886; }
+.tokens span { border-radius: 2px; margin-right: 1px; }
 .tokens .part { padding: 0 .2em; }
 .tokens .mark { font-size: .8em; font-style: italic; padding: 0 .3em; border: 1px solid #888a; }
 article label { margin-right: 1.2em; }

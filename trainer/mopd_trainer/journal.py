@@ -20,6 +20,8 @@ from mopd_trainer.trackers import Tracker
 
 JOURNAL = "journal.jsonl"
 COMPLETIONS = "completions.jsonl"
+#: Of a completion, one by one; all of its text is there.
+_TOKENS_TOLD = 512
 
 
 class Journal:
@@ -75,9 +77,10 @@ class Journal:
     ) -> None:
         """A completion for people to read; bytes that are no text are shown as U+FFFD.
 
-        Its tokens are there one by one too: their ids, their bytes in hexadecimal (a token may end
-        inside a character), and what each cost, in nats before any weight, by each teacher that
-        judged it; ``null`` where that one was not compared with the student.
+        Its first 512 tokens are there one by one too: their ids, their bytes in hexadecimal (a
+        token may end inside a character), and what each cost, in nats before any weight, by each
+        teacher that judged it; ``null`` where that one was not compared with the student. These
+        take about 20 bytes a token, and 8 a teacher.
 
         Args:
             losses: by the names of teachers.
@@ -96,7 +99,11 @@ class Journal:
             "teachers": dict(rollout.prompt.teachers),
             "metadata": dict(rollout.prompt.metadata),
             "tokens": _tokens(rollout.completion),
-            "nats": {name: rounded(nats) for name, nats in losses.items() if nats is not None},
+            "nats": {
+                name: rounded(nats[:_TOKENS_TOLD])
+                for name, nats in losses.items()
+                if nats is not None
+            },
         }
         self._append(self._completions, line, durable=False)
 
@@ -132,11 +139,16 @@ class Journal:
 
 
 def _tokens(completion: TokenSequence) -> dict[str, Any]:
-    text, ends = completion.text, completion.byte_ends.tolist()
+    text, ends = completion.text, completion.byte_ends[:_TOKENS_TOLD].tolist()
     return {
-        "ids": completion.token_ids.tolist(),
+        "count": len(completion),
+        "ids": completion.token_ids[:_TOKENS_TOLD].tolist(),
         "bytes": [text[start:end].hex() for start, end in pairwise([0, *ends])],
-        "marks": {str(position): name for position, name in completion.marks.items()},
+        "marks": {
+            str(position): name
+            for position, name in completion.marks.items()
+            if position < _TOKENS_TOLD
+        },
     }
 
 
