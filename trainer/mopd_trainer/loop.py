@@ -18,14 +18,12 @@ from mopd_trainer.checkpoint import FINAL, save_student
 from mopd_trainer.chosen_source import chosen_source
 from mopd_trainer.collection import collect
 from mopd_trainer.config import RunConfig
-from mopd_trainer.examples import TrainingExample
 from mopd_trainer.interruption import Interruption, Stopped
 from mopd_trainer.journal import Journal
 from mopd_trainer.kept_checkpoints import KeptCheckpoints, starting_checkpoint
 from mopd_trainer.learner import Learner
 from mopd_trainer.measurements import (
     answer_metrics,
-    of_source,
     rollout_metrics,
     teacher_metrics,
 )
@@ -43,6 +41,7 @@ from mopd_trainer.report import write_report
 from mopd_trainer.run_file import write_resolved
 from mopd_trainer.run_identity import RunIdentity
 from mopd_trainer.scoring import Scorer
+from mopd_trainer.shown_examples import shown_examples
 from mopd_trainer.student import Student
 from mopd_trainer.teachers import Teacher, meet_teachers, teacher_pool
 from mopd_trainer.trackers import require_trackers, trackers_of
@@ -163,7 +162,7 @@ async def _steps(run: Run, interruption: Interruption, console: Console) -> None
                 is_logged = (step + 1) % config.logging_steps == 0 or step + 1 == config.max_steps
                 # The first step's too, to see what became of them.
                 is_shown = is_logged or step == 0
-                shown = _shown(examples, config.logging.completions) if is_shown else []
+                shown = shown_examples(examples, config.logging.completions) if is_shown else []
                 tokens = sum(len(example.rollout.completion) for example in examples)
                 batches = pack(
                     examples,
@@ -226,11 +225,6 @@ def _counters(run: Run) -> dict[str, Counters]:
     if run.replay is not None:
         return {name: Counters() for name in run.teachers}
     return {name: run.pool.client(name).counters.take() for name in run.config.asked}
-
-
-def _shown(examples: Sequence[TrainingExample], count: int) -> list[TrainingExample]:
-    """The first completions of either source, for people to read."""
-    return [*of_source(examples, "answers")[:count], *of_source(examples, "rollout")[:count]]
 
 
 def _learner(
