@@ -152,8 +152,9 @@ async def test_a_stock_server_gives_the_scores_of_a_mopd_service(url, folder, ap
         )
 
 
-async def test_the_longest_sequence_that_the_manifest_allows_is_answered(url, folder):
-    async with stock(url, folder) as client:
+@pytest.mark.parametrize("api", ["completions", "generate"])
+async def test_the_longest_sequence_that_the_manifest_allows_is_answered(url, folder, api):
+    async with stock(url, folder, api=api) as client:
         limit = (await client.handshake()).max_model_len
         sequence = SequenceRequest(prompt_token_ids=[5], completion_token_ids=[6] * (limit - 1))
         [score] = await client.score([sequence], top_k=2)
