@@ -12,11 +12,12 @@ RUN python -m build --wheel --outdir /wheels
 
 FROM python:3.11.13-slim-bookworm AS packages
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cu130
-COPY requirements/server.txt requirements/ray.txt /requirements/
+COPY requirements/server.txt requirements/lora.txt requirements/ray.txt /requirements/
 RUN python -m venv /opt/mopd \
     && /opt/mopd/bin/pip install --no-cache-dir --index-url "$TORCH_INDEX" torch==2.13.0 \
     && /opt/mopd/bin/pip install --no-cache-dir \
-        --requirement /requirements/server.txt --requirement /requirements/ray.txt
+        --requirement /requirements/server.txt --requirement /requirements/lora.txt \
+        --requirement /requirements/ray.txt
 COPY --from=wheel /wheels /wheels
 RUN /opt/mopd/bin/pip install --no-cache-dir --no-deps /wheels/mopd-*.whl
 

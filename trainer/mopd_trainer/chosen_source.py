@@ -13,7 +13,7 @@ from mopd_trainer.rollouts import Sampler
 from mopd_trainer.streamed_rollouts import StreamedSampler
 from mopd_trainer.student import Student
 from mopd_trainer.teacher_config import student_topk
-from mopd_trainer.weight_push import PushThroughFolder
+from mopd_trainer.weight_push import weight_push
 
 
 @asynccontextmanager
@@ -63,7 +63,7 @@ async def _rollouts(
             f"rollout.engine 'vllm' needs vLLM, which cannot be imported here ({error}); install "
             "mopd[vllm], or take rollout.engine 'transformers'"
         ) from error
-    push = PushThroughFolder(config.rollout.vllm.weights_folder)
+    push = weight_push(config.student, config.rollout.vllm.weights_folder)
     engine = await asyncio.to_thread(
         VllmGeneration, student, config.student, config.rollout, push, keep_topk=keep_topk
     )
