@@ -19,6 +19,7 @@ class MopdService:
     """See ``Service``."""
 
     ready_path = "/readyz"
+    path = "/v1/logprobs"
 
     async def manifest(
         self,
@@ -73,7 +74,7 @@ class MopdService:
     ) -> LogprobsResponse:
         """See ``Service``; one question for all sequences, answered in the binary format."""
         body = request.model_dump_json(exclude_none=True).encode()
-        response = await connection.question("/v1/logprobs", body, {"accept": BINARY_MEDIA_TYPE})
+        response = await connection.question(self.path, body, {"accept": BINARY_MEDIA_TYPE})
         try:
             return decode_binary(response.content)
         except DataError as error:

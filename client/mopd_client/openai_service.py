@@ -1,4 +1,4 @@
-"""``OpenAIService``: a teacher that runs a stock ``vllm serve``, asked through ``/v1/completions``.
+"""``OpenAIService``: a teacher that runs a stock ``vllm serve``.
 
 Such a server takes token ids and returns ``prompt_logprobs``; everything else that a mopd service
 does happens here: tokens, templates, the manifest. It can therefore neither score chosen ids nor
@@ -19,6 +19,7 @@ from mopd_client.connection import Connection
 from mopd_client.expectation import Expectation
 from mopd_client.problem import problem_of
 from mopd_client.prompt_logprobs import topk_of_prompt_logprobs
+from mopd_client.prompt_routes import COMPLETIONS, GENERATE, NOT_OPEN, Api, PromptRoute
 from mopd_client.replica import Replica
 from mopd_client.sequence_tokens import SequenceTokens, sequence_tokens
 from mopd_client.teacher_tokenizer import TeacherTokenizer
@@ -33,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-COMPLETIONS = "/v1/completions"
 _KIND = "vLLM server"
 
 #: Texts on which two tokenizers of one family disagree: bytes of all kinds, numbers, spaces.
@@ -53,20 +53,34 @@ class OpenAIService:
         tokenizer: a folder, or a hub id, with the tokenizer of the served model.
         model: the name under which the server knows the model; not needed where it serves one.
         revision: what the caller calls these weights; the server does not tell.
+        api: ``auto`` asks through ``/inference/v1/generate`` where every replica has opened it,
+            which is faster, else through ``/v1/completions``; the others ask in one way only.
     """
 
     ready_path = "/health"
 
     def __init__(
-        self, tokenizer: str, *, model: str | None = None, revision: str | None = None
+        self,
+        tokenizer: str,
+        *,
+        model: str | None = None,
+        revision: str | None = None,
+        api: Api = "auto",
     ) -> None:
         self._source = tokenizer
         self._model = model
         self._revision = revision
+        self._api: Api = api
+        self._route = COMPLETIONS if api == "completions" else GENERATE
         self._tokenizer: FolderTokenizer | None = None
         self._loading = asyncio.Lock()
         self._top_k = 1  # the largest that a server has agreed to
         self._manifests: dict[str | None, Manifest] = {}  # by the server's own fingerprint
+
+    @property
+    def path(self) -> str:
+        """Where sequences are asked for, once a handshake has shown what is open."""
+        return self._route.path
 
     async def manifest(
         self,
@@ -87,6 +101,7 @@ class OpenAIService:
         top_k = max(self._top_k, 1 if expectation is None else expectation.top_k)
         fingerprint = await self._probe(asker, card["id"], tokenizer, top_k)
         await self._compare_templates(asker, card["id"], tokenizer)
+        await self._choose_route(asker, card["id"], tokenizer, top_k)
         self._top_k = top_k
         manifest = Manifest(
             service=connection.teacher,
@@ -156,7 +171,7 @@ class OpenAIService:
             "prompt_logprobs": top_k,
             "return_token_ids": True,
         }
-        response = await asker.post(COMPLETIONS, body)
+        response = await asker.post(COMPLETIONS.path, body)
         if response.status_code == HTTPStatus.BAD_REQUEST:
             raise ConfigError(
                 f"teacher {teacher!r} at {url} refuses prompt_logprobs of {top_k}: "
@@ -202,27 +217,41 @@ class OpenAIService:
                 self._source,
             )
 
+    async def _choose_route(
+        self, asker: "_Asker", model: str, tokenizer: FolderTokenizer, top_k: int
+    ) -> None:
+        """Tries ``/inference/v1/generate``, unless it is known that it is not to be used."""
+        if self._route is not GENERATE:
+            return
+        token_ids = tokenizer.tokenizer.encode(PROBES[0], add_special_tokens=False).ids
+        response = await asker.post(GENERATE.path, GENERATE.body(model, token_ids, top_k))
+        if response.status_code in NOT_OPEN:
+            found = problem_of(response)
+        elif _tells_prompt(asker.document(response), model, len(token_ids)):
+            return
+        else:
+            found = "its answer holds no prompt_logprobs of this model"
+        if self._api == "generate":
+            raise ConfigError(
+                f"teacher {asker.connection.teacher!r} at {asker.replica.url} cannot be asked "
+                f"through {GENERATE.path}: {found}; start vLLM 0.32 or newer with "
+                "--enable-scale-out, or set api to auto"
+            )
+        self._route = COMPLETIONS
+
     async def _ask(
         self, connection: Connection, tokens: SequenceTokens, top_k: int, manifest: Manifest
     ) -> tuple[str, TeacherScore]:
         """The manifest id of whoever answered, and the score."""
         token_ids = tokens.token_ids
-        body = {
-            "model": manifest.model,
-            "prompt": token_ids,
-            "max_tokens": 1,
-            "temperature": 0,
-            "prompt_logprobs": top_k,
-        }
-        response = await connection.question(COMPLETIONS, json.dumps(body).encode())
+        route, response = await self._respond(connection, manifest.model, token_ids, top_k)
         # Megabytes of JSON, which other questions should not wait for.
         document = await asyncio.to_thread(connection.document, response, kind=_KIND)
         tokenizer = await self._folder_tokenizer()
         try:
-            [choice] = _choices(connection.teacher, document)
             topk = await asyncio.to_thread(
                 topk_of_prompt_logprobs,
-                choice["prompt_logprobs"],
+                route.prompt_logprobs(document),
                 token_ids,
                 first=len(tokens.prompt_ids),
                 k=top_k,
@@ -233,11 +262,29 @@ class OpenAIService:
                 f"teacher {connection.teacher!r} answered nonsense: {error}",
                 status=response.status_code,
             ) from error
-        manifest_id = self._manifest_id(document, manifest)
+        manifest_id = self._manifest_id(document, route, manifest)
         return manifest_id, TeacherScore(manifest_id, tokens.completion, topk)
 
-    def _manifest_id(self, document: dict[str, Any], manifest: Manifest) -> str:
+    async def _respond(
+        self, connection: Connection, model: str, token_ids: Sequence[int], top_k: int
+    ) -> tuple[PromptRoute, httpx.Response]:
+        """The answer of a server, and how it was asked."""
+        route = self._route
+        try:
+            body = json.dumps(route.body(model, token_ids, top_k)).encode()
+            return route, await connection.question(route.path, body)
+        except TeacherError as error:
+            if route is COMPLETIONS or self._api == "generate" or error.status not in NOT_OPEN:
+                raise
+        # A replica that was not there at the handshake, or came back without the option.
+        self._route = COMPLETIONS
+        body = json.dumps(COMPLETIONS.body(model, token_ids, top_k)).encode()
+        return COMPLETIONS, await connection.question(COMPLETIONS.path, body)
+
+    def _manifest_id(self, document: dict[str, Any], route: PromptRoute, manifest: Manifest) -> str:
         """Of the server that answered, by what it says of itself with every answer."""
+        if not route.names_server and document.get("model") == manifest.model:
+            return manifest.manifest_id
         same = self._manifests.get(document.get("system_fingerprint"))
         if same is not None and document.get("model") == same.model:
             return same.manifest_id
@@ -304,6 +351,12 @@ def _choices(teacher: str, document: dict[str, Any]) -> list[dict[str, Any]]:
         raise TeacherError(
             f"teacher {teacher!r} answered nonsense: no choices ({error!r})", status=HTTPStatus.OK
         ) from error
+
+
+def _tells_prompt(document: dict[str, Any], model: str, tokens: int) -> bool:
+    """Whether an answer of ``GENERATE`` is one: older servers leave out what they do not know."""
+    told: Any = document.get("prompt_logprobs")
+    return document.get("model") == model and isinstance(told, list) and len(told) == tokens
 
 
 def _require_plain(teacher: str, request: LogprobsRequest) -> None:

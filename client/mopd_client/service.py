@@ -19,6 +19,11 @@ class Service(Protocol):
         """Answers 200 when the server is ready to score."""
         ...
 
+    @property
+    def path(self) -> str:
+        """Where sequences are asked for; settled when a handshake is over."""
+        ...
+
     async def manifest(
         self,
         connection: Connection,

@@ -92,6 +92,11 @@ class TeacherClient:
         return self._connection.replicas
 
     @property
+    def path(self) -> str:
+        """Where the teacher's servers are asked for scores, as the handshake found."""
+        return self._service.path
+
+    @property
     def counters(self) -> Counters:
         """What asking this teacher cost so far."""
         return self._connection.counters

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 COMPLETIONS = "/v1/completions"
+GENERATE = "/inference/v1/generate"
 FINGERPRINT = "vllm-0.32.0-c24d2e65"
 
 
@@ -29,6 +30,8 @@ class ScriptedVllm:
     max_logprobs: int = 20
     fingerprint: str | None = FINGERPRINT
     tells_token_ids: bool = True
+    scale_out: bool = False
+    """Started with ``--enable-scale-out``."""
     template: tuple[str, str] = ("<|user|>", "<|assistant|>")  # around a user's message
     scripts: dict[str, deque[httpx.Response]] = field(
         default_factory=dict[str, deque[httpx.Response]]
@@ -61,6 +64,7 @@ class ScriptedVllm:
             "/v1/models": self._models,
             "/tokenize": lambda: self._tokenize(body),
             COMPLETIONS: lambda: self._complete(body),
+            GENERATE: lambda: self._generate(body),
         }
         return routes[path]() if path in routes else _error(404, "Not Found")
 
@@ -118,6 +122,34 @@ class ScriptedVllm:
                 "model": self.model,
                 "choices": choices,
                 "system_fingerprint": self.fingerprint,
+            },
+        )
+
+    def _generate(self, body: Any) -> httpx.Response:
+        if not self.scale_out:
+            return _error(
+                403,
+                "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to "
+                "enable them.",
+            )
+        sampling = body["sampling_params"]
+        asked = {**sampling, "model": body["model"], "prompt": body["token_ids"]}
+        answer = self._complete(asked)
+        if answer.status_code != 200:
+            return answer
+        [choice] = json.loads(answer.content)["choices"]
+        told: list[Any] = choice["prompt_logprobs"]
+        for entry in told[1:] if not sampling["detokenize"] else []:
+            for candidate in entry.values():
+                candidate["decoded_token"] = None
+        return httpx.Response(
+            200,
+            json={
+                "request_id": "generate-tokens-0",
+                "model": self.model,
+                "prompt_logprobs": told,
+                "output_mode": "tokens",
+                "choices": [{"index": 0, "finish_reason": "length", "token_ids": [0]}],
             },
         )
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mopd_client.expectation import Expectation
-from mopd_client.openai_service import COMPLETIONS, PROBES, OpenAIService
+from mopd_client.openai_service import PROBES, OpenAIService
 from mopd_client.score_cache import ScoreCache
 from mopd_client.teacher_client import TeacherClient
 from mopd_client.tokenizer_folder import read_folder_tokenizer
@@ -19,7 +19,7 @@ from mopd_protocol.manifest import Manifest
 from mopd_protocol.requests import ControlToken, SequenceRequest
 from mopd_protocol.samples import Message
 from tests import tiny_models
-from tests.client.scripted_vllm import FINGERPRINT, ScriptedVllm
+from tests.client.scripted_vllm import COMPLETIONS, FINGERPRINT, GENERATE, ScriptedVllm
 from tests.client.still_clock import StillClock
 
 pytestmark = pytest.mark.anyio
@@ -42,9 +42,8 @@ def server(folder: str) -> ScriptedVllm:
 
 
 def client_of(server: ScriptedVllm, folder: str, **settings: Any) -> TeacherClient:
-    service = OpenAIService(
-        folder, model=settings.pop("model", None), revision=settings.pop("revision", None)
-    )
+    named = {name: settings.pop(name) for name in ("model", "revision", "api") if name in settings}
+    service = OpenAIService(folder, **named)
     return TeacherClient(
         "math",
         settings.pop("urls", ["http://vllm"]),
@@ -414,3 +413,120 @@ async def test_scores_are_cached_like_those_of_any_teacher(server, folder, tmp_p
 
 def _request(body: Any) -> httpx.Request:
     return httpx.Request("POST", f"http://vllm{COMPLETIONS}", json=body)
+
+
+SEQUENCE = SequenceRequest(prompt_token_ids=[5, 6, 7], completion_token_ids=[8, 9, 10, 11])
+
+
+async def test_a_server_that_has_opened_it_is_asked_token_in_token_out(server, folder):
+    async with client_of(server, folder) as client:
+        [expected] = await client.score([SEQUENCE], top_k=4)
+        assert client.path == COMPLETIONS
+    server.scale_out = True
+    before = len(server.asked_for(COMPLETIONS))
+    async with client_of(server, folder) as client:
+        manifest = await client.handshake(Expectation(top_k=4))
+        [found] = await client.score([SEQUENCE], top_k=4)
+        assert client.path == GENERATE
+
+    assert server.asked_for(GENERATE)[-1] == {
+        "model": "org/served",
+        "token_ids": [5, 6, 7, 8, 9, 10, 11],
+        "sampling_params": {
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": 4,
+            "detokenize": False,
+        },
+    }
+    assert len(server.asked_for(COMPLETIONS)) == before + 1  # the handshake's probes
+    assert found.manifest_id == expected.manifest_id == manifest.manifest_id
+    np.testing.assert_array_equal(found.topk.ids, expected.topk.ids)
+    np.testing.assert_array_equal(found.topk.logprobs, expected.topk.logprobs)
+    np.testing.assert_array_equal(found.topk.token_logprobs, expected.topk.token_logprobs)
+    np.testing.assert_array_equal(found.topk.tail_logprobs, expected.topk.tail_logprobs)
+
+
+async def test_completions_alone_never_tries_the_other_route(server, folder):
+    server.scale_out = True
+    async with client_of(server, folder, api="completions") as client:
+        await client.score([SEQUENCE], top_k=4)
+
+    assert server.asked_for(GENERATE) == []
+    assert len(questions(server)) == 1
+
+
+NO_PROMPT_LOGPROBS = {"model": "org/served", "choices": [{"index": 0}]}
+OF_ANOTHER_MODEL = {"model": "org/other", "prompt_logprobs": [None] * 25}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        httpx.Response(403, json={"error": {"message": "Scale-out endpoints are disabled."}}),
+        httpx.Response(404, json={"detail": "Not Found"}),
+        httpx.Response(405, json={"detail": "Method Not Allowed"}),
+        httpx.Response(501, json={}),
+        httpx.Response(200, json=NO_PROMPT_LOGPROBS),
+        httpx.Response(200, json=OF_ANOTHER_MODEL),
+    ],
+)
+async def test_a_route_that_is_not_usable_is_not_used_and_told_where_it_was_wanted(
+    server, folder, answer
+):
+    server.scale_out = True
+    server.script(GENERATE, answer, answer)
+    async with client_of(server, folder) as client:
+        await client.score([SEQUENCE], top_k=4)
+        assert client.path == COMPLETIONS
+    async with client_of(server, folder, api="generate") as client:
+        with pytest.raises(ConfigError, match="--enable-scale-out, or set api to auto"):
+            await client.handshake()
+
+    assert len(questions(server)) == 1
+
+
+async def test_one_replica_without_the_route_is_enough_for_completions(server, folder):
+    def deliver(request: httpx.Request) -> httpx.Response:
+        server.scale_out = request.url.host == "open"
+        return server.answer(request)
+
+    transport = httpx.MockTransport(deliver)
+    urls = ["http://open", "http://closed"]
+    async with client_of(server, folder, transport=transport, urls=urls) as client:
+        await client.score([SEQUENCE] * 4, top_k=4)
+        assert client.path == COMPLETIONS
+    assert len(questions(server)) == 4
+
+
+async def test_a_server_that_comes_back_without_the_route_is_asked_through_the_other(
+    server, folder
+):
+    server.scale_out = True
+    async with client_of(server, folder) as client:
+        [before] = await client.score([SEQUENCE], top_k=4)
+        server.scale_out = False
+        [after] = await client.score([SEQUENCE], top_k=4)
+        assert client.path == COMPLETIONS
+        np.testing.assert_array_equal(after.topk.logprobs, before.topk.logprobs)
+        another_fingerprint(server)  # which only this route tells
+        with pytest.raises(DataError, match="teacher 'math' has changed"):
+            await client.score([SEQUENCE], top_k=4)
+    server.scale_out = True
+    async with client_of(server, folder, api="generate") as client:
+        await client.handshake()
+        server.scale_out = False
+        with pytest.raises(TeacherError, match="answered 403: Scale-out endpoints are disabled"):
+            await client.score([SEQUENCE], top_k=4)
+
+
+async def test_an_answer_of_another_model_is_refused_token_in_token_out_too(server, folder):
+    server.scale_out = True
+    async with client_of(server, folder) as client:
+        await client.score([SEQUENCE], top_k=4)
+        [_, asked] = server.asked_for(GENERATE)
+        answer = server.answer(httpx.Request("POST", f"http://vllm{GENERATE}", json=asked))
+        other = {**json.loads(answer.content), "model": "org/other"}
+        server.script(GENERATE, httpx.Response(200, json=other))
+        with pytest.raises(DataError, match="teacher 'math' has changed"):
+            await client.score([SEQUENCE], top_k=4)

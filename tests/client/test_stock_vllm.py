@@ -73,7 +73,8 @@ def url(folder: Path) -> Iterator[str]:
         port = free.getsockname()[1]
     options = (
         f"--model {folder} --served-model-name tiny --host 127.0.0.1 --port {port} "
-        f"--dtype float32 --enforce-eager --max-model-len 128 --max-logprobs {TOP_K}"
+        f"--dtype float32 --enforce-eager --max-model-len 128 --max-logprobs {TOP_K} "
+        "--enable-scale-out"
     )
     process = subprocess.Popen(
         [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options.split()],
@@ -115,11 +116,18 @@ def stock(url: str, tokenizer: Path, **settings: Any) -> TeacherClient:
     return TeacherClient("math", [url], service=OpenAIService(str(tokenizer), **settings))
 
 
-async def test_a_stock_server_gives_the_scores_of_a_mopd_service(url, folder):
+@pytest.mark.parametrize(
+    ("api", "path"),
+    [
+        ("auto", "/inference/v1/generate"),
+        ("completions", "/v1/completions"),
+    ],
+)
+async def test_a_stock_server_gives_the_scores_of_a_mopd_service(url, folder, api, path):
     own = teacher_of(model(), tiny_models.digit_tokenizer())
     transport = httpx.ASGITransport(create_app(own.service))
     async with (
-        stock(url, folder) as theirs,
+        stock(url, folder, api=api) as theirs,
         TeacherClient("math", ["http://own"], transport=transport) as ours,
     ):
         manifest = await theirs.handshake(Expectation(top_k=TOP_K, messages=True))
@@ -127,6 +135,7 @@ async def test_a_stock_server_gives_the_scores_of_a_mopd_service(url, folder):
         found = await theirs.score(SEQUENCES, top_k=TOP_K)
         expected = await ours.score(SEQUENCES, top_k=TOP_K)
 
+    assert theirs.path == path
     assert manifest.model == "tiny"
     assert manifest.max_model_len == 127
     assert manifest.tokenizer_fingerprint == expected_manifest.tokenizer_fingerprint
@@ -143,8 +152,9 @@ async def test_a_stock_server_gives_the_scores_of_a_mopd_service(url, folder):
         )
 
 
-async def test_the_longest_sequence_that_the_manifest_allows_is_answered(url, folder):
-    async with stock(url, folder) as client:
+@pytest.mark.parametrize("api", ["completions", "generate"])
+async def test_the_longest_sequence_that_the_manifest_allows_is_answered(url, folder, api):
+    async with stock(url, folder, api=api) as client:
         limit = (await client.handshake()).max_model_len
         sequence = SequenceRequest(prompt_token_ids=[5], completion_token_ids=[6] * (limit - 1))
         [score] = await client.score([sequence], top_k=2)

@@ -90,6 +90,13 @@ def test_a_completion_is_written_for_people_to_read(tmp_path: Path) -> None:
             "finish_reason": "stop",
             "teachers": {"math": 1.0},
             "metadata": {},
+            "tokens": {
+                "count": 5,
+                "ids": ids,
+                "bytes": ["37", "20", "ff", "21", ""],
+                "marks": {"4": "end_of_turn"},
+            },
+            "nats": {},
         }
     ]
 

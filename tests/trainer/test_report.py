@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mopd_protocol.errors import ConfigError
@@ -48,6 +48,7 @@ def points(drawing: str) -> list[list[tuple[float, float]]]:
 
 
 @given(values=st.lists(numbers, min_size=2, max_size=20))
+@example([0.0, 2.2250738585072014e-308])
 def test_a_curve_is_in_its_box_and_higher_values_are_higher(values: list[float]) -> None:
     (line,) = points(line_chart({"loss": [*enumerate(values, 1)]}))
     assert len(line) == len(values)
@@ -80,6 +81,15 @@ def test_what_a_student_wrote_is_text_and_never_markup(tmp_path: Path) -> None:
     page = write_report(run_folder(tmp_path / "run", steps(0.5), hostile)).read_text()
     assert "<script" not in page
     assert "&lt;script&gt;alert(1)" in page
+
+
+def test_what_ends_a_line_of_text_ends_none_of_the_file(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", steps(0.5))
+    line = json.loads((run / COMPLETIONS).read_text())
+    lines = [{**line, "completion": "\u2028 \x85"}, {**line, "step": 2, "completion": "the last"}]
+    text = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in lines)
+    (run / COMPLETIONS).write_text(text)
+    assert "the last" in write_report(run).read_text()
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:

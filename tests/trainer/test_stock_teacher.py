@@ -42,6 +42,7 @@ async def test_a_stock_server_judges_what_the_student_wrote(tmp_path: Path, loss
         scorer = Scorer(pool, met, IDENTITY.table)
         [example] = await scorer.score(rollouts)
 
+    assert met["math"].path == COMPLETIONS
     assert scorer.dropped == {"math/too_long": 1, "total": 1}
     [judgement] = example.judgements
     expected = [*tokenizer.encoder.encode("12 + 30 = 42"), 0]

@@ -1,5 +1,6 @@
 """One student on two ranks: the step of a single rank, whatever is sharded and however packed."""
 
+import math
 import os
 import re
 import signal
@@ -99,13 +100,20 @@ def learner_of(config: RunConfig, student: Student) -> Learner:
 
 
 def step_of(config: RunConfig, learner: Learner, ranks: int, case: Case, step: int) -> Any:
-    """Told by the step: metrics, and each teacher's nats."""
+    """Told by the step: metrics, each teacher's nats, and those of some completions' tokens."""
     chosen = examples()[: case.examples]
     budget = config.student.tokens_per_micro_batch
-    batches = pack(chosen, tokens_per_micro_batch=budget, ranks=ranks)
+    batches = pack(chosen, tokens_per_micro_batch=budget, ranks=ranks, shown=chosen[-3:])
     tokens = sum(len(example.rollout.completion) for example in chosen)
     metrics, losses = learner.update(batches, tokens=tokens, step=step)
-    return metrics | {name: loss.nats for name, loss in losses.items()}
+    of_tokens = {
+        f"{name}/shown/{number}/{at}": nats if math.isfinite(nats) else -1.0
+        for name, loss in losses.items()
+        for number, values in loss.shown.items()
+        for at, nats in enumerate(values.tolist())
+    }
+    assert ranks > 1 or of_tokens
+    return metrics | of_tokens | {name: loss.nats for name, loss in losses.items()}
 
 
 def trained(folder: Path, case: Case, ranks: Ranks | None = None) -> dict[str, Any]:

@@ -72,6 +72,7 @@ def test_there_is_one_way_to_hedge() -> None:
     [
         ({"tokenizer": "x"}, "tokenizer given, but a mopd service tells that itself"),
         ({"model": "x", "revision": "y"}, "model and revision given, but a mopd service"),
+        ({"api": "generate"}, "api given, but a mopd service tells that itself"),
         ({"kind": "openai"}, "kind 'openai' without a tokenizer; set it to the folder"),
         (
             {"kind": "openai", "tokenizer": "x", "temperature": 0.5},

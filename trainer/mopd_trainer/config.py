@@ -223,8 +223,9 @@ class LoggingConfig(_Settings):
     """Keeps every step's completions and scores in ``recordings``, for another run to ``replay``:
     about 24 + 8 ``top_k`` bytes a token and teacher."""
     completions: int = Field(default=2, ge=0)
-    """Completions of each source that go to ``completions.jsonl`` in a logged step, to be read by
-    people."""
+    """Completions of each source that go to ``completions.jsonl`` in a logged step and in the
+    first, to be read by people: their text, and what each of their first 512 tokens cost by each
+    teacher, which colours them in the report."""
 
 
 class RunConfig(_Settings):

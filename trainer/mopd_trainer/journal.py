@@ -3,20 +3,25 @@
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import FileIO
+from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 from mopd_protocol.atomic_file import replacing
+from mopd_protocol.token_sequence import TokenSequence
 from mopd_trainer.disk_writing import append_whole
 from mopd_trainer.examples import TrainingExample
 from mopd_trainer.measurements import Metrics
+from mopd_trainer.token_losses import TokenLosses, rounded
 from mopd_trainer.trackers import Tracker
 
 JOURNAL = "journal.jsonl"
 COMPLETIONS = "completions.jsonl"
+#: Of a completion, one by one; all of its text is there.
+_TOKENS_TOLD = 512
 
 
 class Journal:
@@ -64,8 +69,21 @@ class Journal:
         for tracker in self._trackers:
             tracker.log(step, measured)
 
-    def write_completion(self, step: int, example: TrainingExample) -> None:
+    def write_completion(
+        self,
+        step: int,
+        example: TrainingExample,
+        losses: Mapping[str, TokenLosses | None] = MappingProxyType({}),
+    ) -> None:
         """A completion for people to read; bytes that are no text are shown as U+FFFD.
+
+        Its first 512 tokens are there one by one too: their ids, their bytes in hexadecimal (a
+        token may end inside a character), and what each cost, in nats before any weight, by each
+        teacher that judged it; ``null`` where that one was not compared with the student. These
+        take about 20 bytes a token, and 8 a teacher.
+
+        Args:
+            losses: by the names of teachers.
 
         Raises:
             DataError: when the disk takes no more; the file is then as before.
@@ -80,6 +98,12 @@ class Journal:
             "finish_reason": rollout.finish_reason,
             "teachers": dict(rollout.prompt.teachers),
             "metadata": dict(rollout.prompt.metadata),
+            "tokens": _tokens(rollout.completion),
+            "nats": {
+                name: rounded(nats[:_TOKENS_TOLD])
+                for name, nats in losses.items()
+                if nats is not None
+            },
         }
         self._append(self._completions, line, durable=False)
 
@@ -112,6 +136,20 @@ class Journal:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _tokens(completion: TokenSequence) -> dict[str, Any]:
+    text, ends = completion.text, completion.byte_ends[:_TOKENS_TOLD].tolist()
+    return {
+        "count": len(completion),
+        "ids": completion.token_ids[:_TOKENS_TOLD].tolist(),
+        "bytes": [text[start:end].hex() for start, end in pairwise([0, *ends])],
+        "marks": {
+            str(position): name
+            for position, name in completion.marks.items()
+            if position < _TOKENS_TOLD
+        },
+    }
 
 
 def _forget_after(path: Path, step: int) -> None:

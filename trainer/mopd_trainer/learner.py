@@ -15,6 +15,7 @@ from mopd_trainer.packing import MicroBatch, split
 from mopd_trainer.seeds import derived_seed
 from mopd_trainer.sharding import clip_gradients, is_sharded, sum_gradients
 from mopd_trainer.student import Student
+from mopd_trainer.token_losses import token_losses
 from mopd_trainer.update_guard import UpdateGuard
 from mopd_trainer.whole_state_optimizer import WholeStateAdamW
 
@@ -139,7 +140,9 @@ class Learner:
         if batch.answers:
             measured.labels.add(outputs.pop(), batch.labels)
         for name, output in zip(batch.teachers, outputs, strict=True):
-            measured.teachers.setdefault(name, LossMeasurements()).add(output)
+            loss = measured.teachers.setdefault(name, LossMeasurements())
+            loss.add(output)
+            loss.shown |= token_losses(output, batch.teachers[name], batch.shown)
         total.backward()
         measured.total += float(total.detach())
 

@@ -45,10 +45,12 @@ class _Scale:
         self.lowest = lowest
         self.highest = highest
         self._start = start
-        self._a_unit = (end - start) / (highest - lowest) if highest > lowest else 0.0
+        self._length = end - start
 
     def __call__(self, value: float) -> float:
-        return self._start + (value - self.lowest) * self._a_unit
+        span = self.highest - self.lowest
+        # Divided first: a length over the smallest numbers there are would be infinite.
+        return self._start + ((value - self.lowest) / span * self._length if span > 0 else 0.0)
 
 
 def _with_room(lowest: float, highest: float) -> tuple[float, float]:

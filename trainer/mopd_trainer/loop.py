@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -17,14 +18,12 @@ from mopd_trainer.checkpoint import FINAL, save_student
 from mopd_trainer.chosen_source import chosen_source
 from mopd_trainer.collection import collect
 from mopd_trainer.config import RunConfig
-from mopd_trainer.examples import TrainingExample
 from mopd_trainer.interruption import Interruption, Stopped
 from mopd_trainer.journal import Journal
 from mopd_trainer.kept_checkpoints import KeptCheckpoints, starting_checkpoint
 from mopd_trainer.learner import Learner
 from mopd_trainer.measurements import (
     answer_metrics,
-    of_source,
     rollout_metrics,
     teacher_metrics,
 )
@@ -42,11 +41,28 @@ from mopd_trainer.report import write_report
 from mopd_trainer.run_file import write_resolved
 from mopd_trainer.run_identity import RunIdentity
 from mopd_trainer.scoring import Scorer
+from mopd_trainer.shown_examples import shown_examples
 from mopd_trainer.student import Student
 from mopd_trainer.teachers import Teacher, meet_teachers, teacher_pool
 from mopd_trainer.trackers import require_trackers, trackers_of
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Everything that a run's steps are made with."""
+
+    config: RunConfig
+    prompts: Sequence[Prompt]
+    student: Student
+    teachers: dict[str, Teacher]
+    pool: TeacherPool  # asks nobody in a replay
+    replay: Replay | None
+    learner: Learner
+    checkpoints: KeptCheckpoints
+    done: int
+    """Steps that an earlier part of the run has made."""
 
 
 async def train(
@@ -95,52 +111,31 @@ async def train(
             checkpoint.restore(student, learner.optimizer)
             console.print(f"resumed after step {done} from {checkpoint.folder}", markup=False)
         manifests = {name: teacher.manifest for name, teacher in teachers.items()}
-        checkpoints = KeptCheckpoints(config, identity, manifests, done=done)
+        run = Run(
+            config=config,
+            prompts=prompts,
+            student=student,
+            teachers=teachers,
+            pool=pool,
+            replay=replay,
+            learner=learner,
+            checkpoints=KeptCheckpoints(config, identity, manifests, done=done),
+            done=done,
+        )
         with Interruption() as interruption:
-            await _steps(
-                config,
-                prompts,
-                student,
-                teachers,
-                pool,
-                replay,
-                learner,
-                checkpoints,
-                interruption,
-                done,
-                console,
-            )
+            await _steps(run, interruption, console)
     finished = save_student(student, config.output_dir / FINAL)
     write_report(config.output_dir)
     return finished
 
 
-async def _steps(
-    config: RunConfig,
-    prompts: Sequence[Prompt],
-    student: Student,
-    teachers: dict[str, Teacher],
-    pool: TeacherPool,
-    replay: Replay | None,
-    learner: Learner,
-    checkpoints: KeptCheckpoints,
-    interruption: Interruption,
-    done: int,
-    console: Console,
-) -> None:
-    order = PromptOrder(
-        prompts,
-        prompts_per_step=config.rollout.prompts_per_step,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-    )
-    scorer = Scorer(pool, teachers, student.table)
+async def _steps(run: Run, interruption: Interruption, console: Console) -> None:
+    config, student, learner, replay = run.config, run.student, run.learner, run.replay
+    checkpoints, done = run.checkpoints, run.done
     clock = PhaseClock()
-    recorder = recorder_of(config, teachers, student.table, checkpoints.identity, done=done)
+    recorder = recorder_of(config, run.teachers, student.table, checkpoints.identity, done=done)
     write_resolved(config, config.output_dir / "config.yaml")
-    steps = range(done, config.max_steps)
-    to_collect = steps if replay is None else range(done, done)
-    async with _ahead(config, order, student, scorer, clock, to_collect) as ahead:
+    async with _ahead(run, clock) as ahead:
         clock.take()  # an engine's start belongs to no step
         with (
             Journal(
@@ -153,7 +148,7 @@ async def _steps(
                 console, name=config.exp_name, done=done, total=config.max_steps
             ) as progress,
         ):
-            for step in steps:
+            for step in range(done, config.max_steps):
                 try:
                     examples, metrics = await interruption.unless_asked(
                         ahead.examples(step) if replay is None else replay.collect(step, clock)
@@ -164,11 +159,16 @@ async def _steps(
                     raise interruption.told(step=step, checkpoint=saved) from None
                 if recorder is not None:
                     recorder.write(step + 1, examples)
+                is_logged = (step + 1) % config.logging_steps == 0 or step + 1 == config.max_steps
+                # The first step's too, to see what became of them.
+                is_shown = is_logged or step == 0
+                shown = shown_examples(examples, config.logging.completions) if is_shown else []
                 tokens = sum(len(example.rollout.completion) for example in examples)
                 batches = pack(
                     examples,
                     tokens_per_micro_batch=config.student.tokens_per_micro_batch,
                     ranks=student.ranks.size,
+                    shown=shown,
                 )
                 with clock.phase("train"):
                     updated, losses = await asyncio.to_thread(
@@ -177,18 +177,14 @@ async def _steps(
                 metrics |= updated | rollout_metrics(examples, step=step)
                 if config.data.reads_answers:
                     metrics |= answer_metrics(examples)
-                counters = {name: pool.client(name).counters.take() for name in config.asked}
-                if replay is not None:
-                    counters = {name: Counters() for name in teachers}
-                metrics |= teacher_metrics(examples, losses, counters)
+                metrics |= teacher_metrics(examples, losses, _counters(run))
                 metrics["tokens/trained"] = float(tokens)
                 metrics |= clock.take()
                 journal.write(step + 1, metrics)
-                shown = (step + 1) % config.logging_steps == 0 or step + 1 == config.max_steps
-                if shown:
-                    for example in _shown(examples, config.logging.completions):
-                        journal.write_completion(step + 1, example)
-                progress.advance(step + 1, metrics, show=shown)
+                for number, example in enumerate(shown):
+                    told = {name: loss.shown.get(number) for name, loss in losses.items()}
+                    journal.write_completion(step + 1, example, told)
+                progress.advance(step + 1, metrics, show=is_logged)
                 checkpoints.observe(metrics)
                 if checkpoints.is_due(step + 1):
                     journal.settle()  # what a checkpoint is after is on the disk before it is
@@ -196,16 +192,19 @@ async def _steps(
 
 
 @asynccontextmanager
-async def _ahead(
-    config: RunConfig,
-    order: PromptOrder,
-    student: Student,
-    scorer: Scorer,
-    clock: PhaseClock,
-    steps: range,
-) -> AsyncGenerator[Pipeline]:
-    """The steps' examples, collected ahead of training where that is asked for."""
-    async with chosen_source(config, student, version=steps.start) as source:
+async def _ahead(run: Run, clock: PhaseClock) -> AsyncGenerator[Pipeline]:
+    """The steps' examples, collected ahead of training where that is asked for; in a replay, which
+    has them, none."""
+    config = run.config
+    order = PromptOrder(
+        run.prompts,
+        prompts_per_step=config.rollout.prompts_per_step,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+    )
+    scorer = Scorer(run.pool, run.teachers, run.student.table)
+    steps = range(run.done, config.max_steps if run.replay is None else run.done)
+    async with chosen_source(config, run.student, version=run.done) as source:
 
         async def collect_step(step: int, written: asyncio.Event) -> Collected:
             when = config.rollout.scoring
@@ -221,9 +220,11 @@ async def _ahead(
             yield ahead
 
 
-def _shown(examples: Sequence[TrainingExample], count: int) -> list[TrainingExample]:
-    """The first completions of either source, for people to read."""
-    return [*of_source(examples, "answers")[:count], *of_source(examples, "rollout")[:count]]
+def _counters(run: Run) -> dict[str, Counters]:
+    """What asking each teacher cost since this was last asked."""
+    if run.replay is not None:
+        return {name: Counters() for name in run.teachers}
+    return {name: run.pool.client(name).counters.take() for name in run.config.asked}
 
 
 def _learner(

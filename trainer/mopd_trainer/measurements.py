@@ -13,6 +13,7 @@ from mopd_losses.loss_output import LossOutput
 from mopd_losses.supervised import IGNORED
 from mopd_protocol.samples import Source
 from mopd_trainer.examples import TrainingExample
+from mopd_trainer.token_losses import TokenLosses
 
 Metrics = dict[str, float]
 
@@ -37,6 +38,8 @@ class LossMeasurements:
     """Collects one teacher's losses over a step's micro-batches."""
 
     nats: float = 0.0
+    shown: dict[int, TokenLosses] = field(default_factory=dict[int, TokenLosses])
+    """Number of a shown example -> what its tokens cost."""
     vectors: dict[str, list[NDArray[np.float32]]] = field(
         default_factory=dict[str, list[NDArray[np.float32]]]
     )
@@ -51,6 +54,7 @@ class LossMeasurements:
     def merge(self, other: "LossMeasurements") -> None:
         """Takes over what another rank collected."""
         self.nats += other.nats
+        self.shown |= other.shown
         for name, parts in other.vectors.items():
             self.vectors.setdefault(name, []).extend(parts)
 

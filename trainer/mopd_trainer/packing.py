@@ -5,8 +5,8 @@ mask nothing that a trained position sees depends on its neighbours or on the pa
 examples are put together changes memory and time, never the gradient.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ class MicroBatch:
     slot_columns: Tensor  # int64 [slots]: the position *before* the slot's token, which predicts it
     labels: Tensor  # int64 [slots]: the slot's token in a reference answer, else -100 (ignored)
     teachers: dict[str, TeacherPart]
+    #: Number of an example that is to be shown -> its slots.
+    shown: Mapping[int, range] = field(default_factory=dict[int, range])
 
     @property
     def slots(self) -> int:
@@ -51,7 +53,11 @@ class MicroBatch:
 
 
 def pack(
-    examples: Sequence[TrainingExample], *, tokens_per_micro_batch: int, ranks: int = 1
+    examples: Sequence[TrainingExample],
+    *,
+    tokens_per_micro_batch: int,
+    ranks: int = 1,
+    shown: Sequence[TrainingExample] = (),
 ) -> Iterator[MicroBatch]:
     """Micro-batches of all examples, longest first; an example over the budget stands alone.
 
@@ -59,7 +65,11 @@ def pack(
     micro-batch for two ranks would leave one with nothing to do.
 
     The order is a function of the examples' order alone, not of when their scores arrived.
+
+    Args:
+        shown: those of the examples whose slots must be found again, by their place here.
     """
+    numbers = {id(example): number for number, example in enumerate(shown)}
     longest_first = sorted(examples, key=lambda example: -example.length)
     lengths = [example.length for example in longest_first]
     budget = tokens_per_micro_batch
@@ -68,7 +78,7 @@ def pack(
         budget = _smallest_budget(lengths, budget, micro_batches=rounds * ranks)
     start = 0
     for size in _sizes(lengths, budget):
-        yield micro_batch(longest_first[start : start + size])
+        yield micro_batch(longest_first[start : start + size], numbers)
         start += size
 
 
@@ -117,8 +127,14 @@ def _smallest_budget(lengths: Sequence[int], budget: int, *, micro_batches: int)
     return budget
 
 
-def micro_batch(examples: Sequence[TrainingExample]) -> MicroBatch:
-    """The examples as one micro-batch, one a row."""
+def micro_batch(
+    examples: Sequence[TrainingExample], numbers: Mapping[int, int] | None = None
+) -> MicroBatch:
+    """The examples as one micro-batch, one a row.
+
+    Args:
+        numbers: of those that are to be shown, by ``id``.
+    """
     length = max(example.length for example in examples)
     input_ids = torch.zeros((len(examples), length), dtype=torch.int64)
     attention_mask = torch.zeros_like(input_ids)
@@ -126,6 +142,7 @@ def micro_batch(examples: Sequence[TrainingExample]) -> MicroBatch:
     slot_columns: list[Tensor] = []
     labels: list[Tensor] = []
     slot_offsets: list[int] = []
+    shown: dict[int, range] = {}
     slots = 0
     for row, example in enumerate(examples):
         prompt = torch.tensor(example.rollout.prompt_token_ids, dtype=torch.int64)
@@ -137,6 +154,8 @@ def micro_batch(examples: Sequence[TrainingExample]) -> MicroBatch:
         answer = example.rollout.source == "answers"
         labels.append(completion if answer else torch.full_like(completion, IGNORED))
         slot_offsets.append(slots)
+        if numbers and id(example) in numbers:
+            shown[numbers[id(example)]] = range(slots, slots + len(completion))
         slots += len(completion)
     return MicroBatch(
         input_ids=input_ids,
@@ -145,6 +164,7 @@ def micro_batch(examples: Sequence[TrainingExample]) -> MicroBatch:
         slot_columns=torch.cat(slot_columns),
         labels=torch.cat(labels),
         teachers=_teacher_parts(examples, slot_offsets, slots),
+        shown=shown,
     )
 
 

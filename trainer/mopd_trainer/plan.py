@@ -73,8 +73,10 @@ def _teacher_facts(teacher: Teacher, student: StudentIdentity, prompts: int) -> 
     same = manifest.tokenizer_fingerprint == student.table.fingerprint
     reached = 1 - len(teacher.projection.unsupported_ids) / manifest.tokenizer_size
     temperature = "" if settings.temperature == 1 else f" at temperature {settings.temperature:g}"
+    through = "" if teacher.path is None else f" through {teacher.path}"
     return (
-        f"{manifest.model} at {', '.join(settings.url)}, manifest {manifest.manifest_id[:12]}\n"
+        f"{manifest.model} at {', '.join(settings.url)}{through}, manifest "
+        f"{manifest.manifest_id[:12]}\n"
         f"{manifest.engine} {manifest.engine_version}, {manifest.dtype}, tokenizer "
         f"{manifest.tokenizer_fingerprint[:12]} {'is' if same else 'is not'} the student's; "
         f"{reached:.0%} of its {manifest.tokenizer_size:,} ids in the student's reach\n"

@@ -8,18 +8,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from mopd_protocol.atomic_file import replacing
 from mopd_protocol.errors import ConfigError
+from mopd_trainer.completion_page import Line, completions_page, completions_style
 from mopd_trainer.journal import COMPLETIONS, JOURNAL
 from mopd_trainer.line_chart import COLOURS, Curve, line_chart
 
 REPORT = "report.html"
-#: The last completions; the file has all of them.
-_COMPLETIONS_SHOWN = 12
-
-Line = Mapping[str, Any]
 
 #: Heading -> the keys of the journal that are drawn together; those of teachers by their last part.
 _OF_THE_RUN = {
@@ -59,7 +55,7 @@ def write_report(run: Path) -> Path:
         raise ConfigError(
             f"{run} holds no {JOURNAL} with a finished step; expected the output_dir of a run"
         )
-    completions = _lines(run / COMPLETIONS)[-_COMPLETIONS_SHOWN:]
+    completions = _lines(run / COMPLETIONS)
     with replacing(run / REPORT) as unfinished:
         unfinished.write_text(_page(run, journal, completions), encoding="utf-8")
     return run / REPORT
@@ -69,7 +65,8 @@ def _lines(path: Path) -> list[Line]:
     """All whole lines; the last one may be under way."""
     found: list[Line] = []
     if path.is_file():
-        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        # Not splitlines: a completion may hold what ends a line for text, and not for JSONL.
+        for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
             try:
                 found.append(json.loads(text))
             except ValueError:
@@ -89,11 +86,11 @@ def _page(run: Path, journal: Sequence[Line], completions: Sequence[Line]) -> st
         "</section>",
         _teachers_table(journal, keys),
         _dropped_table(journal, keys),
-        "<h2>Completions</h2>",
-        *(_completion(line) for line in reversed(completions)),
+        completions_page(completions),
         f"<details><summary>config.yaml</summary><pre>{settings}</pre></details>",
     ]
-    head = f'<meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
+    style = _STYLE + completions_style(completions)
+    head = f'<meta charset="utf-8"><title>{name}</title><style>{style}</style>'
     return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n"
 
 
@@ -158,16 +155,6 @@ def _table(heading: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) 
     return f"<h2>{heading}</h2><table><tr>{head}</tr>{body}</table>"
 
 
-def _completion(line: Line) -> str:
-    judges = ", ".join(f"{name} {weight:g}" for name, weight in line["teachers"].items())
-    told = f"step {line['step']}, {line['source']}, {line['finish_reason']}; {judges}"
-    asked = "\n".join(f"{m['role']}: {m['content']}" for m in line["prompt"])
-    return (
-        f"<article><p>{escape(told)}</p><pre>{escape(asked)}</pre>"
-        f'<pre class="answer">{escape(line["completion"])}</pre></article>'
-    )
-
-
 _STYLE = """
 :root { color-scheme: light dark; font: 14px/1.45 system-ui, sans-serif; }
 body { max-width: 1440px; margin: 2rem auto; padding: 0 1rem; }
@@ -186,5 +173,4 @@ table { border-collapse: collapse; }
 td, th { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #8884; }
 td:first-child, th:first-child { text-align: left; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .4rem 0; }
-.answer { border-left: 3px solid #0072b2; padding-left: .6rem; }
 """

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from mopd_client.prompt_routes import Api
 from mopd_losses.config import CtkdConfig, LossConfig, TopKKlConfig
 from mopd_protocol.requests import LogprobsDtype
 
@@ -46,8 +47,8 @@ class TeacherConfig(BaseModel):
     serve: ServeConfig | None = None
     """What to start, where ``placement`` is ``ray``."""
     kind: Literal["mopd", "openai"] = "mopd"
-    """``mopd``: a ``mopd-teacher serve``; ``openai``: a stock ``vllm serve``, asked through
-    ``/v1/completions`` (start it with ``--max-logprobs`` of at least ``top_k``)."""
+    """``mopd``: a ``mopd-teacher serve``; ``openai``: a stock ``vllm serve`` (start it with
+    ``--max-logprobs`` of at least ``top_k``, and with ``--enable-scale-out``: it is faster)."""
     tokenizer: str | None = None
     """``openai``: a folder, or a hub id, with the tokenizer of the served model."""
     model: str | None = None
@@ -55,6 +56,11 @@ class TeacherConfig(BaseModel):
     revision: str | None = None
     """``openai``: a name for these weights, because the server has none; a resumed run and a score
     cache tell teachers apart by it."""
+    api: Api = "auto"
+    """``openai``: ``generate`` asks through ``/inference/v1/generate``, which ``vllm serve
+    --enable-scale-out`` opens; ``completions`` through ``/v1/completions``, where every answer
+    names the server's version too; ``auto``: the first where every replica has it, else the
+    second."""
     require_all_replicas: bool = True
     """A run starts when all replicas are ready, so that a wrong address is found at once; where
     this is ``false``, when one is, and the others are asked as soon as they answer."""
@@ -128,6 +134,7 @@ class TeacherConfig(BaseModel):
     def _settings_are_of_the_kind(self) -> "TeacherConfig":
         own = {name: getattr(self, name) for name in ("tokenizer", "model", "revision")}
         given = [name for name, value in own.items() if value is not None]
+        given += ["api"] if self.api != "auto" else []
         if self.kind == "mopd" and given:
             raise ValueError(
                 f"{' and '.join(given)} given, but a mopd service tells that itself; remove it, or "

@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mopd_client.expectation import Expectation
 from mopd_client.hedging import Hedging
@@ -33,6 +33,8 @@ class Teacher:
     tokenizer: TeacherTokenizer
     vocabularies: Vocabularies
     projection: ProjectionMatrix
+    path: str | None = None
+    """Where its servers are asked; None in a replay, which asks nobody."""
 
 
 def teacher_pool(
@@ -98,7 +100,10 @@ async def meet_teachers(
     )
     tokenizers = await asyncio.gather(*[pool.client(name).tokenizer() for name in configs])
     return {
-        name: teacher_of(name, config, manifests[name], tokenizer, student, cache)
+        name: replace(
+            teacher_of(name, config, manifests[name], tokenizer, student, cache),
+            path=pool.client(name).path,
+        )
         for (name, config), tokenizer in zip(configs.items(), tokenizers, strict=True)
     }
 
@@ -140,7 +145,9 @@ def _service(config: TeacherConfig) -> Service:
     if config.kind == "mopd":
         return MopdService()
     assert config.tokenizer is not None  # its settings have been checked
-    return OpenAIService(config.tokenizer, model=config.model, revision=config.revision)
+    return OpenAIService(
+        config.tokenizer, model=config.model, revision=config.revision, api=config.api
+    )
 
 
 def _api_key(name: str, config: TeacherConfig) -> str | None:

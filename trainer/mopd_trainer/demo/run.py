@@ -117,6 +117,7 @@ def demo_config(
         "output_dir": output_dir,
         "max_steps": steps,
         "logging_steps": 25,
+        "logging": {"completions": 4},
         "data": {"prompts": prompts},
         "student": {
             "model": str(student),
