@@ -11,6 +11,9 @@ from rich.console import Console
 from mopd_client.counters import Counters
 from mopd_client.pool import TeacherPool
 from mopd_losses.build import build_loss
+from mopd_losses.config import TopKKlConfig
+from mopd_losses.full_vocabulary import FullVocabularyLoss
+from mopd_losses.loss import Loss
 from mopd_losses.projection_cache import ProjectionCache
 from mopd_protocol.samples import Prompt
 from mopd_trainer.checkpoint import FINAL, save_student
@@ -22,6 +25,8 @@ from mopd_trainer.interruption import Interruption, Stopped
 from mopd_trainer.journal import Journal
 from mopd_trainer.kept_checkpoints import KeptCheckpoints, starting_checkpoint
 from mopd_trainer.learner import Learner
+from mopd_trainer.local_teacher import Turn
+from mopd_trainer.local_teachers import LocalTeachers
 from mopd_trainer.measurements import (
     answer_metrics,
     of_source,
@@ -72,7 +77,9 @@ async def train(
     require_trackers(config.logging)
     identity = RunIdentity.of(config, prompts)
     checkpoint = starting_checkpoint(config, identity)
-    async with teacher_pool(config.asked, config.score_cache) as pool:
+    turn = Turn()
+    pool = teacher_pool(config.asked, config.score_cache, turn=turn, device=config.student.device)
+    async with pool:
         student = Student.load(config.student, ranks)
         require_renderable(prompts, student.identity, source=config.data.prompts)
         cache = ProjectionCache(config.projections)
@@ -89,7 +96,8 @@ async def train(
         replay = Replay.of(config, identity, prompts, student.identity, cache)
         teachers = teachers if replay is None else replay.teachers
         console.print(describe_plan(config, prompts, student.identity, teachers))
-        learner = _learner(config, student, teachers, cache)
+        turn.models = _local_teachers(config, student, teachers)
+        learner = _learner(config, student, teachers, cache, turn.models)
         done = checkpoint.step if checkpoint else 0
         if checkpoint:
             checkpoint.restore(student, learner.optimizer)
@@ -226,23 +234,45 @@ def _shown(examples: Sequence[TrainingExample], count: int) -> list[TrainingExam
     return [*of_source(examples, "answers")[:count], *of_source(examples, "rollout")[:count]]
 
 
+def _local_teachers(
+    config: RunConfig, student: Student, teachers: dict[str, Teacher]
+) -> LocalTeachers:
+    local = {name: settings for name, settings in config.asked.items() if settings.local}
+    return LocalTeachers(
+        local,
+        {name: teachers[name].tokenizer.table for name in local},
+        device=student.device,
+        tokens_per_batch=config.student.tokens_per_micro_batch,
+        ranks=student.ranks,
+    )
+
+
 def _learner(
-    config: RunConfig, student: Student, teachers: dict[str, Teacher], cache: ProjectionCache
+    config: RunConfig,
+    student: Student,
+    teachers: dict[str, Teacher],
+    cache: ProjectionCache,
+    local: LocalTeachers,
 ) -> Learner:
+    def loss_of(name: str, teacher: Teacher) -> Loss:
+        settings = teacher.config
+        if settings.support == "full":
+            assert isinstance(settings.loss, TopKKlConfig)  # its settings have been checked
+            head = local.head(name, student.device)
+            return FullVocabularyLoss(head, settings.loss, settings.temperature)
+        return build_loss(
+            settings.loss,
+            teacher.projection,
+            teacher.vocabularies,
+            cache=cache,
+            device=student.device,
+            temperature=settings.temperature,
+        )
+
     return Learner(
         student,
         config.student,
-        losses={
-            name: build_loss(
-                teacher.config.loss,
-                teacher.projection,
-                teacher.vocabularies,
-                cache=cache,
-                device=student.device,
-                temperature=teacher.config.temperature,
-            )
-            for name, teacher in teachers.items()
-        },
+        losses={name: loss_of(name, teacher) for name, teacher in teachers.items()},
         teacher_weights={name: teacher.config.weight for name, teacher in teachers.items()},
         max_steps=config.max_steps,
         seed=config.seed,
