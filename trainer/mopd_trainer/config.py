@@ -260,6 +260,16 @@ class RunConfig(_Settings):
         return self
 
     @model_validator(mode="after")
+    def _workers_have_work(self) -> "RunConfig":
+        workers = 0 if self.resources is None else self.resources.rollout_workers
+        if workers and (self.data.rollout_share == 0 or self.replay is not None):
+            raise ValueError(
+                f"resources.rollout_workers is {workers}, but the student writes nothing in this "
+                "run; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _local_teachers_have_their_turn(self) -> "RunConfig":
         for name, teacher in self.teachers.items():
             if not teacher.local:

@@ -44,6 +44,7 @@ from mopd_trainer.recording import recorder_of
 from mopd_trainer.rendering import require_renderable
 from mopd_trainer.replay import Replay
 from mopd_trainer.report import write_report
+from mopd_trainer.rollout_workers import RolloutWorkers
 from mopd_trainer.run_file import write_resolved
 from mopd_trainer.run_identity import RunIdentity
 from mopd_trainer.scoring import Scorer
@@ -60,12 +61,14 @@ async def train(
     *,
     prompts: Sequence[Prompt] | None = None,
     ranks: Ranks | None = None,
+    workers: RolloutWorkers | None = None,
 ) -> Path:
     """Runs a distillation to its end; the folder of the finished student.
 
     Args:
         prompts: those of ``config.data``, where they have been read already.
         ranks: those that train the student together, of which this is the first.
+        workers: who writes for the student, where it does not itself.
 
     Raises:
         MopdError: when something that was given cannot work, alone or in an exception group;
@@ -117,6 +120,7 @@ async def train(
                 interruption,
                 done,
                 console,
+                workers,
             )
     finished = save_student(student, config.output_dir / FINAL)
     write_report(config.output_dir)
@@ -135,6 +139,7 @@ async def _steps(
     interruption: Interruption,
     done: int,
     console: Console,
+    workers: RolloutWorkers | None,
 ) -> None:
     order = PromptOrder(
         prompts,
@@ -148,7 +153,7 @@ async def _steps(
     write_resolved(config, config.output_dir / "config.yaml")
     steps = range(done, config.max_steps)
     to_collect = steps if replay is None else range(done, done)
-    async with _ahead(config, order, student, scorer, clock, to_collect) as ahead:
+    async with _ahead(config, order, student, scorer, clock, to_collect, workers) as ahead:
         clock.take()  # an engine's start belongs to no step
         with (
             Journal(
@@ -190,6 +195,8 @@ async def _steps(
                     counters = {name: Counters() for name in teachers}
                 metrics |= teacher_metrics(examples, losses, counters)
                 metrics["tokens/trained"] = float(tokens)
+                if workers is not None:
+                    metrics["rollout/worker_restarts"] = float(workers.take_restarts())
                 metrics |= clock.take()
                 journal.write(step + 1, metrics)
                 shown = (step + 1) % config.logging_steps == 0 or step + 1 == config.max_steps
@@ -211,9 +218,10 @@ async def _ahead(
     scorer: Scorer,
     clock: PhaseClock,
     steps: range,
+    workers: RolloutWorkers | None,
 ) -> AsyncGenerator[Pipeline]:
     """The steps' examples, collected ahead of training where that is asked for."""
-    async with chosen_source(config, student, version=steps.start) as source:
+    async with chosen_source(config, student, version=steps.start, workers=workers) as source:
 
         async def collect_step(step: int, written: asyncio.Event) -> Collected:
             when = config.rollout.scoring

@@ -1,0 +1,69 @@
+"""``RolloutWorker``: a whole student in a process of its own, which writes and is not trained."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import torch
+
+from mopd_trainer.config import RunConfig
+from mopd_trainer.generation_engine import GenerationEngine
+from mopd_trainer.rollout_workers import Weights
+from mopd_trainer.student import Sampled, Student
+from mopd_trainer.teacher_config import student_topk
+from mopd_trainer.vllm_start import started_vllm
+
+
+class RolloutWorker:
+    """Writes with ``rollout.engine``. It is told with every batch which weights write it, so that
+    one that was started again needs nothing but the next batch.
+
+    Raises:
+        ConfigError: when the student or its engine cannot be had here.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        vllm = config.rollout.engine == "vllm"
+        settings = config.student.model_copy(
+            # vLLM has weights of its own; ours only pass them on.
+            update={"sharding": "none", "gradient_checkpointing": False}
+            | ({"device": "cpu"} if vllm else {})
+        )
+        self._settings = config.rollout
+        self._keep_topk = student_topk(config.judges)
+        self._student = Student.load(settings)
+        self._student.model.requires_grad_(False)
+        self._engine: GenerationEngine | None = None
+        if vllm:
+            self._engine = started_vllm(config, self._student)
+        self._version: int | None = None
+        self._turn = asyncio.Lock()
+
+    async def write(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        seed: int,
+        version: int,
+        weights: Callable[[], Weights],
+    ) -> list[Sampled]:
+        """One completion for each prompt.
+
+        Args:
+            version: of the weights that are to write.
+            weights: fetches them, where they are not those of the batch before.
+        """
+        async with self._turn:
+            if version != self._version:
+                self._take(weights())
+                if self._engine is not None:
+                    await self._engine.push()
+                self._version = version
+        if self._engine is not None:
+            return [await self._engine.generate(ids, seed=seed) for ids in prompts]
+        return self._student.generate(prompts, self._settings, seed=seed, keep_topk=self._keep_topk)
+
+    @torch.no_grad()
+    def _take(self, weights: Weights) -> None:
+        for name, parameter in self._student.model.named_parameters():
+            parameter.copy_(torch.tensor(weights[name]))
+        self._student.weights_changed()
