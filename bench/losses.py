@@ -281,15 +281,15 @@ def measure(name: str, size: Size, device_name: str, threads: int, pipe: Connect
     device = torch.device(device_name)
     step = VARIANTS[name](problem(size, device))
     while pipe.recv():
-        before = _resident(device)
+        before = resident_bytes(device)
         started = time.perf_counter()
         step()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        pipe.send((time.perf_counter() - started, _peak(device) - before))
+        pipe.send((time.perf_counter() - started, peak_bytes(device) - before))
 
 
-def _resident(device: torch.device) -> int:
+def resident_bytes(device: torch.device) -> int:
     """Bytes in use now; the high-water mark begins anew."""
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -299,7 +299,8 @@ def _resident(device: torch.device) -> int:
     return _status_bytes("VmRSS")
 
 
-def _peak(device: torch.device) -> int:
+def peak_bytes(device: torch.device) -> int:
+    """Of the process since ``resident_bytes``; of an accelerator's memory where it is one."""
     return torch.cuda.max_memory_allocated() if device.type == "cuda" else _status_bytes("VmHWM")
 
 

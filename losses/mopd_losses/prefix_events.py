@@ -40,7 +40,7 @@ class Events(NamedTuple):
     cells: Integers  # [events], the unit that each is named after
     nats: Nats  # [events]
     rests: Nats  # [places]
-    path_masses: Nats  # [places]: how likely the teacher found the way here, at most 1
+    known: Nats  # [places]: everything that the teacher says; how likely it found the way here
 
 
 def teacher_events(places: Places, topk: TopKLogprobs, units: SharedUnits) -> Events:
@@ -51,7 +51,7 @@ def teacher_events(places: Places, topk: TopKLogprobs, units: SharedUnits) -> Ev
     rests = _logsumexp(entries.nats[in_rest], entries.places[in_rest], len(places))
     not_crossed = np.array([not crossed for crossed in places.teacher.crossed], dtype=np.bool_)
     alone = not_crossed & (places.teacher.own != NO_ROW)
-    path_masses = np.where(alone, 1.0, np.minimum(1.0, np.exp(everything)))
+    known = np.where(alone, 0.0, everything)
 
     named = entries.at(~in_rest)
     keys = named.places * len(units.texts) + named.units
@@ -67,7 +67,7 @@ def teacher_events(places: Places, topk: TopKLogprobs, units: SharedUnits) -> Ev
         named.units[first[order]],
         _logsumexp(named.nats, rank[event], len(order)),
         rests,
-        path_masses,
+        known,
     )
 
 

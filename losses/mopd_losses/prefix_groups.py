@@ -62,6 +62,12 @@ class Groups:
             self._number_of[text] = self._of_any(np.array(ids, dtype=np.int64))
         return self._number_of[text]
 
+    def of_id(self, token_id: int) -> int:
+        """One id."""
+        if token_id not in self._number_of:
+            self._number_of[token_id] = self._of_any(np.array([token_id], dtype=np.int64))
+        return self._number_of[token_id]
+
     def _of_any(self, ids: Integers) -> int:
         self._any.append(ids)
         return -len(self._any)

@@ -63,6 +63,14 @@ class Junction:
         """Whether all other units are counted where they are, or else nowhere."""
         return self._sayable is None
 
+    def cell_of(self, unit: int) -> int:
+        """See ``cell``, of any unit: most are quickly seen to be certain."""
+        rank = self._units.ranks[unit]
+        at = int(np.searchsorted(self.uncertain[:, 0], rank, side="right")) - 1
+        if at >= 0 and rank < self.uncertain[at, 1]:
+            return self.cell(unit)
+        return unit if self.others_are_cells else NO_UNIT
+
     def cell(self, unit: int) -> int:
         """The unit that stands for all that cannot be told from ``unit`` here, or ``NO_UNIT``."""
         found = self._cells.get(unit)

@@ -44,10 +44,10 @@ the other's boundaries within its own. What is neglected elsewhere is ways over 
 not written (a model with ``5``, ``7`` and ``573`` but not ``57`` says ``574`` in rows that nobody
 computed), the tail of rows that do not start at ``o``, and spelling in context (a token's pieces
 are those of its bytes alone; the token really written counts wherever the other side cuts it).
-Tokens with one root are one event: two words that are one token here and several there, with
-nothing but a space in common, are told apart only inside the one that was written (README). Units
-that too many tokens begin with (single bytes; ``shared_units`` has the limits) stay in ``rest``:
-coarser, but as exact.
+Tokens with one root are one event; where what follows the root would be asked for nowhere, the way
+to the next boundary of both sides is compared as a whole (``prefix_spans``). Units that too many
+tokens begin with (single bytes; ``shared_units`` has the limits) stay in ``rest``: coarser, but as
+exact.
 """
 
 from collections.abc import Sequence
@@ -144,6 +144,9 @@ def prefix_kl(
             "student_path_mass": events.known.exp(),
             "path_weight": targets.weights.to(student.dtype),
         }
+        # A span's two events are no sign of what a top-k holds.
+        boundaries = ~targets.are_spans
+        measured = {name: found[boundaries] for name, found in measured.items()}
     return LossOutput(per_token, measured)
 
 

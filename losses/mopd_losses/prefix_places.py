@@ -82,6 +82,7 @@ class Standing:
 class Places:
     """The boundaries of either side at which both sides can be read, in order."""
 
+    at: NDArray[np.int64]  # [places], positions in the text
     student: Standing
     teacher: Standing
     junctions: list[Junction | None]  # [places]; None where no token crosses
@@ -107,7 +108,7 @@ def places_of(student: TokenSequence, teacher: TokenSequence, junctions: Junctio
         for (own, cut), written, other in zip(sides, (ours, theirs), (theirs, ours), strict=True)
     )
     found = _junctions(student_standing, teacher_standing, junctions)
-    return Places(student_standing, teacher_standing, found)
+    return Places(at, student_standing, teacher_standing, found)
 
 
 def _common_beginning(left: str, right: str) -> int:

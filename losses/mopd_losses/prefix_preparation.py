@@ -2,11 +2,12 @@
 
 ``prefix_kl`` says what is compared and why. In order: ``prefix_places`` finds the boundaries and
 the rows that are open there, ``prefix_junctions`` what can be told apart where tokens cross them,
-``prefix_events`` sums the teacher's masses, and ``prefix_readings`` lists what is read of the
-student. ``shared_units`` has what both sides can name.
+``prefix_events`` sums the teacher's masses, ``prefix_spans`` adds what units do not tell, and
+``prefix_readings`` lists what is read of the student. ``shared_units`` has what both can name.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from mopd_losses.prefix_groups import Groups
 from mopd_losses.prefix_junctions import Junctions
 from mopd_losses.prefix_places import Places, places_of
 from mopd_losses.prefix_readings import StudentReadings, student_readings
+from mopd_losses.prefix_spans import SpanMasses, Spans, span_masses, spans_of
 from mopd_losses.prefix_targets import NO_PATH, PrefixTargets, Readings
 
 
@@ -40,7 +42,10 @@ def prefix_targets(
     for comparison, offset in zip(comparisons, slot_offsets, strict=True):
         places = places_of(comparison.student, comparison.score.completion, junctions)
         events = teacher_events(places, comparison.score.topk, junctions.units)
-        columns.add(places, events, student_readings(places, events, groups), offset)
+        spans = spans_of(places, junctions.units)
+        masses = span_masses(places, spans, comparison.score.topk, events.known)
+        read = student_readings(places, spans, events, groups)
+        columns.add(places, events, spans, masses, read, offset)
     return columns.targets(groups, width, mass_floor)
 
 
@@ -50,6 +55,7 @@ class _Columns:
     def __init__(self) -> None:
         self._slots = [_NONE]
         self._first_slots = [_NONE]
+        self._are_spans = [np.zeros(0, dtype=np.bool_)]
         self._event_places = [_NONE]
         self._event_columns = [_NONE]
         self._event_nats = [_NO_NATS]
@@ -62,25 +68,44 @@ class _Columns:
         self._places = 0
         self._paths = 0
 
-    def add(self, places: Places, events: Events, read: StudentReadings, offset: int) -> None:
+    def add(
+        self,
+        places: Places,
+        events: Events,
+        spans: Spans,
+        masses: SpanMasses,
+        read: StudentReadings,
+        offset: int,
+    ) -> None:
         """One completion whose slots stand after ``offset`` others."""
-        kept = np.unique(events.places)  # what compares nothing is no place
-        number = np.zeros(len(places), dtype=np.int64)
+
+        def in_order(of_places: NDArray[Any], of_spans: NDArray[Any]) -> NDArray[Any]:
+            found = np.empty(len(places) + len(spans), dtype=of_places.dtype)
+            found[spans.place_numbers], found[spans.numbers] = of_places, of_spans
+            return found[kept]
+
+        # What compares nothing is no place.
+        kept = np.union1d(spans.place_numbers[events.places], spans.numbers)
+        number = np.zeros(len(places) + len(spans), dtype=np.int64)
         number[kept] = self._places + np.arange(len(kept))
-        self._slots.append(places.student.here[kept] + offset)
-        self._first_slots.append(places.student.first[kept] + offset)
-        self._event_places.append(number[events.places])
-        self._event_columns.append(events.columns)
-        self._event_nats.append(events.nats)
-        self._rests.append(events.rests[kept])
-        self._path_masses.append(events.path_masses[kept])
+        student, firsts = places.student, places.student.first
+        ends = student.own[spans.lasts] - 1
+        self._slots.append(in_order(student.here, ends) + offset)
+        self._first_slots.append(in_order(firsts, firsts[spans.firsts]) + offset)
+        self._are_spans.append(in_order(np.zeros(len(places), bool), np.ones(len(spans), bool)))
+        self._event_places += [number[spans.place_numbers[events.places]], number[spans.numbers]]
+        self._event_columns += [events.columns, np.zeros(len(spans), dtype=np.int64)]
+        self._event_nats += [events.nats, masses.nats]
+        self._rests.append(in_order(events.rests, masses.rests))
+        path_masses = np.minimum(1.0, np.exp(events.known))
+        self._path_masses.append(in_order(path_masses, path_masses[spans.firsts]))
         self._named.append(self._moved(read.named, number, offset))
         self._known.append(self._moved(read.known, number, offset))
-        self._path_places.append(number[np.array(read.paths.places, dtype=np.int64)])
+        self._path_places.append(number[np.array(read.paths.numbers, dtype=np.int64)])
         steps = np.array(read.paths.steps, dtype=np.int64).reshape(-1, 3)
         self._steps.append(steps + np.array([self._paths, offset, 0]))
         self._places += len(kept)
-        self._paths += len(read.paths.places)
+        self._paths += len(read.paths.numbers)
 
     def targets(self, groups: Groups, width: int, mass_floor: float) -> PrefixTargets:
         """All completions together.
@@ -96,6 +121,7 @@ class _Columns:
         return PrefixTargets(
             slots=torch.tensor(np.concatenate(self._slots)),
             first_slots=torch.tensor(np.concatenate(self._first_slots)),
+            are_spans=torch.tensor(np.concatenate(self._are_spans)),
             events=self._events(width),
             rests=torch.tensor(np.concatenate(self._rests)),
             path_masses=torch.tensor(masses),

@@ -1,5 +1,6 @@
 """Which of the student's log-probabilities feed each event, as readings of groups of its tokens."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,17 +10,18 @@ from numpy.typing import NDArray
 from mopd_losses.prefix_events import Events
 from mopd_losses.prefix_groups import Groups
 from mopd_losses.prefix_places import NO_ROW, Places
+from mopd_losses.prefix_spans import Spans, crossed_behind
 from mopd_losses.prefix_targets import NO_PATH, WHOLE_ROW
 
 Integers = NDArray[np.int64]
-#: Place, column, slot, group, path.
+#: Number of the place or span (``Spans``), column, slot, group, path.
 Reading = tuple[int, int, int, int, int]
 
 
 class Paths(NamedTuple):
     """Runs of the student's own tokens, from the first row open at a place up to another."""
 
-    places: list[int]  # [paths]
+    numbers: list[int]  # [paths], of places and spans
     steps: list[tuple[int, int, int]]  # path, slot, id
 
 
@@ -32,26 +34,29 @@ class StudentReadings:
     paths: Paths
 
 
-def student_readings(places: Places, events: Events, groups: Groups) -> StudentReadings:
-    """The readings for a teacher's events."""
+def student_readings(
+    places: Places, spans: Spans, events: Events, groups: Groups
+) -> StudentReadings:
+    """The readings for a teacher's events and for the spans, under the numbers of both."""
     standing = places.student
-    paths = Paths([], [])
+    reader = _Reader(places, groups)
+    numbers = spans.place_numbers.tolist()
+    begin_of = dict(zip(spans.lasts.tolist(), spans.firsts.tolist(), strict=True))
     path_to_own = np.full(len(places), NO_PATH)
-    named, known = list[Reading](), list[Reading]()
-    owns, cuts, cells = standing.own.tolist(), standing.cut.tolist(), events.cells.tolist()
+    owns, cells = standing.own.tolist(), events.cells.tolist()
     own_groups = groups.of_each(events.cells)
     said, said_groups = list[int](), list[int]()
     starts = np.searchsorted(events.places, np.arange(len(places) + 1)).tolist()
     for place, junction in enumerate(places.junctions):
+        number = numbers[place]
+        if place in begin_of:
+            reader.read_span(number - 1, begin_of[place], place)
         first, last = starts[place], starts[place + 1]
         if junction is None or first == last:
             continue
         crossed = standing.crossed[place]
-        own, cut = owns[place], cuts[place]
-        rows = [row for row, _ in reversed(crossed)]
-        rows += [own] if own != NO_ROW else []
-        path_to = {row: _path(paths, places, place, rows[0], row) for row in rows}
-        path_to_own[place] = path_to.get(own, NO_PATH)
+        path_to = reader.paths_from(number, place, reader.rows_at(place))
+        path_to_own[place] = path_to.get(owns[place], NO_PATH)
         columns = dict(zip(cells[first:last], range(last - first), strict=True))
         feeds = groups.feeds(junction)
         for cell in junction.said.intersection(columns):
@@ -59,45 +64,91 @@ def student_readings(places: Places, events: Events, groups: Groups) -> StudentR
             own_group, crossing = feeds.get(cell) or groups.feeds_of(junction, cell)
             said.append(first + column)
             said_groups.append(own_group)
-            for number, group in crossing:
-                row = crossed[number][0]
-                named.append((place, column, row, group, path_to[row]))
-        for row, crossings in crossed:
-            known.append((place, 0, row, groups.of_crossings(crossings), path_to[row]))
-            if row == cut:
-                known.append((place, 0, row, groups.of_text(crossings.before), path_to[row]))
+            for nearest, group in crossing:
+                row = crossed[nearest][0]
+                reader.named.append((number, column, row, group, path_to[row]))
+        reader.read_crossed(number, place, path_to)
     own_groups[np.array(said, dtype=np.int64)] = said_groups
     at_own = np.flatnonzero(standing.own[events.places] != NO_ROW)
     at = events.places[at_own]
     here = np.flatnonzero((standing.own != NO_ROW) & (np.diff(starts) > 0))
     return StudentReadings(
         _together(
-            named, at, events.columns[at_own], standing.own[at], own_groups[at_own], path_to_own[at]
+            reader.named,
+            spans.place_numbers[at],
+            events.columns[at_own],
+            standing.own[at],
+            own_groups[at_own],
+            path_to_own[at],
         ),
         _together(
-            known,
-            here,
+            reader.known,
+            spans.place_numbers[here],
             np.zeros_like(here),
             standing.own[here],
             np.full_like(here, WHOLE_ROW),
             path_to_own[here],
         ),
-        paths,
+        reader.paths,
     )
 
 
-def _path(paths: Paths, places: Places, place: int, first: int, row: int) -> int:
-    """A new path over the student's tokens from one row up to another."""
-    if row == first:
-        return NO_PATH
-    written = places.student.written.ids
-    number = len(paths.places)
-    paths.places.append(place)
-    paths.steps.extend((number, slot, written[slot]) for slot in range(first, row))
-    return number
+class _Reader:
+    """The readings that are found one by one, in the order of their numbers."""
+
+    def __init__(self, places: Places, groups: Groups) -> None:
+        self.named = list[Reading]()
+        self.known = list[Reading]()
+        self.paths = Paths([], [])
+        self._standing = places.student
+        self._groups = groups
+
+    def rows_at(self, place: int) -> list[int]:
+        """The rows that are open at a place, but for one that is only cut."""
+        own = int(self._standing.own[place])
+        rows = [row for row, _ in reversed(self._standing.crossed[place])]
+        return rows if own == NO_ROW else [*rows, own]
+
+    def paths_from(self, number: int, place: int, rows: Iterable[int]) -> dict[int, int]:
+        """New paths from the first row that is open at a place: row -> path."""
+        first = self.rows_at(place)[0]
+        return {row: self._path(number, first, row) for row in rows}
+
+    def read_crossed(self, number: int, place: int, path_to: dict[int, int]) -> None:
+        """Everything that rows that start before a place say there."""
+        cut = self._standing.cut[place]
+        for row, crossings in self._standing.crossed[place]:
+            path = path_to[row]
+            self.known.append((number, 0, row, self._groups.of_crossings(crossings), path))
+            if row == cut:
+                self.known.append((number, 0, row, self._groups.of_text(crossings.before), path))
+
+    def read_span(self, number: int, first: int, last: int) -> None:
+        """A span, and everything that is said where it begins."""
+        standing = self._standing
+        own, end = int(standing.own[first]), int(standing.own[last]) - 1
+        behind = crossed_behind(standing, first, last)
+        rows = {*self.rows_at(first), *(row for row, _ in behind), end}
+        path_to = self.paths_from(number, first, sorted(rows))
+        way = self._groups.of_id(standing.written.ids[end])
+        self.named.append((number, 0, end, way, path_to[end]))
+        for row, crossed in behind:
+            group = self._groups.of_crossings(crossed)
+            self.named.append((number, 0, row, group, path_to[row]))
+        self.known.append((number, 0, own, WHOLE_ROW, path_to[own]))
+        self.read_crossed(number, first, path_to)
+
+    def _path(self, number: int, first: int, row: int) -> int:
+        if row == first:
+            return NO_PATH
+        path = len(self.paths.numbers)
+        self.paths.numbers.append(number)
+        written = self._standing.written.ids
+        self.paths.steps.extend((path, slot, written[slot]) for slot in range(first, row))
+        return path
 
 
 def _together(some: list[Reading], *others: Integers) -> Integers:
-    """Readings one by one and as columns, in the order of their places."""
+    """Readings one by one and as columns, in the order of their numbers."""
     rows = np.concatenate([np.stack(others, axis=1), np.array(some, np.int64).reshape(-1, 5)])
     return rows[np.argsort(rows[:, 0], kind="stable")]

@@ -50,14 +50,16 @@ class Readings:
 class PrefixTargets:
     """Places in order of their slots; natural logs in float64, for a loss to round once.
 
-    An absent event has ``-inf``. A path is a run of the student's own tokens from the first row
-    that is open at a place up to another one; a path belongs to one place, paths are in the places'
-    order and their steps in the paths'. Group ``g`` of student ids, which many places may read, is
+    Spans (``prefix_spans``) are places like any other. An absent event has ``-inf``. A path is a
+    run of the student's own tokens from the first row that is open at a place up to another one; a
+    path belongs to one place, paths are in the places' order and their steps in the paths'. Group
+    ``g`` of student ids, which many places may read, is
     ``group_ids[group_starts[g]:group_starts[g + 1]]``.
     """
 
     slots: Tensor  # int64 [places]: where the value stands
     first_slots: Tensor  # int64 [places]: the first slot that is read
+    are_spans: Tensor  # bool [places]: whether a span's way is compared, and no boundary
     events: Tensor  # float64 [places, events], nats: the teacher's, of all that it knows here
     rests: Tensor  # float64 [places], nats: all else that the teacher knows here
     path_masses: Tensor  # float64 [places]: how likely the teacher found the way here, at most 1
@@ -97,6 +99,7 @@ class PrefixTargets:
             self,
             slots=self.slots[places] - start,
             first_slots=self.first_slots[places] - start,
+            are_spans=self.are_spans[places],
             events=self.events[places],
             rests=self.rests[places],
             path_masses=self.path_masses[places],

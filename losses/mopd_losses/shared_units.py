@@ -75,6 +75,12 @@ class Crossings:
         parts = np.split(self.ids[order], starts[1:])
         return dict(zip(found.tolist(), parts, strict=True))
 
+    def saying(self, text: str, others: "Crossings | None") -> "Crossings":
+        """Those of these that say ``text`` and no more, or are among the others."""
+        among = others.unit_of if others else {}
+        kept = {i: told for i, told in self._told.items() if told[0] == text or i in among}
+        return Crossings(self.side, self.before + text, kept)
+
     def left_open_by(self, text: str) -> int | None:
         """The root of what a token says of which ``text`` is the longer, if this side writes it so;
         None where no token does."""

@@ -46,14 +46,21 @@ def family_of(tokenizer: Tokenizer, roles: TokenRoles, padding: int = 7) -> Fami
     return Family(tokenizer, table, TextEncoder(tokenizer, table), table.size + padding)
 
 
-def made_of(*spellings: str, end: str | None = None) -> Family:
-    """Byte-level BPE of the 256 bytes and ``spellings``, with what it takes to merge to them."""
+def made_of(*spellings: str, end: str | None = None, alone: bool = False) -> Family:
+    """Byte-level BPE of the 256 bytes and ``spellings``, with what it takes to merge to them.
+
+    Args:
+        alone: nothing else than they; BPE itself will never write them.
+    """
     letters = {byte: character for character, byte in byte_level_alphabet().items()}
     surfaces = [letters[byte] for byte in range(256)]
     merges: list[tuple[str, str]] = []
     for spelling in spellings:
         characters = [letters[byte] for byte in spelling.encode()]
         whole = characters[0]
+        if alone:
+            surfaces.append("".join(characters))
+            continue
         for character in characters[1:]:
             if whole + character not in surfaces:
                 merges.append((whole, character))

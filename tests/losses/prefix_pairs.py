@@ -89,8 +89,10 @@ class Tongue:
 
     @classmethod
     @cache
-    def of(cls, *spellings: str, end: str = "<end>", by_merges: bool = False) -> "Tongue":
-        family = made_of(*spellings, end=end)
+    def of(
+        cls, *spellings: str, end: str = "<end>", by_merges: bool = False, alone: bool = False
+    ) -> "Tongue":
+        family = made_of(*spellings, end=end, alone=alone)
         return cls(family, family.encoder if by_merges else LongestMatch(family.table))
 
     @property
@@ -268,9 +270,21 @@ def random_pair(seed: int, letters: str = "ab") -> Pair:
     )
 
 
+@cache
+def gapped_pair(seed: int, letters: str = "ab") -> Pair:
+    """The same with long tokens that no shorter one leads to, so that roots say little of them."""
+    draw = random.Random(seed)
+
+    def words() -> list[str]:
+        return ["".join(draw.choices(letters, k=draw.randint(2, 4))) for _ in range(3)]
+
+    return Pair(*(Tongue.of(*sorted({*words()}), end=e, alone=True) for e in ("<over>", "<stop>")))
+
+
 def random_problem(seed: int, letters: str = "ab", pair: Pair | None = None) -> Problem:
     """Any vocabularies, any cuts of the student's, a teacher that reads the text or another."""
-    pair = random_pair(seed % PAIRS, letters) if pair is None else pair
+    if pair is None:
+        pair = (random_pair if seed // PAIRS % 2 else gapped_pair)(seed % PAIRS, letters)
     tongues = [pair.student, pair.teacher]
     draw = random.Random(seed)
     torch.manual_seed(seed)

@@ -28,6 +28,7 @@ TEXTS = [
     MIXED_TEXT[20:50] + MIXED_TEXT[130:160],
     "def returned(values):\n        return [value.strip() for v in values]\n\n",
     "The sum of 12345 and 678 is 13023; nothing      remains.\n",
+    "The student splits completions, sampled and scored; prompts are remembered, じり ми.\n",
 ]
 
 
@@ -133,10 +134,14 @@ def test_with_few_extensions_places_equal_those_found_one_by_one(
 
 def check_places(student: str, teacher: str, seed: int) -> None:
     units = units_of(student, teacher)
-    check_same_places(scored(real(student), real(teacher), TEXTS[seed], seed, k=16), units)
+    targets = check_same_places(
+        scored(real(student), real(teacher), TEXTS[seed], seed, k=16), units
+    )
+    if seed == 3:
+        assert targets.are_spans.any() == (student != teacher)
 
 
-def check_same_places(comparison: Comparison, units: SharedUnits) -> None:
+def check_same_places(comparison: Comparison, units: SharedUnits) -> PrefixTargets:
     targets = prefix_targets([comparison], [0], Junctions(units), mass_floor=0.0)
     found = as_places(targets, comparison.student.token_ids.tolist())
     expected = slow.places(comparison, units)
@@ -149,6 +154,7 @@ def check_same_places(comparison: Comparison, units: SharedUnits) -> None:
         ours, theirs = by_readings(place.events), by_readings(exact.events)
         assert [read for read, _ in ours] == [read for read, _ in theirs]
         assert [nats for _, nats in ours] == pytest.approx([nats for _, nats in theirs], abs=1e-9)
+    return targets
 
 
 @pytest.mark.parametrize("teacher", ["python_50k", "v3"])

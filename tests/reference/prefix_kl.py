@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 
 #: A token's spelling when a side ended a token at the boundary: what it says then is not known.
 ENDED = None
@@ -98,8 +99,8 @@ def root(said: str, student: Side, teacher: Side) -> str | None:
     return said
 
 
-def opinion(side: Side, other: Side, at: int) -> tuple[list[tuple[float, int, str | None]], float]:
-    """(mass, row, what is said after the boundary or ``ENDED``) from the first open row; tail."""
+def rows_open_at(side: Side, other: Side, at: int) -> list[int]:
+    """The rows that say what comes next."""
     starts = side.starts
     open_rows = [r for r, s in enumerate(starts) if s < at and crossing(side, other, r, at)]
     covering = covering_row(side, at)
@@ -108,6 +109,13 @@ def opinion(side: Side, other: Side, at: int) -> tuple[list[tuple[float, int, st
     elif covering not in open_rows:
         assert covering is not None
         open_rows.append(covering)
+    return open_rows
+
+
+def opinion(side: Side, other: Side, at: int) -> tuple[list[tuple[float, int, str | None]], float]:
+    """(mass, row, what is said after the boundary or ``ENDED``) from the first open row; tail."""
+    starts = side.starts
+    open_rows, covering = rows_open_at(side, other, at), covering_row(side, at)
     found: list[tuple[float, int, str | None]] = []
     tail = 0.0
     for row in open_rows:
@@ -196,6 +204,78 @@ def places(student: Side, teacher: Side) -> list[Place]:
     return found
 
 
+def spans(student: Side, teacher: Side) -> list[Place]:
+    """The span from one boundary of both sides to the next, where no unit tells how it begins.
+
+    Places at the end of a span; what is named is the span's text.
+    """
+    common = [at for at in student.starts if at in teacher.starts]
+    either = sorted({*student.starts, *teacher.starts})
+    found: list[Place] = []
+    for first, last in pairwise(common):
+        text = student.text[first:last]
+        if teacher.text[:last] != student.text[:last]:
+            break
+        if any(is_control(character) for character in text):
+            continue
+        written = student.tokens[student.written[student.starts.index(first)]]
+        cell = cell_of(root(written, student, teacher), student, teacher, first)
+        following = either[either.index(first) + 1]
+        if cell is not None and first + len(cell) >= following:
+            continue
+        ours, theirs = (
+            span_mass(side, other, first, last)
+            for side, other in ((student, teacher), (teacher, student))
+        )
+        if ours == 0 or theirs == 0:
+            continue
+        told, tail = opinion(teacher, student, first)
+        only_own = not any(
+            crossing(teacher, student, r, first) for r, s in enumerate(teacher.starts) if s < first
+        )
+        everything = math.fsum([tail, *(mass for mass, _, _ in told)])
+        found.append(
+            Place(
+                at=last,
+                slot=student.starts.index(last) - 1,
+                teacher={text: theirs},
+                teacher_rest=1 - theirs,
+                student={text: ours},
+                path_mass=1.0 if only_own else min(1.0, everything),
+            )
+        )
+    return found
+
+
+def is_control(character: str) -> bool:
+    """Bytes are Latin-1."""
+    return ord(character) > 255
+
+
+def span_mass(side: Side, other: Side, first: int, last: int) -> float:
+    """A side's probability that the text goes on from one boundary to another of its own, and that
+    either side has one there, given that either has one at the first."""
+    text, starts = side.text, side.starts
+    told, tail = opinion(side, other, first)
+    everything = math.fsum([tail, *(mass for mass, _, _ in told)])
+    first_open = min(rows_open_at(side, other, first))
+
+    def path(row: int) -> float:
+        return math.prod(side.written_probabilities[first_open:row])
+
+    mass = path(starts.index(last))
+    for row in range(first_open, starts.index(last)):
+        ending = text[starts[row] : last]
+        behind = crossing(side, other, row, last)
+        for token, probability in side.rows[row].items():
+            reaches = token in behind
+            if starts[row] < first:  # or it ends there, having crossed where the span begins
+                reaches = reaches or side.tokens[token] == ending
+                reaches = reaches and token in crossing(side, other, row, first)
+            mass += path(row) * probability if reaches else 0.0
+    return mass / everything
+
+
 def student_masses(student: Side, teacher: Side, at: int, cells: list[str]) -> dict[str, float]:
     """The student's probability of each cell, given the text so far."""
     told, _ = opinion(student, teacher, at)
@@ -229,7 +309,7 @@ def per_token(
 ) -> list[float]:
     """Nats on each of the student's tokens."""
     found = [0.0] * len(student.written)
-    for place in places(student, teacher):
+    for place in (*places(student, teacher), *spans(student, teacher)):
         weight = min(1.0, place.path_mass / mass_floor) if mass_floor else 1.0
         found[place.slot] += weight * value(place, divergence, teacher_weight)
     return found

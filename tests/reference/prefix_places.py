@@ -70,14 +70,95 @@ def places(comparison: Comparison, units: SharedUnits) -> list[Place]:
     student = _side(units.student, comparison.student, names)
     teacher = _side(units.teacher, comparison.score.completion, names)
     found: list[Place] = []
-    for at in sorted({*student.starts, *teacher.starts}):
-        readable = all(
-            side.own(at) is not None or side.cut(at) is not None for side in (student, teacher)
-        )
-        if readable and student.symbols[:at] == teacher.symbols[:at]:
-            place = _place(student, teacher, at, comparison.score.topk, units)
-            found += [place] if place else []
+    readable = [
+        at
+        for at in sorted({*student.starts, *teacher.starts})
+        if student.symbols[:at] == teacher.symbols[:at]
+        and all(side.own(at) is not None or side.cut(at) is not None for side in (student, teacher))
+    ]
+    common = [at for at in readable if all(s.own(at) is not None for s in (student, teacher))]
+    for at in readable:
+        if at in common[1:]:
+            first = common[common.index(at) - 1]
+            following = readable[readable.index(first) + 1]
+            span = _span(student, teacher, (first, following, at), comparison.score.topk, units)
+            found += [span] if span else []
+        place = _place(student, teacher, at, comparison.score.topk, units)
+        found += [place] if place else []
     return found
+
+
+def _span(
+    student: Side,
+    teacher: Side,
+    at: tuple[int, int, int],
+    topk: TopKLogprobs,
+    units: SharedUnits,
+) -> Place | None:
+    """The way from the first position to the last, if a unit does not tell as much as is written
+    before the second one, the next boundary."""
+    first, following, last = at
+    sides = (student, teacher)
+    if not all(s.spells(r) for s in sides for r in range(_own(s, first), _own(s, last))):
+        return None
+    here = [_crossed(s, o, first, units) for s, o in (sides, sides[::-1])]
+    unit = int(student.units.units[student.ids[_own(student, first)]])
+    cell = _cell(unit, [crossings for rows in here for _, crossings in rows], [], units)
+    if cell != NO_UNIT and first + len(units.texts[cell]) >= following:
+        return None
+    behind = [_crossed(s, o, last, units) for s, o in (sides, sides[::-1])]
+
+    # The teacher, in nats.
+    entries = [nats for _, nats in _teacher_entries(teacher, here[1], first, topk)]
+    everything = _logsumexp(entries) if here[1] else 0.0
+    begin = min([*(row for row, _ in here[1]), _own(teacher, first)])
+    terms = [math.fsum(topk.token_logprobs[begin : _own(teacher, last)].tolist())]
+    for row, token_id in _through(teacher, here[1], behind[1], first, last):
+        path = math.fsum(topk.token_logprobs[begin:row].tolist())
+        told = zip(topk.ids[row].tolist(), topk.logprobs[row].tolist(), strict=True)
+        terms += [path + nats for other, nats in told if other == token_id]
+    nats = _logsumexp(terms)
+
+    # What is read of the student.
+    begin = min([*(row for row, _ in here[0]), _own(student, first)])
+    end = _own(student, last) - 1
+
+    def reading(row: int, token_id: int) -> Reading:
+        return row, token_id, tuple(student.ids[begin:row])
+
+    read = {reading(*way) for way in _through(student, here[0], behind[0], first, last)}
+    known = {reading(row, i) for row, i in _student_known(student, here[0], first)}
+    return Place(
+        slot=end,
+        first_slot=begin,
+        events=[(frozenset({*read, reading(end, student.ids[end])}), nats)],
+        rest=everything + math.log(1 - math.exp(nats - everything)),
+        path_mass=min(1.0, math.exp(everything)),
+        known=frozenset(known),
+    )
+
+
+def _own(side: Side, at: int) -> int:
+    found = side.own(at)
+    assert found is not None
+    return found
+
+
+def _through(
+    side: Side, here: Sequence[Row], behind: Sequence[Row], first: int, last: int
+) -> Iterator[tuple[int, int]]:
+    """(row, id) of tokens that say the text from one position to another, and go on behind it or,
+    begun before it, end there."""
+    later = dict(behind)
+    for row, crossings in behind:
+        if side.starts[row] >= first:
+            yield from ((row, token_id) for token_id in crossings.unit_of)
+    for row, crossings in here:
+        for token_id in crossings.unit_of:
+            said = side.units.spelling.tokens[token_id][first - side.starts[row] :]
+            goes_on = row in later and token_id in later[row].unit_of
+            if goes_on or said == side.symbols[first:last]:
+                yield row, token_id
 
 
 def _side(units: SideUnits, sequence: TokenSequence, names: dict[str, str]) -> Side:
