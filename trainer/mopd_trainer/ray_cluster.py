@@ -169,8 +169,8 @@ class _Worker:
         if self._refusal is not None:
             raise self._refusal
 
-        def fetched() -> "Weights":
-            return ray.get(weights[0])
+        async def fetched() -> "Weights":
+            return await weights[0]
 
         return await self._worker.write(prompts, seed=seed, version=version, weights=fetched)
 

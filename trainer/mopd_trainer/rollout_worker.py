@@ -1,12 +1,11 @@
 """``RolloutWorker``: a whole student in a process of its own, which writes and is not trained."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 
 from mopd_trainer.config import RunConfig
-from mopd_trainer.generation_engine import GenerationEngine
 from mopd_trainer.rollout_workers import Weights
 from mopd_trainer.student import Sampled, Student
 from mopd_trainer.teacher_config import student_topk
@@ -32,9 +31,7 @@ class RolloutWorker:
         self._keep_topk = student_topk(config.judges)
         self._student = Student.load(settings)
         self._student.model.requires_grad_(False)
-        self._engine: GenerationEngine | None = None
-        if vllm:
-            self._engine = started_vllm(config, self._student)
+        self._engine = started_vllm(config, self._student) if vllm else None
         self._version: int | None = None
         self._turn = asyncio.Lock()
 
@@ -44,7 +41,7 @@ class RolloutWorker:
         *,
         seed: int,
         version: int,
-        weights: Callable[[], Weights],
+        weights: Callable[[], Awaitable[Weights]],
     ) -> list[Sampled]:
         """One completion for each prompt.
 
@@ -54,13 +51,18 @@ class RolloutWorker:
         """
         async with self._turn:
             if version != self._version:
-                self._take(weights())
+                self._take(await weights())
                 if self._engine is not None:
                     await self._engine.push()
                 self._version = version
         if self._engine is not None:
             return [await self._engine.generate(ids, seed=seed) for ids in prompts]
         return self._student.generate(prompts, self._settings, seed=seed, keep_topk=self._keep_topk)
+
+    def close(self) -> None:
+        """Ends the engine, where there is one beside this process."""
+        if self._engine is not None:
+            self._engine.close()
 
     @torch.no_grad()
     def _take(self, weights: Weights) -> None:
