@@ -14,7 +14,7 @@ lock() {
     --python-platform x86_64-unknown-linux-gnu --no-emit-index-url \
     --override requirements/without_torch.txt --constraint "$tested" --output-file "$output" "$@"
 }
-for extra in server trainer ray dev docs; do
+for extra in server trainer ray lora dev docs; do
   lock "requirements/$extra.txt" --extra "$extra" pyproject.toml
 done
 lock requirements/client.txt pyproject.toml

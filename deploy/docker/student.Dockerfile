@@ -12,11 +12,12 @@ RUN python -m build --wheel --outdir /wheels
 
 FROM python:3.11.13-slim-bookworm AS packages
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cu130
-COPY requirements/server.txt requirements/trainer.txt /requirements/
+COPY requirements/server.txt requirements/lora.txt requirements/ray.txt /requirements/
 RUN python -m venv /opt/mopd \
     && /opt/mopd/bin/pip install --no-cache-dir --index-url "$TORCH_INDEX" torch==2.13.0 \
     && /opt/mopd/bin/pip install --no-cache-dir \
-        --requirement /requirements/server.txt --requirement /requirements/trainer.txt
+        --requirement /requirements/server.txt --requirement /requirements/lora.txt \
+        --requirement /requirements/ray.txt
 COPY --from=wheel /wheels /wheels
 RUN /opt/mopd/bin/pip install --no-cache-dir --no-deps /wheels/mopd-*.whl
 
@@ -27,6 +28,8 @@ LABEL org.opencontainers.image.title="mopd-student" \
 RUN useradd --uid 10001 --create-home mopd \
     && install --directory --owner=mopd /models /work /work/runs
 COPY --from=packages /opt/mopd /opt/mopd
+# Where login shells look, too: KubeRay starts ray in one.
+RUN ln -s /opt/mopd/bin/mopd /opt/mopd/bin/ray /usr/local/bin/
 ENV PATH=/opt/mopd/bin:$PATH HF_HOME=/models
 USER 10001
 WORKDIR /work

@@ -124,8 +124,11 @@ class _BlockwiseHead(torch.autograd.Function):
         exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         total = torch.zeros((), dtype=exact, device=hidden.device)
         hidden_gradient = torch.zeros_like(hidden, dtype=exact)
-        weight_gradient = torch.zeros_like(weight, dtype=exact)
-        bias_gradient = None if bias is None else torch.zeros_like(bias, dtype=exact)
+        # A head that is not trained costs neither the memory nor the products of its gradient.
+        weight_gradient = torch.zeros_like(weight, dtype=exact) if weight.requires_grad else None
+        bias_gradient = None
+        if bias is not None and bias.requires_grad:
+            bias_gradient = torch.zeros_like(bias, dtype=exact)
         parts: list[list[LossOutput]] = [[] for _ in terms]
         matrix = weight.detach().to(hidden.dtype)  # products are in the precision of the rows
         for start, stop in _blocks(terms, len(hidden), rows_per_block):
@@ -144,13 +147,16 @@ class _BlockwiseHead(torch.autograd.Function):
                 bias_gradient += gradient.sum(dim=0)
             gradient = gradient.to(hidden.dtype)
             hidden_gradient[start:stop] = _product(gradient, matrix, exact)
+            if weight_gradient is None:
+                continue
             if gradient.dtype == exact:  # adds in place, without a second matrix of the head's size
                 weight_gradient.addmm_(gradient.t(), inputs)
             else:
                 weight_gradient += _product(gradient.t(), inputs, exact)
         outputs += [_joined(found, len(hidden), exact, hidden.device) for found in parts]
-        gradients = (hidden_gradient.to(hidden.dtype), weight_gradient.to(weight.dtype))
-        ctx.save_for_backward(*gradients, bias_gradient)
+        if weight_gradient is not None:
+            weight_gradient = weight_gradient.to(weight.dtype)
+        ctx.save_for_backward(hidden_gradient.to(hidden.dtype), weight_gradient, bias_gradient)
         return total
 
     @staticmethod

@@ -72,7 +72,8 @@ def test_a_recipe_resolves_and_runs(
     run = load_run(COOKBOOK / recipe / "run.yaml")
     for name in run.judges:
         assert any(f"teacher/{name}/loss_per_token" in line for line in steps)
-    assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
+    weights = "model" if run.student.lora is None else "adapter_model"
+    assert (tmp_path / "run" / "final" / f"{weights}.safetensors").is_file()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -71,3 +71,14 @@ def teacher_commands() -> dict[str, list[str]]:
     executable, *arguments = unit_command("math")
     assert os.path.basename(executable) == "mopd-teacher"
     return found | {"systemd math": arguments}
+
+
+def ray_job() -> dict[str, Any]:
+    """The run on KubeRay."""
+    return yaml.safe_load((DEPLOY / "kubernetes" / "ray" / "training.yaml").read_text())
+
+
+def ray_groups() -> list[dict[str, Any]]:
+    """The pods of its cluster: the head's, then each worker group's."""
+    cluster = ray_job()["spec"]["rayClusterSpec"]
+    return [{"replicas": 1, **cluster["headGroupSpec"]}, *cluster["workerGroupSpecs"]]

@@ -12,7 +12,7 @@ from tests.deploy.compose_files import DEPLOY
 ROOT = DEPLOY.parent
 #: Installed first and by version, from where its builds for the accelerator at hand are.
 APART = {"torch"}
-EXTRAS = ("server", "trainer", "ray", "docs", "dev")
+EXTRAS = ("server", "trainer", "ray", "lora", "docs", "dev")
 
 
 def _asked(extra: str | None) -> list[Requirement]:
@@ -52,8 +52,9 @@ def test_the_npu_image_gets_all_of_the_server_but_torch_and_transformers() -> No
     assert set(lines) == {text for text in asked if not text.startswith("transformers")}
 
 
-def test_the_server_and_the_trainer_are_locked_at_the_same_versions() -> None:
-    server, trainer = (_locked(ROOT / "requirements" / f"{e}.txt") for e in ("server", "trainer"))
-    assert {n: server[n] for n in server.keys() & trainer} == {
-        n: trainer[n] for n in server.keys() & trainer
+@pytest.mark.parametrize("extra", ["trainer", "lora"])
+def test_what_is_installed_beside_the_server_is_locked_at_the_same_versions(extra: str) -> None:
+    server, other = (_locked(ROOT / "requirements" / f"{e}.txt") for e in ("server", extra))
+    assert {n: server[n] for n in server.keys() & other} == {
+        n: other[n] for n in server.keys() & other
     }

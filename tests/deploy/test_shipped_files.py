@@ -18,6 +18,8 @@ from tests.deploy.compose_files import (
     compose,
     containers,
     manifests,
+    ray_groups,
+    ray_job,
     teacher_commands,
     teachers,
 )
@@ -46,6 +48,46 @@ def test_dockerfiles_pass_their_linter() -> None:
 
 def test_kubernetes_manifests_follow_their_schema() -> None:
     _passes(BIN / "kubernetes-validate", "--strict", *sorted(DEPLOY.glob("kubernetes/[mt]*.yaml")))
+
+
+def test_pods_of_the_ray_job_follow_the_schema_of_kubernetes(tmp_path: Path) -> None:
+    files = [DEPLOY / "kubernetes" / "ray" / "runs.yaml"]
+    for number, group in enumerate(ray_groups()):
+        template = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "ray"}}
+        files.append(tmp_path / f"{number}.yaml")
+        files[-1].write_text(yaml.safe_dump({**template, "template": group["template"]}))
+    _passes(BIN / "kubernetes-validate", "--strict", *files)
+
+
+def test_the_ray_job_has_what_its_run_asks_for() -> None:
+    # The schema of RayJob itself is KubeRay's; here are the fields of its reference that are used.
+    job = ray_job()
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    settings = DEPLOY / "kubernetes" / "ray" / "run.yaml"
+    run = load_run(settings)
+    pods = [group["template"]["spec"]["containers"][0] for group in ray_groups()]
+    mounts = {mount["mountPath"] for pod in pods for mount in pod["volumeMounts"]}
+    assert job["spec"]["entrypoint"] == f"mopd train /etc/mopd/{settings.name}"
+    assert {"/etc/mopd", str(run.output_dir.parent), str(Path(run.data.prompts).parent)} <= mounts
+    assert run.resources is not None
+    assert run.resources.address == "auto"
+    devices = [
+        group["replicas"] * pod["resources"]["limits"].get("nvidia.com/gpu", 0)
+        for group, pod in zip(ray_groups(), pods, strict=True)
+    ]
+    assert sum(devices) == run.resources.student
+    services = {f["metadata"]["name"] for f in manifests() if f["kind"] == "Service"}
+    for teacher in run.teachers.values():
+        assert re.fullmatch(r"http://([\w-]+):8101", teacher.url[0])[1] in services  # type: ignore[index]
+        assert all(teacher.api_key_env in [e["name"] for e in pod["env"]] for pod in pods)
+    locked = (ROOT / "requirements" / "ray.txt").read_text()
+    assert f"\nray=={job['spec']['rayClusterSpec']['rayVersion']}\n" in locked
+    kept = DEPLOY / "kubernetes" / "ray" / "kustomization.yaml"
+    listed = yaml.safe_load(kept.read_text())
+    assert [*listed["resources"], *listed["configMapGenerator"][0]["files"]] == sorted(
+        (file.name for file in kept.parent.iterdir() if file != kept),
+        key=["runs.yaml", "training.yaml", "run.yaml"].index,
+    )
 
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)

@@ -1,5 +1,7 @@
 """The block-wise head equals dense autograd, however it is cut, capped, scaled or tied."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -89,3 +91,29 @@ def test_value_and_gradients_equal_the_dense_form(
     torch.testing.assert_close(found.double(), expected, rtol=error, atol=error)
     for gradient, exact in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, exact, rtol=error, atol=error)
+
+
+@pytest.mark.parametrize("trained", ["weight", "bias", ""])
+def test_a_head_that_is_not_trained_keeps_no_gradient_and_changes_none(trained: str) -> None:
+    terms, slots, real_ids = terms_of(1, 1.0)
+    hidden = torch.randn(slots, 5, requires_grad=True)
+    matrix, offset = torch.randn(len(real_ids), 5), torch.randn(len(real_ids))
+    found: list[dict[str, Tensor | None]] = []
+    for wanted in ({"weight", "bias"}, {trained}):
+        weight = matrix.clone().requires_grad_("weight" in wanted)
+        bias = offset.clone().requires_grad_("bias" in wanted)
+        hidden.grad = None
+        total, _ = blockwise_head(hidden, Head(weight, real_ids, bias), terms)
+        kept: Any = total.grad_fn
+        assert [one is not None for one in kept.saved_tensors] == [
+            True,
+            "weight" in wanted,
+            "bias" in wanted,
+        ]
+        (total * 2).backward()
+        found.append({"hidden": hidden.grad, "weight": weight.grad, "bias": bias.grad})
+    for name in ("hidden", *filter(None, [trained])):
+        ours, theirs = (gradients[name] for gradients in found)
+        assert ours is not None
+        assert theirs is not None
+        assert torch.equal(ours, theirs)

@@ -239,6 +239,15 @@ def test_the_newest_checkpoints_are_kept(
     assert names(config) == [f"step-{step:08d}" for step in expected]
 
 
+def test_what_a_kill_kept_from_going_goes_at_the_next_start(tmp_path: Path) -> None:
+    config = config_of(tmp_path, keep_checkpoints=1)
+    student = student_of()
+    for step in (1, 2):
+        save(config, step, student)  # and killed before the older one went
+    kept(config, done=2)
+    assert names(config) == ["step-00000002"]
+
+
 @pytest.mark.parametrize(("mode", "best"), [("min", 1), ("max", 3)])
 def test_the_best_checkpoint_is_kept_beside_the_newest(
     tmp_path: Path, mode: str, best: int

@@ -12,12 +12,13 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.trainer.forked_runs import Ended, Forks, forks
+from tests.trainer.lora_students import LORA
 from tests.trainer.runs import questions, run_values, write_lines, write_run
 from tests.trainer.whole_runs import assert_same_weights, journal
 
 pytestmark = pytest.mark.slow
 
-STEPS, KILLS = 4, 10
+STEPS = 4
 #: Of a line of the journal, what is of the clock; an answer tells its seconds, so its length is.
 TIMED = ("time/", "seconds", "received_bytes", "hidden_share")
 
@@ -76,16 +77,18 @@ def assert_same_run(folder: Path, other: Path) -> None:
             assert ours.relative_to(folder) == theirs.relative_to(other)
 
 
+@pytest.mark.parametrize(("lora", "kills"), [(None, 10), (LORA, 4)], ids=["full", "lora"])
 def test_a_run_killed_anywhere_ends_as_if_it_had_not_been(
-    tmp_path: Path, values: dict[str, Any], processes: Forks
+    tmp_path: Path, values: dict[str, Any], processes: Forks, lora: Any, kills: int
 ) -> None:
     """Killed before it touches its folder, where checkpoints are written, and at any time."""
+    values["student"]["lora"] = lora
     whole = run(processes, tmp_path / "whole", values)
     assert whole.status == 0, whole.told
     assert whole.touches is not None
     assert whole.touches > 50
     random = np.random.default_rng(20)
-    deaths = [_death(random, whole, kind) for kind in ("touch", "time") * (KILLS // 2)]
+    deaths = [_death(random, whole, kind) for kind in ("touch", "time") * (kills // 2)]
     for attempt in count():
         folder = tmp_path / f"attempt-{attempt}"
         while True:  # killed again and again, until it comes to its end

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from mopd_trainer.config import RunConfig
+from mopd_trainer.config import RunConfig, StudentConfig
 from mopd_trainer.rollout_worker import RolloutWorker
 from mopd_trainer.rollout_workers import Weights
 from mopd_trainer.student import Student
@@ -43,9 +43,9 @@ def changed(student: Student, seed: int) -> Weights:
     """Other weights, which the student takes over too."""
     torch.manual_seed(seed)
     with torch.no_grad():
-        for parameter in student.model.parameters():
+        for parameter in student.trained().values():
             parameter.add_(torch.randn_like(parameter) * 0.2)
-    return {name: p.detach().numpy().copy() for name, p in student.model.named_parameters()}
+    return {name: p.detach().numpy().copy() for name, p in student.trained().items()}
 
 
 class Store:
@@ -60,8 +60,13 @@ class Store:
         return self.weights
 
 
-def test_a_worker_writes_with_the_weights_that_it_is_told(folder: Path) -> None:
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_a_worker_writes_with_the_weights_that_it_is_told(
+    folder: Path, lora: dict[str, int] | None
+) -> None:
     config = config_of(folder)
+    student_config = StudentConfig.model_validate({**config.student.model_dump(), "lora": lora})
+    config = config.model_copy(update={"student": student_config})
     worker, student = RolloutWorker(config), Student.load(config.student)
 
     async def written(version: int, store: Callable[[], Any]) -> list[list[int]]:
@@ -71,7 +76,7 @@ def test_a_worker_writes_with_the_weights_that_it_is_told(folder: Path) -> None:
     stores = {version: Store(changed(student, version)) for version in (0, 1)}
     expected: dict[int, list[list[int]]] = {}
     for version, store in stores.items():
-        for name, parameter in student.model.named_parameters():
+        for name, parameter in student.trained().items():
             parameter.data = torch.tensor(store.weights[name])
         own = student.generate(PROMPTS, config.rollout, seed=7)
         expected[version] = [sampled.token_ids for sampled in own]

@@ -3,7 +3,7 @@
 import os
 import re
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from mopd_trainer.run_identity import RunIdentity
 from mopd_trainer.student import Student
 from tests import tiny_models
 from tests.trainer.judged import losses_for
+from tests.trainer.lora_students import LORA
 from tests.trainer.ranked import led, on_ranks
 from tests.trainer.runs import run_values
 from tests.trainer.students import model_of, tokenizer
@@ -41,10 +42,12 @@ class Case:
     examples: int = 4  # of those there are, the first
     steps: int = 2
     resume: str | None = None  # the name of the case whose checkpoint is gone on from
+    lora: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.model}-{self.sharding}-{self.budget}-{self.examples}-{self.steps}"
+        kind = "lora-" if self.lora else ""
+        return f"{kind}{self.model}-{self.sharding}-{self.budget}-{self.examples}-{self.steps}"
 
 
 #: A head of its own and one that is the embedding (of an odd number of rows); micro-batches that
@@ -56,6 +59,10 @@ CASES = [
     Case("tied", "fsdp", budget=10_000),
     Case("tied", "ddp", examples=1),
     Case("tied", "fsdp", examples=1),
+    Case("untied", "ddp", lora=True),
+    Case("untied", "fsdp", budget=30, lora=True),
+    Case("tied", "fsdp", lora=True),
+    Case("tied", "fsdp", examples=1, lora=True),
 ]
 #: The third step, after the checkpoint of the first two.
 RESUMED = [
@@ -66,6 +73,7 @@ RESUMED = [
         ("none", Case("tied", "fsdp").name),
     )
 ]
+RESUMED += [replace(case, lora=True, resume=f"lora-{case.resume}") for case in RESUMED]
 
 
 def config_of(folder: Path, case: Case) -> RunConfig:
@@ -74,6 +82,7 @@ def config_of(folder: Path, case: Case) -> RunConfig:
         "model": str(folder / case.model),
         "sharding": case.sharding,
         "tokens_per_micro_batch": case.budget,
+        "lora": LORA if case.lora else None,
     }
     return RunConfig.model_validate(values)
 
@@ -151,6 +160,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tied.tie_weights()
     tiny_models.save(tied, tokenizer("digit"), folder / "tied")
     trained(folder, Case("tied", "none"))
+    trained(folder, Case("tied", "none", lora=True))
     return folder
 
 
@@ -166,7 +176,7 @@ def found(folder: Path) -> dict[Case, dict[str, Any]]:
 def test_two_ranks_make_the_steps_of_one(
     folder: Path, found: dict[Case, dict[str, Any]], case: Case
 ) -> None:
-    alone = Case(case.model, "none", budget=10_000, examples=case.examples)
+    alone = Case(case.model, "none", budget=10_000, examples=case.examples, lora=case.lora)
     assert_same(found[case], trained(folder, alone))
 
 
@@ -175,7 +185,7 @@ def test_a_checkpoint_does_not_know_how_many_ranks_made_it(
     folder: Path, found: dict[Case, dict[str, Any]], case: Case
 ) -> None:
     resumed = found[case] if case in found else trained(folder, case)
-    straight = trained(folder, Case("tied", "none", steps=3, budget=10_000))
+    straight = trained(folder, Case("tied", "none", steps=3, budget=10_000, lora=case.lora))
     for name in ("told", "written"):
         straight[name] = straight[name][2:]
     assert_same(resumed, straight)

@@ -42,7 +42,7 @@ class Checkpoint:
 
     @property
     def model_folder(self) -> Path:
-        """The student as an ordinary Hugging Face folder."""
+        """The student as ``Student.save`` writes it."""
         return self.folder / "model"
 
     @classmethod
@@ -124,7 +124,7 @@ def save_checkpoint(
         explained_writing(
             folder,
             f"the checkpoint of step {step}",
-            needed=_bytes(dict(student.model.state_dict())) + _bytes(moments) + _SMALL_FILES,
+            needed=_bytes(student.trained()) + _bytes(moments) + _SMALL_FILES,
             kept="checkpoints before it are whole",
         ),
         replacing_folder(folder) as temporary,
@@ -147,12 +147,12 @@ def save_checkpoint(
 
 
 def save_student(student: Student, folder: Path) -> Path:
-    """Writes the student alone, as a Hugging Face folder, whole or not at all; the folder.
+    """Writes the student alone, as ``Student.save`` does, whole or not at all; the folder.
 
     Raises:
         DataError: when the disk takes no more.
     """
-    needed = _bytes(dict(student.model.state_dict())) + _SMALL_FILES
+    needed = _bytes(student.trained()) + _SMALL_FILES
     with (
         explained_writing(folder, "the student", needed=needed, kept="its checkpoints are whole"),
         replacing_folder(folder) as temporary,

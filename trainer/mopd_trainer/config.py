@@ -74,6 +74,37 @@ class DataConfig(_Settings):
         return self.rollout_share < 1
 
 
+class LoraConfig(_Settings):
+    """LoRA: the model's own weights stay as they are, and a product of two small matrices beside
+    each of its linear layers is trained (``mopd[lora]``). ``lora: {}`` takes the defaults.
+
+    The embedding and the head are not adapted. A checkpoint holds the adapters alone, and
+    ``mopd merge`` writes the whole model.
+    """
+
+    rank: int = Field(default=16, ge=1, le=512)
+    """Rows of the one matrix and columns of the other."""
+    alpha: int = Field(default=32, ge=1)
+    """What the matrices make is scaled by ``alpha / rank``."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """The share of a layer's inputs that adapters do not see while training. Above 0, what a step
+    does depends on how it is packed and shared among ranks, as what is dropped does."""
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """The linear layers that get adapters, by the ends of their names (``[q_proj, v_proj]``)."""
+    seed: int = Field(default=0, ge=0)
+    """Of the one matrix's first values; the other begins as zeros, so that the first step sees the
+    model as it is."""
+
+    @model_validator(mode="after")
+    def _something_is_adapted(self) -> "LoraConfig":
+        if not self.target_modules:
+            raise ValueError(
+                "student.lora.target_modules is empty, so nothing would be trained; name linear "
+                "layers, or set it to 'all-linear'"
+            )
+        return self
+
+
 class StudentConfig(_Settings):
     """The model that learns."""
 
@@ -87,8 +118,11 @@ class StudentConfig(_Settings):
     sharding: Literal["none", "ddp", "fsdp"] = "none"
     """For several ranks: ``fsdp``, each has its part of weights and moments; ``ddp``, each has
     all of them. The result is the same."""
+    lora: LoraConfig | None = None
+    """Not set: all parameters are trained."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of matrix products. Weights, moments and sums are float32 either way."""
+    """Precision of matrix products. Weights that are trained, moments and sums are float32 either
+    way; those that ``lora`` leaves as they are have this precision too."""
     learning_rate: float = Field(default=1e-6, gt=0)
     warmup_steps: int = Field(default=0, ge=0)
     min_learning_rate_ratio: float = Field(default=0.0, ge=0, le=1)

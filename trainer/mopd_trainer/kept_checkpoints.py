@@ -70,6 +70,7 @@ class KeptCheckpoints:
             if step > done:
                 logger.warning("%s is removed: the run goes on after step %d", folder, done)
                 remove_folder(folder)
+        self._prune()  # a kill may have come between a checkpoint and this
 
     def is_due(self, step: int) -> bool:
         """Whether the checkpoint of a step (counted from 1) is to be saved."""

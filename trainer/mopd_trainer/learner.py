@@ -61,7 +61,7 @@ class Learner:
         )
         self._guard = UpdateGuard(config)
         self.optimizer = WholeStateAdamW(
-            student.model.parameters(),
+            student.trained().values(),
             ranks=self._ranks,
             lr=config.learning_rate,
             betas=config.betas,
@@ -123,7 +123,7 @@ class Learner:
 
     def _gradient_norm(self) -> float:
         """Of all ranks' gradients together, before they are clipped."""
-        parameters = list(self._student.model.parameters())
+        parameters = list(self._student.trained().values())
         if self._ranks.size > 1 and not is_sharded(self._student.model):
             sum_gradients(parameters)
         return clip_gradients(parameters, self._config.max_grad_norm)

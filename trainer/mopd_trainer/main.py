@@ -19,6 +19,7 @@ examples:
   mopd train run.yaml max_steps=10 teachers.math.top_k=32
   mopd train run.yaml resume_from_checkpoint=true
   mopd report runs/two-families            its curves, timings and completions as one page
+  mopd merge runs/lora merged              a LoRA student as an ordinary model folder
   mopd demo                                the whole path on tiny models, on a CPU, in minutes
   mopd align STUDENT http://localhost:8101 --text "1 + 2 = 3"     who cuts a text where
   mopd projection inspect STUDENT TEACHER  how much of two vocabularies meets, and what does not
@@ -73,6 +74,19 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help=summary, description=summary)
     report.add_argument("run_folder", type=Path, metavar="RUN", help="a run's output_dir")
     report.set_defaults(run=_report)
+    summary = "write the student of a LoRA run as an ordinary model folder"
+    merge = commands.add_parser("merge", help=summary, description=summary)
+    merge.add_argument(
+        "run_folder", type=Path, metavar="RUN", help="a run's output_dir, or one of its checkpoints"
+    )
+    merge.add_argument("output", type=Path, metavar="OUT", help="the folder to write")
+    merge.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the weights that are written (default: float32)",
+    )
+    merge.set_defaults(run=_merge)
     demo = commands.add_parser(
         "demo",
         help="two teachers, two services, one student, on this machine",
@@ -215,6 +229,13 @@ def _report(options: argparse.Namespace) -> None:
     from mopd_trainer.report import write_report
 
     console.print(str(write_report(options.run_folder)), markup=False, soft_wrap=True)
+
+
+def _merge(options: argparse.Namespace) -> None:
+    console = _console()
+    from mopd_trainer.merge_command import merge
+
+    _tell_folder(console, merge(options.run_folder, options.output, dtype=options.dtype))
 
 
 def _demo(options: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from mopd_losses.config import described
 from mopd_protocol.samples import Prompt
-from mopd_trainer.config import RunConfig
+from mopd_trainer.config import RunConfig, StudentConfig
 from mopd_trainer.student_identity import StudentIdentity
 from mopd_trainer.teachers import Teacher
 
@@ -37,8 +37,19 @@ def _student_line(config: RunConfig, student: StudentIdentity) -> Text:
     settings, table = config.student, student.table
     return Text(
         f"{config.exp_name}: student {settings.model}, {student.parameters / 1e6:,.2f} M "
-        f"parameters, {settings.dtype} on {settings.device}, tokenizer {table.fingerprint[:12]} "
-        f"of {table.size:,} ids, head of {student.logit_width:,} rows, seed {config.seed}"
+        f"parameters{_adapted(settings, student)}, {settings.dtype} on {settings.device}, "
+        f"tokenizer {table.fingerprint[:12]} of {table.size:,} ids, head of "
+        f"{student.logit_width:,} rows, seed {config.seed}"
+    )
+
+
+def _adapted(settings: StudentConfig, student: StudentIdentity) -> str:
+    if settings.lora is None:
+        return ""
+    share = student.trained / student.parameters
+    return (
+        f", of which LoRA of rank {settings.lora.rank} trains {student.trained / 1e6:,.2f} M "
+        f"({share:.2%})"
     )
 
 

@@ -66,6 +66,7 @@ class RolloutWorker:
 
     @torch.no_grad()
     def _take(self, weights: Weights) -> None:
-        for name, parameter in self._student.model.named_parameters():
-            parameter.copy_(torch.tensor(weights[name]))
+        parameters = dict(self._student.model.named_parameters())
+        for name, values in weights.items():
+            parameters[name].copy_(torch.tensor(values))
         self._student.weights_changed()

@@ -15,7 +15,7 @@ from mopd_trainer.config import RolloutConfig
 from mopd_trainer.seeds import derived_seed
 from mopd_trainer.student import Sampled, Student
 
-#: Parameter name -> float32, of the whole student.
+#: Parameter name -> float32, whole, of all that is trained.
 Weights = Mapping[str, NDArray[np.float32]]
 
 
@@ -137,4 +137,5 @@ def _weights_of(student: Student) -> Weights:
     return {
         name: parameter.detach().cpu().float().numpy().copy()
         for name, parameter in student.whole_model().named_parameters()
+        if parameter.requires_grad
     }

@@ -116,6 +116,8 @@ class RunIdentity:
             for key, value in self.settings.items()
             if key in saved.settings and saved.settings[key] != value
         ]
+        found += [f"{key} was not set" for key in _unset(saved.settings, in_place_of=self.settings)]
+        found += [f"{key} is not set" for key in _unset(self.settings, in_place_of=saved.settings)]
         if self.data_fingerprint != saved.data_fingerprint:
             found.append(
                 f"the data was {saved.prompts:,} prompts with fingerprint "
@@ -137,6 +139,12 @@ def _flat(values: Mapping[str, Any], prefix: str = "", pattern: str = "") -> dic
         else:
             found[key] = value
     return found
+
+
+def _unset(settings: Mapping[str, Any], *, in_place_of: Mapping[str, Any]) -> list[str]:
+    """Keys without a value here that are a section there."""
+    sections = {key.rpartition(".")[0] for key in in_place_of}
+    return [key for key, value in settings.items() if value is None and key in sections]
 
 
 def _teachers(settings: Mapping[str, Any]) -> set[str]:

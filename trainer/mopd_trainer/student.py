@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -28,10 +28,12 @@ from mopd_protocol.errors import ConfigError
 from mopd_protocol.npu import import_backend
 from mopd_protocol.samples import Message
 from mopd_trainer.config import RolloutConfig, StudentConfig
+from mopd_trainer.lora import add_adapters, stored_weights, weights_dtype
 from mopd_trainer.matrix_head import matrix_head
 from mopd_trainer.packing import MicroBatch
 from mopd_trainer.ranks import Ranks
 from mopd_trainer.sharding import like_shards_of, shard, unsharded
+from mopd_trainer.stored_weights import StoredWeights, WholeModel
 from mopd_trainer.student_identity import StudentIdentity, explained, load_tokenizer, source
 from mopd_trainer.whole_copy import WholeCopy
 
@@ -65,12 +67,14 @@ class Student:
         compute_dtype: torch.dtype = torch.float32,
         ranks: Ranks | None = None,
         sharded: bool = False,
+        stored: StoredWeights | None = None,
     ) -> None:
         # Where it is to be sharded, it comes to the device in shards.
         self.model = model if sharded else model.to(device)  # pyright: ignore[reportArgumentType]
         self.tokenizer: Any = tokenizer
         self.device = device
         self.ranks = ranks or Ranks()
+        self._stored = stored or WholeModel()
         self._compute_dtype = compute_dtype
         self.identity = StudentIdentity.of(model, tokenizer)
         self.table = self.identity.table
@@ -94,8 +98,8 @@ class Student:
 
         Raises:
             ConfigError: when there is no such model or device, the tokenizer is not a fast one
-                with a chat template, or the model cannot do gradient checkpointing, or be sharded,
-                and should.
+                with a chat template, or the model cannot do gradient checkpointing, be sharded, or
+                have adapters, and should.
         """
         ranks = ranks or Ranks()
         if ranks.size > 1 and config.sharding == "none":
@@ -107,8 +111,9 @@ class Student:
         tokenizer = load_tokenizer(config)
         with explained(config):
             model = AutoModelForCausalLM.from_pretrained(
-                config.model, dtype=torch.float32, **source(config)
+                config.model, dtype=weights_dtype(config), **source(config)
             )
+        add_adapters(model, config)
         if config.gradient_checkpointing:
             _checkpoint_layers(model)
         return cls(
@@ -118,12 +123,17 @@ class Student:
             compute_dtype=getattr(torch, config.dtype),
             ranks=ranks,
             sharded=ranks.size > 1 and config.sharding == "fsdp",
+            stored=stored_weights(model, config),
         )
 
     @property
     def max_length(self) -> int | None:
         """Longest prompt plus completion in tokens, where the model names a limit."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """What training changes, by name: all weights, or those of adapters."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def prompt_token_ids(self, messages: Sequence[Message]) -> list[int]:
         """See ``StudentIdentity``."""
@@ -220,9 +230,20 @@ class Student:
         }
 
     def copy(self) -> "Student":
-        """A student that writes the same, whole, with weights of its own on the same device."""
-        model: Any = deepcopy(self.whole_model())
-        return Student(model, self.tokenizer, self.device, compute_dtype=self._compute_dtype)
+        """A student that writes the same, whole, on the same device.
+
+        It has trained weights of its own; those that are not trained never change, and are shared.
+        """
+        own = self.whole_model()
+        shared: dict[int, Any] = {id(p): p for p in own.parameters() if not p.requires_grad}
+        model: Any = deepcopy(own, shared)
+        return Student(
+            model,
+            self.tokenizer,
+            self.device,
+            compute_dtype=self._compute_dtype,
+            stored=self._stored,
+        )
 
     def whole_model(self) -> PreTrainedModel:
         """The model with all its weights in this process, as they are now. Rank 0 alone asks."""
@@ -234,53 +255,60 @@ class Student:
             self._whole.outdate()
 
     def save(self, folder: Path) -> None:
-        """Writes an ordinary Hugging Face folder: weights, configuration, tokenizer."""
+        """Writes an ordinary Hugging Face folder (weights, configuration, tokenizer), or one of
+        adapters."""
         self.save_weights(folder)
         # As it was published: transformers reads some settings that it would refuse to save.
         self._published_generation.to_json_file(folder / "generation_config.json")
         self.tokenizer.save_pretrained(folder)
 
     def save_weights(self, folder: Path) -> None:
-        """Writes the weights and what is needed to read them, in the precision they are kept in."""
-        self.whole_model().save_pretrained(folder)
+        """Writes what is trained and what is needed to read it, in the precision it is kept in."""
+        self._stored.write(self.whole_model(), folder)
 
     def load_weights(self, folder: Path) -> None:
         """Takes over the weights that ``save`` wrote, on all ranks; where there is one, never are
         there two copies of them.
 
         Raises:
-            ValueError: when they are of other shapes. The student has no weights then.
+            ValueError: when they are not this student's. It has no weights then.
         """
         if self.ranks.size > 1:
-            self._load_on_all_ranks(folder)
+            saved = self._read(folder)
+            self.ranks.lead(self.TAKE_WEIGHTS)
+            self.take_weights(saved)
             return
-        shapes = _shapes(self.model)
-        for parameter in self.model.parameters():  # the optimizer and the head know these objects
+        shapes = self._shapes()
+        trained = self.trained()
+        for parameter in trained.values():  # the optimizer and the head know these objects
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
-        saved: Any = type(self.model).from_pretrained(folder, dtype=self.model.dtype)
-        if _shapes(saved) != shapes:
-            raise ValueError(f"{folder} holds a model of other shapes")
-        theirs: dict[str, Tensor] = dict(saved.named_parameters())
-        for name, parameter in self.model.named_parameters():
+        saved = self._read(folder, shapes)
+        for name, parameter in trained.items():
             # Copied, as memory that a file was mapped to may be aligned otherwise and round so.
-            parameter.data = theirs[name].data.to(self.device, copy=True)
-            theirs[name].data = torch.empty(0, dtype=parameter.dtype)
-        buffers: dict[str, Tensor] = dict(saved.named_buffers())
+            parameter.data = saved.pop(name).to(self.device, copy=True)
         for name, buffer in self.model.named_buffers():
-            buffer.copy_(buffers[name])
+            if name in saved:
+                buffer.copy_(saved[name])
 
-    def _load_on_all_ranks(self, folder: Path) -> None:
-        saved: Any = type(self.model).from_pretrained(folder, dtype=self.model.dtype)
-        if _shapes(saved) != _shapes(self.model):
-            raise ValueError(f"{folder} holds a model of other shapes")
-        self.ranks.lead(self.TAKE_WEIGHTS)
-        self.take_weights(dict(saved.named_parameters()))
+    def _read(
+        self, folder: Path, shapes: Mapping[str, tuple[int, ...]] | None = None
+    ) -> dict[str, Tensor]:
+        """What is stored in the folder, where it has these shapes, or those of now."""
+        saved = self._stored.read(self.model, folder)
+        buffers = {name for name, _ in self.model.named_buffers()}
+        found = {name: tuple(value.shape) for name, value in saved.items() if name not in buffers}
+        if found != (self._shapes() if shapes is None else shapes):
+            raise ValueError(f"{folder} holds weights of other shapes")
+        return saved
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(parameter.shape) for name, parameter in self.trained().items()}
 
     @torch.no_grad()
     def take_weights(self, given: Mapping[str, Tensor] | None = None) -> None:
         """Rank 0's whole weights, to every rank's own part. All ranks at once."""
         with self.ranks.together():
-            for name, parameter in self.model.named_parameters():
+            for name, parameter in self.trained().items():
                 parameter.copy_(like_shards_of(parameter, None if given is None else given[name]))
         self.weights_changed()
 
@@ -365,11 +393,6 @@ class _BehaviourPolicy(LogitsProcessor):
     def _remember(self, drawn: Tensor) -> None:
         if self._last is not None:
             self._drawn.append(self._last.gather(1, drawn[:, None])[:, 0])
-
-
-def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Parameter name -> shape."""
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def _checkpoint_layers(model: PreTrainedModel) -> None:

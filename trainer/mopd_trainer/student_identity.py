@@ -4,6 +4,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from mopd_protocol.token_table import TextEncoder, TokenTable, control_tokens
 from mopd_protocol.tokenizer_file import tokenizer_json
 from mopd_protocol.tokenizer_roles import roles_of
 from mopd_trainer.config import StudentConfig
+from mopd_trainer.lora import ADAPTER_CONFIG, add_adapters
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +38,7 @@ class StudentIdentity:
     table: TokenTable
     logit_width: int  # rows of the head, padding included
     parameters: int
+    trained: int  # of the parameters
 
     def __post_init__(self) -> None:
         if not self.table.roles.ending:
@@ -66,6 +69,7 @@ class StudentIdentity:
             table=TokenTable.from_json(description, roles),
             logit_width=int(head.weight.shape[0]),
             parameters=sum(parameter.numel() for parameter in model.parameters()),
+            trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
         )
 
     @cached_property
@@ -102,7 +106,7 @@ class StudentIdentity:
         """The identity of a model on disk or hub; reads its configuration, not its weights.
 
         Raises:
-            ConfigError: as ``load_tokenizer``.
+            ConfigError: as ``load_tokenizer`` and ``add_adapters``.
         """
         tokenizer = load_tokenizer(config)
         with explained(config):
@@ -111,6 +115,8 @@ class StudentIdentity:
                 model = AutoModelForCausalLM.from_config(
                     settings, trust_remote_code=config.trust_remote_code
                 )
+        with torch.device("meta"):
+            add_adapters(model, config)
         return cls.of(model, tokenizer)
 
 
@@ -118,9 +124,14 @@ def load_tokenizer(config: StudentConfig) -> PreTrainedTokenizerBase:
     """The student's tokenizer.
 
     Raises:
-        ConfigError: when there is no such model, or its tokenizer is not a fast one with a chat
-            template.
+        ConfigError: when there is no such model, it is an adapter alone, or its tokenizer is not a
+            fast one with a chat template.
     """
+    if (Path(config.model) / ADAPTER_CONFIG).is_file():
+        raise ConfigError(
+            f"student.model {config.model!r} holds adapters and no model; `mopd merge` makes one "
+            "of a run's"
+        )
     with explained(config):
         tokenizer: Any = AutoTokenizer.from_pretrained(config.model, **source(config))
     if not tokenizer.is_fast:

@@ -14,12 +14,15 @@ import os
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from itertools import count
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar, get_args
 
 import numpy as np
+from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensInput
 from vllm.logprobs import FlatLogprobs
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -68,6 +71,8 @@ class VllmGeneration:
         self._push = push
         self._keep_topk = keep_topk
         self._requests = count()
+        self._pushes = count(1)
+        self._adapters: LoRARequest | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="vllm", daemon=True)
         self._thread.start()
@@ -92,9 +97,37 @@ class VllmGeneration:
 
     async def push(self) -> None:
         """See ``GenerationEngine``; what vLLM remembers of earlier prompts is forgotten."""
-        await self._push.push(self._student, self._call_workers)
+        await self._push.push(self._student, self)
         if not await self._in_loop(self._engine.reset_prefix_cache()):
             raise RuntimeError("vLLM kept prefixes of old weights; is something still in flight?")
+
+    async def call_workers(self, method: str, options: Mapping[str, object]) -> object:
+        """See ``WeightReceiver``."""
+        return await self._in_loop(self._engine.collective_rpc(method, kwargs=dict(options)))
+
+    async def take_adapters(self, folder: Path) -> None:
+        """See ``WeightReceiver``.
+
+        Every push has a number and a name of its own: under one that vLLM knows already it would
+        go on with what it remembers.
+
+        Raises:
+            ConfigError: when vLLM cannot put adapters where the student has them.
+        """
+        number = next(self._pushes)
+        adapters = LoRARequest(f"student-{number}", number, str(folder))
+        if self._adapters is not None:
+            await self._in_loop(self._engine.remove_lora(self._adapters.lora_int_id))
+        try:
+            await self._in_loop(self._engine.add_lora(adapters))
+        except MopdError:
+            raise
+        except Exception as error:  # what went wrong in vLLM's processes comes without a type
+            raise ConfigError(
+                f"vLLM cannot write with the student's adapters: {_first_line(error)}; other "
+                "student.lora.target_modules, or rollout.engine 'transformers', may do"
+            ) from error
+        self._adapters = adapters
 
     def close(self) -> None:
         """Ends vLLM's processes and the thread that talks to them."""
@@ -133,9 +166,6 @@ class VllmGeneration:
                 "and resume_from_checkpoint=true goes on from the last checkpoint"
             ) from error
 
-    async def _call_workers(self, method: str, options: Mapping[str, object]) -> object:
-        return await self._in_loop(self._engine.collective_rpc(method, kwargs=dict(options)))
-
     async def _extend_workers(self) -> None:
         width, table = self._student.identity.logit_width, self._student.table
         padding = np.flatnonzero(~table.real_ids(width)).tolist()
@@ -160,7 +190,9 @@ class VllmGeneration:
         prompt = TokensInput(type="token", prompt_token_ids=list(prompt_ids))
         written: CompletionOutput | None = None
         request = f"completion-{next(self._requests)}"
-        async for output in self._engine.generate(prompt, sampling, request):
+        async for output in self._engine.generate(
+            prompt, sampling, request, lora_request=self._adapters
+        ):
             written = output.outputs[0]
         if written is None or written.finish_reason == "abort":
             raise MopdError("vLLM gave up a completion: it is being ended")
@@ -224,7 +256,14 @@ def _arguments(
         "enforce_eager": current_platform.is_cpu(),
         "disable_log_stats": True,
         "shutdown_timeout": _SHUTDOWN_SECONDS,
+        **({} if model.lora is None else _room_for_adapters(model.lora.rank)),
     }
+
+
+def _room_for_adapters(rank: int) -> dict[str, Any]:
+    """For those of one version; vLLM knows some ranks, and takes any below the one it is told."""
+    known = min(most for most in get_args(MaxLoRARanks) if most >= rank)
+    return {"enable_lora": True, "max_lora_rank": known, "max_loras": 1, "max_cpu_loras": 1}
 
 
 def _first_line(error: Exception) -> str:

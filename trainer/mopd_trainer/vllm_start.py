@@ -7,7 +7,7 @@ from mopd_protocol.vllm_environment import prepare_environment
 from mopd_trainer.config import RunConfig
 from mopd_trainer.student import Student
 from mopd_trainer.teacher_config import student_topk
-from mopd_trainer.weight_push import PushThroughFolder
+from mopd_trainer.weight_push import weight_push
 
 if TYPE_CHECKING:
     from mopd_trainer.vllm_generation import VllmGeneration
@@ -27,6 +27,6 @@ def started_vllm(config: RunConfig, student: Student) -> "VllmGeneration":
             f"rollout.engine 'vllm' needs vLLM, which cannot be imported here ({error}); install "
             "mopd[vllm], or take rollout.engine 'transformers'"
         ) from error
-    push = PushThroughFolder(config.rollout.vllm.weights_folder)
+    push = weight_push(config.student, config.rollout.vllm.weights_folder)
     keep_topk = student_topk(config.judges)
     return VllmGeneration(student, config.student, config.rollout, push, keep_topk=keep_topk)

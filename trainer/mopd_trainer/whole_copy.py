@@ -44,9 +44,11 @@ class WholeCopy:
 
     @torch.no_grad()
     def gather(self, sharded: PreTrainedModel) -> None:
-        """Every weight, one after the other; all ranks at once."""
+        """Every weight that is trained, one after the other; all ranks at once."""
         with self._ranks.together():
             for name, parameter in sharded.named_parameters():
+                if not parameter.requires_grad:
+                    continue
                 gathered = whole(parameter)
                 if self._copy is not None:
                     self._copy.get_parameter(name).copy_(gathered)

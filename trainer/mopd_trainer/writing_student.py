@@ -8,8 +8,8 @@ from mopd_trainer.student import Student
 class WritingStudent:
     """Who writes. Apart, it is a copy that keeps its weights while the original is trained.
 
-    A copy costs the model's memory once more: 4 bytes a parameter, on the same device, and no
-    gradients or moments.
+    A copy costs the memory of what is trained once more: 4 bytes a parameter, on the same device,
+    and no gradients or moments.
     """
 
     def __init__(self, trained: Student, *, apart: bool) -> None:
@@ -25,4 +25,5 @@ class WritingStudent:
             return
         theirs = self._trained.whole_model().state_dict()
         for name, mine in self.student.model.state_dict().items():
-            mine.copy_(theirs[name])
+            if mine.data_ptr() != theirs[name].data_ptr():  # what is not trained is shared
+                mine.copy_(theirs[name])
