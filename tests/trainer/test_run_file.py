@@ -24,7 +24,7 @@ def refusal(path: Path, *overrides: str) -> str:
     ("change", "sentence"),
     [
         (lambda v: v.update(max_step=3), "unknown key 'max_step'; look for a spelling mistake"),
-        (lambda v: v["student"].update(lora=1), "unknown key 'student.lora'"),
+        (lambda v: v["student"].update(adapters=1), "unknown key 'student.adapters'"),
         (lambda v: v["teachers"]["math"].update(topk=3), "unknown key 'teachers.math.topk'"),
         (lambda v: v.pop("output_dir"), "'output_dir' is missing"),
         (lambda v: v["rollout"].pop("max_new_tokens"), "'rollout.max_new_tokens' is missing"),
