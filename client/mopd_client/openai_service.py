@@ -21,7 +21,7 @@ from mopd_client.problem import problem_of
 from mopd_client.prompt_logprobs import topk_of_prompt_logprobs
 from mopd_client.prompt_routes import COMPLETIONS, GENERATE, NOT_OPEN, Api, PromptRoute
 from mopd_client.replica import Replica
-from mopd_client.sequence_tokens import SequenceTokens, sequence_tokens
+from mopd_client.sequence_tokens import SequenceTokens, require_room, sequence_tokens
 from mopd_client.teacher_tokenizer import TeacherTokenizer
 from mopd_client.tokenizer_folder import FolderTokenizer, read_folder_tokenizer
 from mopd_protocol.errors import ConfigError, DataError, TeacherError
@@ -138,7 +138,7 @@ class OpenAIService:
         teacher = connection.teacher
         tokens = [sequence_tokens(teacher, tokenizer, sequence) for sequence in request.sequences]
         for sequence in tokens:
-            _require_room(teacher, sequence, manifest)
+            require_room(teacher, sequence, manifest)
         answers = await _all_or_none(
             [self._ask(connection, t, request.top_k, manifest) for t in tokens]
         )
@@ -368,17 +368,6 @@ def _require_plain(teacher: str, request: LogprobsRequest) -> None:
             f"teacher {teacher!r} is a {_KIND}, which cannot score {what}; serve it with "
             "mopd-teacher, or do without",
             status=HTTPStatus.BAD_REQUEST,
-        )
-
-
-def _require_room(teacher: str, tokens: SequenceTokens, manifest: Manifest) -> None:
-    """Raises TeacherError, as a mopd service would answer, for what is too long."""
-    length = len(tokens.token_ids)
-    if length > manifest.max_model_len:
-        raise TeacherError(
-            f"teacher {teacher!r} cannot be asked: prompt and completion are {length} tokens, the "
-            f"limit is {manifest.max_model_len}",
-            status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
         )
 
 

@@ -3,10 +3,11 @@
 import asyncio
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
+from mopd_client.counters import Counters
 from mopd_client.expectation import Expectation
-from mopd_client.teacher_client import TeacherClient
+from mopd_client.teacher_tokenizer import TeacherTokenizer
 from mopd_protocol.errors import ConfigError, MopdError, TeacherError
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.requests import LogprobsDtype, SequenceRequest
@@ -15,13 +16,54 @@ from mopd_protocol.samples import TeacherScore
 T = TypeVar("T")
 
 
+class AskedTeacher(Protocol):
+    """A teacher, wherever it is: a ``TeacherClient`` asks a service."""
+
+    @property
+    def counters(self) -> Counters:
+        """What asking it cost so far."""
+        ...
+
+    @property
+    def path(self) -> str | None:
+        """Where its servers are asked; None where there are none."""
+        ...
+
+    async def wait_until_ready(self, deadline_seconds: float) -> None:
+        """See ``TeacherClient``."""
+        ...
+
+    async def handshake(self, expectation: Expectation | None = None) -> Manifest:
+        """See ``TeacherClient``."""
+        ...
+
+    async def tokenizer(self) -> TeacherTokenizer:
+        """See ``TeacherClient``."""
+        ...
+
+    async def score(
+        self,
+        sequences: Sequence[SequenceRequest],
+        *,
+        top_k: int,
+        temperature: float = 1.0,
+        logprobs_dtype: LogprobsDtype = "float32",
+    ) -> list[TeacherScore]:
+        """See ``TeacherClient``."""
+        ...
+
+    async def aclose(self) -> None:
+        """See ``TeacherClient``."""
+        ...
+
+
 class TeacherPool:
     """Teachers by name, or none. Closing the pool closes them."""
 
-    def __init__(self, clients: Mapping[str, TeacherClient]) -> None:
+    def __init__(self, clients: Mapping[str, AskedTeacher]) -> None:
         self._clients = dict(clients)
 
-    def client(self, name: str) -> TeacherClient:
+    def client(self, name: str) -> AskedTeacher:
         """One teacher.
 
         Raises:

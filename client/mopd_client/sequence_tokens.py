@@ -1,4 +1,4 @@
-"""A sequence of a request -> a teacher's token ids, for servers that take nothing but ids.
+"""A sequence of a request -> a teacher's token ids, for whoever takes nothing but ids.
 
 What a mopd service does with a request on its side, done on this one: prompt and completion are
 tokenized apart, so that the seam between them is a byte boundary.
@@ -14,6 +14,7 @@ import numpy as np
 
 from mopd_client.tokenizer_folder import FolderTokenizer
 from mopd_protocol.errors import DataError, TeacherError
+from mopd_protocol.manifest import Manifest
 from mopd_protocol.requests import ControlToken, SequenceRequest
 from mopd_protocol.token_sequence import TokenSequence
 from mopd_protocol.token_table import TextEncoder, TokenTable
@@ -86,6 +87,21 @@ def completion_tokens(
         raise _refusal(teacher, HTTPStatus.UNPROCESSABLE_ENTITY, str(error)) from error
     except _Refused as refused:
         raise _refusal(teacher, refused.status, str(refused)) from refused
+
+
+def require_room(teacher: str, tokens: SequenceTokens, manifest: Manifest) -> None:
+    """That a teacher can read all of a sequence.
+
+    Raises:
+        TeacherError: as a mopd service would answer, for what is too long.
+    """
+    length = len(tokens.token_ids)
+    if length > manifest.max_model_len:
+        raise _refusal(
+            teacher,
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"prompt and completion are {length} tokens, the limit is {manifest.max_model_len}",
+        )
 
 
 class _Refused(Exception):

@@ -45,6 +45,18 @@ class Head:
     scale: float = 1.0
     soft_cap: float | None = None  # c * tanh(logits / c)
 
+    def logits(self, hidden: Float[Tensor, "rows hidden_size"]) -> Float[Tensor, "rows width"]:
+        """[rows, width] in float32 (float64 of float64), without a gradient; ``-inf`` for rows of
+        the head that belong to no token."""
+        exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        with torch.no_grad():
+            made = _product(hidden, self.weight.to(hidden.dtype).t(), exact)
+            made = made if self.bias is None else made + self.bias
+            made = made * self.scale if self.scale != 1.0 else made
+            if self.soft_cap is not None:
+                made = (made / self.soft_cap).tanh() * self.soft_cap
+            return made.masked_fill(~self.real_ids, -torch.inf)
+
 
 def blockwise_head(
     hidden: Float[Tensor, "slots hidden"],
@@ -179,6 +191,7 @@ class _Block:
         # One leaf a temperature, and one a reading: all that autograd has to know of this block.
         self._log_normalisers: dict[float, Tensor] = {}
         self._readings: list[tuple[Tensor, Tensor]] = []  # (flat position, what was read)
+        self._row_readings: list[tuple[Tensor, Tensor]] = []  # (slot, its whole row)
         self._zeros = torch.zeros(len(hidden), dtype=dtype, device=hidden.device)
 
     @property
@@ -203,25 +216,39 @@ class _Block:
     def logprobs(
         self, slots: Int64[Tensor, "n"], ids: Int64[Tensor, "n"], *, temperature: float = 1.0
     ) -> Float[Tensor, "n"]:
-        if temperature not in self._log_normalisers:
-            with torch.no_grad():
-                logits = self._logits if temperature == 1.0 else self._logits / temperature
-                normalisers = logits.logsumexp(dim=1)
-            self._log_normalisers[temperature] = normalisers.requires_grad_()
+        log_normalisers = self._normalisers(temperature)
         read = self._logits[slots, ids]
         if torch.is_grad_enabled():
             self._readings.append((slots * self.width + ids, read.requires_grad_()))
-        return read / temperature - self._log_normalisers[temperature][slots]
+        return read / temperature - log_normalisers[slots]
 
     def most_likely_ids(
         self, slots: Int64[Tensor, "n"], allowed: Bool[Tensor, "width"], count: int
     ) -> Int64[Tensor, "n most"]:
         return most_likely_ids(self._logits, slots, allowed, count)
 
+    def whole_rows(
+        self, slots: Int64[Tensor, "n"], *, temperature: float = 1.0
+    ) -> Float[Tensor, "n width"]:
+        log_normalisers = self._normalisers(temperature)
+        read = self._logits[slots]
+        if torch.is_grad_enabled():
+            self._row_readings.append((slots, read.requires_grad_()))
+        return read / temperature - log_normalisers[slots, None]
+
+    def _normalisers(self, temperature: float) -> Float[Tensor, "slots"]:
+        if temperature not in self._log_normalisers:
+            with torch.no_grad():
+                logits = self._logits if temperature == 1.0 else self._logits / temperature
+                normalisers = logits.logsumexp(dim=1)
+            self._log_normalisers[temperature] = normalisers.requires_grad_()
+        return self._log_normalisers[temperature]
+
     def logit_gradient(self, value: Float[Tensor, ""]) -> Float[Tensor, "slots width"]:
         """[slots, width], the gradient of ``value`` by the logits; takes the logits' own memory."""
         normalisers = list(self._log_normalisers.items())
-        leaves = [leaf for _, leaf in normalisers] + [read for _, read in self._readings]
+        readings = [*self._readings, *self._row_readings]
+        leaves = [leaf for _, leaf in normalisers] + [read for _, read in readings]
         if not value.requires_grad:
             return self._logits.zero_()
         # The annotation forgets that a leaf which nothing used has None for a gradient.
@@ -230,11 +257,10 @@ class _Block:
             [(t, leaf.detach(), g) for (t, leaf), g in zip(normalisers, found, strict=False)]
         )
         flat = gradient.view(-1)
-        for (positions, _), by_reading in zip(
-            self._readings, found[len(normalisers) :], strict=True
-        ):
+        for (positions, _), by_reading in zip(readings, found[len(normalisers) :], strict=True):
             if by_reading is not None:
-                flat.index_add_(0, positions, by_reading)
+                read_from = flat if by_reading.ndim == 1 else gradient
+                read_from.index_add_(0, positions, by_reading)
         if self._squashed is not None:
             gradient *= 1 - self._squashed.square_()
         if self._head.scale != 1.0:

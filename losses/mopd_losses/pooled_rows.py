@@ -57,6 +57,14 @@ class PooledRows:
         lengths = (ends - starts).to(self.dtype)
         return segment_logsumexp(read, asked, len(slots)) - lengths.log()
 
+    def whole_rows(
+        self, slots: Int64[Tensor, "n"], *, temperature: float = 1.0
+    ) -> Float[Tensor, "n width"]:
+        """See ``StudentRows``."""
+        ids = torch.arange(self.width, device=self.device).repeat(len(slots))
+        read = self.logprobs(slots.repeat_interleave(self.width), ids, temperature=temperature)
+        return read.view(len(slots), self.width)
+
     def zeros(self) -> Float[Tensor, "slots"]:
         """See ``StudentRows``."""
         return self._student.zeros()[self._starts]

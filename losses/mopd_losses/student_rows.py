@@ -52,6 +52,19 @@ class StudentRows(Protocol):
         """
         ...
 
+    def whole_rows(
+        self, slots: Int64[Tensor, "n"], *, temperature: float = 1.0
+    ) -> Float[Tensor, "n width"]:
+        """``ln p(id | slot)`` of every id, in nats; differentiable, and as large as it looks.
+
+        Args:
+            slots: int64 [n].
+
+        Returns:
+            [n, width]; ``-inf`` for padding ids.
+        """
+        ...
+
     def zeros(self) -> Float[Tensor, "slots"]:
         """[slots] zeros that hang in the graph: what a loss returns where it compared nothing."""
         ...
@@ -115,9 +128,13 @@ class DenseRows:
         self, slots: Int64[Tensor, "n"], ids: Int64[Tensor, "n"], *, temperature: float = 1.0
     ) -> Float[Tensor, "n"]:
         """See ``StudentRows``."""
-        if temperature not in self._log_normalisers:
-            self._log_normalisers[temperature] = (self._logits / temperature).logsumexp(dim=1)
-        return self._logits[slots, ids] / temperature - self._log_normalisers[temperature][slots]
+        return self._logits[slots, ids] / temperature - self._normalisers(temperature)[slots]
+
+    def whole_rows(
+        self, slots: Int64[Tensor, "n"], *, temperature: float = 1.0
+    ) -> Float[Tensor, "n width"]:
+        """See ``StudentRows``."""
+        return self._logits[slots] / temperature - self._normalisers(temperature)[slots, None]
 
     def zeros(self) -> Float[Tensor, "slots"]:
         """See ``StudentRows``."""
@@ -129,6 +146,11 @@ class DenseRows:
     ) -> Int64[Tensor, "n most"]:
         """See ``StudentRows``."""
         return most_likely_ids(self._logits, slots, allowed, count)
+
+    def _normalisers(self, temperature: float) -> Float[Tensor, "slots"]:
+        if temperature not in self._log_normalisers:
+            self._log_normalisers[temperature] = (self._logits / temperature).logsumexp(dim=1)
+        return self._log_normalisers[temperature]
 
 
 def most_likely_ids(

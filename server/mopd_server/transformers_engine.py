@@ -7,7 +7,6 @@ tokens, a few hundred rows at a time: the logits of a long batch never stand in 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mopd_protocol.errors import ConfigError
+from mopd_protocol.model_revision import name_of, revision_of
 from mopd_protocol.npu import import_backend
 from mopd_protocol.token_table import TokenTable
 from mopd_protocol.topk_logprobs import ABSENT_ID, TopKLogprobs
@@ -30,7 +30,6 @@ from mopd_server.distributions import (
 )
 from mopd_server.engine import EngineDead, EngineDescription, ScoringTask, no_rows
 from mopd_server.length_buckets import length_buckets
-from mopd_server.model_revision import revision_of
 from mopd_server.settings import DtypeName, TeacherSettings
 
 logger = logging.getLogger(__name__)
@@ -63,8 +62,7 @@ def load_transformers_engine(settings: TeacherSettings, table: TokenTable) -> "T
     return TransformersEngine(
         model,
         table,
-        # A folder's name, not its path: the same folder elsewhere gives the same scores.
-        name=folder.name if (folder := Path(settings.model)).is_dir() else settings.model,
+        name=name_of(settings.model),
         revision=settings.revision or revision_of(settings.model, model.config),
         max_model_len=_max_model_len(model, settings.max_model_len),
         max_batch_tokens=settings.max_batch_tokens,

@@ -24,7 +24,6 @@ from itertools import count
 from multiprocessing import active_children
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -44,6 +43,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsTensors
 
 from mopd_protocol.errors import ConfigError, MopdError
+from mopd_protocol.model_revision import name_of, revision_of
 from mopd_protocol.token_table import TokenTable
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_server.engine import (
@@ -61,7 +61,6 @@ from mopd_server.flat_logprobs import (
     topk_of_flat,
     truncated,
 )
-from mopd_server.model_revision import revision_of
 from mopd_server.settings import TeacherSettings
 from mopd_server.vllm_limits import VllmLimits, derive_limits, describe
 from mopd_server.vllm_worker import WorkerExtension
@@ -405,7 +404,6 @@ def _limits(settings: TeacherSettings, model: ModelConfig) -> VllmLimits:
 def _description(
     settings: TeacherSettings, model: ModelConfig, limits: VllmLimits
 ) -> EngineDescription:
-    folder = Path(settings.model)
     # torch and quantization decide how numbers are rounded, so they decide the scores.
     built_with = [f"torch {torch.__version__}"]
     if model.quantization:
@@ -413,8 +411,7 @@ def _description(
     return EngineDescription(
         engine="vllm",
         engine_version=f"{vllm.__version__} ({', '.join(built_with)})",
-        # A folder's name, not its path: the same folder elsewhere gives the same scores.
-        model=folder.name if folder.is_dir() else settings.model,
+        model=name_of(settings.model),
         revision=settings.revision or revision_of(settings.model, model.hf_config),
         dtype=str(model.dtype).removeprefix("torch."),
         logit_width=model.get_vocab_size(),

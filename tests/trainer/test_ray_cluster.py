@@ -27,12 +27,13 @@ MOPD = Path(sys.executable).parent / "mopd"
 
 @pytest.fixture
 def values(tmp_path: Path, models: dict[str, Path]) -> dict[str, Any]:
-    """Two ranks, and two teachers on one core that the run starts itself."""
+    """Two ranks, a worker that writes for them, and two teachers on one core that the run starts
+    itself."""
     write_lines(tmp_path / "prompts.jsonl", questions(5))
     values = run_values(tmp_path, max_steps=2)
     values["student"] |= {"model": str(models["student"]), "sharding": "fsdp"}
     values["student"]["learning_rate"] = 1e-4
-    values["resources"] = {"device": "cpu", "student": 2}
+    values["resources"] = {"device": "cpu", "student": 2, "rollout_workers": 1}
     values["teachers"] = {
         name: {"placement": "ray", "serve": {"model": str(models[name])}, "top_k": 8}
         for name in ("math", "code")
@@ -77,6 +78,7 @@ def test_a_run_on_ray_trains_what_one_process_trains(
     values["teachers"] = {n: {"url": address, "top_k": 8} for n, address in addresses.items()}
     alone, _ = run_here(values, output_dir=str(tmp_path / "alone"))
     for ours, theirs in zip(journal(tmp_path / "run"), journal(tmp_path / "alone"), strict=True):
+        assert ours.pop("rollout/worker_restarts") == 0
         assert untimed(ours) == pytest.approx(untimed(theirs), rel=1e-5)
     finished = weights(tmp_path / "run" / "final")
     for name, weight in weights(alone).items():
@@ -88,13 +90,14 @@ def test_teachers_that_share_devices_are_counted_once(values: dict[str, Any]) ->
     config = RunConfig.model_validate(values)
     assert config.resources is not None
     assert placed_teachers(config.teachers) == {"math": ["math", "code"]}
-    assert device_counts(config.resources, config.teachers) == [1, 1, 2]
+    assert device_counts(config.resources, config.teachers) == [1, 1, 2, 1]
 
 
 def test_a_rank_that_dies_on_ray_ends_the_run_with_a_sentence(
     tmp_path: Path, values: dict[str, Any], addresses: dict[str, str]
 ) -> None:
     values["max_steps"] = 10_000
+    del values["resources"]["rollout_workers"]
     values["teachers"] = {n: {"url": address, "top_k": 8} for n, address in addresses.items()}
     path = write_run(tmp_path, values)
     run = started(path)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests import tiny_models
 from tests.trainer.ranked import free_port
 from tests.trainer.runs import questions, run_values, write_lines, write_run
+from tests.trainer.students import model_of, tokenizer
 from tests.trainer.whole_runs import journal, run_here, weights
 
 pytestmark = pytest.mark.slow
@@ -73,3 +75,25 @@ def test_what_every_rank_finds_wrong_is_told_once(tmp_path: Path, values: dict[s
     assert ended.returncode != 0
     assert ended.stderr.count("mopd: ") == 1
     assert "student.sharding is 'none', but 2 ranks were started; set it to 'fsdp'" in ended.stderr
+
+
+def test_two_ranks_learn_from_a_teacher_of_their_own(
+    tmp_path: Path, values: dict[str, Any], models: dict[str, Path]
+) -> None:
+    """Each has a copy, and the head of one that tells whole rows."""
+    values["teachers"] = {
+        "math": {"placement": "local", "model": str(models["math"]), "top_k": 8},
+        "code": {"placement": "local", "model": str(tmp_path / "code")},
+    }
+    tiny_models.save(model_of("qwen", 5, sharpness=4.0), tokenizer("digit"), tmp_path / "code")
+    values["teachers"]["code"] |= {"support": "full", "loss": {"type": "topk_kl"}}
+    values["rollout"]["scoring"] = "after_rollout"
+    values["max_steps"] = 2
+    alone, _ = run_here(values, output_dir=str(tmp_path / "alone"))
+    ended = on_two_ranks(write_run(tmp_path, values), "student.sharding=fsdp")
+    assert ended.returncode == 0, ended.stderr
+    for ours, theirs in zip(journal(tmp_path / "run"), journal(tmp_path / "alone"), strict=True):
+        assert untimed(ours) == pytest.approx(untimed(theirs), rel=1e-5)
+    finished = weights(tmp_path / "run" / "final")
+    for name, weight in weights(alone).items():
+        torch.testing.assert_close(finished[name], weight, rtol=1e-5, atol=1e-5)

@@ -40,7 +40,7 @@ async def check(
     require_renderable(prompts, student, source=config.data.prompts)
     with TemporaryDirectory() as folder:
         cache = ProjectionCache(Path(folder))
-        async with teacher_pool(config.asked) as pool:
+        async with teacher_pool(config.asked, device=config.student.device) as pool:
             teachers = await meet_teachers(
                 pool,
                 config.asked,

@@ -4,26 +4,30 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from mopd_protocol.errors import ConfigError
-from mopd_protocol.vllm_environment import prepare_environment
 from mopd_trainer.answers import AnswerReader
 from mopd_trainer.completion_source import CompletionSource, Mixture
 from mopd_trainer.config import RunConfig
+from mopd_trainer.rollout_workers import RolloutWorkers, WorkerGeneration, WorkerSampler
 from mopd_trainer.rollouts import Sampler
 from mopd_trainer.streamed_rollouts import StreamedSampler
 from mopd_trainer.student import Student
 from mopd_trainer.teacher_config import student_topk
-from mopd_trainer.weight_push import weight_push
+from mopd_trainer.vllm_start import started_vllm
 
 
 @asynccontextmanager
 async def chosen_source(
-    config: RunConfig, student: Student, *, version: int = 0
+    config: RunConfig,
+    student: Student,
+    *,
+    version: int = 0,
+    workers: RolloutWorkers | None = None,
 ) -> AsyncGenerator[CompletionSource]:
     """The student itself, the data's reference answers, or both.
 
     Args:
         version: steps behind the student's weights.
+        workers: who writes for the student, where it does not itself.
 
     Raises:
         ConfigError: when the student is to write with vLLM, and cannot.
@@ -38,7 +42,7 @@ async def chosen_source(
     if share == 0 or config.replay is not None:  # which completes nothing, and needs no engine
         yield answers
         return
-    async with _rollouts(config, student, version) as rollouts:
+    async with _rollouts(config, student, version, workers) as rollouts:
         if share == 1:
             yield rollouts
         else:
@@ -47,26 +51,20 @@ async def chosen_source(
 
 @asynccontextmanager
 async def _rollouts(
-    config: RunConfig, student: Student, version: int
+    config: RunConfig, student: Student, version: int, workers: RolloutWorkers | None
 ) -> AsyncGenerator[CompletionSource]:
+    if workers is not None:
+        source = _by_workers(config, student, version, workers)
+        await source.push(version)  # they have read student.model, not a resumed run's weights
+        yield source
+        return
     keep_topk = student_topk(config.judges)
     if config.rollout.engine == "transformers":
         yield Sampler(
             student, config.rollout, seed=config.seed, keep_topk=keep_topk, version=version
         )
         return
-    prepare_environment()
-    try:
-        from mopd_trainer.vllm_generation import VllmGeneration
-    except ImportError as error:
-        raise ConfigError(
-            f"rollout.engine 'vllm' needs vLLM, which cannot be imported here ({error}); install "
-            "mopd[vllm], or take rollout.engine 'transformers'"
-        ) from error
-    push = weight_push(config.student, config.rollout.vllm.weights_folder)
-    engine = await asyncio.to_thread(
-        VllmGeneration, student, config.student, config.rollout, push, keep_topk=keep_topk
-    )
+    engine = await asyncio.to_thread(started_vllm, config, student)
     try:
         sampler = StreamedSampler(
             engine, student, config.rollout, seed=config.seed, version=version
@@ -75,3 +73,12 @@ async def _rollouts(
         yield sampler
     finally:
         await asyncio.to_thread(engine.close)
+
+
+def _by_workers(
+    config: RunConfig, student: Student, version: int, workers: RolloutWorkers
+) -> CompletionSource:
+    if config.rollout.engine == "transformers":
+        return WorkerSampler(workers, student, config.rollout, seed=config.seed)
+    engine = WorkerGeneration(workers, student, version=version)
+    return StreamedSampler(engine, student, config.rollout, seed=config.seed, version=version)

@@ -295,6 +295,36 @@ class RunConfig(_Settings):
         return self
 
     @model_validator(mode="after")
+    def _workers_have_work(self) -> "RunConfig":
+        workers = 0 if self.resources is None else self.resources.rollout_workers
+        if workers and (self.data.rollout_share == 0 or self.replay is not None):
+            raise ValueError(
+                f"resources.rollout_workers is {workers}, but the student writes nothing in this "
+                "run; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _local_teachers_have_their_turn(self) -> "RunConfig":
+        for name, teacher in self.teachers.items():
+            if not teacher.local:
+                continue
+            if self.rollout.scoring != "after_rollout" or self.rollout.max_staleness:
+                raise ValueError(
+                    f"teacher {name!r} has placement 'local', so it sleeps while the student "
+                    f"writes and is trained, but rollout.scoring is '{self.rollout.scoring}' and "
+                    f"rollout.max_staleness {self.rollout.max_staleness}; set scoring to "
+                    "'after_rollout' and max_staleness to 0"
+                )
+            if teacher.support == "full" and (self.logging.record or self.replay is not None):
+                raise ValueError(
+                    f"teacher {name!r} has support 'full', and whole rows are neither recorded nor "
+                    "replayed; set its support to 'teacher_topk', or leave out logging.record and "
+                    "replay"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _default_teacher_is_known(self) -> "RunConfig":
         default = self.data.default_teacher
         if default is not None and default not in self.teachers:

@@ -6,6 +6,7 @@ from typing import Any
 
 from mopd_trainer.config import StudentConfig
 from mopd_trainer.learner import Learner
+from mopd_trainer.local_teachers import LocalTeachers
 from mopd_trainer.ranks import Ranks
 from mopd_trainer.student import Student
 
@@ -27,5 +28,9 @@ def follow(config: StudentConfig, ranks: Ranks) -> None:
     def begin(**known: Any) -> None:
         handlers.update(Learner(student, config, **known).led())
 
+    def load(**known: Any) -> None:
+        handlers.update(LocalTeachers(device=student.device, ranks=ranks, **known).led())
+
     handlers[Learner.BEGIN] = begin
+    handlers[LocalTeachers.LOAD] = load
     ranks.follow(handlers)

@@ -12,6 +12,9 @@ from rich.console import Console
 from mopd_client.counters import Counters
 from mopd_client.pool import TeacherPool
 from mopd_losses.build import build_loss
+from mopd_losses.config import TopKKlConfig
+from mopd_losses.full_vocabulary import FullVocabularyLoss
+from mopd_losses.loss import Loss
 from mopd_losses.projection_cache import ProjectionCache
 from mopd_protocol.samples import Prompt
 from mopd_trainer.checkpoint import FINAL, save_student
@@ -22,6 +25,8 @@ from mopd_trainer.interruption import Interruption, Stopped
 from mopd_trainer.journal import Journal
 from mopd_trainer.kept_checkpoints import KeptCheckpoints, starting_checkpoint
 from mopd_trainer.learner import Learner
+from mopd_trainer.local_teacher import Turn
+from mopd_trainer.local_teachers import LocalTeachers
 from mopd_trainer.measurements import (
     answer_metrics,
     rollout_metrics,
@@ -38,6 +43,7 @@ from mopd_trainer.recording import recorder_of
 from mopd_trainer.rendering import require_renderable
 from mopd_trainer.replay import Replay
 from mopd_trainer.report import write_report
+from mopd_trainer.rollout_workers import RolloutWorkers
 from mopd_trainer.run_file import write_resolved
 from mopd_trainer.run_identity import RunIdentity
 from mopd_trainer.scoring import Scorer
@@ -61,6 +67,8 @@ class Run:
     replay: Replay | None
     learner: Learner
     checkpoints: KeptCheckpoints
+    workers: RolloutWorkers | None
+    """Who writes for the student, where it does not itself."""
     done: int
     """Steps that an earlier part of the run has made."""
 
@@ -71,12 +79,14 @@ async def train(
     *,
     prompts: Sequence[Prompt] | None = None,
     ranks: Ranks | None = None,
+    workers: RolloutWorkers | None = None,
 ) -> Path:
     """Runs a distillation to its end; the folder of the finished student.
 
     Args:
         prompts: those of ``config.data``, where they have been read already.
         ranks: those that train the student together, of which this is the first.
+        workers: who writes for the student, where it does not itself.
 
     Raises:
         MopdError: when something that was given cannot work, alone or in an exception group;
@@ -88,7 +98,9 @@ async def train(
     require_trackers(config.logging)
     identity = RunIdentity.of(config, prompts)
     checkpoint = starting_checkpoint(config, identity)
-    async with teacher_pool(config.asked, config.score_cache) as pool:
+    turn = Turn()
+    pool = teacher_pool(config.asked, config.score_cache, turn=turn, device=config.student.device)
+    async with pool:
         student = Student.load(config.student, ranks)
         require_renderable(prompts, student.identity, source=config.data.prompts)
         cache = ProjectionCache(config.projections)
@@ -105,7 +117,8 @@ async def train(
         replay = Replay.of(config, identity, prompts, student.identity, cache)
         teachers = teachers if replay is None else replay.teachers
         console.print(describe_plan(config, prompts, student.identity, teachers))
-        learner = _learner(config, student, teachers, cache)
+        turn.models = _local_teachers(config, student, teachers)
+        learner = _learner(config, student, teachers, cache, turn.models)
         done = checkpoint.step if checkpoint else 0
         if checkpoint:
             checkpoint.restore(student, learner.optimizer)
@@ -120,6 +133,7 @@ async def train(
             replay=replay,
             learner=learner,
             checkpoints=KeptCheckpoints(config, identity, manifests, done=done),
+            workers=workers,
             done=done,
         )
         with Interruption() as interruption:
@@ -179,6 +193,8 @@ async def _steps(run: Run, interruption: Interruption, console: Console) -> None
                     metrics |= answer_metrics(examples)
                 metrics |= teacher_metrics(examples, losses, _counters(run))
                 metrics["tokens/trained"] = float(tokens)
+                if run.workers is not None:
+                    metrics["rollout/worker_restarts"] = float(run.workers.take_restarts())
                 metrics |= clock.take()
                 journal.write(step + 1, metrics)
                 for number, example in enumerate(shown):
@@ -204,7 +220,8 @@ async def _ahead(run: Run, clock: PhaseClock) -> AsyncGenerator[Pipeline]:
     )
     scorer = Scorer(run.pool, run.teachers, run.student.table)
     steps = range(run.done, config.max_steps if run.replay is None else run.done)
-    async with chosen_source(config, run.student, version=run.done) as source:
+    chosen = chosen_source(config, run.student, version=run.done, workers=run.workers)
+    async with chosen as source:
 
         async def collect_step(step: int, written: asyncio.Event) -> Collected:
             when = config.rollout.scoring
@@ -227,23 +244,45 @@ def _counters(run: Run) -> dict[str, Counters]:
     return {name: run.pool.client(name).counters.take() for name in run.config.asked}
 
 
+def _local_teachers(
+    config: RunConfig, student: Student, teachers: dict[str, Teacher]
+) -> LocalTeachers:
+    local = {name: settings for name, settings in config.asked.items() if settings.local}
+    return LocalTeachers(
+        local,
+        {name: teachers[name].tokenizer.table for name in local},
+        device=student.device,
+        tokens_per_batch=config.student.tokens_per_micro_batch,
+        ranks=student.ranks,
+    )
+
+
 def _learner(
-    config: RunConfig, student: Student, teachers: dict[str, Teacher], cache: ProjectionCache
+    config: RunConfig,
+    student: Student,
+    teachers: dict[str, Teacher],
+    cache: ProjectionCache,
+    local: LocalTeachers,
 ) -> Learner:
+    def loss_of(name: str, teacher: Teacher) -> Loss:
+        settings = teacher.config
+        if settings.support == "full":
+            assert isinstance(settings.loss, TopKKlConfig)  # its settings have been checked
+            head = local.head(name, student.device)
+            return FullVocabularyLoss(head, settings.loss, settings.temperature)
+        return build_loss(
+            settings.loss,
+            teacher.projection,
+            teacher.vocabularies,
+            cache=cache,
+            device=student.device,
+            temperature=settings.temperature,
+        )
+
     return Learner(
         student,
         config.student,
-        losses={
-            name: build_loss(
-                teacher.config.loss,
-                teacher.projection,
-                teacher.vocabularies,
-                cache=cache,
-                device=student.device,
-                temperature=teacher.config.temperature,
-            )
-            for name, teacher in teachers.items()
-        },
+        losses={name: loss_of(name, teacher) for name, teacher in teachers.items()},
         teacher_weights={name: teacher.config.weight for name, teacher in teachers.items()},
         max_steps=config.max_steps,
         seed=config.seed,

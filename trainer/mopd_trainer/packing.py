@@ -74,10 +74,10 @@ def pack(
     lengths = [example.length for example in longest_first]
     budget = tokens_per_micro_batch
     if ranks > 1:
-        rounds = -(-len(_sizes(lengths, budget)) // ranks)
+        rounds = -(-len(batch_sizes(lengths, budget)) // ranks)
         budget = _smallest_budget(lengths, budget, micro_batches=rounds * ranks)
     start = 0
-    for size in _sizes(lengths, budget):
+    for size in batch_sizes(lengths, budget):
         yield micro_batch(longest_first[start : start + size], numbers)
         start += size
 
@@ -101,8 +101,9 @@ def split(micro_batches: Sequence[MicroBatch], ranks: int) -> list[list[MicroBat
     return parts
 
 
-def _sizes(lengths: Sequence[int], budget: int) -> list[int]:
-    """Examples in each micro-batch, for lengths that do not increase."""
+def batch_sizes(lengths: Sequence[int], budget: int) -> list[int]:
+    """How many sequences go together under a budget of tokens, padding counted, for lengths that do
+    not increase; one that is longer goes alone."""
     sizes: list[int] = []
     longest = 0
     for length in lengths:
@@ -120,7 +121,7 @@ def _smallest_budget(lengths: Sequence[int], budget: int, *, micro_batches: int)
     below = 0
     while budget - below > 1:
         middle = (below + budget) // 2
-        if len(_sizes(lengths, middle)) <= micro_batches:
+        if len(batch_sizes(lengths, middle)) <= micro_batches:
             budget = middle
         else:
             below = middle

@@ -73,15 +73,21 @@ def _teacher_facts(teacher: Teacher, student: StudentIdentity, prompts: int) -> 
     same = manifest.tokenizer_fingerprint == student.table.fingerprint
     reached = 1 - len(teacher.projection.unsupported_ids) / manifest.tokenizer_size
     temperature = "" if settings.temperature == 1 else f" at temperature {settings.temperature:g}"
-    through = "" if teacher.path is None else f" through {teacher.path}"
+    where = ", ".join(settings.url) + ("" if teacher.path is None else f" through {teacher.path}")
+    if settings.local:
+        where = f"{settings.model} in this process, asleep while the student writes and learns"
+    support = {
+        "teacher_topk": f"its top {settings.top_k}",
+        "student_topk": f"the student's top {settings.top_k}",
+        "full": "all ids",
+    }[settings.support]
     return (
-        f"{manifest.model} at {', '.join(settings.url)}{through}, manifest "
-        f"{manifest.manifest_id[:12]}\n"
+        f"{manifest.model} at {where}, manifest {manifest.manifest_id[:12]}\n"
         f"{manifest.engine} {manifest.engine_version}, {manifest.dtype}, tokenizer "
         f"{manifest.tokenizer_fingerprint[:12]} {'is' if same else 'is not'} the student's; "
         f"{reached:.0%} of its {manifest.tokenizer_size:,} ids in the student's reach\n"
-        f"{described(settings.loss)}{temperature} on its top "
-        f"{settings.top_k}, weight {settings.weight:g}, {prompts:,} prompts"
+        f"{described(settings.loss)}{temperature} on {support}, "
+        f"weight {settings.weight:g}, {prompts:,} prompts"
     )
 
 
@@ -111,13 +117,14 @@ def _volume_line(config: RunConfig, prompts: Sequence[Prompt]) -> Text:
     judged = written + (answers if config.judges_answers else 0)
     # Teachers may need more or fewer tokens for the same text: the student's count is the estimate.
     shares = Counter(name for prompt in prompts for name in prompt.teachers)
+    asked = {name: teacher for name, teacher in config.judges.items() if not teacher.local}
     wire = sum(
         judged
         * rollout.max_new_tokens
         * (shares[name] / len(prompts))
         * teacher.top_k
         * _CANDIDATE_BYTES[teacher.logprobs_dtype]
-        for name, teacher in config.judges.items()
+        for name, teacher in asked.items()
     )
     samples = round(written + answers)
     return Text(

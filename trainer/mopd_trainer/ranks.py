@@ -12,6 +12,7 @@ import copyreg
 import io
 import logging
 import os
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -69,6 +70,8 @@ class Ranks:
         self.size = size
         self.device = device  # None: the student's own settings decide
         self._store = store
+        #: Held by a thread from a question to its answers, so that no other's come between.
+        self.exchange = threading.RLock()
         self._words: Any = None
         if size > 1:
             self._words = dist.new_group(backend="gloo", timeout=_BETWEEN_WORDS)
@@ -161,7 +164,7 @@ class Ranks:
                 raise RankError(told) from error
 
     def _tell(self, words: Sequence[Any]) -> None:
-        with self.together():
+        with self.exchange, self.together():
             for rank in range(1, self.size):
                 self._send(words[rank], rank)
 

@@ -19,10 +19,10 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from ray.util import get_node_ip_address
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -30,8 +30,11 @@ from rich.console import Console
 
 from mopd_protocol.errors import ConfigError, MopdError
 from mopd_trainer.config import RunConfig
-from mopd_trainer.resources import ResourcesConfig, device_counts, placed_teachers
-from mopd_trainer.teacher_config import TeacherConfig
+from mopd_trainer.resources import device_counts, placed_teachers
+
+if TYPE_CHECKING:
+    from mopd_trainer.rollout_workers import Weights
+    from mopd_trainer.student import Sampled
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +45,8 @@ _LAST_WORDS_SECONDS = 10.0
 #: A service that does not run this long did not start.
 _STARTED_SECONDS = 60.0
 _STARTS = 5
+#: Between two questions whether a worker is there again.
+_RESTARTING_SECONDS = 0.5
 _STOP_SECONDS = 20.0
 
 
@@ -62,7 +67,7 @@ def train_on_ray(config: RunConfig) -> Path:
     """
     resources = config.resources
     assert resources is not None
-    with _cluster(resources, config.teachers) as place:
+    with _cluster(config) as place:
         groups = placed_teachers(config.teachers)
         services = [
             _service_actor(config, names, place(resources.student + number))
@@ -73,11 +78,16 @@ def train_on_ray(config: RunConfig) -> Path:
             for service in services:
                 urls |= ray.get(service.start.remote())
             placed = _placed(config, urls)
+            first = resources.student + len(groups)
+            workers = [
+                worker_actor(placed, place(first + number))
+                for number in range(resources.rollout_workers)
+            ]
             ranks = [
                 ray.remote(_StudentRank).options(**place(rank)).remote()
                 for rank in range(resources.student)
             ]
-            return _trained(placed, ranks)
+            return _trained(placed, ranks, workers)
         finally:
             ray.wait([service.stop.remote() for service in services] or [ray.put(None)], timeout=30)
 
@@ -96,7 +106,14 @@ class _StudentRank:
         """Of this rank."""
         return os.getpid()
 
-    def train(self, config: RunConfig, rank: int, size: int, place: tuple[str, int]) -> Ended:
+    def train(
+        self,
+        config: RunConfig,
+        rank: int,
+        size: int,
+        place: tuple[str, int],
+        workers: Sequence[Any],
+    ) -> Ended:
         """Leads the run or follows in it, to its end."""
         from mopd_trainer.following import follow
         from mopd_trainer.loop import train
@@ -109,7 +126,9 @@ class _StudentRank:
             with joined_ranks(config.student.device) as ranks:
                 if rank == 0:
                     console = Console(width=160)
-                    return Ended(asyncio.run(train(config, console, ranks=ranks)))
+                    writing = RayWorkers(workers, config) if workers else None
+                    training = train(config, console, ranks=ranks, workers=writing)
+                    return Ended(asyncio.run(training))
                 follow(config.student, ranks)
                 return Ended()
         except MopdError as error:
@@ -121,6 +140,152 @@ class _StudentRank:
             return Ended(refusal=str(_first(refusals)))
         except SystemExit:
             return Ended(refusal="")
+
+
+class _Worker:
+    """A ``RolloutWorker`` in a process of its own. It takes seconds to be one, or minutes."""
+
+    def __init__(self, config: RunConfig) -> None:
+        from mopd_trainer.rollout_worker import RolloutWorker
+
+        self._refusal: MopdError | None = None
+        try:
+            self._worker = RolloutWorker(config)
+        except MopdError as refusal:  # told when it is asked to write: Ray would restart it
+            self._refusal = refusal
+
+    def __repr__(self) -> str:
+        return "mopd"
+
+    async def process_id(self) -> int:
+        """Of this worker, when it can write."""
+        return os.getpid()
+
+    async def write(
+        self, prompts: Sequence[Sequence[int]], seed: int, version: int, weights: Sequence[Any]
+    ) -> "list[Sampled]":
+        """See ``RolloutWorker``. ``weights`` is a list of a reference, as Ray would fetch a bare
+        one also where it is not needed."""
+        if self._refusal is not None:
+            raise self._refusal
+
+        async def fetched() -> "Weights":
+            return await weights[0]
+
+        return await self._worker.write(prompts, seed=seed, version=version, weights=fetched)
+
+
+def worker_actor(config: RunConfig, options: Mapping[str, Any]) -> Any:
+    """Starts a rollout worker, which Ray starts again when its process dies."""
+    assert config.resources is not None
+    vllm = config.rollout.engine == "vllm"
+    at_once = config.rollout.vllm.max_num_seqs if vllm else 1
+    policy = {"max_restarts": config.resources.rollout_worker_restarts, "max_task_retries": 0}
+    # One more than it writes at once: to be asked whether it is there.
+    return (
+        ray.remote(_Worker).options(**options, **policy, max_concurrency=at_once + 1).remote(config)
+    )
+
+
+class RayWorkers:
+    """``RolloutWorkers`` on a cluster. Weights are put into its object store once a push, and every
+    machine fetches them from there once."""
+
+    def __init__(self, actors: Sequence[Any], config: RunConfig) -> None:
+        self._actors = actors
+        self._lives = [0] * len(actors)  # how often each was started again
+        self._left = set(range(len(actors)))
+        vllm = config.rollout.engine == "vllm"
+        slots = config.rollout.vllm.max_num_seqs if vllm else 1
+        self._free: asyncio.Queue[int] = asyncio.Queue()
+        for _ in range(slots):
+            for worker in range(len(actors)):
+                self._free.put_nowait(worker)
+        self._weights: tuple[int, Any] | None = None
+        self._restarts = 0
+        self._ends: str | None = None
+        self._reviving: dict[int, asyncio.Task[bool]] = {}
+
+    async def push(self, version: int, weights: "Weights") -> None:
+        """See ``RolloutWorkers``."""
+        self._weights = (version, await asyncio.to_thread(ray.put, weights))
+
+    async def write(
+        self, prompts: Sequence[Sequence[int]], *, seed: int
+    ) -> "tuple[list[Sampled], int]":
+        """See ``RolloutWorkers``."""
+        begun: tuple[int, Any] | None = None
+        while True:
+            worker = await self._free.get()
+            if self._ends is not None:
+                self._free.put_nowait(worker)
+                raise MopdError(self._ends)
+            begun = begun or self._weights
+            assert begun is not None  # pushed before anything is written
+            version, reference = begun
+            life = self._lives[worker]
+            try:
+                writing = self._actors[worker].write.remote(prompts, seed, version, [reference])
+                found: list[Any] = await writing
+            except RayTaskError as error:
+                if isinstance(error.cause, MopdError):
+                    raise MopdError(f"a rollout worker refuses: {error.cause}") from error
+                raise  # a bug, with its traceback
+            except asyncio.CancelledError:
+                self._free.put_nowait(worker)
+                raise
+            except RayActorError as error:
+                self._died(worker, life, error)
+            else:
+                self._free.put_nowait(worker)
+                return found, version
+
+    def take_restarts(self) -> int:
+        """See ``RolloutWorkers``."""
+        taken, self._restarts = self._restarts, 0
+        return taken
+
+    def _died(self, worker: int, life: int, error: Exception) -> None:
+        """Tells it once, however many calls it meets; each slot is free again when the worker is
+        there again."""
+        if self._lives[worker] == life:
+            self._lives[worker] += 1
+            self._restarts += 1
+            self._reviving[worker] = asyncio.create_task(self._revived(worker, error))
+
+        def free_again(reviving: "asyncio.Task[bool]") -> None:
+            if not reviving.cancelled() and reviving.result():
+                self._free.put_nowait(worker)
+
+        self._reviving[worker].add_done_callback(free_again)
+
+    async def _revived(self, worker: int, error: Exception) -> bool:
+        """Whether Ray started it again; when it was the last that did not, nobody waits on."""
+        which = f"rollout worker {worker + 1} of {len(self._actors)}"
+        logger.warning(
+            "%s died (%s); it is started again, and what it was writing is written again with the "
+            "same seeds",
+            which,
+            _in_a_line(error),
+        )
+        while True:
+            try:
+                await self._actors[worker].process_id.remote()
+            except ActorUnavailableError:
+                await asyncio.sleep(_RESTARTING_SECONDS)
+            except RayActorError as gone:
+                logger.warning("%s is not started again", which)
+                self._left.discard(worker)
+                if not self._left:
+                    self._ends = (
+                        f"no rollout worker is left: {which} died more often than "
+                        f"resources.rollout_worker_restarts allows ({_in_a_line(gone)}); "
+                        "resume_from_checkpoint=true goes on from the last checkpoint"
+                    )
+                    self._free.put_nowait(worker)
+                return False
+            else:
+                return True
 
 
 class _TeacherServices:
@@ -184,13 +349,17 @@ class _TeacherServices:
 
 
 @contextmanager
-def _cluster(resources: ResourcesConfig, teachers: Mapping[str, TeacherConfig]) -> Generator[Any]:
+def _cluster(config: RunConfig) -> Generator[Any]:
     """Connects, and reserves all devices at once; gives ``place``: part number -> actor options.
 
     Raises:
         ConfigError: when there is no cluster, or it has not what is asked for.
     """
-    counts = device_counts(resources, teachers)
+    resources = config.resources
+    assert resources is not None
+    vllm = config.rollout.engine == "vllm"
+    devices = config.rollout.vllm.tensor_parallel_size if vllm else 1
+    counts = device_counts(resources, config.teachers, worker_devices=devices)
     resource = _RESOURCE[resources.device]
     cores = sum(counts) if resource == "CPU" else None
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -257,11 +426,11 @@ def _placed(config: RunConfig, urls: Mapping[str, str]) -> RunConfig:
     return config.model_copy(update={"teachers": teachers, "student": student})
 
 
-def _trained(config: RunConfig, ranks: Sequence[Any]) -> Path:
-    """Waits for all ranks; ends all when one does not end well."""
+def _trained(config: RunConfig, ranks: Sequence[Any], workers: Sequence[Any]) -> Path:
+    """Waits for all ranks; ends all when one does not end well, and the workers in any case."""
     place = ray.get(ranks[0].meeting_place.remote())
     running = {
-        actor.train.remote(config, rank, len(ranks), place): rank
+        actor.train.remote(config, rank, len(ranks), place, [] if rank else workers): rank
         for rank, actor in enumerate(ranks)
     }
     ended: dict[int, Ended] = {}
@@ -273,7 +442,7 @@ def _trained(config: RunConfig, ranks: Sequence[Any]) -> Path:
     if pending:
         done, _ = ray.wait(pending, num_returns=len(pending), timeout=_LAST_WORDS_SECONDS)
         _take(done, running, ended, lost)
-    for actor in ranks:
+    for actor in [*ranks, *workers]:
         ray.kill(actor)
     for rank, reason in lost.items():
         raise MopdError(
@@ -298,7 +467,11 @@ def _take(
         except RayTaskError:
             raise  # a bug, with its traceback
         except RayActorError as error:
-            lost[rank] = " ".join(str(error).split())[:200]
+            lost[rank] = _in_a_line(error)
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _free_port() -> int:

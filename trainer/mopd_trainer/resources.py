@@ -20,6 +20,12 @@ class ResourcesConfig(BaseModel):
     """What a device is; CPU cores for ``cpu``."""
     student: int = Field(default=1, ge=1)
     """Devices of the student: one rank each."""
+    rollout_workers: int = Field(default=0, ge=0)
+    """Workers that write completions, each with the whole student on devices of its own: one, or
+    ``rollout.vllm.tensor_parallel_size`` with vLLM. 0: the first rank writes."""
+    rollout_worker_restarts: int = Field(default=3, ge=0)
+    """How often a worker that dies is started again. What it was writing is written again with the
+    same seeds; a run ends when no worker is left."""
     wait_seconds: float = Field(default=300.0, gt=0)
     """How long a cluster may take to have all devices free."""
 
@@ -36,11 +42,15 @@ def placed_teachers(teachers: Mapping[str, TeacherConfig]) -> dict[str, list[str
     return groups
 
 
-def device_counts(resources: ResourcesConfig, teachers: Mapping[str, TeacherConfig]) -> list[int]:
-    """Devices of each part that is placed as one: every student rank, then every teacher group."""
+def device_counts(
+    resources: ResourcesConfig, teachers: Mapping[str, TeacherConfig], *, worker_devices: int = 1
+) -> list[int]:
+    """Devices of each part that is placed as one: every student rank, then every teacher group,
+    then every rollout worker."""
     groups = placed_teachers(teachers)
     sizes = [
         max(served.devices for name in names if (served := teachers[name].serve) is not None)
         for names in groups.values()
     ]
-    return [1] * resources.student + sizes
+    workers = [worker_devices] * resources.rollout_workers
+    return [1] * resources.student + sizes + workers

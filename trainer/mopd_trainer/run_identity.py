@@ -55,6 +55,8 @@ _INCIDENTAL = frozenset(
         "teacher_wait_seconds",
         "teachers.*.api_key_env",
         "teachers.*.deadline_seconds",
+        "teachers.*.device",
+        "teachers.*.dtype",
         "teachers.*.hedge_after_quantile",
         "teachers.*.hedge_after_seconds",
         "teachers.*.max_concurrency",

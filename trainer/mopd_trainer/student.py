@@ -29,6 +29,7 @@ from mopd_protocol.npu import import_backend
 from mopd_protocol.samples import Message
 from mopd_trainer.config import RolloutConfig, StudentConfig
 from mopd_trainer.lora import add_adapters, stored_weights, weights_dtype
+from mopd_trainer.matrix_head import matrix_head
 from mopd_trainer.packing import MicroBatch
 from mopd_trainer.ranks import Ranks
 from mopd_trainer.sharding import like_shards_of, shard, unsharded
@@ -83,7 +84,9 @@ class Student:
         self._published_generation: Any = model.generation_config
         model.generation_config = GenerationConfig()
         self._real_ids = real_ids.to(self.model.device)
-        self._head = self._matrix_head()
+        self._head = matrix_head(self.model, self.table, self._real_ids)
+        if self._head is None:
+            logger.info("the student changes its logits after the head; using full logits")
         self._real_ids = real_ids.to(device)
         self._whole = WholeCopy(self.model, self.ranks, device) if sharded else None
         if sharded:
@@ -346,34 +349,6 @@ class Student:
 
     def _decoder(self) -> Any:
         return self.model.base_model
-
-    @torch.no_grad()
-    def _matrix_head(self) -> Head | None:
-        """The head as a matrix with what families do to its output; None where they do more.
-
-        Decided by looking: some families scale or cap logits, some scale hidden states, and
-        training on other logits than the model's own would go wrong without a word.
-        """
-        self.model.eval()
-        module: Any = self.model.get_output_embeddings()
-        settings = self.model.config.get_text_config().to_dict()
-        cap: float | None = settings.get("final_logit_softcapping")
-        scale = settings.get("logit_scale", 1.0) / settings.get("logits_scaling", 1.0)
-        head = Head(module.weight, self._real_ids, module.bias, scale, cap)
-        known = np.flatnonzero(self.table.present)
-        ids = torch.tensor(known[:: max(1, len(known) // 8)][:8], device=self.model.device)[None]
-        hidden: Tensor = self._decoder()(input_ids=ids, use_cache=False).last_hidden_state
-        logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
-        made = module(hidden) * scale
-        made = made if cap is None else torch.tanh(made / cap) * cap
-        # Bit for bit where nothing is said to happen: a cap hardly moves a fresh model's logits.
-        tolerance = 0.0 if cap is None and scale == 1.0 else 1e-5
-        if torch.allclose(
-            made[..., self._real_ids], logits[..., self._real_ids], rtol=tolerance, atol=tolerance
-        ):
-            return head
-        logger.info("the student changes its logits after the head; using full logits")
-        return None
 
 
 class _BehaviourPolicy(LogitsProcessor):

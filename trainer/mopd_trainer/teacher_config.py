@@ -13,6 +13,8 @@ from mopd_protocol.requests import LogprobsDtype
 _FALLBACK = "fallback:"
 #: In place of the address of a teacher that the run will start.
 _NOT_STARTED = "http://not-started-yet"
+#: In place of the address of a teacher that has none.
+_IN_THIS_PROCESS = "http://in-this-process"
 
 
 class ServeConfig(BaseModel):
@@ -33,17 +35,22 @@ class TeacherConfig(BaseModel):
     """One teacher: where it is, what is asked of it, and what is learnt from it.
 
     Refused: two ways of deciding when to ask a second time; a stock vLLM server without a tokenizer
-    or with what it cannot do, and its settings for a mopd service; and the student's support for a
-    loss that reads more than the rows where the student has one.
+    or with what it cannot do, and its settings for a mopd service; a teacher in this process
+    without a model, or with what only a service has; the student's support for a loss that reads
+    more than the rows where the student has one; and whole rows of a service, or for a loss that
+    has no use for them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     url: tuple[str, ...] = Field(min_length=1)
     """Replicas of one teacher."""
-    placement: Literal["url", "ray"] = "url"
+    placement: Literal["url", "ray", "local"] = "url"
     """``url``: a service that runs already; ``ray``: one that the run starts as ``serve`` says,
-    starts again when it dies, and ends with the run. Its url is then known when it has started."""
+    starts again when it dies, and ends with the run. Its url is then known when it has started.
+    ``local``: ``model``, in the trainer's own process (every rank has a copy of it), asleep in the
+    CPU's memory while the student writes and is trained, and awake on ``device`` to score, one
+    such teacher at a time; needs ``rollout.scoring: after_rollout``."""
     serve: ServeConfig | None = None
     """What to start, where ``placement`` is ``ray``."""
     kind: Literal["mopd", "openai"] = "mopd"
@@ -52,23 +59,31 @@ class TeacherConfig(BaseModel):
     tokenizer: str | None = None
     """``openai``: a folder, or a hub id, with the tokenizer of the served model."""
     model: str | None = None
-    """``openai``: the name under which the server knows the model, where it serves several."""
+    """``openai``: the name under which the server knows the model, where it serves several.
+    ``local``: a model folder or hub name."""
     revision: str | None = None
     """``openai``: a name for these weights, because the server has none; a resumed run and a score
-    cache tell teachers apart by it."""
+    cache tell teachers apart by it. ``local``: a commit, branch or tag of the hub."""
     api: Api = "auto"
     """``openai``: ``generate`` asks through ``/inference/v1/generate``, which ``vllm serve
     --enable-scale-out`` opens; ``completions`` through ``/v1/completions``, where every answer
     names the server's version too; ``auto``: the first where every replica has it, else the
     second."""
+    device: str | None = None
+    """``local``: where it scores. Not set: on the student's device."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """``local``: the precision of its forward pass; ``auto`` is float32 on a CPU and the model's
+    own elsewhere, as in a service."""
     require_all_replicas: bool = True
     """A run starts when all replicas are ready, so that a wrong address is found at once; where
     this is ``false``, when one is, and the others are asked as soon as they answer."""
     top_k: int = Field(default=64, ge=1)
-    support: Literal["teacher_topk", "student_topk"] = "teacher_topk"
+    support: Literal["teacher_topk", "student_topk", "full"] = "teacher_topk"
     """Whose most likely ids the two are compared on. ``student_topk``: the teacher is asked about
     the student's own ``top_k`` ids at every token (about their counterparts, where the tokenizers
-    differ), so that a reverse divergence sees where the student puts its mass."""
+    differ), so that a reverse divergence sees where the student puts its mass. ``full``: all ids,
+    for ``topk_kl`` of a ``local`` teacher; its hidden states are kept, and its head stays on the
+    student's device to make rows of them a block at a time."""
     weight: float = Field(default=1.0, gt=0)
     """Factor of this teacher's loss."""
     temperature: float = Field(default=1.0, gt=0)
@@ -100,8 +115,11 @@ class TeacherConfig(BaseModel):
     def _one_url_is_a_list_of_one(cls, values: object) -> object:
         if not isinstance(values, dict):
             return values
-        if values.get("placement") == "ray":
-            values = {"url": [_NOT_STARTED], **values}
+        stands_in = {"ray": _NOT_STARTED, "local": _IN_THIS_PROCESS}.get(
+            str(values.get("placement"))
+        )
+        if stands_in is not None:
+            values = {"url": [stands_in], **values}
         if isinstance(values.get("url"), str):
             return {**values, "url": [values["url"]]}
         return values
@@ -123,6 +141,40 @@ class TeacherConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _a_local_teacher_is_a_model(self) -> "TeacherConfig":
+        if not self.local:
+            given = [name for name in ("device", "dtype") if name in self.model_fields_set]
+            if given and (self.device is not None or self.dtype != "auto"):
+                raise ValueError(
+                    f"{' and '.join(given)} given, but placement is {self.placement!r}: a service "
+                    "is told that where it is started; remove it, or set placement to 'local'"
+                )
+            return self
+        if self.model is None:
+            raise ValueError(
+                "placement is 'local' and model is not set; set it to a model folder or hub name"
+            )
+        given = [name for name in ("tokenizer", "api_key_env") if getattr(self, name) is not None]
+        given += [f"kind {self.kind!r}"] if self.kind != "mopd" else []
+        given += ["url"] if self.url != (_IN_THIS_PROCESS,) else []
+        if given:
+            raise ValueError(
+                f"{' and '.join(given)} given, but placement is 'local', and nobody is asked over "
+                "HTTP; remove it, or set placement to 'url'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _whole_rows_can_be_had(self) -> "TeacherConfig":
+        if self.support == "full" and not (self.local and isinstance(self.loss, TopKKlConfig)):
+            raise ValueError(
+                f"support is 'full', but placement is {self.placement!r} and loss "
+                f"'{self.loss.type}'; expected a 'local' teacher and topk_kl, which compares two "
+                "models of one tokenizer"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_way_to_hedge(self) -> "TeacherConfig":
         if self.hedge_after_seconds is not None and self.hedge_after_quantile is not None:
             raise ValueError(
@@ -135,7 +187,7 @@ class TeacherConfig(BaseModel):
         own = {name: getattr(self, name) for name in ("tokenizer", "model", "revision")}
         given = [name for name, value in own.items() if value is not None]
         given += ["api"] if self.api != "auto" else []
-        if self.kind == "mopd" and given:
+        if self.kind == "mopd" and given and not self.local:
             raise ValueError(
                 f"{' and '.join(given)} given, but a mopd service tells that itself; remove it, or "
                 "set kind to 'openai'"
@@ -154,7 +206,7 @@ class TeacherConfig(BaseModel):
 
     @model_validator(mode="after")
     def _the_students_support_can_be_had(self) -> "TeacherConfig":
-        if self.support == "teacher_topk":
+        if self.support != "student_topk":
             return self
         loss = self.loss
         first_rows = isinstance(loss, TopKKlConfig) or (
@@ -171,6 +223,11 @@ class TeacherConfig(BaseModel):
                 "set it to 'teacher_topk', or serve the model with mopd-teacher"
             )
         return self
+
+    @property
+    def local(self) -> bool:
+        """Whether it is in this process."""
+        return self.placement == "local"
 
     @property
     def fallback(self) -> str | None:

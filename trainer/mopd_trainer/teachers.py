@@ -9,7 +9,7 @@ from mopd_client.expectation import Expectation
 from mopd_client.hedging import Hedging
 from mopd_client.mopd_service import MopdService
 from mopd_client.openai_service import OpenAIService
-from mopd_client.pool import TeacherPool
+from mopd_client.pool import AskedTeacher, TeacherPool
 from mopd_client.score_cache import ScoreCache
 from mopd_client.service import Service
 from mopd_client.teacher_client import TeacherClient
@@ -19,6 +19,8 @@ from mopd_losses.projection import ProjectionMatrix
 from mopd_losses.projection_cache import ProjectionCache
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.manifest import Manifest
+from mopd_trainer.local_identity import device_kind
+from mopd_trainer.local_teacher import LocalTeacher, Turn
 from mopd_trainer.student_identity import StudentIdentity
 from mopd_trainer.teacher_config import ScoreCacheConfig, TeacherConfig
 
@@ -34,13 +36,21 @@ class Teacher:
     vocabularies: Vocabularies
     projection: ProjectionMatrix
     path: str | None = None
-    """Where its servers are asked; None in a replay, which asks nobody."""
+    """Where its servers are asked; None where nobody is, as in a replay."""
 
 
 def teacher_pool(
-    configs: Mapping[str, TeacherConfig], score_cache: ScoreCacheConfig | None = None
+    configs: Mapping[str, TeacherConfig],
+    score_cache: ScoreCacheConfig | None = None,
+    *,
+    turn: Turn | None = None,
+    device: str = "auto",
 ) -> TeacherPool:
-    """Clients for every teacher; nothing is sent yet.
+    """Clients for every teacher; nothing is sent yet, and none is loaded.
+
+    Args:
+        turn: for the local ones, whose models it is told when they are loaded.
+        device: the student's.
 
     Raises:
         ConfigError: when an API key's environment variable is not set, or the cache cannot be.
@@ -48,22 +58,29 @@ def teacher_pool(
     cache = None
     if score_cache is not None:
         cache = ScoreCache(score_cache.path, max_bytes=int(score_cache.max_gigabytes * 1e9))
+    turn = turn or Turn()
     return TeacherPool(
         {
-            name: TeacherClient(
-                name,
-                config.url,
-                service=_service(config),
-                api_key=_api_key(name, config),
-                timeout_seconds=config.timeout_seconds,
-                deadline_seconds=config.deadline_seconds,
-                max_concurrency=config.max_concurrency,
-                hedging=Hedging(config.hedge_after_seconds, config.hedge_after_quantile),
-                require_all_replicas=config.require_all_replicas,
-                cache=cache,
-            )
+            name: LocalTeacher(name, config, turn, device=device_kind(config.device or device))
+            if config.local
+            else _client(name, config, cache)
             for name, config in configs.items()
         }
+    )
+
+
+def _client(name: str, config: TeacherConfig, cache: ScoreCache | None) -> AskedTeacher:
+    return TeacherClient(
+        name,
+        config.url,
+        service=_service(config),
+        api_key=_api_key(name, config),
+        timeout_seconds=config.timeout_seconds,
+        deadline_seconds=config.deadline_seconds,
+        max_concurrency=config.max_concurrency,
+        hedging=Hedging(config.hedge_after_seconds, config.hedge_after_quantile),
+        require_all_replicas=config.require_all_replicas,
+        cache=cache,
     )
 
 

@@ -77,9 +77,9 @@ def run_demo(output_dir: Path, *, seed: int, steps: int | None, console: Console
     results: dict[TaskName, TaskResult] = {}
     for task, teacher in zip(TASKS, (sums, words), strict=True):
         results[task] = TaskResult(
-            teacher_accuracy=_accuracy(teacher, folders[teacher.name], task, seed),
-            student_before=_accuracy(student, folders[student.name], task, seed),
-            student_after=_accuracy(student, final, task, seed),
+            teacher_accuracy=accuracy(teacher, folders[teacher.name], task, seed),
+            student_before=accuracy(student, folders[student.name], task, seed),
+            student_after=accuracy(student, final, task, seed),
             scored_tokens_per_second=rates[task],
         )
     ended = time.perf_counter()
@@ -111,6 +111,25 @@ def demo_config(
     seed: int,
 ) -> RunConfig:
     """The run, as a YAML file would say it: one CTKD loss in each direction of the KL."""
+    teachers = {
+        "sums": {"url": addresses["sums"], "loss": {"type": "ctkd", "divergence": "forward_kl"}},
+        "words": {"url": addresses["words"], "loss": {"type": "ctkd", "divergence": "reverse_kl"}},
+    }
+    return distillation(
+        output_dir, prompts=prompts, student=student, teachers=teachers, steps=steps, seed=seed
+    )
+
+
+def distillation(
+    output_dir: Path,
+    *,
+    prompts: Path,
+    student: Path,
+    teachers: Mapping[str, Mapping[str, Any]],
+    steps: int,
+    seed: int,
+) -> RunConfig:
+    """A run with the demo's sizes and learning rate, and any teachers."""
     values: dict[str, Any] = {
         "exp_name": "demo",
         "seed": seed,
@@ -130,18 +149,7 @@ def demo_config(
             "tokens_per_micro_batch": 4_096,
         },
         "rollout": {"prompts_per_step": 64, "max_new_tokens": 12, "generation_batch_size": 32},
-        "teachers": {
-            "sums": {
-                "url": addresses["sums"],
-                "top_k": 16,
-                "loss": {"type": "ctkd", "divergence": "forward_kl"},
-            },
-            "words": {
-                "url": addresses["words"],
-                "top_k": 16,
-                "loss": {"type": "ctkd", "divergence": "reverse_kl"},
-            },
-        },
+        "teachers": {name: {"top_k": 16, **settings} for name, settings in teachers.items()},
     }
     return parse_run(values, source="demo")
 
@@ -159,10 +167,13 @@ def _write_prompts(path: Path, seed: int) -> Path:
     return path
 
 
-def _accuracy(recipe: Recipe, folder: Path, task: TaskName, seed: int) -> float:
+def accuracy(
+    recipe: Recipe, folder: Path, task: TaskName, seed: int, exercises: int = EXERCISES
+) -> float:
+    """The share of held-out exercises that the model in a folder answers exactly."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     return exact_match(
-        model, Encoder(recipe.tokenizer()), held_out_exercises(task, EXERCISES, seed)
+        model, Encoder(recipe.tokenizer()), held_out_exercises(task, exercises, seed)
     )
 
 

@@ -9,20 +9,25 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from transformers import PretrainedConfig
-
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 _BLOCKS = 256
 _BLOCK_BYTES = 4096
 
 
-def revision_of(model: str, config: PretrainedConfig) -> str:
-    """The hub commit that ``config`` was read from, else a hash of the folder's weights."""
+def name_of(model: str) -> str:
+    """A folder's name, not its path (the same folder elsewhere gives the same scores), or a hub
+    id."""
+    return folder.name if (folder := Path(model)).is_dir() else model
+
+
+def revision_of(model: str, config: object) -> str:
+    """The hub commit that transformers read ``config`` from, else a hash of the folder's
+    weights."""
     folder = Path(model)
     if not folder.is_dir():
         # transformers keeps the resolved commit here and offers no public name for it.
-        return config._commit_hash or "unknown"  # pyright: ignore[reportPrivateUsage]
+        return getattr(config, "_commit_hash", None) or "unknown"
     return hash_of_weights(folder)
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mopd_server.model_revision import hash_of_weights
+from mopd_protocol.model_revision import hash_of_weights
 
 
 def folder(path: Path, weights: bytes, config: str = "{}") -> Path:
