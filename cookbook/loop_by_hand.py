@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mopd_client.expectation import Expectation
-from mopd_client.pool import TeacherPool
+from mopd_client.pool import AskedTeacher, TeacherPool
 from mopd_client.teacher_client import TeacherClient
 from mopd_losses.alignment import align
 from mopd_losses.build import Vocabularies, build_loss, projection_for
@@ -58,7 +58,7 @@ def sample(model, student: StudentIdentity, prompt: Prompt, longest: int) -> Rol
     )
 
 
-async def loss_of(teacher: TeacherClient, student: StudentIdentity) -> tuple[Loss, Vocabularies]:
+async def loss_of(teacher: AskedTeacher, student: StudentIdentity) -> tuple[Loss, Vocabularies]:
     """CTKD between the student's vocabulary and this teacher's, and the two vocabularies."""
     tokenizer = await teacher.tokenizer()
     sides = Vocabularies(

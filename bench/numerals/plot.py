@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Literal
 
 import matplotlib as mpl
@@ -29,7 +30,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
         pair = found["pairs"][name]
         runs = [run for run in found["runs"] if run["pair"] == name]
         _draw_curves(axes[0, column], pair, runs)
-        axes[0, column].set_title(f"{name}\n{pair['title']}", fontsize=8)
+        axes[0, column].set_title(fill(f"{name}: {pair['title']}", width=60), fontsize=8)
         _draw_bars(axes[1, column], pair)
     for row in axes:
         row[0].set_ylabel("accuracy on held-out exercises")
