@@ -32,6 +32,7 @@ from mopd_trainer.measurements import (
     rollout_metrics,
     teacher_metrics,
 )
+from mopd_trainer.only_writer import only_writer
 from mopd_trainer.packing import pack
 from mopd_trainer.phase_clock import PhaseClock
 from mopd_trainer.pipeline import Collected, Pipeline, pipeline
@@ -97,6 +98,18 @@ async def train(
     prompts = read_prompts(config.data, config.judges) if prompts is None else prompts
     require_trackers(config.logging)
     identity = RunIdentity.of(config, prompts)
+    with only_writer(config.output_dir):
+        return await _train(config, console, prompts, identity, ranks, workers)
+
+
+async def _train(
+    config: RunConfig,
+    console: Console,
+    prompts: Sequence[Prompt],
+    identity: RunIdentity,
+    ranks: Ranks | None,
+    workers: RolloutWorkers | None,
+) -> Path:
     checkpoint = starting_checkpoint(config, identity)
     turn = Turn()
     pool = teacher_pool(config.asked, config.score_cache, turn=turn, device=config.student.device)
