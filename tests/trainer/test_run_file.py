@@ -73,6 +73,17 @@ def refusal(path: Path, *overrides: str) -> str:
             for data in ({"source": "answers"}, {"on_policy_fraction": 0.9})
             for loss in ("policy_gradient", "k2", "k3")
         ),
+        *(
+            (
+                lambda v, loss=loss: (
+                    v["rollout"].update(max_staleness=2),
+                    v["teachers"]["code"].update(loss={"type": loss}),
+                ),
+                f"teacher 'code' has loss '{loss}', which is right for samples of the weights that "
+                "are trained, but rollout.max_staleness is 2",
+            )
+            for loss in ("k2", "k3")
+        ),
         (
             lambda v: (v["data"].update(source="answers"), v.update(teachers={})),
             "teachers is empty, but completions are to be judged",

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mopd_losses.config import ON_SAMPLES
+from mopd_losses.config import ON_SAMPLES, K2Config, K3Config
 from mopd_protocol.samples import Source
 from mopd_trainer.resources import ResourcesConfig
 from mopd_trainer.teacher_config import (
@@ -302,6 +302,18 @@ class RunConfig(_Settings):
                 f"resources.rollout_workers is {workers}, but the student writes nothing in this "
                 "run; leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _uncorrected_samples_are_fresh(self) -> "RunConfig":
+        ahead = self.rollout.max_staleness
+        for name, teacher in self.teachers.items():
+            if ahead and isinstance(teacher.loss, K2Config | K3Config):
+                raise ValueError(
+                    f"teacher {name!r} has loss '{teacher.loss.type}', which is right for samples "
+                    f"of the weights that are trained, but rollout.max_staleness is {ahead}; set "
+                    "it to 0, or use 'policy_gradient', which weighs older samples"
+                )
         return self
 
     @model_validator(mode="after")
