@@ -63,7 +63,12 @@ def test_the_light_parts_import_without_an_extra(wheel: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("extra", "script", "program"),
-    [("server", _SERVER, "mopd-teacher"), ("trainer", _TRAINER, "mopd")],
+    [
+        ("server", _SERVER, "mopd-teacher"),
+        ("trainer", _TRAINER, "mopd"),
+        ("lora", "import mopd_trainer.loop, mopd_trainer.lora, peft", "mopd"),
+        ("ray", "import mopd_trainer.loop, mopd_trainer.ray_cluster, ray.dashboard.head", "mopd"),
+    ],
 )
 def test_an_extra_brings_all_that_its_program_needs(
     extra: str, script: str, program: str, wheel: Path, tmp_path: Path
