@@ -79,7 +79,7 @@ def asked(teacher: TinyTeacher, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     """The runs' way to the teacher, which is in this process."""
     transport = Recorded(teacher.app)
 
-    def pool(configs: Mapping[str, TeacherConfig], _: object = None) -> TeacherPool:
+    def pool(configs: Mapping[str, TeacherConfig], _: object, **_others: object) -> TeacherPool:
         return TeacherPool(
             {name: TeacherClient(name, c.url, transport=transport) for name, c in configs.items()}
         )
