@@ -121,6 +121,7 @@ def span_masses(places: Places, spans: Spans, topk: TopKLogprobs, known: Nats) -
             terms += (path + topk.logprobs[row][crossing].astype(np.float64)).tolist()
         nats[span] = np.logaddexp.reduce(terms)
     all_known = known[spans.firsts]
-    shares = np.minimum(nats - all_known, 0.0)
+    found = nats > -np.inf  # else the teacher may know nothing here at all
+    shares = np.minimum(nats - np.where(found, all_known, 0.0), 0.0)
     with np.errstate(divide="ignore"):
         return SpanMasses(nats, all_known + np.log(-np.expm1(shares)))

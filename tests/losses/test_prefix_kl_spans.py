@@ -3,12 +3,25 @@
 import math
 from functools import cache
 from itertools import count, islice
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
 
+from mopd_losses.prefix_places import places_of
+from mopd_losses.prefix_spans import span_masses, spans_of
 from mopd_losses.prefix_targets import PrefixTargets
-from tests.losses.prefix_pairs import END_CHARACTER, Pair, Problem, Tongue, compared, random_problem
+from mopd_protocol.topk_logprobs import TopKLogprobs
+from tests.losses.prefix_pairs import (
+    END_CHARACTER,
+    ExactTopK,
+    Pair,
+    Problem,
+    Tongue,
+    compared,
+    random_problem,
+)
 from tests.losses.test_prefix_kl import value_and_gradient
 from tests.losses.test_prefix_kl_exactness import models, scored, sides
 from tests.reference import prefix_kl as slow
@@ -138,6 +151,26 @@ def test_a_word_outside_the_top_k_is_known_too() -> None:
     (span,) = torch.nonzero(targets.are_spans).flatten().tolist()
     assert targets.events[span, 0].exp().item() == pytest.approx(0.25 * 0.4)
     assert targets.rests[span].exp().item() == pytest.approx(1 - 0.25 * 0.4)
+
+
+def test_a_teacher_that_finds_the_way_impossible_tells_no_number_that_is_none() -> None:
+    (problem,) = problems(1)
+    comparison = problem.comparison
+    places = places_of(
+        comparison.student, comparison.score.completion, problem.pair.loss().junctions
+    )
+    spans = spans_of(places, problem.pair.units)
+    topk = comparison.score.topk
+    impossible = ExactTopK(
+        topk.ids,
+        np.full_like(topk.logprobs, -np.inf),
+        np.full_like(topk.token_logprobs, -np.inf),
+        topk.tail_logprobs,
+    )
+    known = np.full(len(places), -np.inf)
+    with np.errstate(invalid="raise"):
+        found = span_masses(places, spans, cast(TopKLogprobs, impossible), known)
+    assert found.nats.tolist() == found.rests.tolist() == [-math.inf] * len(spans)
 
 
 def test_there_are_no_spans_where_shorter_tokens_lead_to_every_long_one() -> None:
