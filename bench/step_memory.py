@@ -176,7 +176,8 @@ def main() -> None:
         except EOFError:
             raise SystemExit(f"{way} did not finish; out of memory?") from None
         process.join()
-        console.print(f"{way}: {found[way]['seconds']:.0f} s")
+        told = found[way]["until_update_bytes"] / 1e9, found[way]["step_bytes"] / 1e9
+        console.print(f"{way}: {told[0]:.2f} and {told[1]:.2f} GB, {found[way]['seconds']:.0f} s")
     floor = found[FLOOR]
     table = Table(
         title=f"{floor['parameters'] / 1e6:,.0f} M parameters, {floor['tokens']:,} tokens: GB over "
