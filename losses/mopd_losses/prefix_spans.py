@@ -108,12 +108,13 @@ def span_masses(places: Places, spans: Spans, topk: TopKLogprobs, known: Nats) -
         known: [places], nats of everything that the teacher says at a place.
     """
     standing = places.teacher
-    first_rows = standing.first[spans.firsts].tolist()
     written = topk.token_logprobs.tolist()
     nats = np.empty(len(spans))
-    for span, (first, last, start) in enumerate(
-        zip(spans.firsts.tolist(), spans.lasts.tolist(), first_rows, strict=True)
+    for span, (first, last) in enumerate(
+        zip(spans.firsts.tolist(), spans.lasts.tolist(), strict=True)
     ):
+        earlier = standing.crossed[first]
+        start = earlier[-1][0] if earlier else int(standing.own[first])
         terms = [math.fsum(written[start : standing.own[last]])]
         for row, crossed in crossed_behind(standing, first, last):
             path = math.fsum(written[start:row])
