@@ -22,7 +22,7 @@ from tests.trainer.runs import questions, run_values, write_lines
 from tests.trainer.whole_runs import journal, run_here
 from tests.vllm_marks import needs_vllm
 
-pytestmark = needs_vllm
+pytestmark = [*needs_vllm, pytest.mark.usefixtures("small_vllm")]
 
 if TYPE_CHECKING:  # importing vLLM takes seconds
     from mopd_trainer.vllm_generation import VllmGeneration
@@ -48,15 +48,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.save(model, tokenizer, tmp_path_factory.mktemp("student"))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_vllm() -> Iterator[None]:
-    """For every vLLM of this module."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        yield
-
-
 @pytest.fixture(scope="module")
 def config(model_folder: Path) -> StudentConfig:
     return StudentConfig.model_validate({"model": str(model_folder), "device": "cpu", "lora": LORA})
@@ -68,7 +59,7 @@ def student(config: StudentConfig) -> Student:
 
 
 @pytest.fixture(scope="module")
-def engine(config: StudentConfig, student: Student) -> "Iterator[VllmGeneration]":
+def engine(config: StudentConfig, student: Student, small_vllm: None) -> "Iterator[VllmGeneration]":
     prepare_environment()
     from mopd_trainer.vllm_generation import VllmGeneration
 

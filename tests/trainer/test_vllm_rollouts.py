@@ -27,7 +27,7 @@ from tests.trainer.students import QUESTION
 from tests.trainer.whole_runs import journal, run_here
 from tests.vllm_marks import needs_vllm
 
-pytestmark = needs_vllm
+pytestmark = [*needs_vllm, pytest.mark.usefixtures("small_vllm")]
 
 if TYPE_CHECKING:  # importing vLLM takes seconds
     from mopd_trainer.vllm_generation import VllmGeneration
@@ -86,15 +86,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config.from_dict(config))
     return tiny_models.save(model, tokenizer, tmp_path_factory.mktemp("student"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_vllm() -> Iterator[None]:
-    """For every vLLM of this module."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        yield
 
 
 @pytest.fixture(scope="module")
