@@ -212,12 +212,22 @@ class TextEncoder:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids if text else []
+        return encode_text(self._tokenizer, text, add_special_tokens=False)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text."""
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
+
+
+def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Token ids of ``text``, while other threads go on.
+
+    ``Tokenizer.encode`` holds the interpreter's lock, for seconds where a text has megabytes, and
+    keeps offsets that nobody here reads; the call for batches does neither.
+    """
+    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return encoding.ids
 
 
 def _model_surfaces(description: JSON) -> dict[int, str]:

@@ -21,7 +21,13 @@ from mopd_protocol.errors import ConfigError, DataError
 from mopd_protocol.requests import ControlToken, SequenceRequest
 from mopd_protocol.samples import Message
 from mopd_protocol.token_sequence import TokenSequence
-from mopd_protocol.token_table import TextEncoder, TokenRoles, TokenTable, control_tokens
+from mopd_protocol.token_table import (
+    TextEncoder,
+    TokenRoles,
+    TokenTable,
+    control_tokens,
+    encode_text,
+)
 from mopd_protocol.tokenizer_file import tokenizer_json
 from mopd_protocol.tokenizer_roles import ChatTokenizer, roles_of
 from mopd_server.engine import ScoringTask
@@ -105,11 +111,11 @@ class TeacherTokenizer:
             for message in sequence.messages:
                 _require_unicode("messages", message.role + message.content)
             rendered = self._render(sequence.messages)
-            return self._tokenizer.encode(rendered, add_special_tokens=False).ids
+            return encode_text(self._tokenizer, rendered, add_special_tokens=False)
         assert sequence.prompt is not None
         _require_unicode("prompt", sequence.prompt)
         begin = [] if self.table.roles.bos is None else [self.table.roles.bos]
-        return self._tokenizer.encode(sequence.prompt).ids or begin
+        return encode_text(self._tokenizer, sequence.prompt, add_special_tokens=True) or begin
 
     def _render(self, messages: Sequence[Message]) -> str:
         if not self.renders_messages:

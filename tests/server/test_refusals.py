@@ -317,6 +317,39 @@ def test_work_for_a_client_that_has_gone_leaves_the_queue(
     assert 'mopd_requests_total{path="/v1/logprobs",status="499"} 1.0' in metrics
 
 
+@pytest.mark.parametrize("part", ["prompt", "messages", "completion"])
+def test_probes_are_answered_while_a_text_of_megabytes_is_tokenized(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Its tokenizer works for seconds, as other teachers' do for a moment."""
+    teacher = teacher_of_family("qwen")
+    tokenize, text = teacher.tokenizer.tokenize, "a" * 2**20
+    given = [{"role": "user", "content": text}] if part == "messages" else text
+    sequence = {"messages": None, **SEQUENCE, part: given}
+    if part == "messages":
+        del sequence["prompt"]
+
+    async def scenario() -> httpx.Response:
+        loop, begun = asyncio.get_running_loop(), asyncio.Event()
+
+        def telling(request: Any) -> Any:
+            loop.call_soon_threadsafe(begun.set)
+            return tokenize(request)
+
+        monkeypatch.setattr(teacher.tokenizer, "tokenize", telling)
+        body = {"sequences": [sequence]}
+        asked = asyncio.create_task(request_async(teacher.app, "POST", "/v1/logprobs", body))
+        await begun.wait()
+        probes = 0
+        while not asked.done():
+            assert (await request_async(teacher.app, "GET", "/healthz")).status_code == 200
+            probes += 1
+        assert probes > 15, "they had to wait for the text"
+        return await asked
+
+    problem(asyncio.run(scenario()), 413)
+
+
 async def call_and_leave(app: Any, leaving: asyncio.Event) -> None:
     """A scoring request whose client closes the connection when ``leaving`` is set."""
     body = [
