@@ -118,24 +118,55 @@ class Batcher:
         return taken
 
     async def _work(self) -> None:
-        loop = asyncio.get_running_loop()
         while batch := self._take():
-            started = time.monotonic()
-            try:
-                scores = await loop.run_in_executor(self._thread, self._run_engine, batch)
-            # Whatever the engine fails with belongs to this batch; the next one gets its chance.
-            except Exception as error:
-                logger.exception("the engine failed on a batch of %d sequences", len(batch))
-                _fail(batch, error)
-                if isinstance(error, EngineDead):
-                    self._on_death(str(error))
-                continue
-            seconds = time.monotonic() - started
-            self._waiting.worked(sum(entry.task.tokens for entry in batch), seconds)
-            for entry, score in zip(batch, scores, strict=True):
-                if not entry.scored.done():  # its client may have gone meanwhile
-                    times = EngineTimes(started - entry.submitted, seconds)
-                    entry.scored.set_result((score, times))
+            await self._score_batch(batch)
+
+    async def _score_batch(self, batch: Sequence[_Waiting]) -> None:
+        """Scores a batch; where that fails, its halves, so that only what cannot be scored fails.
+
+        One sequence on which the precision overflows, or one batch too many for the memory, is no
+        matter of the other clients whose sequences happened to wait beside it.
+        """
+        started = time.monotonic()
+        loop = asyncio.get_running_loop()
+        try:
+            scores = await loop.run_in_executor(self._thread, self._run_engine, batch)
+        except Exception as error:
+            if len(batch) == 1 or isinstance(error, EngineDead):
+                self._fail(batch, error)
+                return
+            logger.warning(
+                "the engine failed on a batch of %d sequences with %s; its halves are tried",
+                len(batch),
+                type(error).__name__,
+            )
+        else:
+            self._answer(batch, scores, started)
+            return
+        half = len(batch) // 2
+        for part in (batch[:half], batch[half:]):
+            # A request that has failed already, or whose client has gone, needs no more work.
+            if wanted := [entry for entry in part if not entry.scored.done()]:
+                await self._score_batch(wanted)
+
+    def _answer(
+        self, batch: Sequence[_Waiting], scores: Sequence[TopKLogprobs], started: float
+    ) -> None:
+        seconds = time.monotonic() - started
+        self._waiting.worked(sum(entry.task.tokens for entry in batch), seconds)
+        for entry, score in zip(batch, scores, strict=True):
+            if not entry.scored.done():  # its client may have gone meanwhile
+                times = EngineTimes(started - entry.submitted, seconds)
+                entry.scored.set_result((score, times))
+
+    def _fail(self, batch: Sequence[_Waiting], error: Exception) -> None:
+        logger.error("the engine failed on a batch of %d sequences", len(batch), exc_info=error)
+        refusal = failure_of(error)
+        for entry in batch:
+            if not entry.scored.done():
+                entry.scored.set_exception(refusal)
+        if isinstance(error, EngineDead):
+            self._on_death(str(error))
 
     def _run_engine(self, batch: Sequence[_Waiting]) -> list[TopKLogprobs]:
         settings = batch[0].settings
@@ -147,10 +178,3 @@ class Batcher:
         if len(scores) != len(batch):
             raise RuntimeError(f"the engine answered {len(scores)} of {len(batch)} sequences")
         return scores
-
-
-def _fail(batch: Sequence[_Waiting], error: Exception) -> None:
-    refusal = failure_of(error)
-    for entry in batch:
-        if not entry.scored.done():
-            entry.scored.set_exception(refusal)

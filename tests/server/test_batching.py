@@ -22,6 +22,7 @@ class ScriptedEngine:
         self.gate.set()
         self.begun = threading.Semaphore(0)
         self.error: Exception | None = None
+        self.unfit: set[int] = set()  # names on which it fails
 
     @property
     def description(self) -> EngineDescription:
@@ -35,6 +36,8 @@ class ScriptedEngine:
         assert self.gate.wait(timeout=30), "a failed test left the gate closed"
         if self.error is not None:
             raise self.error
+        if self.unfit.intersection(self.batches[-1][0]):
+            raise FloatingPointError("overflow")
         return [
             TopKLogprobs(
                 ids=task.completion_ids[:, None],
@@ -220,8 +223,28 @@ def test_an_engine_that_fails_fails_its_batch_and_then_works_on() -> None:
         return await score(queue, task(3))
 
     assert asyncio.run(scenario()) == [3]
-    assert [names for names, _, _ in engine.batches] == [[1, 2], [3]]
+    assert [names for names, _, _ in engine.batches] == [[1, 2], [1], [2], [3]]
     assert deaths == []
+
+
+def test_a_sequence_that_cannot_be_scored_fails_its_own_request_only() -> None:
+    engine = ScriptedEngine()
+    engine.unfit = {5}
+    queue = batcher(engine)
+
+    async def scenario() -> list[list[int] | BaseException]:
+        first = await behind_a_closed_gate(engine, queue)
+        others = [score(queue, task(1), task(2)), score(queue, task(5), task(6))]
+        asked = [asyncio.create_task(call) for call in (*others, score(queue, task(7)))]
+        await queued(queue, 5)
+        engine.gate.set()
+        return await asyncio.gather(first, *asked, return_exceptions=True)
+
+    first, before, unfit, after = asyncio.run(scenario())
+    assert (first, before, after) == ([0], [1, 2], [7])
+    assert isinstance(unfit, Refusal)
+    assert "FloatingPointError: overflow" in str(unfit)
+    assert [names for names, _, _ in engine.batches[1:4]] == [[1, 2, 5, 6, 7], [1, 2], [5, 6, 7]]
 
 
 def test_an_engine_that_dies_is_told_apart_from_one_that_fails() -> None:
