@@ -270,6 +270,19 @@ def test_work_for_a_client_that_leaves_is_given_up(teacher: RunningTeacher) -> N
     assert teacher.metric("mopd_tokens_scored_total") == scored
 
 
+def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_failure(
+    teacher: RunningTeacher,
+) -> None:
+    gone = "mopd_cancelled_requests_total"
+    failed = 'mopd_requests_total{path="/v1/logprobs",status="500"}'
+    before, failures = teacher.metric(gone), teacher.metric(failed)
+    with connected(teacher) as connection:
+        connection.sendall(head(1000) + b'{"sequences"')
+        teacher.until_metric("mopd_requests_in_flight", 1)
+    teacher.until_metric(gone, before + 1)
+    assert teacher.metric(failed) == failures
+
+
 @pytest.mark.parametrize(
     "text",
     [
