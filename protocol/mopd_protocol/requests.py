@@ -8,6 +8,10 @@ from mopd_protocol.samples import Message
 
 LogprobsDtype = Literal["float32", "float16"]
 
+#: Sequences of one request. Each costs some work whatever its length, and one body has room for
+#: half a million empty ones.
+MOST_SEQUENCES = 16_384
+
 #: A list stops at its first mistake: one body can hold millions, each of which takes memory.
 TokenIds: TypeAlias = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
@@ -93,7 +97,9 @@ class LogprobsRequest(BaseModel):
         },
     )
 
-    sequences: Annotated[list[SequenceRequest], Field(fail_fast=True)] = Field(min_length=1)
+    sequences: Annotated[list[SequenceRequest], Field(fail_fast=True)] = Field(
+        min_length=1, max_length=MOST_SEQUENCES
+    )
     top_k: int = Field(default=64, ge=1)
     """Most likely teacher tokens per completion token."""
     temperature: float = Field(default=1.0, gt=0)

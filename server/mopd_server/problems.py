@@ -149,6 +149,9 @@ def _found_and_expected(
         return f"{context['found']} mistakes", "a scoring request as /docs explains it"
     if error["type"] == "extra_forbidden":
         return f"an unknown key {location[-1]!r}", f"only {', '.join(_keys_beside(location))}"
+    if error["type"] == "too_long":  # not quoted: it is long
+        most = context["max_length"]
+        return f"more than {most}", f"at most {most}; send fewer at once"
     if error["type"] == "missing":
         return "nothing", "a value"
     if error["type"] == "value_error":  # our own validators already say found and expected

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from mopd_protocol.requests import MOST_SEQUENCES
 from mopd_server.app import create_app
 from mopd_server.problems import PROBLEM_MEDIA_TYPE
 from tests.server.tiny_teachers import (
@@ -58,6 +59,10 @@ def problem(answer: httpx.Response, status: int) -> dict[str, Any]:
         ({"sequences": [SEQUENCE], "temperature": 0}, "temperature: found 0; expected greater"),
         ({"top_k": 4}, "sequences: found nothing; expected a value"),
         ({"sequences": []}, "sequences: found []; expected"),
+        (
+            {"sequences": [{"prompt": "a", "completion": ""}] * (MOST_SEQUENCES + 1)},
+            f"sequences: found more than {MOST_SEQUENCES}; expected at most {MOST_SEQUENCES}; send",
+        ),
         (
             {"sequences": [{"prompt_token_ids": [-1], "completion": ""}]},
             "sequences[0].prompt_token_ids[0]: found -1; expected greater than or equal to 0",
