@@ -6,6 +6,7 @@ of them would read the whole checkpoint twice, so blocks are taken evenly from e
 """
 
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,16 +19,27 @@ _BLOCK_BYTES = 4096
 def name_of(model: str) -> str:
     """A folder's name, not its path (the same folder elsewhere gives the same scores), or a hub
     id."""
-    return folder.name if (folder := Path(model)).is_dir() else model
+    return folder_name(model) if Path(model).is_dir() else model
 
 
-def revision_of(model: str, config: object) -> str:
+def folder_name(model: str) -> str:
+    """The last component of a path, also of one such as ``.``; links keep their own name."""
+    return os.path.basename(os.path.abspath(model))
+
+
+def revision_of(model: str, config: object, *, asked: str | None = None) -> str:
     """The hub commit that transformers read ``config`` from, else a hash of the folder's
-    weights."""
+    weights.
+
+    Args:
+        asked: commit, branch or tag that was asked of the hub. A branch moves on, and a folder has
+            none, so this alone would be one name for several weights: it is the answer only where
+            transformers does not tell the commit.
+    """
     folder = Path(model)
     if not folder.is_dir():
         # transformers keeps the resolved commit here and offers no public name for it.
-        return getattr(config, "_commit_hash", None) or "unknown"
+        return getattr(config, "_commit_hash", None) or asked or "unknown"
     return hash_of_weights(folder)
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mopd_protocol.model_revision import folder_name
+
 EngineName = Literal["auto", "vllm", "transformers"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LogFormat = Literal["text", "json"]
@@ -55,7 +57,7 @@ class TeacherSettings:
     @property
     def service_name(self) -> str:
         """The name given, else the last component of the model's path."""
-        return self.name or Path(self.model).name
+        return self.name or folder_name(self.model)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,7 @@ def load_transformers_engine(settings: TeacherSettings, table: TokenTable) -> "T
         model,
         table,
         name=name_of(settings.model),
-        revision=settings.revision or revision_of(settings.model, model.config),
+        revision=revision_of(settings.model, model.config, asked=settings.revision),
         max_model_len=_max_model_len(model, settings.max_model_len),
         max_batch_tokens=settings.max_batch_tokens,
     )

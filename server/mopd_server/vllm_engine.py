@@ -412,7 +412,7 @@ def _description(
         engine="vllm",
         engine_version=f"{vllm.__version__} ({', '.join(built_with)})",
         model=name_of(settings.model),
-        revision=settings.revision or revision_of(settings.model, model.hf_config),
+        revision=revision_of(settings.model, model.hf_config, asked=settings.revision),
         dtype=str(model.dtype).removeprefix("torch."),
         logit_width=model.get_vocab_size(),
         max_model_len=limits.longest_sequence,
