@@ -16,6 +16,10 @@ from mopd_client.replica import Replica, spare
 
 logger = logging.getLogger(__name__)
 
+#: A longer Retry-After is taken for this: no deadline is so long, and a number of a thousand digits
+#: is infinite as a float.
+_LONGEST_REQUESTED_SECONDS = 86_400.0
+
 RETRIED_STATUSES = frozenset({429, 502, 503, 504})
 
 Send = Callable[[Replica], Awaitable[httpx.Response]]
@@ -136,7 +140,7 @@ def _requested_pause(response: httpx.Response) -> float:
     if response.status_code not in RETRIED_STATUSES:
         return 0.0
     requested = response.headers.get("retry-after", "").strip()
-    return float(requested) if requested.isdecimal() else 0.0
+    return min(float(requested), _LONGEST_REQUESTED_SECONDS) if requested.isdecimal() else 0.0
 
 
 async def _cancel(*tasks: "asyncio.Future[Any]") -> None:

@@ -153,9 +153,10 @@ async def test_without_any_answer_the_deadline_ends_with_what_went_wrong():
     assert told.value.status is None
 
 
-async def test_a_retry_after_beyond_the_deadline_ends_at_once():
+@pytest.mark.parametrize("seconds", ["3600", "9" * 400])  # the latter is infinite as a float
+async def test_a_retry_after_beyond_the_deadline_ends_at_once(seconds):
     teacher, still = ScriptedTeacher(), StillClock()
-    teacher.script("/v1/logprobs", problem(503, "draining", **{"retry-after": "3600"}))
+    teacher.script("/v1/logprobs", problem(503, "draining", **{"retry-after": seconds}))
     async with client_of(teacher, still) as client:
         with pytest.raises(TeacherError, match=r"draining \(gave up after 1 attempts within 60 s"):
             await client.score([SEQUENCE], top_k=1)
