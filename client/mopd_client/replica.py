@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import httpx
+
 from mopd_client.circuit_breaker import CircuitBreaker
 from mopd_protocol.errors import ConfigError
 
@@ -32,13 +34,22 @@ def replicas_at(teacher: str, urls: Sequence[str]) -> tuple[Replica, ...]:
     if not addresses:
         raise ConfigError(f"teacher {teacher!r} has urls {urls!r}; expected a list of at least one")
     for address in addresses:
-        if not address.startswith(("http://", "https://")):
+        if not _is_address(address):
             raise ConfigError(
                 f"teacher {teacher!r} has url {address!r}; expected http://host:port or https://…"
             )
     if len(set(addresses)) != len(addresses):
         raise ConfigError(f"teacher {teacher!r} has one url twice: {', '.join(addresses)}")
     return tuple(Replica(address) for address in addresses)
+
+
+def _is_address(address: str) -> bool:
+    try:
+        parsed = httpx.URL(address)
+    except httpx.InvalidURL:
+        return False
+    plain = not (parsed.query or parsed.fragment)  # a path is to follow
+    return parsed.scheme in ("http", "https") and bool(parsed.host) and plain
 
 
 def least_busy(replicas: Sequence[Replica], *, now: float, failed: Replica | None) -> Replica:

@@ -336,6 +336,10 @@ async def test_a_replica_that_comes_later_is_held_against_the_manifest():
         ([], "expected a list of at least one"),
         ("http://a", "expected a list of at least one"),
         (["a:8101"], "has url 'a:8101'; expected http://host:port"),
+        (["http://a:port"], "has url 'http://a:port'; expected http://host:port"),
+        (["http://[::1"], "expected http://host:port"),
+        (["http://:8101"], "expected http://host:port"),
+        (["http://a/?key=1"], "expected http://host:port"),
         (["http://a", "http://a/"], "has one url twice"),
     ],
 )
