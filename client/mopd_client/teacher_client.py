@@ -119,7 +119,8 @@ class TeacherClient:
             await asyncio.gather(*polls, return_exceptions=True)
 
     async def handshake(self, expectation: Expectation | None = None) -> Manifest:
-        """Who this teacher is; later answers are held against it.
+        """Who this teacher is; later answers are held against it. Of replicas that were started
+        with other limits, the least counts: any of them may be asked.
 
         Raises:
             TeacherError: when it does not answer, speaks another schema version, or its replicas
@@ -140,6 +141,7 @@ class TeacherClient:
                 )
         if self._manifest is not None and self._manifest.manifest_id != manifest.manifest_id:
             raise self._changed(manifest.manifest_id, self._manifest)
+        manifest = _within_all_limits(manifest, [other for _, other in found])
         if expectation is not None:
             expectation.check(self.name, manifest)
         self._manifest = manifest
@@ -292,6 +294,15 @@ async def _any(polls: Sequence["asyncio.Task[None]"]) -> None:
 def unavailable(error: TeacherError) -> bool:
     """Whether the teacher was not there, rather than that it refused or answered nonsense."""
     return error.status is None or error.status in RETRIED_STATUSES
+
+
+def _within_all_limits(manifest: Manifest, replicas: Sequence[Manifest]) -> Manifest:
+    """The manifest of a teacher of which any replica may be asked; limits are no part of its id."""
+    limits = {
+        "max_top_k": min(replica.max_top_k for replica in replicas),
+        "max_model_len": min(replica.max_model_len for replica in replicas),
+    }
+    return manifest.model_copy(update=limits)
 
 
 def _filled(

@@ -74,6 +74,16 @@ async def test_replicas_may_differ_in_what_does_not_affect_scores():
         assert (await client.handshake()).service == "scripted"
 
 
+async def test_of_replicas_with_other_limits_the_least_counts():
+    short, narrow = manifest(max_model_len=128), manifest(max_top_k=8)
+    async with client_of(ScriptedTeacher(short), ScriptedTeacher(narrow)) as client:
+        found = await client.handshake()
+        assert (found.max_model_len, found.max_top_k) == (128, 8)
+        assert found.manifest_id == manifest().manifest_id
+        with pytest.raises(ConfigError, match="serves a top_k of at most 8, expected 64"):
+            await client.handshake(Expectation(top_k=64))
+
+
 async def test_another_schema_version_is_refused_even_with_unknown_fields():
     teacher = ScriptedTeacher()
     document = {**manifest().model_dump(mode="json"), "schema_version": 2, "novelty": True}
