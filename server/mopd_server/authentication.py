@@ -27,6 +27,9 @@ KEYS_VARIABLE = "MOPD_API_KEYS"
 
 _NAMED_KEY = re.compile(r"(?P<name>[A-Za-z0-9_.-]{1,64})(?::\s*|\s+)(?P<key>\S+)")
 
+#: What a client can send behind ``Bearer``: a key of anything else would open to nobody.
+_SENDABLE_KEY = re.compile(r"[!-~]+")
+
 #: Tells one state of a file from another: time of change, size, and which file it is.
 _FileState = tuple[int, int, int]
 
@@ -47,7 +50,7 @@ class ApiKeys:
     """
 
     def __init__(self, fixed: Sequence[str] = (), file: Path | None = None) -> None:
-        self._fixed = _parsed(fixed)
+        self._fixed = _parsed(fixed, f"{KEYS_VARIABLE}, key")
         self._file = file
         self._seen: _FileState | None = None
         self._from_file: tuple[ApiKey, ...] = ()
@@ -59,7 +62,8 @@ class ApiKeys:
         """Keys of ``file`` (one a line) and of the environment (comma-separated).
 
         Raises:
-            ConfigError: when the file cannot be read, or holds no key (which would let nobody in).
+            ConfigError: when the file cannot be read, holds no key (which would let nobody in), or
+                a line that is none.
         """
         keys = cls(os.environ.get(KEYS_VARIABLE, "").split(","), file)
         if file is not None:
@@ -138,24 +142,33 @@ class RequireApiKey:
             await self._app(scope, receive, send)
 
 
-def _parsed(lines: Iterable[str]) -> tuple[ApiKey, ...]:
+def _parsed(lines: Iterable[str], place: str) -> tuple[ApiKey, ...]:
+    """The keys of ``lines``; errors name ``place`` and the line, never the key."""
     keys: list[ApiKey] = []
-    for line in map(str.strip, lines):
+    for number, line in enumerate(map(str.strip, lines), start=1):
         if not line or line.startswith("#"):
             continue
         named = _NAMED_KEY.fullmatch(line)
         name, key = named.group("name", "key") if named else (f"key-{len(keys) + 1}", line)
+        if not _SENDABLE_KEY.fullmatch(key):
+            raise ConfigError(
+                f"{place} {number} is no API key: it has characters that no client can send in a "
+                "key (spaces, or others than printable ASCII); expected KEY or NAME KEY, the name "
+                "of letters, digits, '_', '.' and '-', and nothing behind the key"
+            )
         keys.append(ApiKey(name, _digest(key)))
     return tuple(keys)
 
 
 def _read(file: Path) -> tuple[ApiKey, ...]:
     try:
-        return _parsed(file.read_text(encoding="utf-8").splitlines())
+        # Some editors write a byte order mark, which would be part of the first key.
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
         raise ConfigError(f"cannot read the API keys in {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read the API keys in {file}: it is not UTF-8 text") from error
+    return _parsed(lines, f"{file}, line")
 
 
 def _state(file: Path) -> _FileState | None:

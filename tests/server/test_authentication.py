@@ -51,6 +51,30 @@ def test_a_file_without_keys_keeps_a_teacher_from_starting(
         ApiKeys.read(file)
 
 
+@pytest.mark.parametrize(
+    "line", ["alice sesame  # of team a", "bob@corp sesame", "sesamé", "alice sesamé", "\x00sesame"]
+)
+def test_a_line_that_would_open_to_nobody_is_told_and_not_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# keys\none\n{line}\n")
+    with pytest.raises(ValueError, match="keys, line 3 is no API key: it has characters") as told:
+        ApiKeys.read(file)
+    assert "sesam" not in str(told.value)
+    if "\x00" not in line:
+        monkeypatch.setenv("MOPD_API_KEYS", f"one,{line}")
+        with pytest.raises(ValueError, match="MOPD_API_KEYS, key 2 is no API key"):
+            ApiKeys.read(None)
+
+
+def test_the_mark_at_the_beginning_of_a_file_is_no_part_of_its_first_key(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(b"\xef\xbb\xbfone\r\nbob two\r\n")
+    keys = ApiKeys.read(file)
+    assert [keys.name_of(key) for key in ("one", "two")] == ["key-1", "bob"]
+
+
 def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("alice one\n")
