@@ -4,6 +4,7 @@ Arguments are parsed before anything heavy is imported, so that ``--help`` answe
 """
 
 import argparse
+import math
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +25,9 @@ Number = TypeVar("Number", int, float)
 
 #: Exit status after Ctrl-C, as shells count it.
 _INTERRUPTED = 130
+
+#: A year: the system's clocks take no infinite times, and say so only where one is waited for.
+_LONGEST_SECONDS = 31_536_000
 
 _EXAMPLE = """\
 example: serve a local model as the teacher "math" and ask it for its top 8 per token
@@ -232,21 +236,21 @@ def _add_limit_options(serve: argparse.ArgumentParser) -> None:
     )
     limits.add_argument(
         "--request-timeout",
-        type=_positive(float),
+        type=_positive(float, at_most=_LONGEST_SECONDS),
         default=ListenSettings.request_timeout_seconds,
         metavar="SECONDS",
         help="a request that takes longer gets 504 (default: %(default)g)",
     )
     limits.add_argument(
         "--body-timeout",
-        type=_positive(float),
+        type=_positive(float, at_most=_LONGEST_SECONDS),
         default=ListenSettings.body_timeout_seconds,
         metavar="SECONDS",
         help="a request whose body takes longer to arrive gets 408 (default: %(default)g)",
     )
     limits.add_argument(
         "--drain-timeout",
-        type=_positive(float),
+        type=_positive(float, at_most=_LONGEST_SECONDS),
         default=ListenSettings.drain_seconds,
         metavar="SECONDS",
         help="after SIGTERM, requests in flight have so long; the rest get 503. Keep it below the "
@@ -304,11 +308,12 @@ def _add_listen_options(serve: argparse.ArgumentParser) -> None:
     )
 
 
-def _positive(kind: Callable[[str], Number]) -> Callable[[str], Number]:
+def _positive(kind: Callable[[str], Number], at_most: float = math.inf) -> Callable[[str], Number]:
     def parse(text: str) -> Number:
         number = kind(text)
-        if not number > 0:
-            raise argparse.ArgumentTypeError(f"found {text}, expected a number above 0")
+        if not 0 < number <= at_most:
+            limit = "" if at_most == math.inf else f", up to {at_most}"
+            raise argparse.ArgumentTypeError(f"found {text}, expected a number above 0{limit}")
         return number
 
     parse.__name__ = "number"  # argparse names the type in its own message

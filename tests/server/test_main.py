@@ -99,6 +99,7 @@ def test_every_option_reaches_its_setting() -> None:
         ["--port", "70000"],
         ["--dtype", "int8"],
         ["--gpu-memory-utilization", "1.5"],
+        ["--drain-timeout", "inf"],
     ],
 )
 def test_a_wrong_option_is_explained(
