@@ -110,6 +110,7 @@ def _until_the_end(
     events: _Events, http: HttpServer, lifecycle: Lifecycle, drain_seconds: float
 ) -> signal.Signals:
     """Waits for a signal, then for the last answer, a second signal, or the end of the time."""
+    reason = "drained"
     sentence = "this teacher has shut down; ask another replica, or again later"
     try:
         event = events.get()
@@ -127,10 +128,11 @@ def _until_the_end(
             if not isinstance(event, _Death):
                 logger.info("stopped by %s", number.name)
                 return number
+        reason = "engine_dead"
         sentence = "this teacher's engine has died; ask another replica, or again later"
         raise TeacherDied(event.cause)
     finally:
-        http.call(lambda: lifecycle.abandon("engine_dead", sentence))
+        http.call(lambda: lifecycle.abandon(reason, sentence))
 
 
 @contextmanager

@@ -143,7 +143,10 @@ def test_what_a_drain_cannot_finish_in_its_time_is_told_so(
     ) as teacher:
         asyncio.run(scenario(teacher))
         assert teacher.process.wait(PATIENCE_SECONDS) == 0
-    assert "1 requests are not finished after 0.05 s" in teacher.log.read_text()
+    log = teacher.log.read_text()
+    assert "1 requests are not finished after 0.05 s" in log
+    assert "reason=drained" in log
+    assert "reason=engine_dead" not in log
 
 
 def test_a_second_signal_ends_a_drain(model_folder: Path, tmp_path: Path) -> None:
