@@ -17,7 +17,7 @@ from mopd_protocol.errors import DataError, TeacherError
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.requests import ControlToken, SequenceRequest
 from mopd_protocol.token_sequence import TokenSequence
-from mopd_protocol.token_table import TextEncoder, TokenTable
+from mopd_protocol.token_table import TextEncoder, TokenTable, encode_prompt
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +132,7 @@ def _prompt_ids(tokenizer: FolderTokenizer, sequence: SequenceRequest) -> list[i
     assert sequence.prompt is not None
     _require_unicode(sequence.prompt)
     begin = [] if tokenizer.table.roles.bos is None else [tokenizer.table.roles.bos]
-    return tokenizer.tokenizer.encode(sequence.prompt).ids or begin
+    return encode_prompt(tokenizer.tokenizer, sequence.prompt) or begin
 
 
 def _completion_ids(tokenizer: CompletionTokenizer, sequence: SequenceRequest) -> list[int]:

@@ -212,7 +212,7 @@ class TextEncoder:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``."""
-        return encode_text(self._tokenizer, text, add_special_tokens=False)
+        return encode_text(self._tokenizer, text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text."""
@@ -220,14 +220,25 @@ class TextEncoder:
         return [encoding.ids for encoding in encodings]
 
 
-def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Token ids of ``text``, while other threads go on.
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of ``text`` and nothing around it, while other threads go on.
 
     ``Tokenizer.encode`` holds the interpreter's lock, for seconds where a text has megabytes, and
     keeps offsets that nobody here reads; the call for batches does neither.
     """
-    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
     return encoding.ids
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of a prompt, begun as the tokenizer begins a text, but not ended.
+
+    Some tokenizers also put an end of text behind every text; a completion after that would be the
+    beginning of another text.
+    """
+    [encoding] = tokenizer.encode_batch_fast([text])
+    own = [position for position, added in enumerate(encoding.special_tokens_mask) if not added]
+    return encoding.ids[: own[-1] + 1] if own else encoding.ids
 
 
 def _model_surfaces(description: JSON) -> dict[int, str]:

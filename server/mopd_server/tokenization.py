@@ -26,6 +26,7 @@ from mopd_protocol.token_table import (
     TokenRoles,
     TokenTable,
     control_tokens,
+    encode_prompt,
     encode_text,
 )
 from mopd_protocol.tokenizer_file import tokenizer_json
@@ -111,11 +112,11 @@ class TeacherTokenizer:
             for message in sequence.messages:
                 _require_unicode("messages", message.role + message.content)
             rendered = self._render(sequence.messages)
-            return encode_text(self._tokenizer, rendered, add_special_tokens=False)
+            return encode_text(self._tokenizer, rendered)
         assert sequence.prompt is not None
         _require_unicode("prompt", sequence.prompt)
         begin = [] if self.table.roles.bos is None else [self.table.roles.bos]
-        return encode_text(self._tokenizer, sequence.prompt, add_special_tokens=True) or begin
+        return encode_prompt(self._tokenizer, sequence.prompt) or begin
 
     def _render(self, messages: Sequence[Message]) -> str:
         if not self.renders_messages:

@@ -39,6 +39,21 @@ def test_messages_are_rendered_with_the_generation_prompt_and_no_second_bos(
         assert teacher.tokenizer.table.sequence(ids).text.strip() == b"3 + 4 ="
 
 
+@pytest.mark.parametrize("prompt", ["the fox", "the </s> fox", "ends with </s>"])
+def test_a_prompt_is_not_ended_by_a_tokenizer_that_ends_every_text(prompt: str) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    hugging_face = tiny_models.sentencepiece_tokenizer()
+    ids = hugging_face(prompt, add_special_tokens=False).input_ids
+    hugging_face.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    assert hugging_face(prompt).input_ids == [1, *ids, 2]
+    tokenizer = TeacherTokenizer(hugging_face)
+    read = tokenizer.tokenize(SequenceRequest(prompt=prompt, completion="7")).prompt_ids
+    assert read.tolist() == [1, *ids]
+
+
 def test_a_prompt_gets_the_special_tokens_that_its_tokenizer_usually_adds() -> None:
     from tokenizers.processors import TemplateProcessing
 
