@@ -90,11 +90,13 @@ class Batcher:
             self._worker = asyncio.create_task(self._work(), context=contextvars.Context())
         try:
             return list(await asyncio.gather(*(entry.scored for entry in entries)))
+        except asyncio.CancelledError:
+            self._on_cancelled(sum(entry.scored.cancelled() for entry in entries))
+            raise
         finally:
             for entry in entries:
                 self._waiting.leave(entry)
                 entry.scored.cancel()
-            self._on_cancelled(sum(entry.scored.cancelled() for entry in entries))
 
     def close(self) -> None:
         """Lets the engine's thread end after the batch that it is on."""

@@ -63,11 +63,13 @@ class DirectScorer:
             refusal = failure_of(error)
             logger.error("%s", refusal, exc_info=error)
             raise refusal from error
+        except asyncio.CancelledError:
+            self._on_cancelled(sum(ended.cancelled() for ended in scoring))
+            raise
         finally:
             for running in scoring:
                 running.cancel()
             await asyncio.gather(*scoring, return_exceptions=True)
-            self._on_cancelled(sum(ended.cancelled() for ended in scoring))
             for task in tasks:
                 self._unscored.leave(task)
 

@@ -230,7 +230,8 @@ def test_an_engine_that_fails_fails_its_batch_and_then_works_on() -> None:
 def test_a_sequence_that_cannot_be_scored_fails_its_own_request_only() -> None:
     engine = ScriptedEngine()
     engine.unfit = {5}
-    queue = batcher(engine)
+    cancelled: list[int] = []
+    queue = batcher(engine, cancelled=cancelled)
 
     async def scenario() -> list[list[int] | BaseException]:
         first = await behind_a_closed_gate(engine, queue)
@@ -244,6 +245,7 @@ def test_a_sequence_that_cannot_be_scored_fails_its_own_request_only() -> None:
     assert (first, before, after) == ([0], [1, 2], [7])
     assert isinstance(unfit, Refusal)
     assert "FloatingPointError: overflow" in str(unfit)
+    assert cancelled == []  # no client has left
     assert [names for names, _, _ in engine.batches[1:4]] == [[1, 2, 5, 6, 7], [1, 2], [5, 6, 7]]
 
 

@@ -156,6 +156,7 @@ def test_one_failure_ends_its_request_and_no_other(
             await fails
         assert raised.value.http_status == status
         assert trial.engine.given_up == [2]
+        assert trial.cancelled == []  # no client has left
         assert trial.scorer.waiting_sequences == 1
         trial.engine.answers[3].set_result(None)
         assert await stays == [3]
