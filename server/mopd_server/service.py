@@ -7,13 +7,14 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 
 import numpy as np
 
 from mopd_protocol.manifest import Features, Manifest
-from mopd_protocol.requests import LogprobsRequest
+from mopd_protocol.requests import ControlToken, LogprobsRequest
 from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.samples import TeacherScore
 from mopd_server.batching import Batcher
@@ -30,6 +31,10 @@ logger = logging.getLogger(__name__)
 
 #: Outside this range float32 softmax is one-hot or uniform, or not a number at all.
 TEMPERATURE_RANGE = (0.01, 100.0)
+
+#: Characters of one request beyond which it is tokenized when no other such request is: a body of
+#: 15 MiB takes 2.5 GB on the way to its refusal.
+LARGE_TEXT = 2**20
 
 
 class TeacherService:
@@ -55,6 +60,8 @@ class TeacherService:
         self._on_engine_death: Callable[[str], None] | None = None
         self._dying = threading.Lock()
         self._scorer = self._scorer_of(engine, settings)
+        # One thread, which is busy for as long as it works also when the client has left.
+        self._large_texts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="large-texts")
 
     @property
     def ready(self) -> bool:
@@ -133,7 +140,9 @@ class TeacherService:
         self.require_ready()
         self._require_within_limits(request)
         started = time.monotonic()
-        sequences = await asyncio.to_thread(self._tokenize, request)
+        threads = self._large_texts if _characters(request) > LARGE_TEXT else None
+        loop = asyncio.get_running_loop()
+        sequences = await loop.run_in_executor(threads, self._tokenize, request)
         tokenize_seconds = time.monotonic() - started
         if admit is not None:
             admit(
@@ -159,6 +168,7 @@ class TeacherService:
 
     def close(self) -> None:
         """Ends the engine."""
+        self._large_texts.shutdown(wait=False, cancel_futures=True)
         self._scorer.close()
 
     def _scorer_of(self, engine: Engine | AsyncEngine, settings: TeacherSettings) -> Scorer:
@@ -242,6 +252,21 @@ class TeacherService:
         self.metrics.prompt_tokens.inc(sum(len(sequence.prompt_ids) for sequence in sequences))
         for phase, seconds in timings.items():
             self.metrics.phase_seconds.labels(phase).observe(seconds)
+
+
+def _characters(request: LogprobsRequest) -> int:
+    """Of all that is to be tokenized."""
+    texts: list[str] = []
+    for sequence in request.sequences:
+        completion = sequence.completion or ""
+        texts += [completion] if isinstance(completion, str) else _texts(completion)
+        texts += [message.content for message in sequence.messages or ()]
+        texts.append(sequence.prompt or "")
+    return sum(map(len, texts))
+
+
+def _texts(parts: Sequence[str | ControlToken]) -> list[str]:
+    return [part for part in parts if isinstance(part, str)]
 
 
 def _timings(tokenize_seconds: float, times: list[EngineTimes]) -> dict[str, float]:

@@ -9,9 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from mopd_protocol.requests import MOST_SEQUENCES
+from mopd_protocol.requests import MOST_SEQUENCES, SequenceRequest
 from mopd_server.app import create_app
 from mopd_server.problems import PROBLEM_MEDIA_TYPE
+from mopd_server.service import LARGE_TEXT
 from tests.server.tiny_teachers import (
     TinyTeacher,
     get,
@@ -353,6 +354,40 @@ def test_probes_are_answered_while_a_text_of_megabytes_is_tokenized(
         return await asked
 
     problem(asyncio.run(scenario()), 413)
+
+
+def test_large_texts_are_tokenized_one_at_a_time_and_small_ones_beside_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    teacher = teacher_of_family("qwen")
+    tokenize, let_go = teacher.tokenizer.tokenize, threading.Event()
+    begun: list[str] = []
+
+    def held(sequence: SequenceRequest) -> Any:
+        begun.append(sequence.id or "")
+        if sequence.id != "small":
+            assert let_go.wait(timeout=30), "a failed test did not let go"
+        return tokenize(sequence)
+
+    monkeypatch.setattr(teacher.tokenizer, "tokenize", held)
+
+    async def scenario() -> list[httpx.Response]:
+        def ask(name: str, **fields: Any) -> "asyncio.Task[httpx.Response]":
+            body = {"sequences": [{**SEQUENCE, "id": name, **fields}]}
+            return asyncio.create_task(request_async(teacher.app, "POST", "/v1/logprobs", body))
+
+        half = "a" * (LARGE_TEXT // 2)
+        large = [ask("first", prompt="a" + half + half)]
+        while not begun:
+            await asyncio.sleep(0)
+        large.append(ask("second", prompt=half, completion=["a" + half, {"control": "<|end|>"}]))
+        for _ in range(3):
+            assert (await ask("small")).status_code == 200
+        assert begun == ["first", "small", "small", "small"]
+        let_go.set()
+        return [await asked for asked in large]
+
+    assert [answer.status_code for answer in asyncio.run(scenario())] == [413, 413]
 
 
 async def call_and_leave(app: Any, leaving: asyncio.Event) -> None:
