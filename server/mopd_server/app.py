@@ -69,6 +69,7 @@ def create_app(
         title="mopd teacher",
         summary="Reads completions and answers with this teacher's next-token distributions.",
         lifespan=_lifespan if isinstance(teacher, TeacherService) else None,
+        redirect_slashes=False,  # a redirect of a POST is an empty answer to most who send one
     )
     app.state.lifecycle = lifecycle
     app.state.quotas = quotas

@@ -144,6 +144,8 @@ def test_unknown_paths_and_methods_are_problems_too(qwen_teacher: TinyTeacher) -
     answer = get(qwen_teacher.app, "/v1/logprobs")
     assert "does not take GET; expected POST" in problem(answer, 405)["detail"]
     assert answer.headers["allow"] == "POST"
+    slash = asyncio.run(request_async(qwen_teacher.app, "POST", "/v1/logprobs/", {}))
+    assert "there is no /v1/logprobs/ here" in problem(slash, 404)["detail"]
 
 
 def test_a_large_body_is_refused_announced_or_not(qwen_teacher: TinyTeacher) -> None:
