@@ -10,7 +10,7 @@ LogprobsDtype = Literal["float32", "float16"]
 
 #: Sequences of one request. Each costs some work whatever its length, and one body has room for
 #: half a million empty ones.
-MOST_SEQUENCES = 16_384
+MOST_SEQUENCES = 4096
 
 #: A list stops at its first mistake: one body can hold millions, each of which takes memory.
 TokenIds: TypeAlias = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
