@@ -94,7 +94,7 @@ def test_a_teacher_says_here_what_it_says_over_http(
             )
 
     for name, folder in folders.items():
-        here = asked_of(local(folder))
+        here = asked_of(local(folder, revision="main"))  # which a folder does not have
         for temperature in (1.0, 0.7):
             manifest, theirs = asyncio.run(over_http(name, asked, temperature))
             ours = asyncio.run(here.score(asked, top_k=5, temperature=temperature))
