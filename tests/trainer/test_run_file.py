@@ -75,6 +75,25 @@ def refusal(path: Path, *overrides: str) -> str:
         ),
         *(
             (
+                lambda v, drawn=drawn, loss=loss: (
+                    v["rollout"].update(drawn),
+                    v["teachers"]["code"].update(loss={"type": loss}),
+                ),
+                f"teacher 'code' has loss '{loss}', which is right for samples of the student as "
+                "it is, but rollout.temperature is",
+            )
+            for drawn in ({"temperature": 0.7}, {"top_p": 0.9}, {"temperature": 0})
+            for loss in ("k2", "k3")
+        ),
+        (
+            lambda v: (
+                v["rollout"].update(temperature=0),
+                v["teachers"]["code"].update(loss={"type": "policy_gradient"}),
+            ),
+            "teacher 'code' has loss 'policy_gradient', but rollout.temperature is 0",
+        ),
+        *(
+            (
                 lambda v, loss=loss: (
                     v["rollout"].update(max_staleness=2),
                     v["teachers"]["code"].update(loss={"type": loss}),

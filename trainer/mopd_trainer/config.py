@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mopd_losses.config import ON_SAMPLES, K2Config, K3Config
+from mopd_losses.config import ON_SAMPLES, K2Config, K3Config, PolicyGradientConfig
 from mopd_protocol.samples import Source
 from mopd_trainer.resources import ResourcesConfig
 from mopd_trainer.teacher_config import (
@@ -313,6 +313,27 @@ class RunConfig(_Settings):
                     f"teacher {name!r} has loss '{teacher.loss.type}', which is right for samples "
                     f"of the weights that are trained, but rollout.max_staleness is {ahead}; set "
                     "it to 0, or use 'policy_gradient', which weighs older samples"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _uncorrected_samples_are_drawn_as_they_are_weighed(self) -> "RunConfig":
+        rollout = self.rollout
+        if self.data.rollout_share == 0 or self.replay is not None:
+            return self  # nothing is drawn
+        for name, teacher in self.teachers.items():
+            warped = rollout.temperature != 1 or rollout.top_p != 1
+            if warped and isinstance(teacher.loss, K2Config | K3Config):
+                raise ValueError(
+                    f"teacher {name!r} has loss '{teacher.loss.type}', which is right for samples "
+                    "of the student as it is, but rollout.temperature is "
+                    f"{rollout.temperature:g} and rollout.top_p {rollout.top_p:g}; set both to 1, "
+                    "or use 'policy_gradient', which weighs samples by how they were drawn"
+                )
+            if rollout.temperature == 0 and isinstance(teacher.loss, PolicyGradientConfig):
+                raise ValueError(
+                    f"teacher {name!r} has loss 'policy_gradient', but rollout.temperature is 0, "
+                    "and what is not drawn by chance has no importance; raise the temperature"
                 )
         return self
 
