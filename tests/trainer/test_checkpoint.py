@@ -40,7 +40,7 @@ MANIFEST = Manifest(
 
 
 def config_of(folder: Path, **changes: Any) -> RunConfig:
-    return RunConfig.model_validate(run_values(folder, **changes))
+    return RunConfig.model_validate(run_values(folder, **{"max_steps": 1_000, **changes}))
 
 
 def stepped(student: Student, seed: int = 0) -> torch.optim.Optimizer:
@@ -166,6 +166,38 @@ def test_a_folder_that_holds_a_run_is_not_begun_again(tmp_path: Path) -> None:
     (config.output_dir / JOURNAL).write_text('{"step": 1}\n')
     with pytest.raises(ConfigError, match="already holds a run; set resume_from_checkpoint=true"):
         start_of(config)
+
+
+def test_checkpoints_without_a_journal_are_a_run_too(tmp_path: Path) -> None:
+    """Beginning anew would remove them."""
+    config = config_of(tmp_path)
+    save(config, 3, student_of())
+    with pytest.raises(ConfigError, match="already holds a run; set resume_from_checkpoint=true"):
+        start_of(config)
+
+
+def test_a_checkpoint_of_elsewhere_does_not_cost_the_later_ones_that_are_here(
+    tmp_path: Path,
+) -> None:
+    student = student_of()
+    elsewhere = save(config_of(tmp_path, output_dir=str(tmp_path / "other")), 2, student)
+    config = config_of(tmp_path, resume_from_checkpoint=str(elsewhere))
+    own = save(config, 2, student)
+    assert start_of(config) is not None
+    save(config, 7, student)
+    with pytest.raises(ConfigError, match="holds step-00000007, which would be removed for"):
+        start_of(config)
+    assert start_of(config_of(tmp_path, resume_from_checkpoint=str(own))) is not None
+
+
+def test_a_checkpoint_after_the_runs_last_step_is_refused(tmp_path: Path) -> None:
+    changes = {"student": {"model": "tiny", "min_learning_rate_ratio": 1.0}}
+    save(config_of(tmp_path, **changes), 3, student_of())
+    shorter = config_of(tmp_path, resume_from_checkpoint=True, max_steps=2, **changes)
+    with pytest.raises(ConfigError, match=r"max_steps is 2, but checkpoint .* is of step 3; raise"):
+        start_of(shorter)
+    as_long = config_of(tmp_path, resume_from_checkpoint=True, max_steps=3, **changes)
+    assert start_of(as_long) is not None
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
