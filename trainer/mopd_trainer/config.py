@@ -1,7 +1,7 @@
 """What a run is: one frozen, checked value. No torch here, so that a wrong file fails at once."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -15,6 +15,9 @@ from mopd_trainer.teacher_config import (
     require_names_for_cached_weights,
     student_topk,
 )
+
+#: How much of a moment stays from step to step.
+_Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class _Settings(BaseModel):
@@ -123,11 +126,11 @@ class StudentConfig(_Settings):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of matrix products. Weights that are trained, moments and sums are float32 either
     way; those that ``lora`` leaves as they are have this precision too."""
-    learning_rate: float = Field(default=1e-6, gt=0)
+    learning_rate: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
     warmup_steps: int = Field(default=0, ge=0)
     min_learning_rate_ratio: float = Field(default=0.0, ge=0, le=1)
     """Where the cosine ends, as a share of ``learning_rate``."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
     skip_grad_norm_above: float | None = Field(default=None, gt=0)
