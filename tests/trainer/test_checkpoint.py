@@ -247,6 +247,17 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     assert names(config) == ["step-00000010", "step-00000020"]  # looking changes nothing
 
 
+@pytest.mark.parametrize("name", ["model/model.safetensors", "optimizer.pt"])
+def test_tensors_that_a_disk_garbled_are_told(tmp_path: Path, name: str) -> None:
+    """Their files are as long as they were, so only who reads them sees it."""
+    student = student_of()
+    folder = save(config_of(tmp_path), 1, student)
+    (folder / name).write_bytes(b"x" * (folder / name).stat().st_size)
+    with pytest.raises(DataError, match=r"is damaged: .*; name an earlier one") as told:
+        Checkpoint.open(folder).restore(student, stepped(student))
+    assert "\n" not in str(told.value)
+
+
 def test_steps_that_are_done_again_have_no_checkpoint_yet(tmp_path: Path) -> None:
     """Or a run killed before it comes there would go on from what its journal has forgotten."""
     config = config_of(tmp_path, resume_from_checkpoint=True)

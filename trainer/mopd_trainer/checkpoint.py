@@ -10,9 +10,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from mopd_protocol.atomic_file import replacing_folder
 from mopd_protocol.errors import ConfigError, DataError
@@ -83,7 +85,7 @@ class Checkpoint:
         """Puts weights and moments back.
 
         Raises:
-            DataError: when they are of another model.
+            DataError: when they are of another model, or damaged.
         """
         if self.student_tokenizer != student.table.fingerprint:
             raise DataError(
@@ -96,6 +98,11 @@ class Checkpoint:
                 self.folder / _OPTIMIZER, map_location=student.device, weights_only=True
             )
             optimizer.load_state_dict(state)
+        except (SafetensorError, UnpicklingError, EOFError) as error:
+            raise DataError(
+                f"checkpoint {self.folder} is damaged: its tensors cannot be read "
+                f"({type(error).__name__}); name an earlier one by resume_from_checkpoint"
+            ) from error
         except (OSError, RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise DataError(
