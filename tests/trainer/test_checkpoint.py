@@ -313,6 +313,22 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(
     assert found[-1].metric is None
 
 
+def test_the_best_by_one_metric_is_not_compared_with_another(tmp_path: Path) -> None:
+    student = student_of()
+    optimizer = stepped(student)
+    first = config_of(tmp_path, keep_checkpoints=2, best_checkpoint_metric="loss")
+    checkpoints = kept(first)
+    for step, loss in enumerate([1.0, 2.0], start=1):
+        checkpoints.observe({"loss": loss})
+        checkpoints.save(step, student, optimizer)
+    then = config_of(tmp_path, keep_checkpoints=1, best_checkpoint_metric="grad_norm")
+    checkpoints = kept(then, done=2)
+    for step, norm in enumerate([7.0, 8.0], start=3):
+        checkpoints.observe({"grad_norm": norm})
+        checkpoints.save(step, student, optimizer)
+    assert names(then) == ["step-00000003", "step-00000004"]
+
+
 CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"seed": 1}, "seed was 0, is 1"),
     ({"student": {"learning_rate": 0.5}}, "student.learning_rate was 0.001, is 0.5"),

@@ -41,6 +41,7 @@ class Checkpoint:
     identity: RunIdentity
     student_tokenizer: str  # fingerprint
     metric: float | None  # the mean, since the checkpoint before, of what the best is chosen by
+    metric_name: str | None  # what that was, in the part of the run that saved it
 
     @property
     def model_folder(self) -> Path:
@@ -64,6 +65,7 @@ class Checkpoint:
                 RunIdentity(**state["run"]),
                 state["student_tokenizer"],
                 state["metric"],
+                state["metric_name"],
             )
             files: dict[str, int] = state["files"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -147,6 +149,7 @@ def save_checkpoint(
             "run": asdict(identity),
             "student_tokenizer": student.table.fingerprint,
             "metric": metric,
+            "metric_name": config.best_checkpoint_metric,
             "files": _sizes(temporary),
         }
         (temporary / _STATE).write_text(json.dumps(state, indent=2))

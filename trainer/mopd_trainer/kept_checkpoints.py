@@ -157,11 +157,12 @@ class KeptCheckpoints:
         found: list[tuple[float, Path]] = []
         for folder in folders:
             try:
-                metric = Checkpoint.open(folder).metric
+                saved = Checkpoint.open(folder)
             except ConfigError:
                 continue
-            if metric is not None:
-                found.append((sign * metric, folder))
+            same = saved.metric_name == self._config.best_checkpoint_metric
+            if same and saved.metric is not None:
+                found.append((sign * saved.metric, folder))
         return min(found)[1] if found else None
 
 
