@@ -160,7 +160,11 @@ class ProjectionMatrix:
         return matrix
 
     def save(self, path: Path) -> None:
-        """Writes one safetensors file with both fingerprints in its metadata, atomically."""
+        """Writes one safetensors file with both fingerprints in its metadata, atomically.
+
+        Raises:
+            DataError: when there is no writing there.
+        """
         metadata = {
             "builder_version": str(BUILDER_VERSION),
             "student_fingerprint": self.student_fingerprint,
@@ -175,8 +179,14 @@ class ProjectionMatrix:
             "weights": self.weights,
             "real_ids": self.real_ids,
         }
-        with replacing(path) as temporary:
-            save_file(tensors, temporary, metadata=metadata)
+        try:
+            with replacing(path) as temporary:
+                save_file(tensors, temporary, metadata=metadata)
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            raise DataError(
+                f"projection {path} cannot be written: {reason}; name a folder that takes files"
+            ) from error
 
     @classmethod
     def load(cls, path: Path) -> "ProjectionMatrix":
