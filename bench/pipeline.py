@@ -5,7 +5,8 @@
 
 Whole runs of ``mopd train`` on a tiny student, with a teacher in a process of its own, one thread
 each. The teacher is made as fast as the student: it gets as many layers as it takes until reading a
-step's completions takes as long as writing them (calibrated first; the ratio that was met is told).
+step's completions takes as long as writing them (calibrated first; what this came to in the
+sequential runs is told).
 
 * sequential: teachers read when all is written (``scoring: after_rollout``), then it is trained
 * streaming: teachers read what is finished while the rest is written (``scoring: stream``)
@@ -31,10 +32,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from transformers import AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from bench.small_teacher import make_small_teacher
 from mopd_trainer.config import RunConfig
@@ -100,22 +103,19 @@ def main() -> None:
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    disable_progress_bar()
     torch.set_num_threads(1)
     size = Size(options.steps, options.prompts, options.batch, options.tokens)
     console = Console()
     engines = ["transformers", *(["vllm"] if options.vllm else [])]
     found: list[Measured] = []
-    ratios: dict[str, float] = {}
     with TemporaryDirectory(prefix="mopd-bench-") as temporary:
         folder = Path(temporary)
         _make_model(folder / "student", layers=2, hidden=64)
         _write_prompts(folder / "prompts.jsonl", size)
         for engine in engines:
-            layers, ratios[engine] = _calibrated(folder, size, engine, console)
-            console.print(
-                f"{engine}: a teacher of {layers} layers reads in {ratios[engine]:.2f} times the "
-                "seconds that the student writes in"
-            )
+            layers = _calibrate(folder, size, engine, console)
+            console.print(f"{engine}: the teacher has {layers} layers")
             found += _measure(folder, size, engine, options.rounds, console)
     _print(found, console)
     if options.json:
@@ -124,32 +124,46 @@ def main() -> None:
             "rounds": options.rounds,
             "machine": platform.platform(),
             "cores": os.cpu_count(),
-            "teacher_over_student_seconds": ratios,
+            "teacher_over_student_seconds": {
+                measured.engine: measured.median("score") / measured.median("sample")
+                for measured in found
+                if measured.way == "sequential"
+            },
             "measurements": [asdict(measured) for measured in found],
         }
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def _calibrated(folder: Path, size: Size, engine: str, console: Console) -> tuple[int, float]:
-    """Makes the teacher; its layers, and its seconds over the student's when it was tried last.
+def _calibrate(folder: Path, size: Size, engine: str, console: Console) -> int:
+    """Makes the teacher; its layers.
 
-    Reading takes seconds that do not depend on layers, too, so this is repeated.
+    Some of the seconds do not depend on layers, so the next teacher is on the line through the last
+    two that were tried (the first, on one through nothing); of all that were, the nearest is kept.
     """
-    layers = 8
-    short = Size(3, size.prompts_per_step, size.generation_batch_size, size.max_new_tokens)
+    layers, seen, tried = 8, (0, 0.0), dict[int, float]()
+    short = Size(4, size.prompts_per_step, size.generation_batch_size, size.max_new_tokens)
     for attempt in range(CALIBRATIONS):
         with console.status(f"{engine}: calibrating a teacher of {layers} layers"):
-            _make_model(folder / "teacher", layers=layers, hidden=TEACHER_HIDDEN)
+            _make_teacher(folder, layers)
             with teacher_services({"teacher": folder / "teacher"}, folder / "logs") as found:
                 name = f"calibration-{engine}-{attempt}"
                 lines = _run(folder, name, short, engine, WAYS["sequential"], found["teacher"])
-        sample, score = (lines[1][f"time/{phase}"] for phase in ("sample", "score"))
-        ratio = score / sample
-        wanted = max(1, min(MOST_LAYERS, round(layers / ratio)))
-        if abs(ratio - 1) <= CLOSE_ENOUGH or wanted == layers or attempt + 1 == CALIBRATIONS:
-            return layers, ratio
-        layers = wanted
-    raise AssertionError("a calibration ends with an attempt")
+        sample, score = (
+            statistics.mean(line[f"time/{phase}"] for line in lines[1:])
+            for phase in ("sample", "score")
+        )
+        tried[layers] = abs(score / sample - 1)
+        if tried[layers] <= CLOSE_ENOUGH:
+            break
+        slope = (score - seen[1]) / (layers - seen[0])
+        # A noisy minute can make more layers look faster.
+        change = (sample - score) / slope if slope > 0 else layers * (sample / score - 1)
+        seen, layers = (layers, score), max(1, min(MOST_LAYERS, layers + round(change)))
+        if layers in tried:
+            break
+    nearest = min(tried, key=tried.__getitem__)
+    _make_teacher(folder, nearest)
+    return nearest
 
 
 def _measure(
@@ -207,6 +221,10 @@ def _add(measured: Measured, lines: Sequence[Mapping[str, Any]]) -> None:
         measured.tokens_per_second.append(line["tokens/trained"] / line["time/step"])
 
 
+def _make_teacher(folder: Path, layers: int) -> None:
+    _make_model(folder / "teacher", layers=layers, hidden=TEACHER_HIDDEN)
+
+
 def _make_model(folder: Path, *, layers: int, hidden: int) -> None:
     make_small_teacher(folder, vocabulary=VOCABULARY, layers=layers, hidden=hidden)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -220,22 +238,30 @@ def _write_prompts(path: Path, size: Size) -> None:
 
 
 def _print(found: Sequence[Measured], console: Console) -> None:
-    table = Table(title="seconds of a step by phase (median); phases may overlap")
-    for title in ("engine", "way"):
-        table.add_column(title)
-    for title in (*PHASES, "hidden", "tokens/s", "against sequential"):
-        table.add_column(title, justify="right")
-    for measured in found:
-        base = next(m for m in found if m.engine == measured.engine and m.way == "sequential")
-        table.add_row(
-            measured.engine,
-            measured.way,
-            *(f"{measured.median(phase):.3f}" for phase in PHASES),
-            f"{statistics.median(measured.hidden):.1%}",
-            f"{statistics.median(measured.tokens_per_second):,.0f}",
-            f"{base.median('step') / measured.median('step'):.2f} ×",
+    for engine in dict.fromkeys(measured.engine for measured in found):
+        ways = {measured.way: measured for measured in found if measured.engine == engine}
+        table = Table(
+            title=f"{engine}: seconds of a step by phase (medians; phases may overlap)",
+            box=SIMPLE,
+            padding=0,
         )
-    console.print(table)
+        table.add_column("way")
+        for title in (*PHASES, "hidden", "tokens/s", "gain"):
+            table.add_column(title, justify="right")
+        for way, measured in ways.items():
+            table.add_row(
+                way,
+                *(f"{measured.median(phase):.2f}" for phase in PHASES),
+                f"{statistics.median(measured.hidden):.0%}",
+                f"{statistics.median(measured.tokens_per_second):,.0f}",
+                f"{ways['sequential'].median('step') / measured.median('step'):.2f} ×",
+            )
+        console.print(table)
+        alone = ways["sequential"]
+        ratio = alone.median("score") / alone.median("sample")
+        console.print(
+            f"{engine}: the teacher reads in {ratio:.2f} × the seconds that the student writes in"
+        )
     for measured in found:
         if measured.way != "sequential":
             hidden = statistics.median(measured.hidden)

@@ -36,6 +36,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from bench.small_teacher import make_small_teacher, token_sequences
 from mopd_protocol.samples import Message, Prompt, Rollout
@@ -100,19 +101,22 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # on a rank: the student's
     parser.add_argument("--sharding", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    disable_progress_bar()
+    os.environ |= {"OMP_NUM_THREADS": str(options.threads), "RAY_USAGE_STATS_ENABLED": "0"}
     if options.folder is not None:
         work_on_a_rank(options)
         return
     with TemporaryDirectory(prefix="mopd-bench-") as temporary:
-        folder = Path(temporary)
+        folder, console = Path(temporary), Console()
         parameters = make_student(folder, hidden=options.hidden, layers=options.layers)
         seconds = {way: (list[float](), list[float]()) for way in WAYS}
         for _ in range(options.rounds):
             for ranks, sharding in WAYS:
-                steps, gathers = run(folder, ranks, sharding, sys.argv[1:])
+                steps, gathers = run(folder, ranks, sharding)
+                console.print(f"{ranks} x {sharding}: {statistics.median(steps):.2f} s a step")
                 seconds[ranks, sharding][0].extend(steps)
                 seconds[ranks, sharding][1].extend(gathers)
-        written = [] if options.no_workers else writing(folder, options)
+        written = [] if options.no_workers else writing(folder, options, console)
     tokens = options.sequences * options.tokens
     alone = statistics.median(seconds[WAYS[0]][0])
     found = [
@@ -120,8 +124,8 @@ def main() -> None:
         for (ranks, sharding), (steps, gathers) in seconds.items()
         for median in [statistics.median(steps)]
     ]
-    show(found)
-    show_writing(written)
+    show(found, console)
+    show_writing(written, console)
     if options.json:
         report = {
             "device": options.device,
@@ -160,15 +164,13 @@ def make_student(folder: Path, *, hidden: int, layers: int) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def run(
-    folder: Path, ranks: int, sharding: str, arguments: Sequence[str]
-) -> tuple[list[float], list[float]]:
+def run(folder: Path, ranks: int, sharding: str) -> tuple[list[float], list[float]]:
     """Seconds of each step, and of each gathering, on fresh processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launch = ["torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
-    own = ["-m", "bench.scaling", *arguments, f"--folder={folder}", f"--sharding={sharding}"]
+    own = ["-m", "bench.scaling", *sys.argv[1:], f"--folder={folder}", f"--sharding={sharding}"]
     subprocess.run([sys.executable, "-m", *launch, *own], check=True)
     told = json.loads((folder / "seconds.json").read_text())
     return told["steps"], told["gathers"]
@@ -216,7 +218,9 @@ def measure(
     return told
 
 
-def writing(folder: Path, options: argparse.Namespace) -> list[WritingMeasurement]:
+def writing(
+    folder: Path, options: argparse.Namespace, console: Console
+) -> list[WritingMeasurement]:
     """The student, one worker and two, each writing the same batches."""
     import ray
 
@@ -234,7 +238,6 @@ def writing(folder: Path, options: argparse.Namespace) -> list[WritingMeasuremen
         }
     )
     torch.set_num_threads(options.threads)
-    os.environ |= {"OMP_NUM_THREADS": str(options.threads), "RAY_USAGE_STATS_ENABLED": "0"}
     student = Student.load(config.student)
     prompt = student.prompt_token_ids(QUESTION.messages)
     batches = [[prompt] * max(1, options.sequences // 4)] * 4
@@ -251,6 +254,7 @@ def writing(folder: Path, options: argparse.Namespace) -> list[WritingMeasuremen
             medians.append(statistics.median(told["steps"]))
             rates.append(told["tokens"][0] / medians[-1])
             times.append((told["steps"], told["pushes"]))
+            console.print(f"{count} rollout workers: {medians[-1]:.2f} s a step")
     finally:
         ray.shutdown()
     return [
@@ -308,7 +312,7 @@ def answers(student: Student, options: argparse.Namespace) -> list[TrainingExamp
     ]
 
 
-def show(found: Sequence[Measurement]) -> None:
+def show(found: Sequence[Measurement], console: Console) -> None:
     """As a table."""
     table = Table("ranks", "sharding", "s a step", "tokens/s", "over one rank", "s to gather")
     for each in found:
@@ -320,10 +324,10 @@ def show(found: Sequence[Measurement]) -> None:
             f"{each.speedup:.2f}",
             f"{statistics.median(each.gather_seconds):.3f}",
         )
-    Console().print(table)
+    console.print(table)
 
 
-def show_writing(found: Sequence[WritingMeasurement]) -> None:
+def show_writing(found: Sequence[WritingMeasurement], console: Console) -> None:
     """As a table, where it was measured."""
     if not found:
         return
@@ -336,7 +340,7 @@ def show_writing(found: Sequence[WritingMeasurement]) -> None:
             f"{each.speedup:.2f}",
             f"{statistics.median(each.push_seconds):.3f}",
         )
-    Console().print(table)
+    console.print(table)
 
 
 if __name__ == "__main__":

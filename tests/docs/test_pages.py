@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from pydantic import TypeAdapter, ValidationError
 
 from docs import configuration_reference, drawings
+from mopd_losses.config import LossConfig
 from mopd_server.http_metrics import HttpMetrics
 from mopd_server.main import parser
 from mopd_server.metrics import ServiceMetrics
@@ -30,6 +32,9 @@ REST = {
 }
 #: Options of other programs than ``mopd-teacher``.
 OTHERS = {"--strict", "--max-logprobs", "--text"}
+#: ``section.key``, ``section.key: value`` or ``key: value``.
+SETTING = re.compile(r"(?=.*[.:])([a-z_]+(?:\.\w+)*)(?:: (.+))?")
+LOSS: TypeAdapter[LossConfig] = TypeAdapter(LossConfig)
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
@@ -106,6 +111,43 @@ def test_keys_on_pages_are_keys_of_a_run() -> None:
         spans = code_spans(page)
         named = {s for s in spans if re.fullmatch(r"(data|student|rollout)\.[a-z_]+", s)}
         assert named - known == set(), page
+
+
+def test_settings_beside_those_of_other_projects_are_ours() -> None:
+    rows = re.findall(r"^\|.+ \| (.+) \|$", (PAGES / "coming-from.md").read_text(), re.M)
+    spans = {span for cell in rows for span in re.findall(r"`([^`]+)`", cell)}
+    settings = {span: match.groups() for span in spans if (match := SETTING.fullmatch(span))}
+    assert len(settings) > 50
+    kinds = _kinds_of_settings()
+    wrong = [span for span, (key, value) in settings.items() if not _is_ours(key, value, kinds)]
+    assert wrong == []
+
+
+def _kinds_of_settings() -> dict[str, str]:
+    """What the reference says that each key takes; of a loss's key, for every loss that has it."""
+    rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \|", (PAGES / "configuration.md").read_text(), re.M)
+    return {key: " ".join(kind for other, kind in rows if other == key) for key, _ in rows}
+
+
+def _is_ours(key: str, value: str | None, kinds: dict[str, str]) -> bool:
+    """Whether a key is in the reference (one without a section: a teacher's) and takes a value."""
+    key = key.replace("teachers.math", "teachers.NAME")
+    if value is None:
+        return key in kinds or any(known.startswith(f"{key}.") for known in kinds)
+    kind = kinds.get(key) or kinds.get(f"teachers.NAME.{key}") or ""
+    if kind == "a loss":
+        return _is_loss(yaml.safe_load(value))
+    if f"`{value}`" in kind or "text" in kind:
+        return True
+    return kind.startswith(("integer", "true")) and not isinstance(yaml.safe_load(value), str)
+
+
+def _is_loss(settings: object) -> bool:
+    try:
+        LOSS.validate_python(settings)
+    except ValidationError:
+        return False
+    return True
 
 
 def _help() -> str:

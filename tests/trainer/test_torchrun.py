@@ -97,3 +97,25 @@ def test_two_ranks_learn_from_a_teacher_of_their_own(
     finished = weights(tmp_path / "run" / "final")
     for name, weight in weights(alone).items():
         torch.testing.assert_close(finished[name], weight, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_two_ranks_learn_from_what_was_written_while_they_trained(
+    tmp_path: Path, values: dict[str, Any], sharding: str
+) -> None:
+    """One rank, given what they recorded, ends where they did."""
+    values |= {"max_steps": 4, "logging": {"tensorboard": False, "record": True}}
+    values["rollout"] |= {"max_staleness": 1, "generation_batch_size": 2, "prompts_per_step": 10}
+    ended = on_two_ranks(write_run(tmp_path, values), f"student.sharding={sharding}")
+    assert ended.returncode == 0, ended.stderr
+    found = journal(tmp_path / "run")
+    assert [line["step"] for line in found] == [1, 2, 3, 4]
+    assert [line["staleness/max"] for line in found] == [0, 1, 1, 1]
+    again = {"output_dir": str(tmp_path / "again"), "logging": {"tensorboard": False}}
+    alone, _ = run_here(values, replay=str(tmp_path / "run"), **again)
+    for ours, theirs in zip(found, journal(tmp_path / "again"), strict=True):
+        for key in ("loss", "grad_norm", "staleness/mean"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-5), key
+    finished = weights(tmp_path / "run" / "final")
+    for name, weight in weights(alone).items():
+        torch.testing.assert_close(finished[name], weight, rtol=1e-5, atol=1e-5)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from mopd_protocol.errors import ConfigError
 from mopd_trainer.config import RunConfig
 from mopd_trainer.journal import Journal
-from mopd_trainer.trackers import require_trackers, trackers_of
+from mopd_trainer.needed_packages import require_packages
+from mopd_trainer.trackers import trackers_of
 from tests.trainer.runs import run_values
 
 #: A service that writes down what it is told.
@@ -31,16 +31,6 @@ def config_of(folder: Path, **logging: Any) -> RunConfig:
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_service_that_is_not_installed_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr("mopd_trainer.trackers.find_spec", lambda name: None)
-    require_trackers(config_of(tmp_path).logging)
-    with pytest.raises(ConfigError, match=f"logging.{name} is on, but {name} is not installed; "):
-        require_trackers(config_of(tmp_path, **{name: True}).logging)
-
-
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_service_is_told_each_step_and_goes_on_with_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -48,7 +38,7 @@ def test_a_service_is_told_each_step_and_goes_on_with_its_run(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, name, raising=False)
     config = config_of(tmp_path, **{name: True}, project="pens", tensorboard=False)
-    require_trackers(config.logging)
+    require_packages(config)
     for step in (1, 2):  # the second one is resumed
         trackers = trackers_of(config)
         with Journal(

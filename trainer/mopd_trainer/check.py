@@ -10,6 +10,7 @@ from mopd_losses.projection_cache import ProjectionCache
 from mopd_protocol.samples import Prompt
 from mopd_trainer.config import RunConfig
 from mopd_trainer.kept_checkpoints import starting_checkpoint
+from mopd_trainer.needed_packages import require_packages
 from mopd_trainer.plan import describe_plan
 from mopd_trainer.prompts import read_prompts
 from mopd_trainer.rendering import require_renderable
@@ -17,7 +18,6 @@ from mopd_trainer.replay import Replay
 from mopd_trainer.run_identity import RunIdentity
 from mopd_trainer.student_identity import StudentIdentity
 from mopd_trainer.teachers import meet_teachers, teacher_pool
-from mopd_trainer.trackers import require_trackers
 
 
 async def check(
@@ -32,7 +32,7 @@ async def check(
         MopdError: whatever would stop the run before its first step.
     """
     prompts = read_prompts(config.data, config.judges) if prompts is None else prompts
-    require_trackers(config.logging)
+    require_packages(config)
     identity = RunIdentity.of(config, prompts)
     checkpoint = starting_checkpoint(config, identity)
     expected = checkpoint.manifest_ids if checkpoint else {}

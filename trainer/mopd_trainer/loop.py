@@ -32,6 +32,7 @@ from mopd_trainer.measurements import (
     rollout_metrics,
     teacher_metrics,
 )
+from mopd_trainer.needed_packages import require_packages
 from mopd_trainer.only_writer import only_writer
 from mopd_trainer.packing import pack
 from mopd_trainer.phase_clock import PhaseClock
@@ -51,7 +52,7 @@ from mopd_trainer.scoring import Scorer
 from mopd_trainer.shown_examples import shown_examples
 from mopd_trainer.student import Student
 from mopd_trainer.teachers import Teacher, meet_teachers, teacher_pool
-from mopd_trainer.trackers import require_trackers, trackers_of
+from mopd_trainer.trackers import trackers_of
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ async def train(
             where it had not changed anything, and its checkpoint is there.
     """
     prompts = read_prompts(config.data, config.judges) if prompts is None else prompts
-    require_trackers(config.logging)
+    require_packages(config)
     identity = RunIdentity.of(config, prompts)
     with only_writer(config.output_dir):
         return await _train(config, console, prompts, identity, ranks, workers)

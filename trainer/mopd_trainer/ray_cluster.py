@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.util import get_node_ip_address
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -370,10 +370,14 @@ def _cluster(config: RunConfig) -> Generator[Any]:
             include_dashboard=False if resources.address is None else None,
             logging_level=logging.WARNING,
         )
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        where = resources.address or "here"
+    except (OSError, ValueError, RuntimeError, RayError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"resources: no Ray cluster at {where}: {reason}") from error
+        if resources.address is None:
+            raise ConfigError(f"resources: Ray cannot be started here: {reason}") from error
+        raise ConfigError(
+            f"resources: no Ray cluster at {resources.address}: {reason}; start one there, and "
+            "where it asks for a token, set RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN here too"
+        ) from error
     try:
         extra = {} if resource == "CPU" else {"CPU": 1}
         group = placement_group([{resource: count, **extra} for count in counts], strategy="PACK")

@@ -6,16 +6,14 @@ Both are imported only then, and speak the same way: ``init``, ``log``, ``finish
 import uuid
 from collections.abc import Mapping
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from mopd_protocol.atomic_file import replacing
-from mopd_protocol.errors import ConfigError
-from mopd_trainer.config import LoggingConfig, RunConfig
+from mopd_trainer.config import RunConfig
 
 _RUN_ID = "tracker_run_id"
-_KNOWN = ("wandb", "trackio")
+TRACKERS = ("wandb", "trackio")
 
 
 class Tracker:
@@ -48,27 +46,9 @@ class Tracker:
         self._service.finish()
 
 
-def require_trackers(config: LoggingConfig) -> None:
-    """Those that are asked for are installed.
-
-    Raises:
-        ConfigError: when one is not.
-    """
-    for name in _asked(config):
-        if find_spec(name) is None:
-            raise ConfigError(
-                f"logging.{name} is on, but {name} is not installed; pip install {name}, or leave "
-                "the setting out"
-            )
-
-
 def trackers_of(config: RunConfig) -> list[Tracker]:
     """Those that are asked for, with their runs begun or gone on with."""
-    return [Tracker(name, config) for name in _asked(config.logging)]
-
-
-def _asked(config: LoggingConfig) -> list[str]:
-    return [name for name in _KNOWN if getattr(config, name)]
+    return [Tracker(name, config) for name in TRACKERS if getattr(config.logging, name)]
 
 
 def _run_id(folder: Path) -> str:
