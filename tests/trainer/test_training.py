@@ -96,6 +96,17 @@ def test_a_check_prints_who_teaches_and_writes_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_teachers_name_is_told_as_it_is(values: dict[str, Any]) -> None:
+    """What looks like markup of the console is none."""
+    settings = values["teachers"]["math"]
+    for name in ("[/b]", "[bold]"):
+        teachers = {**values["teachers"], name: settings}
+        told = StringIO()
+        config = RunConfig.model_validate({**values, "teachers": teachers})
+        asyncio.run(check(config, Console(file=told, width=200)))
+        assert f"teacher {name} " in told.getvalue()
+
+
 def test_a_killed_trainer_goes_on_as_if_nothing_had_happened(
     tmp_path: Path, values: dict[str, Any], uninterrupted: Path
 ) -> None:
