@@ -128,8 +128,8 @@ class Student:
 
     @property
     def max_length(self) -> int | None:
-        """Longest prompt plus completion in tokens, where the model names a limit."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        """See ``StudentIdentity``."""
+        return self.identity.max_length
 
     def trained(self) -> dict[str, nn.Parameter]:
         """What training changes, by name: all weights, or those of adapters."""
