@@ -383,10 +383,10 @@ class _BehaviourPolicy(LogitsProcessor):
             scores = scores / self._temperature
         if self._nucleus is not None:
             scores = self._nucleus(input_ids, scores)
-        self._last = scores.log_softmax(dim=-1)
+        self._last = last = scores.log_softmax(dim=-1)
         # One NaN or infinity makes NaN of the whole row. It is told at the end: to ask at every
         # token would wait for the device, and to draw from such a row may end it.
-        undrawable = self._last[:, :1].isnan()
+        undrawable = last[:, :1].isnan()
         self._undrawable |= undrawable.any()
         return scores.masked_fill(undrawable, 0.0)
 
