@@ -1,5 +1,6 @@
 """Checkpoints: whole or not there, the newest found, and never taken for another run's."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +328,14 @@ def test_the_best_by_one_metric_is_not_compared_with_another(tmp_path: Path) -> 
         checkpoints.observe({"grad_norm": norm})
         checkpoints.save(step, student, optimizer)
     assert names(then) == ["step-00000003", "step-00000004"]
+
+
+def test_a_checkpoint_that_does_not_name_its_metric_is_gone_on_from(tmp_path: Path) -> None:
+    folder = save(config_of(tmp_path), 1, student_of())
+    state = json.loads((folder / "state.json").read_text())
+    del state["metric_name"]
+    (folder / "state.json").write_text(json.dumps(state))
+    assert Checkpoint.open(folder).metric_name is None
 
 
 CHANGES: list[tuple[dict[str, Any], str]] = [

@@ -65,7 +65,7 @@ class Checkpoint:
                 RunIdentity(**state["run"]),
                 state["student_tokenizer"],
                 state["metric"],
-                state["metric_name"],
+                state.get("metric_name"),  # earlier versions did not say
             )
             files: dict[str, int] = state["files"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
