@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -41,6 +41,20 @@ class ProjectionSettings(BaseModel):
     first_weight: float = Field(default=0.9, gt=0)
     decay: float = Field(default=0.1, ge=0)
     max_length: int = Field(default=4, ge=1)
+
+    @model_validator(mode="after")
+    def _only_decay_decays(self) -> "ProjectionSettings":
+        changed = [
+            name
+            for name in ("first_weight", "decay", "max_length")
+            if getattr(self, name) != type(self).model_fields[name].default
+        ]
+        if changed and self.weights == "first":
+            raise ValueError(
+                f"{' and '.join(changed)} set, but projection weights 'first' put all on the first "
+                "piece and do not read it; set weights to 'decay', or leave it out"
+            )
+        return self
 
     def piece_weights(self, pieces: int) -> list[float]:
         """Weights of the first pieces, normalised to sum to one."""
@@ -146,7 +160,11 @@ class ProjectionMatrix:
         return matrix
 
     def save(self, path: Path) -> None:
-        """Writes one safetensors file with both fingerprints in its metadata, atomically."""
+        """Writes one safetensors file with both fingerprints in its metadata, atomically.
+
+        Raises:
+            DataError: when there is no writing there.
+        """
         metadata = {
             "builder_version": str(BUILDER_VERSION),
             "student_fingerprint": self.student_fingerprint,
@@ -161,8 +179,14 @@ class ProjectionMatrix:
             "weights": self.weights,
             "real_ids": self.real_ids,
         }
-        with replacing(path) as temporary:
-            save_file(tensors, temporary, metadata=metadata)
+        try:
+            with replacing(path) as temporary:
+                save_file(tensors, temporary, metadata=metadata)
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            raise DataError(
+                f"projection {path} cannot be written: {reason}; name a folder that takes files"
+            ) from error
 
     @classmethod
     def load(cls, path: Path) -> "ProjectionMatrix":

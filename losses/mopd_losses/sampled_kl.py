@@ -43,8 +43,11 @@ def k3(log_ratios: Float[Tensor, "*places"]) -> Float[Tensor, "*places"]:
     more often has a finite gradient, and one all the same.
     """
     bounded = log_ratios.clamp_min(-K3_LINE)
-    line = (bounded - log_ratios) * torch.expm1(torch.tensor(K3_LINE, dtype=log_ratios.dtype))
-    return torch.expm1(-bounded) + bounded + line
+    # Above the line this has no gradient at all: one that is added and taken away again would
+    # leave nothing of the curve's own in float32.
+    beyond = (-K3_LINE - log_ratios).relu()
+    steepest = torch.expm1(torch.tensor(K3_LINE, dtype=log_ratios.dtype))
+    return torch.expm1(-bounded) + bounded + beyond * steepest
 
 
 @dataclass(frozen=True, eq=False)

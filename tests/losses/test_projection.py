@@ -9,6 +9,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from mopd_losses.config import PklParityConfig
 from mopd_losses.projection import (
     ProjectionMatrix,
     ProjectionSettings,
@@ -387,3 +388,12 @@ def test_arrays_that_contradict_each_other_are_refused(broken: dict[str, list[fl
 def test_impossible_settings_are_refused(wrong: dict[str, Literal[0]]) -> None:
     with pytest.raises(ValidationError):
         ProjectionSettings(**wrong)
+
+
+@pytest.mark.parametrize("name", ["first_weight", "decay", "max_length"])
+def test_what_only_decay_reads_is_refused_without_it(name: str) -> None:
+    """A loss whose own default is decay loses it to settings that do not name it again."""
+    for settings in (ProjectionSettings, lambda **given: PklParityConfig(projection=given)):
+        with pytest.raises(ValidationError, match=f"{name} set, but projection weights 'first'"):
+            settings(**{name: 3})
+        settings(**{name: 3, "weights": "decay"})

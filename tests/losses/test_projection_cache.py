@@ -112,9 +112,9 @@ def test_the_key_depends_on_everything_that_decides_a_projection(
         key(teacher=with_roles(right, TokenRoles(eos=1))),
         key(width=501),
         key(settings=ProjectionSettings(weights="decay")),
-        key(settings=ProjectionSettings(first_weight=0.8)),
-        key(settings=ProjectionSettings(decay=0.2)),
-        key(settings=ProjectionSettings(max_length=3)),
+        key(settings=ProjectionSettings(weights="decay", first_weight=0.8)),
+        key(settings=ProjectionSettings(weights="decay", decay=0.2)),
+        key(settings=ProjectionSettings(weights="decay", max_length=3)),
     ]
     monkeypatch.setattr(cache_module, "BUILDER_VERSION", 99)
     keys.append(key())

@@ -145,7 +145,7 @@ def test_a_failed_save_leaves_nothing_and_an_older_file_as_it_was(
     before = older.read_bytes()
     monkeypatch.setattr(projection_module, "save_file", half_written)
     for path in (older, tmp_path / "new"):
-        with pytest.raises(OSError, match="disk full"):
+        with pytest.raises(DataError, match=rf"{path.name} cannot be written: disk full; name a"):
             matrix.save(path)
     assert [path.name for path in tmp_path.iterdir()] == ["older"]
     assert older.read_bytes() == before

@@ -162,6 +162,14 @@ def test_k2_and_k3_are_never_negative_and_have_their_own_slopes() -> None:
         assert torch.autograd.gradcheck(estimate, d)
 
 
+def test_k2_and_k3_keep_their_slopes_in_the_precision_that_students_are_trained_in() -> None:
+    d = torch.linspace(-12, 12, 97, requires_grad=True)
+    exact = d.detach().double()
+    for estimate, slope in ((k2, exact), (k3, -torch.expm1(-exact))):
+        (found,) = torch.autograd.grad(estimate(d).sum(), d)
+        torch.testing.assert_close(found.double(), slope, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_k3_goes_on_as_a_line_where_its_exponential_would_overflow(dtype: torch.dtype) -> None:
     d = torch.tensor([-20.0, -21.0, -1e4], dtype=dtype, requires_grad=True)

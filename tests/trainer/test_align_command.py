@@ -150,6 +150,14 @@ def test_a_file_that_is_no_text_is_refused(
     assert (ended.value.code, capsys.readouterr().err) == (2, f"mopd: {path} {sentence}\n")
 
 
+def test_an_argument_that_is_no_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """A shell may pass any bytes, and Python makes half characters of them."""
+    with pytest.raises(SystemExit) as ended:
+        main(["align", "a", "b", "--text", "x\udcff"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("mopd: --text is not UTF-8; give it as a file")
+
+
 @pytest.mark.parametrize(
     ("spelled", "shown"),
     [

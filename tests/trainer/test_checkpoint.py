@@ -1,5 +1,6 @@
 """Checkpoints: whole or not there, the newest found, and never taken for another run's."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ MANIFEST = Manifest(
 
 
 def config_of(folder: Path, **changes: Any) -> RunConfig:
-    return RunConfig.model_validate(run_values(folder, **changes))
+    return RunConfig.model_validate(run_values(folder, **{"max_steps": 1_000, **changes}))
 
 
 def stepped(student: Student, seed: int = 0) -> torch.optim.Optimizer:
@@ -168,6 +169,38 @@ def test_a_folder_that_holds_a_run_is_not_begun_again(tmp_path: Path) -> None:
         start_of(config)
 
 
+def test_checkpoints_without_a_journal_are_a_run_too(tmp_path: Path) -> None:
+    """Beginning anew would remove them."""
+    config = config_of(tmp_path)
+    save(config, 3, student_of())
+    with pytest.raises(ConfigError, match="already holds a run; set resume_from_checkpoint=true"):
+        start_of(config)
+
+
+def test_a_checkpoint_of_elsewhere_does_not_cost_the_later_ones_that_are_here(
+    tmp_path: Path,
+) -> None:
+    student = student_of()
+    elsewhere = save(config_of(tmp_path, output_dir=str(tmp_path / "other")), 2, student)
+    config = config_of(tmp_path, resume_from_checkpoint=str(elsewhere))
+    own = save(config, 2, student)
+    assert start_of(config) is not None
+    save(config, 7, student)
+    with pytest.raises(ConfigError, match="holds step-00000007, which would be removed for"):
+        start_of(config)
+    assert start_of(config_of(tmp_path, resume_from_checkpoint=str(own))) is not None
+
+
+def test_a_checkpoint_after_the_runs_last_step_is_refused(tmp_path: Path) -> None:
+    changes = {"student": {"model": "tiny", "min_learning_rate_ratio": 1.0}}
+    save(config_of(tmp_path, **changes), 3, student_of())
+    shorter = config_of(tmp_path, resume_from_checkpoint=True, max_steps=2, **changes)
+    with pytest.raises(ConfigError, match=r"max_steps is 2, but checkpoint .* is of step 3; raise"):
+        start_of(shorter)
+    as_long = config_of(tmp_path, resume_from_checkpoint=True, max_steps=3, **changes)
+    assert start_of(as_long) is not None
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     wider = Student(tiny_models.llama(tokenizer("digit")), tokenizer("digit"), CPU)
@@ -213,6 +246,17 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     with pytest.raises(ConfigError, match=r"none of the 2 checkpoints in .* is whole, the newest"):
         start_of(config)
     assert names(config) == ["step-00000010", "step-00000020"]  # looking changes nothing
+
+
+@pytest.mark.parametrize("name", ["model/model.safetensors", "optimizer.pt"])
+def test_tensors_that_a_disk_garbled_are_told(tmp_path: Path, name: str) -> None:
+    """Their files are as long as they were, so only who reads them sees it."""
+    student = student_of()
+    folder = save(config_of(tmp_path), 1, student)
+    (folder / name).write_bytes(b"x" * (folder / name).stat().st_size)
+    with pytest.raises(DataError, match=r"is damaged: .*; name an earlier one") as told:
+        Checkpoint.open(folder).restore(student, stepped(student))
+    assert "\n" not in str(told.value)
 
 
 def test_steps_that_are_done_again_have_no_checkpoint_yet(tmp_path: Path) -> None:
@@ -268,6 +312,30 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(
     # Means: 3, 11/3, 5, not measured.
     assert [checkpoint.step for checkpoint in found] == [best, 4]
     assert found[-1].metric is None
+
+
+def test_the_best_by_one_metric_is_not_compared_with_another(tmp_path: Path) -> None:
+    student = student_of()
+    optimizer = stepped(student)
+    first = config_of(tmp_path, keep_checkpoints=2, best_checkpoint_metric="loss")
+    checkpoints = kept(first)
+    for step, loss in enumerate([1.0, 2.0], start=1):
+        checkpoints.observe({"loss": loss})
+        checkpoints.save(step, student, optimizer)
+    then = config_of(tmp_path, keep_checkpoints=1, best_checkpoint_metric="grad_norm")
+    checkpoints = kept(then, done=2)
+    for step, norm in enumerate([7.0, 8.0], start=3):
+        checkpoints.observe({"grad_norm": norm})
+        checkpoints.save(step, student, optimizer)
+    assert names(then) == ["step-00000003", "step-00000004"]
+
+
+def test_a_checkpoint_that_does_not_name_its_metric_is_gone_on_from(tmp_path: Path) -> None:
+    folder = save(config_of(tmp_path), 1, student_of())
+    state = json.loads((folder / "state.json").read_text())
+    del state["metric_name"]
+    (folder / "state.json").write_text(json.dumps(state))
+    assert Checkpoint.open(folder).metric_name is None
 
 
 CHANGES: list[tuple[dict[str, Any], str]] = [

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from mopd_protocol.errors import DataError
 from mopd_trainer.config import RolloutConfig
 from mopd_trainer.student import Sampled, Student
 from tests.reference.sampling import greedy, nucleus
@@ -55,6 +56,18 @@ def test_temperature_zero_is_the_most_likely_token_each_time(family: str) -> Non
     ]
     assert found == expected
     assert len({tuple(completion) for completion in found}) == 3
+
+
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0}, {"top_p": 0.5}])
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_weights_that_have_diverged_are_told_in_one_sentence(
+    weight: float, changes: dict[str, Any]
+) -> None:
+    student = student_of()
+    with torch.no_grad():
+        student.model.get_output_embeddings().weight[7] = weight
+    with pytest.raises(DataError, match=r"logits are not finite.* lower student\.learning_rate"):
+        write(student, **changes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

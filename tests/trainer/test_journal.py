@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mopd_protocol.errors import DataError
 from mopd_trainer.journal import COMPLETIONS, JOURNAL, Journal
 from tests.trainer.judged import example
 from tests.trainer.students import ids_of, rollout
@@ -74,6 +75,20 @@ def test_a_line_that_was_cut_short_anywhere_is_forgotten(tmp_path: Path, name: s
         with journal(tmp_path, 3):
             pass
         assert (tmp_path / name).read_bytes() == whole[:last]
+
+
+@pytest.mark.parametrize("name", [JOURNAL, COMPLETIONS])
+@pytest.mark.parametrize("damage", [b'{"step": 2, "lo', b"5", b"{}", b"\0\0\0", b"\xff"])
+def test_a_damaged_line_in_the_middle_is_told_and_nothing_is_lost(
+    tmp_path: Path, name: str, damage: bytes
+) -> None:
+    write_steps(tmp_path, 1, 3, run="first")
+    first, *others = (tmp_path / name).read_bytes().split(b"\n", 1)
+    damaged = b"\n".join([first, damage, *others])
+    (tmp_path / name).write_bytes(damaged)
+    with pytest.raises(DataError, match=f"{name}:2 is damaged .*: remove this line to go on"):
+        journal(tmp_path, 3)
+    assert (tmp_path / name).read_bytes() == damaged
 
 
 def test_a_completion_is_written_for_people_to_read(tmp_path: Path) -> None:

@@ -59,6 +59,17 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
         pass
 
 
+def test_a_folder_that_takes_no_files_is_told() -> None:
+    folder = Path("/proc/self")  # nobody may write here, not even root
+    if not folder.is_dir():
+        pytest.skip("no /proc on this system")
+    with (
+        pytest.raises(ConfigError, match="output_dir /proc/self takes no files"),
+        only_writer(folder),
+    ):
+        pass
+
+
 def test_a_run_is_refused_before_anything_is_read_of_it(tmp_path: Path) -> None:
     write_lines(tmp_path / "prompts.jsonl", [{"prompt": "?", "teacher": "math"}])
     values = run_values(tmp_path, max_steps=1)

@@ -190,7 +190,8 @@ def test_blank_lines_are_skipped_but_counted(tmp_path: Path) -> None:
     assert [p.index for p in read_prompts(DataConfig(prompts=path), TEACHERS)] == [0, 1]
 
 
-OK = {"prompt": "?", "teacher": "math"}
+TO_MATH = {"teacher": "math"}
+OK = {"prompt": "?", **TO_MATH}
 
 
 @pytest.mark.parametrize(
@@ -201,6 +202,11 @@ OK = {"prompt": "?", "teacher": "math"}
         ({"prompt": "?", "teacher": {"math": 1, "x": 1}}, "teacher 'x' is unknown; known teachers"),
         ({"prompt": "?", "teacher": {"math": 0}}, "expected a name, or names with weights above 0"),
         ({"prompt": "?", "teacher": {"math": float("inf")}}, "expected a name, or names with"),
+        ({"prompt": "?", "teacher": {"math": 10**400}}, "expected a name, or names with weights"),
+        (
+            {"prompt": "?", "teacher": {"math": 1e308, "code": 1e308}},  # shares of an infinite sum
+            "expected a name, or names with weights above 0",
+        ),
         ({"prompt": "?", "teacher": {}}, "expected a name, or names with weights above 0"),
         ({"prompt": "?", "teacher": ["math"]}, "expected a name, or names with weights above 0"),
         ({"prompt": 5, "teacher": "math"}, "'prompt' is 5; expected text"),
@@ -218,6 +224,10 @@ OK = {"prompt": "?", "teacher": "math"}
             {"messages": [{"role": "assistant", "content": "7"}], "teacher": "math"},
             "'messages' ends with an assistant turn; expected a turn that the student can answer",
         ),
+        (
+            {"messages": turns("user", "?", "assistant", "\ud83d", "user", "?"), **TO_MATH},
+            "turn 2 of 'messages' holds half a character",
+        ),
         ([1, 2], "found a list, expected a JSON object"),
     ],
 )
@@ -234,6 +244,8 @@ def test_a_wrong_line_is_named_by_file_and_number(
     [
         (b'{"prompt": "?", "teacher": "math"}\n{"prompt": \n', "2: not JSON (Expecting value"),
         (b'{"prompt": "?", "teacher": "math"}\n{"prompt": "\xff"}\n', "2: not UTF-8 (invalid"),
+        (b'{"prompt": "?", "n": 1%s}\n' % (b"0" * 5_000), "1: JSON that cannot be read (Exceeds"),
+        (b'{"n": %s}\n' % (b"[" * 100_000), "1: JSON that cannot be read (maximum recursion"),
         (b"\n  \n", "no prompts in it; expected one JSON object a line"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mopd_protocol.errors import ConfigError
+from mopd_protocol.errors import ConfigError, DataError
 from mopd_trainer.journal import COMPLETIONS, JOURNAL
 from mopd_trainer.line_chart import HEIGHT, WIDTH, line_chart
 from mopd_trainer.report import write_report
@@ -97,6 +97,26 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     with (run / JOURNAL).open("a") as journal:
         journal.write('{"step": 3, "loss": 0.')
     assert "2 steps, the last one is 2" in write_report(run).read_text()
+
+
+@pytest.mark.parametrize("damage", ['{"step": 2, "lo', "5", "{}", "\0\0\0"])
+def test_a_damaged_line_is_told_and_hides_none_after_it(tmp_path: Path, damage: str) -> None:
+    run = run_folder(tmp_path / "run", steps(0.5))
+    (completion,) = (run / COMPLETIONS).read_text().splitlines()
+    (run / COMPLETIONS).write_text(f"{damage}\n{completion}\n")
+    with (run / JOURNAL).open("a") as journal:
+        journal.write(f'{damage}\n{{"step": 3, "loss": 0.25}}\n')
+    page = write_report(run).read_text()
+    assert "2 steps, the last one is 3" in page
+    assert "Damaged and left out: journal.jsonl:2, completions.jsonl:1." in page
+    assert "2 + 2 =" in page
+
+
+def test_a_page_that_cannot_be_written_is_told_in_one_sentence(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", steps(0.5))
+    (run / "report.html").mkdir()
+    with pytest.raises(DataError, match=r"report\.html cannot be written: Is a directory"):
+        write_report(run)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

@@ -75,6 +75,25 @@ def refusal(path: Path, *overrides: str) -> str:
         ),
         *(
             (
+                lambda v, drawn=drawn, loss=loss: (
+                    v["rollout"].update(drawn),
+                    v["teachers"]["code"].update(loss={"type": loss}),
+                ),
+                f"teacher 'code' has loss '{loss}', which is right for samples of the student as "
+                "it is, but rollout.temperature is",
+            )
+            for drawn in ({"temperature": 0.7}, {"top_p": 0.9}, {"temperature": 0})
+            for loss in ("k2", "k3")
+        ),
+        (
+            lambda v: (
+                v["rollout"].update(temperature=0),
+                v["teachers"]["code"].update(loss={"type": "policy_gradient"}),
+            ),
+            "teacher 'code' has loss 'policy_gradient', but rollout.temperature is 0",
+        ),
+        *(
+            (
                 lambda v, loss=loss: (
                     v["rollout"].update(max_staleness=2),
                     v["teachers"]["code"].update(loss={"type": loss}),
@@ -216,6 +235,24 @@ def test_overrides_replace_settings_at_any_depth(tmp_path: Path) -> None:
         ("teachers.math.topk=3", "unknown key 'teachers.math.topk'"),
         ("max_steps=[1", "expected ',' or ']'"),
         ("max_steps=few", "'max_steps' is 'few'"),
+        ("student.betas=[0.9,1.0]", "'student.betas.1' is 1.0: Input should be less than 1"),
+        ("student.betas=[-0.1,0.9]", "'student.betas.0' is -0.1: Input should be greater than"),
+        ("student.betas=[0.9]", "'student.betas.1' is missing"),
+        ("student.learning_rate=.inf", "'student.learning_rate' is inf: Input should be a finite"),
+        ("teachers.math.weight=.inf", "'teachers.math.weight' is inf: Input should be a finite"),
+        ("teachers=[math]", "Cannot merge incompatible container types"),
+        (
+            "teachers.math.loss={type: gold, divergence: jsd}",
+            "unknown key 'teachers.math.loss.divergence'",
+        ),
+        (
+            "teachers.math.loss={type: ctkd, divergence: kl}",
+            "'teachers.math.loss.divergence' is 'kl': Input should be 'forward_kl', ",
+        ),
+        (
+            "teachers.math.loss.divergence=jsd",
+            "'teachers.math.loss' is {'divergence': 'jsd'}, without 'type'; add it",
+        ),
     ],
 )
 def test_a_wrong_override_is_told_in_one_sentence(
@@ -224,6 +261,13 @@ def test_a_wrong_override_is_told_in_one_sentence(
     told = refusal(write_run(tmp_path, run_values(tmp_path)), override)
     assert sentence in told
     assert "\n" not in told
+
+
+def test_alternatives_are_told_under_the_key_that_the_user_wrote(tmp_path: Path) -> None:
+    path = write_run(tmp_path, run_values(tmp_path))
+    _, *told = refusal(path, "resume_from_checkpoint=null").splitlines()
+    assert told
+    assert all(line.startswith("  'resume_from_checkpoint' is None: ") for line in told)
 
 
 def test_a_url_may_be_one_or_several(tmp_path: Path) -> None:

@@ -96,6 +96,35 @@ def test_a_check_prints_who_teaches_and_writes_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_teachers_name_is_told_as_it_is(values: dict[str, Any]) -> None:
+    """What looks like markup of the console is none."""
+    settings = values["teachers"]["math"]
+    for name in ("[/b]", "[bold]"):
+        teachers = {**values["teachers"], name: settings}
+        told = StringIO()
+        config = RunConfig.model_validate({**values, "teachers": teachers})
+        asyncio.run(check(config, Console(file=told, width=200)))
+        assert f"teacher {name} " in told.getvalue()
+
+
+def test_a_run_outlives_who_reads_what_it_tells(tmp_path: Path, values: dict[str, Any]) -> None:
+    path = write_run(tmp_path, values)
+    with subprocess.Popen(
+        [MOPD, "train", path],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+    ) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stderr is not None
+        assert trainer.stdout.readline()
+        trainer.stdout.close()  # as `| head -1` does
+        assert trainer.stderr.read() == ""
+        assert trainer.wait() == 0
+    assert (Path(values["output_dir"]) / "final").is_dir()
+
+
 def test_a_killed_trainer_goes_on_as_if_nothing_had_happened(
     tmp_path: Path, values: dict[str, Any], uninterrupted: Path
 ) -> None:

@@ -51,8 +51,10 @@ def align(
         rows: lines to print at most; 0 for all.
 
     Raises:
-        MopdError: when a tokenizer cannot be read.
+        MopdError: when a tokenizer cannot be read, or the text is none.
     """
+    if any("\ud800" <= character <= "\udfff" for character in text):  # of a shell's other bytes
+        raise DataError("--text is not UTF-8; give it as a file in UTF-8 (--file)")
     student = read_tokenizer(student_name, api_key_env=api_key_env)
     teacher = read_tokenizer(teacher_name, api_key_env=api_key_env)
     left, right = (side.table.sequence(side.encoder.encode(text)) for side in (student, teacher))

@@ -13,7 +13,7 @@ from mopd_trainer.kept_checkpoints import starting_checkpoint
 from mopd_trainer.needed_packages import require_packages
 from mopd_trainer.plan import describe_plan
 from mopd_trainer.prompts import read_prompts
-from mopd_trainer.rendering import require_renderable
+from mopd_trainer.rendering import require_answerable
 from mopd_trainer.replay import Replay
 from mopd_trainer.run_identity import RunIdentity
 from mopd_trainer.student_identity import StudentIdentity
@@ -37,7 +37,7 @@ async def check(
     checkpoint = starting_checkpoint(config, identity)
     expected = checkpoint.manifest_ids if checkpoint else {}
     student = StudentIdentity.read(config.student)
-    require_renderable(prompts, student, source=config.data.prompts)
+    require_answerable(config, prompts, student)
     with TemporaryDirectory() as folder:
         cache = ProjectionCache(Path(folder))
         async with teacher_pool(config.asked, device=config.student.device) as pool:

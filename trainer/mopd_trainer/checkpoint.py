@@ -10,9 +10,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from mopd_protocol.atomic_file import replacing_folder
 from mopd_protocol.errors import ConfigError, DataError
@@ -39,6 +41,7 @@ class Checkpoint:
     identity: RunIdentity
     student_tokenizer: str  # fingerprint
     metric: float | None  # the mean, since the checkpoint before, of what the best is chosen by
+    metric_name: str | None  # what that was, in the part of the run that saved it
 
     @property
     def model_folder(self) -> Path:
@@ -62,6 +65,7 @@ class Checkpoint:
                 RunIdentity(**state["run"]),
                 state["student_tokenizer"],
                 state["metric"],
+                state.get("metric_name"),  # earlier versions did not say
             )
             files: dict[str, int] = state["files"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -83,7 +87,7 @@ class Checkpoint:
         """Puts weights and moments back.
 
         Raises:
-            DataError: when they are of another model.
+            DataError: when they are of another model, or damaged.
         """
         if self.student_tokenizer != student.table.fingerprint:
             raise DataError(
@@ -96,6 +100,11 @@ class Checkpoint:
                 self.folder / _OPTIMIZER, map_location=student.device, weights_only=True
             )
             optimizer.load_state_dict(state)
+        except (SafetensorError, UnpicklingError, EOFError) as error:
+            raise DataError(
+                f"checkpoint {self.folder} is damaged: its tensors cannot be read "
+                f"({type(error).__name__}); name an earlier one by resume_from_checkpoint"
+            ) from error
         except (OSError, RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise DataError(
@@ -140,6 +149,7 @@ def save_checkpoint(
             "run": asdict(identity),
             "student_tokenizer": student.table.fingerprint,
             "metric": metric,
+            "metric_name": config.best_checkpoint_metric,
             "files": _sizes(temporary),
         }
         (temporary / _STATE).write_text(json.dumps(state, indent=2))

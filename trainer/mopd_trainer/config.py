@@ -1,11 +1,11 @@
 """What a run is: one frozen, checked value. No torch here, so that a wrong file fails at once."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mopd_losses.config import ON_SAMPLES, K2Config, K3Config
+from mopd_losses.config import ON_SAMPLES, K2Config, K3Config, PolicyGradientConfig
 from mopd_protocol.samples import Source
 from mopd_trainer.resources import ResourcesConfig
 from mopd_trainer.teacher_config import (
@@ -15,6 +15,9 @@ from mopd_trainer.teacher_config import (
     require_names_for_cached_weights,
     student_topk,
 )
+
+#: How much of a moment stays from step to step.
+_Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class _Settings(BaseModel):
@@ -123,11 +126,11 @@ class StudentConfig(_Settings):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of matrix products. Weights that are trained, moments and sums are float32 either
     way; those that ``lora`` leaves as they are have this precision too."""
-    learning_rate: float = Field(default=1e-6, gt=0)
+    learning_rate: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
     warmup_steps: int = Field(default=0, ge=0)
     min_learning_rate_ratio: float = Field(default=0.0, ge=0, le=1)
     """Where the cosine ends, as a share of ``learning_rate``."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
     skip_grad_norm_above: float | None = Field(default=None, gt=0)
@@ -313,6 +316,27 @@ class RunConfig(_Settings):
                     f"teacher {name!r} has loss '{teacher.loss.type}', which is right for samples "
                     f"of the weights that are trained, but rollout.max_staleness is {ahead}; set "
                     "it to 0, or use 'policy_gradient', which weighs older samples"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _uncorrected_samples_are_drawn_as_they_are_weighed(self) -> "RunConfig":
+        rollout = self.rollout
+        if self.data.rollout_share == 0 or self.replay is not None:
+            return self  # nothing is drawn
+        for name, teacher in self.teachers.items():
+            warped = rollout.temperature != 1 or rollout.top_p != 1
+            if warped and isinstance(teacher.loss, K2Config | K3Config):
+                raise ValueError(
+                    f"teacher {name!r} has loss '{teacher.loss.type}', which is right for samples "
+                    "of the student as it is, but rollout.temperature is "
+                    f"{rollout.temperature:g} and rollout.top_p {rollout.top_p:g}; set both to 1, "
+                    "or use 'policy_gradient', which weighs samples by how they were drawn"
+                )
+            if rollout.temperature == 0 and isinstance(teacher.loss, PolicyGradientConfig):
+                raise ValueError(
+                    f"teacher {name!r} has loss 'policy_gradient', but rollout.temperature is 0, "
+                    "and what is not drawn by chance has no importance; raise the temperature"
                 )
         return self
 

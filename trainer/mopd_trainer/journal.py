@@ -11,6 +11,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 from mopd_protocol.atomic_file import replacing
+from mopd_protocol.errors import DataError
 from mopd_protocol.token_sequence import TokenSequence
 from mopd_trainer.disk_writing import append_whole
 from mopd_trainer.examples import TrainingExample
@@ -29,6 +30,9 @@ class Journal:
 
     A run that was killed after its last checkpoint redoes those steps, and the journal then has
     neither a gap nor a repeat.
+
+    Raises:
+        DataError: when a line that is there is damaged, and not by being the last one.
     """
 
     def __init__(
@@ -158,6 +162,18 @@ def _forget_after(path: Path, step: int) -> None:
         return
     # Bytes: a kill can cut a character in two, and text has more line ends (U+2028) than JSONL.
     whole = [line for line in path.read_bytes().splitlines(True) if line.endswith(b"\n")]
-    kept = [line for line in whole if json.loads(line)["step"] <= step]
+    kept = [
+        line for number, line in enumerate(whole, 1) if _step_of(line, f"{path}:{number}") <= step
+    ]
     with replacing(path, durable=True) as temporary:
         temporary.write_bytes(b"".join(kept))
+
+
+def _step_of(line: bytes, where: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(
+            f"{where} is damaged ({type(error).__name__}: {error}); expected a step's line as the "
+            "run wrote it: remove this line to go on without it"
+        ) from error

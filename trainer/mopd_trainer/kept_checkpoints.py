@@ -25,11 +25,12 @@ def starting_checkpoint(config: RunConfig, identity: RunIdentity) -> Checkpoint 
 
     Raises:
         ConfigError: when the output folder holds a run that was not asked to be resumed, no
-            checkpoint of it is whole, or it is another run's.
+            checkpoint of it is whole, it is another run's, it has more steps than the run is to
+            have, or later ones of the output folder would go for one of elsewhere.
     """
     wanted = config.resume_from_checkpoint
     if not wanted:
-        if (config.output_dir / JOURNAL).exists():
+        if (config.output_dir / JOURNAL).exists() or _folders(config):
             raise ConfigError(
                 f"{config.output_dir} already holds a run; set resume_from_checkpoint=true to go "
                 "on with it, or choose another output_dir"
@@ -38,7 +39,26 @@ def starting_checkpoint(config: RunConfig, identity: RunIdentity) -> Checkpoint 
     found = Checkpoint.open(wanted) if isinstance(wanted, Path) else _newest_whole(config)
     if found is not None and not config.accept_changed_settings:
         identity.require_same(found.identity, source=f"checkpoint {found.folder}")
+    if found is not None:
+        _require_steps_ahead(config, found)
     return found
+
+
+def _require_steps_ahead(config: RunConfig, found: Checkpoint) -> None:
+    """Raises ConfigError for a start behind the run's end, or before steps that are not its own."""
+    if found.step > config.max_steps:
+        raise ConfigError(
+            f"max_steps is {config.max_steps:,}, but checkpoint {found.folder} is of step "
+            f"{found.step:,}; raise max_steps, or name an earlier one by resume_from_checkpoint"
+        )
+    own = found.folder.resolve().parent == (config.output_dir / CHECKPOINTS).resolve()
+    later = [folder.name for step, folder in _folders(config) if step > found.step]
+    if later and not own:
+        raise ConfigError(
+            f"{config.output_dir} holds {', '.join(later)}, which would be removed for checkpoint "
+            f"{found.folder}; set resume_from_checkpoint=true to go on with what is there, or "
+            "choose another output_dir"
+        )
 
 
 class KeptCheckpoints:
@@ -137,11 +157,12 @@ class KeptCheckpoints:
         found: list[tuple[float, Path]] = []
         for folder in folders:
             try:
-                metric = Checkpoint.open(folder).metric
+                saved = Checkpoint.open(folder)
             except ConfigError:
                 continue
-            if metric is not None:
-                found.append((sign * metric, folder))
+            same = saved.metric_name == self._config.best_checkpoint_metric
+            if same and saved.metric is not None:
+                found.append((sign * saved.metric, folder))
         return min(found)[1] if found else None
 
 

@@ -42,7 +42,7 @@ from mopd_trainer.progress import RunProgress
 from mopd_trainer.prompts import PromptOrder, read_prompts
 from mopd_trainer.ranks import Ranks
 from mopd_trainer.recording import recorder_of
-from mopd_trainer.rendering import require_renderable
+from mopd_trainer.rendering import require_answerable
 from mopd_trainer.replay import Replay
 from mopd_trainer.report import write_report
 from mopd_trainer.rollout_workers import RolloutWorkers
@@ -116,7 +116,7 @@ async def _train(
     pool = teacher_pool(config.asked, config.score_cache, turn=turn, device=config.student.device)
     async with pool:
         student = Student.load(config.student, ranks)
-        require_renderable(prompts, student.identity, source=config.data.prompts)
+        require_answerable(config, prompts, student.identity)
         cache = ProjectionCache(config.projections)
         expected = checkpoint.manifest_ids if checkpoint else {}
         with console.status(f"waiting for {len(config.asked)} teachers"):

@@ -304,11 +304,12 @@ def _console():
     _need_trainer()
     # Tokenizers warn about threads after a fork; nothing here forks after using them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    from rich.console import Console
     from transformers.utils import logging as transformers_logging
 
+    from mopd_trainer.lasting_console import LastingConsole
+
     transformers_logging.disable_progress_bar()
-    return Console()
+    return LastingConsole()
 
 
 def _need_trainer() -> None:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from mopd_protocol.errors import ConfigError
 
@@ -16,13 +17,21 @@ def only_writer(folder: Path) -> Generator[None]:
     are no such locks (Windows, some network disks) nothing is held.
 
     Raises:
-        ConfigError: when another process holds it, or it cannot be made.
+        ConfigError: when another process holds it, it cannot be made, or nothing written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"output_dir {folder} cannot be made: {error.strerror or error}; name another one"
+        ) from error
+    try:
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir {folder} takes no files: {error.strerror or error}; name another one, or "
+            "make room or permission there"
         ) from error
     held = _held(folder)
     try:

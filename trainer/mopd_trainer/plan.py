@@ -64,7 +64,8 @@ def _teacher_table(
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for name, teacher in teachers.items():
-        table.add_row(f"teacher {name}", _teacher_facts(teacher, student, lines[name]))
+        facts = _teacher_facts(teacher, student, lines[name])
+        table.add_row(Text(f"teacher {name}"), Text(facts))  # a name is no markup
     return table
 
 

@@ -39,10 +39,7 @@ def build(
             student.table, teacher.table, student_width=student.logit_width, settings=settings
         )
         path /= f"projection-{key}.safetensors"
-    try:
-        matrix.save(path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+    matrix.save(path)
     spelled = spelled_of(matrix, student.table, teacher.table, rows=0)
     console.print(_sides(student, teacher), _numbers(matrix, counts_of(matrix), spelled))
     console.print(Text(f"\nwritten to {path}, {path.stat().st_size:,} bytes"), soft_wrap=True)

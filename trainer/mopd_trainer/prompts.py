@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Iterable, Sequence
 from math import inf
+from sys import float_info
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,8 @@ def _parse(line: bytes, where: str) -> JSON:
         raise DataError(f"{where}: not UTF-8 ({error.reason} at byte {error.start})") from error
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or a deep nest
+        raise DataError(f"{where}: JSON that cannot be read ({error})") from error
     if not isinstance(values, dict):
         raise DataError(f"{where}: found a {type(values).__name__}, expected a JSON object")
     return values  # pyright: ignore[reportUnknownVariableType]
@@ -144,6 +147,9 @@ def _messages(values: JSON, config: DataConfig, where: str) -> tuple[Message, ..
             ) from error
         if not messages:
             raise DataError(f"{where}: 'messages' is empty; expected at least one turn")
+        for at, message in enumerate(messages):
+            if not _is_unicode(message.role + message.content):
+                raise DataError(f"{where}: turn {at + 1} of 'messages' holds half a character")
         return messages
     if "prompt" in values:
         return (Message(role="user", content=_text(values, "prompt", where)),)
@@ -196,8 +202,11 @@ def _weights(named: Any, where: str) -> dict[str, float]:
         return {named: 1.0}
     if isinstance(named, dict) and named:
         weights: dict[Any, Any] = dict(named)  # pyright: ignore[reportUnknownArgumentType]
-        if all(isinstance(w, int | float) and 0 < w < inf for w in weights.values()):
-            return {str(name): float(weight) for name, weight in weights.items()}
+        # A JSON integer may be larger than any float.
+        if all(isinstance(w, int | float) and 0 < w <= float_info.max for w in weights.values()):
+            found = {str(name): float(weight) for name, weight in weights.items()}
+            if sum(found.values()) < inf:
+                return found
     raise DataError(
         f"{where}: teachers are given as {named!r}; expected a name, or names with weights above 0"
     )

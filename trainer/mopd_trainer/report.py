@@ -8,14 +8,16 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from mopd_protocol.atomic_file import replacing
-from mopd_protocol.errors import ConfigError
+from mopd_protocol.errors import ConfigError, DataError
 from mopd_trainer.completion_page import Line, completions_page, completions_style
 from mopd_trainer.journal import COMPLETIONS, JOURNAL
 from mopd_trainer.line_chart import COLOURS, Curve, line_chart
 
 REPORT = "report.html"
+_NAMED = 4  # damaged lines in one sentence
 
 #: Heading -> the keys of the journal that are drawn together; those of teachers by their last part.
 _OF_THE_RUN = {
@@ -49,38 +51,66 @@ def write_report(run: Path) -> Path:
 
     Raises:
         ConfigError: when the folder holds no journal of a run.
+        DataError: when the page cannot be written.
     """
-    journal = _lines(run / JOURNAL)
+    journal, journal_damage = _lines(run / JOURNAL)
     if not journal:
         raise ConfigError(
             f"{run} holds no {JOURNAL} with a finished step; expected the output_dir of a run"
         )
-    completions = _lines(run / COMPLETIONS)
-    with replacing(run / REPORT) as unfinished:
-        unfinished.write_text(_page(run, journal, completions), encoding="utf-8")
+    completions, damage = _lines(run / COMPLETIONS)
+    page = _page(run, journal, completions, _told(journal_damage + damage))
+    try:
+        with replacing(run / REPORT) as unfinished:
+            unfinished.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise DataError(
+            f"{run / REPORT} cannot be written: {error.strerror or error}; what the run has "
+            "written is as it was"
+        ) from error
     return run / REPORT
 
 
-def _lines(path: Path) -> list[Line]:
-    """All whole lines; the last one may be under way."""
+def _lines(path: Path) -> tuple[list[Line], list[str]]:
+    """All whole lines, and where there are others; the last one may be under way."""
     found: list[Line] = []
+    damaged: list[str] = []
     if path.is_file():
         # Not splitlines: a completion may hold what ends a line for text, and not for JSONL.
-        for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-            try:
-                found.append(json.loads(text))
-            except ValueError:
-                break
-    return found
+        whole = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+        for number, text in enumerate(whole, 1):
+            line = _line(text)
+            if line is None:
+                damaged.append(f"{path.name}:{number}")
+            else:
+                found.append(line)
+    return found, damaged
 
 
-def _page(run: Path, journal: Sequence[Line], completions: Sequence[Line]) -> str:
+def _line(text: str) -> Line | None:
+    """What a line says; None where it is damaged."""
+    try:
+        line: Any = json.loads(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and "step" in line else None
+
+
+def _told(damaged: Sequence[str]) -> str:
+    if not damaged:
+        return ""
+    more = f" and {len(damaged) - _NAMED:,} more" if len(damaged) > _NAMED else ""
+    return f"<p>Damaged and left out: {', '.join(damaged[:_NAMED])}{more}.</p>"
+
+
+def _page(run: Path, journal: Sequence[Line], completions: Sequence[Line], damage: str = "") -> str:
     name = escape(run.name)
     keys = list({key: None for line in journal for key in line})
     config = run / "config.yaml"
     settings = escape(config.read_text(encoding="utf-8")) if config.is_file() else ""
     body = [
         f"<h1>{name}</h1><p>{len(journal):,} steps, the last one is {journal[-1]['step']:,}.</p>",
+        damage,
         "<section>",
         *_charts(journal, keys),
         "</section>",

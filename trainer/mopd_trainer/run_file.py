@@ -31,7 +31,7 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
             raise ConfigError(f"{path}: found a list, expected keys and values")
         merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides)))
         values = OmegaConf.to_container(merged, resolve=True)
-    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError, OSError) as error:
+    except (OmegaConfBaseException, YAMLError, TypeError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
     return parse_run(values, source=str(path))
 
@@ -45,7 +45,7 @@ def parse_run(values: Any, *, source: str) -> RunConfig:
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        told = [_sentence(dict(problem)) for problem in error.errors()]
+        told = [_sentence(dict(problem), values) for problem in error.errors()]
         if len(told) == 1:
             raise ConfigError(f"{source}: {told[0]}") from error
         listed = "".join(f"\n  {sentence}" for sentence in told)
@@ -58,12 +58,29 @@ def write_resolved(config: RunConfig, path: Path) -> None:
         temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
 
 
-def _sentence(problem: dict[str, Any]) -> str:
-    key = ".".join(str(part) for part in problem["loc"])
+def _sentence(problem: dict[str, Any], values: Any) -> str:
+    key = _key(problem["loc"], values)
     if problem["type"] == "extra_forbidden":
         return f"unknown key {key!r}; look for a spelling mistake or a wrong indentation"
     if problem["type"] == "missing":
         return f"{key!r} is missing"
+    if problem["type"] == "union_tag_not_found":
+        return f"{key!r} is {problem['input']!r}, without {problem['ctx']['discriminator']}; add it"
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
     return f"{key!r} is {problem['input']!r}: {problem['msg']}"
+
+
+def _key(location: Sequence[str | int], values: Any) -> str:
+    """The dotted key of what is wrong, as the user would write it: without the parts by which
+    pydantic names the alternatives that it tried there."""
+    found: list[str] = []
+    last = len(location) - 1
+    for at, part in enumerate(location):
+        if isinstance(values, dict) and (part in values or at == last):
+            found.append(str(part))
+            values = values.get(part)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        elif isinstance(values, list | tuple) and isinstance(part, int):
+            found.append(str(part))
+            values = values[part] if part < len(values) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return ".".join(found)

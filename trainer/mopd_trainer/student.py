@@ -24,7 +24,7 @@ from transformers import (
 
 from mopd_losses.blockwise_head import Head, LossTerm, blockwise_head, dense_head
 from mopd_losses.loss_output import LossOutput
-from mopd_protocol.errors import ConfigError
+from mopd_protocol.errors import ConfigError, DataError
 from mopd_protocol.npu import import_backend
 from mopd_protocol.samples import Message
 from mopd_trainer.config import RolloutConfig, StudentConfig
@@ -128,8 +128,8 @@ class Student:
 
     @property
     def max_length(self) -> int | None:
-        """Longest prompt plus completion in tokens, where the model names a limit."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        """See ``StudentIdentity``."""
+        return self.identity.max_length
 
     def trained(self) -> dict[str, nn.Parameter]:
         """What training changes, by name: all weights, or those of adapters."""
@@ -152,6 +152,9 @@ class Student:
 
         Args:
             keep_topk: how many of the most likely ids of each step to keep beside the drawn one.
+
+        Raises:
+            DataError: when the weights make logits of which nothing can be drawn.
         """
         longest = max(len(prompt) for prompt in prompts)
         roles = self.table.roles
@@ -180,6 +183,7 @@ class Student:
                 ),
                 logits_processor=LogitsProcessorList([policy]),
             )
+        policy.require_drawn()
         completions = generated[:, longest:].cpu()
         logprobs = policy.logprobs_of(completions).numpy()
         topk_ids = policy.topk_ids()
@@ -368,6 +372,7 @@ class _BehaviourPolicy(LogitsProcessor):
         self._nucleus = TopPLogitsWarper(top_p) if top_p < 1 else None
         self._last: Tensor | None = None
         self._drawn: list[Tensor] = []
+        self._undrawable = torch.zeros((), dtype=torch.bool, device=real_ids.device)
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         self._remember(input_ids[:, -1])
@@ -378,8 +383,21 @@ class _BehaviourPolicy(LogitsProcessor):
             scores = scores / self._temperature
         if self._nucleus is not None:
             scores = self._nucleus(input_ids, scores)
-        self._last = scores.log_softmax(dim=-1)
-        return scores
+        self._last = last = scores.log_softmax(dim=-1)
+        # One NaN or infinity makes NaN of the whole row. It is told at the end: to ask at every
+        # token would wait for the device, and to draw from such a row may end it.
+        undrawable = last[:, :1].isnan()
+        self._undrawable |= undrawable.any()
+        return scores.masked_fill(undrawable, 0.0)
+
+    def require_drawn(self) -> None:
+        """Raises DataError where a token came from what is no distribution."""
+        if self._undrawable:
+            raise DataError(
+                "the student's logits are not finite, so nothing can be drawn from them: its "
+                "weights have diverged; lower student.learning_rate, and go on from an earlier "
+                "checkpoint by resume_from_checkpoint"
+            )
 
     def logprobs_of(self, completions: Tensor) -> Tensor:
         """[batch, steps], nats, of the tokens that were drawn."""

@@ -39,6 +39,8 @@ class StudentIdentity:
     logit_width: int  # rows of the head, padding included
     parameters: int
     trained: int  # of the parameters
+    max_length: int | None = None
+    """Longest prompt plus completion in tokens, where the model names a limit."""
 
     def __post_init__(self) -> None:
         if not self.table.roles.ending:
@@ -70,6 +72,7 @@ class StudentIdentity:
             logit_width=int(head.weight.shape[0]),
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            max_length=getattr(model.config.get_text_config(), "max_position_embeddings", None),
         )
 
     @cached_property

@@ -84,7 +84,7 @@ class TeacherConfig(BaseModel):
     differ), so that a reverse divergence sees where the student puts its mass. ``full``: all ids,
     for ``topk_kl`` of a ``local`` teacher; its hidden states are kept, and its head stays on the
     student's device to make rows of them a block at a time."""
-    weight: float = Field(default=1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Factor of this teacher's loss."""
     temperature: float = Field(default=1.0, gt=0)
     """Softmax temperature of both sides of the loss; other than 1 only where the teacher's engine
