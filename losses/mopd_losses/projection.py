@@ -36,9 +36,8 @@ class ProjectionSettings(BaseModel):
 
     weights: Literal["first", "decay"] = "first"
     """``first``: all on the first piece, which is what a teacher's first row is about. ``decay``:
-    on the first ``max_length`` pieces, in proportion to ``first_weight * decay ** r``, r = 0, 1, …
-    (X-Token, arXiv 2605.21699)."""
-    first_weight: float = Field(default=0.9, gt=0)
+    on the first ``max_length`` pieces, in proportion to ``decay ** r``, r = 0, 1, … (X-Token, arXiv
+    2605.21699, whose first weight of 0.9 the normalisation takes out again)."""
     decay: float = Field(default=0.1, ge=0)
     max_length: int = Field(default=4, ge=1)
 
@@ -46,7 +45,7 @@ class ProjectionSettings(BaseModel):
     def _only_decay_decays(self) -> "ProjectionSettings":
         changed = [
             name
-            for name in ("first_weight", "decay", "max_length")
+            for name in ("decay", "max_length")
             if getattr(self, name) != type(self).model_fields[name].default
         ]
         if changed and self.weights == "first":
@@ -60,7 +59,7 @@ class ProjectionSettings(BaseModel):
         """Weights of the first pieces, normalised to sum to one."""
         if self.weights == "first":
             return [1.0]
-        raw = [self.first_weight * self.decay**r for r in range(min(pieces, self.max_length))]
+        raw = [self.decay**r for r in range(min(pieces, self.max_length))]
         return [weight / sum(raw) for weight in raw]
 
 

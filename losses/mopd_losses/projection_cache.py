@@ -21,6 +21,7 @@ from mopd_losses.projection import (
     ProjectionSettings,
     build_projection,
 )
+from mopd_protocol.errors import DataError
 from mopd_protocol.token_table import TextEncoder, TokenTable
 
 logger = logging.getLogger(__name__)
@@ -74,9 +75,8 @@ class ProjectionCache:
         key = cache_key(student, teacher, student_width=student_width, settings=settings)
         if key not in self._matrices:
             path = self._folder / f"projection-{key}.safetensors" if self._folder else None
-            if path is not None and path.exists():
-                matrix = ProjectionMatrix.load(path)
-            else:
+            matrix = _on_disk(path) if path is not None else None
+            if matrix is None:
                 matrix = build_projection(
                     student,
                     teacher,
@@ -98,6 +98,17 @@ class ProjectionCache:
         if copy_key not in self._copies:
             self._copies[copy_key] = DeviceProjection.copy_of(matrix, where)
         return self._copies[copy_key]
+
+
+def _on_disk(path: Path) -> ProjectionMatrix | None:
+    """None where there is no file, or one that cannot be read and is to be built anew."""
+    if not path.exists():
+        return None
+    try:
+        return ProjectionMatrix.load(path)
+    except DataError as error:
+        logger.warning("%s; building it anew", error)
+        return None
 
 
 def cache_key(

@@ -208,9 +208,14 @@ class TeacherService:
         features = self.manifest.features
         lowest, highest = TEMPERATURE_RANGE if features.temperature else (1.0, 1.0)
         if not lowest <= request.temperature <= highest:
+            expected = (
+                f"{lowest:g} to {highest:g}"
+                if features.temperature
+                else ("1, the only one at which this teacher's engine scores")
+            )
             raise Refusal(
                 HTTPStatus.BAD_REQUEST,
-                f"temperature: found {request.temperature}, expected {lowest} to {highest}",
+                f"temperature: found {request.temperature}, expected {expected}",
             )
         for index, sequence in enumerate(request.sequences):
             widest = max(map(len, sequence.candidate_ids or ()), default=0)

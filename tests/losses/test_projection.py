@@ -383,14 +383,14 @@ def test_arrays_that_contradict_each_other_are_refused(broken: dict[str, list[fl
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"first_weight": 0}, {"decay": -0.1}, {"max_length": 0}, {"weights": "last"}, {"gamma": 1}],
+    [{"decay": -0.1}, {"max_length": 0}, {"weights": "last"}, {"gamma": 1}],
 )
 def test_impossible_settings_are_refused(wrong: dict[str, Literal[0]]) -> None:
     with pytest.raises(ValidationError):
         ProjectionSettings(**wrong)
 
 
-@pytest.mark.parametrize("name", ["first_weight", "decay", "max_length"])
+@pytest.mark.parametrize("name", ["decay", "max_length"])
 def test_what_only_decay_reads_is_refused_without_it(name: str) -> None:
     """A loss whose own default is decay loses it to settings that do not name it again."""
     for settings in (ProjectionSettings, lambda **given: PklParityConfig(projection=given)):

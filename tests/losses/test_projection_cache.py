@@ -77,6 +77,17 @@ def test_a_file_of_another_pair_under_this_pairs_name_is_refused(tmp_path: Path)
         cached(ProjectionCache(tmp_path), left, right)
 
 
+def test_a_damaged_file_is_built_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    left, right = family("digit"), family("sentencepiece")
+    built = cached(ProjectionCache(tmp_path), left, right)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert cached(ProjectionCache(tmp_path), left, right).key == built.key
+    assert f"{path}" in caplog.text
+    assert ProjectionMatrix.load(path).key == built.key
+
+
 def with_roles(table: TokenTable, roles: TokenRoles) -> TokenTable:
     return TokenTable(
         fingerprint=table.fingerprint,
@@ -112,7 +123,6 @@ def test_the_key_depends_on_everything_that_decides_a_projection(
         key(teacher=with_roles(right, TokenRoles(eos=1))),
         key(width=501),
         key(settings=ProjectionSettings(weights="decay")),
-        key(settings=ProjectionSettings(weights="decay", first_weight=0.8)),
         key(settings=ProjectionSettings(weights="decay", decay=0.2)),
         key(settings=ProjectionSettings(weights="decay", max_length=3)),
     ]

@@ -41,10 +41,7 @@ def dense_projection(
 def _weights(pieces: int, settings: ProjectionSettings) -> list[float]:
     if settings.weights == "first":
         return [1.0] + [0.0] * (pieces - 1)
-    raw = [
-        settings.first_weight * settings.decay**rank
-        for rank in range(min(pieces, settings.max_length))
-    ]
+    raw = [0.9 * settings.decay**rank for rank in range(min(pieces, settings.max_length))]
     return [weight / sum(raw) for weight in raw]
 
 

@@ -88,7 +88,7 @@ def test_a_body_that_is_not_called_json_is_told_the_header(qwen_teacher: TinyTea
     ("change", "status", "sentence"),
     [
         ({"top_k": 421}, 400, "top_k: found 421, expected at most 420"),
-        ({"temperature": 1e-9}, 400, "temperature: found 1e-09, expected 0.01 to 100.0"),
+        ({"temperature": 1e-9}, 400, "temperature: found 1e-09, expected 0.01 to 100"),
     ],
 )
 def test_settings_beyond_this_teacher_are_refused(

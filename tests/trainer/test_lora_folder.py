@@ -183,6 +183,7 @@ def test_what_cannot_be_merged_is_refused(
         run, output
     )
     save_student(moved(Student.load(config.student)), run / "final")
+    assert f"{run / 'final'} holds no config.yaml; expected" in refusal(run / "final", output)
     assert f"{base} is there already; name a folder that is not" in refusal(run, base)
     base_in(base, seed=1)
     assert "is another one now: " in refusal(run, output)

@@ -28,6 +28,10 @@ def merge(run: Path, output: Path, *, dtype: Literal["float32", "bfloat16"] = "f
             than it was trained beside, or ``output`` is there already.
         DataError: when the disk takes no more.
     """
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(
+            f"{run} holds no config.yaml; expected a run's output_dir, or one of its checkpoints"
+        )
     config = load_run(run / "config.yaml").student
     if config.lora is None:
         raise ConfigError(
