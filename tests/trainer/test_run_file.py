@@ -50,6 +50,10 @@ def refusal(path: Path, *overrides: str) -> str:
             "data.on_policy_fraction is 1, which leaves nothing to data.source 'answers'",
         ),
         (
+            lambda v: v["rollout"].update(temperature=0, samples_per_prompt=4),
+            "rollout.temperature is 0, so that all of rollout.samples_per_prompt 4 would be",
+        ),
+        (
             lambda v: v["rollout"].update(on_stale="drop"),
             "rollout.on_stale is 'drop', but with rollout.max_staleness 0 everything that is "
             "written ahead would be dropped",

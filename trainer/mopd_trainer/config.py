@@ -203,6 +203,15 @@ class RolloutConfig(_Settings):
     step of which nothing is left is written again."""
 
     @model_validator(mode="after")
+    def _samples_of_a_prompt_differ(self) -> "RolloutConfig":
+        if self.temperature == 0 and self.samples_per_prompt > 1:
+            raise ValueError(
+                "rollout.temperature is 0, so that all of rollout.samples_per_prompt "
+                f"{self.samples_per_prompt} would be the same; set it to 1, or temperature above 0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _only_the_stale_are_dropped(self) -> "RolloutConfig":
         if self.on_stale == "drop" and self.max_staleness == 0:
             raise ValueError(
