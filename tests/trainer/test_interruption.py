@@ -1,8 +1,11 @@
-"""Ctrl-C and SIGTERM: a step is finished or given up, and a checkpoint is there to go on from."""
+"""Ctrl-C, SIGTERM and SIGHUP: a step is finished or given up, and a checkpoint is there."""
 
 import asyncio
 import os
+import pty
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,8 @@ from tests.trainer.runs import run_values, write_lines, write_run
 from tests.trainer.whole_runs import assert_same_weights, journal, run_here
 
 STEPS = 4
+HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+MOPD = Path(sys.executable).parent / "mopd"
 
 
 @pytest.fixture
@@ -57,7 +62,9 @@ def while_waiting(patched: pytest.MonkeyPatch, number: signal.Signals) -> None:
 
 @pytest.mark.parametrize("when", [while_learning, while_waiting])
 @pytest.mark.parametrize(
-    ("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"]
+    ("number", "exit_code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=["INT", "TERM", "HUP"],
 )
 def test_an_interrupted_run_saves_what_it_learnt_and_goes_on(
     tmp_path: Path,
@@ -69,7 +76,7 @@ def test_an_interrupted_run_saves_what_it_learnt_and_goes_on(
     exit_code: int,
 ) -> None:
     path = write_run(tmp_path, values)
-    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(one) for one in HEARD]
     with monkeypatch.context() as patched:
         when(patched, number)
         with pytest.raises(SystemExit) as ended:
@@ -81,7 +88,7 @@ def test_an_interrupted_run_saves_what_it_learnt_and_goes_on(
         f"mopd: {number.name} after step 2; its checkpoint is {folder}; go on with "
         "resume_from_checkpoint=true\n"
     )
-    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(one) for one in HEARD] == before
     assert [line["step"] for line in journal(tmp_path / "run")] == [1, 2]
 
     final, told = run_here(values, resume_from_checkpoint=True)
@@ -89,6 +96,45 @@ def test_an_interrupted_run_saves_what_it_learnt_and_goes_on(
     whole, _ = run_here(values, output_dir=str(tmp_path / "whole"))
     assert [line["step"] for line in journal(tmp_path / "run")] == [1, 2, 3, 4]
     assert_same_weights(final, whole)
+
+
+def test_a_run_whose_terminal_goes_away_saves_what_it_learnt(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    """Its lines cannot be written any more, which is no reason to lose it."""
+    path = write_run(tmp_path, values | {"max_steps": 10_000, "logging_steps": 1})
+    terminal, ours = pty.openpty()
+    run = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", MOPD, "train", path],
+        stdin=ours,
+        stdout=ours,
+        stderr=ours,
+    )
+    os.close(ours)
+    lines = tmp_path / "run" / "journal.jsonl"
+    while not lines.exists() or lines.read_bytes().count(b"\n") < 2:
+        os.read(terminal, 4096)
+    os.close(terminal)
+    assert run.wait(timeout=60) == 129
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert saved.name == f"step-{journal(tmp_path / 'run')[-1]['step']:08}"
+
+
+@pytest.mark.anyio
+async def test_a_second_hangup_does_nothing_and_one_under_nohup_neither() -> None:
+    with Interruption() as interruption:
+        os.kill(os.getpid(), signal.SIGHUP)
+        with pytest.raises(Stopped):
+            await interruption.unless_asked(asyncio.sleep(1e9))
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interruption() as interruption:
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.mark.anyio

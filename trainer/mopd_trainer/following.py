@@ -14,14 +14,16 @@ from mopd_trainer.student import Student
 def follow(config: StudentConfig, ranks: Ranks) -> None:
     """Trains with the others until the first rank is done.
 
-    Ctrl-C and SIGTERM reach all ranks, and are for the first: it finishes its step and saves.
+    Ctrl-C, SIGTERM and SIGHUP reach all ranks, and are for the first: it finishes its step and
+    saves.
 
     Raises:
         MopdError: when the student cannot be loaded, or another rank is gone.
     """
     if threading.current_thread() is threading.main_thread():
-        for one in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(one, signal.SIG_IGN)
+        for one in ("SIGINT", "SIGTERM", "SIGHUP"):
+            if hasattr(signal, one):
+                signal.signal(getattr(signal, one), signal.SIG_IGN)
     student = Student.load(config, ranks)
     handlers = student.led()
 

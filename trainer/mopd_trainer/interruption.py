@@ -1,4 +1,4 @@
-"""``Interruption``: Ctrl-C and SIGTERM as a wish to stop where nothing is lost."""
+"""``Interruption``: Ctrl-C, SIGTERM and SIGHUP as a wish to stop where nothing is lost."""
 
 import asyncio
 import signal
@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)
 
 
 class Stopped(Exception):
@@ -22,19 +22,22 @@ class Interrupted(Exception):
     def __init__(self, message: str, *, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-        """130 for SIGINT, 143 for SIGTERM, as shells have it."""
+        """129 for SIGHUP, 130 for SIGINT, 143 for SIGTERM, as shells have it."""
 
 
 class Interruption:
     """Within its block, the first signal is remembered; a second one acts as it would have.
 
-    Outside the main thread, signals are left as they are.
+    A terminal that goes away sends SIGHUP, often twice: once it came, more of them do nothing. It
+    is left alone where it is ignored, as under ``nohup``. Outside the main thread, all signals are
+    left as they are.
     """
 
     def __init__(self) -> None:
         self._asked = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._signal = signal.SIGINT
+        self._heard: list[signal.Signals] = []
 
     async def unless_asked(self, work: Coroutine[Any, Any, T]) -> T:
         """What ``work`` returns, or raises; it is cancelled when a signal comes first.
@@ -66,7 +69,10 @@ class Interruption:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for one in _SIGNALS:
+            self._heard = [signal.SIGINT, signal.SIGTERM]
+            if _HANGUP is not None and signal.getsignal(_HANGUP) == signal.SIG_DFL:
+                self._heard.append(_HANGUP)
+            for one in self._heard:
                 self._loop.add_signal_handler(one, self._ask, one)
         return self
 
@@ -77,13 +83,17 @@ class Interruption:
         traceback: TracebackType | None,
     ) -> None:
         self._let_go()
+        if _HANGUP is not None and _HANGUP in self._heard:
+            signal.signal(_HANGUP, signal.SIG_DFL)
 
     def _ask(self, one: signal.Signals) -> None:
         self._signal = one
         self._asked.set()
         self._let_go()
+        if one == _HANGUP:
+            signal.signal(one, signal.SIG_IGN)
 
     def _let_go(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            for one in _SIGNALS:
+            for one in self._heard:
                 self._loop.remove_signal_handler(one)

@@ -93,8 +93,8 @@ async def train(
     Raises:
         MopdError: when something that was given cannot work, alone or in an exception group;
             nothing is left half-written.
-        Interrupted: after SIGINT or SIGTERM; the step that it came in is finished, or given up
-            where it had not changed anything, and its checkpoint is there.
+        Interrupted: after SIGINT, SIGTERM or SIGHUP; the step that it came in is finished, or given
+            up where it had not changed anything, and its checkpoint is there.
     """
     prompts = read_prompts(config.data, config.judges) if prompts is None else prompts
     require_packages(config)

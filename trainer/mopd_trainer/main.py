@@ -343,7 +343,13 @@ def _first(group: BaseExceptionGroup[MopdError]) -> MopdError:
 
 
 def _fail(sentence: str, code: int) -> NoReturn:
-    sys.stderr.write(f"mopd: {sentence}\n")
+    try:
+        sys.stderr.write(f"mopd: {sentence}\n")
+        sys.stderr.flush()
+    except OSError:  # the terminal is gone, which changes nothing of why this ends
+        from mopd_trainer.lasting_console import silence
+
+        silence(sys.stderr)
     sys.exit(code)
 
 
