@@ -211,7 +211,7 @@ class TeacherService:
             expected = (
                 f"{lowest:g} to {highest:g}"
                 if features.temperature
-                else ("1, the only one at which this teacher's engine scores")
+                else "1, the only one at which this teacher's engine scores"
             )
             raise Refusal(
                 HTTPStatus.BAD_REQUEST,

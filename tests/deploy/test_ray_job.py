@@ -6,10 +6,10 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tests.deploy.compose_files import DEPLOY, ray_groups, ray_job
 from tests.survival.running_teacher import free_port
 from tests.trainer.runs import questions, write_lines
 from tests.trainer.students import model_of, tokenizer
+from tests.trainer.test_ray_cluster import until
 from tests.trainer.whole_runs import journal
 
 pytest.importorskip("ray")
@@ -65,22 +66,12 @@ def cluster() -> Iterator[Cluster]:
         for number, group in enumerate(ray_groups()):
             given = [f"--{name}={value}" for name, value in group["rayStartParams"].items()]
             agent = f"--dashboard-agent-listen-port={agents[number]}"
-            log = Path(folder) / f"node-{number}.log"
-            node = subprocess.Popen(
-                [BIN / "ray", "start", *own[number], *given, agent, "--block"],
-                stdout=stack.enter_context(log.open("w")),
-                stderr=subprocess.STDOUT,
-                env=environment,
-            )
+            # What it says is captured with the tests' own output, and shown where one fails.
+            command = [BIN / "ray", "start", *own[number], *given, agent, "--block"]
+            node = subprocess.Popen(command, text=True, env=environment)
             stack.callback(node.wait)
             stack.callback(node.terminate)
-            for _ in range(240):
-                if _healthy(group, agents[number]):
-                    break
-                assert node.poll() is None, log.read_text()
-                threading.Event().wait(0.5)
-            else:
-                raise AssertionError(log.read_text())
+            until(partial(_healthy, group, agents[number]), node)
         yield Cluster(f"http://127.0.0.1:{dashboard}", environment, agents)
 
 

@@ -39,7 +39,7 @@ async def chosen_source(
         max_length=student.max_length,
         judged=config.judges_answers,
     )
-    if share == 0 or config.replay is not None:  # which completes nothing, and needs no engine
+    if not config.writes_rollouts:  # a replay completes nothing, and needs no engine
         yield answers
         return
     async with _rollouts(config, student, version, workers) as rollouts:

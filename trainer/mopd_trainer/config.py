@@ -309,7 +309,7 @@ class RunConfig(_Settings):
     @model_validator(mode="after")
     def _workers_have_work(self) -> "RunConfig":
         workers = 0 if self.resources is None else self.resources.rollout_workers
-        if workers and (self.data.rollout_share == 0 or self.replay is not None):
+        if workers and not self.writes_rollouts:
             raise ValueError(
                 f"resources.rollout_workers is {workers}, but the student writes nothing in this "
                 "run; leave it out"
@@ -331,8 +331,8 @@ class RunConfig(_Settings):
     @model_validator(mode="after")
     def _uncorrected_samples_are_drawn_as_they_are_weighed(self) -> "RunConfig":
         rollout = self.rollout
-        if self.data.rollout_share == 0 or self.replay is not None:
-            return self  # nothing is drawn
+        if not self.writes_rollouts:
+            return self
         for name, teacher in self.teachers.items():
             warped = rollout.temperature != 1 or rollout.top_p != 1
             if warped and isinstance(teacher.loss, K2Config | K3Config):
@@ -452,6 +452,11 @@ class RunConfig(_Settings):
                 "'transformers'"
             )
         return self
+
+    @property
+    def writes_rollouts(self) -> bool:
+        """Whether the student writes anything: not on written answers alone, nor in a replay."""
+        return self.data.rollout_share > 0 and self.replay is None
 
     @property
     def judges_answers(self) -> bool:

@@ -5,6 +5,7 @@ import threading
 from typing import Any
 
 from mopd_trainer.config import StudentConfig
+from mopd_trainer.interruption import SIGNALS
 from mopd_trainer.learner import Learner
 from mopd_trainer.local_teachers import LocalTeachers
 from mopd_trainer.ranks import Ranks
@@ -21,9 +22,8 @@ def follow(config: StudentConfig, ranks: Ranks) -> None:
         MopdError: when the student cannot be loaded, or another rank is gone.
     """
     if threading.current_thread() is threading.main_thread():
-        for one in ("SIGINT", "SIGTERM", "SIGHUP"):
-            if hasattr(signal, one):
-                signal.signal(getattr(signal, one), signal.SIG_IGN)
+        for one in SIGNALS:
+            signal.signal(one, signal.SIG_IGN)
     student = Student.load(config, ranks)
     handlers = student.led()
 

@@ -9,7 +9,8 @@ from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
 
-_HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)
+#: What is a wish to stop; ranks that follow leave all of it to the first.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(Exception):
@@ -69,9 +70,8 @@ class Interruption:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._heard = [signal.SIGINT, signal.SIGTERM]
-            if _HANGUP is not None and signal.getsignal(_HANGUP) == signal.SIG_DFL:
-                self._heard.append(_HANGUP)
+            left = signal.getsignal(signal.SIGHUP) != signal.SIG_DFL
+            self._heard = [one for one in SIGNALS if one != signal.SIGHUP or not left]
             for one in self._heard:
                 self._loop.add_signal_handler(one, self._ask, one)
         return self
@@ -83,14 +83,14 @@ class Interruption:
         traceback: TracebackType | None,
     ) -> None:
         self._let_go()
-        if _HANGUP is not None and _HANGUP in self._heard:
-            signal.signal(_HANGUP, signal.SIG_DFL)
+        if signal.SIGHUP in self._heard:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     def _ask(self, one: signal.Signals) -> None:
         self._signal = one
         self._asked.set()
         self._let_go()
-        if one == _HANGUP:
+        if one == signal.SIGHUP:
             signal.signal(one, signal.SIG_IGN)
 
     def _let_go(self) -> None:

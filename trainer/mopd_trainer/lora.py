@@ -9,7 +9,6 @@ The only file that imports peft.
 
 import hashlib
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mopd_protocol.errors import ConfigError
 from mopd_trainer.config import LoraConfig, StudentConfig
+from mopd_trainer.needed_packages import PEFT, require_package
 from mopd_trainer.stored_weights import StoredWeights, WholeModel
 
 #: Files of an adapter's folder, as peft and vLLM look for them.
@@ -51,11 +51,7 @@ def add_adapters(model: PreTrainedModel, config: StudentConfig) -> None:
     lora = config.lora
     if lora is None:
         return
-    if find_spec("peft") is None:
-        raise ConfigError(
-            "student.lora is set, but peft is not installed; pip install 'mopd[lora]', or leave "
-            "the setting out"
-        )
+    require_package(PEFT)
     import peft
 
     _require_linear_layers(model, lora)

@@ -7,6 +7,17 @@ from mopd_protocol.errors import ConfigError
 from mopd_trainer.config import RunConfig
 from mopd_trainer.trackers import TRACKERS
 
+#: Of each: its name, the setting that asks for it, what to install, and what else to do.
+Needed = tuple[str, str, str, str]
+
+PEFT: Needed = ("peft", "student.lora is set", "'mopd[lora]'", "leave the setting out")
+_VLLM: Needed = (
+    "vllm",
+    "rollout.engine is 'vllm'",
+    "'mopd[vllm]'",
+    "set rollout.engine to 'transformers'",
+)
+
 
 def require_packages(config: RunConfig) -> None:
     """All of them can be found, so that a run does not meet its teachers first and then end.
@@ -16,23 +27,26 @@ def require_packages(config: RunConfig) -> None:
     Raises:
         ConfigError: when one is not installed.
     """
-    for package, setting, install, otherwise in _needed(config):
-        if find_spec(package) is None:
-            raise ConfigError(
-                f"{setting}, but {package} is not installed; pip install {install}, or {otherwise}"
-            )
+    for needed in _needed(config):
+        require_package(needed)
 
 
-def _needed(config: RunConfig) -> Iterator[tuple[str, str, str, str]]:
-    """Of each: its name, the setting that asks for it, what to install, and what else to do."""
+def require_package(needed: Needed) -> None:
+    """Raises ConfigError when it is not installed."""
+    package, setting, install, otherwise = needed
+    if find_spec(package) is None:
+        raise ConfigError(
+            f"{setting}, but {package} is not installed; pip install {install}, or {otherwise}"
+        )
+
+
+def _needed(config: RunConfig) -> Iterator[Needed]:
     for tracker in TRACKERS:
         if getattr(config.logging, tracker):
             yield tracker, f"logging.{tracker} is on", tracker, "leave the setting out"
     if config.resources is not None:
         return
     if config.student.lora is not None:
-        yield "peft", "student.lora is set", "'mopd[lora]'", "leave the setting out"
-    writes = config.data.rollout_share > 0 and config.replay is None
-    if writes and config.rollout.engine == "vllm":
-        otherwise = "set rollout.engine to 'transformers'"
-        yield "vllm", "rollout.engine is 'vllm'", "'mopd[vllm]'", otherwise
+        yield PEFT
+    if config.writes_rollouts and config.rollout.engine == "vllm":
+        yield _VLLM

@@ -103,7 +103,7 @@ def _told(damaged: Sequence[str]) -> str:
     return f"<p>Damaged and left out: {', '.join(damaged[:_NAMED])}{more}.</p>"
 
 
-def _page(run: Path, journal: Sequence[Line], completions: Sequence[Line], damage: str = "") -> str:
+def _page(run: Path, journal: Sequence[Line], completions: Sequence[Line], damage: str) -> str:
     name = escape(run.name)
     keys = list({key: None for line in journal for key in line})
     config = run / "config.yaml"
