@@ -46,6 +46,17 @@ def test_a_seed_decides_what_is_written() -> None:
     assert first != other
 
 
+def test_what_others_do_to_the_process_s_generator_changes_nothing() -> None:
+    student = student_of()
+    expected = ids(write(student))
+
+    def trained_meanwhile(*_: Any) -> None:
+        torch.manual_seed(7)
+
+    with student.model.register_forward_hook(trained_meanwhile):
+        assert ids(write(student)) == expected
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_temperature_zero_is_the_most_likely_token_each_time(family: str) -> None:
     student = student_of(family, sharpness=SHARP)

@@ -164,8 +164,9 @@ class Student:
         for row, prompt in enumerate(prompts):  # padded on the left: answers begin in one column
             input_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
             attention_mask[row, longest - len(prompt) :] = 1
-        policy = _BehaviourPolicy(self._real_ids, settings.temperature, settings.top_p, keep_topk)
-        torch.manual_seed(seed)
+        # Not the process's generator: another thread may train, and seeds that for its dropout.
+        draws = torch.Generator(self.device).manual_seed(seed)
+        policy = _BehaviourPolicy(self._real_ids, settings, draws, keep_topk)
         model = self.whole_model()
         model.eval()
         with self._precision():
@@ -173,10 +174,7 @@ class Student:
                 input_ids=input_ids.to(self.device),
                 attention_mask=attention_mask.to(self.device),
                 generation_config=GenerationConfig(
-                    do_sample=settings.temperature > 0,
-                    temperature=1.0,  # the behaviour policy does all the warping
-                    top_p=1.0,
-                    top_k=0,
+                    do_sample=False,  # the behaviour policy draws, and leaves but one id
                     max_new_tokens=settings.max_new_tokens,
                     eos_token_id=list(roles.ending),
                     pad_token_id=padding,
@@ -185,7 +183,7 @@ class Student:
             )
         policy.require_drawn()
         completions = generated[:, longest:].cpu()
-        logprobs = policy.logprobs_of(completions).numpy()
+        logprobs = policy.logprobs().numpy()
         topk_ids = policy.topk_ids()
         return [
             self._sampled(ids, row, None if topk_ids is None else topk_ids[at])
@@ -356,26 +354,23 @@ class Student:
 
 
 class _BehaviourPolicy(LogitsProcessor):
-    """Turns logits into the distribution that is sampled from, and remembers what it gave.
-
-    Only the last step's distribution is kept: the token drawn from it is read off the next call's
-    input, so no ``[steps, batch, vocabulary]`` ever stands.
-    """
+    """Draws from the distribution that the settings make of the logits, and remembers what of it
+    is asked for later: no ``[steps, batch, vocabulary]`` ever stands."""
 
     def __init__(
-        self, real_ids: Tensor, temperature: float, top_p: float, keep_topk: int = 0
+        self, real_ids: Tensor, settings: RolloutConfig, draws: torch.Generator, keep_topk: int
     ) -> None:
         self._real_ids = real_ids
+        self._temperature = settings.temperature
+        self._nucleus = TopPLogitsWarper(settings.top_p) if settings.top_p < 1 else None
+        self._draws = draws
         self._keep_topk = min(keep_topk, int(real_ids.sum()))
         self._topk_ids: list[Tensor] = []
-        self._temperature = temperature
-        self._nucleus = TopPLogitsWarper(top_p) if top_p < 1 else None
-        self._last: Tensor | None = None
-        self._drawn: list[Tensor] = []
+        self._logprobs: list[Tensor] = []
         self._undrawable = torch.zeros((), dtype=torch.bool, device=real_ids.device)
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        self._remember(input_ids[:, -1])
+        """Scores of which the drawn id alone is finite."""
         scores = scores.float().masked_fill(~self._real_ids, -torch.inf)
         if self._keep_topk:  # a few ids a step, of the student itself and not of the nucleus
             self._topk_ids.append(scores.topk(self._keep_topk, dim=-1).indices.int().cpu())
@@ -383,12 +378,20 @@ class _BehaviourPolicy(LogitsProcessor):
             scores = scores / self._temperature
         if self._nucleus is not None:
             scores = self._nucleus(input_ids, scores)
-        self._last = last = scores.log_softmax(dim=-1)
+        logprobs = scores.log_softmax(dim=-1)
         # One NaN or infinity makes NaN of the whole row. It is told at the end: to ask at every
         # token would wait for the device, and to draw from such a row may end it.
-        undrawable = last[:, :1].isnan()
+        undrawable = logprobs[:, :1].isnan()
         self._undrawable |= undrawable.any()
-        return scores.masked_fill(undrawable, 0.0)
+        drawn = self._draw(scores.masked_fill(undrawable, 0.0))
+        self._logprobs.append(logprobs.gather(1, drawn)[:, 0])
+        return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)
+
+    def _draw(self, scores: Tensor) -> Tensor:
+        """int64 [batch, 1]."""
+        if self._temperature == 0:
+            return scores.argmax(dim=-1, keepdim=True)
+        return torch.multinomial(scores.softmax(dim=-1), 1, generator=self._draws)
 
     def require_drawn(self) -> None:
         """Raises DataError where a token came from what is no distribution."""
@@ -399,18 +402,13 @@ class _BehaviourPolicy(LogitsProcessor):
                 "checkpoint by resume_from_checkpoint"
             )
 
-    def logprobs_of(self, completions: Tensor) -> Tensor:
-        """[batch, steps], nats, of the tokens that were drawn."""
-        self._remember(completions[:, -1].to(self._real_ids.device))
-        return torch.stack(self._drawn, dim=1).cpu()
+    def logprobs(self) -> Tensor:
+        """[batch, steps], nats, of the tokens that were drawn, also after an ending one."""
+        return torch.stack(self._logprobs, dim=1).cpu()
 
     def topk_ids(self) -> np.ndarray[Any, Any] | None:
         """int32 [batch, steps, k], most likely first; None where none were kept."""
         return torch.stack(self._topk_ids, dim=1).numpy() if self._topk_ids else None
-
-    def _remember(self, drawn: Tensor) -> None:
-        if self._last is not None:
-            self._drawn.append(self._last.gather(1, drawn[:, None])[:, 0])
 
 
 def _checkpoint_layers(model: PreTrainedModel) -> None:
