@@ -39,10 +39,10 @@ def while_learning(patched: pytest.MonkeyPatch, number: signal.Signals) -> None:
     """The signal comes in step 2's update."""
     honest = Learner.update
 
-    def update(self: Learner, batches: Any, *, tokens: int, step: int) -> Any:
-        if step == 1:
+    def update(self: Learner, *batches: Any, **told: Any) -> Any:
+        if told["step"] == 1:
             os.kill(os.getpid(), number)
-        return honest(self, batches, tokens=tokens, step=step)
+        return honest(self, *batches, **told)
 
     patched.setattr(Learner, "update", update)
 

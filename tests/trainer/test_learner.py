@@ -312,6 +312,34 @@ def test_an_exploding_gradient_is_left_out_and_an_honest_one_ends_the_row() -> N
         assert_unchanged(student, learner, before)
 
 
+def test_a_step_without_samples_is_left_out_a_few_times_in_a_row() -> None:
+    student = student_of()
+    learner = learner_of(student, max_skipped_in_a_row=2)
+    update(learner, 0)
+    before = state_of(student, learner)
+
+    def update_empty(step: int) -> dict[str, float]:
+        why = {"dropped/math/too_long": 3.0, "dropped/total": 3.0}
+        metrics, losses = learner.update([], tokens=0, step=step, dropped=why)
+        assert not losses
+        return metrics
+
+    for step in (1, 2):
+        metrics = update_empty(step)
+        assert math.isnan(metrics["loss"])
+        assert math.isnan(metrics["grad_norm"])
+        assert metrics["update/skipped_empty"] == 1
+        assert_unchanged(student, learner, before)
+    with pytest.raises(
+        DataError,
+        match=r"^every sample of step 4 was dropped \(math/too_long 3, total 3\), after 2 steps",
+    ):
+        update_empty(3)
+    metrics, _ = update(learner, 3)
+    assert metrics.keys() == update_empty(4).keys()  # an honest step ends the row
+    assert metrics["update/skipped_empty"] == 0
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_no_number_is_not_followed_whatever_its_gradient(loss: float) -> None:
     guard = UpdateGuard(StudentConfig(model="tiny", on_nonfinite="skip"))

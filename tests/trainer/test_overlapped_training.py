@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from mopd_trainer.demo.services import teacher_services
-from mopd_trainer.learner import Learner
 from tests import tiny_models
 from tests.trainer.lora_students import LORA
 from tests.trainer.runs import questions, run_values, write_lines
 from tests.trainer.students import model_of, tokenizer
-from tests.trainer.whole_runs import journal, run_here
+from tests.trainer.whole_runs import journal, run_cut_off, run_here
 
 pytestmark = pytest.mark.slow
 
@@ -85,20 +84,10 @@ def test_what_is_too_old_is_dropped_and_the_run_goes_on(values: dict[str, Any]) 
 
 
 def test_a_resumed_run_begins_with_fresh_completions(
-    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    values: dict[str, Any],
 ) -> None:
-    honest = Learner.update
-
-    def fails_at_step_4(self: Learner, *batches: Any, **told: Any) -> Any:
-        if told["step"] == 3:
-            raise RuntimeError("power cut")
-        return honest(self, *batches, **told)
-
     ahead = {"rollout": {**values["rollout"], "max_staleness": 1}, "save_steps": 3}
-    with monkeypatch.context() as patched:
-        patched.setattr(Learner, "update", fails_at_step_4)
-        with pytest.raises(RuntimeError, match="power cut"):
-            run_here(values, **ahead)
+    run_cut_off(values, in_step=4, **ahead)
     folder, _ = run_here(values, resume_from_checkpoint=True, **ahead)
     found = journal(folder.parent)
     assert [line["step"] for line in found] == list(range(1, STEPS + 1))

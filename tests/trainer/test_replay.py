@@ -15,9 +15,9 @@ from mopd_trainer.check import check
 from mopd_trainer.config import RunConfig
 from mopd_trainer.prompts import read_prompts
 from mopd_trainer.recording import Recording, step_path
-from tests.trainer.runs import run_values, write_lines
+from tests.trainer.runs import questions, run_values, write_lines
 from tests.trainer.students import table
-from tests.trainer.whole_runs import assert_same_weights, journal, run_here
+from tests.trainer.whole_runs import assert_same_weights, journal, run_cut_off, run_here
 
 pytestmark = pytest.mark.slow
 
@@ -77,6 +77,24 @@ def test_a_replay_with_the_same_loss_ends_with_the_same_weights(
     asyncio.run(check(RunConfig.model_validate(replayed(values, tmp_path / "x")), Console()))
 
 
+def test_a_step_of_which_all_is_dropped_is_left_out_and_recorded_as_such(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    long = [{**line, "prompt": "x9" * 150} for line in questions(4)]
+    write_lines(tmp_path / "prompts.jsonl", [*questions(4), *long, *questions(4)])
+    values["data"] = {"prompts": values["data"]["prompts"], "shuffle": False}
+    values["student"]["distill_loss_weight"] = 1.0
+    live, told = run_here(values)
+    found = journal(tmp_path / "run")
+    assert [line["update/skipped_empty"] for line in found] == [0, 1, 0]
+    assert [line["loss"] is None for line in found] == [False, True, False]
+    assert [line.get("dropped/prompt_too_long", 0) for line in found] == [0, 12, 0]
+    assert "step 2/3  nothing to learn from, left out" in told
+    again, _ = run_here(replayed(values, tmp_path))
+    assert_same_weights(again, live)
+    assert losses(tmp_path / "replay") == losses(tmp_path / "run")
+
+
 def test_a_replay_learns_from_what_was_recorded_with_another_loss_and_for_longer(
     tmp_path: Path, values: dict[str, Any]
 ) -> None:
@@ -93,22 +111,10 @@ def test_a_replay_learns_from_what_was_recorded_with_another_loss_and_for_longer
 
 
 def test_an_interrupted_recording_is_that_of_the_whole_run(
-    tmp_path: Path, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, values: dict[str, Any]
 ) -> None:
-    from mopd_trainer.learner import Learner
-
-    honest = Learner.update
-
-    def fails_at_step_3(self: Learner, batches: Any, *, tokens: int, step: int) -> Any:
-        if step == 2:
-            raise RuntimeError("power cut")
-        return honest(self, batches, tokens=tokens, step=step)
-
     run_here(values, output_dir=str(tmp_path / "whole"))
-    with monkeypatch.context() as patched:
-        patched.setattr(Learner, "update", fails_at_step_3)
-        with pytest.raises(RuntimeError, match="power cut"):
-            run_here(values)
+    run_cut_off(values, in_step=3)
     run_here(values, resume_from_checkpoint=str(tmp_path / "run" / "checkpoints" / "step-00000001"))
     ours, theirs = (tmp_path / name / "recordings" for name in ("run", "whole"))
     assert [path.name for path in sorted(ours.iterdir())] == [

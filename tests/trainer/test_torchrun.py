@@ -43,13 +43,17 @@ def on_two_ranks(path: Path, *overrides: str) -> subprocess.CompletedProcess[str
 
 
 def test_torchrun_trains_what_one_process_trains(tmp_path: Path, values: dict[str, Any]) -> None:
+    long = [{**line, "prompt": "x9" * 150} for line in questions(4)]  # a step of no samples
+    write_lines(tmp_path / "prompts.jsonl", [*questions(4), *long, *questions(4)])
+    values["data"]["shuffle"] = False
     alone, _ = run_here(values, output_dir=str(tmp_path / "alone"))
     path = write_run(tmp_path, values)
     ended = on_two_ranks(path, "student.sharding=fsdp")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("the student is in ") == 1
-    assert ended.stdout.count("step 2/3  loss ") == 1
+    assert ended.stdout.count("step 3/3  loss ") == 1
     found, expected = journal(tmp_path / "run"), journal(tmp_path / "alone")
+    assert [line["update/skipped_empty"] for line in found] == [0, 1, 0]
     assert [line["step"] for line in found] == [1, 2, 3]
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.keys() == theirs.keys()

@@ -23,7 +23,7 @@ from mopd_trainer.loop import train
 from mopd_trainer.run_file import load_run
 from tests.trainer.runs import questions, run_values, write_lines, write_run
 from tests.trainer.students import QUESTION
-from tests.trainer.whole_runs import assert_same_weights, journal, run_here, weights
+from tests.trainer.whole_runs import assert_same_weights, journal, run_cut_off, run_here, weights
 
 pytestmark = pytest.mark.slow
 
@@ -160,21 +160,9 @@ def test_a_killed_trainer_goes_on_as_if_nothing_had_happened(
 
 
 def test_a_run_that_fails_between_checkpoints_repeats_no_step(
-    tmp_path: Path, values: dict[str, Any], uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, values: dict[str, Any], uninterrupted: Path
 ) -> None:
-    from mopd_trainer.learner import Learner
-
-    honest = Learner.update
-
-    def fails_at_step_4(self: Learner, batches: Any, *, tokens: int, step: int) -> Any:
-        if step == 3:
-            raise RuntimeError("power cut")
-        return honest(self, batches, tokens=tokens, step=step)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Learner, "update", fails_at_step_4)
-        with pytest.raises(RuntimeError, match="power cut"):
-            run_here(values)
+    run_cut_off(values, in_step=4)
     output = tmp_path / "run"
     assert [line["step"] for line in journal(output)] == [1, 2, 3]
     folder, told = run_here(values, resume_from_checkpoint=True)

@@ -19,7 +19,7 @@ from mopd_trainer.student import Student
 from tests.reference.sampling import greedy
 from tests.trainer.runs import run_values, write_lines
 from tests.trainer.students import CPU, table, tokenizer
-from tests.trainer.whole_runs import assert_same_weights, journal, run_here
+from tests.trainer.whole_runs import assert_same_weights, journal, run_cut_off, run_here
 
 pytestmark = pytest.mark.slow
 
@@ -105,23 +105,10 @@ def test_a_resumed_mixture_goes_on_as_if_nothing_had_happened(
     tmp_path: Path,
     values: dict[str, Any],
     addresses: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from mopd_trainer.learner import Learner
-
     values = mixed(values, addresses)
     uninterrupted, _ = run_here(values, output_dir=str(tmp_path / "uninterrupted"))
-    honest = Learner.update
-
-    def fails_at_step_4(self: Learner, batches: Any, *, tokens: int, step: int) -> Any:
-        if step == 3:
-            raise RuntimeError("power cut")
-        return honest(self, batches, tokens=tokens, step=step)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Learner, "update", fails_at_step_4)
-        with pytest.raises(RuntimeError, match="power cut"):
-            run_here(values)
+    run_cut_off(values, in_step=4)
     folder, told = run_here(values, resume_from_checkpoint=True)
     assert "resumed after step 2" in told
     assert_same_weights(folder, uninterrupted)

@@ -6,11 +6,13 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from mopd_trainer.config import RunConfig
+from mopd_trainer.learner import Learner
 from mopd_trainer.loop import train
 
 
@@ -20,6 +22,21 @@ def run_here(values: dict[str, Any], **changes: Any) -> tuple[Path, str]:
     config = RunConfig.model_validate({**values, **changes})
     folder = asyncio.run(train(config, Console(file=told, width=200)))
     return folder, told.getvalue()
+
+
+def run_cut_off(values: dict[str, Any], *, in_step: int, **changes: Any) -> None:
+    """A run that ends where a step (counted from 1) would change the weights."""
+    honest = Learner.update
+
+    def update(self: Learner, *batches: Any, **told: Any) -> Any:
+        if told["step"] + 1 == in_step:
+            raise RuntimeError("power cut")
+        return honest(self, *batches, **told)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Learner, "update", update)
+        with pytest.raises(RuntimeError, match="power cut"):
+            run_here(values, **changes)
 
 
 def journal(folder: Path) -> list[dict[str, Any]]:

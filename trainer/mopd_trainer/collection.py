@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Literal
 
-from mopd_protocol.errors import DataError
 from mopd_protocol.samples import Prompt, Rollout
 from mopd_trainer.completion_source import Completed, CompletionSource
 from mopd_trainer.examples import TrainingExample
@@ -24,15 +23,12 @@ async def collect(
     clock: PhaseClock | None = None,
     written: asyncio.Event | None = None,
 ) -> tuple[list[TrainingExample], Metrics]:
-    """The step's examples, in the order of its prompts, and what was dropped.
+    """The step's examples, in the order of its prompts, and what was dropped: all of it, at worst.
 
     What is dropped while several steps are collected is told with the one that ends first.
 
     Args:
         written: set when the last completion is, and its teachers may still be at work.
-
-    Raises:
-        DataError: when every sample of the step was dropped.
     """
     clock = clock or PhaseClock()
     asked: list[tuple[int, asyncio.Task[list[TrainingExample]]]] = []
@@ -59,10 +55,6 @@ async def collect(
     incomplete, dropped = source.take_dropped(), scorer.take_dropped()
     dropped["total"] += incomplete.total()  # the scorer has counted its own samples, once each
     dropped.update(incomplete)
-    if not examples:
-        raise DataError(
-            f"every sample of step {step + 1} was dropped ({dict(+dropped)}); nothing to learn from"
-        )
     return examples, {f"dropped/{reason}": float(n) for reason, n in (+dropped).items()}
 
 

@@ -139,7 +139,8 @@ class StudentConfig(_Settings):
     """When a step's loss or gradient is NaN or infinite: ``stop`` ends the run before anything is
     changed; ``skip`` leaves the step out, and counts it."""
     max_skipped_in_a_row: int = Field(default=5, ge=1)
-    """After more steps left out one after another, for either reason, the run ends."""
+    """After more steps left out one after another, for one of these reasons or because all of their
+    samples were dropped, the run ends."""
     tokens_per_micro_batch: int = Field(default=16_384, ge=1)
     """Prompt, completion and padding tokens that stand on the device at once; changes memory and
     speed, never the gradient."""

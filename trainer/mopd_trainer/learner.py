@@ -70,7 +70,12 @@ class Learner:
         )
 
     def update(
-        self, micro_batches: Iterable[MicroBatch], *, tokens: int, step: int
+        self,
+        micro_batches: Iterable[MicroBatch],
+        *,
+        tokens: int,
+        step: int,
+        dropped: Metrics | None = None,
     ) -> tuple[Metrics, dict[str, LossMeasurements]]:
         """One optimizer step on all micro-batches together; its metrics, and each teacher's losses.
 
@@ -78,15 +83,20 @@ class Learner:
             micro_batches: of the whole step; on a rank that follows, its own.
             tokens: completion tokens of the whole step, which the summed loss is divided by.
             step: counted from 0.
+            dropped: why samples of the step were dropped, to be told where none is left.
 
         Returns:
             Of all ranks together; of its own on a rank that follows.
 
         Raises:
-            DataError: when the gradient is not to be followed, see ``UpdateGuard``; the weights are
-                then as before.
+            DataError: when the step is not to be made, see ``UpdateGuard``; the weights are then as
+                before.
             RankError: when another rank is gone.
         """
+        rate = learning_rate(self._config, step=step, max_steps=self._max_steps)
+        if tokens == 0:  # the other ranks need not know
+            left_out = self._guard.judge_empty(dropped or {}, step=step)
+            return {"loss": math.nan, "grad_norm": math.nan, "learning_rate": rate} | left_out, {}
         if self._ranks.leads:
             parts = split(list(micro_batches), self._ranks.size)
             micro_batches = self._ranks.deal(self.UPDATE, parts, tokens=tokens, step=step)
@@ -105,7 +115,6 @@ class Learner:
         if self._ranks.rank == 0:
             skipped = self._guard.judge(loss=measured.total, norm=norm, step=step)
         followed = self._ranks.agreed(not any(skipped.values()))
-        rate = learning_rate(self._config, step=step, max_steps=self._max_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if followed:

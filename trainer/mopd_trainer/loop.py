@@ -200,7 +200,7 @@ async def _steps(run: Run, interruption: Interruption, console: Console) -> None
                 )
                 with clock.phase("train"):
                     updated, losses = await asyncio.to_thread(
-                        learner.update, batches, tokens=tokens, step=step
+                        learner.update, batches, tokens=tokens, step=step, dropped=metrics
                     )
                 metrics |= updated | rollout_metrics(examples, step=step)
                 if config.data.reads_answers:

@@ -68,7 +68,9 @@ def step_line(step: int, total: int, metrics: Metrics) -> str:
     dropped = metrics.get("dropped/total", 0.0)
     parts = [
         f"step {step:>{len(str(total))}}/{total}",
-        f"loss {metrics['loss']:.4f} nats ({', '.join(by_teacher)})",
+        f"loss {metrics['loss']:.4f} nats ({', '.join(by_teacher)})"
+        if metrics["tokens/trained"]
+        else "nothing to learn from, left out",
         f"{metrics['tokens/trained']:.0f} tokens in {metrics['time/step']:.2f} s",
         f"write {metrics['time/sample']:.2f}, wait for teachers {metrics['time/wait']:.2f}, "
         f"train {metrics['time/train']:.2f}",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from mopd_losses.projection_cache import ProjectionCache
-from mopd_protocol.errors import ConfigError, DataError
+from mopd_protocol.errors import ConfigError
 from mopd_protocol.samples import Prompt, Rollout
 from mopd_trainer.config import RunConfig
 from mopd_trainer.examples import TeacherJudgement, TrainingExample
@@ -72,7 +72,7 @@ class Replay:
         """The examples of a step, counted from 0.
 
         Raises:
-            DataError: when the step cannot be read, or none of it can be used with these losses.
+            DataError: when the step cannot be read.
         """
         number = step % self._recording.steps + 1
         with clock.phase("sample"):
@@ -83,11 +83,8 @@ class Replay:
             found = [judgement for judgement in judgements if judgement is not None]
             if len(found) == len(judgements):
                 examples.append(TrainingExample(sample.rollout, tuple(found)))
-        if not examples:
-            raise DataError(
-                f"nothing of recorded step {number} aligns with these losses; nothing to learn from"
-            )
-        return examples, {"dropped/total": float(len(samples) - len(examples))}
+        unaligned = float(len(samples) - len(examples))
+        return examples, {"dropped/nothing_aligned": unaligned, "dropped/total": unaligned}
 
     def _teacher(
         self, name: str, config: RunConfig, student: StudentIdentity, cache: ProjectionCache

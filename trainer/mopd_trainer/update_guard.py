@@ -1,4 +1,4 @@
-"""``UpdateGuard``: which gradients are not followed, and when that happens too often."""
+"""``UpdateGuard``: which steps are left out, and when that happens too often."""
 
 import logging
 import math
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class UpdateGuard:
-    """Judges each step's loss and gradient before the weights are changed by them.
+    """Judges each step before the weights are changed by it.
 
     A step that is left out is counted in its line of the journal. Its prompts are not taken again.
     """
@@ -21,7 +21,7 @@ class UpdateGuard:
         self._skipped_in_a_row = 0
 
     def judge(self, *, loss: float, norm: float, step: int) -> Metrics:
-        """``update/skipped_nonfinite`` and ``update/skipped_grad_norm``: 1 where the step is not to
+        """``update/skipped_nonfinite``, ``…_grad_norm`` and ``…_empty``: 1 where the step is not to
         be made for that reason, else 0.
 
         Args:
@@ -44,19 +44,44 @@ class UpdateGuard:
         if finite and not too_large:
             self._skipped_in_a_row = 0
         else:
-            self._skip(found)
-        return {
-            "update/skipped_nonfinite": float(not finite),
-            "update/skipped_grad_norm": float(too_large),
-        }
+            self._skip(
+                found,
+                "lower student.learning_rate, or raise student.skip_grad_norm_above or "
+                "student.max_skipped_in_a_row",
+            )
+        return _reasons(nonfinite=not finite, grad_norm=too_large)
 
-    def _skip(self, found: str) -> None:
+    def judge_empty(self, dropped: Metrics, *, step: int) -> Metrics:
+        """The same of a step that has no sample.
+
+        Args:
+            dropped: ``dropped/…``, why its samples went.
+            step: counted from 0.
+
+        Raises:
+            DataError: where too many such steps came one after another.
+        """
+        reasons = ", ".join(f"{key.partition('/')[2]} {n:.0f}" for key, n in dropped.items())
+        self._skip(
+            f"every sample of step {step + 1} was dropped ({reasons})",
+            "mend what drops them, or raise student.max_skipped_in_a_row to wait for longer",
+        )
+        return _reasons(empty=True)
+
+    def _skip(self, found: str, remedy: str) -> None:
         self._skipped_in_a_row += 1
         limit = self._config.max_skipped_in_a_row
         if self._skipped_in_a_row > limit:
             raise DataError(
                 f"{found}, after {limit} steps in a row that were left out; nothing was changed: "
-                "lower student.learning_rate, or raise student.skip_grad_norm_above or "
-                "student.max_skipped_in_a_row"
+                f"{remedy}"
             )
         logger.warning("%s; the step is left out (%d in a row)", found, self._skipped_in_a_row)
+
+
+def _reasons(*, nonfinite: bool = False, grad_norm: bool = False, empty: bool = False) -> Metrics:
+    return {
+        "update/skipped_nonfinite": float(nonfinite),
+        "update/skipped_grad_norm": float(grad_norm),
+        "update/skipped_empty": float(empty),
+    }
