@@ -6,7 +6,7 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,14 @@ def values(tmp_path: Path, models: dict[str, Path]) -> dict[str, Any]:
     values["data"] |= {"source": "answers", "answer_key": "solution"}
     values["student"] |= {"model": str(models["student"]), "distill_loss_weight": 0.0}
     return values
+
+
+@pytest.fixture(autouse=True)
+def hangups_are_heard() -> Iterator[None]:
+    """Also where the tests themselves run under ``nohup``."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def while_learning(patched: pytest.MonkeyPatch, number: signal.Signals) -> None:
