@@ -5,6 +5,7 @@ number. Completions are of ids that have a token, so those logits become ``-inf`
 is normalized or drawn.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,10 @@ import torch
 from torch import Tensor
 
 from mopd_protocol.engine_end import end_engine_with
+
+#: Warns at every push of what is not loaded because it has no weights of its own (tables of a
+#: rotary embedding, a tied head). What is missing is found by the proof after a push.
+_RELOADING = logging.getLogger("vllm.model_executor.model_loader.reload")
 
 
 class WorkerExtension:
@@ -36,6 +41,7 @@ class WorkerExtension:
 
     def take_weights(self, folder: str) -> None:
         """Writes with the weights of a folder from now on, in a model's published form."""
+        _RELOADING.setLevel(logging.ERROR)
         self.reload_weights(weights_path=folder)
         model = self.model_runner.model
         named = dict(model.named_parameters(remove_duplicate=False))
