@@ -120,10 +120,13 @@ def test_a_run_whose_terminal_goes_away_saves_what_it_learnt(
     )
     os.close(ours)
     lines = tmp_path / "run" / "journal.jsonl"
-    while not lines.exists() or lines.read_bytes().count(b"\n") < 2:
-        os.read(terminal, 4096)
-    os.close(terminal)
-    assert run.wait(timeout=60) == 129
+    try:
+        while not lines.exists() or lines.read_bytes().count(b"\n") < 2:
+            os.read(terminal, 4096)
+        os.close(terminal)
+        assert run.wait(timeout=240) == 129
+    finally:
+        run.kill()
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert saved.name == f"step-{journal(tmp_path / 'run')[-1]['step']:08}"
 
