@@ -109,7 +109,7 @@ def test_thousands_of_requests_are_answered_rightly_and_leave_nothing_behind(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_ten_times_what_the_queue_holds_is_answered_in_the_end(
     model_folder: Path, tmp_path: Path
 ) -> None:

@@ -115,7 +115,7 @@ def test_a_run_whose_terminal_goes_away_saves_what_it_learnt(
     while not lines.exists() or lines.read_bytes().count(b"\n") < 2:
         os.read(terminal, 4096)
     os.close(terminal)
-    assert run.wait(timeout=60) == 129
+    assert run.wait(timeout=600) == 129
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert saved.name == f"step-{journal(tmp_path / 'run')[-1]['step']:08}"
 
