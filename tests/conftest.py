@@ -4,12 +4,20 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
 from tests.shape_checks import checked
 
 # Before anything imports the losses: what is imported already is not checked.
 install_import_hook("mopd_losses", f"{checked.__module__}.checked")
+
+# A property is tried on the same examples by every run, however slow the machine: what fails, fails
+# for whoever broke it. ``pytest --hypothesis-profile=others`` tries it on examples of its own.
+_PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("alike", derandomize=True, **_PATIENT)
+settings.register_profile("others", **_PATIENT)
+settings.load_profile("alike")
 
 
 @pytest.fixture(autouse=True)

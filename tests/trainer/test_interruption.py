@@ -6,7 +6,7 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,16 @@ from tests.trainer.whole_runs import assert_same_weights, journal, run_here
 STEPS = 4
 HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MOPD = Path(sys.executable).parent / "mopd"
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_terminal() -> Iterator[None]:
+    """``nohup`` has the tests begun with SIGHUP ignored, and a shell's ``&`` with SIGINT."""
+    ordinary = (signal.default_int_handler, signal.SIG_DFL, signal.SIG_DFL)
+    before = [signal.signal(one, to) for one, to in zip(HEARD, ordinary, strict=True)]
+    yield
+    for one, to in zip(HEARD, before, strict=True):
+        signal.signal(one, to)
 
 
 @pytest.fixture
