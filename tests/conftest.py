@@ -14,9 +14,8 @@ install_import_hook("mopd_losses", f"{checked.__module__}.checked")
 
 # A property is tried on the same examples by every run, however slow the machine: what fails, fails
 # for whoever broke it. ``pytest --hypothesis-profile=others`` tries it on examples of its own.
-_PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("alike", derandomize=True, **_PATIENT)
-settings.register_profile("others", **_PATIENT)
+settings.register_profile("others", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("alike", settings.get_profile("others"), derandomize=True)
 settings.load_profile("alike")
 
 
