@@ -222,6 +222,7 @@ async def tokenizer(service: Service) -> TokenizerFiles:
     return TokenizerFiles(files=dict(service.tokenizer_files))
 
 
+@router.head("/healthz", include_in_schema=False)
 @router.get("/healthz", summary="Whether the process should live")
 async def health(life: Life) -> State:
     """200 unless the warm-up has failed for good; also while the model loads."""
@@ -230,6 +231,7 @@ async def health(life: Life) -> State:
     return State(status="alive")
 
 
+@router.head("/readyz", include_in_schema=False)
 @router.get(
     "/readyz",
     summary="Whether requests are welcome",

@@ -204,6 +204,17 @@ def test_a_teacher_is_not_ready_before_its_warm_up_has_passed() -> None:
     assert post(app, {"sequences": [SEQUENCE]}).status_code == 200
 
 
+def test_probes_may_ask_for_the_head_alone() -> None:
+    teacher = teacher_of_family("qwen", warm=False)
+
+    def status(path: str) -> int:
+        return asyncio.run(request_async(teacher.app, "HEAD", path)).status_code
+
+    assert [status(path) for path in ("/healthz", "/readyz")] == [200, 503]
+    teacher.service.warm_up()
+    assert status("/readyz") == 200
+
+
 def test_a_started_application_warms_itself_up() -> None:
     teacher = teacher_of_family("qwen", warm=False)
     app = teacher.app

@@ -45,6 +45,14 @@ def values(tmp_path: Path, models: dict[str, Path]) -> dict[str, Any]:
     return values
 
 
+@pytest.fixture(autouse=True)
+def hangups_are_heard() -> Iterator[None]:
+    """Also where the tests themselves run under ``nohup``."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def while_learning(patched: pytest.MonkeyPatch, number: signal.Signals) -> None:
     """The signal comes in step 2's update."""
     honest = Learner.update

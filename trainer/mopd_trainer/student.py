@@ -88,7 +88,7 @@ class Student:
         if self._head is None:
             logger.info("the student changes its logits after the head; using full logits")
         self._real_ids = real_ids.to(device)
-        self._whole = WholeCopy(self.model, self.ranks, device) if sharded else None
+        self._whole = WholeCopy(self.model, self.ranks) if sharded else None
         if sharded:
             self._shard()
 
@@ -167,10 +167,10 @@ class Student:
         # Not the process's generator: another thread may train, and seeds that for its dropout.
         draws = torch.Generator(self.device).manual_seed(seed)
         policy = _BehaviourPolicy(self._real_ids, settings, draws, keep_topk)
-        model = self.whole_model()
-        model.eval()
+        model: Any = self.whole_model()
+        model.to(self.device).eval()  # which a whole copy is on once it has written
         with self._precision():
-            generated: Any = model.generate(  # pyright: ignore[reportCallIssue]
+            generated: Any = model.generate(
                 input_ids=input_ids.to(self.device),
                 attention_mask=attention_mask.to(self.device),
                 generation_config=GenerationConfig(

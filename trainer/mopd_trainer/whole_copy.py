@@ -11,19 +11,20 @@ from mopd_trainer.sharding import whole
 
 
 class WholeCopy:
-    """A second model on rank 0's device, brought up to date when it is needed and not before.
+    """A second model on rank 0, brought up to date when it is needed and not before.
 
     Generation reads every weight for every token, so it wants them in one place: gathering layers
-    again for each token would cost more than the copy's memory (4 bytes a parameter, rank 0 only).
+    again for each token would cost more than the copy's memory (4 bytes a parameter). It stays in
+    the CPU's memory until it is moved to where it shall write; where something else writes, from
+    here its weights only go to a file, or to whoever does.
     """
 
     GATHER = "student.gather"
 
-    def __init__(self, model: PreTrainedModel, ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
         """Must be made before the model is sharded; nothing is copied where a rank follows."""
         self._ranks = ranks
-        copied: Any = copy.deepcopy(model) if ranks.leads else None
-        self._copy: Any = copied.to(device) if ranks.leads else None
+        self._copy: Any = copy.deepcopy(model) if ranks.leads else None
         self._current = True
 
     def outdate(self) -> None:
