@@ -80,7 +80,7 @@ async def ask_all(teacher: RunningTeacher, numbers: range) -> dict[int, bytes]:
 def test_thousands_of_requests_are_answered_rightly_and_leave_nothing_behind(
     model_folder: Path, tmp_path: Path, full_size: bool
 ) -> None:
-    first, requests = (1_000, 10_000) if full_size else (300, 600)
+    first, requests = (1_000, 10_000) if full_size else (600, 900)
     with running_teacher(model_folder, tmp_path / "log", "--log-level", "warning") as teacher:
         files = teacher.open_files()
         kept = asyncio.run(ask_all(teacher, range(first)))
@@ -88,7 +88,8 @@ def test_thousands_of_requests_are_answered_rightly_and_leave_nothing_behind(
         kept |= asyncio.run(ask_all(teacher, range(first, requests)))
         grown = teacher.resident_mebibytes() - memory
         logger.info("%d requests: %.0f MiB, then %+.1f MiB", requests, memory, grown)
-        # The allocator is uneven by tens of MiB, up and down. The answers alone are ten times that.
+        # The allocator is uneven by tens of MiB for some hundred requests and settles then: 30 and
+        # 40 MiB were found from the 300th to the 600th, 0 and 10 from there to the 900th.
         assert grown < ALLOCATOR_MEBIBYTES
         teacher.until_open_files(files)
         assert teacher.metric("mopd_requests_total") >= requests
