@@ -1,6 +1,7 @@
-"""For all tests of this process: the losses' shapes are checked, and logging is left as it was."""
+"""For all tests of this process: the losses' shapes are checked, and no test hangs on another."""
 
 import logging
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,13 @@ install_import_hook("mopd_losses", f"{checked.__module__}.checked")
 settings.register_profile("others", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("alike", settings.get_profile("others"), derandomize=True)
 settings.load_profile("alike")
+
+
+@pytest.fixture(autouse=True)
+def draws_of_its_own() -> None:
+    """What a test draws from torch's generator does not hang on which tests were before it."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
