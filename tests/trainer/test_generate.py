@@ -107,6 +107,14 @@ def test_told_logprobs_are_those_of_the_sampled_distribution(
         np.testing.assert_allclose(completion.logprobs, expected, atol=2e-4)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_student_tells_the_logprobs_of_what_was_written(family: str) -> None:
+    student = student_of(family, sharpness=SHARP)
+    for prompt, completion in zip(PROMPTS, write(student), strict=True):
+        found = student.logprobs(prompt, completion.token_ids)
+        np.testing.assert_allclose(found, completion.logprobs, atol=2e-4)
+
+
 def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
     student = student_of(sharpness=SHARP)
     draws = 4000

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,13 +13,14 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from mopd_protocol.errors import MopdError
 from mopd_protocol.samples import Prompt
 from mopd_protocol.vllm_environment import prepare_environment
 from mopd_trainer.config import RolloutConfig, StudentConfig
 from mopd_trainer.demo.services import teacher_services
 from mopd_trainer.streamed_rollouts import StreamedSampler
 from mopd_trainer.student import Sampled, Student
-from mopd_trainer.weight_push import PushThroughFolder
+from mopd_trainer.weight_push import PushThroughFolder, WeightReceiver
 from tests import tiny_models
 from tests.reference.sampling import greedy, nucleus
 from tests.reference.teacher_scores import next_token_logprobs
@@ -67,38 +69,75 @@ class Pen:
 
         return [(prompt, one) for (prompt, _), one in zip(asked, call(write()), strict=True)]
 
-    def push(self, seed: int) -> None:
-        """Gives the student other weights, with garbage in the head's padding, and pushes them."""
+    def change(self, seed: int) -> None:
+        """Gives the student other weights, with garbage in the head's padding."""
         torch.manual_seed(seed)
         with torch.no_grad():
             for parameter in self.student.model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             head = self.student.model.get_output_embeddings().weight
             head[self.student.table.size :] = 50.0
+
+    def push(self, seed: int) -> None:
+        """Changes the student and pushes it."""
+        self.change(seed)
         call(self.engine.push())
+
+    def gaps(self) -> list[float]:
+        """Nats between what is told of drawn tokens, and what the student says; the most likely
+        tokens are looked at, too."""
+        found: list[float] = []
+        for prompt, one in self.write():
+            for row, drawn in enumerate(one.token_ids):
+                context = [*prompt, *one.token_ids[:row]]
+                expected = next_token_logprobs(self.student.model, context, self.real_ids, 0.7)
+                found.append(abs(expected[drawn] - one.logprobs[row]))
+                assert one.topk_ids is not None
+                likely = sorted(expected, key=expected.__getitem__, reverse=True)[:TOP_K]
+                np.testing.assert_allclose(
+                    [expected[found] for found in one.topk_ids[row].tolist()],
+                    [expected[found] for found in likely],
+                    atol=TOLERANCE,
+                )
+        return found
+
+
+def saved_model(folder: Path, *, tied: bool) -> Path:
+    """A tiny Qwen3 with heads of 32, the narrowest that vLLM's CPU attention takes."""
+    tokenizer = tiny_models.digit_tokenizer()
+    config = tiny_models.qwen(tokenizer).config.to_dict()
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config.from_dict({**config, "head_dim": 32, "tie_word_embeddings": tied})
+    )
+    return tiny_models.save(model, tokenizer, folder)
+
+
+@contextmanager
+def started_pen(folder: Path) -> Iterator[Pen]:
+    prepare_environment()
+    from mopd_trainer.vllm_generation import VllmGeneration
+
+    config = StudentConfig(model=str(folder), device="cpu")
+    student = Student.load(config)
+    rollout = RolloutConfig.model_validate(ROLLOUT)
+    engine = VllmGeneration(student, config, rollout, PushThroughFolder(), keep_topk=TOP_K)
+    try:
+        yield Pen(student, engine)
+    finally:
+        engine.close()
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3 with heads of 32, the narrowest that vLLM's CPU attention takes."""
-    tokenizer = tiny_models.digit_tokenizer()
-    config = {**tiny_models.qwen(tokenizer).config.to_dict(), "head_dim": 32}
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config.from_dict(config))
-    return tiny_models.save(model, tokenizer, tmp_path_factory.mktemp("student"))
+    """Its head is a matrix of its own."""
+    return saved_model(tmp_path_factory.mktemp("student"), tied=False)
 
 
 @pytest.fixture(scope="module")
 def pen(model_folder: Path, small_vllm: None) -> Iterator[Pen]:
-    prepare_environment()
-    from mopd_trainer.vllm_generation import VllmGeneration
-
-    config = StudentConfig(model=str(model_folder), device="cpu")
-    student = Student.load(config)
-    rollout = RolloutConfig.model_validate(ROLLOUT)
-    engine = VllmGeneration(student, config, rollout, PushThroughFolder(), keep_topk=TOP_K)
-    yield Pen(student, engine)
-    engine.close()
+    with started_pen(model_folder) as pen:
+        yield pen
 
 
 def change(pen: Pen, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
@@ -112,21 +151,37 @@ def test_pushed_weights_write_and_their_logprobs_are_the_students_own(pen: Pen) 
     pen.push(seed=1)
     after = pen.write()
     assert [one.token_ids for _, one in before] != [one.token_ids for _, one in after]
-    gaps: list[float] = []
-    for prompt, one in after:
-        for row, drawn in enumerate(one.token_ids):
-            context = [*prompt, *one.token_ids[:row]]
-            expected = next_token_logprobs(pen.student.model, context, pen.real_ids, 0.7)
-            gaps.append(abs(expected[drawn] - one.logprobs[row]))
-            assert one.topk_ids is not None
-            likely = sorted(expected, key=expected.__getitem__, reverse=True)[:TOP_K]
-            np.testing.assert_allclose(
-                [expected[found] for found in one.topk_ids[row].tolist()],
-                [expected[found] for found in likely],
-                atol=TOLERANCE,
-            )
+    gaps = pen.gaps()
     print(f"largest gap {max(gaps):.2e} nats over {len(gaps)} tokens")  # noqa: T201
     assert max(gaps) < TOLERANCE
+
+
+def test_a_head_that_is_the_embedding_is_pushed_with_it(tmp_path: Path) -> None:
+    with started_pen(saved_model(tmp_path, tied=True)) as pen:
+        head, embedding = (
+            pen.student.model.get_output_embeddings(),
+            pen.student.model.get_input_embeddings(),
+        )
+        assert head.weight is embedding.weight
+        for seed in (1, 2):
+            pen.push(seed)
+            assert max(pen.gaps()) < TOLERANCE
+
+
+def test_weights_that_do_not_arrive_end_the_run(pen: Pen, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PushesNothing:
+        """A push that forgets to."""
+
+        async def push(self, student: Student, engine: WeightReceiver) -> None:
+            """See ``WeightPush``."""
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pen.engine, "_push", PushesNothing())
+        pen.change(seed=3)
+        with pytest.raises(MopdError, match=r"after a push vLLM's logprobs are .* nats from"):
+            call(pen.engine.push())
+    call(pen.engine.push())
+    assert max(pen.gaps()) < TOLERANCE
 
 
 def test_rows_of_the_head_without_a_token_are_never_written(pen: Pen) -> None:

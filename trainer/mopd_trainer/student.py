@@ -190,6 +190,18 @@ class Student:
             for at, (ids, row) in enumerate(zip(completions.numpy(), logprobs, strict=True))
         ]
 
+    @torch.no_grad()
+    def logprobs(self, prompt: Sequence[int], completion: Sequence[int]) -> np.ndarray[Any, Any]:
+        """float32 [completion tokens], nats, at temperature 1, with the weights of now. Rank 0
+        alone asks."""
+        model: Any = self.whole_model().eval()
+        ids = torch.tensor([[*prompt, *completion]], device=model.device)
+        with self._precision(model.device):
+            logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        real_ids = self._real_ids.to(model.device)
+        logprobs = logits.float().masked_fill(~real_ids, -torch.inf).log_softmax(dim=-1)
+        return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0].cpu().numpy()
+
     def losses(
         self, batch: MicroBatch, terms: Sequence[LossTerm], *, rows_per_block: int
     ) -> tuple[Tensor, list[LossOutput]]:
@@ -219,11 +231,12 @@ class Student:
         # Some decoders end in a norm that leaves half precision; the head is applied in it.
         return hidden if self._compute_dtype == torch.float32 else hidden.to(self._compute_dtype)
 
-    def _precision(self) -> torch.autocast:
+    def _precision(self, device: torch.device | None = None) -> torch.autocast:
         """Half precision for matrix products, where asked; the weights stay in float32, or small
         steps would round to nothing."""
         half = self._compute_dtype != torch.float32
-        return torch.autocast(self.device.type, self._compute_dtype if half else None, half)
+        kind = (device or self.device).type
+        return torch.autocast(kind, self._compute_dtype if half else None, half)
 
     def _inputs(self, batch: MicroBatch) -> dict[str, Tensor]:
         return {

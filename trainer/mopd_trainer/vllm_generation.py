@@ -40,6 +40,12 @@ _Result = TypeVar("_Result")
 #: For vLLM's processes to end by themselves.
 _SHUTDOWN_SECONDS = 10
 
+#: A completion that vLLM writes after each push, to see that it wrote with these weights.
+_PROOF_PROMPT, _PROOF_TOKENS = 4, 8
+#: Mean difference of its logprobs from the student's own, in nats; rounding makes some 1e-6 in
+#: float32 on a CPU, TF32 on accelerators more.
+_PROOF_GAP = {"float32": 0.05, "bfloat16": 0.25}
+
 #: Of a token in a row of the student's most likely ids, where there are fewer than asked for.
 _ABSENT = -1
 
@@ -69,6 +75,7 @@ class VllmGeneration:
         self._student = student
         self._rollout = rollout
         self._push = push
+        self._dtype = model.dtype
         self._keep_topk = keep_topk
         self._requests = count()
         self._pushes = count(1)
@@ -96,10 +103,15 @@ class VllmGeneration:
         return await self._in_loop(self._generate(prompt_ids, seed))
 
     async def push(self) -> None:
-        """See ``GenerationEngine``; what vLLM remembers of earlier prompts is forgotten."""
+        """See ``GenerationEngine``; what vLLM remembers of earlier prompts is forgotten.
+
+        Raises:
+            MopdError: when vLLM does not write with the student's weights afterwards.
+        """
         await self._push.push(self._student, self)
         if not await self._in_loop(self._engine.reset_prefix_cache()):
             raise RuntimeError("vLLM kept prefixes of old weights; is something still in flight?")
+        await self._require_taken()
 
     async def call_workers(self, method: str, options: Mapping[str, object]) -> object:
         """See ``WeightReceiver``."""
@@ -174,11 +186,30 @@ class VllmGeneration:
             await extend(WorkerExtension.mask_head.__name__, args=(padding,))
         await extend(WorkerExtension.end_with.__name__, args=(os.getpid(),))
 
-    async def _generate(self, prompt_ids: Sequence[int], seed: int) -> Sampled:
+    async def _require_taken(self) -> None:
+        """vLLM tells the student's own logprobs: what it loads of a push is its own affair, and
+        weights that stay behind would show nowhere else."""
+        prompt = np.flatnonzero(self._student.table.present)[:_PROOF_PROMPT].tolist()
+        plain = {"max_new_tokens": _PROOF_TOKENS, "temperature": 1.0, "top_p": 1.0}
+        rollout = self._rollout.model_copy(update=plain)
+        written = await self._in_loop(self._generate(prompt, seed=0, rollout=rollout))
+        own = await asyncio.to_thread(self._student.logprobs, prompt, written.token_ids)
+        gap, limit = float(np.abs(own - written.logprobs).mean()), _PROOF_GAP[self._dtype]
+        if not gap <= limit:
+            raise MopdError(
+                f"after a push vLLM's logprobs are {gap:.3g} nats from the student's (mean of "
+                f"{len(own)} tokens, expected at most {limit:g} in {self._dtype}), so it does not "
+                "write with the weights that it was given; set rollout.engine to 'transformers'"
+            )
+
+    async def _generate(
+        self, prompt_ids: Sequence[int], seed: int, rollout: RolloutConfig | None = None
+    ) -> Sampled:
+        rollout = rollout or self._rollout
         sampling = SamplingParams(
-            max_tokens=self._rollout.max_new_tokens,
-            temperature=self._rollout.temperature,
-            top_p=self._rollout.top_p,
+            max_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
             seed=seed,
             logprobs=self._keep_topk,
             flat_logprobs=True,

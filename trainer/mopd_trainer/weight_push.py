@@ -9,6 +9,7 @@ from typing import Protocol
 
 from mopd_trainer.config import StudentConfig
 from mopd_trainer.student import Student
+from mopd_trainer.vllm_worker import WorkerExtension
 
 
 class WeightReceiver(Protocol):
@@ -45,7 +46,9 @@ class PushThroughFolder:
     async def push(self, student: Student, engine: WeightReceiver) -> None:
         """See ``WeightPush``."""
         async with _written(student, self._folder) as written:
-            await engine.call_workers("reload_weights", {"weights_path": str(written)})
+            await engine.call_workers(
+                WorkerExtension.take_weights.__name__, {"folder": str(written)}
+            )
 
 
 class PushAdapters:
