@@ -18,6 +18,6 @@ def _why_not() -> str:
 #: For ``pytestmark``. vLLM starts in 20 s, and in minutes where other work fills the processors.
 needs_vllm = [
     pytest.mark.vllm,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(find_spec("vllm") is None, reason=_why_not()),
 ]

@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -71,6 +72,10 @@ _Result = TypeVar("_Result")
 
 #: Seconds between vLLM's word that its engine is dead and the end of the process.
 _EXIT_GRACE_SECONDS = 10.0
+
+#: For the status of a process that has ended, and between two looks at it.
+_STATUS_SECONDS = 5.0
+_STATUS_PAUSE_SECONDS = 0.01
 
 #: For what is in flight, when a signal that should end the server reaches vLLM's processes too.
 _DRAIN_SECONDS = 60
@@ -275,8 +280,8 @@ class VllmEngine(AsyncEngine):
             return
 
         def watch() -> None:
-            wait([process.sentinel for process in processes])
-            self._die(_end_of(processes))
+            ended = wait([process.sentinel for process in processes])
+            self._die(_end_of([each for each in processes if each.sentinel in ended]))
 
         threading.Thread(target=watch, name="vllm-watch", daemon=True).start()
 
@@ -334,15 +339,24 @@ async def _started(arguments: AsyncEngineArgs) -> AsyncLLM:
     return AsyncLLM.from_engine_args(arguments)
 
 
-def _end_of(processes: list[BaseProcess]) -> str:
-    for process in processes:
-        process.join(timeout=1.0)
-        code = process.exitcode
+def _end_of(ended: list[BaseProcess]) -> str:
+    for process in ended:
+        code = _status_of(process)
         if code is not None and code < 0:
             return f"the vLLM process {process.name} was ended by {signal.Signals(-code).name}"
         if code is not None:
             return f"the vLLM process {process.name} ended with status {code}; its log says why"
     return "a vLLM process has ended; its log says why"
+
+
+def _status_of(ended: BaseProcess) -> int | None:
+    """What it ended with. vLLM waits for its processes too: whichever thread comes second finds no
+    such child, and knows nothing before the first has noted the status."""
+    for _ in range(round(_STATUS_SECONDS / _STATUS_PAUSE_SECONDS)):
+        if (code := ended.exitcode) is not None:
+            return code
+        time.sleep(_STATUS_PAUSE_SECONDS)
+    return None
 
 
 def _times(output: RequestOutput) -> EngineTimes:

@@ -68,7 +68,7 @@ def client_of(service: TeacherService, **settings: Any) -> TeacherClient:
 
 
 async def test_the_service_is_ready_and_fits_the_run(client, service):
-    await client.wait_until_ready(1.0)
+    await client.wait_until_ready(600.0)
 
     manifest = await client.handshake(
         Expectation(top_k=64, temperature=0.7, candidate_ids=True, messages=True)

@@ -62,7 +62,7 @@ def questions(server: ScriptedVllm) -> list[Any]:
 async def test_a_handshake_makes_the_manifest_on_this_side(server, folder):
     tokenizer = read_folder_tokenizer(folder)
     async with client_of(server, folder, revision="step 9") as client:
-        await client.wait_until_ready(1.0)
+        await client.wait_until_ready(600.0)
         manifest = await client.handshake(Expectation(top_k=8, messages=True))
         table = (await client.tokenizer()).table
 

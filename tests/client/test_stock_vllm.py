@@ -1,7 +1,6 @@
 """A stock vLLM server answers what our own service answers about the same model."""
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from mopd_protocol.requests import ControlToken, SequenceRequest
 from mopd_protocol.samples import Message
 from mopd_server.app import create_app
 from tests import tiny_models
+from tests.ports import free_port
 from tests.server.tiny_teachers import teacher_of
 from tests.vllm_marks import needs_vllm
 
@@ -68,9 +68,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
     """A running ``vllm serve`` of the model."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     options = (
         f"--model {folder} --served-model-name tiny --host 127.0.0.1 --port {port} "
         f"--dtype float32 --enforce-eager --max-model-len 128 --max-logprobs {TOP_K} "
@@ -94,7 +92,7 @@ def url(folder: Path) -> Iterator[str]:
     finally:
         process.terminate()
         try:
-            process.wait(timeout=30)
+            process.wait(timeout=120)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

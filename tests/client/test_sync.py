@@ -21,7 +21,7 @@ def sync_client(teacher: ScriptedTeacher) -> SyncTeacherClient:
 def test_a_notebook_asks_without_await():
     teacher = ScriptedTeacher()
     with sync_client(teacher) as client:
-        client.wait_until_ready(1.0)
+        client.wait_until_ready(600.0)
         assert client.handshake() == manifest()
         assert client.tokenizer().table.fingerprint == TABLE.fingerprint
         [score] = client.score([SEQUENCE], top_k=2, temperature=0.5, logprobs_dtype="float16")

@@ -20,7 +20,7 @@ def test_every_pairing_is_run_and_told(tmp_path: Path) -> None:
         [COOKBOOK / "two_families_cpu.sh", "--model-steps", "2", "--exercises", "8"],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160", **environment},
     )
     assert ended.returncode == 0, ended.stderr

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mopd_server.main import parser
-from tests.survival.running_teacher import RunningTeacher, environment, free_port
+from tests.ports import free_port
+from tests.survival.running_teacher import RunningTeacher, environment
 
 #: Options whose values belong to the place where the command runs.
 _PLACED = ("--port", "--host", "--device", "--engine", "--api-key-file")

@@ -13,7 +13,7 @@ from tests import tiny_models
 from tests.deploy.compose_files import DEPLOY, TEACHER_FILES, teacher_commands, teachers
 from tests.deploy.dashboard import queries, selectors, series, unmatched
 from tests.deploy.running_commands import StartedCommand, start
-from tests.survival.running_teacher import free_port
+from tests.ports import free_port
 
 #: One of each file: the other differs in its model and name alone (test_shipped_files.py).
 COMMANDS = [
@@ -49,7 +49,7 @@ def _key() -> str:
 
 def _ask(teacher: StartedCommand, **headers: str) -> httpx.Response:
     body = {"sequences": [QUESTION], "top_k": 8}
-    return httpx.post(teacher.teacher.url + "/v1/logprobs", json=body, headers=headers, timeout=60)
+    return httpx.post(teacher.teacher.url + "/v1/logprobs", json=body, headers=headers, timeout=600)
 
 
 def _healthy(test: list[str], port: int) -> bool:
@@ -67,7 +67,9 @@ def test_a_shipped_command_serves_those_who_have_a_key(
     answer = _ask(started[where], Authorization=f"Bearer {_key()}")
     assert answer.status_code == 200, answer.text
     manifest = httpx.get(
-        started[where].teacher.url + "/v1/manifest", headers={"Authorization": f"Bearer {_key()}"}
+        started[where].teacher.url + "/v1/manifest",
+        headers={"Authorization": f"Bearer {_key()}"},
+        timeout=600,
     ).json()
     asked, _ = settings_of(parser().parse_args(teacher_commands()[where]))
     assert manifest["service"] == asked.service_name

@@ -19,7 +19,7 @@ import yaml
 from mopd_trainer.demo.services import teacher_services
 from tests import tiny_models
 from tests.deploy.compose_files import DEPLOY, ray_groups, ray_job
-from tests.survival.running_teacher import free_port
+from tests.ports import free_port
 from tests.trainer.runs import questions, write_lines
 from tests.trainer.students import model_of, tokenizer
 from tests.trainer.test_ray_cluster import until
@@ -27,7 +27,7 @@ from tests.trainer.whole_runs import journal
 
 pytest.importorskip("ray")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 BIN = Path(sys.executable).parent
 AGENT_PORT = ":52365/"  # of a node, unless it is told another

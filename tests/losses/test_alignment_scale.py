@@ -6,6 +6,9 @@ from mopd_losses.alignment import align
 from mopd_protocol.token_sequence import TokenSequence
 from tests.losses.sequences import spans
 
+#: Each takes a second.
+pytestmark = pytest.mark.timeout(300)
+
 
 def cut_every(text: bytes, length: int) -> TokenSequence:
     ends = [*range(length, len(text), length), len(text)]

@@ -33,7 +33,7 @@ class ScriptedEngine:
     ) -> list[TopKLogprobs]:
         self.batches.append(([int(t.prompt_ids[0]) for t in batch], top_k, temperature))
         self.begun.release()
-        assert self.gate.wait(timeout=30), "a failed test left the gate closed"
+        assert self.gate.wait(timeout=300), "a failed test left the gate closed"
         if self.error is not None:
             raise self.error
         if self.unfit.intersection(self.batches[-1][0]):

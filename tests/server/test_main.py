@@ -168,16 +168,24 @@ def test_a_real_process_serves_and_ends_cleanly_on_sigterm(
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
     command = (
-        f"serve {model_folder} --name math --port 0 --device cpu "
-        # A forward pass for each sequence, so that a request waits long enough to be seen waiting.
-        f"--api-key-file {keys} --max-batch-tokens 1"
+        f"serve {model_folder} --name math --port 0 --device cpu --engine transformers "
+        f"--api-key-file {keys}"
     )
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
     process = subprocess.Popen(
-        [sys.executable, "-m", "mopd_server.main", *command.split()],
+        # The same command, with an engine that waits at a gate where 19 entries are asked for.
+        [sys.executable, "-m", "tests.survival.unlucky_teacher", *command.split()],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "ENGINE_WAITS_FOR": str(gate),
+        },
+        cwd=Path(__file__).parents[2],
     )
     try:
         assert "'math'" in line_with(process, "mopd teacher")
@@ -186,22 +194,25 @@ def test_a_real_process_serves_and_ends_cleanly_on_sigterm(
         assert address.startswith("http://127.0.0.1:")
         line_with(process, "'math' is ready")
         with httpx.Client(
-            base_url=address, headers={"Authorization": "Bearer secret"}, timeout=60
+            base_url=address, headers={"Authorization": "Bearer secret"}, timeout=600
         ) as client:
             assert client.get("/readyz").json() == {"status": "ready"}
             manifest = client.get("/v1/manifest").json()
             assert (manifest["service"], manifest["model"]) == ("math", "tiny-qwen")
-            body = {"sequences": [{"prompt": "the quick", "completion": " fox" * 20}] * 60}
+            body = {"sequences": [{"prompt": "the quick", "completion": " fox"}] * 6, "top_k": 19}
             with ThreadPoolExecutor(max_workers=1) as other_client:
-                asked = other_client.submit(client.post, "/v1/logprobs", json={**body, "top_k": 1})
-                while "mopd_queue_sequences 0.0" in client.get("/metrics").text:
-                    assert not asked.done(), "answered before it was seen to wait"
+                asked = other_client.submit(client.post, "/v1/logprobs", json=body)
+                while "mopd_requests_in_flight 1.0" not in client.get("/metrics").text:
+                    assert not asked.done(), "answered before the gate was open"
                 process.send_signal(signal.SIGTERM)
+                while client.get("/readyz").status_code != 503:
+                    pass
+                gate.write_text("go on")
                 response = asked.result()
             assert response.status_code == 200  # what was under way is finished
-            assert len(decode_json(response.json()).scores) == 60
+            assert len(decode_json(response.json()).scores) == 6
         line_with(process, "stopped by SIGTERM")
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=600) == 0
     finally:
         process.kill()
         process.wait()

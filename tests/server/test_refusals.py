@@ -271,7 +271,7 @@ def held_engine(
 
     def held(*arguments: Any, **options: Any) -> Any:
         begun.set()
-        assert let_go.wait(timeout=30), "a failed test did not let go"
+        assert let_go.wait(timeout=300), "a failed test did not let go"
         return score(*arguments, **options)
 
     return held, begun, let_go
@@ -379,7 +379,7 @@ def test_large_texts_are_tokenized_one_at_a_time_and_small_ones_beside_them(
     def held(sequence: SequenceRequest) -> Any:
         begun.append(sequence.id or "")
         if sequence.id != "small":
-            assert let_go.wait(timeout=30), "a failed test did not let go"
+            assert let_go.wait(timeout=300), "a failed test did not let go"
         return tokenize(sequence)
 
     monkeypatch.setattr(teacher.tokenizer, "tokenize", held)

@@ -280,6 +280,20 @@ def test_a_request_that_is_given_up_is_aborted_in_vllm(
     require_alike(found, expected)
 
 
+def test_the_end_of_a_process_is_told_though_vllm_waited_for_it_first() -> None:
+    """Whoever waits for a process in another thread's stead finds none, until that has its word."""
+    from mopd_server.vllm_engine import _end_of
+
+    statuses = iter([None, None, -signal.SIGKILL])
+
+    class WaitedForElsewhere:
+        name = "EngineCore"
+        exitcode = property(lambda self: next(statuses))
+
+    ended: Any = WaitedForElsewhere()
+    assert _end_of([ended]) == "the vLLM process EngineCore was ended by SIGKILL"
+
+
 def test_when_its_process_is_killed_the_service_says_so(pair: Pair) -> None:
     # The last test of this file: nothing is scored afterwards.
     told = threading.Event()
@@ -293,7 +307,7 @@ def test_when_its_process_is_killed_the_service_says_so(pair: Pair) -> None:
     (engine_core,) = [p for p in multiprocessing.active_children() if "EngineCore" in p.name]
     assert engine_core.pid is not None
     os.kill(engine_core.pid, signal.SIGKILL)
-    assert told.wait(timeout=60)
+    assert told.wait(timeout=600)
     assert causes == ["the vLLM process EngineCore was ended by SIGKILL"]
     assert (pair.vllm.ready, pair.vllm.failure) == (False, causes[0])
     assert get(create_app(pair.vllm), "/readyz").status_code == 503

@@ -41,7 +41,7 @@ def test_a_vllm_teacher_answers_and_leaves_nothing_behind(
         assert "one step" in line_with(process, "limits: 64 tokens")
         address = line_with(process, "address").split()[1]
         line_with(process, "'math' is ready")
-        with httpx.Client(base_url=address, timeout=60) as client:
+        with httpx.Client(base_url=address, timeout=600) as client:
             body = {"sequences": [{"prompt": "the quick", "completion": " fox"}], "top_k": 3}
             answer = client.post("/v1/logprobs", json=body)
             assert answer.status_code == 200, answer.text
@@ -49,8 +49,8 @@ def test_a_vllm_teacher_answers_and_leaves_nothing_behind(
         started = psutil.Process(process.pid).children(recursive=True)
         assert any("EngineCore" in child.name() for child in started)
         process.send_signal(ending)
-        assert process.wait(timeout=60) == (0 if ending == signal.SIGTERM else -signal.SIGKILL)
-        _, left = psutil.wait_procs(started, timeout=30)
+        assert process.wait(timeout=600) == (0 if ending == signal.SIGTERM else -signal.SIGKILL)
+        _, left = psutil.wait_procs(started, timeout=600)
         assert not left
     finally:
         process.kill()

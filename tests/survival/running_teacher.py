@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -16,8 +15,10 @@ from pathlib import Path
 
 import httpx
 
+from tests.ports import free_port
+
 #: Longer than anything here takes; reached only when something is broken.
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 600.0
 
 
 @dataclass
@@ -86,12 +87,6 @@ class RunningTeacher:
             return httpx.get(self.url + path, timeout=5.0, verify=self.verify)
         except httpx.TransportError:
             return None
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
 
 
 def command(model: Path, port: int, *options: str, program: Sequence[str] = ()) -> list[str]:

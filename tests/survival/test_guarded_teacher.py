@@ -59,9 +59,10 @@ def guarded(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 def test_plain_http_and_an_unknown_authority_are_no_way_in(guarded: Guarded) -> None:
     with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-        httpx.get(guarded.teacher.url + "/healthz")
+        httpx.get(guarded.teacher.url + "/healthz", timeout=PATIENCE_SECONDS)
+    plain = guarded.teacher.url.replace("https", "http")
     with pytest.raises(httpx.TransportError):
-        httpx.get(guarded.teacher.url.replace("https", "http") + "/healthz")
+        httpx.get(plain + "/healthz", timeout=PATIENCE_SECONDS)
     assert guarded.client.get("/healthz").status_code == 200
 
 

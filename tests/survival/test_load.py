@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import os
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ IN_FLIGHT = 64
 VOCABULARY = 420  # of tiny_models.digit_tokenizer
 CHECKED_EACH = 50
 ALLOCATOR_MEBIBYTES = 64
+QUEUE_FULL = 'mopd_refused_requests_total{reason="queue_full"}'
 
 
 def body(number: int) -> dict[str, Any]:
@@ -77,7 +80,7 @@ async def ask_all(teacher: RunningTeacher, numbers: range) -> dict[int, bytes]:
 def test_thousands_of_requests_are_answered_rightly_and_leave_nothing_behind(
     model_folder: Path, tmp_path: Path, full_size: bool
 ) -> None:
-    first, requests = (1_000, 10_000) if full_size else (300, 600)
+    first, requests = (1_000, 10_000) if full_size else (600, 900)
     with running_teacher(model_folder, tmp_path / "log", "--log-level", "warning") as teacher:
         files = teacher.open_files()
         kept = asyncio.run(ask_all(teacher, range(first)))
@@ -85,7 +88,8 @@ def test_thousands_of_requests_are_answered_rightly_and_leave_nothing_behind(
         kept |= asyncio.run(ask_all(teacher, range(first, requests)))
         grown = teacher.resident_mebibytes() - memory
         logger.info("%d requests: %.0f MiB, then %+.1f MiB", requests, memory, grown)
-        # The allocator is uneven by tens of MiB, up and down. The answers alone are ten times that.
+        # The allocator is uneven by tens of MiB for some hundred requests and settles then: 30 and
+        # 40 MiB were found from the 300th to the 600th, 0 and 10 from there to the 900th.
         assert grown < ALLOCATOR_MEBIBYTES
         teacher.until_open_files(files)
         assert teacher.metric("mopd_requests_total") >= requests
@@ -108,30 +112,50 @@ def test_thousands_of_requests_are_answered_rightly_and_leave_nothing_behind(
             assert len(set(ids[:-1])) == body(number)["top_k"]
 
 
+def until_one_is_refused(teacher: RunningTeacher) -> None:
+    """Asks again and again; a test that waits in vain is ended by its timeout."""
+    while not teacher.metric(QUEUE_FULL):
+        threading.Event().wait(0.01)
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_ten_times_what_the_queue_holds_is_answered_in_the_end(
     model_folder: Path, tmp_path: Path
 ) -> None:
     tokens, requests = 400, 100
     queue = str(tokens * requests // 10)
     options = ("--max-queue-tokens", queue, "--max-batch-tokens", str(tokens))
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
 
     async def all_at_once(teacher: RunningTeacher) -> None:
+        """The first of them holds the engine until one is refused."""
         async with TeacherClient(
             "math", [teacher.url], max_concurrency=requests, deadline_seconds=PATIENCE_SECONDS
         ) as client:
             sequence = SequenceRequest(
                 prompt_token_ids=[1] * (tokens // 2), completion_token_ids=[2] * (tokens // 2)
             )
-            scores = await asyncio.gather(
-                *(client.score([sequence], top_k=8) for _ in range(requests))
-            )
+            asked = [asyncio.create_task(client.score([sequence], top_k=19))]
+            await asyncio.to_thread(teacher.until_metric, "mopd_requests_in_flight", 1)
+            asked += [
+                asyncio.create_task(client.score([sequence], top_k=8)) for _ in range(requests - 1)
+            ]
+            await asyncio.to_thread(until_one_is_refused, teacher)
+            gate.write_text("go on")
+            scores = await asyncio.gather(*asked)
         assert [len(score.completion) for (score,) in scores] == [tokens // 2] * requests
 
-    with running_teacher(model_folder, tmp_path / "log", *options) as teacher:
+    with running_teacher(
+        model_folder,
+        tmp_path / "log",
+        *options,
+        program=("-m", "tests.survival.unlucky_teacher"),
+        ENGINE_WAITS_FOR=str(gate),
+    ) as teacher:
         asyncio.run(all_at_once(teacher))
-        refused = teacher.metric('mopd_refused_requests_total{reason="queue_full"}')
+        refused = teacher.metric(QUEUE_FULL)
         logger.info("%d calls, %.0f refusals on the way", requests, refused)
         assert refused > 0
         assert teacher.metric('mopd_requests_total{path="/v1/logprobs",status="200"}') == requests

@@ -13,12 +13,12 @@ import pytest
 
 from mopd_client.teacher_client import TeacherClient
 from mopd_protocol.requests import SequenceRequest
+from tests.ports import free_port
 from tests.survival.running_teacher import (
     PATIENCE_SECONDS,
     RunningTeacher,
     command,
     environment,
-    free_port,
     running_teacher,
 )
 
@@ -28,6 +28,12 @@ LITTLE = {"sequences": [{"prompt": "the quick", "completion": " fox"}], "top_k":
 #: What the stand-in answers only when its gate opens.
 HELD = {**LITTLE, "top_k": 19}
 STAND_IN = ("-m", "tests.survival.unlucky_teacher")
+
+
+def asked(teacher: RunningTeacher, **headers: str) -> httpx.Response:
+    """The answer to a small request."""
+    url = f"{teacher.url}/v1/logprobs"
+    return httpx.post(url, json=LITTLE, headers=headers, timeout=PATIENCE_SECONDS)
 
 
 async def post(teacher: RunningTeacher, body: Any) -> httpx.Response:
@@ -56,7 +62,7 @@ def test_while_the_model_loads_probes_are_answered_and_requests_told_to_wait(
         teacher.until("/healthz", 200)
         assert "mopd_ready 0.0" in teacher.get("/metrics").text
         assert "process_resident_memory_bytes" in teacher.get("/metrics").text
-        posted = httpx.post(f"{teacher.url}/v1/logprobs", json=LITTLE)
+        posted = asked(teacher)
         for answer in (teacher.get("/readyz"), teacher.get("/v1/manifest"), posted):
             assert answer.status_code == 503
             assert "loading its model" in answer.json()["detail"]
@@ -64,7 +70,7 @@ def test_while_the_model_loads_probes_are_answered_and_requests_told_to_wait(
             assert "secret-qwen" not in answer.text
         gate.write_text("go on")
         teacher.until("/readyz", 200)
-        assert httpx.post(f"{teacher.url}/v1/logprobs", json=LITTLE).status_code == 200
+        assert asked(teacher).status_code == 200
 
 
 def test_a_teacher_that_is_told_to_stop_while_it_loads_stops_at_once(
@@ -270,10 +276,10 @@ def test_json_logs_tell_each_request_and_neither_key_nor_text(
     options = ("--log-format", "json", "--api-key-file", str(keys))
     with running_teacher(model_folder, tmp_path / "log", *options) as teacher:
         headers = {"Authorization": "Bearer sesame-0001", "X-Request-Id": "run-7.step-3"}
-        answer = httpx.post(f"{teacher.url}/v1/logprobs", json=LITTLE, headers=headers)
+        answer = asked(teacher, **headers)
         assert answer.headers["x-request-id"] == "run-7.step-3"
         headers["Authorization"] = "Bearer sesame-0002"
-        refused = httpx.post(f"{teacher.url}/v1/logprobs", json=LITTLE, headers=headers)
+        refused = asked(teacher, **headers)
         assert refused.json()["instance"] == "run-7.step-3"
         assert teacher.stop() == 0
     text = teacher.log.read_text()

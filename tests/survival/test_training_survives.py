@@ -16,11 +16,11 @@ from rich.console import Console
 
 from mopd_trainer.config import RunConfig
 from mopd_trainer.loop import train
+from tests.ports import free_port
 from tests.survival.running_teacher import (
     PATIENCE_SECONDS,
     command,
     environment,
-    free_port,
     running_teacher,
 )
 from tests.trainer.runs import questions, run_values, write_lines

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import socket
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,16 +12,10 @@ from mopd_protocol.errors import MopdError
 from mopd_trainer.config import StudentConfig
 from mopd_trainer.following import follow
 from mopd_trainer.ranks import Ranks, joined_ranks
+from tests.ports import free_port
 
 #: No test waits longer for a rank; it is killed then.
-_SECONDS = 250.0
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+_SECONDS = 800.0
 
 
 def on_ranks(

@@ -128,7 +128,7 @@ def test_a_refusal_is_one_sentence_on_stderr_and_exit_code_2(
     path = arranged(tmp_path, student_folder, arrange)
     before = snapshot(tmp_path)
     ended = subprocess.run(
-        [MOPD, command, path], capture_output=True, text=True, timeout=120, check=False
+        [MOPD, command, path], capture_output=True, text=True, timeout=600, check=False
     )
     assert ended.returncode == 2
     assert ended.stderr.startswith("mopd: ")

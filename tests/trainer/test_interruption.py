@@ -24,6 +24,16 @@ HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MOPD = Path(sys.executable).parent / "mopd"
 
 
+@pytest.fixture(autouse=True)
+def as_in_a_terminal() -> Iterator[None]:
+    """``nohup`` has the tests begun with SIGHUP ignored, and a shell's ``&`` with SIGINT."""
+    ordinary = (signal.default_int_handler, signal.SIG_DFL, signal.SIG_DFL)
+    before = [signal.signal(one, to) for one, to in zip(HEARD, ordinary, strict=True)]
+    yield
+    for one, to in zip(HEARD, before, strict=True):
+        signal.signal(one, to)
+
+
 @pytest.fixture
 def values(tmp_path: Path, models: dict[str, Path]) -> dict[str, Any]:
     """Plain SFT, which needs nobody; a checkpoint at the end only."""
@@ -124,7 +134,7 @@ def test_a_run_whose_terminal_goes_away_saves_what_it_learnt(
         while not lines.exists() or lines.read_bytes().count(b"\n") < 2:
             os.read(terminal, 4096)
         os.close(terminal)
-        assert run.wait(timeout=240) == 129
+        assert run.wait(timeout=600) == 129
     finally:
         run.kill()
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()

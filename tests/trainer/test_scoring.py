@@ -202,9 +202,13 @@ async def test_a_sample_that_two_teachers_cannot_judge_is_one_sample_less() -> N
     assert scorer.dropped == {"math/unavailable": 2, "code/unavailable": 1, "total": 2}
 
 
-async def test_a_run_that_waits_keeps_asking_until_the_teacher_is_back(caplog) -> None:
+async def test_a_run_that_waits_keeps_asking_until_the_teacher_is_back(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # One attempt a call: its deadline has no room for a pause.
-    settings = {"on_error": "wait", "deadline_seconds": 0.1}
+    for pause in ("FIRST_PAUSE_SECONDS", "LONGEST_PAUSE_SECONDS"):
+        monkeypatch.setattr(f"mopd_client.retry.{pause}", 61.0)
+    settings = {"on_error": "wait", "deadline_seconds": 60.0}
     teachers = {"code": asked("whole_number", **settings)}
     async with scorer_of(IDENTITY, teachers) as scorer:
         transport = teachers["code"][0]

@@ -37,7 +37,7 @@ async def test_a_stock_server_judges_what_the_student_wrote(tmp_path: Path, loss
     ]
     async with TeacherPool({"math": client}) as pool:
         met = await meet_teachers(
-            pool, {"math": config}, IDENTITY, ProjectionCache(), {}, wait_seconds=1.0
+            pool, {"math": config}, IDENTITY, ProjectionCache(), {}, wait_seconds=600.0
         )
         scorer = Scorer(pool, met, IDENTITY.table)
         [example] = await scorer.score(rollouts)

@@ -36,9 +36,9 @@ class WaitsForATeacher(Sampler):
         self._asked = asked
 
     def sample(self, prompts: Sequence[Prompt], *, step: int, batch: int) -> list[Rollout]:
-        """As ``Sampler``; gives up on the teachers after half a minute."""
+        """As ``Sampler``; gives up on the teachers after five minutes."""
         if batch == 2:
-            assert self._asked.wait(30), "no teacher was asked before the last batch was written"
+            assert self._asked.wait(300), "no teacher was asked before the last batch was written"
         return super().sample(prompts, step=step, batch=batch)
 
 

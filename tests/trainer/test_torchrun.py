@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import tiny_models
-from tests.trainer.ranked import free_port
+from tests.ports import free_port
 from tests.trainer.runs import questions, run_values, write_lines, write_run
 from tests.trainer.students import model_of, tokenizer
 from tests.trainer.whole_runs import journal, run_here, weights
@@ -37,7 +37,7 @@ def on_two_ranks(path: Path, *overrides: str) -> subprocess.CompletedProcess[str
         [TORCHRUN, *ranks, "-m", "mopd_trainer.main", "train", path, *overrides],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=800,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 

@@ -29,6 +29,22 @@ pytestmark = pytest.mark.slow
 
 MOPD = Path(sys.executable).parent / "mopd"
 STEPS = 6
+#: ``mopd`` with the arguments that it is given, killed where step 4 would change the weights.
+KILLED_IN_STEP_4 = """
+import os, signal, sys
+from mopd_trainer.learner import Learner
+from mopd_trainer.main import main
+
+honest = Learner.update
+
+def update(self, *batches, **told):
+    if told["step"] + 1 == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return honest(self, *batches, **told)
+
+Learner.update = update
+main(sys.argv[1:])
+"""
 
 
 @pytest.fixture
@@ -130,29 +146,25 @@ def test_a_killed_trainer_goes_on_as_if_nothing_had_happened(
 ) -> None:
     path = write_run(tmp_path, values)
     with subprocess.Popen(
-        [MOPD, "train", path],
+        [sys.executable, "-c", KILLED_IN_STEP_4, "train", path],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     ) as trainer:
-        assert trainer.stdout is not None
-        told = ""
-        for line in trainer.stdout:
-            told += line
-            if line.startswith(f"step 3/{STEPS}"):  # its first checkpoint was step 2
-                trainer.kill()
-                break
+        told, _ = trainer.communicate()
     assert trainer.returncode == -signal.SIGKILL, told
+    assert f"step 3/{STEPS}  loss " in told
     with pytest.raises(ProcessLookupError):
         os.killpg(trainer.pid, 0)  # nothing that it started is left
     output = tmp_path / "run"
-    assert (output / "checkpoints" / "step-00000002").is_dir()
+    assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000002"]
+    assert [line["step"] for line in journal(output)] == [1, 2, 3]
     assert not (output / "final").exists()
 
     folder, told = run_here(values, resume_from_checkpoint=True)
-    assert "resumed after step " in told
+    assert "resumed after step 2" in told
     assert [line["step"] for line in journal(output)] == list(range(1, STEPS + 1))
     assert_same_weights(folder, uninterrupted)
     expected = [line["loss"] for line in journal(uninterrupted.parent)]

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,13 +13,16 @@ from mopd_protocol.errors import ConfigError, TeacherError
 
 _ADDRESS = "address"
 _STOP_SECONDS = 20.0
+_ANSWER_SECONDS = 5.0
+_POLL_SECONDS = 0.02
 
 
 @contextmanager
 def teacher_services(models: Mapping[str, Path], log_folder: Path) -> Generator[dict[str, str]]:
     """Teacher name -> address, one ``mopd-teacher serve`` each, on free ports of this machine.
 
-    Every process has ended when the block is left, however it is left.
+    All are ready to score when the block begins. Every process has ended when it is left, however
+    it is left.
 
     Raises:
         TeacherError: when one does not start; the end of its log is told.
@@ -30,7 +35,10 @@ def teacher_services(models: Mapping[str, Path], log_folder: Path) -> Generator[
             name: stack.enter_context(_process(name, folder, logs[name]))
             for name, folder in models.items()
         }
-        yield {name: _address(name, process, logs[name]) for name, process in started.items()}
+        found = {name: _address(name, process, logs[name]) for name, process in started.items()}
+        for name, process in started.items():
+            _wait_until_ready(name, process, found[name], logs[name])
+        yield found
 
 
 @contextmanager
@@ -64,8 +72,24 @@ def _address(name: str, process: subprocess.Popen[str], log: Path) -> str:
         words = line.split()
         if words and words[0] == _ADDRESS:
             return words[1]
+    raise _not_started(name, log)
+
+
+def _wait_until_ready(name: str, process: subprocess.Popen[str], address: str, log: Path) -> None:
+    """A teacher tells its address before its warm-up, and refuses requests until that is over."""
+    directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    while process.poll() is None:
+        try:
+            with directly.open(f"{address}/readyz", timeout=_ANSWER_SECONDS):
+                return
+        except OSError:  # 503, or it has ended
+            time.sleep(_POLL_SECONDS)
+    raise _not_started(name, log)
+
+
+def _not_started(name: str, log: Path) -> TeacherError:
     told = log.read_text(encoding="utf-8").strip().splitlines()
-    raise TeacherError(
+    return TeacherError(
         f"teacher {name!r} did not start: {told[-1] if told else 'it said nothing'} (log: {log})"
     )
 
