@@ -7,7 +7,9 @@ import time
 import urllib.request
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
+from http import HTTPStatus
 from pathlib import Path
+from urllib.error import HTTPError
 
 from mopd_protocol.errors import ConfigError, TeacherError
 
@@ -77,14 +79,25 @@ def _address(name: str, process: subprocess.Popen[str], log: Path) -> str:
 
 def _wait_until_ready(name: str, process: subprocess.Popen[str], address: str, log: Path) -> None:
     """A teacher tells its address before its warm-up, and refuses requests until that is over."""
-    directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while process.poll() is None:
-        try:
-            with directly.open(f"{address}/readyz", timeout=_ANSWER_SECONDS):
-                return
-        except OSError:  # 503, or it has ended
-            time.sleep(_POLL_SECONDS)
+        if _status(f"{address}/readyz") == HTTPStatus.OK:
+            return
+        if _status(f"{address}/healthz") == HTTPStatus.SERVICE_UNAVAILABLE:
+            break  # its warm-up has failed, and it will never be ready
+        time.sleep(_POLL_SECONDS)
     raise _not_started(name, log)
+
+
+def _status(url: str) -> int | None:
+    """None: no answer."""
+    directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with directly.open(url, timeout=_ANSWER_SECONDS) as answer:
+            return answer.status
+    except HTTPError as error:
+        return error.code
+    except OSError:
+        return None
 
 
 def _not_started(name: str, log: Path) -> TeacherError:
