@@ -59,6 +59,6 @@ def test_a_service_that_will_not_be_ready_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     stand_in(tmp_path, text, monkeypatch)
-    told = pytest.raises(TeacherError, match="'math' did not start: .*(no memory left|HTTP/1.1)")
+    told = pytest.raises(TeacherError, match=r"'math' did not start: .*(no memory left|HTTP/1\.1)")
     with told, teacher_services({"math": tmp_path}, tmp_path / "logs"):
         raise AssertionError("nobody is there")
