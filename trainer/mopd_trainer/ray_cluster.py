@@ -298,6 +298,7 @@ class _TeacherServices:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._starts: dict[str, int] = dict.fromkeys(commands, 0)
         self._stopping = threading.Event()
+        self._starting = threading.Lock()  # nothing is started that nobody would end
 
     def start(self) -> dict[str, str]:
         """Teacher name -> address, where it will answer when it has loaded its model, and again
@@ -322,7 +323,8 @@ class _TeacherServices:
 
     def stop(self) -> None:
         """Ends them, within seconds."""
-        self._stopping.set()
+        with self._starting:
+            self._stopping.set()
         for process in self._running.values():
             process.terminate()
         for process in self._running.values():
@@ -334,10 +336,13 @@ class _TeacherServices:
     def _watch(self, name: str, command: Sequence[str]) -> None:
         """Runs a service again and again, until it does not even start."""
         failures = 0
-        while failures < _STARTS and not self._stopping.is_set():
+        while failures < _STARTS:
             began = time.monotonic()
             environment = {**os.environ, "MOPD_API_KEYS": self._keys[name]}
-            self._running[name] = subprocess.Popen(command, env=environment)
+            with self._starting:
+                if self._stopping.is_set():
+                    return
+                self._running[name] = subprocess.Popen(command, env=environment)
             self._starts[name] += 1
             code = self._running[name].wait()
             if self._stopping.is_set():
