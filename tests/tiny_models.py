@@ -116,11 +116,10 @@ def qwen(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> PreTrainedModel:
 
 
 def llama(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> PreTrainedModel:
-    """A two-layer Llama with a padded head."""
+    """A two-layer Llama with a padded head that is its embedding, as small published ones have."""
     torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(**_sizes(tokenizer), num_key_value_heads=2, **_tokens(tokenizer))
-    ).eval()
+    sizes = {**_sizes(tokenizer), "num_key_value_heads": 2, "tie_word_embeddings": True}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **_tokens(tokenizer))).eval()
 
 
 def gpt_neox(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> PreTrainedModel:

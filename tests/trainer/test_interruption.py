@@ -46,11 +46,13 @@ def values(tmp_path: Path, models: dict[str, Path]) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def hangups_are_heard() -> Iterator[None]:
-    """Also where the tests themselves run under ``nohup``."""
+def signals_are_heard() -> Iterator[None]:
+    """Also where the tests themselves run under ``nohup``, or in the background of a script."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGINT, interrupt)
 
 
 def while_learning(patched: pytest.MonkeyPatch, number: signal.Signals) -> None:
