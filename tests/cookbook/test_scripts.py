@@ -1,12 +1,16 @@
 """The two scripts of the cookbook, run in this process against a real teacher service."""
 
 import importlib.util
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+from mopd_protocol.samples import Prompt, Rollout
 from tests.cookbook.recipes import COOKBOOK
 from tests.trainer.whole_runs import weights
 
@@ -20,21 +24,41 @@ def _script(name: str) -> ModuleType:
     return module
 
 
-def test_the_loop_by_hand_brings_the_student_nearer(
+def _told_by_the_loop(
+    script: ModuleType, stand_ins: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> list[tuple[float, str]]:
+    """Nats a token, and what was written, of each of its steps."""
+    teacher = f"math={stand_ins['math']}"
+    script.main([stand_ins["student"], teacher, "--steps", "8", "--learning-rate", "0.01"])
+    lines = re.findall(r": (\S+) nats a token; wrote (.*)", capsys.readouterr().out)
+    return [(float(nats), written) for nats, written in lines]
+
+
+def test_the_loop_by_hand_learns_from_what_the_student_writes(
     stand_ins: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _script("loop_by_hand").main(
-        [
-            stand_ins["student"],
-            f"math={stand_ins['math']}",
-            "--steps",
-            "8",
-            "--learning-rate",
-            "0.01",
-        ]
-    )
-    losses = [float(nats) for nats in re.findall(r": (\S+) nats", capsys.readouterr().out)]
-    assert len(losses) == 8
+    told = _told_by_the_loop(_script("loop_by_hand"), stand_ins, capsys)
+    assert len({written for _, written in told}) == 8
+    # Most that an untrained student writes is no text, and nothing is learnt of it.
+    assert all(math.isfinite(nats) for nats, _ in told)
+    assert any(nats > 0 for nats, _ in told)
+
+
+def test_the_loop_by_hand_brings_the_student_nearer(
+    stand_ins: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same answer in every step, so that the losses can be compared."""
+    script = _script("loop_by_hand")
+    honest = script.sample
+
+    def writes_this(model: Any, student: Any, prompt: Prompt, longest: int) -> Rollout:
+        answer = student.tokenizer("42, the quick brown fox", add_special_tokens=False).input_ids
+        rollout: Rollout = honest(model, student, prompt, longest)
+        changes = {"sampled_logprobs": None, "finish_reason": "length"}
+        return replace(rollout, completion=student.table.sequence(answer), **changes)
+
+    monkeypatch.setattr(script, "sample", writes_this)
+    losses = [nats for nats, _ in _told_by_the_loop(script, stand_ins, capsys)]
     assert 0 < losses[-1] < 0.9 * losses[0]
 
 
