@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 
+#: Between two looks of the main thread whether a signal has come.
+_LOOK_UP_SECONDS = 0.5
 #: For an engine to let go of its device; one that hangs does not keep the process.
 _CLOSE_SECONDS = 15.0
 #: Then, for the rest of the process.
@@ -113,7 +115,7 @@ def _until_the_end(
     reason = "drained"
     sentence = "this teacher has shut down; ask another replica, or again later"
     try:
-        event = events.get()
+        event = _next_event(events)
         assert isinstance(event, _Signal | _Death)
         if isinstance(event, _Signal):
             number = event.number
@@ -133,6 +135,16 @@ def _until_the_end(
         raise TeacherDied(event.cause)
     finally:
         http.call(lambda: lifecycle.abandon(reason, sentence))
+
+
+def _next_event(events: _Events) -> _Event:
+    """Waits, and looks up now and then: a signal that comes while this thread waits for its turn to
+    run, just before it waits here, is only heard when it runs again."""
+    while True:
+        try:
+            return events.get(timeout=_LOOK_UP_SECONDS)
+        except queue.Empty:
+            continue
 
 
 @contextmanager

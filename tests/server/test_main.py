@@ -1,18 +1,22 @@
 """The command line, and a real process from its first line to SIGTERM."""
 
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from mopd_protocol.codec import decode_json
+from mopd_server import serving
 from mopd_server.main import main, parser, settings_of
 from mopd_server.settings import ListenSettings, TeacherSettings
 from tests import tiny_models
@@ -160,6 +164,27 @@ def line_with(process: "subprocess.Popen[str]", text: str) -> str:
         if text in line:
             return line
     raise AssertionError(f"the process ended without {text!r}:\n{''.join(seen)}")
+
+
+def test_a_signal_that_wakes_another_thread_is_heard_all_the_same() -> None:
+    """Python runs handlers in the main thread, which may be waiting for an event meanwhile."""
+    events: Any = queue.SimpleQueue()
+    waiting = threading.main_thread().ident
+    assert waiting is not None
+
+    def take_the_signal() -> None:
+        while sys._current_frames()[waiting].f_code is not serving._next_event.__code__:
+            threading.Event().wait(0.001)
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, lambda number, frame: events.put("heard"))
+    other = threading.Thread(target=take_the_signal)
+    try:
+        other.start()
+        assert serving._next_event(events) == "heard"
+        other.join()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_real_process_serves_and_ends_cleanly_on_sigterm(
