@@ -58,6 +58,7 @@ class Batcher:
         self._engine = engine
         self._max_batch_tokens = max_batch_tokens
         self._on_death = on_death
+        self._death: EngineDead | None = None
         self._on_cancelled = on_cancelled
         self._waiting: TokenQueue[_Waiting] = TokenQueue(
             lambda entry: entry.task.tokens, max_tokens=max_queue_tokens
@@ -121,7 +122,10 @@ class Batcher:
 
     async def _work(self) -> None:
         while batch := self._take():
-            await self._score_batch(batch)
+            if self._death is None:
+                await self._score_batch(batch)
+            else:  # nothing that it says now is to be trusted
+                _refuse(batch, self._death)
 
     async def _score_batch(self, batch: Sequence[_Waiting]) -> None:
         """Scores a batch; where that fails, its halves, so that only what cannot be scored fails.
@@ -163,11 +167,9 @@ class Batcher:
 
     def _fail(self, batch: Sequence[_Waiting], error: Exception) -> None:
         logger.error("the engine failed on a batch of %d sequences", len(batch), exc_info=error)
-        refusal = failure_of(error)
-        for entry in batch:
-            if not entry.scored.done():
-                entry.scored.set_exception(refusal)
+        _refuse(batch, error)
         if isinstance(error, EngineDead):
+            self._death = error
             self._on_death(str(error))
 
     def _run_engine(self, batch: Sequence[_Waiting]) -> list[TopKLogprobs]:
@@ -180,3 +182,10 @@ class Batcher:
         if len(scores) != len(batch):
             raise RuntimeError(f"the engine answered {len(scores)} of {len(batch)} sequences")
         return scores
+
+
+def _refuse(batch: Sequence[_Waiting], error: Exception) -> None:
+    refusal = failure_of(error)
+    for entry in batch:
+        if not entry.scored.done():
+            entry.scored.set_exception(refusal)

@@ -1,10 +1,12 @@
 """From the first moment to the last: loading, draining, and an engine that dies."""
 
 import asyncio
+import errno
 import json
 import logging
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,17 @@ async def in_flight(
     asked = [asyncio.create_task(post(teacher, body)) for _ in range(count)]
     await asyncio.to_thread(teacher.until_metric, "mopd_requests_in_flight", already + count)
     return asked
+
+
+def held_at(gate: Path) -> int:
+    """Waits until somebody waits at the gate; what to write to, and to close, to let it go on."""
+    while True:
+        try:
+            return os.open(gate, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # nobody is there yet
+                raise
+            threading.Event().wait(0.01)
 
 
 def test_while_the_model_loads_probes_are_answered_and_requests_told_to_wait(
@@ -236,9 +249,12 @@ def test_an_engine_that_dies_ends_the_process_for_a_supervisor_to_see(
 
     async def scenario(teacher: RunningTeacher) -> None:
         (before,) = await in_flight(teacher, HELD)
+        waits = await asyncio.to_thread(held_at, gate)
         doomed = await in_flight(teacher, {**LITTLE, "top_k": 13}, already=1)
-        doomed += await in_flight(teacher, LITTLE, 8, already=2)
-        gate.write_text("go on")
+        await asyncio.to_thread(teacher.until_metric, "mopd_queue_sequences", 1)
+        doomed += await in_flight(teacher, LITTLE, 8, already=2)  # behind it
+        os.write(waits, b"go on")
+        os.close(waits)
         assert (await before).status_code in (200, 503)  # scored, perhaps not yet written
         for request in doomed:
             answer = await request
