@@ -40,8 +40,8 @@ from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from bench.small_teacher import make_small_teacher
-from mopd_trainer.config import RunConfig
-from mopd_trainer.demo.services import teacher_services
+from mopd.demo.services import teacher_services
+from mopd_trainer.config.run import RunConfig
 from mopd_trainer.loop import train
 
 WAYS: dict[str, dict[str, Any]] = {

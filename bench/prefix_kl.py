@@ -26,16 +26,16 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from mopd_losses.alignment import align
-from mopd_losses.blockwise_head import Head, LossTerm, blockwise_head
+from mopd_losses.alignment.byte_alignment import align
 from mopd_losses.config import CtkdConfig, PrefixKlConfig
-from mopd_losses.loss import Comparison, Loss
-from mopd_losses.prefix_kl import PrefixKlLoss
-from mopd_losses.projection import build_projection
-from mopd_losses.projection_cache import DeviceProjection
-from mopd_losses.shared_units import SharedUnits
-from mopd_losses.supervised import SftLoss, label_targets
-from mopd_losses.topk_divergence import TopKDivergenceLoss
+from mopd_losses.core.blockwise_head import Head, LossTerm, blockwise_head
+from mopd_losses.core.cross_entropy import SftLoss, label_targets
+from mopd_losses.core.loss import Comparison, Loss
+from mopd_losses.prefix.loss import PrefixKlLoss
+from mopd_losses.prefix.shared_units import SharedUnits
+from mopd_losses.projection.cache import DeviceProjection
+from mopd_losses.projection.matrix import build_projection
+from mopd_losses.topk.topk_divergence import TopKDivergenceLoss
 from mopd_protocol.samples import TeacherScore
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from tests.real_vocabularies import STANDARD_LIBRARY, Vocabulary, python_sources, real

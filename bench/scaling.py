@@ -40,14 +40,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from bench.small_teacher import make_small_teacher, token_sequences
 from mopd_protocol.samples import Message, Prompt, Rollout
-from mopd_trainer.config import RunConfig, StudentConfig
-from mopd_trainer.examples import TrainingExample
-from mopd_trainer.following import follow
-from mopd_trainer.learner import Learner
-from mopd_trainer.packing import pack
-from mopd_trainer.ranks import Ranks, joined_ranks
-from mopd_trainer.rollout_workers import RolloutWorkers, push_weights
-from mopd_trainer.student import Student
+from mopd_trainer.config.run import RunConfig, StudentConfig
+from mopd_trainer.data.examples import TrainingExample
+from mopd_trainer.data.packing import pack
+from mopd_trainer.distributed.process_group import Ranks, joined_ranks
+from mopd_trainer.launch.follower import follow
+from mopd_trainer.rollouts.remote_sampler import RolloutWorkers, push_weights
+from mopd_trainer.student.student import Student
+from mopd_trainer.training.learner import Learner
 
 #: Ranks, and what becomes of the weights.
 WAYS = ((1, "none"), (2, "ddp"), (2, "fsdp"))
@@ -224,7 +224,7 @@ def writing(
     """The student, one worker and two, each writing the same batches."""
     import ray
 
-    from mopd_trainer.ray_cluster import RayWorkers, worker_actor
+    from mopd_trainer.launch.cluster import RayWorkers, worker_actor
 
     config = RunConfig.model_validate(
         {

@@ -30,12 +30,12 @@ from bench.losses import peak_bytes, resident_bytes
 from bench.prefix_kl import completions
 from mopd_losses.build import Vocabularies, build_loss, projection_for
 from mopd_losses.config import LossConfig
-from mopd_losses.loss import Comparison, Loss
-from mopd_losses.projection_cache import ProjectionCache
-from mopd_trainer.config import StudentConfig
-from mopd_trainer.learner import Learner
-from mopd_trainer.packing import MicroBatch, TeacherPart
-from mopd_trainer.student import Student
+from mopd_losses.core.loss import Comparison, Loss
+from mopd_losses.projection.cache import ProjectionCache
+from mopd_trainer.config.run import StudentConfig
+from mopd_trainer.data.packing import MicroBatch, TeacherPart
+from mopd_trainer.student.student import Student
+from mopd_trainer.training.learner import Learner
 from tests.real_vocabularies import real
 
 STUDENT, TEACHER = "tekken", "v3"

@@ -18,18 +18,18 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mopd_client.expectation import Expectation
 from mopd_client.pool import AskedTeacher, TeacherPool
+from mopd_client.services.expectation import Expectation
 from mopd_client.teacher_client import TeacherClient
-from mopd_losses.alignment import align
+from mopd_losses.alignment.byte_alignment import align
 from mopd_losses.build import Vocabularies, build_loss, projection_for
 from mopd_losses.config import CtkdConfig
-from mopd_losses.loss import Comparison, Loss
-from mopd_losses.projection_cache import ProjectionCache
-from mopd_losses.student_rows import DenseRows
+from mopd_losses.core.loss import Comparison, Loss
+from mopd_losses.core.student_rows import DenseRows
+from mopd_losses.projection.cache import ProjectionCache
 from mopd_protocol.samples import Message, Prompt, Rollout
-from mopd_trainer.student_identity import StudentIdentity
-from mopd_trainer.teacher_view import text_view
+from mopd_trainer.data.teacher_input import text_view
+from mopd_trainer.student.identity import StudentIdentity
 
 TOP_K = 32
 QUESTIONS = ["12 + 30 =", "7 + 8 =", "201 + 45 =", "99 + 1 ="]

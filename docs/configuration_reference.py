@@ -15,9 +15,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from mopd_losses import config as losses
-from mopd_losses.projection import ProjectionSettings
-from mopd_trainer.config import RunConfig
-from mopd_trainer.teacher_config import TeacherConfig
+from mopd_losses.projection.matrix import ProjectionSettings
+from mopd_trainer.config.run import RunConfig
+from mopd_trainer.config.teacher import TeacherConfig
 
 PAGE = Path(__file__).parent / "pages" / "configuration.md"
 

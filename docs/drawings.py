@@ -10,12 +10,12 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from mopd_losses.alignment import align
-from mopd_losses.projection import build_projection
-from mopd_protocol.token_sequence import TokenSequence
-from mopd_protocol.token_table import TextEncoder, TokenTable, control_tokens
-from mopd_protocol.tokenizer_file import tokenizer_json
-from mopd_protocol.tokenizer_roles import roles_of
+from mopd_losses.alignment.byte_alignment import align
+from mopd_losses.projection.matrix import build_projection
+from mopd_protocol.tokenizers.token_sequence import TokenSequence
+from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable, control_tokens
+from mopd_protocol.tokenizers.tokenizer_file import tokenizer_json
+from mopd_protocol.tokenizers.tokenizer_roles import roles_of
 from tests import tiny_models
 
 PAGES = Path(__file__).parent / "pages"

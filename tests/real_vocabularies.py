@@ -29,8 +29,8 @@ from tokenizers import (
     trainers,
 )
 
-from mopd_protocol.atomic_file import replacing
-from mopd_protocol.token_table import (
+from mopd_protocol.runtime.atomic_file import replacing
+from mopd_protocol.tokenizers.token_table import (
     TextEncoder,
     TokenRoles,
     TokenTable,

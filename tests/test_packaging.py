@@ -13,11 +13,11 @@ ROOT = Path(__file__).parents[1]
 TORCH = "torch==2.13.0"
 _LIGHT = "import sys, mopd_client.pool, mopd_protocol.codec; assert 'torch' not in sys.modules"
 _SERVER = (
-    "import mopd_server.app, mopd_server.transformers_engine; "
+    "import mopd_server.app, mopd_server.engines.transformers; "
     "from importlib.util import find_spec; assert not find_spec('omegaconf')"
 )
 _TRAINER = (
-    "import mopd_trainer.loop, mopd_trainer.run_file, mopd_losses.build; "
+    "import mopd_trainer.loop, mopd_trainer.config.loading, mopd_losses.build; "
     "from importlib.util import find_spec; assert not find_spec('fastapi')"
 )
 
@@ -66,8 +66,12 @@ def test_the_light_parts_import_without_an_extra(wheel: Path, tmp_path: Path) ->
     [
         ("server", _SERVER, "mopd-teacher"),
         ("trainer", _TRAINER, "mopd"),
-        ("lora", "import mopd_trainer.loop, mopd_trainer.lora, peft", "mopd"),
-        ("ray", "import mopd_trainer.loop, mopd_trainer.ray_cluster, ray.dashboard.head", "mopd"),
+        ("lora", "import mopd_trainer.loop, mopd_trainer.student.lora, peft", "mopd"),
+        (
+            "ray",
+            "import mopd_trainer.loop, mopd_trainer.launch.cluster, ray.dashboard.head",
+            "mopd",
+        ),
     ],
 )
 def test_an_extra_brings_all_that_its_program_needs(

@@ -20,29 +20,29 @@ from transformers import PreTrainedModel
 
 from bench.numerals.material import model_folder, model_key
 from bench.numerals.pairs import SFT, Pair, loss_settings
+from mopd.demo.accuracy import exact_match
+from mopd.demo.examples import Encoder
+from mopd.demo.tasks import Exercise
 from mopd_client.pool import TeacherPool
 from mopd_client.teacher_client import TeacherClient
 from mopd_losses.build import build_loss
-from mopd_losses.loss import Loss
-from mopd_losses.projection_cache import ProjectionCache
-from mopd_losses.supervised import SftLoss
+from mopd_losses.core.cross_entropy import SftLoss
+from mopd_losses.core.loss import Loss
+from mopd_losses.projection.cache import ProjectionCache
 from mopd_protocol.samples import Prompt, Rollout
 from mopd_server.app import create_app
-from mopd_server.loading import load_service
+from mopd_server.scoring.loading import load_service
 from mopd_server.settings import TeacherSettings
 from mopd_trainer.collection import collect
-from mopd_trainer.config import RolloutConfig, StudentConfig, TeacherConfig
-from mopd_trainer.demo.accuracy import exact_match
-from mopd_trainer.demo.examples import Encoder
-from mopd_trainer.demo.tasks import Exercise
-from mopd_trainer.learner import Learner
-from mopd_trainer.measurements import Metrics
-from mopd_trainer.packing import pack
-from mopd_trainer.prompts import PromptOrder
-from mopd_trainer.rollouts import Sampler
-from mopd_trainer.scoring import Scorer
-from mopd_trainer.student import Student
-from mopd_trainer.teachers import Teacher, meet_teachers
+from mopd_trainer.config.run import RolloutConfig, StudentConfig, TeacherConfig
+from mopd_trainer.data.packing import pack
+from mopd_trainer.data.prompts import PromptOrder
+from mopd_trainer.metrics.step_metrics import Metrics
+from mopd_trainer.rollouts.transformers_sampler import Sampler
+from mopd_trainer.student.student import Student
+from mopd_trainer.teachers.connect import Teacher, meet_teachers
+from mopd_trainer.teachers.scoring import Scorer
+from mopd_trainer.training.learner import Learner
 
 PROMPTS_PER_STEP = 64
 _WARM_UP_STEPS = 20

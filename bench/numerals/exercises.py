@@ -7,8 +7,8 @@ from random import Random
 from typing import Protocol
 
 from bench.numerals.numeral_tokenizers import LARGEST_NUMERAL
-from mopd_trainer.demo.examples import Encoder
-from mopd_trainer.demo.tasks import (
+from mopd.demo.examples import Encoder
+from mopd.demo.tasks import (
     Exercise,
     draw_training,
     held_out_exercises,

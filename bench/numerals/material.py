@@ -14,12 +14,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from bench.numerals.pairs import Pair, Side
-from mopd_protocol.atomic_file import replacing_folder
-from mopd_trainer.demo import models
-from mopd_trainer.demo.accuracy import exact_match
-from mopd_trainer.demo.examples import IGNORED, Batch, Encoder, supervised_batch
-from mopd_trainer.demo.tasks import Exercise
-from mopd_trainer.demo.training import warm_up_and_cosine
+from mopd.demo import models
+from mopd.demo.accuracy import exact_match
+from mopd.demo.examples import IGNORED, Batch, Encoder, supervised_batch
+from mopd.demo.tasks import Exercise
+from mopd.demo.training import warm_up_and_cosine
+from mopd_protocol.runtime.atomic_file import replacing_folder
 
 Role = Literal["teacher", "student"]
 #: (steps done, steps in all)

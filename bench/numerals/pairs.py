@@ -16,9 +16,9 @@ from bench.numerals.numeral_tokenizers import (
     digit_tokenizer,
     numeral_tokenizer,
 )
+from mopd.demo.demo_tokenizers import student_tokenizer, words_teacher_tokenizer
+from mopd.demo.models import Family
 from mopd_losses.config import LossConfig
-from mopd_trainer.demo.demo_tokenizers import student_tokenizer, words_teacher_tokenizer
-from mopd_trainer.demo.models import Family
 
 #: The yardstick: cross entropy of right answers, in as many steps of as many prompts.
 SFT = "sft"

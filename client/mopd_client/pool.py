@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
-from mopd_client.counters import Counters
-from mopd_client.expectation import Expectation
-from mopd_client.teacher_tokenizer import TeacherTokenizer
+from mopd_client.services.expectation import Expectation
+from mopd_client.tokenizers.teacher import TeacherTokenizer
+from mopd_client.transport.counters import Counters
 from mopd_protocol.errors import ConfigError, MopdError, TeacherError
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.requests import LogprobsDtype, SequenceRequest

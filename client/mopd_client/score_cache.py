@@ -19,13 +19,13 @@ from typing import Any
 
 from safetensors.numpy import load, save
 
-from mopd_client.counters import Counters
-from mopd_protocol.atomic_file import replacing
+from mopd_client.transport.counters import Counters
 from mopd_protocol.codec import decode_binary, encode_binary
 from mopd_protocol.errors import ConfigError, DataError
 from mopd_protocol.manifest import SCHEMA_VERSION
 from mopd_protocol.requests import LogprobsDtype, LogprobsRequest, SequenceRequest
 from mopd_protocol.responses import LogprobsResponse
+from mopd_protocol.runtime.atomic_file import replacing
 from mopd_protocol.samples import TeacherScore
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from collections.abc import Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from mopd_client.expectation import Expectation
+from mopd_client.services.expectation import Expectation
 from mopd_client.teacher_client import TeacherClient
-from mopd_client.teacher_tokenizer import TeacherTokenizer
+from mopd_client.tokenizers.teacher import TeacherTokenizer
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.requests import LogprobsDtype, SequenceRequest
 from mopd_protocol.samples import TeacherScore

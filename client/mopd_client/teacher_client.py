@@ -10,18 +10,18 @@ from typing import Self
 import httpx
 from pydantic import ValidationError
 
-from mopd_client.answer_checks import check_answer
-from mopd_client.attempt import RETRIED_STATUSES
-from mopd_client.clock import Clock
-from mopd_client.connection import Connection
-from mopd_client.counters import Counters
-from mopd_client.expectation import Expectation
-from mopd_client.hedging import Hedging
-from mopd_client.mopd_service import MopdService
-from mopd_client.replica import Replica
+from mopd_client.response_checks import check_answer
 from mopd_client.score_cache import ScoreCache, ScoreKey
-from mopd_client.service import Service
-from mopd_client.teacher_tokenizer import TeacherTokenizer
+from mopd_client.services.base import Service
+from mopd_client.services.expectation import Expectation
+from mopd_client.services.mopd import MopdService
+from mopd_client.tokenizers.teacher import TeacherTokenizer
+from mopd_client.transport.attempt import RETRIED_STATUSES
+from mopd_client.transport.clock import Clock
+from mopd_client.transport.connection import Connection
+from mopd_client.transport.counters import Counters
+from mopd_client.transport.hedging import Hedging
+from mopd_client.transport.replica import Replica
 from mopd_protocol.errors import ConfigError, DataError, TeacherError
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.requests import LogprobsDtype, LogprobsRequest, SequenceRequest

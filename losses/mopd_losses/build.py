@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from mopd_losses.alm import AlmLoss
 from mopd_losses.config import (
     AlmConfig,
     CtkdConfig,
@@ -23,23 +22,24 @@ from mopd_losses.config import (
     TopKKlConfig,
     UldConfig,
 )
-from mopd_losses.gold import GoldLoss, adaptive_weights
-from mopd_losses.hkl import HklLoss, xtoken_form
-from mopd_losses.loss import Loss
-from mopd_losses.pkl_parity import PklParityLoss
-from mopd_losses.policy_gradient import PolicyGradientLoss
-from mopd_losses.pooled_ctkd import PooledCtkdLoss
-from mopd_losses.prefix_kl import PrefixKlLoss
-from mopd_losses.projection import ProjectionMatrix, identity_projection
-from mopd_losses.projection_cache import DeviceProjection, ProjectionCache
-from mopd_losses.sampled_kl import K2Loss, K3Loss
-from mopd_losses.shared_units import SharedUnits
-from mopd_losses.simct import SimctLoss
-from mopd_losses.topk_divergence import TopKDivergenceLoss
-from mopd_losses.uld import UldLoss
-from mopd_losses.vocabulary_match import VocabularyMatch, exact_match, weighted_match
+from mopd_losses.core.loss import Loss
+from mopd_losses.prefix.loss import PrefixKlLoss
+from mopd_losses.prefix.shared_units import SharedUnits
+from mopd_losses.projection.cache import DeviceProjection, ProjectionCache
+from mopd_losses.projection.matrix import ProjectionMatrix, identity_projection
+from mopd_losses.projection.vocabulary_match import VocabularyMatch, exact_match, weighted_match
+from mopd_losses.sampled.k2_k3 import K2Loss, K3Loss
+from mopd_losses.sampled.policy_gradient import PolicyGradientLoss
+from mopd_losses.spans.alm import AlmLoss
+from mopd_losses.spans.gold import GoldLoss, adaptive_weights
+from mopd_losses.spans.simct import SimctLoss
+from mopd_losses.spans.uld import UldLoss
+from mopd_losses.topk.pooled_ctkd import PooledCtkdLoss
+from mopd_losses.topk.topk_divergence import TopKDivergenceLoss
+from mopd_losses.xtoken.hkl import HklLoss, xtoken_form
+from mopd_losses.xtoken.pkl_parity import PklParityLoss
 from mopd_protocol.errors import ConfigError
-from mopd_protocol.token_table import TextEncoder, TokenTable
+from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
 
 
 @dataclass(frozen=True, eq=False)

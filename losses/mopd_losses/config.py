@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mopd_losses.projection import ProjectionSettings
+from mopd_losses.projection.matrix import ProjectionSettings
 
 Divergence = Literal[
     "forward_kl",

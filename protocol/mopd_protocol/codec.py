@@ -23,7 +23,7 @@ from mopd_protocol.manifest import SCHEMA_VERSION
 from mopd_protocol.requests import LogprobsDtype
 from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.samples import TeacherScore
-from mopd_protocol.token_sequence import TokenSequence
+from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.topk_logprobs import ABSENT_ID, TopKLogprobs
 
 BINARY_MEDIA_TYPE = "application/vnd.mopd.safetensors"

@@ -5,7 +5,7 @@ import json
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
-from mopd_protocol.token_table import TokenRoles
+from mopd_protocol.tokenizers.token_table import TokenRoles
 
 #: Version of the wire format. A client refuses a service that speaks another one.
 SCHEMA_VERSION = 1

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from mopd_protocol.arrays import FloatArray, IntArray, frozen_array
 from mopd_protocol.errors import DataError
-from mopd_protocol.token_sequence import TokenSequence
+from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
 
 FinishReason = Literal["stop", "length"]

@@ -16,19 +16,19 @@ from mopd_protocol.codec import BINARY_MEDIA_TYPE, encode_binary, encode_json
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.requests import LogprobsDtype, LogprobsRequest
 from mopd_protocol.responses import LogprobsResponse
-from mopd_server.answer_limit import AnswerLimit
-from mopd_server.authentication import ApiKeys, RequireApiKey
-from mopd_server.body_limit import LimitBody
-from mopd_server.client_watch import unless_client_leaves
-from mopd_server.lifecycle import Lifecycle, RefuseUnlessOpen
-from mopd_server.observation import ObserveRequests
+from mopd_server.http.lifecycle import Lifecycle, RefuseUnlessOpen
+from mopd_server.http.middleware.authentication import ApiKeys, RequireApiKey
+from mopd_server.http.middleware.body_limit import LimitBody
+from mopd_server.http.middleware.disconnects import unless_client_leaves
+from mopd_server.http.middleware.observation import ObserveRequests
+from mopd_server.http.middleware.quotas import KeyQuota, Quotas
+from mopd_server.http.middleware.response_limit import AnswerLimit
+from mopd_server.http.problems import install_problem_handlers
+from mopd_server.http.request_body import scoring_request
+from mopd_server.http.request_record import current_record
 from mopd_server.openapi import PROBLEM_CONTENT, REQUEST_BODY, Scores, install_openapi, reference
-from mopd_server.problems import install_problem_handlers
-from mopd_server.quotas import KeyQuota, Quotas
-from mopd_server.refusal import Refusal
-from mopd_server.request_body import scoring_request
-from mopd_server.request_record import current_record
-from mopd_server.service import TeacherService
+from mopd_server.scoring.service import TeacherService
+from mopd_server.service_error import Refusal
 from mopd_server.settings import ListenSettings
 
 router = APIRouter()

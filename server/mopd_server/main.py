@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar, get_args
 
 from mopd_protocol.errors import MopdError
-from mopd_server.logs import configure_logs
+from mopd_server.http.logs import configure_logs
 from mopd_server.settings import (
     DtypeName,
     EngineName,
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     teacher, listen = settings_of(parsed)
     configure_logs(listen.log_level, listen.log_format)
     # torch, transformers and the web framework
-    from mopd_server.serving import DIED_STATUS, TeacherDied, serve
+    from mopd_server.process.serving import DIED_STATUS, TeacherDied, serve
 
     try:
         ended_by = serve(teacher, listen)

@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict
 
 from mopd_protocol.requests import LogprobsRequest
-from mopd_server.problems import PROBLEM_MEDIA_TYPE, Problem
+from mopd_server.http.problems import PROBLEM_MEDIA_TYPE, Problem
 
 _REFERENCE = "#/components/schemas/{model}"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mopd_protocol.model_revision import folder_name
+from mopd_protocol.runtime.model_revision import folder_name
 
 EngineName = Literal["auto", "vllm", "transformers"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]

@@ -16,10 +16,10 @@ from bench.numerals.matrix import Folders, finished
 from bench.numerals.numeral_tokenizers import STUDENT_NAMES, digit_tokenizer, numeral_tokenizer
 from bench.numerals.pairs import LOSSES, PAIRS, Pair, loss_settings, shortened
 from bench.numerals.report import summary, table
+from mopd.demo.examples import IGNORED, Encoder, supervised_batch
 from mopd_protocol.samples import Prompt
-from mopd_trainer.config import RolloutConfig
-from mopd_trainer.demo.examples import IGNORED, Encoder, supervised_batch
-from mopd_trainer.student import Student
+from mopd_trainer.config.run import RolloutConfig
+from mopd_trainer.student.student import Student
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from mopd_protocol.manifest import Features, Manifest
 from mopd_protocol.requests import LogprobsRequest
 from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.samples import TeacherScore
-from mopd_protocol.token_table import TokenRoles, TokenTable
+from mopd_protocol.tokenizers.token_table import TokenRoles, TokenTable
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from tests.protocol import known_tokenizers
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from mopd_client.clock import Clock
+from mopd_client.transport.clock import Clock
 
 
 @dataclass

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mopd_client.expectation import Expectation
+from mopd_client.services.expectation import Expectation
 from mopd_client.sync import SyncTeacherClient
 from mopd_client.teacher_client import TeacherClient
 from mopd_protocol.errors import ConfigError, TeacherError
@@ -17,8 +17,8 @@ from mopd_protocol.requests import ControlToken, LogprobsRequest, SequenceReques
 from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.samples import Message
 from mopd_server.app import create_app
-from mopd_server.loading import load_service
-from mopd_server.service import TeacherService
+from mopd_server.scoring.loading import load_service
+from mopd_server.scoring.service import TeacherService
 from mopd_server.settings import TeacherSettings
 from tests import tiny_models
 from tests.protocol.wire_values import assert_same

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mopd_client.expectation import Expectation
 from mopd_client.pool import TeacherPool
+from mopd_client.services.expectation import Expectation
 from mopd_client.teacher_client import TeacherClient
 from mopd_protocol.errors import ConfigError, TeacherError
 from mopd_protocol.requests import SequenceRequest

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mopd_client.counters import Counters
 from mopd_client.score_cache import ScoreCache, ScoreKey
 from mopd_client.teacher_client import TeacherClient
+from mopd_client.transport.counters import Counters
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.requests import LogprobsRequest, SequenceRequest
 from mopd_protocol.responses import LogprobsResponse

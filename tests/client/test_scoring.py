@@ -8,14 +8,14 @@ import httpx
 import numpy as np
 import pytest
 
-from mopd_client.counters import Counters
 from mopd_client.teacher_client import TeacherClient
+from mopd_client.transport.counters import Counters
 from mopd_protocol.codec import BINARY_MEDIA_TYPE, encode_binary
 from mopd_protocol.errors import ConfigError, DataError, TeacherError
 from mopd_protocol.requests import ControlToken, SequenceRequest
 from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.samples import Message, TeacherScore
-from mopd_protocol.token_sequence import TokenSequence
+from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from tests.client.scripted_teacher import TABLE, ScriptedTeacher, manifest, network, problem
 from tests.client.still_clock import StillClock

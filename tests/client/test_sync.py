@@ -2,7 +2,7 @@
 
 import pytest
 
-from mopd_client.expectation import Expectation
+from mopd_client.services.expectation import Expectation
 from mopd_client.sync import SyncTeacherClient
 from mopd_client.teacher_client import TeacherClient
 from mopd_protocol.errors import ConfigError

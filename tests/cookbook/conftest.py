@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from mopd_client.tokenizer_folder import read_folder_tokenizer
-from mopd_trainer.demo.services import teacher_services
+from mopd.demo.services import teacher_services
+from mopd_client.tokenizers.folder import read_folder_tokenizer
 from tests import tiny_models
 from tests.client.scripted_vllm import ScriptedVllm
 from tests.cookbook.stock_server import listening

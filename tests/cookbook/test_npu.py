@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from mopd_protocol.errors import ConfigError
-from mopd_server.loading import load_service
+from mopd_server.scoring.loading import load_service
 from mopd_server.settings import TeacherSettings
-from mopd_trainer.config import StudentConfig
-from mopd_trainer.student import Student
+from mopd_trainer.config.run import StudentConfig
+from mopd_trainer.student.student import Student
 from tests import tiny_models
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from mopd_losses.config import GoldConfig
-from mopd_trainer.main import main
-from mopd_trainer.prompts import read_prompts
-from mopd_trainer.run_file import load_run
+from mopd_trainer.cli.main import main
+from mopd_trainer.config.loading import load_run
+from mopd_trainer.data.prompts import read_prompts
 from tests.cookbook.recipes import COOKBOOK, RECIPES, ROOT, shell_line
 from tests.trainer.whole_runs import journal
 

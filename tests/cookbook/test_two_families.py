@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mopd_trainer.demo.pairings import PAIRINGS
+from mopd.demo.pairings import PAIRINGS
 from tests.cookbook.recipes import COOKBOOK
 
 pytestmark = pytest.mark.slow

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import yaml
 
-from mopd_trainer.demo.services import teacher_services
+from mopd.demo.services import teacher_services
 from tests import tiny_models
 from tests.deploy.compose_files import DEPLOY, ray_groups, ray_job
 from tests.ports import free_port
+from tests.trainer.launch.test_cluster import until
 from tests.trainer.runs import questions, write_lines
 from tests.trainer.students import model_of, tokenizer
-from tests.trainer.test_ray_cluster import until
 from tests.trainer.whole_runs import journal
 
 pytest.importorskip("ray")

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from mopd_server.main import parser, settings_of
-from mopd_trainer.run_file import load_run
+from mopd_trainer.config.loading import load_run
 from tests.deploy.compose_files import (
     DEPLOY,
     TEACHER_FILES,

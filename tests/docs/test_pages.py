@@ -15,10 +15,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from docs import configuration_reference, drawings
 from mopd_losses.config import LossConfig
-from mopd_server.http_metrics import HttpMetrics
+from mopd_server.http.http_metrics import HttpMetrics
 from mopd_server.main import parser
-from mopd_server.metrics import ServiceMetrics
-from mopd_trainer.run_file import parse_run
+from mopd_server.scoring.metrics import ServiceMetrics
+from mopd_trainer.config.loading import parse_run
 from tests.docs.pages import PAGES, ROOT, code_spans, examples
 
 YAML = examples("yaml")

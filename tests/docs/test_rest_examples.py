@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mopd_trainer.demo.services import teacher_services
+from mopd.demo.services import teacher_services
 from tests import tiny_models
 from tests.docs.pages import PAGES, examples
 

@@ -2,12 +2,12 @@
 
 from torch import Tensor
 
-from mopd_losses import ctkd as ctkd_module
-from mopd_losses.ctkd import Divergence
-from mopd_losses.loss_output import LossOutput
-from mopd_losses.projection_cache import DeviceProjection
-from mopd_losses.student_rows import DenseRows
-from mopd_losses.topk_targets import TopKTargets
+from mopd_losses.core.loss_output import LossOutput
+from mopd_losses.core.student_rows import DenseRows
+from mopd_losses.projection.cache import DeviceProjection
+from mopd_losses.topk import ctkd as ctkd_module
+from mopd_losses.topk.ctkd import Divergence
+from mopd_losses.topk.topk_targets import TopKTargets
 
 
 def ctkd(

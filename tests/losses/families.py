@@ -7,15 +7,15 @@ from itertools import product
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from mopd_losses.build import Vocabularies
-from mopd_protocol.token_table import (
+from mopd_protocol.tokenizers.token_table import (
     TextEncoder,
     TokenRoles,
     TokenTable,
     byte_level_alphabet,
     control_tokens,
 )
-from mopd_protocol.tokenizer_file import tokenizer_json
-from mopd_protocol.tokenizer_roles import roles_of
+from mopd_protocol.tokenizers.tokenizer_file import tokenizer_json
+from mopd_protocol.tokenizers.tokenizer_roles import roles_of
 from tests import tiny_models
 
 NAMES = ("digit", "whole_number", "sentencepiece")

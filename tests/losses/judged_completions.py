@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from mopd_losses.alignment import align
-from mopd_losses.loss import Comparison
+from mopd_losses.alignment.byte_alignment import align
+from mopd_losses.core.loss import Comparison
 from mopd_protocol.samples import TeacherScore
-from mopd_protocol.token_sequence import END_OF_TURN, TokenSequence
+from mopd_protocol.tokenizers.token_sequence import END_OF_TURN, TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from tests.losses.sequences import Piece, sequence
 

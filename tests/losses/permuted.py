@@ -5,8 +5,8 @@ import random
 
 from tokenizers import Tokenizer
 
-from mopd_protocol.token_table import TokenRoles
-from mopd_protocol.tokenizer_file import tokenizer_json
+from mopd_protocol.tokenizers.token_table import TokenRoles
+from mopd_protocol.tokenizers.tokenizer_file import tokenizer_json
 from tests.losses.families import Family, family_of
 
 

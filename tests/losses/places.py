@@ -7,10 +7,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mopd_losses.ctkd import Divergence
-from mopd_losses.loss_output import LossOutput
-from mopd_losses.projection_cache import DeviceProjection
-from mopd_losses.topk_targets import TopKTargets
+from mopd_losses.core.loss_output import LossOutput
+from mopd_losses.projection.cache import DeviceProjection
+from mopd_losses.topk.ctkd import Divergence
+from mopd_losses.topk.topk_targets import TopKTargets
 from tests.losses.dense import ctkd
 from tests.reference.ctkd import Place, place
 

@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mopd_losses.alignment import align
+from mopd_losses.alignment.byte_alignment import align
 from mopd_losses.config import PrefixKlConfig
-from mopd_losses.loss import Comparison
-from mopd_losses.loss_output import LossOutput
-from mopd_losses.prefix_kl import PrefixKlLoss
-from mopd_losses.prefix_targets import PrefixTargets, Readings
-from mopd_losses.shared_units import SharedUnits
-from mopd_losses.student_rows import DenseRows
-from mopd_protocol.token_sequence import TokenSequence
-from mopd_protocol.token_table import TokenTable
+from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss_output import LossOutput
+from mopd_losses.core.student_rows import DenseRows
+from mopd_losses.prefix.loss import PrefixKlLoss
+from mopd_losses.prefix.shared_units import SharedUnits
+from mopd_losses.prefix.targets import PrefixTargets, Readings
+from mopd_protocol.tokenizers.token_sequence import TokenSequence
+from mopd_protocol.tokenizers.token_table import TokenTable
 from tests.losses.families import Family, made_of
 from tests.reference import prefix_kl as slow
 from tests.reference.text_model import END, TokenModel

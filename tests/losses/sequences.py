@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-from mopd_losses.alignment import Alignment, align
-from mopd_protocol.token_sequence import END_OF_TURN, TokenSequence
+from mopd_losses.alignment.byte_alignment import Alignment, align
+from mopd_protocol.tokenizers.token_sequence import END_OF_TURN, TokenSequence
 from tests.reference.alignment import Span
 
 #: Bytes that a token spells, or the name of a control token.

@@ -5,17 +5,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mopd_losses.alm import AlmLoss
 from mopd_losses.config import Direction, Merge, TopKDivergenceSettings
-from mopd_losses.gold import GoldLoss
-from mopd_losses.hkl import HklLoss
-from mopd_losses.loss import Loss, Targets
-from mopd_losses.pkl_parity import PklParityLoss
-from mopd_losses.pooled_ctkd import PooledCtkdLoss, pooled_targets
-from mopd_losses.simct import SimctLoss
-from mopd_losses.span_targets import SpanTargets, span_targets
-from mopd_losses.support_targets import topk_support
-from mopd_losses.uld import UldLoss
+from mopd_losses.core.loss import Loss, Targets
+from mopd_losses.core.span_targets import SpanTargets, span_targets
+from mopd_losses.spans.alm import AlmLoss
+from mopd_losses.spans.gold import GoldLoss
+from mopd_losses.spans.simct import SimctLoss
+from mopd_losses.spans.uld import UldLoss
+from mopd_losses.topk.pooled_ctkd import PooledCtkdLoss, pooled_targets
+from mopd_losses.xtoken.hkl import HklLoss
+from mopd_losses.xtoken.pkl_parity import PklParityLoss
+from mopd_losses.xtoken.support_targets import topk_support
 from tests.losses.span_problems import Problem, teacher_row, views
 from tests.reference import alm, gold, simct, xtoken
 from tests.reference.dual import Dual

@@ -7,14 +7,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mopd_losses.alignment import align
-from mopd_losses.loss import Comparison
-from mopd_losses.loss_output import LossOutput
-from mopd_losses.projection_cache import DeviceProjection
-from mopd_losses.student_rows import DenseRows
-from mopd_losses.vocabulary_match import VocabularyMatch
+from mopd_losses.alignment.byte_alignment import align
+from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss_output import LossOutput
+from mopd_losses.core.student_rows import DenseRows
+from mopd_losses.projection.cache import DeviceProjection
+from mopd_losses.projection.vocabulary_match import VocabularyMatch
 from mopd_protocol.samples import TeacherScore
-from mopd_protocol.token_sequence import END_OF_TURN, TokenSequence
+from mopd_protocol.tokenizers.token_sequence import END_OF_TURN, TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from tests.losses.places import device_projection
 from tests.losses.sequences import Piece, sequence

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from mopd_losses.alignment import align
+from mopd_losses.alignment.byte_alignment import align
 from mopd_losses.build import build_loss, projection_for
 from mopd_losses.config import (
     AlmConfig,
@@ -26,19 +26,19 @@ from mopd_losses.config import (
     TopKKlConfig,
     UldConfig,
 )
-from mopd_losses.loss import Comparison
-from mopd_losses.projection import (
+from mopd_losses.core.loss import Comparison
+from mopd_losses.core.student_rows import DenseRows
+from mopd_losses.projection.cache import DeviceProjection, ProjectionCache
+from mopd_losses.projection.matrix import (
     ProjectionMatrix,
     ProjectionSettings,
     build_projection,
     identity_projection,
 )
-from mopd_losses.projection_cache import DeviceProjection, ProjectionCache
-from mopd_losses.student_rows import DenseRows
-from mopd_losses.topk_targets import TopKTargets
+from mopd_losses.topk.topk_targets import TopKTargets
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.samples import TeacherScore
-from mopd_protocol.token_table import TextEncoder
+from mopd_protocol.tokenizers.token_table import TextEncoder
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from tests.losses.dense import ctkd
 from tests.losses.families import Family, family, vocabularies

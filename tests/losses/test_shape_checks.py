@@ -7,10 +7,10 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 
-from mopd_losses.divergences import forward_kl
-from mopd_losses.student_rows import DenseRows
-from mopd_losses.tail_bucket import with_tail_bucket
-from mopd_losses.topk_targets import TopKTargets
+from mopd_losses.core.student_rows import DenseRows
+from mopd_losses.divergences.divergences import forward_kl
+from mopd_losses.divergences.tail_bucket import with_tail_bucket
+from mopd_losses.topk.topk_targets import TopKTargets
 
 ROWS = torch.zeros(2, 3)
 
@@ -48,7 +48,7 @@ def test_ids_for_other_slots_are_refused() -> None:
 def test_outside_of_tests_nothing_is_checked() -> None:
     script = """
 import sys, torch
-from mopd_losses.topk_targets import TopKTargets
+from mopd_losses.topk.topk_targets import TopKTargets
 TopKTargets(torch.zeros(2), torch.zeros(5), torch.zeros(7), torch.zeros(1))
 print("beartype" in sys.modules)
 """

@@ -17,7 +17,7 @@ from mopd_protocol.codec import decode_binary, decode_json, encode_binary, encod
 from mopd_protocol.errors import DataError
 from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.samples import TeacherScore
-from mopd_protocol.token_sequence import END_OF_TURN, TokenSequence
+from mopd_protocol.tokenizers.token_sequence import END_OF_TURN, TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from tests.protocol.wire_values import assert_same, responses
 

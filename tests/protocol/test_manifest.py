@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from mopd_protocol.manifest import SCHEMA_VERSION, Features, Manifest
-from mopd_protocol.token_table import TokenRoles
+from mopd_protocol.tokenizers.token_table import TokenRoles
 
 
 def manifest(**changes: Any) -> Manifest:

@@ -9,7 +9,7 @@ from mopd_protocol.arrays import frozen_array
 from mopd_protocol.errors import ConfigError, DataError, MopdError, TeacherError
 from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.samples import Message, Prompt, Rollout, TeacherScore
-from mopd_protocol.token_sequence import END_OF_TURN, TokenSequence
+from mopd_protocol.tokenizers.token_sequence import END_OF_TURN, TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
 
 INF = float("inf")

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.samples import TeacherScore
-from mopd_protocol.token_sequence import END_OF_TURN, TokenSequence
+from mopd_protocol.tokenizers.token_sequence import END_OF_TURN, TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
 
 LOWEST = float(np.finfo(np.float32).min)

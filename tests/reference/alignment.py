@@ -6,7 +6,7 @@ name of a control token as the only symbol.
 
 from itertools import pairwise
 
-from mopd_protocol.token_sequence import TokenSequence
+from mopd_protocol.tokenizers.token_sequence import TokenSequence
 
 Token = tuple[int | str, ...]
 Span = tuple[int, int, int, int]  # student start, student end, teacher start, teacher end

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from mopd_losses.loss import Comparison
-from mopd_losses.shared_units import NO_UNIT, Crossings, SharedUnits, SideUnits
-from mopd_protocol.token_sequence import TokenSequence
+from mopd_losses.core.loss import Comparison
+from mopd_losses.prefix.shared_units import NO_UNIT, Crossings, SharedUnits, SideUnits
+from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
 
 WHOLE = -1

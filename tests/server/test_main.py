@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from mopd_protocol.codec import decode_json
-from mopd_server import serving
 from mopd_server.main import main, parser, settings_of
+from mopd_server.process import serving
 from mopd_server.settings import ListenSettings, TeacherSettings
 from tests import tiny_models
 

@@ -12,10 +12,10 @@ from fastapi import FastAPI
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mopd_server.app import create_app
-from mopd_server.service import TeacherService
+from mopd_server.engines.transformers import TransformersEngine
+from mopd_server.scoring.service import TeacherService
+from mopd_server.scoring.tokenization import TeacherTokenizer
 from mopd_server.settings import TeacherSettings
-from mopd_server.tokenization import TeacherTokenizer
-from mopd_server.transformers_engine import TransformersEngine
 from tests import tiny_models
 
 FAMILIES = {

@@ -12,8 +12,8 @@ from mopd_protocol.errors import DataError
 from mopd_protocol.requests import SequenceRequest
 from mopd_protocol.samples import TeacherScore
 from mopd_server.app import create_app
-from mopd_server.loading import load_service
-from mopd_server.service import TeacherService
+from mopd_server.scoring.loading import load_service
+from mopd_server.scoring.service import TeacherService
 from mopd_server.settings import TeacherSettings
 from tests import tiny_models
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mopd_trainer.config import RunConfig
+from mopd_trainer.config.run import RunConfig
 from mopd_trainer.loop import train
 from tests.ports import free_port
 from tests.survival.running_teacher import (

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from mopd_protocol.topk_logprobs import TopKLogprobs
-from mopd_server import loading, serving
-from mopd_server.engine import EngineDead, ScoringTask
+from mopd_server.engines.base import EngineDead, ScoringTask
 from mopd_server.main import main
-from mopd_server.service import TeacherService
+from mopd_server.process import serving
+from mopd_server.scoring import loading
+from mopd_server.scoring.service import TeacherService
 from mopd_server.settings import TeacherSettings
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mopd_trainer.demo.services import teacher_services
+from mopd.demo.services import teacher_services
 from tests import tiny_models
 from tests.trainer.students import model_of, tokenizer
 

@@ -114,7 +114,7 @@ def _be_mopd(
     alarm_seconds: float,
     answer: int,
 ) -> None:
-    from mopd_trainer.main import main
+    from mopd_trainer.cli.main import main
 
     touches = 0
 

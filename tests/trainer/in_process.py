@@ -11,11 +11,11 @@ from fastapi import FastAPI
 
 from mopd_client.pool import TeacherPool
 from mopd_client.teacher_client import TeacherClient
-from mopd_losses.projection_cache import ProjectionCache
-from mopd_trainer.config import TeacherConfig
-from mopd_trainer.scoring import Scorer
-from mopd_trainer.student_identity import StudentIdentity
-from mopd_trainer.teachers import meet_teachers
+from mopd_losses.projection.cache import ProjectionCache
+from mopd_trainer.config.run import TeacherConfig
+from mopd_trainer.student.identity import StudentIdentity
+from mopd_trainer.teachers.connect import meet_teachers
+from mopd_trainer.teachers.scoring import Scorer
 from tests.client.still_clock import StillClock
 
 SCORING = "/v1/logprobs"

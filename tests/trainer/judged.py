@@ -4,17 +4,17 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mopd_losses.alignment import align, identity_alignment
+from mopd_losses.alignment.byte_alignment import align, identity_alignment
 from mopd_losses.build import Vocabularies, build_loss, projection_for
 from mopd_losses.config import CtkdConfig, TopKKlConfig
-from mopd_losses.loss import Loss
-from mopd_losses.projection_cache import ProjectionCache
+from mopd_losses.core.loss import Loss
+from mopd_losses.projection.cache import ProjectionCache
 from mopd_protocol.samples import Rollout, TeacherScore
-from mopd_protocol.token_sequence import TokenSequence
+from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
-from mopd_trainer.examples import TeacherJudgement, TrainingExample
-from mopd_trainer.student import Student
-from mopd_trainer.teacher_view import text_view, token_view
+from mopd_trainer.data.examples import TeacherJudgement, TrainingExample
+from mopd_trainer.data.teacher_input import text_view, token_view
+from mopd_trainer.student.student import Student
 from tests.trainer.students import CPU, encoder, table
 
 #: Teacher -> its tokenizer. The student's is ``digit``: ``math`` reads its very ids.

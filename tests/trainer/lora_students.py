@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 
-from mopd_trainer.config import StudentConfig
-from mopd_trainer.learner import Learner
-from mopd_trainer.packing import pack
-from mopd_trainer.student import Student
+from mopd_trainer.config.run import StudentConfig
+from mopd_trainer.data.packing import pack
+from mopd_trainer.student.student import Student
+from mopd_trainer.training.learner import Learner
 from tests import tiny_models
 from tests.trainer.judged import losses_for
 from tests.trainer.students import model_of, tokenizer
-from tests.trainer.test_learner import TEACHER_WEIGHTS, examples
+from tests.trainer.training.test_learner import TEACHER_WEIGHTS, examples
 
 #: Of every LoRA student here, where a test does not say otherwise.
 LORA: dict[str, Any] = {"rank": 4, "alpha": 8}

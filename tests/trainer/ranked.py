@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from mopd_protocol.errors import MopdError
-from mopd_trainer.config import StudentConfig
-from mopd_trainer.following import follow
-from mopd_trainer.ranks import Ranks, joined_ranks
+from mopd_trainer.config.run import StudentConfig
+from mopd_trainer.distributed.process_group import Ranks, joined_ranks
+from mopd_trainer.launch.follower import follow
 from tests.ports import free_port
 
 #: No test waits longer for a rank; it is killed then.

@@ -8,10 +8,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mopd_protocol.samples import Message, Prompt, Rollout
-from mopd_protocol.token_table import TextEncoder, TokenTable, control_tokens
-from mopd_protocol.tokenizer_file import tokenizer_json
-from mopd_protocol.tokenizer_roles import roles_of
-from mopd_trainer.student import Student
+from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable, control_tokens
+from mopd_protocol.tokenizers.tokenizer_file import tokenizer_json
+from mopd_protocol.tokenizers.tokenizer_roles import roles_of
+from mopd_trainer.student.student import Student
 from tests import tiny_models
 
 CPU = torch.device("cpu")

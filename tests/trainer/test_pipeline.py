@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mopd_protocol.errors import DataError
-from mopd_trainer.config import RolloutConfig
-from mopd_trainer.examples import TrainingExample
+from mopd_trainer.config.run import RolloutConfig
+from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.pipeline import Collected, pipeline
 from tests.trainer.students import ids_of, rollout
 

@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from mopd_trainer.config import RunConfig
-from mopd_trainer.learner import Learner
+from mopd_trainer.config.run import RunConfig
 from mopd_trainer.loop import train
+from mopd_trainer.training.learner import Learner
 
 
 def run_here(values: dict[str, Any], **changes: Any) -> tuple[Path, str]:

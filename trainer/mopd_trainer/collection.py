@@ -6,11 +6,11 @@ from contextlib import aclosing
 from typing import Literal
 
 from mopd_protocol.samples import Prompt, Rollout
-from mopd_trainer.completion_source import Completed, CompletionSource
-from mopd_trainer.examples import TrainingExample
-from mopd_trainer.measurements import Metrics
-from mopd_trainer.phase_clock import PhaseClock
-from mopd_trainer.scoring import Scorer
+from mopd_trainer.data.examples import TrainingExample
+from mopd_trainer.metrics.step_metrics import Metrics
+from mopd_trainer.metrics.timers import PhaseClock
+from mopd_trainer.rollouts.source import Completed, CompletionSource
+from mopd_trainer.teachers.scoring import Scorer
 
 
 async def collect(

@@ -9,50 +9,50 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mopd_client.counters import Counters
 from mopd_client.pool import TeacherPool
+from mopd_client.transport.counters import Counters
 from mopd_losses.build import build_loss
 from mopd_losses.config import TopKKlConfig
-from mopd_losses.full_vocabulary import FullVocabularyLoss
-from mopd_losses.loss import Loss
-from mopd_losses.projection_cache import ProjectionCache
+from mopd_losses.core.loss import Loss
+from mopd_losses.projection.cache import ProjectionCache
+from mopd_losses.topk.full_vocabulary import FullVocabularyLoss
 from mopd_protocol.samples import Prompt
-from mopd_trainer.checkpoint import FINAL, save_student
-from mopd_trainer.chosen_source import chosen_source
 from mopd_trainer.collection import collect
-from mopd_trainer.config import RunConfig
+from mopd_trainer.config.extras import require_packages
+from mopd_trainer.config.fingerprint import RunIdentity
+from mopd_trainer.config.loading import write_resolved
+from mopd_trainer.config.run import RunConfig
+from mopd_trainer.data.packing import pack
+from mopd_trainer.data.prompts import PromptOrder, read_prompts
+from mopd_trainer.distributed.process_group import Ranks
 from mopd_trainer.interruption import Interruption, Stopped
-from mopd_trainer.journal import Journal
-from mopd_trainer.kept_checkpoints import KeptCheckpoints, starting_checkpoint
-from mopd_trainer.learner import Learner
-from mopd_trainer.local_teacher import Turn
-from mopd_trainer.local_teachers import LocalTeachers
-from mopd_trainer.measurements import (
+from mopd_trainer.metrics.step_metrics import (
     answer_metrics,
     rollout_metrics,
     teacher_metrics,
 )
-from mopd_trainer.needed_packages import require_packages
-from mopd_trainer.only_writer import only_writer
-from mopd_trainer.packing import pack
-from mopd_trainer.phase_clock import PhaseClock
+from mopd_trainer.metrics.timers import PhaseClock
 from mopd_trainer.pipeline import Collected, Pipeline, pipeline
-from mopd_trainer.plan import describe_plan
-from mopd_trainer.progress import RunProgress
-from mopd_trainer.prompts import PromptOrder, read_prompts
-from mopd_trainer.ranks import Ranks
-from mopd_trainer.recording import recorder_of
-from mopd_trainer.rendering import require_answerable
-from mopd_trainer.replay import Replay
-from mopd_trainer.report import write_report
-from mopd_trainer.rollout_workers import RolloutWorkers
-from mopd_trainer.run_file import write_resolved
-from mopd_trainer.run_identity import RunIdentity
-from mopd_trainer.scoring import Scorer
-from mopd_trainer.shown_examples import shown_examples
-from mopd_trainer.student import Student
-from mopd_trainer.teachers import Teacher, meet_teachers, teacher_pool
-from mopd_trainer.trackers import trackers_of
+from mopd_trainer.reporting.plan import describe_plan
+from mopd_trainer.reporting.progress import RunProgress
+from mopd_trainer.reporting.report import write_report
+from mopd_trainer.rollouts.factory import chosen_source
+from mopd_trainer.rollouts.remote_sampler import RolloutWorkers
+from mopd_trainer.run_folder.checkpoint import FINAL, save_student
+from mopd_trainer.run_folder.journal import Journal
+from mopd_trainer.run_folder.lock import only_writer
+from mopd_trainer.run_folder.recording import recorder_of
+from mopd_trainer.run_folder.replay import Replay
+from mopd_trainer.run_folder.retention import KeptCheckpoints, starting_checkpoint
+from mopd_trainer.run_folder.shown_examples import shown_examples
+from mopd_trainer.run_folder.trackers import trackers_of
+from mopd_trainer.student.prompt_checks import require_answerable
+from mopd_trainer.student.student import Student
+from mopd_trainer.teachers.connect import Teacher, meet_teachers, teacher_pool
+from mopd_trainer.teachers.local.client import Turn
+from mopd_trainer.teachers.local.residency import LocalTeachers
+from mopd_trainer.teachers.scoring import Scorer
+from mopd_trainer.training.learner import Learner
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from mopd_trainer.config import RolloutConfig
-from mopd_trainer.examples import TrainingExample
-from mopd_trainer.measurements import Metrics
+from mopd_trainer.config.run import RolloutConfig
+from mopd_trainer.data.examples import TrainingExample
+from mopd_trainer.metrics.step_metrics import Metrics
 
 Collected = tuple[list[TrainingExample], Metrics]
 

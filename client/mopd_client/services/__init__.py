@@ -1,0 +1,1 @@
+"""Teacher services that a client can call."""

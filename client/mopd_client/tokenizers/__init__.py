@@ -1,0 +1,1 @@
+"""The teacher's tokenizer and chat template on the client's side."""

@@ -1,0 +1,1 @@
+"""HTTP: connections, attempts, retries, replicas."""

@@ -1,0 +1,1 @@
+"""Alignment of two tokenizations of one text."""

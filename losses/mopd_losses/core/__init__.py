@@ -1,0 +1,1 @@
+"""The loss interface, student rows and the block-wise head."""

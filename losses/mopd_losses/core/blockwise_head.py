@@ -1,0 +1,321 @@
+"""The language-model head and the losses on it, a block of rows at a time.
+
+A head of 150,000 rows makes logits that are far larger than everything else in a training step.
+Here, logits of at most ``rows_per_block`` rows exist at once: a block's logits are made, every loss
+reads what it needs of them, and their gradient is formed in their own memory and multiplied out to
+the hidden states and the head before the next block begins. The gradient of a block is
+
+    dZ[s, v] = p[s, v] * dL/d(lse[s]) + sum of dL/d(z) over the entries that a loss read at (s, v),
+
+dense in the first term and sparse in the second, so distillation costs what plain cross entropy
+costs, whatever the size of the teacher's vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from mopd_losses.core.loss import Targets
+from mopd_losses.core.loss_output import LossOutput
+from mopd_losses.core.student_rows import DenseRows, StudentRows, most_likely_ids
+
+ROWS_PER_BLOCK = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class LossTerm:
+    """A loss, what it is computed on, and the weight of each slot in the total."""
+
+    loss: Callable[[StudentRows, Any], LossOutput]
+    targets: Targets
+    slot_weights: Float[Tensor, "slots"]
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """A language-model head: ``logits = cap(scale * (hidden @ weight.T + bias))``."""
+
+    weight: Float[Tensor, "width hidden_size"]  # may be the input embedding (tied)
+    real_ids: Bool[Tensor, "width"]  # False for rows that belong to no token
+    bias: Float[Tensor, "width"] | None = None
+    scale: float = 1.0
+    soft_cap: float | None = None  # c * tanh(logits / c)
+
+    def logits(self, hidden: Float[Tensor, "rows hidden_size"]) -> Float[Tensor, "rows width"]:
+        """[rows, width] in float32 (float64 of float64), without a gradient; ``-inf`` for rows of
+        the head that belong to no token."""
+        exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        with torch.no_grad():
+            made = _product(hidden, self.weight.to(hidden.dtype).t(), exact)
+            made = made if self.bias is None else made + self.bias
+            made = made * self.scale if self.scale != 1.0 else made
+            if self.soft_cap is not None:
+                made = (made / self.soft_cap).tanh() * self.soft_cap
+            return made.masked_fill(~self.real_ids, -torch.inf)
+
+
+def blockwise_head(
+    hidden: Float[Tensor, "slots hidden"],
+    head: Head,
+    terms: Sequence[LossTerm],
+    *,
+    rows_per_block: int = ROWS_PER_BLOCK,
+) -> tuple[Float[Tensor, ""], list[LossOutput]]:
+    """The weighted sum of all losses over all slots, differentiable, and each loss's own output.
+
+    Gradients are made in the forward pass; going backward only scales them. Products are
+    made in the precision of ``hidden`` and summed in float32.
+
+    Args:
+        hidden: [slots, hidden size], the rows that predict completion tokens and no others.
+        rows_per_block: most rows whose logits exist at once; exceeded only by a single span that
+            is longer.
+
+    Returns:
+        A scalar in nats, with a graph to ``hidden``, ``head.weight`` and ``head.bias``; and a
+        detached ``LossOutput`` for each term.
+    """
+    outputs: list[LossOutput] = []
+    total = _BlockwiseHead.apply(
+        hidden, head.weight, head.bias, head, list(terms), rows_per_block, outputs
+    )
+    assert isinstance(total, Tensor)
+    return total, outputs
+
+
+def dense_head(
+    logits: Float[Tensor, "slots width"], real_ids: Bool[Tensor, "width"], terms: Sequence[LossTerm]
+) -> tuple[Float[Tensor, ""], list[LossOutput]]:
+    """What ``blockwise_head`` returns, from logits that a model made itself, under autograd.
+
+    For models that do more to their logits than a ``Head`` can say. Takes the memory that
+    block-wise spares.
+
+    Args:
+        logits: [slots, width].
+        real_ids: bool [width].
+    """
+    student = DenseRows(logits, real_ids)
+    total = student.zeros().sum()
+    outputs: list[LossOutput] = []
+    for term in terms:
+        output = term.loss(student, term.targets)
+        total = total + (output.per_token * term.slot_weights.to(output.per_token.dtype)).sum()
+        outputs.append(LossOutput(output.per_token.detach(), output.measured))
+    return total, outputs
+
+
+class _BlockwiseHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: Head,
+        terms: list[LossTerm],
+        rows_per_block: int,
+        outputs: list[LossOutput],
+    ) -> Tensor:
+        exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        total = torch.zeros((), dtype=exact, device=hidden.device)
+        hidden_gradient = torch.zeros_like(hidden, dtype=exact)
+        # A head that is not trained costs neither the memory nor the products of its gradient.
+        weight_gradient = torch.zeros_like(weight, dtype=exact) if weight.requires_grad else None
+        bias_gradient = None
+        if bias is not None and bias.requires_grad:
+            bias_gradient = torch.zeros_like(bias, dtype=exact)
+        parts: list[list[LossOutput]] = [[] for _ in terms]
+        matrix = weight.detach().to(hidden.dtype)  # products are in the precision of the rows
+        for start, stop in _blocks(terms, len(hidden), rows_per_block):
+            inputs = hidden[start:stop]
+            block = _Block(inputs, matrix, head, exact)
+            with torch.enable_grad():
+                value = torch.zeros((), dtype=exact, device=hidden.device)
+                for term, found in zip(terms, parts, strict=True):
+                    output = term.loss(block, term.targets.between(start, stop))
+                    weights = term.slot_weights[start:stop].to(output.per_token.dtype)
+                    value = value + (output.per_token * weights).sum()
+                    found.append(LossOutput(output.per_token.detach(), output.measured))
+            total += value.detach()
+            gradient = block.logit_gradient(value)
+            if bias_gradient is not None:
+                bias_gradient += gradient.sum(dim=0)
+            gradient = gradient.to(hidden.dtype)
+            hidden_gradient[start:stop] = _product(gradient, matrix, exact)
+            if weight_gradient is None:
+                continue
+            if gradient.dtype == exact:  # adds in place, without a second matrix of the head's size
+                weight_gradient.addmm_(gradient.t(), inputs)
+            else:
+                weight_gradient += _product(gradient.t(), inputs, exact)
+        outputs += [_joined(found, len(hidden), exact, hidden.device) for found in parts]
+        if weight_gradient is not None:
+            weight_gradient = weight_gradient.to(weight.dtype)
+        ctx.save_for_backward(hidden_gradient.to(hidden.dtype), weight_gradient, bias_gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Any) -> Any:
+        (output_gradient,) = outputs
+        gradients = ctx.saved_tensors
+        if output_gradient != 1:  # a total that is itself the loss needs no copies
+            gradients = [
+                None if gradient is None else gradient * output_gradient.to(gradient.dtype)
+                for gradient in gradients
+            ]
+        return (*gradients, None, None, None, None)
+
+
+class _Block:
+    """``StudentRows`` over one block of logits that remembers what was read, for the gradient."""
+
+    def __init__(self, hidden: Tensor, matrix: Tensor, head: Head, dtype: torch.dtype) -> None:
+        self._head = head
+        logits = _product(hidden, matrix.t(), dtype)
+        if head.bias is not None:
+            logits += head.bias
+        if head.scale != 1.0:
+            logits *= head.scale
+        self._squashed: Tensor | None = None  # tanh(logits / cap), for the cap's derivative
+        if head.soft_cap is not None:
+            self._squashed = (logits / head.soft_cap).tanh_()
+            logits = self._squashed * head.soft_cap
+        logits.masked_fill_(~head.real_ids, -torch.inf)
+        logits -= logits.amax(dim=1, keepdim=True)
+        self._logits = logits
+        # One leaf a temperature, and one a reading: all that autograd has to know of this block.
+        self._log_normalisers: dict[float, Tensor] = {}
+        self._readings: list[tuple[Tensor, Tensor]] = []  # (flat position, what was read)
+        self._row_readings: list[tuple[Tensor, Tensor]] = []  # (slot, its whole row)
+        self._zeros = torch.zeros(len(hidden), dtype=dtype, device=hidden.device)
+
+    @property
+    def slots(self) -> int:
+        return self._logits.shape[0]
+
+    @property
+    def width(self) -> int:
+        return self._logits.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self._logits.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._logits.dtype
+
+    def zeros(self) -> Float[Tensor, "slots"]:
+        return self._zeros
+
+    def logprobs(
+        self, slots: Int64[Tensor, "n"], ids: Int64[Tensor, "n"], *, temperature: float = 1.0
+    ) -> Float[Tensor, "n"]:
+        log_normalisers = self._normalisers(temperature)
+        read = self._logits[slots, ids]
+        if torch.is_grad_enabled():
+            self._readings.append((slots * self.width + ids, read.requires_grad_()))
+        return read / temperature - log_normalisers[slots]
+
+    def most_likely_ids(
+        self, slots: Int64[Tensor, "n"], allowed: Bool[Tensor, "width"], count: int
+    ) -> Int64[Tensor, "n most"]:
+        return most_likely_ids(self._logits, slots, allowed, count)
+
+    def whole_rows(
+        self, slots: Int64[Tensor, "n"], *, temperature: float = 1.0
+    ) -> Float[Tensor, "n width"]:
+        log_normalisers = self._normalisers(temperature)
+        read = self._logits[slots]
+        if torch.is_grad_enabled():
+            self._row_readings.append((slots, read.requires_grad_()))
+        return read / temperature - log_normalisers[slots, None]
+
+    def _normalisers(self, temperature: float) -> Float[Tensor, "slots"]:
+        if temperature not in self._log_normalisers:
+            with torch.no_grad():
+                logits = self._logits if temperature == 1.0 else self._logits / temperature
+                normalisers = logits.logsumexp(dim=1)
+            self._log_normalisers[temperature] = normalisers.requires_grad_()
+        return self._log_normalisers[temperature]
+
+    def logit_gradient(self, value: Float[Tensor, ""]) -> Float[Tensor, "slots width"]:
+        """[slots, width], the gradient of ``value`` by the logits; takes the logits' own memory."""
+        normalisers = list(self._log_normalisers.items())
+        readings = [*self._readings, *self._row_readings]
+        leaves = [leaf for _, leaf in normalisers] + [read for _, read in readings]
+        if not value.requires_grad:
+            return self._logits.zero_()
+        # The annotation forgets that a leaf which nothing used has None for a gradient.
+        found = cast(Sequence[Tensor | None], torch.autograd.grad(value, leaves, allow_unused=True))
+        gradient = self._dense_gradient(
+            [(t, leaf.detach(), g) for (t, leaf), g in zip(normalisers, found, strict=False)]
+        )
+        flat = gradient.view(-1)
+        for (positions, _), by_reading in zip(readings, found[len(normalisers) :], strict=True):
+            if by_reading is not None:
+                read_from = flat if by_reading.ndim == 1 else gradient
+                read_from.index_add_(0, positions, by_reading)
+        if self._squashed is not None:
+            gradient *= 1 - self._squashed.square_()
+        if self._head.scale != 1.0:
+            gradient *= self._head.scale
+        return gradient
+
+    def _dense_gradient(self, normalisers: list[tuple[float, Tensor, Tensor | None]]) -> Tensor:
+        """The softmax of every row times the gradient of its normaliser."""
+        *others, (temperature, log_normaliser, by_normaliser) = normalisers
+        extra = [
+            ((self._logits / t - n[:, None]).exp_(), g / t) for t, n, g in others if g is not None
+        ]
+        gradient = self._logits
+        if temperature != 1.0:
+            gradient /= temperature
+        gradient -= log_normaliser[:, None]
+        gradient.exp_()
+        gradient *= 0.0 if by_normaliser is None else by_normaliser[:, None] / temperature
+        for probabilities, factor in extra:
+            gradient += probabilities * factor[:, None]
+        return gradient
+
+
+def _blocks(terms: Sequence[LossTerm], slots: int, rows: int) -> list[tuple[int, int]]:
+    """Slot ranges of at most ``rows``, none of which ends inside a span that is read as one."""
+    held = torch.zeros(slots + 1, dtype=torch.bool)
+    for term in terms:
+        held |= term.targets.uncuttable(slots).cpu()
+    cuts = torch.nonzero(~held).flatten().tolist()
+    blocks: list[tuple[int, int]] = []
+    start = 0
+    while start < slots:
+        inside = [cut for cut in cuts if start < cut <= start + rows]
+        stop = inside[-1] if inside else next(cut for cut in cuts if cut > start)
+        blocks.append((start, stop))
+        start = stop
+    return blocks
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """``left @ right`` accumulated and returned in ``dtype``."""
+    if left.dtype == dtype:
+        return left @ right
+    if left.device.type == "cuda":
+        return torch.mm(left, right, out_dtype=dtype)
+    return left.to(dtype) @ right.to(dtype)
+
+
+def _joined(
+    parts: Sequence[LossOutput], slots: int, dtype: torch.dtype, device: torch.device
+) -> LossOutput:
+    if not parts:
+        return LossOutput(torch.zeros(slots, dtype=dtype, device=device))
+    names = parts[0].measured
+    return LossOutput(
+        torch.cat([part.per_token for part in parts]),
+        {name: torch.cat([part.measured[name] for part in parts]) for name in names},
+    )

@@ -1,0 +1,1 @@
+"""Projection between two vocabularies."""

@@ -1,0 +1,62 @@
+"""The student's log-probability of teacher ids, through a projection, without a dense product."""
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from mopd_losses.core.student_rows import StudentRows
+from mopd_losses.projection.cache import DeviceProjection
+
+
+def projected_logprobs(
+    student: StudentRows,
+    slots: Int64[Tensor, "places"],
+    teacher_ids: Int64[Tensor, "places k"],
+    projection: DeviceProjection,
+    *,
+    temperature: float = 1.0,
+) -> Float[Tensor, "places k"]:
+    """``ln q(j) = logsumexp over v of (ln W[v, j] + ln p(v))`` for the asked teacher ids.
+
+    Only student ids that feed an asked teacher id are read, so the cost does not depend on the
+    teacher's vocabulary. Exact also where all masses underflow.
+
+    Args:
+        slots: int64 [places].
+        teacher_ids: int64 [places, k]; -1 where absent.
+
+    Returns:
+        [places, k], nats; ``-inf``, without a gradient, where the id is absent, no student id
+        reaches it, or all that do have a logit of ``-inf``.
+    """
+    places, k = teacher_ids.shape
+    asked = teacher_ids.clamp_min(0)
+    starts = projection.column_starts[asked].flatten()
+    counts = (projection.column_starts[asked + 1].flatten() - starts) * (teacher_ids >= 0).flatten()
+    pairs = torch.repeat_interleave(torch.arange(places * k, device=slots.device), counts)
+    first_entry = counts.cumsum(0) - counts
+    entries = torch.arange(len(pairs), device=slots.device) + (starts - first_entry)[pairs]
+    read = student.logprobs(
+        slots[pairs // max(k, 1)], projection.student_ids[entries], temperature=temperature
+    )
+    terms = read + projection.log_weights[entries].to(read.dtype)
+    return segment_logsumexp(terms, pairs, places * k).view(places, k)
+
+
+def segment_logsumexp(
+    terms: Float[Tensor, "n"], segments: Int64[Tensor, "n"], count: int
+) -> Float[Tensor, "segments"]:
+    """[count], the log-sum-exp of the terms of each segment; ``-inf``, without a gradient, of none.
+
+    Args:
+        terms: [n], logs.
+        segments: int64 [n], the segment of each term.
+    """
+    # The maximum is a constant of the gradient.
+    peaks = torch.full((count,), -torch.inf, dtype=terms.dtype, device=terms.device)
+    peaks = peaks.scatter_reduce(0, segments, terms.detach(), "amax")
+    reached = ~torch.isneginf(peaks)  # also not where every term is -inf
+    shifts = torch.where(reached, peaks, 0.0)
+    sums = torch.zeros_like(peaks).index_add(0, segments, (terms - shifts[segments]).exp())
+    # log(1) where nothing was summed: log(0) there would send NaN back through the graph.
+    return torch.where(reached, sums, 1.0).log() + peaks

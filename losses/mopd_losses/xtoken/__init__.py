@@ -1,0 +1,1 @@
+"""X-Token's losses, for comparison (experimental)."""

@@ -1,0 +1,141 @@
+"""H-KL: X-Token's hybrid of a KL on ids in common and a sorted distance on the others.
+
+With a and b the geometric means of a span's student and teacher rows (means of log-probabilities
+over the whole vocabulary, not renormalised), C the ids in common, U the others:
+
+    KL  sum over C of e^b (b - a)                       forward; roles swapped for reverse
+    L1  sum over r <= R of | (e^a on U)_(r) - (e^b on U)_(r) |      R = min(|U_S|, |U_T|, 8192)
+    loss = (KL + L1) * temperature^2
+
+The KL is of parts that do not sum to one, so where both models agree its gradient is not zero: it
+takes mass from every student id that is not in common (the suppression for which X-Token's paper
+blames GOLD-style training). ``generalised`` adds ``- sum of e^b + sum of e^a`` over C, which makes
+it stationary there at no cost. It reads the student's every id: for comparison, not for large runs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mopd_losses.alignment.span_members import span_means, span_members
+from mopd_losses.config import Direction
+from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss_output import LossOutput
+from mopd_losses.core.span_targets import span_targets
+from mopd_losses.core.student_rows import StudentRows
+from mopd_losses.divergences.divergences import forward_kl, reverse_kl
+from mopd_losses.divergences.generalised_kl import generalised_forward_kl, generalised_reverse_kl
+from mopd_losses.projection.vocabulary_match import VocabularyMatch
+from mopd_losses.xtoken.support_targets import SupportTargets, topk_support
+
+XTokenForm = Literal["hkl", "pkl_parity"]
+
+MOST_RANKS = 8192
+
+#: With at least this share of the teacher's ids in common, X-Token compares ids by name.
+LEAST_COVERAGE = 0.7
+
+
+@dataclass(frozen=True, eq=False)
+class HklLoss:
+    """``hkl`` on the union of a micro-batch's top-k ids: a ``Loss``."""
+
+    match: VocabularyMatch
+    divergence: Direction = "forward_kl"
+    generalised: bool = False
+    temperature: float = 1.0
+    most_ranks: int = MOST_RANKS
+
+    def targets(
+        self, comparisons: Sequence[Comparison], slot_offsets: Sequence[int]
+    ) -> SupportTargets:
+        """See ``Loss``."""
+        return topk_support(span_targets(comparisons, slot_offsets), self.match.teacher_size)
+
+    def __call__(self, student: StudentRows, targets: SupportTargets) -> LossOutput:
+        """See ``Loss``."""
+        return hkl(
+            student,
+            targets,
+            self.match,
+            divergence=self.divergence,
+            generalised=self.generalised,
+            temperature=self.temperature,
+            most_ranks=self.most_ranks,
+        )
+
+
+def xtoken_form(match: VocabularyMatch, least_coverage: float = LEAST_COVERAGE) -> XTokenForm:
+    """X-Token's automatic choice: H-KL where enough of the vocabulary is in common, else P-KL.
+
+    Args:
+        match: by weight (``weighted_match``).
+    """
+    return "hkl" if match.coverage >= least_coverage else "pkl_parity"
+
+
+def hkl(
+    student: StudentRows,
+    targets: SupportTargets,
+    match: VocabularyMatch,
+    *,
+    divergence: Direction = "forward_kl",
+    generalised: bool = False,
+    temperature: float = 1.0,
+    most_ranks: int = MOST_RANKS,
+) -> LossOutput:
+    """Nats (KL) and mass (L1) per student token; a span's value stands at its first token.
+
+    Args:
+        targets: ``topk_support``, or ``full_support`` of the teacher's logits; at ``temperature``.
+
+    Returns:
+        ``measured``, one value a span: ``matched`` in nats and ``unmatched``, both before the
+        temperature's factor.
+    """
+    spans, rows = span_members(targets.teacher_starts, targets.teacher_ends)
+    teacher = span_means(
+        targets.logprobs[rows].to(student.dtype),
+        spans,
+        targets.teacher_ends - targets.teacher_starts,
+    )
+    partners = match.student_of[targets.support]
+    common = partners >= 0
+    ours = _mean_logprobs(student, targets, partners[common], temperature)
+    theirs = teacher[:, common]
+    possible = ~torch.isneginf(ours) & ~torch.isneginf(theirs)
+    matched = _kl(ours, theirs, possible, divergence, generalised)
+    (others,) = match.unmatched.nonzero(as_tuple=True)
+    ranks = min(len(others), int((~common).sum()), most_ranks)
+    our_masses = _mean_logprobs(student, targets, others, temperature).exp()
+    their_masses = teacher[:, ~common].exp()
+    gaps = our_masses.topk(ranks, dim=1).values - their_masses.topk(ranks, dim=1).values
+    unmatched = gaps.abs().sum(dim=1)
+    values = (matched + unmatched) * temperature**2
+    per_token = student.zeros().index_add(0, targets.student_starts, values)
+    return LossOutput(per_token, {"matched": matched.detach(), "unmatched": unmatched.detach()})
+
+
+def _mean_logprobs(
+    student: StudentRows, targets: SupportTargets, ids: Tensor, temperature: float
+) -> Tensor:
+    """[spans, ids], the mean over each span's slots of the student's log-probabilities."""
+    spans, slots = span_members(targets.student_starts, targets.student_ends)
+    read = student.logprobs(
+        slots.repeat_interleave(len(ids)), ids.repeat(len(slots)), temperature=temperature
+    ).view(len(slots), len(ids))
+    return span_means(read, spans, targets.student_ends - targets.student_starts)
+
+
+def _kl(
+    ours: Tensor, theirs: Tensor, possible: Tensor, divergence: Direction, generalised: bool
+) -> Tensor:
+    """[spans]; an id that either side rules out is not compared."""
+    if generalised:
+        kl = generalised_forward_kl if divergence == "forward_kl" else generalised_reverse_kl
+        return kl(ours, theirs, possible)
+    ours, theirs = (side.masked_fill(~possible, -torch.inf) for side in (ours, theirs))
+    return forward_kl(ours, theirs) if divergence == "forward_kl" else reverse_kl(ours, theirs)

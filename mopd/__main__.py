@@ -1,0 +1,40 @@
+"""``mopd`` and ``python -m mopd``: the commands of the trainer, and the demo."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from mopd_trainer.cli import main as cli
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command of ``mopd``."""
+    cli.main(arguments, extend=_add_demo)
+
+
+def _add_demo(add_command: cli.AddCommand) -> None:
+    demo = add_command(
+        "demo",
+        help="two teachers, two services, one student, on this machine",
+        description="Trains two tiny teachers with different tokenizers (once), serves each over "
+        "HTTP, and distils a student with a third tokenizer from both.",
+    )
+    demo.add_argument(
+        "--output-dir", type=Path, default=Path("runs/demo"), help="default: runs/demo"
+    )
+    demo.add_argument("--seed", type=int, default=0, help="default: 0")
+    demo.add_argument(
+        "--steps", type=int, default=None, help="distillation steps; fewer to look around"
+    )
+    demo.set_defaults(run=_demo)
+
+
+def _demo(options: argparse.Namespace) -> None:
+    console = cli.make_console()
+    from mopd.demo.run import run_demo
+
+    run_demo(options.output_dir, seed=options.seed, steps=options.steps, console=console)
+
+
+if __name__ == "__main__":  # torchrun --nproc-per-node N -m mopd train RUN.YAML
+    main()

@@ -1,0 +1,61 @@
+"""Supervised training of one small model, as a stream of losses."""
+
+import math
+from collections.abc import Callable, Iterator
+from random import Random
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
+
+from mopd.demo.examples import IGNORED, Batch, Encoder, supervised_batch
+from mopd.demo.recipes import Curriculum, Recipe
+from mopd.demo.tasks import TASKS, Exercise, draw_training, with_random_answer
+
+_WARM_UP_STEPS = 40
+_LARGEST_GRADIENT_NORM = 1.0
+
+
+def training_losses(model: PreTrainedModel, encoder: Encoder, recipe: Recipe) -> Iterator[float]:
+    """Trains ``model`` as it is read: one loss a step, in nats per trained token."""
+    random = Random(recipe.seed)
+    optimizer = AdamW(
+        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
+    )
+    schedule = LambdaLR(optimizer, warm_up_and_cosine(recipe.steps))
+    model.train()
+    for _ in range(recipe.steps):
+        exercises = [_draw(recipe.curriculum, random) for _ in range(recipe.examples_per_step)]
+        loss = _loss(model, supervised_batch(encoder, exercises, recipe.corruption, random))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), _LARGEST_GRADIENT_NORM)
+        optimizer.step()
+        schedule.step()
+        yield loss.item()
+    model.eval()
+
+
+def warm_up_and_cosine(steps: int) -> Callable[[int], float]:
+    """Step -> factor of the learning rate: a straight line up, then half a cosine down to 0."""
+
+    def factor(step: int) -> float:
+        rising = (step + 1) / _WARM_UP_STEPS
+        return min(rising, 0.5 * (1 + math.cos(math.pi * min(step / steps, 1.0))))
+
+    return factor
+
+
+def _draw(curriculum: Curriculum, random: Random) -> Exercise:
+    if curriculum != "format":
+        return draw_training(curriculum, random)
+    return with_random_answer(draw_training(random.choice(TASKS), random), random)
+
+
+def _loss(model: PreTrainedModel, batch: Batch) -> Tensor:
+    logits: Tensor = model(input_ids=batch.token_ids, attention_mask=batch.attention).logits
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=IGNORED
+    )

@@ -1,0 +1,1 @@
+"""Process and device helpers shared by server and trainer."""

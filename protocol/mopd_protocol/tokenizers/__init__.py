@@ -1,0 +1,1 @@
+"""Token bytes, tokenizer files and roles."""

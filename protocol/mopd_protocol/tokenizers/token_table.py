@@ -1,0 +1,280 @@
+"""``TokenTable``: the exact bytes of every token id, and the names of those that spell none.
+
+Tokens are never decoded one at a time to text: half a character would become U+FFFD and a
+leading space would be lost. Surfaces are mapped to bytes, and bytes are compared with bytes.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+from tokenizers import Tokenizer
+
+from mopd_protocol.arrays import ArrayLike, frozen_array
+from mopd_protocol.errors import DataError
+from mopd_protocol.tokenizers.token_sequence import END_OF_TURN, TokenSequence
+from mopd_protocol.tokenizers.tokenizer_file import (
+    JSON,
+    continuation_tokenizer,
+    fingerprint,
+    has_byte_fallback,
+    kind_of,
+    metaspace_of,
+    tokenizer_json,
+)
+
+_BYTE_SURFACE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenRoles(BaseModel):
+    """Which ids play the parts that every model family names differently."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    bos: int | None = None
+    eos: int | None = None
+    end_of_turn: int | None = None
+    pad: int | None = None
+
+    @property
+    def ending(self) -> tuple[int, ...]:
+        """Ids that end an answer: end of turn first, then end of text; may be empty."""
+        found = (role for role in (self.end_of_turn, self.eos) if role is not None)
+        return tuple(dict.fromkeys(found))
+
+
+def control_tokens(description: JSON) -> dict[str, int]:
+    """Literal text -> id of the special tokens of a tokenizer's JSON."""
+    added = description.get("added_tokens") or []
+    return {token["content"]: token["id"] for token in added if token["special"]}
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """Character -> byte of the alphabet in which byte-level BPE writes its surfaces.
+
+    Printable bytes stand for themselves (33-126, 161-172, 174-255); the other 68, in increasing
+    order, are U+0100 onwards (GPT-2's published mapping).
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = sorted(set(range(256)) - set(printable))
+    characters = [chr(byte) for byte in printable] + [chr(256 + n) for n in range(len(others))]
+    return dict(zip(characters, printable + others, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTable:
+    """id -> bytes for one tokenizer; control tokens have zero bytes and a mark.
+
+    Special added tokens are control tokens. Added tokens that are not special (runs of spaces,
+    ``<think>`` in many families) stay in decoded text by definition, so they spell their content
+    like any other token, and meet the other side's spelling of it by bytes.
+
+    Raises:
+        DataError: when a role names an id outside the vocabulary (``from_tokenizer``) or an id
+            without a token is asked for.
+    """
+
+    fingerprint: str
+    roles: TokenRoles
+    offsets: NDArray[np.int64]  # [size + 1]; token i spells data[offsets[i]:offsets[i + 1]]
+    data: NDArray[np.uint8]  # all tokens' bytes, one after the other
+    present: NDArray[np.bool_]  # [size]; False for holes in the numbering
+    marks: Mapping[int, str]  # control token id -> name
+    controls: Mapping[str, int]  # literal text of a control token -> id
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Tokenizer, roles: TokenRoles | None = None) -> "TokenTable":
+        """Reads the table from a fast tokenizer."""
+        return cls.from_json(tokenizer_json(tokenizer), roles or TokenRoles())
+
+    @classmethod
+    def from_json(cls, description: JSON, roles: TokenRoles) -> "TokenTable":
+        """Reads the table from the JSON of a fast tokenizer."""
+        surfaces = _model_surfaces(description)
+        added = {token["id"]: token for token in description.get("added_tokens") or []}
+        spell = _speller(description)
+        # Byte-level vocabularies add plain text; SentencePiece ones add surfaces (Gemma's ``▁▁``).
+        spell_added = str.encode if kind_of(description) == "byte_level" else spell
+        size = max([*surfaces, *added], default=-1) + 1
+        spelled = [b""] * size
+        present = np.zeros(size, dtype=np.bool_)
+        for token_id, surface in surfaces.items():
+            present[token_id] = True
+            if token_id not in added:
+                spelled[token_id] = spell(surface)
+        for token_id, token in added.items():
+            present[token_id] = True
+            spelled[token_id] = b"" if token["special"] else spell_added(token["content"])
+        _check_roles(roles, size)
+        controls = control_tokens(description)
+        marks = {token_id: content for content, token_id in controls.items()}
+        for name, token_id in (("bos", roles.bos), ("pad", roles.pad)):
+            if token_id is not None and token_id in marks:
+                marks[token_id] = name
+        for token_id in roles.ending:
+            marks[token_id] = END_OF_TURN
+            spelled[token_id] = b""
+        offsets = np.zeros(size + 1, dtype=np.int64)
+        np.cumsum([len(piece) for piece in spelled], out=offsets[1:])
+        return cls(
+            fingerprint=fingerprint(description),
+            roles=roles,
+            offsets=frozen_array(offsets, "int64"),
+            data=np.frombuffer(b"".join(spelled), dtype=np.uint8),
+            present=frozen_array(present, "bool"),
+            marks=MappingProxyType(marks),
+            controls=MappingProxyType(controls),
+        )
+
+    @property
+    def size(self) -> int:
+        """Number of ids, holes counted: the highest id plus one."""
+        return len(self.present)
+
+    def real_ids(self, logit_width: int) -> NDArray[np.bool_]:
+        """[logit_width], True where a row of the head belongs to a token; padding rows are False.
+
+        Raises:
+            DataError: when the head is narrower than the tokenizer.
+        """
+        if logit_width < self.size:
+            raise DataError(
+                f"a head of {logit_width} rows cannot serve a tokenizer of {self.size} ids; "
+                "is this the tokenizer of this model?"
+            )
+        return np.pad(self.present, (0, logit_width - self.size))
+
+    @cached_property
+    def byte_lengths(self) -> NDArray[np.int64]:
+        """[size], bytes that each token spells."""
+        return frozen_array(np.diff(self.offsets), "int64")
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of one token; empty for control tokens and holes."""
+        return self.data[self.offsets[token_id] : self.offsets[token_id + 1]].tobytes()
+
+    @cached_property
+    def all_bytes(self) -> list[bytes]:
+        """The bytes of every token, by id."""
+        data, ends = self.data.tobytes(), self.offsets.tolist()
+        return [data[start:end] for start, end in pairwise(ends)]
+
+    def sequence(self, token_ids: ArrayLike) -> TokenSequence:
+        """The ids with their byte ends, text and marks.
+
+        Raises:
+            DataError: when an id has no token in this tokenizer (a padded head can emit such ids).
+        """
+        ids = np.asarray(token_ids, dtype=np.int64)
+        self.require_known(ids)
+        lengths = self.byte_lengths[ids]
+        ends = np.cumsum(lengths)
+        total = int(ends[-1]) if len(ends) else 0
+        source = np.repeat(self.offsets[ids] - (ends - lengths), lengths) + np.arange(total)
+        marks = {
+            int(position): self.marks[int(ids[position])]
+            for position in np.flatnonzero(lengths == 0)
+            if int(ids[position]) in self.marks
+        }
+        return TokenSequence(
+            token_ids=ids.astype(np.int32),
+            byte_ends=ends.astype(np.int32),
+            text=self.data[source].tobytes(),
+            marks=marks,
+        )
+
+    def require_known(self, token_ids: NDArray[np.int64]) -> None:
+        """Raises DataError when an id is outside the tokenizer or a hole in it."""
+        inside = (token_ids >= 0) & (token_ids < self.size)
+        known = inside & self.present[np.where(inside, token_ids, 0)] if self.size else inside
+        if not known.all():
+            raise DataError(
+                f"token id {int(token_ids[~known][0])} has no token in tokenizer "
+                f"{self.fingerprint[:12]} of {self.size} ids; were ids of another tokenizer sent?"
+            )
+
+
+class TextEncoder:
+    """Completion text -> a ``TokenSequence``, as a continuation of whatever stands before it.
+
+    No special token is ever made out of text, no leading space is invented, nothing is appended.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, table: TokenTable) -> None:
+        self.table = table
+        self._tokenizer = continuation_tokenizer(tokenizer_json(tokenizer))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``."""
+        return encode_text(self._tokenizer, text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text."""
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of ``text`` and nothing around it, while other threads go on.
+
+    ``Tokenizer.encode`` holds the interpreter's lock, for seconds where a text has megabytes, and
+    keeps offsets that nobody here reads; the call for batches does neither.
+    """
+    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    return encoding.ids
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of a prompt, begun as the tokenizer begins a text, but not ended.
+
+    Some tokenizers also put an end of text behind every text; a completion after that would be the
+    beginning of another text.
+    """
+    [encoding] = tokenizer.encode_batch_fast([text])
+    own = [position for position, added in enumerate(encoding.special_tokens_mask) if not added]
+    return encoding.ids[: own[-1] + 1] if own else encoding.ids
+
+
+def _model_surfaces(description: JSON) -> dict[int, str]:
+    vocabulary = description["model"]["vocab"]
+    if isinstance(vocabulary, list):  # Unigram: [surface, score] in id order
+        return {token_id: entry[0] for token_id, entry in enumerate(vocabulary)}
+    return {token_id: surface for surface, token_id in vocabulary.items()}
+
+
+def _speller(description: JSON) -> Callable[[str], bytes]:
+    if kind_of(description) == "byte_level":
+        return _spell_byte_level
+    metaspace, fallback = metaspace_of(description), has_byte_fallback(description)
+
+    def spell(surface: str) -> bytes:
+        byte = _BYTE_SURFACE.fullmatch(surface) if fallback else None
+        if byte:
+            return bytes([int(byte[1], 16)])
+        return surface.replace(metaspace, " ").encode()
+
+    return spell
+
+
+_ALPHABET = byte_level_alphabet()
+
+
+def _spell_byte_level(surface: str) -> bytes:
+    try:
+        return bytes([_ALPHABET[character] for character in surface])
+    except KeyError:  # a surface outside the alphabet is literal text (some vocabularies hold such)
+        return surface.encode()
+
+
+def _check_roles(roles: TokenRoles, size: int) -> None:
+    for name, token_id in roles.model_dump().items():
+        if token_id is not None and not 0 <= token_id < size:
+            raise DataError(
+                f"role {name} names token id {token_id}, but the tokenizer has ids 0 to {size - 1}"
+            )

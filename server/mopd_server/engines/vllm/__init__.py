@@ -1,0 +1,1 @@
+"""The vLLM engine. The only folder of the server that imports vLLM."""

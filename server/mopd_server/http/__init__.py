@@ -1,0 +1,1 @@
+"""HTTP: problem documents, request bodies, logs, metrics."""

@@ -1,0 +1,1 @@
+"""Scoring requests: tokenization, batching, engine loading."""

@@ -1,0 +1,52 @@
+"""``Scorer``: a queue and an engine behind it, as the service sees them."""
+
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Protocol
+
+from mopd_protocol.topk_logprobs import TopKLogprobs
+from mopd_server.engines.base import EngineDead, EngineTimes, ScoringTask
+from mopd_server.service_error import Refusal
+
+
+class Scorer(Protocol):
+    """Used from one event loop at a time."""
+
+    @property
+    def waiting_sequences(self) -> int:
+        """Sequences that nobody works on yet, as far as can be seen from here."""
+        ...
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Their tokens, prompts included."""
+        ...
+
+    async def score(
+        self, tasks: Sequence[ScoringTask], *, top_k: int, temperature: float
+    ) -> list[tuple[TopKLogprobs, EngineTimes]]:
+        """The scores of ``tasks``, in order. Cancelling gives up those that are not scored yet.
+
+        Raises:
+            Refusal: 429 when too much waits already, 500 when the engine fails, 503 when it died.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends the engine; a second call does nothing."""
+        ...
+
+
+def failure_of(error: Exception) -> Refusal:
+    """How a request is answered whose scoring ended with ``error``."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, EngineDead):
+        refusal = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}; ask another replica")
+    else:
+        refusal = Refusal(
+            HTTPStatus.INTERNAL_SERVER_ERROR,
+            f"the engine failed on this batch with {type(error).__name__}: {error}",
+        )
+    refusal.__cause__ = error
+    return refusal

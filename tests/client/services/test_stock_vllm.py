@@ -1,0 +1,178 @@
+"""A stock vLLM server answers what our own service answers about the same model."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from mopd_client.services.expectation import Expectation
+from mopd_client.services.vllm import OpenAIService
+from mopd_client.teacher_client import TeacherClient
+from mopd_protocol.errors import ConfigError, DataError
+from mopd_protocol.requests import ControlToken, SequenceRequest
+from mopd_protocol.samples import Message
+from mopd_server.app import create_app
+from tests import tiny_models
+from tests.ports import free_port
+from tests.server.tiny_teachers import teacher_of
+from tests.vllm_marks import needs_vllm
+
+pytestmark = [*needs_vllm, pytest.mark.anyio]
+
+TOP_K = 20
+QUESTION = [Message(role="user", content="3 + 4 =")]
+SEQUENCES = [
+    SequenceRequest(messages=QUESTION, completion=" 7 的 🙂\n", finished=True),
+    SequenceRequest(prompt="the quick", completion=" brown fox jumps over 12 lazy dogs"),
+    SequenceRequest(prompt="?", completion=["7 ", ControlToken(control="<|user|>"), "的"]),
+    SequenceRequest(prompt_token_ids=[5, 6, 7], completion_token_ids=[8, 9]),
+]
+
+
+def model() -> Qwen3ForCausalLM:
+    """A model whose head has no padding: a stock server would give that a share of the mass."""
+    tokenizer = tiny_models.digit_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,  # attention on a CPU takes no smaller one
+        max_position_embeddings=256,
+    )
+    made = Qwen3ForCausalLM(config).eval()
+    with torch.no_grad():
+        made.lm_head.weight.mul_(20)  # peaked, as a trained model's distributions are
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tiny_models.save(
+        model(), tiny_models.digit_tokenizer(), tmp_path_factory.mktemp("model")
+    )
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    """A running ``vllm serve`` of the model."""
+    port = free_port()
+    options = (
+        f"--model {folder} --served-model-name tiny --host 127.0.0.1 --port {port} "
+        f"--dtype float32 --enforce-eager --max-model-len 128 --max-logprobs {TOP_K} "
+        "--enable-scale-out"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options.split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={
+            **os.environ,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        },
+    )
+    try:
+        _read_until(process, "Application startup complete")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=120)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _read_until(process: "subprocess.Popen[str]", text: str) -> None:
+    """Returns when the server has written this; the rest is read, so that it may go on writing."""
+    assert process.stdout is not None
+    read: list[str] = []
+    for line in process.stdout:
+        read.append(line)
+        if text in line:
+            threading.Thread(target=process.stdout.read, daemon=True).start()
+            return
+    raise AssertionError("vLLM did not start:\n" + "".join(read[-30:]))
+
+
+def stock(url: str, tokenizer: Path, **settings: Any) -> TeacherClient:
+    return TeacherClient("math", [url], service=OpenAIService(str(tokenizer), **settings))
+
+
+@pytest.mark.parametrize(
+    ("api", "path"),
+    [
+        ("auto", "/inference/v1/generate"),
+        ("completions", "/v1/completions"),
+    ],
+)
+async def test_a_stock_server_gives_the_scores_of_a_mopd_service(url, folder, api, path):
+    own = teacher_of(model(), tiny_models.digit_tokenizer())
+    transport = httpx.ASGITransport(create_app(own.service))
+    async with (
+        stock(url, folder, api=api) as theirs,
+        TeacherClient("math", ["http://own"], transport=transport) as ours,
+    ):
+        manifest = await theirs.handshake(Expectation(top_k=TOP_K, messages=True))
+        expected_manifest = await ours.handshake()
+        found = await theirs.score(SEQUENCES, top_k=TOP_K)
+        expected = await ours.score(SEQUENCES, top_k=TOP_K)
+
+    assert theirs.path == path
+    assert manifest.model == "tiny"
+    assert manifest.max_model_len == 127
+    assert manifest.tokenizer_fingerprint == expected_manifest.tokenizer_fingerprint
+    assert manifest.chat_template_hash == expected_manifest.chat_template_hash
+    assert manifest.roles == expected_manifest.roles
+    for one, other in zip(found, expected, strict=True):
+        assert one.completion.token_ids.tolist() == other.completion.token_ids.tolist()
+        assert one.completion.text == other.completion.text
+        assert one.completion.marks == other.completion.marks
+        np.testing.assert_allclose(one.topk.logprobs, other.topk.logprobs, atol=1e-5)
+        np.testing.assert_allclose(one.topk.token_logprobs, other.topk.token_logprobs, atol=1e-5)
+        np.testing.assert_allclose(
+            np.exp(one.topk.tail_logprobs), np.exp(other.topk.tail_logprobs), atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("api", ["completions", "generate"])
+async def test_the_longest_sequence_that_the_manifest_allows_is_answered(url, folder, api):
+    async with stock(url, folder, api=api) as client:
+        limit = (await client.handshake()).max_model_len
+        sequence = SequenceRequest(prompt_token_ids=[5], completion_token_ids=[6] * (limit - 1))
+        [score] = await client.score([sequence], top_k=2)
+    assert len(score.topk) == limit - 1
+
+
+async def test_a_stock_server_is_held_against_tokenizer_and_top_k(url, folder, tmp_path):
+    tiny_models.whole_number_tokenizer().save_pretrained(tmp_path)
+    async with stock(url, tmp_path) as client:
+        with pytest.raises(DataError, match="has another tokenizer than"):
+            await client.handshake()
+    async with stock(url, folder) as client:
+        with pytest.raises(ConfigError, match=f"start it with --max-logprobs {TOP_K + 1} or more"):
+            await client.handshake(Expectation(top_k=TOP_K + 1))
+    async with stock(url, folder, model="other") as client:
+        with pytest.raises(ConfigError, match="serves tiny, expected 'other'"):
+            await client.handshake()
+
+
+async def test_a_stock_server_renders_messages_as_the_files_do(url, folder, caplog):
+    async with stock(url, folder) as client:
+        await client.handshake()
+    assert "another chat template" not in caplog.text

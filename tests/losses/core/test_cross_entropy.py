@@ -1,0 +1,95 @@
+"""Cross entropy on given labels, and its share of the total."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mopd_losses.core.blockwise_head import Head, LossTerm, blockwise_head
+from mopd_losses.core.cross_entropy import (
+    IGNORED,
+    LabelTargets,
+    SftLoss,
+    label_targets,
+    mixed_terms,
+)
+from mopd_losses.core.student_rows import DenseRows
+from tests.losses.judged_completions import STUDENT_SIZE, several
+
+REAL = torch.ones(4, dtype=torch.bool)
+
+
+def random_logits(slots: int, width: int = 4) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(slots, width, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def test_it_is_torchs_cross_entropy_with_ignored_labels() -> None:
+    logits = random_logits(6)
+    labels = torch.tensor([2, IGNORED, 0, 3, IGNORED, 1])
+    found = SftLoss()(DenseRows(logits, REAL), label_targets(labels)).per_token
+    expected = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    torch.testing.assert_close(found, expected)
+    (ours,) = torch.autograd.grad(found.sum(), logits)
+    (theirs,) = torch.autograd.grad(expected.sum(), logits)
+    torch.testing.assert_close(ours, theirs)
+    assert (ours[[1, 4]] == 0).all()
+
+
+def test_it_is_minus_the_log_of_the_labels_probability() -> None:
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
+    found = SftLoss()(DenseRows(logits, REAL), label_targets(torch.tensor([2]))).per_token
+    assert found.item() == pytest.approx(3 * math.log(2))
+
+
+def test_a_completions_own_tokens_are_its_labels_wherever_its_slots_begin() -> None:
+    comparisons, offsets, slots = several(seed=0)
+    targets = SftLoss().targets(comparisons, offsets)
+    assert targets.slots.tolist() == [0, 1, 2, 3, 7, 8, 9, 10, 11]
+    ids = np.concatenate([c.student.token_ids for c in comparisons])
+    assert targets.labels.tolist() == ids.tolist()
+    rows = DenseRows(random_logits(slots, STUDENT_SIZE), torch.ones(STUDENT_SIZE, dtype=torch.bool))
+    assert SftLoss()(rows, targets).per_token.nonzero().flatten().tolist() == targets.slots.tolist()
+
+
+def test_targets_are_cut_by_slots() -> None:
+    targets = label_targets(torch.tensor([2, IGNORED, 0, 3, IGNORED, 1]))
+    part = targets.between(1, 4)
+    assert (part.slots.tolist(), part.labels.tolist()) == ([1, 2], [0, 3])
+    assert not targets.uncuttable(6).any()
+    assert targets.uncuttable(6).shape == (7,)
+
+
+@pytest.mark.parametrize("slots", [0, 3])
+def test_no_label_costs_nothing_and_keeps_its_graph(slots: int) -> None:
+    for targets in (
+        label_targets(torch.full((slots,), IGNORED)),
+        SftLoss().targets([], []),
+        LabelTargets(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)),
+    ):
+        logits = random_logits(slots)
+        found = SftLoss()(DenseRows(logits, REAL), targets.to("cpu")).per_token
+        assert found.tolist() == [0] * slots
+        found.sum().backward()
+        assert logits.grad is not None
+        assert (logits.grad == 0).all()
+
+
+@pytest.mark.parametrize("shares", [[0.0] * 5, [0.3] * 5, [1.0] * 5, [1.0, 0.3, 0.0, 1.0, 0.7]])
+def test_every_slot_is_shared_between_its_label_and_its_teachers(shares: list[float]) -> None:
+    hidden, weight = random_logits(5), random_logits(4)
+    weights = torch.linspace(0.5, 1.5, 5, dtype=torch.float64)
+    labels = [torch.tensor(row) for row in ([0, 1, 2, 3, 0], [3, IGNORED, 1, 0, 2], [1] * 5)]
+    supervised, *distilled = [
+        LossTerm(SftLoss(), label_targets(row), weights * factor)
+        for row, factor in zip(labels, (1.0, 0.25, 0.75), strict=True)
+    ]
+    share = torch.tensor(shares, dtype=torch.float64)
+    mixed = mixed_terms(supervised, distilled, distill_weights=share)
+    total, _ = blockwise_head(hidden, Head(weight, REAL), mixed)
+    _, (own, *theirs) = blockwise_head(hidden, Head(weight, REAL), [supervised, *distilled])
+    taught = 0.25 * theirs[0].per_token + 0.75 * theirs[1].per_token
+    expected = (weights * ((1 - share) * own.per_token + share * taught)).sum()
+    torch.testing.assert_close(total, expected)
+    assert torch.equal(supervised.slot_weights, weights)  # terms are values

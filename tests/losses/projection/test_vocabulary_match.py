@@ -1,0 +1,105 @@
+"""Which ids two vocabularies have in common, by bytes and by weight."""
+
+import numpy as np
+import pytest
+
+from mopd_losses.projection.matrix import (
+    ProjectionMatrix,
+    ProjectionSettings,
+    build_projection,
+    identity_projection,
+)
+from mopd_losses.projection.vocabulary_match import VocabularyMatch, exact_match, weighted_match
+from mopd_protocol.tokenizers.token_table import TokenRoles
+from tests.losses.families import PAIRS, Family, family, family_of, made_of
+
+DECAY = ProjectionSettings(weights="decay")
+
+
+def projection(
+    student: Family, teacher: Family, settings: ProjectionSettings = DECAY
+) -> ProjectionMatrix:
+    return build_projection(
+        student.table, teacher.table, teacher.encoder,
+        student_width=student.width, settings=settings,
+    )  # fmt: skip
+
+
+def pairs(match: VocabularyMatch) -> dict[int, int]:
+    """Student id -> teacher id."""
+    return {v: j for j, v in enumerate(match.student_of.tolist()) if v >= 0}
+
+
+@pytest.mark.parametrize("names", PAIRS)
+@pytest.mark.parametrize("settings", [DECAY, ProjectionSettings()])
+def test_an_exact_match_pairs_equal_bytes_once_and_leaves_no_pair_out(
+    names: tuple[str, str], settings: ProjectionSettings
+) -> None:
+    student, teacher = family(names[0]), family(names[1])
+    match = exact_match(projection(student, teacher, settings), student.table, teacher.table)
+    found = pairs(match)
+    for v, j in found.items():
+        assert student.table.all_bytes[v] == teacher.table.all_bytes[j]
+    spelled = {b for b in student.table.all_bytes if b} & {b for b in teacher.table.all_bytes if b}
+    assert {student.table.all_bytes[v] for v in found if student.table.all_bytes[v]} == spelled
+    assert found[student.table.roles.ending[0]] in teacher.table.roles.ending
+    assert match.pairs == len(found)
+    assert match.coverage == len(found) / teacher.table.size
+    real = set(np.flatnonzero(student.table.real_ids(student.width)).tolist())
+    assert set(match.unmatched.nonzero().flatten().tolist()) == real - set(found)
+
+
+def test_a_vocabulary_matches_itself_whole() -> None:
+    side = family("digit")
+    matrix = identity_projection(side.table, logit_width=side.width)
+    for match in (exact_match(matrix, side.table, side.table), weighted_match(matrix)):
+        assert all(v == j for v, j in pairs(match).items())
+        assert not match.unmatched.any()
+        assert match.coverage == match.pairs / side.table.size
+
+
+@pytest.mark.parametrize("turn_first", [False, True])
+def test_of_two_ending_tokens_the_one_that_ends_a_turn_is_matched(turn_first: bool) -> None:
+    one, two = made_of("ab", end="<eos>"), made_of("ab", end="<eos>")
+    two.tokenizer.add_special_tokens(["<turn>"])
+    ids = [two.tokenizer.token_to_id(name) for name in ("<eos>", "<turn>")]
+    eos, turn = reversed(ids) if turn_first else ids
+    student = family_of(two.tokenizer, TokenRoles(eos=eos, end_of_turn=turn))
+    match = exact_match(projection(student, one), student.table, one.table)
+    assert pairs(match)[turn] == one.table.roles.end_of_turn
+    assert match.unmatched[eos]
+
+
+def weighted(entries: dict[tuple[int, int], float], students: int) -> ProjectionMatrix:
+    """(teacher id, student id) -> weight."""
+    columns = np.array([j for j, _ in sorted(entries)])
+    return ProjectionMatrix(
+        student_fingerprint="s",
+        teacher_fingerprint="t",
+        student_width=students,
+        teacher_size=2,
+        settings=DECAY,
+        column_starts=np.searchsorted(columns, [0, 1, 2]),
+        student_ids=np.array([v for _, v in sorted(entries)], dtype=np.int32),
+        weights=np.array([entries[key] for key in sorted(entries)], dtype=np.float32),
+        real_ids=np.ones(students, dtype=np.bool_),
+    )
+
+
+def test_a_token_without_a_counterpart_takes_its_first_piece_only_if_that_is_free() -> None:
+    student, teacher = made_of("ab", "abc"), made_of("ab")
+    found = weighted_match(projection(student, teacher))
+    ab, abc = (student.table.all_bytes.index(spelled) for spelled in (b"ab", b"abc"))
+    assert pairs(found)[ab] == teacher.table.all_bytes.index(b"ab")
+    assert found.unmatched[abc]
+    assert not found.unmatched[ab]
+    alone = weighted({(0, 0): 0.75, (1, 0): 0.25}, 1)
+    assert weighted_match(alone).student_of.tolist() == [0, -1]
+    assert weighted_match(alone, least_weight=0.8).student_of.tolist() == [-1, -1]
+    assert weighted_match(alone, least_weight=0.8).unmatched.tolist() == [True]
+
+
+def test_the_largest_weight_wins_and_then_the_smallest_student_id() -> None:
+    matrix = weighted({(0, 1): 0.75, (0, 2): 1, (0, 3): 1, (1, 0): 1, (1, 1): 0.25}, 4)
+    assert weighted_match(matrix).student_of.tolist() == [2, 0]
+    assert weighted_match(matrix).unmatched.tolist() == [False, True, False, True]

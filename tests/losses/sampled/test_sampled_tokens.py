@@ -1,0 +1,297 @@
+"""Losses on sampled tokens: expected gradients by exact enumeration, and which tokens they read."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mopd_losses.core.loss_output import LossOutput
+from mopd_losses.core.span_targets import SpanTargets, span_targets
+from mopd_losses.core.student_rows import DenseRows
+from mopd_losses.divergences.divergences import forward_kl, reverse_kl
+from mopd_losses.sampled.k2_k3 import K2Loss, K3Loss, k2, k3
+from mopd_losses.sampled.policy_gradient import PolicyGradientLoss, policy_gradient
+from tests.losses.judged_completions import STUDENT_SIZE, several
+
+seeds = st.integers(0, 2**32)
+each = pytest.mark.parametrize("loss", [PolicyGradientLoss(), K2Loss(), K3Loss()])
+
+
+def every_token(teacher: Tensor, sampled: Tensor) -> SpanTargets:
+    """One slot for every token that could have been drawn, at one place of a text."""
+    tokens = torch.arange(len(teacher))
+    return SpanTargets(
+        student_starts=tokens,
+        student_ends=tokens + 1,
+        teacher_starts=tokens,
+        teacher_ends=tokens + 1,
+        span_bytes=torch.ones_like(tokens),
+        labels=tokens,
+        sampled_logprobs=sampled,
+        teacher_ids=tokens,
+        token_logprobs=teacher,
+        topk_ids=tokens[:, None],
+        topk_logprobs=teacher[:, None],
+        tail_logprobs=torch.zeros_like(teacher),
+    )
+
+
+def three_distributions(seed: int, size: int = 6) -> tuple[Tensor, Tensor, Tensor]:
+    """Student logits; log-probabilities of the teacher and of what was sampled from."""
+    draw = np.random.default_rng(seed)
+    logits, teacher, sampled = torch.tensor(draw.normal(size=(3, size)) * 1.5)
+    return logits.requires_grad_(), teacher.log_softmax(0), sampled.log_softmax(0)
+
+
+def expected(
+    loss: Callable[[DenseRows, SpanTargets], LossOutput],
+    logits: Tensor,
+    teacher: Tensor,
+    sampled: Tensor,
+) -> tuple[float, Tensor]:
+    """Value and gradient of a loss, averaged exactly over all tokens that can be drawn."""
+    rows = DenseRows(logits.repeat(len(logits), 1), torch.ones(len(logits), dtype=torch.bool))
+    output = loss(rows, every_token(teacher, sampled))
+    mean = (output.per_token * sampled.exp()).sum()
+    return mean.item(), torch.autograd.grad(mean, logits)[0]
+
+
+def gradient_of(
+    divergence: Callable[[Tensor, Tensor], Tensor], logits: Tensor, teacher: Tensor
+) -> tuple[float, Tensor]:
+    value = divergence(logits.log_softmax(0)[None], teacher[None])[0]
+    return value.item(), torch.autograd.grad(value, logits)[0]
+
+
+def test_the_estimates_give_the_published_numbers() -> None:
+    d = torch.tensor(math.log(0.2 / 0.5), dtype=torch.float64)
+    assert d.item() == pytest.approx(-0.916291, abs=5e-7)
+    assert k2(d).item() == pytest.approx(0.419794, abs=5e-7)
+    assert k3(d).item() == pytest.approx(0.583709, abs=5e-7)
+
+
+@given(seeds)
+@settings(deadline=None, max_examples=25)
+def test_on_fresh_samples_k2_has_the_gradient_of_reverse_kl(seed: int) -> None:
+    logits, teacher, _ = three_distributions(seed)
+    _, gradient = expected(K2Loss(), logits, teacher, logits.detach().log_softmax(0))
+    torch.testing.assert_close(gradient, gradient_of(reverse_kl, logits, teacher)[1])
+
+
+@given(seeds)
+@settings(deadline=None, max_examples=25)
+def test_on_fresh_samples_k3_has_the_value_of_reverse_and_the_gradient_of_forward_kl(
+    seed: int,
+) -> None:
+    logits, teacher, _ = three_distributions(seed)
+    value, gradient = expected(K3Loss(), logits, teacher, logits.detach().log_softmax(0))
+    assert value == pytest.approx(gradient_of(reverse_kl, logits, teacher)[0])
+    torch.testing.assert_close(gradient, gradient_of(forward_kl, logits, teacher)[1])
+
+
+@given(seeds)
+@settings(deadline=None, max_examples=10)
+def test_k1_and_any_baseline_have_no_gradient_in_expectation(seed: int) -> None:
+    logits, teacher, _ = three_distributions(seed)
+    student = logits.log_softmax(0)
+    for loss in (student - teacher, 3.7 * student):
+        mean = (student.detach().exp() * loss).sum()
+        (gradient,) = torch.autograd.grad(mean, logits, retain_graph=True)
+        np.testing.assert_allclose(gradient.numpy(), 0, atol=1e-14)
+
+
+@given(seeds)
+@settings(deadline=None, max_examples=25)
+def test_the_policy_gradient_is_that_of_reverse_kl_whoever_drew_the_samples(seed: int) -> None:
+    logits, teacher, sampled = three_distributions(seed)
+    loss = PolicyGradientLoss(max_ratio=1e9)
+    for drawn_from in (sampled, logits.detach().log_softmax(0)):
+        value, gradient = expected(loss, logits, teacher, drawn_from)
+        expected_value, expected_gradient = gradient_of(reverse_kl, logits, teacher)
+        assert value == pytest.approx(expected_value)
+        torch.testing.assert_close(gradient, expected_gradient)
+
+
+@given(seeds)
+@settings(deadline=None, max_examples=25)
+def test_a_clipped_token_keeps_its_direction_with_the_largest_weight(seed: int) -> None:
+    logits, teacher, sampled = three_distributions(seed)
+    rows = DenseRows(logits.repeat(6, 1), torch.ones(6, dtype=torch.bool))
+    output = policy_gradient(rows, every_token(teacher, sampled), max_ratio=1.2)
+    as_loss = PolicyGradientLoss(max_ratio=1.2)(rows, every_token(teacher, sampled))
+    assert torch.equal(as_loss.per_token, output.per_token)
+    student = logits.detach().log_softmax(0)
+    for token in range(6):
+        ratio = math.exp(student[token] - sampled[token])
+        weight = min(ratio, 1.2) * (student[token] - teacher[token]).item()
+        assert output.per_token[token].item() == pytest.approx(weight)
+        (gradient,) = torch.autograd.grad(output.per_token[token], logits, retain_graph=True)
+        score = -student.exp()
+        score[token] += 1
+        np.testing.assert_allclose(gradient.numpy(), weight * score.numpy(), atol=1e-12)
+        assert output.measured["importance_ratio"][token].item() == pytest.approx(ratio)
+        assert output.measured["clipped"][token].item() == (ratio > 1.2)
+        gap = (student[token] - teacher[token]).item()
+        assert output.measured["log_ratio"][token].item() == pytest.approx(gap)
+    assert not any(measured.requires_grad for measured in output.measured.values())
+
+
+@each
+def test_where_both_models_agree_on_the_token_value_and_gradient_are_zero(
+    loss: PolicyGradientLoss | K2Loss | K3Loss,
+) -> None:
+    logits, _, sampled = three_distributions(0)
+    rows = DenseRows(logits.repeat(6, 1), torch.ones(6, dtype=torch.bool))
+    output = loss(rows, every_token(logits.detach().log_softmax(0), sampled)).per_token
+    (gradient,) = torch.autograd.grad(output.sum(), logits)
+    np.testing.assert_allclose(output.detach().numpy(), 0, atol=1e-14)
+    np.testing.assert_allclose(gradient.numpy(), 0, atol=1e-14)
+
+
+def test_k2_and_k3_are_never_negative_and_have_their_own_slopes() -> None:
+    d = torch.linspace(-12, 12, 97, dtype=torch.float64, requires_grad=True)
+    for estimate, slope in ((k2, d.detach()), (k3, 1 - (-d.detach()).exp())):
+        value = estimate(d)
+        assert (value >= 0).all()
+        torch.testing.assert_close(torch.autograd.grad(value.sum(), d)[0], slope)
+        assert torch.autograd.gradcheck(estimate, d)
+
+
+def test_k2_and_k3_keep_their_slopes_in_the_precision_that_students_are_trained_in() -> None:
+    d = torch.linspace(-12, 12, 97, requires_grad=True)
+    exact = d.detach().double()
+    for estimate, slope in ((k2, exact), (k3, -torch.expm1(-exact))):
+        (found,) = torch.autograd.grad(estimate(d).sum(), d)
+        torch.testing.assert_close(found.double(), slope, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_k3_goes_on_as_a_line_where_its_exponential_would_overflow(dtype: torch.dtype) -> None:
+    d = torch.tensor([-20.0, -21.0, -1e4], dtype=dtype, requires_grad=True)
+    value = k3(d)
+    (slope,) = torch.autograd.grad(value.sum(), d)
+    steepest = -math.expm1(20)
+    assert slope[1:].tolist() == pytest.approx([steepest] * 2)
+    assert value[0].item() == pytest.approx(math.expm1(20) - 20)
+    assert (value[1] - value[0]).item() == pytest.approx(-steepest, rel=1e-5)
+    assert value.isfinite().all()
+
+
+@each
+def test_a_token_that_either_side_rules_out_is_left_out_and_counted(
+    loss: PolicyGradientLoss | K2Loss | K3Loss,
+) -> None:
+    logits, teacher, sampled = three_distributions(1)
+    masked = logits.detach().clone()
+    masked[2] = -torch.inf
+    masked.requires_grad_()
+    teacher[4] = -torch.inf
+    rows = DenseRows(masked.repeat(6, 1), torch.ones(6, dtype=torch.bool))
+    output = loss(rows, every_token(teacher, sampled))
+    (gradient,) = torch.autograd.grad(output.per_token.sum(), masked)
+    assert output.measured["ruled_out"].tolist() == [0, 0, 1, 0, 1, 0]
+    assert output.measured["log_ratio"].shape == (4,)
+    assert output.per_token[[2, 4]].tolist() == [0, 0]
+    assert (output.per_token[[0, 1, 3, 5]] != 0).all()
+    assert output.per_token.isfinite().all()
+    assert gradient.isfinite().all()
+
+
+@each
+def test_a_teacher_that_says_nan_is_seen(loss: PolicyGradientLoss | K2Loss | K3Loss) -> None:
+    logits, teacher, sampled = three_distributions(1)
+    teacher[4] = torch.nan
+    rows = DenseRows(logits.repeat(6, 1), torch.ones(6, dtype=torch.bool))
+    assert loss(rows, every_token(teacher, sampled)).per_token.isnan().tolist() == [
+        token == 4 for token in range(6)
+    ]
+
+
+@each
+def test_only_spans_of_one_token_on_either_side_are_compared(
+    loss: PolicyGradientLoss | K2Loss | K3Loss,
+) -> None:
+    comparisons, offsets, slots = several(seed=0)
+    logits = torch.randn(slots, STUDENT_SIZE, generator=torch.Generator().manual_seed(0))
+    rows = DenseRows(logits, torch.ones(STUDENT_SIZE, dtype=torch.bool))
+    output = loss(rows, loss.targets(comparisons, offsets))
+    student = logits.log_softmax(dim=1)
+    # [a b][cd][end] and [a][b c][d][e]; between them, slots 4 to 6 of a completion that this
+    # teacher did not judge.
+    one_to_one = {3: (0, 3, 3), 7: (1, 0, 0), 10: (1, 3, 2), 11: (1, 4, 3)}
+    assert output.per_token.nonzero().flatten().tolist() == list(one_to_one)
+    found = output.measured["log_ratio"].tolist()
+    for (slot, (which, token, row)), d in zip(one_to_one.items(), found, strict=True):
+        comparison = comparisons[which]
+        label = int(comparison.student.token_ids[token])
+        theirs = float(comparison.score.topk.token_logprobs[row])
+        assert d == pytest.approx(student[slot, label].item() - theirs, abs=1e-6)
+    if isinstance(loss, PolicyGradientLoss):
+        ratio = output.measured["importance_ratio"][2].item()
+        sampled = float(comparisons[1].sampled_logprobs[3])
+        label = int(comparisons[1].student.token_ids[3])
+        assert ratio == pytest.approx(math.exp(student[10, label].item() - sampled), rel=1e-5)
+
+
+def test_labels_stand_at_their_slots_also_after_a_completion_of_others() -> None:
+    comparisons, offsets, slots = several(seed=1)
+    targets = span_targets(comparisons, offsets)
+    first, second = comparisons
+    assert targets.labels.tolist() == [
+        *first.student.token_ids.tolist(),
+        *[-1] * 3,
+        *second.student.token_ids.tolist(),
+    ]
+    assert len(targets.labels) == slots
+    np.testing.assert_array_equal(targets.sampled_logprobs[7:], second.sampled_logprobs)
+    assert targets.sampled_logprobs[4:7].isnan().all()
+
+
+@each
+def test_nothing_to_compare_costs_nothing_and_keeps_its_graph(
+    loss: PolicyGradientLoss | K2Loss | K3Loss,
+) -> None:
+    for slots in (0, 3):
+        logits = torch.randn(slots, 4, requires_grad=True)
+        output = loss(
+            DenseRows(logits, torch.ones(4, dtype=torch.bool)), loss.targets([], [])
+        ).per_token
+        assert output.tolist() == [0] * slots
+        output.sum().backward()
+        assert logits.grad is not None
+        assert (logits.grad == 0).all()
+
+
+@pytest.mark.parametrize("loss", [K2Loss(), K3Loss()])
+def test_gradcheck(loss: K2Loss | K3Loss) -> None:
+    logits, teacher, sampled = three_distributions(2)
+
+    def value(z: Tensor) -> Tensor:
+        rows = DenseRows(z.repeat(6, 1), torch.ones(6, dtype=torch.bool))
+        return loss(rows, every_token(teacher, sampled)).per_token
+
+    assert torch.autograd.gradcheck(value, logits)
+
+
+@each
+def test_a_shift_of_all_logits_and_padding_of_the_head_change_nothing(
+    loss: PolicyGradientLoss | K2Loss | K3Loss,
+) -> None:
+    logits, teacher, sampled = three_distributions(3)
+    plain = logits.detach().repeat(6, 1)
+    real = torch.tensor([True] * 6 + [False] * 2)
+    garbage = torch.tensor([[1e4, torch.nan]], dtype=torch.float64).repeat(6, 1)
+    padded = torch.cat([plain + torch.linspace(-9, 9, 6)[:, None], garbage], dim=1)
+    padded.requires_grad_()
+    targets = every_token(teacher, sampled)
+    expected_value = loss(DenseRows(plain, real[:6]), targets).per_token
+    found = loss(DenseRows(padded, real), targets).per_token
+    torch.testing.assert_close(found, expected_value)
+    found.sum().backward()
+    assert padded.grad is not None
+    assert (padded.grad[:, 6:] == 0).all()

@@ -1,0 +1,151 @@
+"""Divergences over whole vocabularies, from hidden states: the formula, id by id, and its slope."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mopd_losses.alignment.byte_alignment import identity_alignment
+from mopd_losses.config import TopKKlConfig
+from mopd_losses.core.blockwise_head import Head, LossTerm, blockwise_head, dense_head
+from mopd_losses.core.loss import Comparison
+from mopd_losses.topk.full_vocabulary import FullVocabularyLoss, HiddenScore, HiddenTargets
+from mopd_protocol.errors import DataError
+from mopd_protocol.samples import TeacherScore
+from mopd_protocol.tokenizers.token_sequence import TokenSequence
+from mopd_protocol.topk_logprobs import TopKLogprobs
+from tests.losses.measures import MEASURES, name_of, slow
+from tests.reference.divergences import by_logits
+
+IDS = 7  # of the tokenizer that both have
+WIDTHS = (9, 8)  # of the student's head and the teacher's: padding of either
+
+
+def problem(seed: int, slots: int = 5) -> tuple[Tensor, Head, Tensor, Head]:
+    """Hidden states and heads of a student and a teacher, in float64."""
+    draw = torch.Generator().manual_seed(seed)
+    found: list[Tensor | Head] = []
+    for width, size in zip(WIDTHS, (4, 3), strict=True):
+        real = torch.arange(width) < IDS
+        weight = torch.randn((width, size), generator=draw, dtype=torch.float64)
+        found.append(torch.randn((slots, size), generator=draw, dtype=torch.float64) * 2)
+        found.append(Head(weight, real))
+    hidden, head, theirs, teacher = found
+    assert isinstance(hidden, Tensor)
+    assert isinstance(theirs, Tensor)
+    assert isinstance(head, Head)
+    assert isinstance(teacher, Head)
+    return hidden, head, theirs, teacher
+
+
+@pytest.mark.parametrize("measure", MEASURES, ids=name_of)
+@given(seed=st.integers(0, 2**32), temperature=st.sampled_from([1.0, 0.5, 2.0]))
+@settings(max_examples=10, deadline=None)
+def test_it_is_the_divergence_of_all_ids_one_by_one(
+    measure: object, seed: int, temperature: float
+) -> None:
+    hidden, head, theirs, teacher = problem(seed)
+    config = TopKKlConfig.model_validate(
+        {**measure.model_dump(), "kd_temperature": temperature}  # pyright: ignore[reportAttributeAccessIssue]
+    )
+    loss = FullVocabularyLoss(teacher, config)
+    logits = (hidden @ head.weight.T).requires_grad_()
+    places = torch.tensor([0, 1, 4])
+    targets = HiddenTargets(places, theirs[places])
+    term = LossTerm(loss, targets, torch.ones(5))
+    total, (output,) = dense_head(logits, head.real_ids, [term])
+    (gradient,) = torch.autograd.grad(total, logits)
+    assert output.per_token[[2, 3]].tolist() == [0, 0]
+    for slot in places.tolist():
+        p = (logits[slot, :IDS].detach() / temperature).softmax(0).tolist()
+        t = ((theirs[slot] @ teacher.weight.T)[:IDS] / temperature).softmax(0).tolist()
+        expected = slow(measure)(p, t)
+        value = expected.value * temperature**2
+        assert output.per_token[slot].item() == pytest.approx(value, rel=1e-9, abs=1e-12)
+        slopes = [slope * temperature for slope in by_logits(expected.slopes, p)]
+        np.testing.assert_allclose(gradient[slot, :IDS], slopes, rtol=1e-7, atol=1e-9)
+        assert gradient[slot, IDS:].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("rows_per_block", [1, 2, 100])
+def test_blocks_change_nothing(rows_per_block: int) -> None:
+    """Also beside another loss that reads single ids."""
+    hidden, head, theirs, teacher = problem(3)
+    config = TopKKlConfig(divergence="jsd", kd_temperature=0.7)
+    targets = HiddenTargets(torch.arange(5), theirs)
+
+    def terms() -> list[LossTerm]:
+        weights = torch.linspace(0.5, 2, 5)
+        loss = FullVocabularyLoss(teacher, config)
+        other = FullVocabularyLoss(teacher, TopKKlConfig(divergence="reverse_kl"))
+        return [LossTerm(loss, targets, weights), LossTerm(other, targets, weights)]
+
+    hidden.requires_grad_()
+    dense, outputs = dense_head(hidden @ head.weight.T, head.real_ids, terms())
+    (expected,) = torch.autograd.grad(dense, hidden)
+    found, others = blockwise_head(hidden, head, terms(), rows_per_block=rows_per_block)
+    (gradient,) = torch.autograd.grad(found, hidden)
+    torch.testing.assert_close(found, dense)
+    torch.testing.assert_close(gradient, expected)
+    for ours, theirs_ in zip(others, outputs, strict=True):
+        torch.testing.assert_close(ours.per_token, theirs_.per_token)
+        assert ours.measured["teacher_mass"].tolist() == [1.0] * 5
+
+
+def completion(tokens: int) -> TokenSequence:
+    ends = np.arange(1, tokens + 1, dtype=np.int32)
+    return TokenSequence(np.arange(tokens, dtype=np.int32), ends, b"a" * tokens)
+
+
+def topk(tokens: int) -> TopKLogprobs:
+    return TopKLogprobs(
+        ids=np.zeros((tokens, 1), dtype=np.int32),
+        logprobs=np.zeros((tokens, 1), dtype=np.float32),
+        token_logprobs=np.zeros(tokens, dtype=np.float32),
+        tail_logprobs=np.full(tokens, -np.inf, dtype=np.float32),
+    )
+
+
+def test_targets_stand_where_their_completions_do() -> None:
+    hidden = torch.randn(5, 3)
+    comparisons = [
+        Comparison(
+            completion(len(part)),
+            None,
+            HiddenScore("id", completion(len(part)), topk(len(part)), part),
+            identity_alignment(len(part)),
+        )
+        for part in (hidden[:2], hidden[2:])
+    ]
+    loss = FullVocabularyLoss(problem(0)[3], TopKKlConfig())
+    targets = loss.targets(comparisons, [1, 4])
+    assert targets.slots.tolist() == [1, 2, 4, 5, 6]
+    assert torch.equal(targets.hidden, hidden)
+    part = targets.between(2, 6)
+    assert part.slots.tolist() == [0, 2, 3]
+    assert torch.equal(part.hidden, hidden[1:4])
+
+
+def test_a_score_without_hidden_states_is_refused() -> None:
+    score = TeacherScore("id", completion(2), topk(2))
+    comparison = Comparison(completion(2), None, score, identity_alignment(2))
+    loss = FullVocabularyLoss(problem(0)[3], TopKKlConfig())
+    with pytest.raises(DataError, match="a score without hidden states"):
+        loss.targets([comparison], [0])
+    with pytest.raises(DataError, match="1 hidden states for 2 scored tokens"):
+        HiddenScore("id", completion(2), topk(2), torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize(("scale", "soft_cap"), [(1.0, None), (0.25, None), (1.0, 3.0)])
+def test_a_heads_logits_are_what_families_make_of_them(
+    scale: float, soft_cap: float | None
+) -> None:
+    hidden, head, _, _ = problem(1)
+    bias = torch.linspace(-1, 1, WIDTHS[0], dtype=torch.float64)
+    made = scale * (hidden @ head.weight.T + bias)
+    expected = made if soft_cap is None else soft_cap * torch.tanh(made / soft_cap)
+    found = Head(head.weight, head.real_ids, bias, scale, soft_cap).logits(hidden)
+    torch.testing.assert_close(found[:, :IDS], expected[:, :IDS])
+    assert torch.isneginf(found[:, IDS:]).all()

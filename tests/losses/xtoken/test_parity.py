@@ -1,0 +1,268 @@
+"""P-KL and H-KL to the letter: the published numbers, and the faults that are documented."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mopd_losses.core.student_rows import DenseRows
+from mopd_losses.projection.vocabulary_match import VocabularyMatch
+from mopd_losses.xtoken.hkl import hkl, xtoken_form
+from mopd_losses.xtoken.pkl_parity import PklParityLoss, pkl_parity, teacher_means
+from mopd_losses.xtoken.support_targets import SupportTargets, full_support, topk_support
+from tests.losses.places import DIVERGENCES, device_projection, identity
+from tests.losses.span_losses import exact_spans, on_support
+from tests.losses.span_problems import random_problem, scattered, teacher_row, value_and_gradient
+from tests.losses.spans.test_gold import all_rows, span_pairs, whole_views
+from tests.reference import xtoken
+from tests.reference.dual import Dual
+
+seeds = st.integers(0, 2**32)
+both = pytest.mark.parametrize("divergence", DIVERGENCES)
+
+WEIGHTS = np.array([[1, 0, 0, 0], [0, 1 / 1.1, 0.1 / 1.1, 0], [0, 0, 0, 1]])
+STUDENT = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]], dtype=torch.float64)
+TEACHER = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.1, 0.2, 0.6]], dtype=torch.float64)
+GOLDEN = {"forward_kl": -0.191750, "reverse_kl": 0.267548}
+
+
+def on(support: list[int], teacher: Tensor, spans: list[tuple[int, int]]) -> SupportTargets:
+    """Spans that are the same on both sides."""
+    targets = full_support(span_pairs(spans, spans), teacher.log())
+    return replace(targets, support=torch.tensor(support), logprobs=teacher.log()[:, support])
+
+
+@both
+def test_pkl_gives_the_published_numbers(divergence: str) -> None:
+    targets = on([0, 1, 3], TEACHER, [(0, 2)])
+    projection = device_projection(WEIGHTS, np.ones(3, dtype=np.bool_))
+    rows = DenseRows(STUDENT.log(), all_rows(3))
+    found = pkl_parity(rows, targets, projection, divergence=divergence)  # type: ignore[arg-type]
+    assert found.per_token.tolist() == pytest.approx([GOLDEN[divergence], 0], abs=5e-7)
+    mass = teacher_means(targets, torch.float64).exp().sum()
+    assert mass.item() == pytest.approx(0.772693, abs=5e-7)
+
+
+@both
+def test_the_reference_gives_the_published_numbers_too(divergence: str) -> None:
+    found = xtoken.pkl(
+        [[Dual(p) for p in row] for row in STUDENT.tolist()],
+        WEIGHTS.tolist(),
+        TEACHER[:, [0, 1, 3]].tolist(),
+        [0, 1, 3],
+        divergence == "forward_kl",
+        1.0,
+    )
+    assert found.value == pytest.approx(GOLDEN[divergence], abs=5e-7)
+
+
+@both
+@given(seed=seeds, warm=st.booleans())
+@settings(deadline=None, max_examples=15)
+def test_from_whole_distributions_both_equal_the_slow_reference(
+    divergence: str, seed: int, warm: bool
+) -> None:
+    problem = random_problem(seed)
+    problem.logits.requires_grad_()
+    spans = exact_spans(problem)
+    temperature = 2.0 if warm else 1.0
+    draw = np.random.default_rng(seed)
+    logits = torch.tensor(draw.normal(size=(len(spans.teacher_ids), problem.teacher_size)))
+    forward = divergence == "forward_kl"
+    real = problem.real.tolist()
+    # Cooled by hand: the reference takes both sides as they are.
+    cooled = replace(problem, logits=problem.logits.detach() / temperature)
+    slow = [
+        (slot, view.student, [[row.kept[j] for j in range(problem.teacher_size)]
+                              for row in view.teacher])
+        for slot, view in whole_views(cooled, logits / temperature)
+    ]  # fmt: skip
+    most = max(1, problem.teacher_size - 1)
+    narrow = full_support(spans, logits, most_ids=most, temperature=temperature)
+    kept = narrow.support.tolist()
+    peaks = logits.amax(dim=0) if len(logits) else torch.arange(problem.teacher_size, 0, -1)
+    if len(logits):
+        assert kept == sorted(peaks.topk(most).indices.tolist())
+    found = pkl_parity(
+        problem.rows(), narrow, problem.projection(),
+        divergence=divergence, temperature=temperature,  # type: ignore[arg-type]
+    )  # fmt: skip
+    expected = [
+        (
+            slot,
+            xtoken.pkl(
+                student,
+                problem.weights.tolist(),
+                [[row[j] for j in kept] for row in teacher],
+                kept,
+                forward,
+                temperature,
+            ),
+        )
+        for slot, student, teacher in slow
+    ]
+    value, gradient = value_and_gradient(problem, found)
+    expected_value, expected_gradient = scattered(problem, expected)
+    np.testing.assert_allclose(value, expected_value, atol=1e-9)
+    np.testing.assert_allclose(gradient, expected_gradient / temperature, atol=1e-8)
+
+    everything = full_support(spans, logits, temperature=temperature)
+    found = hkl(
+        problem.rows(), everything, problem.match(),
+        divergence=divergence, temperature=temperature,  # type: ignore[arg-type]
+    )  # fmt: skip
+    ids = list(range(problem.teacher_size))
+    expected = [
+        (
+            slot,
+            xtoken.hkl(
+                student, real, problem.partner, teacher, ids, forward, False, temperature, 8192
+            ),
+        )
+        for slot, student, teacher in slow
+    ]
+    value, gradient = value_and_gradient(problem, found)
+    expected_value, expected_gradient = scattered(problem, expected)
+    np.testing.assert_allclose(value, expected_value, atol=1e-9)
+    np.testing.assert_allclose(gradient, expected_gradient / temperature, atol=1e-8)
+
+
+@both
+def test_pkl_of_one_model_is_zero_in_single_tokens_and_not_in_longer_spans(divergence: str) -> None:
+    logits = torch.tensor(np.random.default_rng(0).normal(size=(4, 5)), requires_grad=True)
+
+    def cost(spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        targets = on([0, 1, 2, 3, 4], logits.detach().softmax(dim=1), spans)
+        rows = DenseRows(logits, all_rows(5))
+        output = pkl_parity(rows, targets, identity(5), divergence=divergence)  # type: ignore[arg-type]
+        (gradient,) = torch.autograd.grad(output.per_token.sum(), logits)
+        return output.per_token.detach(), gradient
+
+    value, gradient = cost([(0, 1), (1, 2), (2, 3), (3, 4)])
+    assert value.abs().max() < 1e-8
+    assert gradient.abs().max() < 1e-8
+    value, gradient = cost([(0, 2), (2, 4)])
+    assert (
+        (value[[0, 2]] < -1e-2).all() if divergence == "forward_kl" else value[[0, 2]].min() > 1e-2
+    )
+    assert gradient.abs().max() > 1e-2
+
+
+def test_pkl_pays_a_constant_for_ids_that_no_student_id_reaches() -> None:
+    weights = np.array([[1.0, 0, 0], [0, 1, 0]])
+    projection = device_projection(weights, np.ones(2, dtype=np.bool_))
+    teacher = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64)
+    rows = DenseRows(torch.tensor([[0.5, 0.3]], dtype=torch.float64).log(), all_rows(2))
+    found = pkl_parity(rows, on([0, 1, 2], teacher, [(0, 1)]), projection).per_token.item()
+    rest = 0.5 * np.log(0.5 / 0.625) + 0.3 * np.log(0.3 / 0.375)
+    assert found == pytest.approx(0.2 * np.log(0.2 / 1e-10) + rest, abs=1e-6)
+    assert found > 4
+
+
+def test_the_support_is_chosen_by_raw_logits_so_that_a_rows_constant_matters() -> None:
+    spans = span_pairs([(0, 1), (1, 2)], [(0, 1), (1, 2)])
+    logits = torch.tensor([[3.0, 0, 0, 0], [0, 0, 0, 2.0]])
+    assert full_support(spans, logits, most_ids=2).support.tolist() == [0, 3]
+    shifted = logits + torch.tensor([[9.0], [0.0]])
+    assert full_support(spans, shifted, most_ids=1).support.tolist() == [0]
+    assert full_support(spans, shifted, most_ids=2).support.tolist() != [0, 3]
+    assert full_support(spans, logits, most_ids=9).support.tolist() == [0, 1, 2, 3]
+
+
+def test_another_completion_in_the_micro_batch_changes_pkl() -> None:
+    changed = 0
+    for seed in range(20):
+        problem = random_problem(seed, completions=2)
+        alone = problem.comparisons[:1], problem.offsets[:1]
+        both_of_them = topk_support(exact_spans(problem), problem.teacher_size)
+        first = topk_support(
+            exact_spans(replace(problem, comparisons=alone[0], offsets=alone[1])),
+            problem.teacher_size,
+        )
+        found, expected = (
+            pkl_parity(problem.rows(), targets, problem.projection()).per_token
+            for targets in (both_of_them.between(0, problem.offsets[1]), first)
+        )
+        slots = slice(0, problem.offsets[1])
+        changed += not torch.allclose(found[slots], expected[slots])
+    assert changed > 3
+
+
+@given(seed=seeds)
+@settings(deadline=None, max_examples=30)
+def test_ids_that_a_row_did_not_send_share_its_tail(seed: int) -> None:
+    problem = random_problem(seed)
+    targets = topk_support(exact_spans(problem), problem.teacher_size)
+    rows = [
+        teacher_row(comparison, row)
+        for comparison in problem.comparisons
+        for row in range(len(comparison.score.completion))
+    ]
+    expected = np.array(on_support(problem, rows)).reshape(targets.logprobs.shape)
+    np.testing.assert_allclose(targets.logprobs.exp().numpy(), expected, rtol=1e-9)
+
+
+@given(seed=seeds, most_ids=st.integers(1, 5))
+@settings(deadline=None, max_examples=30)
+def test_a_support_that_is_too_large_keeps_the_ids_that_are_likeliest_in_any_row(
+    seed: int, most_ids: int
+) -> None:
+    problem = random_problem(seed)
+    spans = exact_spans(problem)
+    every = topk_support(spans, problem.teacher_size)
+    cut = topk_support(spans, problem.teacher_size, most_ids=most_ids)
+    sent: dict[int, float] = {}
+    for ids, logprobs in zip(spans.topk_ids.tolist(), spans.topk_logprobs.tolist(), strict=True):
+        for token, logprob in zip(ids, logprobs, strict=True):
+            if token >= 0:
+                sent[token] = max(sent.get(token, -np.inf), logprob)
+    likeliest = sorted(sorted(sent, key=lambda token: -sent[token])[:most_ids])
+    assert cut.support.tolist() == likeliest
+    columns = [every.support.tolist().index(token) for token in likeliest]
+    assert torch.equal(cut.logprobs, every.logprobs[:, columns])
+    loss = PklParityLoss(problem.projection(), most_ids=most_ids)
+    own = loss.targets(problem.comparisons, problem.offsets)
+    assert own.support.tolist() == likeliest
+
+
+@both
+@pytest.mark.parametrize("spans", [[(0, 1), (1, 2), (2, 3), (3, 4)], [(0, 3), (3, 4)]])
+def test_hkl_of_one_model_is_zero_but_suppresses_what_is_not_in_common(
+    divergence: str, spans: list[tuple[int, int]]
+) -> None:
+    logits = torch.tensor(np.random.default_rng(0).normal(size=(4, 5)), requires_grad=True)
+    match = VocabularyMatch(torch.tensor([0, 1, 2, -1, -1]), torch.tensor([0, 0, 0, 1, 1]).bool())
+    targets = on([0, 1, 2, 3, 4], logits.detach().softmax(dim=1), spans)
+
+    def slope(generalised: bool) -> Tensor:
+        output = hkl(
+            DenseRows(logits, all_rows(5)), targets, replace_unmatched(match),
+            divergence=divergence, generalised=generalised,  # type: ignore[arg-type]
+        )  # fmt: skip
+        assert output.per_token.abs().max() < 1e-9
+        (gradient,) = torch.autograd.grad(output.per_token.sum(), logits)
+        return gradient
+
+    def replace_unmatched(match: VocabularyMatch) -> VocabularyMatch:
+        # Without the L1 part, whose subgradient at equality is any number.
+        return VocabularyMatch(match.student_of, torch.zeros(5, dtype=torch.bool))
+
+    plain = slope(False)
+    if divergence == "forward_kl":
+        assert (plain[:, 3:] > 1e-3).all()
+    else:
+        assert (plain[:, 3:] < -1e-3).all()
+    assert slope(True).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize(("pairs", "form"), [(6, "pkl_parity"), (7, "hkl"), (10, "hkl")])
+def test_the_automatic_form_goes_by_the_share_of_the_teachers_ids(pairs: int, form: str) -> None:
+    student_of = torch.where(torch.arange(10) < pairs, torch.arange(10), -1)
+    assert xtoken_form(VocabularyMatch(student_of, all_rows(10))) == form
+    assert xtoken_form(VocabularyMatch(student_of, all_rows(10)), least_coverage=1.0) == (
+        "hkl" if pairs == 10 else "pkl_parity"
+    )

@@ -1,0 +1,84 @@
+"""Which token ends a turn, read off the chat template."""
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from mopd_protocol.tokenizers.tokenizer_roles import roles_of
+from tests import tiny_models
+
+
+def turns(after_answer: str) -> str:
+    """A template that writes this after each message."""
+    return (
+        "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content }}"
+        + after_answer
+        + "{% endfor %}"
+    )
+
+
+def controls_of(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    return {
+        token.content: token_id
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if token.special
+    }
+
+
+def with_template(template: str | None) -> PreTrainedTokenizerFast:
+    tokenizer = tiny_models.whole_number_tokenizer()
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "template",
+    [turns("<|im_end|>"), turns("<|im_end|>\n"), turns("\n<|im_end|>"), turns(" <|im_end|> ")],
+)
+def test_the_end_of_a_turn_is_what_the_template_writes_after_an_answer(template):
+    tokenizer = with_template(template)
+
+    roles = roles_of(tokenizer, controls_of(tokenizer))
+
+    assert roles.end_of_turn == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert roles.eos == tokenizer.convert_tokens_to_ids("<|endoftext|>")
+
+
+def test_an_end_of_turn_with_id_zero_is_found():
+    tokenizer = with_template(turns("<|im_end|>"))
+
+    assert roles_of(tokenizer, controls_of(tokenizer)).end_of_turn == 0
+
+
+def test_of_two_control_tokens_that_begin_alike_the_longer_one_is_found():
+    tokenizer = with_template(turns("<|im_end|>x"))
+
+    roles = roles_of(tokenizer, {"<|im_end|>": 3, "<|im_end|>x": 8})
+
+    assert roles.end_of_turn == 8
+
+
+@pytest.mark.parametrize("template", [None, turns(""), turns("\n### Next")])
+def test_without_a_mark_after_the_answer_the_end_of_text_ends_the_turn(template):
+    tokenizer = with_template(template)
+
+    roles = roles_of(tokenizer, controls_of(tokenizer))
+
+    assert roles.end_of_turn == roles.eos == tokenizer.convert_tokens_to_ids("<|endoftext|>")
+
+
+@pytest.mark.parametrize(
+    ("make", "begin", "end", "pad"),
+    [
+        (tiny_models.digit_tokenizer, None, "<|end|>", "<|pad|>"),
+        (tiny_models.whole_number_tokenizer, None, "<|im_end|>", "<|endoftext|>"),
+        (tiny_models.sentencepiece_tokenizer, "<s>", "</s>", None),
+    ],
+)
+def test_roles_are_ids_of_the_tokens_that_the_tokenizer_names(make, begin, end, pad):
+    tokenizer = make()
+    roles = roles_of(tokenizer, controls_of(tokenizer))
+
+    found = [roles.bos, roles.end_of_turn, roles.pad]
+    named = [None if role is None else tokenizer.convert_ids_to_tokens(role) for role in found]
+    assert named == [begin, end, pad]

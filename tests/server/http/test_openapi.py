@@ -1,0 +1,37 @@
+"""Whatever the OpenAPI page allows is answered as the page says, never with an error of ours."""
+
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from mopd_server.app import create_app
+from mopd_server.http.lifecycle import Lifecycle
+from tests.server.tiny_teachers import teacher_of_family
+
+APP = create_app(Lifecycle(teacher_of_family("qwen").service))
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+
+schema = schemathesis.openapi.from_asgi("/openapi.json", APP)
+
+
+@schema.parametrize()
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+def test_every_route_answers_as_its_page_says(case: schemathesis.Case) -> None:
+    case.call_and_validate(checks=CHECKS)

@@ -1,0 +1,60 @@
+"""A real teacher process on vLLM, from its first line to the end of every process it started."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.engines.vllm.test_engine import model_folder
+from tests.server.test_main import line_with
+from tests.vllm_marks import needs_vllm
+
+pytestmark = needs_vllm
+
+__all__ = ("model_folder",)
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
+def test_a_vllm_teacher_answers_and_leaves_nothing_behind(
+    ending: signal.Signals, model_folder: Path
+) -> None:
+    psutil = pytest.importorskip("psutil", reason="comes with vLLM")
+    command = f"serve {model_folder} --engine vllm --name math --port 0 --max-batch-tokens 64"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mopd_server.main", *command.split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+        },
+    )
+    started = []
+    try:
+        assert "one step" in line_with(process, "limits: 64 tokens")
+        address = line_with(process, "address").split()[1]
+        line_with(process, "'math' is ready")
+        with httpx.Client(base_url=address, timeout=600) as client:
+            body = {"sequences": [{"prompt": "the quick", "completion": " fox"}], "top_k": 3}
+            answer = client.post("/v1/logprobs", json=body)
+            assert answer.status_code == 200, answer.text
+            assert client.get("/v1/manifest").json()["engine"] == "vllm"
+        started = psutil.Process(process.pid).children(recursive=True)
+        assert any("EngineCore" in child.name() for child in started)
+        process.send_signal(ending)
+        assert process.wait(timeout=600) == (0 if ending == signal.SIGTERM else -signal.SIGKILL)
+        _, left = psutil.wait_procs(started, timeout=600)
+        assert not left
+    finally:
+        process.kill()
+        process.wait()
+        for child in started:
+            if child.is_running():
+                child.kill()

@@ -1,0 +1,138 @@
+"""Micro-batches: every completion token once, its weight and targets with it, under the budget."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mopd_losses.topk.topk_targets import TopKTargets, concatenate_targets, topk_targets
+from mopd_trainer.data.examples import TrainingExample
+from mopd_trainer.data.packing import MicroBatch, TeacherPart, pack
+from tests.trainer.judged import example
+from tests.trainer.students import rollout
+
+Slot = tuple[int, ...]
+
+SIZES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8)
+
+
+def targets_of(part: TeacherPart) -> TopKTargets:
+    """What a loss on the first rows of spans makes of a teacher's part."""
+    return concatenate_targets(
+        [topk_targets(c.alignment, c.score.topk) for c in part.comparisons], part.slot_offsets
+    )
+
+
+def examples_of(sizes: list[tuple[int, int]]) -> list[TrainingExample]:
+    """Examples with these many tokens of prompt and completion; every token its own id."""
+    made: list[TrainingExample] = []
+    for index, (prompt, completion) in enumerate(sizes):
+        first = 20 + 20 * index
+        ids = range(first, first + prompt + completion)
+        teachers = [{"math": 1.0}, {"code": 1.0}, {"math": 1.0, "code": 3.0}][index % 3]
+        made.append(
+            example(
+                rollout(
+                    "digit",
+                    ids[prompt:],
+                    prompt_ids=ids[:prompt],
+                    teachers=teachers,
+                    index=index,
+                ),
+                seed=index,
+            )
+        )
+    return made
+
+
+def packed(examples: list[TrainingExample], budget: int) -> list[MicroBatch]:
+    return list(pack(examples, tokens_per_micro_batch=budget))
+
+
+def slots_of(batch: MicroBatch) -> list[Slot]:
+    """For each slot all that a causal model sees where the slot is predicted."""
+    return [
+        tuple(batch.input_ids[row, : column + 1].tolist())
+        for row, column in zip(batch.slot_rows, batch.slot_columns, strict=True)
+    ]
+
+
+@given(sizes=SIZES, budget=st.integers(1, 60))
+def test_every_completion_token_is_predicted_once_from_what_stands_before_it(
+    sizes: list[tuple[int, int]], budget: int
+) -> None:
+    examples = examples_of(sizes)
+    found = [context for batch in packed(examples, budget) for context in slots_of(batch)]
+    expected = [
+        (*one.rollout.prompt_token_ids.tolist(), *one.rollout.completion.token_ids[:row].tolist())
+        for one in examples
+        for row in range(len(one.rollout.completion))
+    ]
+    assert sorted(found) == sorted(expected)
+
+
+@given(sizes=SIZES, budget=st.integers(1, 60))
+def test_no_micro_batch_is_over_the_budget_but_a_single_example(
+    sizes: list[tuple[int, int]], budget: int
+) -> None:
+    for batch in packed(examples_of(sizes), budget):
+        assert batch.input_ids.numel() <= budget or len(batch.input_ids) == 1
+        lengths = batch.attention_mask.sum(dim=1)
+        assert (batch.attention_mask.diff(dim=1) <= 0).all()  # all padding is on the right
+        assert int(lengths.max()) == batch.input_ids.shape[1]
+
+
+def test_a_generous_budget_takes_everything_at_once() -> None:
+    sizes = [(3, 4), (2, 2), (7, 1)]
+    assert len(packed(examples_of(sizes), 24)) == 1
+    assert len(packed(examples_of(sizes), 23)) == 2
+
+
+@given(sizes=SIZES, budget=st.integers(1, 60))
+def test_weights_and_targets_go_with_their_tokens(
+    sizes: list[tuple[int, int]], budget: int
+) -> None:
+    examples = examples_of(sizes)
+    expected: dict[str, dict[Slot, tuple[float, list[int]]]] = {"math": {}, "code": {}}
+    for one in examples:
+        prompt = one.rollout.prompt_token_ids.tolist()
+        ids = one.rollout.completion.token_ids.tolist()
+        for judgement in one.judgements:
+            alignment = judgement.alignment
+            rows = dict(
+                zip(
+                    alignment.student_starts.tolist(),
+                    alignment.teacher_starts.tolist(),
+                    strict=True,
+                )
+            )
+            for row in range(len(ids)):
+                targets = judgement.score.topk.ids[rows[row]].tolist() if row in rows else []
+                expected[judgement.teacher][(*prompt, *ids[:row])] = (judgement.weight, targets)
+    for batch in packed(examples, budget):
+        contexts = slots_of(batch)
+        for name, part in batch.teachers.items():
+            targets = targets_of(part)
+            by_slot = dict(zip(targets.slots.tolist(), targets.ids.tolist(), strict=True))
+            for slot, context in enumerate(contexts):
+                weight, targets = expected[name].get(context, (0.0, []))
+                assert float(part.slot_weights[slot]) == pytest.approx(weight)
+                assert by_slot.get(slot, []) == targets
+
+
+def test_who_comes_first_among_equals_does_not_depend_on_arrival() -> None:
+    one, *_ = packed(examples_of([(2, 3), (2, 3), (2, 3)]), 100)
+    assert one.input_ids[:, 0].tolist() == [20, 40, 60]
+    assert list(one.teachers) == ["code", "math"]
+
+
+def test_targets_keep_their_values() -> None:
+    [one] = examples_of([(2, 3)])
+    [batch] = packed([one], 100)
+    topk = one.judgements[0].score.topk
+    targets = targets_of(batch.teachers["math"])
+    np.testing.assert_array_equal(targets.logprobs.numpy(), topk.logprobs)
+    np.testing.assert_array_equal(targets.tail_logprobs.numpy(), topk.tail_logprobs)
+    assert batch.slots == 3
+    assert torch.equal(batch.teachers["math"].slot_weights, torch.ones(3))

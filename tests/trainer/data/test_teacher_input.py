@@ -1,0 +1,150 @@
+"""What a teacher is sent of a completion, and what the answer is compared with."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mopd_protocol.requests import ControlToken
+from mopd_protocol.tokenizers.token_table import TokenRoles
+from mopd_trainer.data.teacher_input import TeacherView, text_view, token_view
+from tests.trainer.students import QUESTION, ids_of, rollout, table
+
+HAN = "的".encode()  # three bytes
+
+
+def seen(*pieces: str | bytes, student: str = "digit", teacher: str = "whole_number"):
+    return text_view(rollout(student, ids_of(student, *pieces)), table(student), table(teacher))
+
+
+def sent(view: TeacherView) -> str | list[str]:
+    """The completion of the request, control tokens as ⟨name⟩."""
+    completion = view.request.completion
+    assert completion is not None
+    if all(isinstance(part, str) for part in completion):
+        return "".join(map(str, completion))
+    return [f"⟨{part.control}⟩" if isinstance(part, ControlToken) else part for part in completion]
+
+
+def test_a_finished_completion_is_sent_as_text_without_its_ending() -> None:
+    view = seen(" 7 的 🙂\n", "<|end|>")
+    assert sent(view) == " 7 的 🙂\n"
+    assert view.request.finished
+    assert view.request.messages == [*QUESTION]
+    assert view.request.completion_token_ids is None
+    assert view.request.prompt_token_ids is None
+    assert (view.literal_controls, view.unsent_bytes) == (0, 0)
+    assert view.completion.text == " 7 的 🙂\n".encode()
+
+
+def test_a_completion_cut_by_its_length_is_not_finished() -> None:
+    view = seen("12 + 30")
+    assert sent(view) == "12 + 30"
+    assert not view.request.finished
+
+
+def test_a_control_token_that_the_teacher_has_is_sent_by_name() -> None:
+    view = seen("a", "<|user|>", "<|system|>", "b", "<|end|>")
+    assert sent(view) == ["a", "⟨<|user|>⟩", "⟨<|system|>⟩", "b"]
+    assert view.completion.text == b"ab"
+    assert view.literal_controls == 0
+
+
+def test_a_control_token_that_the_teacher_has_not_is_sent_as_its_text() -> None:
+    view = seen("a", "<|pad|>", "b", "<|user|>")
+    assert sent(view) == ["a<|pad|>b", "⟨<|user|>⟩"]
+    assert view.literal_controls == 1
+    assert view.completion.text == b"a<|pad|>b"
+    assert view.completion.byte_ends.tolist() == [1, 8, 9, 9]
+    assert list(view.completion.marks) == [3]
+    assert view.completion.token_ids.tolist() == ids_of("digit", "a", "<|pad|>", "b", "<|user|>")
+
+
+def test_text_that_spells_a_control_token_stays_text() -> None:
+    assert sent(seen("<|us", "er|>", "<|end|>")) == "<|user|>"
+
+
+def test_a_control_token_that_would_end_the_teachers_turn_is_sent_as_its_text() -> None:
+    own = table("whole_number")
+    ends_early = replace(own, roles=TokenRoles(eos=own.controls["<|user|>"]))
+    completion = rollout("digit", ids_of("digit", "a", "<|user|>", "<|end|>"))
+    view = text_view(completion, table("digit"), ends_early)
+    assert sent(view) == "a<|user|>"
+    assert view.request.finished
+    assert view.literal_controls == 1
+
+
+@pytest.mark.parametrize(
+    ("pieces", "text", "unsent"),
+    [
+        (("ab", b"\xff", "cd", "<|end|>"), "ab", 3),
+        ((b"\xff", "<|end|>"), "", 1),
+        (("ab", HAN[:2], "<|end|>"), "ab", 2),
+        (("ab", HAN[:2]), "ab", 2),
+        (("ab", HAN[:2], "<|pad|>", HAN[2:]), "ab", 10),
+        (("ab", HAN[:2], "<|user|>", HAN[2:], "c"), "ab", 4),
+        (("ab", HAN, HAN[:1]), "ab的", 1),
+    ],
+)
+def test_what_is_no_text_ends_the_completion_and_is_counted(
+    pieces: tuple[str | bytes, ...], text: str, unsent: int
+) -> None:
+    view = seen(*pieces)
+    assert sent(view) == text
+    assert view.unsent_bytes == unsent
+    assert not view.request.finished
+
+
+def test_control_tokens_before_the_cut_are_sent_and_those_after_it_are_not() -> None:
+    view = seen("ab", "<|user|>", b"\xff", "<|system|>", "c")
+    assert sent(view) == ["ab", "⟨<|user|>⟩"]
+
+
+def test_a_character_made_of_several_tokens_is_whole() -> None:
+    view = seen(HAN[:1], HAN[1:2], HAN[2:], "<|end|>")
+    assert sent(view) == "的"
+    assert view.request.finished
+
+
+def test_a_completion_of_nothing_but_its_end_is_empty_and_finished() -> None:
+    view = seen("<|end|>")
+    assert sent(view) == ""
+    assert view.request.finished
+
+
+NAMES = st.sampled_from(["digit", "whole_number", "sentencepiece"])
+
+
+@given(student=NAMES, teacher=NAMES, data=st.data())
+def test_whatever_was_sampled_a_teacher_gets_a_beginning_of_it(
+    student: str, teacher: str, data: st.DataObject
+) -> None:
+    own, other = table(student), table(teacher)
+    special = sorted(own.controls.values())
+    raw = [own.all_bytes.index(bytes([byte])) for byte in (0x41, 0xE7, 0x9A, 0x84, 0xFF)]
+    pick = st.one_of(st.sampled_from([*special, *raw]), st.integers(0, own.size - 1))
+    ids = data.draw(st.lists(pick, min_size=1, max_size=12))
+    ending = next((at for at, token in enumerate(ids) if token in own.roles.ending), len(ids))
+    view = text_view(rollout(student, ids[: ending + 1]), own, other)
+    completion = view.request.completion
+    assert completion is not None
+    parts = [completion] if isinstance(completion, str) else completion
+    spelled = b"".join(part.encode() for part in parts if isinstance(part, str))
+    assert spelled == view.completion.text[: len(spelled)]
+    assert len(spelled) + view.unsent_bytes == len(view.completion.text)
+    assert view.request.finished == (ending < len(ids) and not view.unsent_bytes)
+    named = [part.control for part in parts if isinstance(part, ControlToken)]
+    assert all(name in other.controls for name in named)
+
+
+def test_a_teacher_with_the_same_tokenizer_gets_the_ids_without_their_ending() -> None:
+    ids = ids_of("digit", "7", HAN[:2], "<|pad|>", "<|end|>")
+    finished = token_view(rollout("digit", ids))
+    assert finished.request.completion_token_ids == ids[:-1]
+    assert finished.request.completion is None
+    assert finished.request.finished
+    unfinished = token_view(rollout("digit", ids[:-1]))
+    assert unfinished.request.completion_token_ids == ids[:-1]
+    assert not unfinished.request.finished
+    assert len(finished.completion) == len(ids)

@@ -1,0 +1,168 @@
+"""Rollout workers on Ray, which is started once for all of this: what they write, and when they
+die."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from rich.console import Console
+
+from mopd_protocol.errors import MopdError
+from mopd_trainer.config.resources import device_counts
+from mopd_trainer.config.run import RunConfig
+from mopd_trainer.loop import train
+from tests.trainer.launch.test_torchrun import untimed
+from tests.trainer.runs import questions, run_values, write_lines
+from tests.trainer.whole_runs import assert_same_weights, journal, run_here
+
+ray = pytest.importorskip("ray")
+
+from mopd_trainer.launch.cluster import RayWorkers, worker_actor  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """Cores by name only: three actors at most are there at once."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["OMP_NUM_THREADS"] = "1"
+    ray.init(num_cpus=3, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def values(tmp_path: Path, models: dict[str, Path]) -> dict[str, Any]:
+    """Four batches a step; the teacher sleeps here, so that nobody is asked over HTTP."""
+    write_lines(tmp_path / "prompts.jsonl", questions(8, ["code"]))
+    values = run_values(tmp_path, max_steps=STEPS, logging={"completions": 99})
+    values["student"] |= {"model": str(models["student"]), "learning_rate": 1e-3}
+    values["rollout"] |= {
+        "prompts_per_step": 8,
+        "generation_batch_size": 2,
+        "scoring": "after_rollout",
+    }
+    values["teachers"] = {"code": {"placement": "local", "model": str(models["code"]), "top_k": 8}}
+    return values
+
+
+def with_workers(values: dict[str, Any], workers: int, **policy: int) -> RunConfig:
+    resources = {"device": "cpu", "rollout_workers": workers, **policy}
+    return RunConfig.model_validate({**values, "resources": resources})
+
+
+def actors_of(config: RunConfig) -> list[Any]:
+    assert config.resources is not None
+    return [worker_actor(config, {"num_cpus": 1}) for _ in range(config.resources.rollout_workers)]
+
+
+class Dying(RayWorkers):
+    """The first worker is killed before the sixth batch."""
+
+    asked = 0
+
+    async def write(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Any:
+        self.asked += 1
+        if self.asked == 6:
+            os.kill(await self._actors[0].process_id.remote(), signal.SIGKILL)
+        return await super().write(prompts, seed=seed)
+
+
+def run_with(config: RunConfig, workers: RayWorkers, name: str) -> Path:
+    """A run that workers write for; its folder."""
+    folder = config.output_dir.with_name(name)
+    config = config.model_copy(update={"output_dir": folder})
+    asyncio.run(train(config, Console(file=StringIO()), workers=workers))
+    return folder
+
+
+def without_restarts(folder: Path) -> tuple[list[dict[str, Any]], list[float]]:
+    lines = journal(folder)
+    restarts = [line.pop("rollout/worker_restarts") for line in lines]
+    return [untimed(line) for line in lines], restarts
+
+
+@pytest.fixture
+def alone(values: dict[str, Any]) -> Path:
+    """The folder of the run in which the student writes itself."""
+    run_here(values)
+    return Path(values["output_dir"])
+
+
+def test_workers_write_what_the_student_would_have_written(
+    cluster: None, values: dict[str, Any], alone: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To the last letter and the last bit: with one worker, with two, and with one that dies."""
+    expected = [untimed(line) for line in journal(alone)]
+    config = with_workers(values, 2)
+    actors = actors_of(config)
+    for kind, own in ((RayWorkers, actors[:1]), (RayWorkers, actors), (Dying, actors)):
+        folder = run_with(config, kind(own, config), f"{kind.__name__}-{len(own)}")
+        found, restarts = without_restarts(folder)
+        assert str(found) == str(expected)
+        texts = (folder / "completions.jsonl").read_bytes()
+        assert texts == (alone / "completions.jsonl").read_bytes()
+        assert_same_weights(folder / "final", alone / "final")
+        assert sum(restarts) == (kind is Dying)
+    for actor in actors:
+        ray.kill(actor)
+    told = [record.getMessage() for record in caplog.records if "died" in record.getMessage()]
+    assert len(told) == 1
+    assert "rollout worker 1 of 2 died" in told[0]
+    assert "written again with the same seeds" in told[0]
+
+
+def test_a_run_ends_when_no_worker_is_left(cluster: None, values: dict[str, Any]) -> None:
+    config = with_workers(values, 1, rollout_worker_restarts=0)
+    actors = actors_of(config)
+    with pytest.raises((BaseExceptionGroup, MopdError)) as ended:
+        run_with(config, Dying(actors, config), "dying")
+    told = sentence(ended.value)
+    assert "no rollout worker is left: rollout worker 1 of 1 died more often" in told
+
+
+def test_a_worker_that_cannot_be_says_why(cluster: None, values: dict[str, Any]) -> None:
+    config = with_workers(values, 1)
+    missing = config.student.model_copy(update={"model": "/nowhere/at/all"})
+    (actor,) = actors_of(config.model_copy(update={"student": missing}))
+
+    async def asked() -> None:
+        workers = RayWorkers([actor], config)
+        await workers.push(0, {})
+        await workers.write([[5]], seed=0)
+
+    with pytest.raises(MopdError, match=r"worker refuses: student\.model '/nowhere"):
+        asyncio.run(asked())
+    ray.kill(actor)
+
+
+def sentence(error: BaseException) -> str:
+    if isinstance(error, BaseExceptionGroup):
+        return sentence(error.exceptions[0])
+    return str(error)
+
+
+def test_workers_have_devices_of_their_own(values: dict[str, Any]) -> None:
+    resources = {"device": "cuda", "student": 2, "rollout_workers": 3}
+    config = RunConfig.model_validate({**values, "resources": resources})
+    assert config.resources is not None
+    assert device_counts(config.resources, config.teachers) == [1] * 5
+    counts = device_counts(config.resources, config.teachers, worker_devices=4)
+    assert counts == [1, 1, 4, 4, 4]
+
+
+def test_workers_without_work_are_refused(values: dict[str, Any]) -> None:
+    values |= {"resources": {"rollout_workers": 1}, "teachers": {}}
+    values["data"]["source"] = "answers"
+    values["student"]["distill_loss_weight"] = 0
+    with pytest.raises(ValidationError, match="rollout_workers is 1, but the student writes"):
+        RunConfig.model_validate(values)

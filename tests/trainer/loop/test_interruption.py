@@ -1,0 +1,183 @@
+"""Ctrl-C, SIGTERM and SIGHUP: a step is finished or given up, and a checkpoint is there."""
+
+import asyncio
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mopd_trainer.cli.main import main
+from mopd_trainer.interruption import Interruption, Stopped
+from mopd_trainer.teachers.scoring import Scorer
+from mopd_trainer.training.learner import Learner
+from tests.trainer.runs import run_values, write_lines, write_run
+from tests.trainer.whole_runs import assert_same_weights, journal, run_here
+
+STEPS = 4
+HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+MOPD = Path(sys.executable).parent / "mopd"
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_terminal() -> Iterator[None]:
+    """``nohup`` has the tests begun with SIGHUP ignored, and a shell's ``&`` with SIGINT."""
+    ordinary = (signal.default_int_handler, signal.SIG_DFL, signal.SIG_DFL)
+    before = [signal.signal(one, to) for one, to in zip(HEARD, ordinary, strict=True)]
+    yield
+    for one, to in zip(HEARD, before, strict=True):
+        signal.signal(one, to)
+
+
+@pytest.fixture
+def values(tmp_path: Path, models: dict[str, Path]) -> dict[str, Any]:
+    """Plain SFT, which needs nobody; a checkpoint at the end only."""
+    lines = [{"prompt": f"{number} + 2 =", "solution": str(number + 2)} for number in range(5)]
+    write_lines(tmp_path / "prompts.jsonl", lines)
+    values = run_values(tmp_path, teachers={}, max_steps=STEPS, logging={"tensorboard": False})
+    values["data"] |= {"source": "answers", "answer_key": "solution"}
+    values["student"] |= {"model": str(models["student"]), "distill_loss_weight": 0.0}
+    return values
+
+
+@pytest.fixture(autouse=True)
+def signals_are_heard() -> Iterator[None]:
+    """Also where the tests themselves run under ``nohup``, or in the background of a script."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGINT, interrupt)
+
+
+def while_learning(patched: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    """The signal comes in step 2's update."""
+    honest = Learner.update
+
+    def update(self: Learner, *batches: Any, **told: Any) -> Any:
+        if told["step"] == 1:
+            os.kill(os.getpid(), number)
+        return honest(self, *batches, **told)
+
+    patched.setattr(Learner, "update", update)
+
+
+def while_waiting(patched: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    """The signal comes while step 3 waits for a teacher that never answers."""
+    honest = Scorer.score
+
+    async def score(self: Scorer, rollouts: Any) -> Any:
+        if rollouts[0].policy_version == 2:
+            os.kill(os.getpid(), number)
+            await asyncio.Event().wait()
+        return await honest(self, rollouts)
+
+    patched.setattr(Scorer, "score", score)
+
+
+@pytest.mark.parametrize("when", [while_learning, while_waiting])
+@pytest.mark.parametrize(
+    ("number", "exit_code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=["INT", "TERM", "HUP"],
+)
+def test_an_interrupted_run_saves_what_it_learnt_and_goes_on(
+    tmp_path: Path,
+    values: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    when: Callable[[pytest.MonkeyPatch, signal.Signals], None],
+    number: signal.Signals,
+    exit_code: int,
+) -> None:
+    path = write_run(tmp_path, values)
+    before = [signal.getsignal(one) for one in HEARD]
+    with monkeypatch.context() as patched:
+        when(patched, number)
+        with pytest.raises(SystemExit) as ended:
+            main(["train", str(path)])
+    assert ended.value.code == exit_code
+    told = capsys.readouterr().err
+    folder = tmp_path / "run" / "checkpoints" / "step-00000002"
+    assert told == (
+        f"mopd: {number.name} after step 2; its checkpoint is {folder}; go on with "
+        "resume_from_checkpoint=true\n"
+    )
+    assert [signal.getsignal(one) for one in HEARD] == before
+    assert [line["step"] for line in journal(tmp_path / "run")] == [1, 2]
+
+    final, told = run_here(values, resume_from_checkpoint=True)
+    assert f"resumed after step 2 from {folder}" in told
+    whole, _ = run_here(values, output_dir=str(tmp_path / "whole"))
+    assert [line["step"] for line in journal(tmp_path / "run")] == [1, 2, 3, 4]
+    assert_same_weights(final, whole)
+
+
+def test_a_run_whose_terminal_goes_away_saves_what_it_learnt(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    """Its lines cannot be written any more, which is no reason to lose it."""
+    path = write_run(tmp_path, values | {"max_steps": 10_000, "logging_steps": 1})
+    terminal, ours = pty.openpty()
+    run = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", MOPD, "train", path],
+        stdin=ours,
+        stdout=ours,
+        stderr=ours,
+    )
+    os.close(ours)
+    lines = tmp_path / "run" / "journal.jsonl"
+    try:
+        while not lines.exists() or lines.read_bytes().count(b"\n") < 2:
+            os.read(terminal, 4096)
+        os.close(terminal)
+        assert run.wait(timeout=600) == 129
+    finally:
+        run.kill()
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert saved.name == f"step-{journal(tmp_path / 'run')[-1]['step']:08}"
+
+
+@pytest.mark.anyio
+async def test_a_second_hangup_does_nothing_and_one_under_nohup_neither() -> None:
+    with Interruption() as interruption:
+        os.kill(os.getpid(), signal.SIGHUP)
+        with pytest.raises(Stopped):
+            await interruption.unless_asked(asyncio.sleep(1e9))
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interruption() as interruption:
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.mark.anyio
+async def test_a_second_signal_is_not_held_back() -> None:
+    with Interruption() as interruption:
+        held = signal.getsignal(signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Stopped):
+            await interruption.unless_asked(asyncio.sleep(1e9))
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL != held
+        with pytest.raises(Stopped):  # nothing is begun any more
+            await interruption.unless_asked(asyncio.sleep(0))
+
+
+@pytest.mark.anyio
+async def test_work_that_fails_fails_as_itself() -> None:
+    async def fail() -> None:
+        raise RuntimeError("broken")
+
+    with Interruption() as interruption:
+        assert await interruption.unless_asked(asyncio.sleep(0, result=7)) == 7
+        with pytest.raises(RuntimeError, match="broken"):
+            await interruption.unless_asked(fail())

@@ -1,0 +1,96 @@
+"""Whole runs that write the next steps while they train: how old things are, and what that does."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mopd.demo.services import teacher_services
+from tests import tiny_models
+from tests.trainer.lora_students import LORA
+from tests.trainer.runs import questions, run_values, write_lines
+from tests.trainer.students import model_of, tokenizer
+from tests.trainer.whole_runs import journal, run_cut_off, run_here
+
+pytestmark = pytest.mark.slow
+
+STEPS = 5
+#: Adapters whose first steps are as large as those of all weights.
+FAR = {**LORA, "alpha": 128}
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A teacher with the student's tokenizer."""
+    folder = tmp_path_factory.mktemp("teacher")
+    tiny_models.save(model_of("qwen", seed=1, sharpness=8), tokenizer("digit"), folder)
+    with teacher_services({"math": folder}, tmp_path_factory.mktemp("logs")) as found:
+        yield found["math"]
+
+
+@pytest.fixture
+def values(tmp_path: Path, models: dict[str, Path], address: str) -> dict[str, Any]:
+    """A run of policy gradient with steps that are large enough to move the student."""
+    write_lines(tmp_path / "prompts.jsonl", questions(12, ["math"]))
+    teacher = {"url": address, "top_k": 8, "loss": {"type": "policy_gradient"}}
+    values = run_values(tmp_path, max_steps=STEPS, teachers={"math": teacher})
+    values["rollout"]["prompts_per_step"] = 12  # some of what a fresh student babbles is dropped
+    values["student"] |= {"model": str(models["student"]), "learning_rate": 1e-2}
+    return values
+
+
+def lines(values: dict[str, Any], **rollout: Any) -> list[dict[str, Any]]:
+    """The journal of a run with these changes."""
+    folder, _ = run_here(values, rollout={**values["rollout"], **rollout})
+    return journal(folder.parent)
+
+
+def test_on_policy_the_importance_ratio_is_one(values: dict[str, Any]) -> None:
+    for line in lines(values):
+        assert line["staleness/mean"] == line["staleness/max"] == 0
+        assert line["teacher/math/importance_ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+        assert line["time/push"] >= 0
+        assert line["time/sample"] + line["time/train"] <= line["time/step"] + 1e-6
+
+
+@pytest.mark.parametrize(("max_staleness", "lora"), [(1, None), (2, None), (1, FAR)])
+def test_what_is_written_ahead_is_weighted_by_how_likely_it_has_become(
+    values: dict[str, Any], max_staleness: int, lora: Any
+) -> None:
+    values["student"]["lora"] = lora
+    found = lines(values, max_staleness=max_staleness)
+    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+    ages = [line["staleness/max"] for line in found]
+    assert ages[:2] == [0, 1]  # the second step is written while the first is scored
+    assert set(ages[2:]) <= set(range(1, max_staleness + 1))
+    assert not any("dropped/stale" in line for line in found)
+    for line in found:
+        ratio = line["teacher/math/importance_ratio_mean"]
+        assert math.isfinite(ratio)
+        if line["staleness/mean"] == 0:
+            assert ratio == pytest.approx(1.0, abs=1e-4)
+    assert any(abs(line["teacher/math/importance_ratio_mean"] - 1) > 1e-3 for line in found)
+
+
+def test_what_is_too_old_is_dropped_and_the_run_goes_on(values: dict[str, Any]) -> None:
+    found = lines(values, max_staleness=1, on_stale="drop")
+    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+    for line in found:
+        assert line["staleness/max"] <= 1
+        assert line.get("dropped/stale", 0) <= line.get("dropped/total", 0)
+        assert line["rollout/samples"] > 0
+
+
+def test_a_resumed_run_begins_with_fresh_completions(
+    values: dict[str, Any],
+) -> None:
+    ahead = {"rollout": {**values["rollout"], "max_staleness": 1}, "save_steps": 3}
+    run_cut_off(values, in_step=4, **ahead)
+    folder, _ = run_here(values, resume_from_checkpoint=True, **ahead)
+    found = journal(folder.parent)
+    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+    assert found[3]["staleness/max"] == 0
+    assert found[3]["teacher/math/importance_ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert found[4]["staleness/max"] == 1

@@ -1,0 +1,57 @@
+"""A stock vLLM server is a teacher like any other: its tokenizer comes from files."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mopd_client.pool import TeacherPool
+from mopd_client.services.vllm import OpenAIService
+from mopd_client.teacher_client import TeacherClient
+from mopd_client.tokenizers.folder import read_folder_tokenizer
+from mopd_losses.projection.cache import ProjectionCache
+from mopd_trainer.teachers.connect import meet_teachers
+from mopd_trainer.teachers.scoring import Scorer
+from tests import tiny_models
+from tests.client.scripted_vllm import COMPLETIONS, ScriptedVllm
+from tests.trainer.in_process import teacher_config
+from tests.trainer.students import ids_of, rollout
+from tests.trainer.teachers.test_scoring import IDENTITY
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize("loss", ["ctkd", "topk_kl"])
+async def test_a_stock_server_judges_what_the_student_wrote(tmp_path: Path, loss: str) -> None:
+    same = loss == "topk_kl"
+    own = tiny_models.digit_tokenizer() if same else tiny_models.whole_number_tokenizer()
+    own.save_pretrained(tmp_path)
+    tokenizer = read_folder_tokenizer(str(tmp_path))
+    server = ScriptedVllm(tokenizer.tokenizer, width=tokenizer.table.size)
+    config = teacher_config(kind="openai", tokenizer=str(tmp_path), loss={"type": loss})
+    service = OpenAIService(str(tmp_path))
+    client = TeacherClient("math", config.url, service=service, transport=server.transport)
+    rollouts = [
+        rollout("digit", ids_of("digit", "12 + 30 = 42", "<|end|>"), index=0),
+        rollout("digit", ids_of("digit", "x9" * 200), index=1),
+    ]
+    async with TeacherPool({"math": client}) as pool:
+        met = await meet_teachers(
+            pool, {"math": config}, IDENTITY, ProjectionCache(), {}, wait_seconds=600.0
+        )
+        scorer = Scorer(pool, met, IDENTITY.table)
+        [example] = await scorer.score(rollouts)
+
+    assert met["math"].path == COMPLETIONS
+    assert scorer.dropped == {"math/too_long": 1, "total": 1}
+    [judgement] = example.judgements
+    expected = [*tokenizer.encoder.encode("12 + 30 = 42"), 0]
+    assert judgement.score.completion.token_ids.tolist() == expected
+    [asked] = [b["prompt"] for b in server.asked_for(COMPLETIONS) if len(b["prompt"]) != 4]
+    prompt = asked[: -len(expected)]
+    assert asked[len(prompt) :] == expected
+    last = server.row(asked[:-1])
+    np.testing.assert_allclose(
+        judgement.score.topk.logprobs[-1], np.sort(last)[::-1][: config.top_k], rtol=1e-6
+    )
+    assert len(judgement.alignment)

@@ -1,0 +1,137 @@
+"""Teachers read the first completions while the student still writes the last."""
+
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from mopd_protocol.samples import Prompt, Rollout
+from mopd_trainer.collection import collect
+from mopd_trainer.config.run import RolloutConfig
+from mopd_trainer.rollouts.source import Completed
+from mopd_trainer.rollouts.transformers_sampler import Sampler
+from mopd_trainer.student.student import Student
+from mopd_trainer.teachers.scoring import Scorer
+from tests.server.tiny_teachers import teacher_of
+from tests.trainer.in_process import Recorded, scorer_of, teacher_config
+from tests.trainer.students import QUESTION, model_of, student_of, tokenizer
+
+pytestmark = pytest.mark.anyio
+
+PROMPTS = [Prompt(index=index, messages=QUESTION, teachers={"math": 1.0}) for index in range(6)]
+
+
+def settings(**changes: object) -> RolloutConfig:
+    return RolloutConfig.model_validate(
+        {"max_new_tokens": 4, "generation_batch_size": 2, **changes}
+    )
+
+
+class WaitsForATeacher(Sampler):
+    """Writes its last generation batch only when a teacher has been asked about another."""
+
+    def __init__(self, student: Student, config: RolloutConfig, asked: threading.Event) -> None:
+        super().__init__(student, config, seed=0)
+        self._asked = asked
+
+    def sample(self, prompts: Sequence[Prompt], *, step: int, batch: int) -> list[Rollout]:
+        """As ``Sampler``; gives up on the teachers after five minutes."""
+        if batch == 2:
+            assert self._asked.wait(300), "no teacher was asked before the last batch was written"
+        return super().sample(prompts, step=step, batch=batch)
+
+
+@asynccontextmanager
+async def scorer_for(student: Student, transport: Recorded) -> AsyncIterator[Scorer]:
+    """One teacher, which reads ids, so that none of what a fresh student babbles is dropped."""
+    config = teacher_config(loss={"type": "topk_kl"})
+    async with scorer_of(student.identity, {"math": (transport, config)}) as scorer:
+        yield scorer
+
+
+def a_teacher() -> Recorded:
+    return Recorded(teacher_of(model_of("qwen", seed=1), tokenizer("digit")).app)
+
+
+async def test_scoring_begins_before_the_last_batch_is_written() -> None:
+    asked = threading.Event()
+    transport = a_teacher()
+    transport.on_scoring = asked.set
+    student = student_of()
+    async with scorer_for(student, transport) as scorer:
+        sampler = WaitsForATeacher(student, settings(), asked)
+        examples, _ = await collect(PROMPTS, sampler, scorer, 0)
+    assert [example.rollout.prompt.index for example in examples] == [0, 1, 2, 3, 4, 5]
+    assert [len(body["sequences"]) for body in transport.asked] == [2, 2, 2]
+
+
+async def test_a_prompt_is_sampled_as_often_as_asked_and_differently_each_time() -> None:
+    student = student_of()
+    sampler = Sampler(student, settings(samples_per_prompt=3), seed=0, version=5)
+    async with scorer_for(student, a_teacher()) as scorer:
+        examples, _ = await collect(PROMPTS[:2], sampler, scorer, 5)
+    assert [example.rollout.prompt.index for example in examples] == [0, 0, 0, 1, 1, 1]
+    assert len({tuple(e.rollout.completion.token_ids.tolist()) for e in examples}) == 6
+    assert {example.rollout.policy_version for example in examples} == {5}
+
+
+async def test_a_prompt_that_leaves_no_room_for_an_answer_is_dropped_and_counted() -> None:
+    student = student_of()
+    assert student.max_length == 256
+    long = Prompt(
+        index=9,
+        messages=(QUESTION[0].model_copy(update={"content": "x9" * 150}),),
+        teachers={"math": 1.0},
+    )
+    async with scorer_for(student, a_teacher()) as scorer:
+        sampler = Sampler(student, settings(), seed=0)
+        examples, metrics = await collect([PROMPTS[0], long], sampler, scorer, 0)
+        assert [example.rollout.prompt.index for example in examples] == [0]
+        assert metrics["dropped/prompt_too_long"] == 1
+        assert metrics["dropped/total"] == 1
+        _, after = await collect([PROMPTS[0]], sampler, scorer, 1)
+        assert "dropped/prompt_too_long" not in after
+        assert await collect([long], sampler, scorer, 2) == (
+            [],
+            {"dropped/prompt_too_long": 1.0, "dropped/total": 1.0},
+        )
+
+
+async def test_after_rollout_no_teacher_is_asked_before_all_is_written() -> None:
+    asked = threading.Event()
+    transport = a_teacher()
+    transport.on_scoring = asked.set
+    seen: list[bool] = []
+
+    class Watches(Sampler):
+        def sample(self, prompts: Sequence[Prompt], *, step: int, batch: int) -> list[Rollout]:
+            seen.append(asked.is_set())
+            return super().sample(prompts, step=step, batch=batch)
+
+    student = student_of()
+    async with scorer_for(student, transport) as scorer:
+        sampler = Watches(student, settings(), seed=0)
+        later, _ = await collect(PROMPTS, sampler, scorer, 0, scoring="after_rollout")
+        assert seen == [False] * 3
+        assert asked.is_set()
+        at_once, _ = await collect(PROMPTS, Sampler(student, settings(), seed=0), scorer, 0)
+    for one, other in zip(later, at_once, strict=True):
+        assert one.rollout.completion.token_ids.tolist() == (
+            other.rollout.completion.token_ids.tolist()
+        )
+
+
+async def test_examples_are_in_the_order_of_the_prompts_whatever_is_finished_first() -> None:
+    class Backwards(Sampler):
+        async def complete(
+            self, prompts: Sequence[Prompt], *, step: int
+        ) -> AsyncGenerator[Completed]:
+            found = [each async for each in super().complete(prompts, step=step)]
+            for each in reversed(found):
+                yield each
+
+    student = student_of()
+    async with scorer_for(student, a_teacher()) as scorer:
+        examples, _ = await collect(PROMPTS, Backwards(student, settings(), seed=0), scorer, 0)
+    assert [example.rollout.prompt.index for example in examples] == list(range(6))

@@ -1,0 +1,238 @@
+"""Whole runs whose teacher is asked about the student's own most likely ids, and their replays."""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from mopd_client.pool import TeacherPool
+from mopd_client.teacher_client import TeacherClient
+from mopd_losses.alignment.byte_alignment import align
+from mopd_losses.projection.matrix import ProjectionSettings
+from mopd_protocol.errors import ConfigError
+from mopd_protocol.samples import Rollout
+from mopd_trainer.config.run import RunConfig
+from mopd_trainer.config.teacher import TeacherConfig
+from mopd_trainer.data.prompts import read_prompts
+from mopd_trainer.run_folder.recording import RecordedSample, Recording
+from mopd_trainer.student.student import Student
+from tests import tiny_models
+from tests.reference import ctkd
+from tests.reference.projection import Dense, dense_projection
+from tests.reference.teacher_scores import completion_logprobs, next_token_logprobs
+from tests.server.tiny_teachers import TinyTeacher, teacher_of
+from tests.trainer.in_process import Recorded
+from tests.trainer.runs import questions, run_values, write_lines
+from tests.trainer.students import CPU, FAMILIES, encoder, model_of, table, tokenizer
+from tests.trainer.whole_runs import assert_same_weights, journal, run_here
+
+pytestmark = pytest.mark.slow
+
+TOP_K = 6
+STEPS = 8
+#: Loss, teacher's family, teacher's tokenizer.
+CASES = {
+    "same vocabulary": ("topk_kl", "qwen", "digit"),
+    "another vocabulary": ("ctkd", "llama", "sentencepiece"),
+}
+
+
+@pytest.fixture(params=list(CASES))
+def case(request: pytest.FixtureRequest) -> tuple[str, str, str]:
+    return CASES[request.param]
+
+
+def reader_of(family: str, lines: Sequence[str]) -> PreTrainedModel:
+    """A model that has read some lines, so that it writes text, and not bytes that are none."""
+    name = FAMILIES[family][1]
+    model = model_of(family).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(40):
+        ids = torch.tensor([encoder(name).encode(lines[step % len(lines)])])
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+@cache
+def student() -> Student:
+    """Whose weights each run begins with."""
+    lines = ["the quick brown fox", "7 + 4 = 11", "jumps over the lazy dog"]
+    return Student(reader_of("qwen", lines), tokenizer("digit"), CPU)
+
+
+@pytest.fixture
+def teacher(case: tuple[str, str, str]) -> TinyTeacher:
+    _, family, name = case
+    lines = ["the answer is 12", "over the lazy fox", "2 + 4 = 6, quick"]
+    return teacher_of(reader_of(family, lines), tokenizer(name))
+
+
+@pytest.fixture
+def asked(teacher: TinyTeacher, monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    """The runs' way to the teacher, which is in this process."""
+    transport = Recorded(teacher.app)
+
+    def pool(configs: Mapping[str, TeacherConfig], _: object, **_others: object) -> TeacherPool:
+        return TeacherPool(
+            {name: TeacherClient(name, c.url, transport=transport) for name, c in configs.items()}
+        )
+
+    monkeypatch.setattr("mopd_trainer.loop.teacher_pool", pool)
+    return transport
+
+
+@pytest.fixture
+def values(tmp_path: Path, case: tuple[str, str, str]) -> dict[str, Any]:
+    write_lines(tmp_path / "prompts.jsonl", questions(4, ["math"]))
+    folder = tiny_models.save(student().model, tokenizer("digit"), tmp_path / "student")
+    values = run_values(tmp_path, max_steps=STEPS)
+    values["student"] |= {"model": str(folder), "learning_rate": 3e-3}
+    values["rollout"]["samples_per_prompt"] = 2
+    values["logging"] = {"tensorboard": False, "record": True}
+    loss = {"type": case[0], "divergence": "reverse_kl"}
+    values["teachers"] = {
+        "math": {"url": "http://math", "support": "student_topk", "top_k": TOP_K, "loss": loss}
+    }
+    return values
+
+
+def recorded(values: dict[str, Any], step: int) -> list[RecordedSample]:
+    """The samples of a step, counted from 1."""
+    prompts = read_prompts(RunConfig.model_validate(values).data, ["math"])
+    return Recording(Path(values["output_dir"])).read(step, prompts, table("digit"))
+
+
+def dense_of(name: str) -> Dense:
+    return dense_projection(
+        table("digit"),
+        table(name),
+        encoder(name),
+        student_width=student().identity.logit_width,
+        settings=ProjectionSettings(),
+    )
+
+
+def places(sample: RecordedSample, name: str) -> list[tuple[int, int]]:
+    """Student row and teacher row of what is compared."""
+    if name == "digit":
+        return [(row, row) for row in range(len(sample.rollout.completion))]
+    # A text that the teacher reads, ended by its own token where the student has ended it.
+    alignment = align(sample.rollout.completion, sample.judgements[0].score.completion)
+    return list(
+        zip(alignment.student_starts.tolist(), alignment.teacher_starts.tolist(), strict=True)
+    )
+
+
+def rendered(sample: RecordedSample, name: str) -> list[int]:
+    """The prompt in the tokens of the teacher."""
+    messages = [message.model_dump() for message in sample.rollout.prompt.messages]
+    text = tokenizer(name).apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return tokenizer(name)(text, add_special_tokens=False)["input_ids"]
+
+
+def own_ids(rollout: Rollout) -> list[list[int]]:
+    """The student's most likely ids at each token, from its distribution there."""
+    real = np.flatnonzero(student().table.real_ids(student().identity.logit_width)).tolist()
+    prompt, ids = rollout.prompt_token_ids.tolist(), rollout.completion.token_ids.tolist()
+    rows = completion_logprobs(student().model, prompt, ids, real)
+    return [sorted(row, key=lambda token: -row[token])[:TOP_K] for row in rows]
+
+
+def counterparts(own: list[int], dense: Dense) -> list[int]:
+    """The teacher's ids that the student's are projected on, in their order, at most ``TOP_K``."""
+    found: dict[int, None] = {}
+    for token in own:
+        reached = [at for at, weight in enumerate(dense[token]) if weight > 0]
+        found |= dict.fromkeys(sorted(reached, key=lambda at: -dense[token][at]))
+    return list(found)[:TOP_K]
+
+
+def test_a_run_asks_about_the_students_ids_and_learns_from_them(
+    values: dict[str, Any], case: tuple[str, str, str], teacher: TinyTeacher, asked: Recorded
+) -> None:
+    name = case[2]
+    run_here(values)
+
+    samples = recorded(values, 1)
+    dense = dense_of(name)
+    assert len(samples) == 8
+    wanted: list[list[list[int]]] = []
+    total = 0.0
+    for sample in samples:
+        own = own_ids(sample.rollout)
+        assert sample.rollout.student_topk_ids is not None
+        assert sample.rollout.student_topk_ids.tolist() == own
+        rows: list[list[int]] = [[] for _ in range(len(sample.judgements[0].score.completion))]
+        for row, teacher_row in places(sample, name):
+            rows[teacher_row] = own[row] if name == "digit" else counterparts(own[row], dense)
+        wanted.append(rows)
+        total += divergence(sample, rows, dense, teacher, name)
+    first = [sequence["candidate_ids"] for sequence in asked.sequences[: len(samples)]]
+    assert sorted(first) == sorted(wanted)
+    assert any(len(row) == TOP_K for rows in wanted for row in rows)
+
+    lines = journal(Path(values["output_dir"]))
+    tokens = sum(len(sample.rollout.completion) for sample in samples)
+    assert lines[0]["loss"] == pytest.approx(total / tokens, rel=1e-4)
+    found = [line["loss"] for line in lines]
+    assert np.mean(found[-3:]) < 0.5 * np.mean(found[:3]), found
+    for body in asked.asked:
+        assert all("candidate_ids" in sequence for sequence in body["sequences"])
+
+
+def divergence(
+    sample: RecordedSample,
+    rows: list[list[int]],
+    dense: Dense,
+    teacher: TinyTeacher,
+    name: str,
+) -> float:
+    """Nats: the sum over what is compared, from both whole distributions on the asked ids."""
+    rollout, scored = sample.rollout, sample.judgements[0].score.completion
+    real = student().table.real_ids(student().identity.logit_width).tolist()
+    prompt, ids = rollout.prompt_token_ids.tolist(), rollout.completion.token_ids.tolist()
+    theirs = rendered(sample, name)
+    total = 0.0
+    for row, teacher_row in places(sample, name):
+        with torch.no_grad():
+            logits = student().model(torch.tensor([prompt + ids[:row]])).logits[0, -1].tolist()
+        context = [*theirs, *scored.token_ids.tolist()[:teacher_row]]
+        whole = next_token_logprobs(teacher.model, context, teacher.real_ids)
+        kept = {token: float(np.exp(whole[token])) for token in rows[teacher_row]}
+        rest = 1.0 - sum(kept.values())
+        total += ctkd.place(logits, real, dense, kept, rest, forward=False).value
+    return total
+
+
+def test_a_replay_compares_on_the_recorded_ids(
+    tmp_path: Path, values: dict[str, Any], asked: Recorded
+) -> None:
+    live, _ = run_here(values, max_steps=3)
+    before = len(asked.asked)
+    again = {
+        **values,
+        "max_steps": 3,
+        "output_dir": str(tmp_path / "replay"),
+        "replay": values["output_dir"],
+        "logging": {"tensorboard": False},
+    }
+    replayed, _ = run_here(again)
+
+    assert len(asked.asked) == before
+    assert_same_weights(replayed, live)
+    assert [line["loss"] for line in journal(tmp_path / "replay")] == [
+        line["loss"] for line in journal(tmp_path / "run")
+    ]
+    again["output_dir"] = str(tmp_path / "another")
+    again["teachers"]["math"] = {**values["teachers"]["math"], "support": "teacher_topk"}
+    with pytest.raises(
+        ConfigError, match=r"teachers\.math\.support is 'teacher_topk', but teacher"
+    ):
+        run_here(again)

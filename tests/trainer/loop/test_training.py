@@ -1,0 +1,199 @@
+"""Whole runs: two teacher services with tokenizers of their own, and a trainer that is killed."""
+
+import asyncio
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from mopd_protocol.errors import DataError
+from mopd_trainer.cli.check import check
+from mopd_trainer.config.loading import load_run
+from mopd_trainer.config.run import RunConfig
+from mopd_trainer.loop import train
+from tests.trainer.runs import questions, run_values, write_lines, write_run
+from tests.trainer.students import QUESTION
+from tests.trainer.whole_runs import assert_same_weights, journal, run_cut_off, run_here, weights
+
+pytestmark = pytest.mark.slow
+
+MOPD = Path(sys.executable).parent / "mopd"
+STEPS = 6
+#: ``mopd`` with the arguments that it is given, killed where step 4 would change the weights.
+KILLED_IN_STEP_4 = """
+import os, signal, sys
+from mopd_trainer.training.learner import Learner
+from mopd_trainer.cli.main import main
+
+honest = Learner.update
+
+def update(self, *batches, **told):
+    if told["step"] + 1 == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return honest(self, *batches, **told)
+
+Learner.update = update
+main(sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def values(tmp_path: Path, models: dict[str, Path], addresses: dict[str, str]) -> dict[str, Any]:
+    """A run of a few steps; each teacher is asked once a step, so that its batches are the same."""
+    lines: list[object] = [*questions(5), {"prompt": "?", "teacher": {"math": 1, "code": 3}}]
+    write_lines(tmp_path / "prompts.jsonl", lines)
+    values = run_values(tmp_path, max_steps=STEPS, save_steps=2)
+    values["student"]["model"] = str(models["student"])
+    values["teachers"] = {
+        "math": {"url": addresses["math"], "top_k": 8},
+        "code": {"url": addresses["code"], "top_k": 8, "loss": {"divergence": "reverse_kl"}},
+    }
+    values["teachers"]["code"]["loss"]["type"] = "ctkd"
+    return values
+
+
+@pytest.fixture
+def uninterrupted(tmp_path: Path, values: dict[str, Any]) -> Path:
+    """The finished student of a run that nothing happened to."""
+    return run_here(values, output_dir=str(tmp_path / "uninterrupted"))[0]
+
+
+def test_a_run_leaves_a_student_a_journal_and_checkpoints(
+    tmp_path: Path, models: dict[str, Path], values: dict[str, Any]
+) -> None:
+    folder, told = run_here(values)
+    output = tmp_path / "run"
+    assert folder == output / "final"
+    assert (output / "report.html").is_file()
+    before, after = weights(models["student"]), weights(folder)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    loaded = AutoTokenizer.from_pretrained(folder)
+    assert loaded.apply_chat_template([QUESTION[0].model_dump()], tokenize=False)
+
+    lines = journal(output)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for line in lines:
+        assert math.isfinite(line["loss"])
+        assert line["loss"] > 0
+        fractions = [line[f"teacher/{name}/token_fraction"] for name in ("math", "code")]
+        assert math.fsum(fractions) == pytest.approx(1.0)
+        assert line["tokens/trained"] > 0
+    assert told.count(f"/{STEPS}  loss ") == STEPS
+    samples = [min(2, int(line["rollout/samples"])) for line in lines]
+    assert (output / "completions.jsonl").read_bytes().count(b"\n") == sum(samples)
+    assert [*(output / "tensorboard").glob("events.out.*")]
+    found = sorted(path.name for path in (output / "checkpoints").iterdir())
+    assert found == ["step-00000002", "step-00000004", "step-00000006"]
+    assert load_run(output / "config.yaml") == RunConfig.model_validate(values)
+    assert not list(output.rglob("*.part"))
+
+
+def test_a_check_prints_who_teaches_and_writes_nothing(
+    tmp_path: Path, values: dict[str, Any], addresses: dict[str, str]
+) -> None:
+    told = StringIO()
+    before = sorted(tmp_path.rglob("*"))
+    asyncio.run(check(RunConfig.model_validate(values), Console(file=told, width=200)))
+    assert f"{STEPS} steps of 4 completions from 6 prompts" in told.getvalue()
+    for name, address in addresses.items():
+        assert f"teacher {name}" in told.getvalue()
+        assert address in told.getvalue()
+    assert "ctkd reverse_kl on its top 8, weight 1, 3 prompts" in told.getvalue()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_teachers_name_is_told_as_it_is(values: dict[str, Any]) -> None:
+    """What looks like markup of the console is none."""
+    settings = values["teachers"]["math"]
+    for name in ("[/b]", "[bold]"):
+        teachers = {**values["teachers"], name: settings}
+        told = StringIO()
+        config = RunConfig.model_validate({**values, "teachers": teachers})
+        asyncio.run(check(config, Console(file=told, width=200)))
+        assert f"teacher {name} " in told.getvalue()
+
+
+def test_a_run_outlives_who_reads_what_it_tells(tmp_path: Path, values: dict[str, Any]) -> None:
+    path = write_run(tmp_path, values)
+    with subprocess.Popen(
+        [MOPD, "train", path],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+    ) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stderr is not None
+        assert trainer.stdout.readline()
+        trainer.stdout.close()  # as `| head -1` does
+        assert trainer.stderr.read() == ""
+        assert trainer.wait() == 0
+    assert (Path(values["output_dir"]) / "final").is_dir()
+
+
+def test_a_killed_trainer_goes_on_as_if_nothing_had_happened(
+    tmp_path: Path, values: dict[str, Any], uninterrupted: Path
+) -> None:
+    path = write_run(tmp_path, values)
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED_IN_STEP_4, "train", path],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as trainer:
+        told, _ = trainer.communicate()
+    assert trainer.returncode == -signal.SIGKILL, told
+    assert f"step 3/{STEPS}  loss " in told
+    with pytest.raises(ProcessLookupError):
+        os.killpg(trainer.pid, 0)  # nothing that it started is left
+    output = tmp_path / "run"
+    assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000002"]
+    assert [line["step"] for line in journal(output)] == [1, 2, 3]
+    assert not (output / "final").exists()
+
+    folder, told = run_here(values, resume_from_checkpoint=True)
+    assert "resumed after step 2" in told
+    assert [line["step"] for line in journal(output)] == list(range(1, STEPS + 1))
+    assert_same_weights(folder, uninterrupted)
+    expected = [line["loss"] for line in journal(uninterrupted.parent)]
+    assert [line["loss"] for line in journal(output)] == expected
+
+
+def test_a_run_that_fails_between_checkpoints_repeats_no_step(
+    tmp_path: Path, values: dict[str, Any], uninterrupted: Path
+) -> None:
+    run_cut_off(values, in_step=4)
+    output = tmp_path / "run"
+    assert [line["step"] for line in journal(output)] == [1, 2, 3]
+    folder, told = run_here(values, resume_from_checkpoint=True)
+    assert "resumed after step 2" in told
+    assert [line["step"] for line in journal(output)] == list(range(1, STEPS + 1))
+    assert_same_weights(folder, uninterrupted)
+
+
+def test_a_finished_run_goes_on_only_with_the_teachers_that_it_had(
+    tmp_path: Path, values: dict[str, Any], addresses: dict[str, str]
+) -> None:
+    run_here(values, max_steps=2)
+    swapped = json.loads(json.dumps(values))
+    swapped["teachers"]["math"]["url"] = addresses["code"]
+    again = {"max_steps": 3, "resume_from_checkpoint": True, "accept_changed_settings": True}
+    config = RunConfig.model_validate({**swapped, **again})
+    for command in (train, check):
+        with pytest.raises(DataError, match=r"teacher 'math' has manifest .*, expected "):
+            asyncio.run(command(config, Console(file=StringIO())))
+    assert [line["step"] for line in journal(tmp_path / "run")] == [1, 2]
+    run_here(swapped, **again, accept_changed_teachers=True)
+    assert [line["step"] for line in journal(tmp_path / "run")] == [1, 2, 3]

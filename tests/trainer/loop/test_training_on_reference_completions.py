@@ -1,0 +1,195 @@
+"""Whole runs on reference answers: plain SFT, teachers that read them, and both sources at once."""
+
+import asyncio
+import json
+import math
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from mopd_protocol.errors import DataError
+from mopd_protocol.samples import Message
+from mopd_trainer.cli.check import check
+from mopd_trainer.config.run import RunConfig
+from mopd_trainer.student.student import Student
+from tests.reference.sampling import greedy
+from tests.trainer.runs import run_values, write_lines
+from tests.trainer.students import CPU, table, tokenizer
+from tests.trainer.whole_runs import assert_same_weights, journal, run_cut_off, run_here
+
+pytestmark = pytest.mark.slow
+
+SOLVED = {"1 + 2 =": "3", "2 + 5 =": "7", "add": "def add(a, b)", "fox": "the quick brown fox"}
+
+
+def solved_lines(teachers: tuple[str, ...] = ("math", "code")) -> list[object]:
+    return [
+        {"prompt": question, "solution": answer, "teacher": teachers[at % len(teachers)]}
+        for at, (question, answer) in enumerate(SOLVED.items())
+    ]
+
+
+@pytest.fixture
+def values(tmp_path: Path, models: dict[str, Path]) -> dict[str, Any]:
+    """Plain SFT on four answers, with nobody to ask."""
+    write_lines(tmp_path / "prompts.jsonl", solved_lines())
+    values = run_values(tmp_path, teachers={}, logging={"tensorboard": False})
+    values["data"] |= {"source": "answers", "answer_key": "solution"}
+    values["student"] |= {"model": str(models["student"]), "distill_loss_weight": 0.0}
+    values["rollout"]["max_new_tokens"] = 20
+    return values
+
+
+def taught(values: dict[str, Any], addresses: dict[str, str]) -> dict[str, Any]:
+    teachers = {name: {"url": url, "top_k": 16} for name, url in addresses.items()}
+    return {**values, "teachers": teachers}
+
+
+def test_plain_sft_learns_the_answers_and_asks_nobody(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    values["student"] |= {"learning_rate": 1e-2, "weight_decay": 0.0}
+    folder, told = run_here(values, max_steps=60)
+    lines = journal(tmp_path / "run")
+    losses = [line["sft/loss_per_token"] for line in lines]
+    assert losses[0] > 5  # a fresh model knows nothing of 420 tokens: ln 420 = 6.04
+    assert losses[-1] < 0.05
+    assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-5)
+    assert lines[0]["answers/samples"] == 4
+    assert lines[0]["answers/tokens"] == lines[0]["tokens/trained"]
+    assert lines[0]["rollout/samples"] == 0
+    assert not [key for key in lines[0] if key.startswith("teacher/")]
+    assert "loss 0.0" in told
+    assert "(sft 0.0" in told
+
+    student = AutoModelForCausalLM.from_pretrained(folder)
+    reader = Student(student, tokenizer("digit"), CPU)
+    real = table("digit").present.nonzero()[0].tolist()
+    for question, answer in SOLVED.items():
+        prompt = reader.prompt_token_ids((Message(role="user", content=question),))
+        written = greedy(student, prompt, real, table("digit").roles.ending, 20)
+        assert table("digit").sequence(written).text.decode() == answer
+
+
+def test_a_teacher_that_reads_answers_is_learnt_from(
+    tmp_path: Path, values: dict[str, Any], addresses: dict[str, str]
+) -> None:
+    """Off-policy distillation: the student never writes, and comes closer all the same."""
+    values = taught(values, addresses)
+    values["student"] |= {"learning_rate": 1e-2, "distill_loss_weight": 1.0}
+    run_here(values, max_steps=40)
+    lines = journal(tmp_path / "run")
+    for name in addresses:
+        losses = [line[f"teacher/{name}/loss_per_token"] for line in lines]
+        assert losses[-1] < 0.5 * losses[0]
+        assert lines[-1][f"teacher/{name}/scored_tokens"] > 0
+    assert {line["rollout/samples"] for line in lines} == {0}
+    # A fresh teacher knows none of these answers, and neither does who learns from it alone.
+    assert lines[-1]["sft/loss_per_token"] > 3
+
+
+def mixed(values: dict[str, Any], addresses: dict[str, str]) -> dict[str, Any]:
+    values = taught(values, addresses)
+    values["data"]["on_policy_fraction"] = 0.5
+    values["student"]["distill_loss_weight"] = 0.4
+    # A fresh student babbles bytes: some of what it writes has nothing that a teacher can read.
+    values["rollout"]["samples_per_prompt"] = 6
+    return {**values, "max_steps": 6, "save_steps": 2}
+
+
+def test_a_resumed_mixture_goes_on_as_if_nothing_had_happened(
+    tmp_path: Path,
+    values: dict[str, Any],
+    addresses: dict[str, str],
+) -> None:
+    values = mixed(values, addresses)
+    uninterrupted, _ = run_here(values, output_dir=str(tmp_path / "uninterrupted"))
+    run_cut_off(values, in_step=4)
+    folder, told = run_here(values, resume_from_checkpoint=True)
+    assert "resumed after step 2" in told
+    assert_same_weights(folder, uninterrupted)
+    found, expected = journal(tmp_path / "run"), journal(tmp_path / "uninterrupted")
+    for key in ("loss", "sft/loss_per_token", "answers/tokens", "rollout/tokens"):
+        assert [line[key] for line in found] == [line[key] for line in expected]
+    assert [line["answers/samples"] for line in found] == [2] * 6
+    assert all(0 < line["rollout/samples"] <= 12 for line in found)
+    assert all(math.isfinite(line["sft/loss_per_token"]) for line in found)
+
+
+def test_completions_say_whose_they_are(
+    tmp_path: Path, values: dict[str, Any], addresses: dict[str, str]
+) -> None:
+    run_here({**mixed(values, addresses), "max_steps": 2, "logging": {"completions": 1}})
+    text = (tmp_path / "run" / "completions.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [line["source"] for line in lines] == ["answers", "rollout"] * 2
+    for line in lines[::2]:
+        assert line["completion"] == SOLVED[line["prompt"][0]["content"]]
+        assert line["finish_reason"] == "stop"
+        assert len(line["teachers"]) == 1
+
+
+def test_without_distillation_only_the_students_own_completions_are_judged(
+    tmp_path: Path, values: dict[str, Any], addresses: dict[str, str]
+) -> None:
+    values = mixed(values, addresses)
+    values["student"]["distill_loss_weight"] = 0.0
+    run_here(values, max_steps=2)
+    for line in journal(tmp_path / "run"):
+        judged = sum(line[f"teacher/{name}/tokens"] for name in addresses)
+        assert judged == line["rollout/tokens"] > 0
+        assert line["answers/tokens"] > 0
+
+
+def test_answers_that_are_too_long_are_dropped_and_counted(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    values["rollout"]["max_new_tokens"] = 4
+    run_here(values)
+    for line in journal(tmp_path / "run"):
+        assert line["dropped/answer_too_long"] == 2
+        assert line["answers/samples"] == 2
+
+
+def plan_of(values: dict[str, Any]) -> str:
+    told = StringIO()
+    asyncio.run(check(RunConfig.model_validate(values), Console(file=told, width=300)))
+    return told.getvalue()
+
+
+def test_a_check_says_who_completes_and_who_is_not_asked(
+    values: dict[str, Any], addresses: dict[str, str]
+) -> None:
+    told = plan_of(values)
+    assert "every prompt with a reference answer: cross entropy (SFT), read by no teacher" in told
+    assert "about 0.0 MB of scores a step" in told
+    nobody = {"math": {"url": "http://127.0.0.1:9"}}  # to contact it would fail
+    assert "math not contacted (student.distill_loss_weight is 0)" in plan_of(
+        {**values, "teachers": nobody}
+    )
+    told = plan_of(mixed(values, addresses))
+    assert (
+        "50% of prompts with a reference answer: cross entropy 0.6, distillation 0.4; the others "
+        "with the student's own: distillation alone"
+    ) in told
+    assert "ctkd forward_kl on its top 16, weight 1, 2 prompts" in told
+
+
+def test_a_prompt_that_the_student_cannot_read_ends_a_run_before_its_first_step(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    template = Path(values["student"]["model"]) / "chat_template.jinja"
+    refusing = "{% if messages[0].content == 'fox' %}{{ raise_exception('no foxes') }}{% endif %}"
+    whole = template.read_text()
+    template.write_text(refusing + whole)
+    try:
+        for command in (run_here, plan_of):
+            with pytest.raises(DataError, match=r"prompts.jsonl: prompt 4: .*user: no foxes"):
+                command(values)
+    finally:
+        template.write_text(whole)
+    assert not (tmp_path / "run").exists()

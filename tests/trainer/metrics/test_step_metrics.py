@@ -1,0 +1,110 @@
+"""What a step is measured by, against plain Python."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mopd_client.transport.counters import Counters
+from mopd_losses.core.loss_output import LossOutput
+from mopd_trainer.data.examples import TrainingExample
+from mopd_trainer.metrics.step_metrics import LossMeasurements, rollout_metrics, teacher_metrics
+from tests.trainer.judged import example
+from tests.trainer.students import ids_of, rollout
+
+NAMES = ("math", "code", "idle")
+
+
+def examples() -> list[TrainingExample]:
+    written = [
+        (("12 + 30", "<|end|>"), {"math": 1.0}),
+        (("def add", "<|pad|>", "(a)"), {"code": 1.0}),
+        (("7 的", b"\xff", "ab"), {"math": 1.0, "code": 3.0}),
+    ]
+    return [
+        example(rollout("digit", ids_of("digit", *pieces), teachers=teachers, index=index))
+        for index, (pieces, teachers) in enumerate(written)
+    ]
+
+
+def measured() -> dict[str, float]:
+    losses = {"math": LossMeasurements(), "code": LossMeasurements()}
+    losses["math"].add(LossOutput(torch.tensor([1.0, 2.0])))
+    losses["math"].add(LossOutput(torch.tensor([0.5])))
+    losses["code"].add(LossOutput(torch.tensor([4.0])))
+    counters = {name: Counters() for name in NAMES}
+    counters["math"] = Counters(2, 3, 0, 11, [1.0, 2.0, 9.0], hedges_won=4, fallbacks=5, waits=6)
+    return teacher_metrics(examples(), losses, counters)
+
+
+def tokens(*chosen: int) -> int:
+    return sum(len(examples()[at].rollout.completion) for at in chosen)
+
+
+def test_losses_are_per_token_and_per_byte_of_the_teachers_own_samples() -> None:
+    found = measured()
+    assert found["teacher/math/tokens"] == tokens(0, 2)
+    assert found["teacher/math/loss_per_token"] == pytest.approx(3.5 / tokens(0, 2))
+    assert found["teacher/code/loss_per_token"] == pytest.approx(4.0 / tokens(1, 2))
+    spelled = len(b"12 + 30") + len("7 的".encode()) + 3
+    assert found["teacher/math/loss_per_byte"] == pytest.approx(3.5 / spelled)
+
+
+def test_token_fractions_are_shares_that_sum_to_one() -> None:
+    found = measured()
+    fractions = {name: found[f"teacher/{name}/token_fraction"] for name in NAMES}
+    assert math.fsum(fractions.values()) == pytest.approx(1.0)
+    assert fractions["math"] == pytest.approx((tokens(0) + 0.25 * tokens(2)) / tokens(0, 1, 2))
+    assert fractions["idle"] == 0
+
+
+def test_the_alignment_ratio_is_the_share_of_bytes_in_spans() -> None:
+    found = measured()
+    assert found["teacher/math/alignment_ratio"] == 1  # it reads the student's ids
+    # All of the second (its control token as eight bytes of text); the third up to the 0xff.
+    whole, cut = len("def add<|pad|>(a)"), len("7 的".encode())
+    assert found["teacher/code/alignment_ratio"] == pytest.approx((whole + cut) / (whole + cut + 3))
+    assert found["teacher/code/literal_controls"] == 1
+    assert found["teacher/code/unsent_bytes"] == 3
+
+
+def test_a_teacher_without_a_sample_was_not_measured() -> None:
+    found = measured()
+    for key in ("loss_per_token", "loss_per_byte", "alignment_ratio", "score_seconds_p50"):
+        assert math.isnan(found[f"teacher/idle/{key}"]), key
+    assert found["teacher/idle/tokens"] == 0
+
+
+def test_counters_are_told() -> None:
+    found = measured()
+    assert found["teacher/math/retries"] == 3
+    assert found["teacher/math/scored_tokens"] == 11
+    assert [found[f"teacher/math/{n}"] for n in ("hedges_won", "fallbacks", "waits")] == [4, 5, 6]
+    assert found["teacher/code/breaker_openings"] == found["teacher/code/cache_hits"] == 0
+    assert found["teacher/math/score_seconds_p50"] == 2.0
+    assert found["teacher/math/score_seconds_p95"] == pytest.approx(8.3)
+
+
+def test_masses_are_means_and_the_first_percentile_over_all_micro_batches() -> None:
+    generator = np.random.default_rng(0)
+    parts = [generator.uniform(size=size).astype(np.float32) for size in (30, 1, 70)]
+    loss = LossMeasurements()
+    for part in parts:
+        vectors = {"teacher_mass": torch.tensor(part), "student_mass": torch.tensor(part / 2)}
+        loss.add(LossOutput(torch.zeros(len(part), requires_grad=True), vectors))
+    found = loss.metrics()
+    ordered = sorted(float(value) for part in parts for value in part)
+    # The first percentile of 101 values is exactly the second smallest.
+    assert found["teacher_mass_p1"] == pytest.approx(ordered[1])
+    assert found["teacher_mass_mean"] == pytest.approx(math.fsum(ordered) / 101)
+    assert found["student_mass_mean"] == pytest.approx(math.fsum(ordered) / 202)
+    assert loss.nats == 0
+
+
+def test_rollouts_are_told_by_length_end_and_age() -> None:
+    found = rollout_metrics(examples(), step=3)
+    assert found["rollout/samples"] == 3
+    assert found["rollout/completion_tokens_mean"] == pytest.approx(tokens(0, 1, 2) / 3)
+    assert found["rollout/finished_share"] == pytest.approx(1 / 3)
+    assert found["staleness/mean"] == found["staleness/max"] == 3

@@ -1,0 +1,76 @@
+"""Seconds by phase, when phases overlap."""
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mopd_trainer.metrics.timers import Phase, PhaseClock
+
+
+class Told:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def test_teachers_are_waited_for_while_nothing_is_written() -> None:
+    now = Told()
+    clock = PhaseClock(now)
+    now.seconds += 1  # nothing goes on
+    with clock.phase("score"), clock.phase("score"):
+        with clock.phase("sample"):
+            now.seconds += 3
+        now.seconds += 1  # a wait
+    with clock.phase("train"):
+        now.seconds += 2
+    assert clock.take() == {
+        "time/sample": 3.0,
+        "time/score": 4.0,
+        "time/wait": 1.0,
+        "time/train": 2.0,
+        "time/push": 0.0,
+        "time/step": 7.0,
+        "time/hidden_share": 0.75,
+    }
+    assert math.isnan(clock.take()["time/hidden_share"])
+
+
+def test_a_phase_that_goes_on_is_shared_between_two_questions() -> None:
+    now = Told()
+    clock = PhaseClock(now)
+    with clock.phase("sample"):
+        now.seconds += 2
+        assert clock.take()["time/sample"] == 2
+        now.seconds += 5
+    assert clock.take()["time/sample"] == 5
+
+
+PHASES = st.sampled_from(("sample", "score", "train"))
+
+
+@given(st.lists(st.tuples(PHASES, st.integers(1, 9), st.integers(1, 9))))
+def test_a_phase_lasts_as_long_as_the_union_of_its_spans(
+    spans: list[tuple[Phase, int, int]],
+) -> None:
+    now = Told()
+    clock = PhaseClock(now)
+    held = {at: clock.phase(name) for at, (name, _, _) in enumerate(spans)}
+    covered: dict[str, set[int]] = {"sample": set(), "score": set(), "train": set()}
+    for name, start, length in spans:
+        covered[name] |= set(range(start, start + length))
+    for second in range(20):
+        for at, (_, start, length) in enumerate(spans):
+            if second == start:
+                held[at].__enter__()
+            if second == start + length:
+                held[at].__exit__(None, None, None)
+        now.seconds += 1
+    found = clock.take()
+    for name, seconds in covered.items():
+        assert found[f"time/{name}"] == len(seconds)
+    assert found["time/wait"] == len(covered["score"] - covered["sample"])

@@ -1,0 +1,125 @@
+"""The losses of a shown completion's tokens, however it was packed, and how they are written."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mopd_losses.core.loss_output import LossOutput
+from mopd_losses.core.student_rows import DenseRows
+from mopd_losses.topk.topk_targets import topk_targets
+from mopd_trainer.data.examples import TrainingExample
+from mopd_trainer.data.packing import pack
+from mopd_trainer.metrics.token_losses import TokenLosses, rounded, token_losses
+from mopd_trainer.run_folder.journal import COMPLETIONS, Journal
+from mopd_trainer.student.student import Student
+from tests.trainer.judged import example, losses_for
+from tests.trainer.students import ids_of, rollout
+from tests.trainer.training.test_learner import double_student, examples, learner_of
+
+
+def by_hand(student: Student, one: TrainingExample) -> dict[str, list[float]]:
+    """Teacher -> nats of each token of an example, one context at a time; NaN inside spans."""
+    losses = losses_for(student, {"code": "reverse_kl"})
+    real_ids = torch.tensor(student.table.real_ids(student.identity.logit_width))
+    prompt = one.rollout.prompt_token_ids.tolist()
+    ids = one.rollout.completion.token_ids.tolist()
+    rows = [
+        student.model(torch.tensor([[*prompt, *ids[:row]]])).logits[0, -1]
+        for row in range(len(ids))
+    ]
+    found: dict[str, list[float]] = {}
+    for judgement in one.judgements:
+        targets = topk_targets(judgement.alignment, judgement.score.topk)
+        values = losses[judgement.teacher](DenseRows(torch.stack(rows), real_ids), targets)
+        starts = set(judgement.alignment.student_starts.tolist())
+        found[judgement.teacher] = [
+            value if at in starts else math.nan
+            for at, value in enumerate(values.per_token.tolist())
+        ]
+    return found
+
+
+def shown_losses(
+    student: Student, chosen: list[TrainingExample], shown: list[TrainingExample], budget: int
+) -> list[dict[str, TokenLosses]]:
+    """Of each shown example, by teacher, as a step tells them."""
+    batches = pack(chosen, tokens_per_micro_batch=budget, shown=shown)
+    tokens = sum(len(one.rollout.completion) for one in chosen)
+    _, losses = learner_of(student).update(batches, tokens=tokens, step=0)
+    return [
+        {name: loss.shown[number] for name, loss in losses.items() if number in loss.shown}
+        for number in range(len(shown))
+    ]
+
+
+@pytest.mark.parametrize("budget", [1, 60, 10_000])
+def test_a_shown_token_has_its_own_loss_by_each_of_its_teachers(budget: int) -> None:
+    chosen = examples()
+    shown = [chosen[2], chosen[0], chosen[3]]
+    expected = [by_hand(double_student(), one) for one in shown]
+    found = shown_losses(double_student(), chosen, shown, budget)
+
+    assert [set(told) for told in found] == [{"math", "code"}, {"math"}, {"code"}]
+    for told, wanted in zip(found, expected, strict=True):
+        for name, values in wanted.items():
+            np.testing.assert_allclose(told[name], values, rtol=1e-5)
+    inside = [math.isnan(value) for value in found[0]["code"].tolist()]
+    assert any(inside), "a character of several tokens should be one span for the other tokenizer"
+    assert not all(inside)
+
+
+def test_nothing_is_kept_of_what_is_not_shown() -> None:
+    assert shown_losses(double_student(), examples(), [], 60) == []
+
+
+def test_models_that_agree_to_the_last_bit_were_compared() -> None:
+    one = example(rollout("digit", ids_of("digit", "12 + 30"), teachers={"code": 1.0}))
+    [batch] = pack([one], tokens_per_micro_batch=60, shown=[one])
+    nothing = LossOutput(torch.zeros(batch.slots))
+    told = token_losses(nothing, batch.teachers["code"], batch.shown)[0]
+
+    # The student spells 1, 2, " +", " ", 3, 0, and the teacher 12, " +", " 30".
+    assert [math.isnan(value) for value in told.tolist()] == [True, True, False, True, True, True]
+
+
+def test_four_digits_are_kept() -> None:
+    values = np.array([0.123456, 12345.6, 1.23456e-7, np.nan, 0.0, -2.0], dtype=np.float32)
+    assert rounded(values) == [0.1235, 12350.0, 1.235e-07, None, 0.0, -2.0]
+    assert json.dumps(rounded(values)) == "[0.1235, 12350.0, 1.235e-07, null, 0.0, -2.0]"
+
+
+def test_the_tokens_of_a_written_completion_are_its_bytes(tmp_path: Path) -> None:
+    ids = ids_of("digit", "7 ", "的".encode(), b"\xff", "<|end|>")
+    one = example(rollout("digit", ids, teachers={"math": 1.0}))
+    nats = np.arange(len(ids), dtype=np.float32)
+    nats[1] = np.nan
+    with Journal(tmp_path, from_step=0, tensorboard=False) as journal:
+        journal.write_completion(1, one, {"math": nats, "code": None})
+    line = json.loads((tmp_path / COMPLETIONS).read_text())
+
+    spelled = [bytes.fromhex(each) for each in line["tokens"]["bytes"]]
+    assert line["tokens"]["ids"] == ids
+    assert spelled == [b"7", b" ", b"\xe7", b"\x9a", b"\x84", b"\xff", b""]
+    assert b"".join(spelled) == one.rollout.completion.text
+    assert line["tokens"]["marks"] == {"6": "end_of_turn"}
+    assert line["nats"] == {"math": [0.0, None, 2.0, 3.0, 4.0, 5.0, 6.0]}
+
+
+def test_of_a_long_completion_the_first_tokens_are_told(tmp_path: Path) -> None:
+    ids = [*ids_of("digit", "7" * 600), *ids_of("digit", "<|end|>")]
+    one = example(rollout("digit", ids, teachers={"math": 1.0}))
+    with Journal(tmp_path, from_step=0, tensorboard=False) as journal:
+        journal.write_completion(1, one, {"math": np.full(601, 0.12345, dtype=np.float32)})
+    text = (tmp_path / COMPLETIONS).read_text()
+    line = json.loads(text)
+
+    assert line["completion"] == "7" * 600
+    tokens, nats = line["tokens"], line["nats"]["math"]
+    assert tokens["count"] == 601
+    assert len(tokens["ids"]) == len(tokens["bytes"]) == len(nats) == 512
+    assert tokens["marks"] == {}
+    assert len(text) < 600 + 512 * 28 + 500

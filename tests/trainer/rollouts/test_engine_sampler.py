@@ -1,0 +1,103 @@
+"""Completions of a generation engine: each goes on at once, under the weights that were pushed."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from mopd_protocol.samples import Prompt
+from mopd_trainer.config.run import RolloutConfig
+from mopd_trainer.data.seeds import derived_seed
+from mopd_trainer.rollouts.engine_sampler import StreamedSampler
+from mopd_trainer.student.student import Sampled
+from tests.trainer.students import QUESTION, student_of
+
+pytestmark = pytest.mark.anyio
+
+PROMPTS = [Prompt(index=index, messages=QUESTION, teachers={"math": 1.0}) for index in range(3)]
+CONFIG = RolloutConfig(max_new_tokens=4, samples_per_prompt=2)
+STUDENT = student_of()
+
+
+class HeldEngine:
+    """A ``GenerationEngine`` that finishes a completion when it is told to."""
+
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+        self.held: list[asyncio.Future[None]] = []
+        self.pushes = 0
+        self.cancelled = 0
+
+    async def generate(self, prompt_ids: Sequence[int], *, seed: int) -> Sampled:
+        """One token, which is the number of the completion."""
+        number = len(self.seeds)
+        self.seeds.append(seed)
+        self.held.append(asyncio.get_running_loop().create_future())
+        try:
+            await self.held[number]
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return Sampled([number + 10], [-1.0])
+
+    async def push(self) -> None:
+        """Counts it."""
+        assert all(held.done() for held in self.held)
+        self.pushes += 1
+
+
+def sampler_of(engine: HeldEngine) -> StreamedSampler:
+    return StreamedSampler(engine, STUDENT, CONFIG, seed=7)
+
+
+async def test_a_completion_goes_on_when_it_is_finished_and_knows_its_place() -> None:
+    engine = HeldEngine()
+    completed = sampler_of(engine).complete(PROMPTS, step=4)
+    found: list[tuple[int, int, int]] = []
+    first = asyncio.ensure_future(anext(completed))
+    await asyncio.sleep(0.0)
+    while len(engine.held) < 6:
+        await asyncio.sleep(0.0)
+    for number in (3, 0, 5, 1, 2, 4):
+        engine.held[number].set_result(None)
+        each = await first if first else await anext(completed)
+        first = None
+        (rollout,) = each.rollouts
+        found.append((each.place, rollout.prompt.index, int(rollout.completion.token_ids[0])))
+    await completed.aclose()
+    assert found == [(n, n // 2, n + 10) for n in (3, 0, 5, 1, 2, 4)]
+    assert engine.seeds == [derived_seed(7, 4, place) for place in range(6)]
+    assert len(set(engine.seeds)) == 6
+
+
+async def test_weights_are_pushed_when_nothing_is_being_written() -> None:
+    engine = HeldEngine()
+    sampler = sampler_of(engine)
+    completed = sampler.complete(PROMPTS[:1], step=0)
+    first = asyncio.ensure_future(anext(completed))
+    while len(engine.held) < 2:
+        await asyncio.sleep(0.0)
+    pushing = asyncio.create_task(sampler.push(3))
+    for held in engine.held:
+        held.set_result(None)
+    old = [await first, *[each async for each in completed]]
+    await pushing
+    assert engine.pushes == 1
+    engine_again = sampler.complete(PROMPTS[:1], step=1)
+    new = asyncio.ensure_future(anext(engine_again))
+    while len(engine.held) < 4:
+        await asyncio.sleep(0.0)
+    engine.held[2].set_result(None)
+    assert [each.rollouts[0].policy_version for each in old] == [0, 0]
+    assert (await new).rollouts[0].policy_version == 3
+    await engine_again.aclose()
+    assert engine.cancelled == 1  # the one that nobody waits for any more
+
+
+async def test_a_prompt_without_room_is_counted_and_not_asked_for() -> None:
+    engine = HeldEngine()
+    config = CONFIG.model_copy(update={"max_new_tokens": 1000})
+    sampler = StreamedSampler(engine, STUDENT, config, seed=7)
+    assert [each async for each in sampler.complete(PROMPTS, step=0)] == []
+    assert sampler.take_dropped() == {"prompt_too_long": 6}
+    assert not engine.seeds

@@ -1,0 +1,98 @@
+"""A mixture of sources: how many prompts each gets, which ones, and that this is never random."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mopd_protocol.samples import Prompt, Rollout
+from mopd_trainer.rollouts.source import Completed, Mixture
+from tests.trainer.students import QUESTION, ids_of, rollout
+
+PROMPTS = [Prompt(index=index, messages=QUESTION, teachers={"math": 1.0}) for index in range(12)]
+
+
+@cache
+def written(text: str) -> Rollout:
+    """A completion that says this."""
+    return rollout("digit", ids_of("digit", text))
+
+
+class Told:
+    """A source that only remembers what it was asked to complete."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+        self.asked: dict[int, list[int]] = {}
+        self.version = 0
+
+    async def complete(self, prompts: Sequence[Prompt], *, step: int) -> AsyncGenerator[Completed]:
+        """A batch a prompt."""
+        self.asked[step] = [prompt.index for prompt in prompts]
+        for place in range(len(prompts)):
+            yield Completed(place, [written(self._reason)])
+
+    async def push(self, version: int) -> None:
+        """Remembers it."""
+        self.version = version
+
+    def take_dropped(self) -> Counter[str]:
+        """One sample, always."""
+        return Counter([self._reason])
+
+
+def asked(
+    share: float, steps: Sequence[int], *, count: int = 12, seed: int = 0
+) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Step -> prompts that the student answers, and those that the data does."""
+    rollouts, answers = Told("own"), Told("given")
+    mixture = Mixture(rollouts, answers, rollout_share=share, seed=seed)
+
+    async def complete() -> None:
+        for step in steps:
+            async for _ in mixture.complete(PROMPTS[:count], step=step):
+                pass
+
+    asyncio.run(complete())
+    return rollouts.asked, answers.asked
+
+
+@given(share=st.floats(0, 1), count=st.integers(1, 12), steps=st.integers(1, 30))
+def test_every_prompt_has_one_source_and_shares_are_kept(
+    share: float, count: int, steps: int
+) -> None:
+    own, given_ = asked(share, range(steps), count=count)
+    for step in range(steps):
+        assert sorted(own[step] + given_[step]) == list(range(count))
+        assert abs(len(own[step]) - share * count) <= 1
+        assert own[step] == sorted(own[step])  # in the step's own order
+    assert abs(sum(map(len, own.values())) - share * count * steps) <= 0.5 + 1e-9
+
+
+def test_what_a_step_takes_does_not_depend_on_the_steps_before() -> None:
+    whole, _ = asked(0.4, range(20))
+    assert asked(0.4, [13])[0][13] == whole[13]
+    assert asked(0.4, [13], seed=1)[0][13] != whole[13]
+
+
+def test_no_place_in_a_step_belongs_to_one_source() -> None:
+    own, _ = asked(0.5, range(40))
+    often = Counter(index for chosen in own.values() for index in chosen)
+    assert set(often) == set(range(12))
+    assert max(often.values()) < 40
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("share", [0.25, 0.75])
+async def test_answers_come_before_what_has_to_be_written(share: float) -> None:
+    mixture = Mixture(Told("own"), Told("given"), rollout_share=share, seed=0)
+    found = [each async for each in mixture.complete(PROMPTS, step=0)]
+    told = [each.rollouts[0].completion.text.decode() for each in found]
+    assert told == sorted(told)
+    assert [each.place for each in found] == list(range(12))
+    assert Counter(told) == {"given": 12 - 12 * share, "own": 12 * share}
+    assert mixture.take_dropped() == {"own": 1, "given": 1}

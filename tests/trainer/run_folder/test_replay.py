@@ -1,0 +1,193 @@
+"""What a run recorded is trained on again, with nobody to ask: the same loss, the same weights."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from mopd_protocol.errors import ConfigError, DataError, MopdError
+from mopd_trainer.cli.check import check
+from mopd_trainer.config.run import RunConfig
+from mopd_trainer.data.prompts import read_prompts
+from mopd_trainer.run_folder.recording import Recording, step_path
+from tests.trainer.runs import questions, run_values, write_lines
+from tests.trainer.students import table
+from tests.trainer.whole_runs import assert_same_weights, journal, run_cut_off, run_here
+
+pytestmark = pytest.mark.slow
+
+STEPS = 3
+NOBODY = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+def values(tmp_path: Path, models: dict[str, Path], addresses: dict[str, str]) -> dict[str, Any]:
+    """Half of the prompts with reference answers, and two teachers that read them too."""
+    lines: list[object] = [
+        {"prompt": f"{at} + 4 =", "solution": f"{at + 4}", "teacher": teacher}
+        for at, teacher in enumerate(["math", "code", {"math": 1, "code": 3}, "code", "math"])
+    ]
+    write_lines(tmp_path / "prompts.jsonl", lines)
+    values = run_values(tmp_path, max_steps=STEPS, save_steps=1)
+    values["data"] |= {"answer_key": "solution", "on_policy_fraction": 0.5}
+    values["student"] |= {"model": str(models["student"]), "distill_loss_weight": 0.5}
+    values["rollout"]["samples_per_prompt"] = 3
+    values["teachers"] = {
+        name: {"url": url, "top_k": 8, "loss": {"type": "ctkd"}} for name, url in addresses.items()
+    }
+    values["logging"] = {"tensorboard": False, "record": True}
+    return values
+
+
+def replayed(values: dict[str, Any], folder: Path, **changes: Any) -> dict[str, Any]:
+    """The same run on what was recorded, with teachers that are not there."""
+    teachers = {name: {**teacher, "url": NOBODY} for name, teacher in values["teachers"].items()}
+    return {
+        **values,
+        "output_dir": str(folder / "replay"),
+        "replay": values["output_dir"],
+        "teachers": teachers,
+        "logging": {"tensorboard": False},
+        **changes,
+    }
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in journal(folder)]
+
+
+def test_a_replay_with_the_same_loss_ends_with_the_same_weights(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    live, _ = run_here(values)
+    again, told = run_here(replayed(values, tmp_path))
+    assert f"every completion and its scores as {tmp_path / 'run'} recorded them" in told
+    assert_same_weights(again, live)
+    assert losses(tmp_path / "replay") == losses(tmp_path / "run")
+    for line, other in zip(journal(tmp_path / "replay"), journal(tmp_path / "run"), strict=True):
+        for key in ("answers/tokens", "rollout/tokens", "teacher/code/alignment_ratio"):
+            assert line[key] == other[key], key
+    shown = [(tmp_path / name / "completions.jsonl").read_bytes() for name in ("run", "replay")]
+    assert shown[0] == shown[1]
+    asyncio.run(check(RunConfig.model_validate(replayed(values, tmp_path / "x")), Console()))
+
+
+def test_a_step_of_which_all_is_dropped_is_left_out_and_recorded_as_such(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    long = [{**line, "prompt": "x9" * 150} for line in questions(4)]
+    write_lines(tmp_path / "prompts.jsonl", [*questions(4), *long, *questions(4)])
+    values["data"] = {"prompts": values["data"]["prompts"], "shuffle": False}
+    values["student"]["distill_loss_weight"] = 1.0
+    live, told = run_here(values)
+    found = journal(tmp_path / "run")
+    assert [line["update/skipped_empty"] for line in found] == [0, 1, 0]
+    assert [line["loss"] is None for line in found] == [False, True, False]
+    assert [line.get("dropped/prompt_too_long", 0) for line in found] == [0, 12, 0]
+    assert "step 2/3  nothing to learn from, left out" in told
+    again, _ = run_here(replayed(values, tmp_path))
+    assert_same_weights(again, live)
+    assert losses(tmp_path / "replay") == losses(tmp_path / "run")
+
+
+def test_a_replay_learns_from_what_was_recorded_with_another_loss_and_for_longer(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    live, _ = run_here(values)
+    other = replayed(values, tmp_path, max_steps=2 * STEPS)
+    other["teachers"]["code"]["loss"] = {"type": "gold"}
+    again, _ = run_here(other)
+    found = losses(tmp_path / "replay")
+    assert len(found) == 2 * STEPS
+    assert found[0] != losses(tmp_path / "run")[0]
+    assert found[STEPS] < found[0]  # the same completions, a second time
+    with pytest.raises(AssertionError):
+        assert_same_weights(again, live)
+
+
+def test_an_interrupted_recording_is_that_of_the_whole_run(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    run_here(values, output_dir=str(tmp_path / "whole"))
+    run_cut_off(values, in_step=3)
+    run_here(values, resume_from_checkpoint=str(tmp_path / "run" / "checkpoints" / "step-00000001"))
+    ours, theirs = (tmp_path / name / "recordings" for name in ("run", "whole"))
+    assert [path.name for path in sorted(ours.iterdir())] == [
+        "recording.json",
+        *(f"step-0000000{step}.safetensors" for step in (1, 2, 3)),
+    ]
+    for path in ours.iterdir():
+        assert path.read_bytes() == (theirs / path.name).read_bytes(), path.name
+
+
+def test_a_recording_takes_no_more_room_than_it_says(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    run_here(values)
+    prompts = read_prompts(RunConfig.model_validate(values).data, ["math", "code"])
+    recording = Recording(tmp_path / "run")
+    assert recording.steps == STEPS
+    for step in range(1, STEPS + 1):
+        bound = 8
+        for sample in recording.read(step, prompts, table("digit")):
+            rollout = sample.rollout
+            bound += 8 * (len(rollout.prompt_token_ids) + len(rollout.completion)) + 2_000
+            for judgement in sample.judgements:
+                topk, completion = judgement.score.topk, judgement.score.completion
+                bound += len(topk) * (16 + 8 * topk.k) + len(completion.text)
+        assert step_path(recording.folder, step).stat().st_size <= bound
+
+
+def another_student(values: dict[str, Any], folder: Path, models: dict[str, Path]) -> None:
+    values["student"]["model"] = str(models["math"])
+
+
+def other_data(values: dict[str, Any], folder: Path, models: dict[str, Path]) -> None:
+    path = write_lines(
+        folder / "other.jsonl", [{"prompt": "?", "solution": "!", "teacher": "math"}]
+    )
+    values["data"]["prompts"] = str(path)
+
+
+def another_top_k(values: dict[str, Any], folder: Path, models: dict[str, Path]) -> None:
+    values["teachers"]["code"]["top_k"] = 7
+
+
+def nothing_recorded(values: dict[str, Any], folder: Path, models: dict[str, Path]) -> None:
+    values["replay"] = str(folder)
+
+
+def a_damaged_step(values: dict[str, Any], folder: Path, models: dict[str, Path]) -> None:
+    path = step_path(Path(values["replay"]) / "recordings", 1)
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def test_a_replay_of_something_else_is_refused(
+    tmp_path: Path, values: dict[str, Any], models: dict[str, Path]
+) -> None:
+    """One recording for all the ways in which it can be the wrong one."""
+    run_here(values, max_steps=1)
+    Change = Callable[[dict[str, Any], Path, dict[str, Path]], None]
+    refusals: list[tuple[Change, type[MopdError], str]] = [
+        (another_student, ConfigError, "was written with tokenizer "),
+        (other_data, ConfigError, "was recorded on data "),
+        (another_top_k, ConfigError, "teachers.code.top_k is 7, but teacher 'code' was recorded "),
+        (nothing_recorded, DataError, "holds no recording "),
+        (a_damaged_step, DataError, "step-00000001.safetensors cannot be read "),
+    ]
+    for change, kind, told in refusals:
+        chosen = json.loads(json.dumps(replayed(values, tmp_path, max_steps=1)))
+        change(chosen, tmp_path, models)
+        with pytest.raises(kind, match=told):
+            asyncio.run(_train(chosen))
+
+
+async def _train(values: dict[str, Any]) -> None:
+    from mopd_trainer.loop import train
+
+    await train(RunConfig.model_validate(values), Console(file=StringIO()))

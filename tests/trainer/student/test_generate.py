@@ -1,0 +1,185 @@
+"""What the student writes, against a reference without cache, batch or padding."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from mopd_protocol.errors import DataError
+from mopd_trainer.config.run import RolloutConfig
+from mopd_trainer.student.student import Sampled, Student
+from tests.reference.sampling import greedy, nucleus
+from tests.reference.teacher_scores import next_token_logprobs
+from tests.trainer.students import CPU, FAMILIES, model_of, student_of, tokenizer
+
+PROMPTS = [[40, 9, 77, 120, 31, 8, 8], [55], [300, 12, 201]]
+#: Makes the nearly uniform distributions of a fresh model into ones with favourites.
+SHARP = 12.0
+
+
+def settings(**changes: Any) -> RolloutConfig:
+    return RolloutConfig.model_validate({"max_new_tokens": 10, **changes})
+
+
+def write(
+    student: Student, prompts: list[list[int]] = PROMPTS, *, seed: int = 0, **changes: Any
+) -> list[Sampled]:
+    return student.generate(prompts, settings(**changes), seed=seed)
+
+
+def real_ids(student: Student) -> list[int]:
+    return student.table.present.nonzero()[0].tolist()
+
+
+def ids(sampled: list[Sampled]) -> list[list[int]]:
+    return [completion.token_ids for completion in sampled]
+
+
+def test_a_seed_decides_what_is_written() -> None:
+    student = student_of()
+    first, again, other = (ids(write(student, seed=seed)) for seed in (3, 3, 4))
+    assert first == again
+    assert first != other
+
+
+def test_what_others_do_to_the_process_s_generator_changes_nothing() -> None:
+    student = student_of()
+    expected = ids(write(student))
+
+    def trained_meanwhile(*_: Any) -> None:
+        torch.manual_seed(7)
+
+    with student.model.register_forward_hook(trained_meanwhile):
+        assert ids(write(student)) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_temperature_zero_is_the_most_likely_token_each_time(family: str) -> None:
+    student = student_of(family, sharpness=SHARP)
+    found = ids(write(student, temperature=0))
+    expected = [
+        greedy(student.model, prompt, real_ids(student), student.table.roles.ending, 10)
+        for prompt in PROMPTS
+    ]
+    assert found == expected
+    assert len({tuple(completion) for completion in found}) == 3
+
+
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0}, {"top_p": 0.5}])
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_weights_that_have_diverged_are_told_in_one_sentence(
+    weight: float, changes: dict[str, Any]
+) -> None:
+    student = student_of()
+    with torch.no_grad():
+        student.model.get_output_embeddings().weight[7] = weight
+    with pytest.raises(DataError, match=r"logits are not finite.* lower student\.learning_rate"):
+        write(student, **changes)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_is_answered_alone_as_among_longer_ones(family: str) -> None:
+    student = student_of(family, sharpness=SHARP)
+    alone = [write(student, [prompt], temperature=0)[0] for prompt in PROMPTS]
+    together = write(student, temperature=0)
+    assert ids(together) == ids(alone)
+    for one, other in zip(together, alone, strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_told_logprobs_are_those_of_the_sampled_distribution(
+    family: str, temperature: float
+) -> None:
+    student = student_of(family, sharpness=SHARP)
+    real = real_ids(student)
+    for prompt, completion in zip(PROMPTS, write(student, temperature=temperature), strict=True):
+        written = completion.token_ids
+        expected = [
+            next_token_logprobs(student.model, [*prompt, *written[:row]], real, temperature)[drawn]
+            for row, drawn in enumerate(written)
+        ]
+        np.testing.assert_allclose(completion.logprobs, expected, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_student_tells_the_logprobs_of_what_was_written(family: str) -> None:
+    student = student_of(family, sharpness=SHARP)
+    for prompt, completion in zip(PROMPTS, write(student), strict=True):
+        found = student.logprobs(prompt, completion.token_ids)
+        np.testing.assert_allclose(found, completion.logprobs, atol=2e-4)
+
+
+def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
+    student = student_of(sharpness=SHARP)
+    draws = 4000
+    drawn = write(student, [PROMPTS[0]] * draws, temperature=0.5, max_new_tokens=1)
+    counts = Counter(completion.token_ids[0] for completion in drawn)
+
+    def distance(temperature: float) -> float:
+        told = next_token_logprobs(student.model, PROMPTS[0], real_ids(student), temperature)
+        return sum(abs(math.exp(value) - counts[i] / draws) for i, value in told.items()) / 2
+
+    # 4000 draws from ~100 likely tokens stand about 0.05 from their distribution.
+    assert distance(0.5) < 0.1
+    assert distance(1.0) > 0.3
+
+
+def test_top_p_samples_from_the_nucleus_and_tells_its_logprobs() -> None:
+    student = student_of(sharpness=SHARP)
+    sampled = write(student, PROMPTS * 4, temperature=0.5, top_p=0.6)
+    for prompt, completion in zip(PROMPTS * 4, sampled, strict=True):
+        for row, token_id in enumerate(completion.token_ids):
+            context = [*prompt, *completion.token_ids[:row]]
+            kept = nucleus(next_token_logprobs(student.model, context, real_ids(student), 0.5), 0.6)
+            assert token_id in kept
+            assert completion.logprobs[row] == pytest.approx(kept[token_id], abs=2e-4)
+
+
+@pytest.mark.parametrize("garbage", [1e30, -1e30, float("inf"), float("nan")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_padding_rows_of_the_head_are_never_sampled(garbage: float, temperature: float) -> None:
+    clean, model = student_of(), model_of("qwen")
+    with torch.no_grad():
+        model.get_output_embeddings().weight[clean.table.size :] = garbage
+    dirty = Student(model, tokenizer("digit"), CPU)
+    assert dirty.identity.logit_width > dirty.table.size
+    expected, found = (
+        write(student, temperature=temperature, max_new_tokens=20) for student in (clean, dirty)
+    )
+    assert ids(found) == ids(expected)
+    assert [one.logprobs for one in found] == [one.logprobs for one in expected]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_what_a_publisher_likes_to_generate_with_changes_nothing(temperature: float) -> None:
+    model = model_of("qwen", sharpness=SHARP)
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        repetition_penalty=5.0,
+        no_repeat_ngram_size=1,
+        top_k=1,
+        min_p=0.9,
+        temperature=0.1,
+        max_length=3,
+        suppress_tokens=list(range(5, 400)),
+    )
+    published = Student(model, tokenizer("digit"), CPU)
+    expected = write(student_of(sharpness=SHARP), temperature=temperature)
+    assert ids(write(published, temperature=temperature)) == ids(expected)
+
+
+def test_a_completion_ends_with_its_first_ending_token() -> None:
+    student = student_of()
+    completions = ids(write(student, [[55], [8, 9]] * 50, max_new_tokens=30))
+    endings = set(student.table.roles.ending)
+    ended = [completion for completion in completions if completion[-1] in endings]
+    assert 0 < len(ended) < len(completions)
+    for completion in completions:
+        assert endings.isdisjoint(completion[:-1])
+        assert len(completion) == 30 or completion[-1] in endings

@@ -1,0 +1,63 @@
+"""Gradient checkpointing: every layer twice, the same gradient."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mopd_protocol.errors import ConfigError
+from mopd_trainer.config.run import RolloutConfig, StudentConfig
+from mopd_trainer.student.student import Student
+from tests import tiny_models
+from tests.trainer.students import FAMILIES, model_of, tokenizer
+from tests.trainer.training.test_reference_completions import answers, rollouts, step
+
+
+def student_in(folder: Path, family: str, *, checkpointing: bool) -> Student:
+    tiny_models.save(model_of(family), tokenizer(FAMILIES[family][1]), folder)
+    config = {"model": str(folder), "device": "cpu", "gradient_checkpointing": checkpointing}
+    student = Student.load(StudentConfig.model_validate(config))
+    student.model.double()
+    return student
+
+
+def calls_of_a_layer(student: Student) -> list[bool]:
+    """Grows by whether gradients are wanted, whenever the first layer's attention begins."""
+    calls: list[bool] = []
+    attentions = ("0.self_attn", "0.attention")
+    layer: Any = next(m for name, m in student.model.named_modules() if name.endswith(attentions))
+    layer.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    return calls
+
+
+def test_the_gradient_is_the_same_and_every_layer_runs_twice(tmp_path: Path) -> None:
+    chosen = [*answers(), *rollouts()]
+    told: dict[bool, Any] = {}
+    for checkpointing in (False, True):
+        student = student_in(tmp_path, "qwen", checkpointing=checkpointing)
+        calls = calls_of_a_layer(student)
+        metrics, _, found = step(chosen, 0.4, student=student)
+        told[checkpointing] = (metrics["loss"], found, len(calls))
+    assert told[True][0] == pytest.approx(told[False][0], rel=1e-9)
+    for ours, theirs in zip(told[True][1], told[False][1], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-10)
+    assert told[True][2] == 2 * told[False][2]
+
+
+def test_writing_runs_no_layer_twice(tmp_path: Path) -> None:
+    written: list[Any] = []
+    for checkpointing in (False, True):
+        student = student_in(tmp_path, "qwen", checkpointing=checkpointing)
+        calls = calls_of_a_layer(student)
+        [sampled] = student.generate([[5, 6, 7]], RolloutConfig(max_new_tokens=4), seed=0)
+        written.append((sampled.token_ids, len(calls)))
+    assert written[0] == written[1]
+
+
+def test_a_model_that_cannot_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import Qwen3ForCausalLM
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "supports_gradient_checkpointing", False)
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing is on, but this model cannot: "):
+        student_in(tmp_path, "qwen", checkpointing=True)

@@ -1,0 +1,245 @@
+"""LoRA students: what is trained, what stays, and that the step is the full student's."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mopd_protocol.errors import ConfigError
+from mopd_trainer.config.run import LoraConfig, RolloutConfig
+from mopd_trainer.rollouts.writing_student import WritingStudent
+from mopd_trainer.student.identity import StudentIdentity
+from mopd_trainer.student.student import Student
+from tests.trainer.lora_students import LORA, base_in, config_in, learner_for, moved, step
+from tests.trainer.students import model_of
+
+#: No clipping.
+FREELY = {"max_grad_norm": 1e9}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return base_in(tmp_path_factory.mktemp("base"))
+
+
+def own_weights(student: Student) -> dict[str, Tensor]:
+    """Those that the model came with, under the names that it has without adapters."""
+    trained = student.trained()
+    return {
+        name.replace(".base_layer.", "."): parameter.detach().clone()
+        for name, parameter in student.model.named_parameters()
+        if name not in trained
+    }
+
+
+def test_only_adapters_are_trained_and_the_models_own_weights_stay_bit_for_bit(base: Path) -> None:
+    config = config_in(base, weight_decay=0.1)
+    student = Student.load(config)
+    expected = dict(model_of("qwen", sharpness=4.0).named_parameters())
+    first = {name: parameter.detach().clone() for name, parameter in student.trained().items()}
+    learner = learner_for(student, config)
+    losses = [step(learner, number)["loss"] for number in range(3)]
+    assert losses == sorted(losses, reverse=True)
+    found = own_weights(student)
+    assert found.keys() == expected.keys()
+    for name, parameter in expected.items():
+        assert torch.equal(found[name], parameter), name
+    for name, parameter in student.model.named_parameters():
+        assert (parameter.grad is not None) == (name in first), name
+    for name, parameter in student.trained().items():
+        assert not torch.equal(parameter, first[name]), name
+    [group] = learner.optimizer.param_groups
+    assert len(group["params"]) == len(first)
+    moments = learner.optimizer.state_dict()["state"]
+    assert [list(moments[at]["exp_avg"].shape) for at in sorted(moments)] == [
+        list(parameter.shape) for parameter in first.values()
+    ]
+
+
+def test_every_linear_layer_has_adapters_but_the_head_and_the_embedding(base: Path) -> None:
+    student = Student.load(config_in(base))
+    adapted = {name.partition(".lora_")[0] for name in student.trained()}
+    linear = {
+        name
+        for name, module in model_of("qwen").named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "lm_head"
+    }
+    assert adapted == linear
+    assert len(linear) == 14
+
+
+def test_the_first_step_sees_the_full_students_loss(base: Path) -> None:
+    told: list[float] = []
+    for lora in (LORA, None):
+        config = config_in(base, lora)
+        told.append(step(learner_for(Student.load(config), config), 0)["loss"])
+    assert told[0] == told[1]
+
+
+def test_the_gradient_is_what_the_full_students_says_about_the_two_matrices(base: Path) -> None:
+    """Of ``W + s B A``: ``s B^T dW`` by A and ``s dW A^T`` by B."""
+    config = config_in(base, **FREELY)
+    student = moved(Student.load(config))
+    student.model.double()
+    full_config = config_in(base, None, **FREELY)
+    full = Student.load(full_config)
+    full.model.double()
+    scale = LORA["alpha"] / LORA["rank"]
+    weights = dict(full.model.named_parameters())
+    pairs: dict[str, list[torch.nn.Parameter]] = {}
+    for name, parameter in student.trained().items():
+        pairs.setdefault(name.partition(".lora_")[0], []).append(parameter)
+    before = {name: (a.detach().clone(), b.detach().clone()) for name, (a, b) in pairs.items()}
+    with torch.no_grad():
+        for name, (a, b) in before.items():
+            weights[f"{name}.weight"] += scale * b @ a
+    ours, theirs = (
+        step(learner_for(one, its), 0) for one, its in ((student, config), (full, full_config))
+    )
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+    for name, (a, b) in before.items():
+        whole = weights[f"{name}.weight"].grad
+        assert whole is not None
+        for parameter, expected in zip(
+            pairs[name], (scale * b.T @ whole, scale * whole @ a.T), strict=True
+        ):
+            assert parameter.grad is not None
+            # Norms and rotations are single precision inside even a double model.
+            torch.testing.assert_close(parameter.grad, expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_micro_batch_budget_changes_nothing(base: Path, checkpointing: bool) -> None:
+    """With every layer run twice too, which wants gradients through a frozen embedding."""
+    found: list[tuple[float, list[Tensor]]] = []
+    for budget, twice in ((10_000, False), (30, checkpointing)):
+        config = config_in(base, gradient_checkpointing=twice, **FREELY)
+        student = moved(Student.load(config))
+        student.model.double()
+        loss = step(learner_for(student, config), 0, budget)["loss"]
+        gradients = [parameter.grad for parameter in student.trained().values()]
+        assert all(gradient is not None for gradient in gradients)
+        found.append((loss, [gradient for gradient in gradients if gradient is not None]))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-9)
+    for ours, theirs in zip(found[0][1], found[1][1], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
+
+
+def test_in_half_precision_adapters_and_moments_are_float32_beside_halves(base: Path) -> None:
+    told: list[float] = []
+    for dtype in ("float32", "bfloat16"):
+        config = config_in(base, dtype=dtype, learning_rate=1e-6)
+        student = moved(Student.load(config))
+        before = {name: parameter.detach().clone() for name, parameter in student.trained().items()}
+        learner = learner_for(student, config)
+        told.append(step(learner, 0)["loss"])
+        assert {value.dtype for value in own_weights(student).values()} == {getattr(torch, dtype)}
+        for name, parameter in student.trained().items():
+            assert parameter.dtype == torch.float32
+            # Adam's first step is its learning rate, which a bfloat16 weight would not see.
+            largest = float((parameter.detach() - before[name]).abs().max())
+            assert largest == pytest.approx(1e-6, rel=0.1)
+        for moments in learner.optimizer.state_dict()["state"].values():
+            assert {value.dtype for value in moments.values()} == {torch.float32}
+    assert told[0] != told[1]
+    assert told[0] == pytest.approx(told[1], rel=2**-6)
+
+
+def test_a_seed_decides_how_adapters_begin_and_nothing_else_is_drawn(base: Path) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    first, again = (Student.load(config_in(base)).trained() for _ in range(2))
+    assert torch.equal(torch.rand(3), expected)
+    other = Student.load(config_in(base, {**LORA, "seed": 1})).trained()
+    for name, parameter in first.items():
+        assert torch.equal(parameter, again[name])
+        assert torch.equal(parameter, other[name]) == ("lora_B" in name)
+        assert ("lora_B" in name) == (not parameter.any())
+
+
+def test_dropout_is_of_training_alone_and_a_function_of_the_step(base: Path) -> None:
+    told: dict[float, list[Any]] = {}
+    for dropout in (0.0, 0.5):
+        told[dropout] = []
+        for _ in range(2):
+            config = config_in(base, {**LORA, "dropout": dropout})
+            student = moved(Student.load(config))
+            [written] = student.generate([[5, 6, 7]], RolloutConfig(max_new_tokens=6), seed=0)
+            torch.rand(1)  # whatever else was drawn meanwhile
+            loss = step(learner_for(student, config), 0)["loss"]
+            told[dropout].append((written.token_ids, written.logprobs, loss))
+        assert told[dropout][0] == told[dropout][1]
+    without, with_dropout = told[0.0][0], told[0.5][0]
+    assert without[:2] == with_dropout[:2]
+    assert without[2] != with_dropout[2]
+
+
+def test_a_copy_has_adapters_of_its_own_and_shares_the_rest(base: Path) -> None:
+    student = moved(Student.load(config_in(base)))
+    trained = student.trained()
+    apart = WritingStudent(student, apart=True)
+    theirs = dict(apart.student.model.named_parameters())
+    for name, parameter in student.model.named_parameters():
+        shared = parameter.data_ptr() == theirs[name].data_ptr()
+        assert shared == (name not in trained), name
+    before = {name: theirs[name].clone() for name in trained}
+    moved(student, seed=2)
+    assert all(torch.equal(theirs[name], before[name]) for name in trained)
+    apart.take_weights()
+    assert all(torch.equal(theirs[name], parameter) for name, parameter in trained.items())
+
+
+def test_what_is_told_without_weights_counts_adapters_too(base: Path) -> None:
+    config = config_in(base)
+    read, student = StudentIdentity.read(config), Student.load(config)
+    counted = sum(parameter.numel() for parameter in student.trained().values())
+    assert (read.parameters, read.trained) == (student.identity.parameters, counted)
+    full = StudentIdentity.read(config_in(base, None))
+    assert full.parameters == full.trained == read.parameters - counted
+
+
+def test_the_layers_that_are_named_are_adapted(base: Path) -> None:
+    names = ["q_proj", "layers.1.mlp.down_proj"]
+    student = Student.load(config_in(base, {**LORA, "target_modules": names}))
+    assert {name.partition(".lora_")[0] for name in student.trained()} == {
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.down_proj",
+    }
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["q_proj", "q_prj"], r"names 'q_prj', but no linear layer .* it has down_proj, gate_proj"),
+        (["embed_tokens"], r"names 'embed_tokens', but no linear layer of this model"),
+        (["q_proj", "lm_head"], r"names the head, 'lm_head', whose matrix is read without"),
+    ],
+)
+def test_layers_that_cannot_be_adapted_are_refused(base: Path, names: list[str], told: str) -> None:
+    config = config_in(base, {**LORA, "target_modules": names})
+    for read in (Student.load, StudentIdentity.read):
+        with pytest.raises(ConfigError, match=rf"student\.lora\.target_modules {told}") as refusal:
+            read(config)
+        assert "\n" not in str(refusal.value)
+
+
+def test_without_peft_there_is_one_sentence_and_full_students_do_not_miss_it(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)  # importing it would fail
+    sentence = "student.lora is set, but peft is not installed; pip install 'mopd[lora]', or leave"
+    for read in (Student.load, StudentIdentity.read):
+        read(config_in(base, None))
+        with pytest.raises(ConfigError, match=re.escape(sentence)):
+            read(config_in(base))
+
+
+def test_settings_that_train_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"target_modules is empty, so nothing would be trained"):
+        LoraConfig(target_modules=())

@@ -1,0 +1,128 @@
+"""Students on disk: what is saved is an ordinary model folder, and comes back bit for bit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from mopd_protocol.errors import ConfigError, DataError
+from mopd_protocol.samples import Message
+from mopd_trainer.config.run import StudentConfig
+from mopd_trainer.student.identity import StudentIdentity
+from mopd_trainer.student.student import Student
+from tests import tiny_models
+from tests.trainer.students import (
+    CPU,
+    FAMILIES,
+    QUESTION,
+    encoder,
+    model_of,
+    student_of,
+    tokenizer,
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_come_back_bit_for_bit(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    model = model_of(family).to(dtype)
+    student = Student(model, tokenizer(FAMILIES[family][1]), CPU)
+    student.save(tmp_path)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    student.load_weights(tmp_path)
+    for name, weight in model.state_dict().items():
+        assert weight.dtype == before[name].dtype
+        assert torch.equal(weight, before[name]), name
+
+
+def test_a_saved_student_is_an_ordinary_model_folder(tmp_path: Path) -> None:
+    student = student_of()
+    student.save(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    weights = student.model.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
+    messages = [message.model_dump() for message in QUESTION]
+    text = loaded.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert loaded(text, add_special_tokens=False)["input_ids"] == student.prompt_token_ids(QUESTION)
+
+
+@pytest.mark.parametrize(
+    "published",
+    [
+        {"do_sample": True, "repetition_penalty": 1.3, "top_k": 20},
+        {"temperature": 0.6},  # without do_sample: some are published so, and transformers balks
+    ],
+)
+def test_the_published_generation_settings_are_saved_as_they_were(
+    tmp_path: Path, published: dict[str, float]
+) -> None:
+    model = model_of("qwen")
+    model.generation_config = GenerationConfig(**published)
+    student = Student(model, tokenizer("digit"), CPU)
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        student.save(folder)
+        saved = json.loads((folder / "generation_config.json").read_text())
+        assert {key: saved[key] for key in published} == published
+
+
+def test_an_identity_read_without_weights_is_that_of_the_loaded_model(tmp_path: Path) -> None:
+    tiny_models.save(model_of("llama"), tokenizer("sentencepiece"), tmp_path)
+    config = StudentConfig(model=str(tmp_path), device="cpu")
+    read, loaded = StudentIdentity.read(config), Student.load(config).identity
+    assert read.table.fingerprint == loaded.table.fingerprint
+    assert (read.logit_width, read.parameters) == (loaded.logit_width, loaded.parameters)
+    assert read.logit_width > read.table.size
+
+
+def test_the_text_encoder_is_made_when_it_is_asked_for() -> None:
+    identity = student_of().identity
+    assert "encoder" not in vars(identity)
+    made = identity.encoder
+    assert made.encode("3 + 4") == encoder("digit").encode("3 + 4")
+    assert identity.encoder is made
+
+
+def test_a_folder_that_holds_no_model_is_told_in_one_sentence(tmp_path: Path) -> None:
+    for folder in (tmp_path / "none", tmp_path):
+        with pytest.raises(ConfigError, match="cannot be loaded: ") as told:
+            Student.load(StudentConfig(model=str(folder), device="cpu"))
+        assert "\n" not in str(told.value)
+
+
+def test_a_student_without_a_chat_template_is_refused(tmp_path: Path) -> None:
+    bare = tiny_models.digit_tokenizer()
+    bare.chat_template = None
+    tiny_models.save(model_of("qwen"), bare, tmp_path)
+    with pytest.raises(ConfigError, match="has no chat template; prompts are messages"):
+        Student.load(StudentConfig(model=str(tmp_path), device="cpu"))
+
+
+def test_a_chat_template_that_renders_no_answer_is_told() -> None:
+    own = tiny_models.digit_tokenizer()
+    own.chat_template = "{{ raise_exception('not today') }}"
+    with pytest.raises(ConfigError, match=r"chat template cannot render .*: not today"):
+        Student(model_of("qwen"), own, CPU)
+
+
+def test_messages_that_the_students_template_refuses_are_told_by_their_roles() -> None:
+    own = tiny_models.digit_tokenizer()
+    own.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        + str(own.chat_template)
+    )
+    student = Student(model_of("qwen"), own, CPU)
+    assert student.prompt_token_ids(QUESTION)
+    turns = (Message(role="system", content="be brief"), *QUESTION)
+    with pytest.raises(DataError, match="refuses messages of roles system, user: no system"):
+        student.prompt_token_ids(turns)
+
+
+def test_a_device_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"student\.device is 'warp', which is not to be had"):
+        Student.load(StudentConfig(model=str(tmp_path), device="warp"))

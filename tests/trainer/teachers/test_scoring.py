@@ -1,0 +1,323 @@
+"""Who is asked what, and what becomes of the answers; the teachers are real services."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from mopd_protocol.errors import ConfigError, TeacherError
+from mopd_protocol.samples import Message, Rollout
+from mopd_trainer.config.run import TeacherConfig
+from mopd_trainer.data.examples import TrainingExample
+from mopd_trainer.student.identity import StudentIdentity
+from mopd_trainer.teachers.scoring import Scorer
+from tests import tiny_models
+from tests.reference.teacher_scores import completion_logprobs
+from tests.server.tiny_teachers import TinyTeacher, teacher_of
+from tests.trainer.in_process import Recorded, scorer_of, teacher_config
+from tests.trainer.students import ids_of, rollout, table, tokenizer
+
+pytestmark = pytest.mark.anyio
+
+IDENTITY = StudentIdentity(
+    tokenizer("digit"), table("digit"), logit_width=448, parameters=0, trained=0
+)
+TOKEN_LOSS = {"loss": {"type": "topk_kl"}}
+
+Asked = dict[str, tuple[Recorded, TeacherConfig]]
+
+
+@cache
+def service(name: str) -> TinyTeacher:
+    """A teacher with the student's tokenizer, and two with others."""
+    make = {
+        "digit": tiny_models.qwen,
+        "sentencepiece": tiny_models.llama,
+        "whole_number": tiny_models.gpt_neox,
+    }[name]
+    return teacher_of(make(tokenizer(name)), tokenizer(name))
+
+
+def asked(name: str, **settings: Any) -> tuple[Recorded, TeacherConfig]:
+    return Recorded(service(name).app), teacher_config(**settings)
+
+
+def written(text: str, index: int = 0, **teachers: float) -> Rollout:
+    return rollout("digit", ids_of("digit", text, "<|end|>"), teachers=teachers, index=index)
+
+
+async def scored(
+    teachers: Asked, rollouts: Sequence[Rollout]
+) -> tuple[list[TrainingExample], Scorer]:
+    async with scorer_of(IDENTITY, teachers) as scorer:
+        return await scorer.score(rollouts), scorer
+
+
+async def test_each_sample_is_read_by_its_own_teacher() -> None:
+    teachers = {"math": asked("sentencepiece"), "code": asked("whole_number")}
+    owners = ["math", "code", "code", "math", "code"]
+    rollouts = [written(f"answer {at}", at, **{name: 1.0}) for at, name in enumerate(owners)]
+    examples, _ = await scored(teachers, rollouts)
+    for name, (transport, _) in teachers.items():
+        mine = [f"answer {at}" for at, owner in enumerate(owners) if owner == name]
+        assert [sequence["completion"] for sequence in transport.sequences] == mine
+        assert len(transport.asked) == 1
+    assert [example.rollout.prompt.index for example in examples] == [0, 1, 2, 3, 4]
+    assert [[j.teacher for j in e.judgements] for e in examples] == [[name] for name in owners]
+    for example in examples:
+        [judgement] = example.judgements
+        name = "sentencepiece" if judgement.teacher == "math" else "whole_number"
+        assert judgement.score.completion.text == example.rollout.completion.text
+        again = table(name).sequence(judgement.score.completion.token_ids)
+        assert again.text == example.rollout.completion.text
+
+
+async def test_two_teachers_of_a_sample_keep_their_weights_and_order() -> None:
+    teachers = {"math": asked("sentencepiece"), "code": asked("whole_number")}
+    [example], _ = await scored(teachers, [written("12 + 30", code=1.0, math=3.0)])
+    assert [(j.teacher, j.weight) for j in example.judgements] == [("code", 0.25), ("math", 0.75)]
+    assert all(len(transport.sequences) == 1 for transport, _ in teachers.values())
+
+
+async def test_a_teacher_with_another_tokenizer_never_sees_the_students_ids() -> None:
+    transport, config = asked("whole_number")
+    pieces = ["1999.50 ", "<|user|>", " 的", "<|end|>"]
+    made = rollout("digit", ids_of("digit", *pieces), teachers={"code": 1.0})
+    await scored({"code": (transport, config)}, [made, written("x", code=1.0)])
+    for sequence in transport.sequences:
+        assert set(sequence) == {"messages", "completion", "finished"}
+    assert transport.sequences[0]["completion"] == ["1999.50 ", {"control": "<|user|>"}, " 的"]
+
+
+async def test_each_teacher_of_a_sample_is_sent_what_its_own_tokenizer_knows() -> None:
+    teachers = {"other": asked("sentencepiece"), "same": asked("digit")}
+    ids = ids_of("digit", "a", "<|pad|>", "b")
+    [example], _ = await scored(teachers, [rollout("digit", ids, teachers={"other": 1, "same": 1})])
+    sent = {name: transport.sequences[0]["completion"] for name, (transport, _) in teachers.items()}
+    assert sent == {"other": "a<|pad|>b", "same": ["a", {"control": "<|pad|>"}, "b"]}
+    assert [judgement.view.literal_controls for judgement in example.judgements] == [1, 0]
+
+
+async def test_a_teacher_with_the_same_tokenizer_gets_the_very_ids() -> None:
+    transport, config = asked("digit", **TOKEN_LOSS)
+    # Ids that the tokenizer itself would never make of this text.
+    ids = [*ids_of("digit", b"the", b"\xe7", "<|pad|>"), *ids_of("digit", "<|end|>")]
+    made = rollout("digit", ids, teachers={"math": 1.0})
+    [example], _ = await scored({"math": (transport, config)}, [made])
+    [sequence] = transport.sequences
+    assert set(sequence) == {"messages", "completion_token_ids", "finished"}
+    assert sequence["completion_token_ids"] == ids[:-1]
+    [judgement] = example.judgements
+    assert judgement.score.completion.token_ids.tolist() == ids
+    spans = zip(judgement.alignment.student_starts, judgement.alignment.teacher_ends, strict=True)
+    assert [(int(start), int(end)) for start, end in spans] == [(r, r + 1) for r in range(len(ids))]
+
+
+async def test_scores_are_the_teachers_distributions_at_the_asked_k_and_temperature() -> None:
+    transport, config = asked("digit", top_k=5, temperature=0.5, **TOKEN_LOSS)
+    made = written("7 + 8", math=1.0)
+    [example], _ = await scored({"math": (transport, config)}, [made])
+    assert (transport.asked[0]["top_k"], transport.asked[0]["temperature"]) == (5, 0.5)
+    teacher = service("digit")
+    prompt = tokenizer("digit").apply_chat_template(
+        transport.sequences[0]["messages"], add_generation_prompt=True, tokenize=False
+    )
+    prompt_ids = tokenizer("digit")(prompt, add_special_tokens=False)["input_ids"]
+    expected = completion_logprobs(
+        teacher.model, prompt_ids, made.completion.token_ids.tolist(), teacher.real_ids, 0.5
+    )
+    found = example.judgements[0].score.topk
+    best = [sorted(row.values(), reverse=True)[:5] for row in expected]
+    np.testing.assert_allclose(found.logprobs, best, atol=2e-5)
+
+
+@pytest.mark.parametrize("on_error", ["fail", "drop"])
+async def test_a_sample_too_long_for_its_teacher_goes_alone_and_is_counted(on_error: str) -> None:
+    teachers = {"code": asked("whole_number", on_error=on_error)}
+    rollouts = [written("a" if at != 1 else "x9" * 200, at, code=1.0) for at in range(4)]
+    examples, scorer = await scored(teachers, rollouts)
+    assert [example.rollout.prompt.index for example in examples] == [0, 2, 3]
+    assert scorer.dropped == {"code/too_long": 1, "total": 1}
+
+
+def picky(on_error: str) -> tuple[Recorded, TeacherConfig]:
+    """A teacher whose chat template knows no system turn."""
+    own: PreTrainedTokenizerFast = tiny_models.whole_number_tokenizer()
+    own.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        + str(own.chat_template)
+    )
+    app = teacher_of(tiny_models.gpt_neox(own), own).app
+    return Recorded(app), teacher_config(on_error=on_error)
+
+
+def with_a_system_turn(index: int) -> Rollout:
+    turns = (Message(role="system", content="be brief"), Message(role="user", content="?"))
+    ids = ids_of("digit", "a")
+    return rollout("digit", ids, teachers={"code": 1.0}, index=index, messages=turns)
+
+
+async def test_a_sample_that_its_teacher_refuses_goes_alone_where_the_run_goes_on() -> None:
+    rollouts = [written("a", 0, code=1.0), with_a_system_turn(1), written("b", 2, code=1.0)]
+    examples, scorer = await scored({"code": picky("drop")}, rollouts)
+    assert [example.rollout.prompt.index for example in examples] == [0, 2]
+    assert scorer.dropped == {"code/refused": 1, "total": 1}
+    with pytest.raises(TeacherError, match=r"teacher 'code' answered 422: .*no system"):
+        await scored({"code": picky("fail")}, rollouts)
+
+
+async def test_samples_of_an_absent_teacher_are_dropped_or_end_the_run() -> None:
+    for on_error in ("drop", "fail"):
+        teachers = {
+            "math": asked("sentencepiece"),
+            "code": asked("whole_number", on_error=on_error),
+        }
+        rollouts = [
+            written("a", 0, math=1.0),
+            written("b", 1, code=1.0),
+            written("c", 2, code=1.0, math=1.0),
+        ]
+        async with scorer_of(IDENTITY, teachers) as scorer:
+            teachers["code"][0].broken = True
+            if on_error == "drop":
+                examples = await scorer.score(rollouts)
+                # The third had two teachers: without one of them it is not the sample asked for.
+                assert [example.rollout.prompt.index for example in examples] == [0]
+                assert scorer.dropped == {"code/unavailable": 2, "total": 2}
+            else:
+                with pytest.raises(TeacherError, match="teacher 'code' gave no answer"):
+                    await scorer.score(rollouts)
+
+
+async def test_a_sample_that_two_teachers_cannot_judge_is_one_sample_less() -> None:
+    teachers = {name: asked("whole_number", on_error="drop") for name in ("math", "code")}
+    async with scorer_of(IDENTITY, teachers) as scorer:
+        for transport, _ in teachers.values():
+            transport.broken = True
+        rollouts = [written("a", 0, math=1.0, code=1.0), written("b", 1, math=1.0)]
+        assert await scorer.score(rollouts) == []
+    assert scorer.dropped == {"math/unavailable": 2, "code/unavailable": 1, "total": 2}
+
+
+async def test_a_run_that_waits_keeps_asking_until_the_teacher_is_back(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One attempt a call: its deadline has no room for a pause.
+    for pause in ("FIRST_PAUSE_SECONDS", "LONGEST_PAUSE_SECONDS"):
+        monkeypatch.setattr(f"mopd_client.transport.retry.{pause}", 61.0)
+    settings = {"on_error": "wait", "deadline_seconds": 60.0}
+    teachers = {"code": asked("whole_number", **settings)}
+    async with scorer_of(IDENTITY, teachers) as scorer:
+        transport = teachers["code"][0]
+        transport.absent = 20
+        [example] = await scorer.score([written("a", code=1.0)])
+        counters = scorer.counters("code")
+        assert counters.waits >= 20
+        assert counters.failures == counters.waits
+    assert [judgement.teacher for judgement in example.judgements] == ["code"]
+    assert not scorer.dropped
+    lines = [record.message for record in caplog.records if "waiting" in record.message]
+    assert lines[0].startswith("waiting for teacher 'code', 0 s so far: teacher 'code' gave no")
+    assert 2 <= len(lines) < 10  # one in a while, not one a call
+    assert "teacher 'code' is back after 1" in caplog.text
+
+
+async def test_a_run_that_waits_ends_when_the_teacher_is_there_and_refuses() -> None:
+    rollouts = [written("a", 0, code=1.0), with_a_system_turn(1)]
+    with pytest.raises(TeacherError, match=r"teacher 'code' answered 422: .*no system"):
+        await scored({"code": picky("wait")}, rollouts)
+
+
+async def test_a_fallback_judges_in_its_own_way_with_the_absent_teachers_share() -> None:
+    teachers = {
+        "math": asked("sentencepiece", on_error="fallback:code", top_k=3),
+        "code": asked("whole_number", top_k=5),
+        "general": asked("digit"),
+    }
+    async with scorer_of(IDENTITY, teachers) as scorer:
+        teachers["math"][0].broken = True
+        rollouts = [written("a", 0, math=3.0, general=1.0), written("b", 1, general=1.0)]
+        examples = await scorer.score(rollouts)
+        assert scorer.counters("math").fallbacks == 1
+    [judgement, other] = examples[0].judgements
+    assert (judgement.teacher, judgement.weight) == ("code", 0.75)
+    assert (other.teacher, other.weight) == ("general", 0.25)
+    assert teachers["code"][0].asked[0]["top_k"] == 5
+    assert judgement.score.manifest_id == service("whole_number").service.manifest.manifest_id
+    assert len(examples) == 2
+    assert not scorer.dropped
+
+
+async def test_a_fallback_that_judges_the_sample_already_takes_over_the_share() -> None:
+    teachers = {
+        "math": asked("sentencepiece", on_error="fallback:code"),
+        "code": asked("whole_number"),
+    }
+    async with scorer_of(IDENTITY, teachers) as scorer:
+        teachers["math"][0].broken = True
+        [example] = await scorer.score([written("a", math=3.0, code=1.0)])
+    assert [(j.teacher, j.weight) for j in example.judgements] == [("code", 1.0)]
+
+
+async def test_only_the_samples_that_a_teacher_refuses_go_to_its_fallback() -> None:
+    teachers = {"code": picky("fallback:math"), "math": asked("sentencepiece")}
+    rollouts = [written("a", 0, code=1.0), with_a_system_turn(1), written("x9" * 200, 2, code=1.0)]
+    examples, scorer = await scored(teachers, rollouts)
+    # The last is too long for either.
+    assert [[j.teacher for j in e.judgements] for e in examples] == [["code"], ["math"]]
+    assert scorer.counters("code").fallbacks == 2
+    assert scorer.dropped == {"math/too_long": 1, "total": 1}
+
+
+async def test_a_chain_of_fallbacks_ends_as_its_last_teacher_says() -> None:
+    for last in ("drop", "fail"):
+        teachers = {
+            "math": asked("sentencepiece", on_error="fallback:code"),
+            "code": asked("whole_number", on_error="fallback:general"),
+            "general": asked("digit", on_error=last),
+        }
+        async with scorer_of(IDENTITY, teachers) as scorer:
+            for transport, _ in teachers.values():
+                transport.broken = True
+            if last == "drop":
+                assert await scorer.score([written("a", math=1.0)]) == []
+                assert scorer.dropped == {"general/unavailable": 1, "total": 1}
+                assert [scorer.counters(n).fallbacks for n in teachers] == [1, 1, 0]
+            else:
+                with pytest.raises(TeacherError, match="teacher 'general' gave no answer"):
+                    await scorer.score([written("a", math=1.0)])
+
+
+async def test_a_sample_of_which_nothing_aligns_is_dropped_and_counted() -> None:
+    unreadable = rollout("digit", ids_of("digit", b"\xff", "abc"), teachers={"code": 1.0})
+    examples, scorer = await scored(
+        {"code": asked("whole_number")}, [unreadable, written("b", 1, code=1.0)]
+    )
+    assert [example.rollout.prompt.index for example in examples] == [1]
+    assert scorer.dropped == {"code/nothing_aligned": 1, "total": 1}
+
+
+async def test_a_batch_of_which_nothing_can_be_sent_is_no_error() -> None:
+    unreadable = rollout("digit", ids_of("digit", b"\xff"), teachers={"code": 1.0})
+    examples, scorer = await scored({"code": asked("whole_number")}, [unreadable])
+    assert examples == []
+    assert scorer.dropped == {"code/nothing_aligned": 1, "total": 1}
+
+
+async def test_no_rollouts_ask_nobody() -> None:
+    transport, config = asked("whole_number")
+    assert (await scored({"code": (transport, config)}, []))[0] == []
+    assert transport.asked == []
+
+
+async def test_a_loss_for_one_tokenizer_refuses_a_teacher_with_another() -> None:
+    with pytest.raises(ConfigError, match="teacher 'math': loss 'topk_kl' needs one tokenizer"):
+        await scored({"math": asked("whole_number", **TOKEN_LOSS)}, [])
+
+
+async def test_a_teacher_that_keeps_fewer_candidates_than_asked_is_refused() -> None:
+    with pytest.raises(ConfigError, match="teacher 'math' serves a top_k of at most"):
+        await scored({"math": asked("digit", top_k=100_000)}, [])

@@ -1,0 +1,212 @@
+"""One optimizer step on reference answers, alone and among rollouts."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from mopd_losses.core.student_rows import DenseRows
+from mopd_losses.topk.topk_targets import topk_targets
+from mopd_protocol.errors import DataError
+from mopd_trainer.config.run import StudentConfig
+from mopd_trainer.data.examples import TrainingExample
+from mopd_trainer.data.packing import micro_batch, pack
+from mopd_trainer.metrics.step_metrics import LossMeasurements, Metrics
+from mopd_trainer.student.student import Student
+from mopd_trainer.training.learner import Learner
+from tests.reference.mixture import cross_entropy, token_costs
+from tests.trainer.judged import example, losses_for
+from tests.trainer.students import CPU, ids_of, model_of, rollout, tokenizer
+
+TEACHER_WEIGHTS = {"math": 1.0, "code": 2.5}
+SHARES = [0.0, 0.3, 1.0]
+
+
+def written(
+    text: str, prompt: int, teachers: Mapping[str, float], *, seed: int, answer: bool
+) -> TrainingExample:
+    made = rollout(
+        "digit",
+        ids_of("digit", text, "<|end|>"),
+        prompt_ids=range(5, 5 + prompt),
+        teachers=teachers,
+    )
+    return example(replace(made, sampled_logprobs=None) if answer else made, seed=seed)
+
+
+def answers() -> list[TrainingExample]:
+    """Reference answers that one teacher judges, the other, and both."""
+    return [
+        written("12 + 30 = 42", 4, {"math": 1.0}, seed=0, answer=True),
+        written("def add(a, b)", 2, {"code": 1.0}, seed=10, answer=True),
+        written("的 🙂", 9, {"math": 1.0, "code": 3.0}, seed=20, answer=True),
+    ]
+
+
+def rollouts() -> list[TrainingExample]:
+    return [
+        written("12 + 31 = 7", 4, {"math": 1.0, "code": 1.0}, seed=30, answer=False),
+        written("7", 1, {"code": 1.0}, seed=40, answer=False),
+    ]
+
+
+def unjudged(chosen: list[TrainingExample]) -> list[TrainingExample]:
+    return [TrainingExample(one.rollout, ()) for one in chosen]
+
+
+def double_student() -> Student:
+    return Student(model_of("qwen").double(), tokenizer("digit"), CPU)
+
+
+def step(
+    chosen: list[TrainingExample],
+    weight: float,
+    *,
+    budget: int = 60,
+    student: Student | None = None,
+) -> tuple[Metrics, dict[str, LossMeasurements], list[Tensor]]:
+    """What a step tells, and the gradient that it used."""
+    student = student or double_student()
+    learner = Learner(
+        student,
+        StudentConfig(model="tiny", distill_loss_weight=weight, max_grad_norm=1e9),
+        losses=losses_for(student, {"code": "reverse_kl"}),
+        teacher_weights=TEACHER_WEIGHTS,
+        max_steps=10,
+        seed=0,
+    )
+    tokens = sum(len(one.rollout.completion) for one in chosen)
+    batches = pack(chosen, tokens_per_micro_batch=budget)
+    metrics, measured = learner.update(batches, tokens=tokens, step=0)
+    return metrics, measured, gradient(student)
+
+
+def gradient(student: Student) -> list[Tensor]:
+    found = [parameter.grad for parameter in student.model.parameters()]
+    return [torch.zeros(()) if one is None else one.clone() for one in found]
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        # Norms and rotations are single precision inside even a double model.
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
+
+
+def slow_step(chosen: list[TrainingExample], weight: float) -> tuple[float, list[Tensor]]:
+    """The loss and its gradient from the formula: see ``tests.reference.mixture``."""
+    student = double_student()
+    student.model.train()
+    losses = losses_for(student, {"code": "reverse_kl"})
+    real_ids = torch.tensor(student.table.real_ids(student.identity.logit_width))
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for one in chosen:
+        prompt = one.rollout.prompt_token_ids.tolist()
+        ids = one.rollout.completion.token_ids.tolist()
+        contexts = [torch.tensor([[*prompt, *ids[:row]]]) for row in range(len(ids))]
+        rows = torch.stack([student.model(context).logits[0, -1] for context in contexts])
+        distilled = None
+        for judgement in one.judgements:
+            targets = topk_targets(judgement.alignment, judgement.score.topk)
+            output = losses[judgement.teacher](DenseRows(rows, real_ids), targets)
+            share = judgement.weight * TEACHER_WEIGHTS[judgement.teacher] * output.per_token
+            distilled = share if distilled is None else distilled + share
+        answer = one.rollout.sampled_logprobs is None
+        real = torch.nonzero(real_ids).flatten().tolist()
+        labelled = cross_entropy(student.model, prompt, ids, real) if answer else None
+        total = total + token_costs(labelled, distilled, weight).sum()
+        tokens += len(ids)
+    (total / tokens).backward()
+    return float(total.detach()) / tokens, gradient(student)
+
+
+@pytest.mark.parametrize("weight", SHARES)
+def test_loss_and_gradient_are_those_of_the_formula(weight: float) -> None:
+    chosen = [*answers(), *rollouts(), *unjudged(answers()[:1])]
+    expected_loss, expected = slow_step(chosen, weight)
+    metrics, _, found = step(chosen, weight)
+    assert metrics["loss"] == pytest.approx(expected_loss, rel=1e-6)
+    assert_close(found, expected)
+
+
+def test_the_gradient_of_a_mixture_is_the_mixture_of_gradients() -> None:
+    _, _, supervised = step(unjudged(answers()), 0.0)
+    _, _, distilled = step(answers(), 1.0)
+    assert max(float((a - b).abs().max()) for a, b in zip(supervised, distilled, strict=True)) > 0.1
+    for weight in SHARES:
+        _, _, mixed = step(answers(), weight)
+        expected = [
+            (1 - weight) * sft + weight * kd for sft, kd in zip(supervised, distilled, strict=True)
+        ]
+        assert_close(mixed, expected)
+
+
+def test_what_the_student_wrote_itself_has_no_cross_entropy() -> None:
+    expected, _, gradients = step(rollouts(), 1.0)
+    metrics, _, found = step(rollouts(), 0.2)
+    assert metrics == expected
+    assert "sft/loss_per_token" not in metrics
+    assert all(torch.equal(a, b) for a, b in zip(found, gradients, strict=True))
+
+
+def test_plain_sft_is_the_loss_that_transformers_computes_from_labels() -> None:
+    own = tokenizer("digit")
+    torch.manual_seed(0)
+    # A head without padding rows, over which transformers would spread probability too.
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(own), **sizes, **heads)).double()
+    chosen = unjudged(answers())
+    batch = micro_batch(chosen)
+    labels = torch.full_like(batch.input_ids, -100)
+    for row, one in enumerate(chosen):
+        first = len(one.rollout.prompt_token_ids)
+        labels[row, first : one.length] = batch.input_ids[row, first : one.length]
+    theirs = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=labels)
+    theirs.loss.backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    tokens = int((labels != -100).sum())
+    assert tokens == batch.slots
+    metrics, _, found = step(chosen, 0.0, student=Student(model, own, CPU))
+    # They divide by the labels' number, as this trainer does by the step's tokens.
+    assert metrics["loss"] * tokens == pytest.approx(float(theirs.loss.detach()) * tokens, rel=1e-6)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("budget", [1, 30, 45])
+def test_the_micro_batch_budget_changes_nothing(budget: int) -> None:
+    chosen = [*answers(), *rollouts()]
+    expected_metrics, _, expected = step(chosen, 0.4, budget=10_000)
+    metrics, measured, found = step(chosen, 0.4, budget=budget)
+    for key in ("loss", "sft/loss_per_token"):
+        assert metrics[key] == pytest.approx(expected_metrics[key], rel=1e-9)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-10)
+    assert set(measured) == {"math", "code"}
+
+
+def test_cross_entropy_is_measured_unweighted_per_token_of_answers() -> None:
+    alone, _, _ = step(unjudged(answers()), 0.0)
+    assert alone["sft/loss_per_token"] == pytest.approx(alone["loss"], rel=1e-6)
+    for weight in SHARES:
+        mixed, measured, _ = step([*answers(), *rollouts()], weight)
+        assert mixed["sft/loss_per_token"] == pytest.approx(alone["loss"], rel=1e-6)
+        _, alone_measured, _ = step([*answers(), *rollouts()], 1.0)
+        assert measured["math"].nats == pytest.approx(alone_measured["math"].nats, rel=1e-9)
+
+
+def test_an_answer_may_have_no_judge_and_a_rollout_may_not() -> None:
+    assert unjudged(answers())[0].judgements == ()
+    with pytest.raises(DataError, match="the rollout of prompt 0 has no judgement"):
+        unjudged(rollouts())
+
+
+def test_labels_are_the_tokens_of_answers_and_ignored_elsewhere() -> None:
+    chosen = [*answers()[:1], *rollouts()[1:]]
+    batch = micro_batch(chosen)
+    answer, own = (one.rollout.completion.token_ids.tolist() for one in chosen)
+    assert batch.labels.tolist() == [*answer, *[-100] * len(own)]
+    assert batch.answers
+    assert not micro_batch(rollouts()).answers

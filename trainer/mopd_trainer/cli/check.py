@@ -1,0 +1,54 @@
+"""``mopd check``: everything that a run does before its first step, and nothing after."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+
+from mopd_losses.projection.cache import ProjectionCache
+from mopd_protocol.samples import Prompt
+from mopd_trainer.config.extras import require_packages
+from mopd_trainer.config.fingerprint import RunIdentity
+from mopd_trainer.config.run import RunConfig
+from mopd_trainer.data.prompts import read_prompts
+from mopd_trainer.reporting.plan import describe_plan
+from mopd_trainer.run_folder.replay import Replay
+from mopd_trainer.run_folder.retention import starting_checkpoint
+from mopd_trainer.student.identity import StudentIdentity
+from mopd_trainer.student.prompt_checks import require_answerable
+from mopd_trainer.teachers.connect import meet_teachers, teacher_pool
+
+
+async def check(
+    config: RunConfig, console: Console, *, prompts: Sequence[Prompt] | None = None
+) -> None:
+    """Prints the plan of a run whose parts fit together; writes nothing into its folder.
+
+    Args:
+        prompts: those of ``config.data``, where they have been read already.
+
+    Raises:
+        MopdError: whatever would stop the run before its first step.
+    """
+    prompts = read_prompts(config.data, config.judges) if prompts is None else prompts
+    require_packages(config)
+    identity = RunIdentity.of(config, prompts)
+    checkpoint = starting_checkpoint(config, identity)
+    expected = checkpoint.manifest_ids if checkpoint else {}
+    student = StudentIdentity.read(config.student)
+    require_answerable(config, prompts, student)
+    with TemporaryDirectory() as folder:
+        cache = ProjectionCache(Path(folder))
+        async with teacher_pool(config.asked, device=config.student.device) as pool:
+            teachers = await meet_teachers(
+                pool,
+                config.asked,
+                student,
+                cache,
+                {} if config.accept_changed_teachers else expected,
+                wait_seconds=config.teacher_wait_seconds,
+            )
+        replay = Replay.of(config, identity, prompts, student, cache)
+        teachers = teachers if replay is None else replay.teachers
+    console.print(describe_plan(config, prompts, student, teachers))

@@ -1,0 +1,1 @@
+"""Prompts, training examples and micro-batches."""

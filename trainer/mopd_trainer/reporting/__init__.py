@@ -1,0 +1,1 @@
+"""Console output and the HTML report of a run."""

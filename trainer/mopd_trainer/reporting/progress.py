@@ -1,0 +1,80 @@
+"""What a person watches: a progress bar with an estimate, and one dense line a step."""
+
+import math
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from mopd_trainer.metrics.step_metrics import Metrics
+
+
+class RunProgress:
+    """A bar over the run's steps; on a terminal it stays at the bottom, below the lines."""
+
+    def __init__(self, console: Console, *, name: str, done: int, total: int) -> None:
+        self._console = console
+        self._total = total
+        self._progress = Progress(
+            TextColumn("{task.description}", style="bold", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task(name, completed=done, total=total)
+
+    def advance(self, step: int, metrics: Metrics, *, show: bool) -> None:
+        """A step is done; steps count from 1."""
+        self._progress.update(self._task, completed=step)
+        if show:
+            self._console.print(
+                step_line(step, self._total, metrics), highlight=False, markup=False, soft_wrap=True
+            )
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+
+def step_line(step: int, total: int, metrics: Metrics) -> str:
+    """One line: the loss by teacher (and of cross entropy, ``sft``) in nats per token, tokens, and
+    where the time went."""
+    suffix = "/loss_per_token"
+    by_teacher = [
+        f"{key.removeprefix('teacher/').removesuffix(suffix)} {value:.4f}"
+        for key, value in metrics.items()
+        if key.endswith(suffix) and math.isfinite(value)
+    ]
+    dropped = metrics.get("dropped/total", 0.0)
+    parts = [
+        f"step {step:>{len(str(total))}}/{total}",
+        f"loss {metrics['loss']:.4f} nats ({', '.join(by_teacher)})"
+        if metrics["tokens/trained"]
+        else "nothing to learn from, left out",
+        f"{metrics['tokens/trained']:.0f} tokens in {metrics['time/step']:.2f} s",
+        f"write {metrics['time/sample']:.2f}, wait for teachers {metrics['time/wait']:.2f}, "
+        f"train {metrics['time/train']:.2f}",
+    ]
+    if dropped:
+        parts.append(f"{dropped:.0f} samples dropped")
+    return "  ".join(parts)

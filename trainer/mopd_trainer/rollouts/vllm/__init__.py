@@ -1,0 +1,1 @@
+"""The vLLM rollout engine. The only folder of the trainer that imports vLLM."""

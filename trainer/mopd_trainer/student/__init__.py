@@ -1,0 +1,1 @@
+"""The student model: loading, adapters, output head, weight files."""

@@ -1,0 +1,168 @@
+"""``StudentIdentity``: what can be told about a student, and done with it, without its weights."""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from mopd_protocol.errors import ConfigError, DataError
+from mopd_protocol.samples import Message
+from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable, control_tokens
+from mopd_protocol.tokenizers.tokenizer_file import tokenizer_json
+from mopd_protocol.tokenizers.tokenizer_roles import roles_of
+from mopd_trainer.config.run import StudentConfig
+from mopd_trainer.student.lora import ADAPTER_CONFIG, add_adapters
+
+
+@dataclass(frozen=True, eq=False)
+class StudentIdentity:
+    """Whom teachers are matched with, and how it reads a conversation.
+
+    Raises:
+        ConfigError: when the tokenizer names no token that ends an answer.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    table: TokenTable
+    logit_width: int  # rows of the head, padding included
+    parameters: int
+    trained: int  # of the parameters
+    max_length: int | None = None
+    """Longest prompt plus completion in tokens, where the model names a limit."""
+
+    def __post_init__(self) -> None:
+        if not self.table.roles.ending:
+            raise ConfigError(
+                "the student's tokenizer names no token that ends an answer; set its eos_token"
+            )
+        self.table.real_ids(self.logit_width)  # refuses the tokenizer of a larger model
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> "StudentIdentity":
+        """The identity of a model that is loaded, or that stands on the meta device.
+
+        Raises:
+            ConfigError: when the chat template cannot render an answer.
+        """
+        backend: Any = tokenizer
+        description = tokenizer_json(backend.backend_tokenizer)
+        try:
+            roles = roles_of(backend, control_tokens(description))
+        except TemplateError as error:
+            raise ConfigError(
+                "the student's chat template cannot render a question and an answer of the roles "
+                f"user and assistant: {error}"
+            ) from error
+        head: Any = model.get_output_embeddings()
+        return cls(
+            tokenizer=tokenizer,
+            table=TokenTable.from_json(description, roles),
+            logit_width=int(head.weight.shape[0]),
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            max_length=getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        )
+
+    @cached_property
+    def encoder(self) -> TextEncoder:
+        """Makes tokens of completion text; takes seconds to make for a large vocabulary."""
+        backend: Any = self.tokenizer
+        return TextEncoder(backend.backend_tokenizer, self.table)
+
+    def prompt_token_ids(self, messages: Sequence[Message]) -> list[int]:
+        """The prompt in the student's own chat template, ready for an answer.
+
+        Raises:
+            DataError: when the template cannot render these messages.
+        """
+        tokenizer: Any = self.tokenizer
+        try:
+            text: str = tokenizer.apply_chat_template(
+                [message.model_dump() for message in messages],
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+        except TemplateError as error:
+            roles = ", ".join(message.role for message in messages)
+            raise DataError(
+                f"the student's chat template refuses messages of roles {roles}: {error}"
+            ) from error
+        token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not token_ids:
+            raise DataError("the student's chat template renders a prompt as nothing")
+        return token_ids
+
+    @classmethod
+    def read(cls, config: StudentConfig) -> "StudentIdentity":
+        """The identity of a model on disk or hub; reads its configuration, not its weights.
+
+        Raises:
+            ConfigError: as ``load_tokenizer`` and ``add_adapters``.
+        """
+        tokenizer = load_tokenizer(config)
+        with explained(config):
+            settings = AutoConfig.from_pretrained(config.model, **source(config))
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(
+                    settings, trust_remote_code=config.trust_remote_code
+                )
+        with torch.device("meta"):
+            add_adapters(model, config)
+        return cls.of(model, tokenizer)
+
+
+def load_tokenizer(config: StudentConfig) -> PreTrainedTokenizerBase:
+    """The student's tokenizer.
+
+    Raises:
+        ConfigError: when there is no such model, it is an adapter alone, or its tokenizer is not a
+            fast one with a chat template.
+    """
+    if (Path(config.model) / ADAPTER_CONFIG).is_file():
+        raise ConfigError(
+            f"student.model {config.model!r} holds adapters and no model; `mopd merge` makes one "
+            "of a run's"
+        )
+    with explained(config):
+        tokenizer: Any = AutoTokenizer.from_pretrained(config.model, **source(config))
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"student.model {config.model!r} has a slow tokenizer; expected a tokenizer.json"
+        )
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"student.model {config.model!r} has no chat template; prompts are messages, so "
+            "add one to its tokenizer (a chat_template.jinja in the model's folder)"
+        )
+    return tokenizer
+
+
+def source(config: StudentConfig) -> dict[str, Any]:
+    """How the model is asked of the hub or the disk."""
+    return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+
+
+@contextmanager
+def explained(config: StudentConfig) -> Generator[None]:
+    """Turns what transformers says about a model that cannot be read into one sentence.
+
+    Raises:
+        ConfigError: instead of OSError and ValueError.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise ConfigError(f"student.model {config.model!r} cannot be loaded: {reason}") from error

@@ -1,0 +1,178 @@
+"""The teachers of a run: handshakes done, tokenizers here, projections built."""
+
+import asyncio
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from mopd_client.pool import AskedTeacher, TeacherPool
+from mopd_client.score_cache import ScoreCache
+from mopd_client.services.base import Service
+from mopd_client.services.expectation import Expectation
+from mopd_client.services.mopd import MopdService
+from mopd_client.services.vllm import OpenAIService
+from mopd_client.teacher_client import TeacherClient
+from mopd_client.tokenizers.teacher import TeacherTokenizer
+from mopd_client.transport.hedging import Hedging
+from mopd_losses.build import Vocabularies, projection_for
+from mopd_losses.projection.cache import ProjectionCache
+from mopd_losses.projection.matrix import ProjectionMatrix
+from mopd_protocol.errors import ConfigError
+from mopd_protocol.manifest import Manifest
+from mopd_trainer.config.teacher import ScoreCacheConfig, TeacherConfig
+from mopd_trainer.student.identity import StudentIdentity
+from mopd_trainer.teachers.local.client import LocalTeacher, Turn
+from mopd_trainer.teachers.local.manifest import device_kind
+
+
+@dataclass(frozen=True, eq=False)
+class Teacher:
+    """One teacher, as the run knows it after the handshake."""
+
+    name: str
+    config: TeacherConfig
+    manifest: Manifest
+    tokenizer: TeacherTokenizer
+    vocabularies: Vocabularies
+    projection: ProjectionMatrix
+    path: str | None = None
+    """Where its servers are asked; None where nobody is, as in a replay."""
+
+
+def teacher_pool(
+    configs: Mapping[str, TeacherConfig],
+    score_cache: ScoreCacheConfig | None = None,
+    *,
+    turn: Turn | None = None,
+    device: str = "auto",
+) -> TeacherPool:
+    """Clients for every teacher; nothing is sent yet, and none is loaded.
+
+    Args:
+        turn: for the local ones, whose models it is told when they are loaded.
+        device: the student's.
+
+    Raises:
+        ConfigError: when an API key's environment variable is not set, or the cache cannot be.
+    """
+    cache = None
+    if score_cache is not None:
+        cache = ScoreCache(score_cache.path, max_bytes=int(score_cache.max_gigabytes * 1e9))
+    turn = turn or Turn()
+    return TeacherPool(
+        {
+            name: LocalTeacher(name, config, turn, device=device_kind(config.device or device))
+            if config.local
+            else _client(name, config, cache)
+            for name, config in configs.items()
+        }
+    )
+
+
+def _client(name: str, config: TeacherConfig, cache: ScoreCache | None) -> AskedTeacher:
+    return TeacherClient(
+        name,
+        config.url,
+        service=_service(config),
+        api_key=_api_key(name, config),
+        timeout_seconds=config.timeout_seconds,
+        deadline_seconds=config.deadline_seconds,
+        max_concurrency=config.max_concurrency,
+        hedging=Hedging(config.hedge_after_seconds, config.hedge_after_quantile),
+        require_all_replicas=config.require_all_replicas,
+        cache=cache,
+    )
+
+
+async def meet_teachers(
+    pool: TeacherPool,
+    configs: Mapping[str, TeacherConfig],
+    student: StudentIdentity,
+    cache: ProjectionCache,
+    expected_manifests: Mapping[str, str],
+    *,
+    wait_seconds: float,
+) -> dict[str, Teacher]:
+    """Shakes hands with every teacher, fetches its tokenizer and builds its projection.
+
+    Args:
+        expected_manifests: teacher name -> manifest id that an earlier part of this run saw.
+        wait_seconds: how long a teacher may take to become ready.
+
+    Raises:
+        MopdError: when a teacher cannot be reached, cannot do what is asked, or is another one.
+    """
+    await pool.wait_until_ready(wait_seconds)
+    manifests = await pool.handshake_all(
+        {
+            name: Expectation(
+                top_k=config.top_k,
+                temperature=config.temperature,
+                candidate_ids=config.support == "student_topk",
+                messages=True,
+                manifest_id=expected_manifests.get(name),
+            )
+            for name, config in configs.items()
+        }
+    )
+    tokenizers = await asyncio.gather(*[pool.client(name).tokenizer() for name in configs])
+    return {
+        name: replace(
+            teacher_of(name, config, manifests[name], tokenizer, student, cache),
+            path=pool.client(name).path,
+        )
+        for (name, config), tokenizer in zip(configs.items(), tokenizers, strict=True)
+    }
+
+
+def teacher_of(
+    name: str,
+    config: TeacherConfig,
+    manifest: Manifest,
+    tokenizer: TeacherTokenizer,
+    student: StudentIdentity,
+    cache: ProjectionCache,
+) -> Teacher:
+    """A teacher that is known, with its projection to the student.
+
+    Raises:
+        ConfigError: when the loss cannot compare the two.
+    """
+    sides = Vocabularies(
+        student.table,
+        student.logit_width,
+        tokenizer.table,
+        tokenizer.encoder,
+        lambda: student.encoder,
+    )
+    projection = _projection(name, config, sides, cache)
+    return Teacher(name, config, manifest, tokenizer, sides, projection)
+
+
+def _projection(
+    name: str, config: TeacherConfig, vocabularies: Vocabularies, cache: ProjectionCache
+) -> ProjectionMatrix:
+    try:
+        return projection_for(config.loss, vocabularies, cache)
+    except ConfigError as error:
+        raise ConfigError(f"teacher {name!r}: {error}") from error
+
+
+def _service(config: TeacherConfig) -> Service:
+    if config.kind == "mopd":
+        return MopdService()
+    assert config.tokenizer is not None  # its settings have been checked
+    return OpenAIService(
+        config.tokenizer, model=config.model, revision=config.revision, api=config.api
+    )
+
+
+def _api_key(name: str, config: TeacherConfig) -> str | None:
+    if config.api_key_env is None:
+        return None
+    key = os.environ.get(config.api_key_env)
+    if not key:
+        raise ConfigError(
+            f"teacher {name!r} takes its API key from {config.api_key_env}, which is not set"
+        )
+    return key

@@ -1,0 +1,1 @@
+"""Teachers in the trainer's own process."""
