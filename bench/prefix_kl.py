@@ -30,7 +30,7 @@ from mopd_losses.alignment.byte_alignment import align
 from mopd_losses.config import CtkdConfig, PrefixKlConfig
 from mopd_losses.core.blockwise_head import Head, LossTerm, blockwise_head
 from mopd_losses.core.cross_entropy import SftLoss, label_targets
-from mopd_losses.core.loss import Comparison, Loss
+from mopd_losses.core.loss import AlignedPair, Loss
 from mopd_losses.prefix.loss import PrefixKlLoss
 from mopd_losses.prefix.shared_units import SharedUnits
 from mopd_losses.projection.cache import DeviceProjection
@@ -98,7 +98,7 @@ class NGramTeacher:
         return TeacherScore("teacher", sequence, TopKLogprobs(ids, logprobs, own, tails))
 
 
-def completions(student: str, teacher: str, count: int) -> list[Comparison]:
+def completions(student: str, teacher: str, count: int) -> list[AlignedPair]:
     """Pieces of texts that the teacher was not counted on."""
     sources = python_sources(STANDARD_LIBRARY)
     random.Random(1).shuffle(sources)
@@ -114,13 +114,13 @@ def completions(student: str, teacher: str, count: int) -> list[Comparison]:
     return [compared(student, teacher, model, piece) for piece in pieces]
 
 
-def compared(student: str, teacher: str, model: NGramTeacher, text: str) -> Comparison:
+def compared(student: str, teacher: str, model: NGramTeacher, text: str) -> AlignedPair:
     """One completion."""
     sides = real(student), real(teacher)
     written = sides[0].table.sequence(sides[0].encoder.encode(text))
     score = model.score(sides[1], text)
     sampled = np.zeros(len(written), dtype=np.float32)
-    return Comparison(written, sampled, score, align(written, score.completion))
+    return AlignedPair(written, sampled, score, align(written, score.completion))
 
 
 def measure_preparation(student: str, teacher: str, count: int) -> Result:
@@ -173,7 +173,7 @@ def measure_step(student: str, teacher: str, rounds: int) -> Result:
             DeviceProjection.copy_of(matrix, torch.device("cpu")), CtkdConfig()
         ),
     }
-    chosen: list[Comparison] = []
+    chosen: list[AlignedPair] = []
     offsets: list[int] = []
     rows = 0
     for comparison in completions(student, teacher, 8):

@@ -43,7 +43,7 @@ from mopd_protocol.samples import Message, Prompt, Rollout
 from mopd_trainer.config.run import RunConfig, StudentConfig
 from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.data.packing import pack
-from mopd_trainer.distributed.process_group import Ranks, joined_ranks
+from mopd_trainer.distributed.process_group import Ranks, init_distributed
 from mopd_trainer.launch.follower import follow
 from mopd_trainer.rollouts.remote_sampler import RolloutWorkers, push_weights
 from mopd_trainer.student.student import Student
@@ -186,7 +186,7 @@ def work_on_a_rank(options: argparse.Namespace) -> None:
         distill_loss_weight=0.0,
         tokens_per_micro_batch=4 * options.tokens,
     )
-    with joined_ranks(config.device) as ranks:
+    with init_distributed(config.device) as ranks:
         if ranks.rank:
             follow(config, ranks)
         else:

@@ -30,7 +30,7 @@ from bench.losses import peak_bytes, resident_bytes
 from bench.prefix_kl import completions
 from mopd_losses.build import Vocabularies, build_loss, projection_for
 from mopd_losses.config import LossConfig
-from mopd_losses.core.loss import Comparison, Loss
+from mopd_losses.core.loss import AlignedPair, Loss
 from mopd_losses.projection.cache import ProjectionCache
 from mopd_trainer.config.run import StudentConfig
 from mopd_trainer.data.packing import MicroBatch, TeacherPart
@@ -67,9 +67,9 @@ def make_student(layers: int) -> Student:
     return Student(model, tokenizer, torch.device("cpu"))
 
 
-def text_to_train_on() -> list[Comparison]:
+def text_to_train_on() -> list[AlignedPair]:
     """Completions of ``TOKENS`` tokens in all, or a few less."""
-    found: list[Comparison] = []
+    found: list[AlignedPair] = []
     tokens = 0
     for comparison in completions(STUDENT, TEACHER, 12):
         if tokens + len(comparison.student) <= TOKENS:
@@ -78,7 +78,7 @@ def text_to_train_on() -> list[Comparison]:
     return found
 
 
-def micro_batch_of(comparisons: list[Comparison], *, supervised: bool) -> MicroBatch:
+def micro_batch_of(comparisons: list[AlignedPair], *, supervised: bool) -> MicroBatch:
     """One row a completion, after a prompt of one token."""
     lengths = [len(comparison.student) for comparison in comparisons]
     inputs = torch.zeros((len(lengths), max(lengths) + 1), dtype=torch.int64)

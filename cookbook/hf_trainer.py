@@ -23,8 +23,8 @@ from mopd_trainer.config.teacher import TeacherConfig
 from mopd_trainer.data.packing import micro_batch
 from mopd_trainer.rollouts.transformers_sampler import Sampler
 from mopd_trainer.student.student import Student
-from mopd_trainer.teachers.connect import meet_teachers, teacher_pool
-from mopd_trainer.teachers.scoring import Scorer
+from mopd_trainer.teachers.connect import connect_teachers, teacher_pool
+from mopd_trainer.teachers.scoring import RolloutScorer
 
 QUESTIONS = ["12 + 30 =", "7 + 8 =", "201 + 45 =", "99 + 1 ="]
 
@@ -40,9 +40,9 @@ class DistillationTrainer(Trainer):
         self.pool = teacher_pool(teachers)
         cache = ProjectionCache()
         met = self.runner.run(
-            meet_teachers(self.pool, teachers, student.identity, cache, {}, wait_seconds=60.0)
+            connect_teachers(self.pool, teachers, student.identity, cache, {}, wait_seconds=60.0)
         )
-        self.scorer = Scorer(self.pool, met, student.table)
+        self.scorer = RolloutScorer(self.pool, met, student.table)
         self.losses = {
             name: build_loss(
                 teacher.config.loss,

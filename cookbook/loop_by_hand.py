@@ -24,7 +24,7 @@ from mopd_client.teacher_client import TeacherClient
 from mopd_losses.alignment.byte_alignment import align
 from mopd_losses.build import Vocabularies, build_loss, projection_for
 from mopd_losses.config import CtkdConfig
-from mopd_losses.core.loss import Comparison, Loss
+from mopd_losses.core.loss import AlignedPair, Loss
 from mopd_losses.core.student_rows import DenseRows
 from mopd_losses.projection.cache import ProjectionCache
 from mopd_protocol.samples import Message, Prompt, Rollout
@@ -109,7 +109,7 @@ async def distil(folder: str, urls: dict[str, str], *, steps: int, learning_rate
                 scores = await pool.score(name, requests, top_k=TOP_K)
                 for rollout, view, score in zip(rollouts, views, scores, strict=True):
                     alignment = align(view.completion, score.completion)
-                    said = Comparison(view.completion, rollout.sampled_logprobs, score, alignment)
+                    said = AlignedPair(view.completion, rollout.sampled_logprobs, score, alignment)
                     rows = completion_rows(model, student, rollout)
                     nats = loss(rows, loss.targets([said], [0])).per_token
                     mean = nats.sum() * rollout.prompt.teachers[name] / tokens

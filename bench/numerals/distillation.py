@@ -40,8 +40,8 @@ from mopd_trainer.data.prompts import PromptOrder
 from mopd_trainer.metrics.step_metrics import Metrics
 from mopd_trainer.rollouts.transformers_sampler import Sampler
 from mopd_trainer.student.student import Student
-from mopd_trainer.teachers.connect import Teacher, meet_teachers
-from mopd_trainer.teachers.scoring import Scorer
+from mopd_trainer.teachers.connect import Teacher, connect_teachers
+from mopd_trainer.teachers.scoring import RolloutScorer
 from mopd_trainer.training.learner import Learner
 
 PROMPTS_PER_STEP = 64
@@ -103,7 +103,7 @@ async def _distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
     since: list[Metrics] = []
     first_loss = math.nan
     async with _teacher(run, student, models, cache) as (pool, teacher):
-        scorer = Scorer(pool, {_TEACHER: teacher}, student.table)
+        scorer = RolloutScorer(pool, {_TEACHER: teacher}, student.table)
         learner = Learner(
             student,
             config,
@@ -215,7 +215,7 @@ async def _teacher(
     transport = httpx.ASGITransport(create_app(service))
     client = TeacherClient(_TEACHER, config.url, transport=transport)
     async with TeacherPool({_TEACHER: client}) as pool:
-        met = await meet_teachers(
+        met = await connect_teachers(
             pool, {_TEACHER: config}, student.identity, cache, {}, wait_seconds=60.0
         )
         yield pool, met[_TEACHER]

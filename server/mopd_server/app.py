@@ -19,7 +19,7 @@ from mopd_protocol.responses import LogprobsResponse
 from mopd_server.http.lifecycle import Lifecycle, RefuseUnlessOpen
 from mopd_server.http.middleware.authentication import ApiKeys, RequireApiKey
 from mopd_server.http.middleware.body_limit import LimitBody
-from mopd_server.http.middleware.disconnects import unless_client_leaves
+from mopd_server.http.middleware.disconnects import cancel_on_disconnect
 from mopd_server.http.middleware.observation import ObserveRequests
 from mopd_server.http.middleware.quotas import KeyQuota, Quotas
 from mopd_server.http.middleware.response_limit import AnswerLimit
@@ -28,7 +28,7 @@ from mopd_server.http.request_body import scoring_request
 from mopd_server.http.request_record import current_record
 from mopd_server.openapi import PROBLEM_CONTENT, REQUEST_BODY, Scores, install_openapi, reference
 from mopd_server.scoring.service import TeacherService
-from mopd_server.service_error import Refusal
+from mopd_server.service_error import ServiceError
 from mopd_server.settings import ListenSettings
 
 router = APIRouter()
@@ -161,10 +161,10 @@ async def score_completions(request: Request, life: Life, service: Service) -> R
         with state.answers.share(binary=binary) as reserve, life.ending() as ending:
             async with asyncio.timeout(state.request_timeout_seconds):
                 scoring = _score(service, body, state.quotas, reserve)
-                response = await unless_client_leaves(request, scoring, ending)
+                response = await cancel_on_disconnect(request, scoring, ending)
             return await _encoded(service, response, body.logprobs_dtype, binary=binary)
     except TimeoutError as error:
-        raise Refusal(
+        raise ServiceError(
             HTTPStatus.GATEWAY_TIMEOUT,
             f"no answer within {state.request_timeout_seconds:g} s; send fewer or shorter "
             "sequences at once",
@@ -192,7 +192,7 @@ async def _score(
 
     try:
         return await service.score(body, admit=admit)
-    except Refusal:
+    except ServiceError:
         if record is not None and record.key_name is not None:
             quotas.give_back(record.key_name, record.prompt_tokens + record.completion_tokens)
         raise

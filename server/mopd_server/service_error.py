@@ -1,9 +1,9 @@
-"""``Refusal``: a request that this teacher does not answer, with the status that says why."""
+"""``ServiceError``: a request that this teacher does not answer, with the status that says why."""
 
 from mopd_protocol.errors import TeacherError
 
 
-class Refusal(TeacherError):
+class ServiceError(TeacherError):
     """A refused request: one sentence and an HTTP status.
 
     ``retry_after_seconds`` is given where asking again later may help (429 and 503). ``reason`` is
@@ -23,9 +23,9 @@ class Refusal(TeacherError):
         self.retry_after_seconds = retry_after_seconds
         self.reason = reason
 
-    def about(self, place: str) -> "Refusal":
+    def about(self, place: str) -> "ServiceError":
         """The same refusal, saying which part of the request it is about."""
-        return Refusal(
+        return ServiceError(
             self.http_status,
             f"{place}: {self}",
             retry_after_seconds=self.retry_after_seconds,

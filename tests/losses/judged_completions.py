@@ -3,7 +3,7 @@
 import numpy as np
 
 from mopd_losses.alignment.byte_alignment import align
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 from mopd_protocol.samples import TeacherScore
 from mopd_protocol.tokenizers.token_sequence import END_OF_TURN, TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
@@ -27,7 +27,7 @@ def with_ids(pieces: list[Piece], size: int, draw: np.random.Generator) -> Token
     return TokenSequence(ids, plain.byte_ends, plain.text, plain.marks)
 
 
-def judged(text: int, seed: int, k: int = 2) -> Comparison:
+def judged(text: int, seed: int, k: int = 2) -> AlignedPair:
     """One of ``TEXTS``, sampled and scored at random."""
     draw = np.random.default_rng([seed, text])
     student = with_ids(TEXTS[text][0], STUDENT_SIZE, draw)
@@ -41,7 +41,7 @@ def judged(text: int, seed: int, k: int = 2) -> Comparison:
         token_logprobs=logprobs[np.arange(len(teacher)), teacher.token_ids],
         tail_logprobs=np.log(np.maximum(1 - np.exp(kept).sum(axis=1), 1e-9)),
     )
-    return Comparison(
+    return AlignedPair(
         student=student,
         sampled_logprobs=np.log(draw.uniform(0.05, 0.9, size=len(student))).astype(np.float32),
         score=TeacherScore("a manifest", teacher, topk),
@@ -49,7 +49,7 @@ def judged(text: int, seed: int, k: int = 2) -> Comparison:
     )
 
 
-def several(seed: int) -> tuple[list[Comparison], list[int], int]:
+def several(seed: int) -> tuple[list[AlignedPair], list[int], int]:
     """Two judged completions with another one's slots between them; offsets; all slots."""
     comparisons = [judged(0, seed), judged(2, seed)]
     return comparisons, [0, 7], 12

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mopd_losses.alignment.byte_alignment import align
 from mopd_losses.config import PrefixKlConfig
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 from mopd_losses.core.loss_output import LossOutput
 from mopd_losses.core.student_rows import DenseRows
 from mopd_losses.prefix.loss import PrefixKlLoss
@@ -176,7 +176,7 @@ class Pair:
         return PrefixKlLoss(self.units, PrefixKlConfig(mass_floor=mass_floor, **settings))
 
     def targets(
-        self, comparisons: Sequence[Comparison], offsets: Sequence[int] = (0,), **settings: Any
+        self, comparisons: Sequence[AlignedPair], offsets: Sequence[int] = (0,), **settings: Any
     ) -> PrefixTargets:
         return self.loss(**settings).targets(comparisons, offsets)
 
@@ -197,7 +197,7 @@ def compared(
     teacher_ids: Sequence[int],
     teacher_logprobs: Tensor,
     k: int,
-) -> Comparison:
+) -> AlignedPair:
     """One completion; ``teacher_logprobs`` [tokens, width] is cut to its ``k`` likeliest."""
     student = pair.student.family.table.sequence(list(student_ids))
     teacher = pair.teacher.family.table.sequence(list(teacher_ids))
@@ -215,7 +215,7 @@ def compared(
         ),
     )
     sampled = np.zeros(len(student), dtype=np.float32)
-    return Comparison(student, sampled, score, align(student, teacher))
+    return AlignedPair(student, sampled, score, align(student, teacher))
 
 
 def model_rows(tongue: Tongue, model: TokenModel, text: str) -> Tensor:
@@ -243,7 +243,7 @@ class Problem:
 
     pair: Pair
     logits: Tensor  # [student tokens, width]
-    comparison: Comparison
+    comparison: AlignedPair
     teacher_side: slow.Side
 
     def student_side(self) -> slow.Side:

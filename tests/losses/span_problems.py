@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mopd_losses.alignment.byte_alignment import align
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 from mopd_losses.core.loss_output import LossOutput
 from mopd_losses.core.student_rows import DenseRows
 from mopd_losses.projection.cache import DeviceProjection
@@ -30,7 +30,7 @@ class Problem:
 
     logits: Tensor  # [slots, width]
     real: NDArray[np.bool_]  # [width]
-    comparisons: list[Comparison]
+    comparisons: list[AlignedPair]
     offsets: list[int]
     teacher_size: int
     partner: dict[int, int]  # teacher id -> student id
@@ -86,7 +86,7 @@ def topk_of(probabilities: Floats, tokens: NDArray[np.integer], kept: list[int])
 
 def random_comparison(
     draw: np.random.Generator, width: int, teacher_size: int, most_bytes: int = 6
-) -> Comparison:
+) -> AlignedPair:
     """One completion; sometimes empty, sometimes ended, sometimes with texts that differ."""
     text = bytes(draw.choice(list(b"abc"), draw.integers(0, most_bytes + 1)).tolist())
     other = text if draw.random() < 0.8 else text[: len(text) // 2] + b"zz"
@@ -100,7 +100,7 @@ def random_comparison(
     probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     kept = draw.integers(0, teacher_size + 1, len(teacher)).tolist()
     topk = topk_of(probabilities, teacher.token_ids, kept)
-    return Comparison(
+    return AlignedPair(
         student=student,
         sampled_logprobs=np.zeros(len(student), np.float32),
         score=TeacherScore("teacher", teacher, topk),
@@ -146,7 +146,7 @@ def random_problem(seed: int, completions: int | None = None) -> Problem:
     )
 
 
-def teacher_row(comparison: Comparison, row: int) -> TeacherRow:
+def teacher_row(comparison: AlignedPair, row: int) -> TeacherRow:
     """What was sent for one teacher token."""
     topk = comparison.score.topk
     sent = zip(topk.ids[row].tolist(), topk.logprobs[row].tolist(), strict=True)

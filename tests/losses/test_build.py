@@ -26,7 +26,7 @@ from mopd_losses.config import (
     TopKKlConfig,
     UldConfig,
 )
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 from mopd_losses.core.student_rows import DenseRows
 from mopd_losses.projection.cache import DeviceProjection, ProjectionCache
 from mopd_losses.projection.matrix import (
@@ -246,7 +246,7 @@ def test_losses_on_likelihoods_refuse_a_warmed_teacher(config: LossConfig) -> No
         build_loss(config, projection, sides, cache=cache, device=CPU, temperature=2.0)
 
 
-def comparison_of(student: Family, teacher: Family, text: str) -> Comparison:
+def comparison_of(student: Family, teacher: Family, text: str) -> AlignedPair:
     """One text in both tokenizations, with a made-up but proper top-k of the teacher."""
     ours = student.table.sequence([*student.encoder.encode(text), student.table.roles.ending[0]])
     theirs = teacher.table.sequence([*teacher.encoder.encode(text), teacher.table.roles.ending[0]])
@@ -260,4 +260,4 @@ def comparison_of(student: Family, teacher: Family, text: str) -> Comparison:
         TopKLogprobs(ids, logprobs, logprobs[:, 0], np.full(len(theirs), np.log(0.15))),
     )
     sampled = np.full(len(ours), -1.0, dtype=np.float32)
-    return Comparison(ours, sampled, score, align(ours, theirs))
+    return AlignedPair(ours, sampled, score, align(ours, theirs))

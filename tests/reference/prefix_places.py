@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 from mopd_losses.prefix.shared_units import NO_UNIT, Crossings, SharedUnits, SideUnits
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
@@ -64,7 +64,7 @@ class Side:
 Row = tuple[int, Crossings]
 
 
-def places(comparison: Comparison, units: SharedUnits) -> list[Place]:
+def places(comparison: AlignedPair, units: SharedUnits) -> list[Place]:
     """All places of one completion."""
     names: dict[str, str] = {}
     student = _side(units.student, comparison.student, names)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from mopd_server.app import create_app
 from mopd_server.engines.transformers import TransformersEngine
 from mopd_server.scoring.service import TeacherService
-from mopd_server.scoring.tokenization import TeacherTokenizer
+from mopd_server.scoring.tokenization import RequestTokenizer
 from mopd_server.settings import TeacherSettings
 from tests import tiny_models
 
@@ -33,7 +33,7 @@ class TinyTeacher:
     """A loaded teacher and its parts, for tests that look behind the HTTP."""
 
     model: PreTrainedModel
-    tokenizer: TeacherTokenizer
+    tokenizer: RequestTokenizer
     engine: TransformersEngine
     service: TeacherService
 
@@ -56,7 +56,7 @@ def teacher_of(
     **settings: Any,
 ) -> TinyTeacher:
     """A teacher around a model in memory, ready unless ``warm`` is false."""
-    teacher_tokenizer = TeacherTokenizer(tokenizer)
+    teacher_tokenizer = RequestTokenizer(tokenizer)
     engine = TransformersEngine(
         model,
         teacher_tokenizer.table,

@@ -14,8 +14,8 @@ from mopd_client.teacher_client import TeacherClient
 from mopd_losses.projection.cache import ProjectionCache
 from mopd_trainer.config.run import TeacherConfig
 from mopd_trainer.student.identity import StudentIdentity
-from mopd_trainer.teachers.connect import meet_teachers
-from mopd_trainer.teachers.scoring import Scorer
+from mopd_trainer.teachers.connect import connect_teachers
+from mopd_trainer.teachers.scoring import RolloutScorer
 from tests.client.still_clock import StillClock
 
 SCORING = "/v1/logprobs"
@@ -59,7 +59,7 @@ def teacher_config(**settings: Any) -> TeacherConfig:
 async def scorer_of(
     student: StudentIdentity,
     teachers: Mapping[str, tuple[Recorded, TeacherConfig]],
-) -> AsyncIterator[Scorer]:
+) -> AsyncIterator[RolloutScorer]:
     """A scorer that has met the teachers."""
     clock = StillClock().clock  # retries of a broken teacher take no time
     clients = {
@@ -74,5 +74,7 @@ async def scorer_of(
     }
     async with TeacherPool(clients) as pool:
         configs = {name: config for name, (_, config) in teachers.items()}
-        met = await meet_teachers(pool, configs, student, ProjectionCache(), {}, wait_seconds=60.0)
-        yield Scorer(pool, met, student.table, clock=clock)
+        met = await connect_teachers(
+            pool, configs, student, ProjectionCache(), {}, wait_seconds=60.0
+        )
+        yield RolloutScorer(pool, met, student.table, clock=clock)

@@ -12,7 +12,7 @@ from mopd_losses.projection.cache import ProjectionCache
 from mopd_protocol.samples import Rollout, TeacherScore
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
-from mopd_trainer.data.examples import TeacherJudgement, TrainingExample
+from mopd_trainer.data.examples import AlignedScore, TrainingExample
 from mopd_trainer.data.teacher_input import text_view, token_view
 from mopd_trainer.student.student import Student
 from tests.trainer.students import CPU, encoder, table
@@ -69,7 +69,7 @@ def topk_of(completion: TokenSequence, vocabulary: Sequence[int], seed: int) -> 
     )
 
 
-def _judgement(name: str, weight: float, rollout: Rollout, seed: int) -> TeacherJudgement:
+def _judgement(name: str, weight: float, rollout: Rollout, seed: int) -> AlignedScore:
     own = table(TOKENIZERS[name])
     if name == "math":
         view, completion = token_view(rollout), rollout.completion
@@ -82,4 +82,4 @@ def _judgement(name: str, weight: float, rollout: Rollout, seed: int) -> Teacher
         completion = own.sequence([*ids, *ending])
         alignment = align(view.completion, completion)
     topk = topk_of(completion, own.present.nonzero()[0].tolist(), seed)
-    return TeacherJudgement(name, weight, view, TeacherScore("m" * 32, completion, topk), alignment)
+    return AlignedScore(name, weight, view, TeacherScore("m" * 32, completion, topk), alignment)

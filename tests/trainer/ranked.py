@@ -10,7 +10,7 @@ import torch
 
 from mopd_protocol.errors import MopdError
 from mopd_trainer.config.run import StudentConfig
-from mopd_trainer.distributed.process_group import Ranks, joined_ranks
+from mopd_trainer.distributed.process_group import Ranks, init_distributed
 from mopd_trainer.launch.follower import follow
 from tests.ports import free_port
 
@@ -66,7 +66,7 @@ def _one_rank(
         MASTER_PORT=str(port),
     )
     try:
-        with joined_ranks("cpu") as ranks:
+        with init_distributed("cpu") as ranks:
             work(ranks, *arguments)
             if ranks.rank:
                 ranks.follow({})  # the last word

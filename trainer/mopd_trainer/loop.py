@@ -31,7 +31,7 @@ from mopd_trainer.metrics.step_metrics import (
     rollout_metrics,
     teacher_metrics,
 )
-from mopd_trainer.metrics.timers import PhaseClock
+from mopd_trainer.metrics.timers import StepTimer
 from mopd_trainer.pipeline import Collected, Pipeline, pipeline
 from mopd_trainer.reporting.plan import describe_plan
 from mopd_trainer.reporting.progress import RunProgress
@@ -40,18 +40,18 @@ from mopd_trainer.rollouts.factory import chosen_source
 from mopd_trainer.rollouts.remote_sampler import RolloutWorkers
 from mopd_trainer.run_folder.checkpoint import FINAL, save_student
 from mopd_trainer.run_folder.journal import Journal
-from mopd_trainer.run_folder.lock import only_writer
+from mopd_trainer.run_folder.lock import run_lock
 from mopd_trainer.run_folder.recording import recorder_of
 from mopd_trainer.run_folder.replay import Replay
-from mopd_trainer.run_folder.retention import KeptCheckpoints, starting_checkpoint
+from mopd_trainer.run_folder.retention import CheckpointManager, starting_checkpoint
 from mopd_trainer.run_folder.shown_examples import shown_examples
 from mopd_trainer.run_folder.trackers import trackers_of
 from mopd_trainer.student.prompt_checks import require_answerable
 from mopd_trainer.student.student import Student
-from mopd_trainer.teachers.connect import Teacher, meet_teachers, teacher_pool
-from mopd_trainer.teachers.local.client import Turn
+from mopd_trainer.teachers.connect import Teacher, connect_teachers, teacher_pool
+from mopd_trainer.teachers.local.client import TeacherLock
 from mopd_trainer.teachers.local.residency import LocalTeachers
-from mopd_trainer.teachers.scoring import Scorer
+from mopd_trainer.teachers.scoring import RolloutScorer
 from mopd_trainer.training.learner import Learner
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Run:
     pool: TeacherPool  # asks nobody in a replay
     replay: Replay | None
     learner: Learner
-    checkpoints: KeptCheckpoints
+    checkpoints: CheckpointManager
     workers: RolloutWorkers | None
     """Who writes for the student, where it does not itself."""
     done: int
@@ -99,7 +99,7 @@ async def train(
     prompts = read_prompts(config.data, config.judges) if prompts is None else prompts
     require_packages(config)
     identity = RunIdentity.of(config, prompts)
-    with only_writer(config.output_dir):
+    with run_lock(config.output_dir):
         return await _train(config, console, prompts, identity, ranks, workers)
 
 
@@ -112,7 +112,7 @@ async def _train(
     workers: RolloutWorkers | None,
 ) -> Path:
     checkpoint = starting_checkpoint(config, identity)
-    turn = Turn()
+    turn = TeacherLock()
     pool = teacher_pool(config.asked, config.score_cache, turn=turn, device=config.student.device)
     async with pool:
         student = Student.load(config.student, ranks)
@@ -120,7 +120,7 @@ async def _train(
         cache = ProjectionCache(config.projections)
         expected = checkpoint.manifest_ids if checkpoint else {}
         with console.status(f"waiting for {len(config.asked)} teachers"):
-            teachers = await meet_teachers(
+            teachers = await connect_teachers(
                 pool,
                 config.asked,
                 student.identity,
@@ -146,7 +146,7 @@ async def _train(
             pool=pool,
             replay=replay,
             learner=learner,
-            checkpoints=KeptCheckpoints(config, identity, manifests, done=done),
+            checkpoints=CheckpointManager(config, identity, manifests, done=done),
             workers=workers,
             done=done,
         )
@@ -160,7 +160,7 @@ async def _train(
 async def _steps(run: Run, interruption: Interruption, console: Console) -> None:
     config, student, learner, replay = run.config, run.student, run.learner, run.replay
     checkpoints, done = run.checkpoints, run.done
-    clock = PhaseClock()
+    clock = StepTimer()
     recorder = recorder_of(config, run.teachers, student.table, checkpoints.identity, done=done)
     write_resolved(config, config.output_dir / "config.yaml")
     async with _ahead(run, clock) as ahead:
@@ -222,7 +222,7 @@ async def _steps(run: Run, interruption: Interruption, console: Console) -> None
 
 
 @asynccontextmanager
-async def _ahead(run: Run, clock: PhaseClock) -> AsyncGenerator[Pipeline]:
+async def _ahead(run: Run, clock: StepTimer) -> AsyncGenerator[Pipeline]:
     """The steps' examples, collected ahead of training where that is asked for; in a replay, which
     has them, none."""
     config = run.config
@@ -232,7 +232,7 @@ async def _ahead(run: Run, clock: PhaseClock) -> AsyncGenerator[Pipeline]:
         seed=config.seed,
         shuffle=config.data.shuffle,
     )
-    scorer = Scorer(run.pool, run.teachers, run.student.table)
+    scorer = RolloutScorer(run.pool, run.teachers, run.student.table)
     steps = range(run.done, config.max_steps if run.replay is None else run.done)
     chosen = chosen_source(config, run.student, version=run.done, workers=run.workers)
     async with chosen as source:

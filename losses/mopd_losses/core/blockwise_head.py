@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mopd_losses.core.loss import Targets
 from mopd_losses.core.loss_output import LossOutput
-from mopd_losses.core.student_rows import DenseRows, StudentRows, most_likely_ids
+from mopd_losses.core.student_rows import DenseRows, StudentLogprobs, most_likely_ids
 
 ROWS_PER_BLOCK = 1024
 
@@ -30,7 +30,7 @@ ROWS_PER_BLOCK = 1024
 class LossTerm:
     """A loss, what it is computed on, and the weight of each slot in the total."""
 
-    loss: Callable[[StudentRows, Any], LossOutput]
+    loss: Callable[[StudentLogprobs, Any], LossOutput]
     targets: Targets
     slot_weights: Float[Tensor, "slots"]
 
@@ -172,7 +172,7 @@ class _BlockwiseHead(torch.autograd.Function):
 
 
 class _Block:
-    """``StudentRows`` over one block of logits that remembers what was read, for the gradient."""
+    """``StudentLogprobs`` of one block of logits; stores the entries read, for the gradient."""
 
     def __init__(self, hidden: Tensor, matrix: Tensor, head: Head, dtype: torch.dtype) -> None:
         self._head = head

@@ -11,9 +11,9 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from mopd_losses.core.blockwise_head import LossTerm
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 from mopd_losses.core.loss_output import LossOutput
-from mopd_losses.core.student_rows import StudentRows
+from mopd_losses.core.student_rows import StudentLogprobs
 
 #: The label of a slot that is not to be learnt.
 IGNORED = -100
@@ -51,7 +51,7 @@ class SftLoss:
     """Cross entropy: a ``Loss``, for which a completion's own tokens are the labels."""
 
     def targets(
-        self, comparisons: Sequence[Comparison], slot_offsets: Sequence[int]
+        self, comparisons: Sequence[AlignedPair], slot_offsets: Sequence[int]
     ) -> LabelTargets:
         """See ``Loss``; what the teachers of the comparisons said plays no part."""
         nothing = torch.zeros(0, dtype=torch.int64)
@@ -59,7 +59,7 @@ class SftLoss:
         slots = [torch.arange(len(i)) + o for i, o in zip(ids, slot_offsets, strict=True)]
         return LabelTargets(torch.cat([nothing, *slots]), torch.cat([nothing, *ids]))
 
-    def __call__(self, student: StudentRows, targets: LabelTargets) -> LossOutput:
+    def __call__(self, student: StudentLogprobs, targets: LabelTargets) -> LossOutput:
         """``-ln p(label)`` in nats at every slot with a label."""
         logprobs = student.logprobs(targets.slots, targets.labels)
         return LossOutput(student.zeros().index_add(0, targets.slots, -logprobs))

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from mopd_losses.alignment.byte_alignment import Alignment
 from mopd_losses.core.loss_output import LossOutput
-from mopd_losses.core.student_rows import StudentRows
+from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_protocol.arrays import FloatArray
 from mopd_protocol.samples import TeacherScore
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class AlignedPair:
     """One completion, in the student's tokens and as one teacher scored it."""
 
     student: TokenSequence  # one slot a token
@@ -48,7 +48,7 @@ class Targets(Protocol):
 class Loss(Protocol):
     """A divergence of the student from one teacher."""
 
-    def targets(self, comparisons: Sequence[Comparison], slot_offsets: Sequence[int]) -> Targets:
+    def targets(self, comparisons: Sequence[AlignedPair], slot_offsets: Sequence[int]) -> Targets:
         """What the teacher says about several completions whose slots stand one after the other.
 
         Args:
@@ -56,6 +56,6 @@ class Loss(Protocol):
         """
         ...
 
-    def __call__(self, student: StudentRows, targets: Any) -> LossOutput:
+    def __call__(self, student: StudentLogprobs, targets: Any) -> LossOutput:
         """Nats per slot, for targets that this loss has made (or a part of them)."""
         ...

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from mopd_losses.alignment.span_members import inside_spans
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ class SpanTargets:
         return inside_spans(self.student_starts, self.student_ends, slots)
 
 
-def span_targets(comparisons: Sequence[Comparison], slot_offsets: Sequence[int]) -> SpanTargets:
+def span_targets(comparisons: Sequence[AlignedPair], slot_offsets: Sequence[int]) -> SpanTargets:
     """The targets of several completions, whose slots may have others' between them."""
     k = max((comparison.score.topk.k for comparison in comparisons), default=0)
     rows = [len(comparison.score.completion) for comparison in comparisons]
@@ -119,12 +119,12 @@ def span_targets(comparisons: Sequence[Comparison], slot_offsets: Sequence[int])
     )
 
 
-def _sampled_logprobs(comparison: Comparison) -> np.ndarray:
+def _sampled_logprobs(comparison: AlignedPair) -> np.ndarray:
     if comparison.sampled_logprobs is None:
         return np.full(len(comparison.student), np.nan, dtype=np.float32)
     return comparison.sampled_logprobs
 
 
-def _span_bytes(comparison: Comparison) -> np.ndarray:
+def _span_bytes(comparison: AlignedPair) -> np.ndarray:
     ends = np.concatenate([[0], comparison.student.byte_ends])
     return ends[comparison.alignment.student_ends] - ends[comparison.alignment.student_starts]

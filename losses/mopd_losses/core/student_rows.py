@@ -1,4 +1,4 @@
-"""``StudentRows``: the student's next-token log-probabilities, read only where a loss needs them.
+"""``StudentLogprobs``: the student's next-token log-probabilities, computed where they are needed.
 
 A loss never sees a matrix of logits. It asks for the log-probability of this id at that slot; who
 answers may hold all logits under autograd (``DenseRows``) or one block of them with gradients made
@@ -15,7 +15,7 @@ _RANKED_ROWS = 64  # rows that are copied at once to be ranked
 
 
 @runtime_checkable
-class StudentRows(Protocol):
+class StudentLogprobs(Protocol):
     """Slot ``s`` is the distribution that predicts completion token ``s``."""
 
     @property
@@ -106,45 +106,45 @@ class DenseRows:
 
     @property
     def slots(self) -> int:
-        """See ``StudentRows``."""
+        """See ``StudentLogprobs``."""
         return self._logits.shape[0]
 
     @property
     def width(self) -> int:
-        """See ``StudentRows``."""
+        """See ``StudentLogprobs``."""
         return self._logits.shape[1]
 
     @property
     def device(self) -> torch.device:
-        """See ``StudentRows``."""
+        """See ``StudentLogprobs``."""
         return self._logits.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """See ``StudentRows``."""
+        """See ``StudentLogprobs``."""
         return self._logits.dtype
 
     def logprobs(
         self, slots: Int64[Tensor, "n"], ids: Int64[Tensor, "n"], *, temperature: float = 1.0
     ) -> Float[Tensor, "n"]:
-        """See ``StudentRows``."""
+        """See ``StudentLogprobs``."""
         return self._logits[slots, ids] / temperature - self._normalisers(temperature)[slots]
 
     def whole_rows(
         self, slots: Int64[Tensor, "n"], *, temperature: float = 1.0
     ) -> Float[Tensor, "n width"]:
-        """See ``StudentRows``."""
+        """See ``StudentLogprobs``."""
         return self._logits[slots] / temperature - self._normalisers(temperature)[slots, None]
 
     def zeros(self) -> Float[Tensor, "slots"]:
-        """See ``StudentRows``."""
+        """See ``StudentLogprobs``."""
         # The sum of nothing: zero even where logits are not finite.
         return self._graph[:, :0].sum(dim=1).to(self.dtype)
 
     def most_likely_ids(
         self, slots: Int64[Tensor, "n"], allowed: Bool[Tensor, "width"], count: int
     ) -> Int64[Tensor, "n most"]:
-        """See ``StudentRows``."""
+        """See ``StudentLogprobs``."""
         return most_likely_ids(self._logits, slots, allowed, count)
 
     def _normalisers(self, temperature: float) -> Float[Tensor, "slots"]:
@@ -159,7 +159,7 @@ def most_likely_ids(
     allowed: Bool[Tensor, "width"],
     count: int,
 ) -> Int64[Tensor, "n most"]:
-    """``StudentRows.most_likely_ids`` of [slots, width] logits; copies a few rows at a time."""
+    """``StudentLogprobs.most_likely_ids`` of [slots, width] logits; copies a few rows at a time."""
     chosen: list[Tensor] = []
     for part in slots.split(_RANKED_ROWS):
         rows = logits.detach()[part].masked_fill_(~allowed, -torch.inf)

@@ -58,9 +58,9 @@ import torch
 from torch import Tensor
 
 from mopd_losses.config import PrefixKlConfig
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 from mopd_losses.core.loss_output import LossOutput
-from mopd_losses.core.student_rows import StudentRows
+from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.divergences.divergences import divergence_of
 from mopd_losses.divergences.tail_bucket import (
     floored_tail,
@@ -90,14 +90,14 @@ class PrefixKlLoss:
         return Junctions(self.units)
 
     def targets(
-        self, comparisons: Sequence[Comparison], slot_offsets: Sequence[int]
+        self, comparisons: Sequence[AlignedPair], slot_offsets: Sequence[int]
     ) -> PrefixTargets:
         """See ``Loss``."""
         return prefix_targets(
             comparisons, slot_offsets, self.junctions, mass_floor=self.settings.mass_floor
         )
 
-    def __call__(self, student: StudentRows, targets: PrefixTargets) -> LossOutput:
+    def __call__(self, student: StudentLogprobs, targets: PrefixTargets) -> LossOutput:
         """See ``Loss``.
 
         Raises:
@@ -112,7 +112,7 @@ class PrefixKlLoss:
 
 
 def prefix_kl(
-    student: StudentRows,
+    student: StudentLogprobs,
     targets: PrefixTargets,
     settings: PrefixKlConfig,
     *,
@@ -162,7 +162,7 @@ class _StudentEvents:
 
 
 def _student_events(
-    student: StudentRows, targets: PrefixTargets, temperature: float
+    student: StudentLogprobs, targets: PrefixTargets, temperature: float
 ) -> _StudentEvents:
     """The student's side of every place, each a segment log-sum-exp of what was read."""
     places, width = targets.events.shape

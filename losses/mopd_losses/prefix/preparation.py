@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 from mopd_losses.prefix.boundaries import Places, places_of
 from mopd_losses.prefix.events import Events, teacher_events
 from mopd_losses.prefix.groups import Groups
@@ -25,7 +25,7 @@ from mopd_losses.prefix.targets import NO_PATH, PrefixTargets, Readings
 
 
 def prefix_targets(
-    comparisons: Sequence[Comparison],
+    comparisons: Sequence[AlignedPair],
     slot_offsets: Sequence[int],
     junctions: Junctions,
     *,

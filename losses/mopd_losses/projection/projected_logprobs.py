@@ -4,12 +4,12 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from mopd_losses.core.student_rows import StudentRows
+from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.projection.cache import DeviceProjection
 
 
 def projected_logprobs(
-    student: StudentRows,
+    student: StudentLogprobs,
     slots: Int64[Tensor, "places"],
     teacher_ids: Int64[Tensor, "places k"],
     projection: DeviceProjection,

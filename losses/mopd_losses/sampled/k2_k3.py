@@ -21,10 +21,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 from mopd_losses.core.loss_output import LossOutput
 from mopd_losses.core.span_targets import SpanTargets, span_targets
-from mopd_losses.core.student_rows import StudentRows
+from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.sampled.sampled_tokens import sampled_tokens
 
 #: Above this ``ln(t / p)``, k3 goes on as a straight line: e^89 is not a float32.
@@ -55,12 +55,12 @@ class K2Loss:
     """k2 on one-to-one spans: a ``Loss``. Targets are of a teacher that scored at temperature 1."""
 
     def targets(
-        self, comparisons: Sequence[Comparison], slot_offsets: Sequence[int]
+        self, comparisons: Sequence[AlignedPair], slot_offsets: Sequence[int]
     ) -> SpanTargets:
         """See ``Loss``."""
         return span_targets(comparisons, slot_offsets)
 
-    def __call__(self, student: StudentRows, targets: SpanTargets) -> LossOutput:
+    def __call__(self, student: StudentLogprobs, targets: SpanTargets) -> LossOutput:
         """See ``Loss``; measures ``log_ratio`` and ``ruled_out`` as ``policy_gradient`` does."""
         return _on_sampled_tokens(k2, student, targets)
 
@@ -70,18 +70,18 @@ class K3Loss:
     """k3 on one-to-one spans: a ``Loss``. Targets are of a teacher that scored at temperature 1."""
 
     def targets(
-        self, comparisons: Sequence[Comparison], slot_offsets: Sequence[int]
+        self, comparisons: Sequence[AlignedPair], slot_offsets: Sequence[int]
     ) -> SpanTargets:
         """See ``Loss``."""
         return span_targets(comparisons, slot_offsets)
 
-    def __call__(self, student: StudentRows, targets: SpanTargets) -> LossOutput:
+    def __call__(self, student: StudentLogprobs, targets: SpanTargets) -> LossOutput:
         """See ``Loss``; measures ``log_ratio`` and ``ruled_out`` as ``policy_gradient`` does."""
         return _on_sampled_tokens(k3, student, targets)
 
 
 def _on_sampled_tokens(
-    estimate: Callable[[Tensor], Tensor], student: StudentRows, targets: SpanTargets
+    estimate: Callable[[Tensor], Tensor], student: StudentLogprobs, targets: SpanTargets
 ) -> LossOutput:
     tokens = sampled_tokens(student, targets)
     return LossOutput(

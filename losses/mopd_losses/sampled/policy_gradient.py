@@ -18,10 +18,10 @@ loss) has none at all. Only each token's own slot is credited, none before it.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 from mopd_losses.core.loss_output import LossOutput
 from mopd_losses.core.span_targets import SpanTargets, span_targets
-from mopd_losses.core.student_rows import StudentRows
+from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.sampled.sampled_tokens import sampled_tokens
 
 
@@ -32,18 +32,18 @@ class PolicyGradientLoss:
     max_ratio: float = 2.0
 
     def targets(
-        self, comparisons: Sequence[Comparison], slot_offsets: Sequence[int]
+        self, comparisons: Sequence[AlignedPair], slot_offsets: Sequence[int]
     ) -> SpanTargets:
         """See ``Loss``."""
         return span_targets(comparisons, slot_offsets)
 
-    def __call__(self, student: StudentRows, targets: SpanTargets) -> LossOutput:
+    def __call__(self, student: StudentLogprobs, targets: SpanTargets) -> LossOutput:
         """See ``Loss``."""
         return policy_gradient(student, targets, max_ratio=self.max_ratio)
 
 
 def policy_gradient(
-    student: StudentRows, targets: SpanTargets, *, max_ratio: float = 2.0
+    student: StudentLogprobs, targets: SpanTargets, *, max_ratio: float = 2.0
 ) -> LossOutput:
     """Nats per student token: the importance-weighted log-ratio, with a policy gradient.
 

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from mopd_losses.core.span_targets import SpanTargets
-from mopd_losses.core.student_rows import StudentRows
+from mopd_losses.core.student_rows import StudentLogprobs
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class SampledTokens:
         return self.student - self.teacher
 
 
-def sampled_tokens(student: StudentRows, targets: SpanTargets) -> SampledTokens:
+def sampled_tokens(student: StudentLogprobs, targets: SpanTargets) -> SampledTokens:
     """The one-to-one spans; those whose token either side rules out are left out, and counted."""
     single = targets.student_ends - targets.student_starts == 1
     single &= targets.teacher_ends - targets.teacher_starts == 1

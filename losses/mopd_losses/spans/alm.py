@@ -20,10 +20,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 from mopd_losses.core.loss_output import LossOutput
 from mopd_losses.core.span_targets import SpanTargets, span_targets
-from mopd_losses.core.student_rows import StudentRows
+from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.spans.span_likelihood import student_span_logprobs, teacher_span_logprobs
 
 BinaryDivergence = Literal["kl", "tvd"]
@@ -40,18 +40,18 @@ class AlmLoss:
     tau: float | None = None
 
     def targets(
-        self, comparisons: Sequence[Comparison], slot_offsets: Sequence[int]
+        self, comparisons: Sequence[AlignedPair], slot_offsets: Sequence[int]
     ) -> SpanTargets:
         """See ``Loss``."""
         return span_targets(comparisons, slot_offsets)
 
-    def __call__(self, student: StudentRows, targets: SpanTargets) -> LossOutput:
+    def __call__(self, student: StudentLogprobs, targets: SpanTargets) -> LossOutput:
         """See ``Loss``."""
         return alm(student, targets, divergence=self.divergence, tau=self.tau)
 
 
 def alm(
-    student: StudentRows,
+    student: StudentLogprobs,
     targets: SpanTargets,
     *,
     divergence: BinaryDivergence = "kl",

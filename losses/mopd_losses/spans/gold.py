@@ -22,10 +22,10 @@ from dataclasses import dataclass
 import torch
 
 from mopd_losses.config import Merge
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 from mopd_losses.core.loss_output import LossOutput
 from mopd_losses.core.span_targets import SpanTargets
-from mopd_losses.core.student_rows import StudentRows
+from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.divergences.divergences import jensen_shannon
 from mopd_losses.projection.vocabulary_match import VocabularyMatch
 from mopd_losses.spans.merged_spans import mergeable_targets, merged_spans
@@ -43,12 +43,12 @@ class GoldLoss:
     merge: Merge = "bayesian"
 
     def targets(
-        self, comparisons: Sequence[Comparison], slot_offsets: Sequence[int]
+        self, comparisons: Sequence[AlignedPair], slot_offsets: Sequence[int]
     ) -> SpanTargets:
         """See ``Loss``."""
         return mergeable_targets(comparisons, slot_offsets, self.merge)
 
-    def __call__(self, student: StudentRows, targets: SpanTargets) -> LossOutput:
+    def __call__(self, student: StudentLogprobs, targets: SpanTargets) -> LossOutput:
         """See ``Loss``."""
         return gold(
             student,
@@ -75,7 +75,7 @@ def adaptive_weights(
 
 
 def gold(
-    student: StudentRows,
+    student: StudentLogprobs,
     targets: SpanTargets,
     match: VocabularyMatch,
     *,

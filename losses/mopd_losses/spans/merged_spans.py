@@ -23,9 +23,9 @@ from torch import Tensor
 
 from mopd_losses.alignment.span_members import span_members, span_sums
 from mopd_losses.config import Merge
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 from mopd_losses.core.span_targets import SpanTargets, span_targets
-from mopd_losses.core.student_rows import StudentRows
+from mopd_losses.core.student_rows import StudentLogprobs
 
 LEAST_FACTOR = math.log(1e-8)
 
@@ -41,7 +41,7 @@ class MergedSpans:
 
 
 def mergeable_targets(
-    comparisons: Sequence[Comparison], slot_offsets: Sequence[int], merge: Merge
+    comparisons: Sequence[AlignedPair], slot_offsets: Sequence[int], merge: Merge
 ) -> SpanTargets:
     """Spans as the merge reads them.
 
@@ -79,7 +79,7 @@ def mergeable_targets(
     )
 
 
-def merged_spans(student: StudentRows, targets: SpanTargets, merge: Merge) -> MergedSpans:
+def merged_spans(student: StudentLogprobs, targets: SpanTargets, merge: Merge) -> MergedSpans:
     """Which row of each span is kept, and the product over the others."""
     if merge == "bayesian":
         kept, skip_first, skip_last = -1, 0, 1

@@ -23,10 +23,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mopd_losses.config import Direction
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 from mopd_losses.core.loss_output import LossOutput
 from mopd_losses.core.span_targets import SpanTargets, span_targets
-from mopd_losses.core.student_rows import StudentRows
+from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.divergences.tail_bucket import student_tail, tail_forward_kl, tail_reverse_kl
 from mopd_losses.projection.vocabulary_match import VocabularyMatch
 from mopd_losses.spans.span_likelihood import student_span_logprobs, teacher_span_logprobs
@@ -42,12 +42,12 @@ class SimctLoss:
     divergence: Direction = "reverse_kl"
 
     def targets(
-        self, comparisons: Sequence[Comparison], slot_offsets: Sequence[int]
+        self, comparisons: Sequence[AlignedPair], slot_offsets: Sequence[int]
     ) -> SpanTargets:
         """See ``Loss``."""
         return span_targets(comparisons, slot_offsets)
 
-    def __call__(self, student: StudentRows, targets: SpanTargets) -> LossOutput:
+    def __call__(self, student: StudentLogprobs, targets: SpanTargets) -> LossOutput:
         """See ``Loss``."""
         return simct(student, targets, self.match, divergence=self.divergence)
 
@@ -63,7 +63,7 @@ class SpanAtoms:
 
 
 def simct(
-    student: StudentRows,
+    student: StudentLogprobs,
     targets: SpanTargets,
     match: VocabularyMatch,
     *,
@@ -91,7 +91,7 @@ def simct(
     return LossOutput(per_token, measured)
 
 
-def span_atoms(student: StudentRows, targets: SpanTargets, match: VocabularyMatch) -> SpanAtoms:
+def span_atoms(student: StudentLogprobs, targets: SpanTargets, match: VocabularyMatch) -> SpanAtoms:
     """The atoms of each span; an atom that either side rules out is part of the rest."""
     slots, rows = targets.student_starts, targets.teacher_starts
     ids = targets.topk_ids[rows]

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from mopd_losses.alignment.span_members import span_members, span_sums
 from mopd_losses.core.span_targets import SpanTargets
-from mopd_losses.core.student_rows import StudentRows
+from mopd_losses.core.student_rows import StudentLogprobs
 
 
-def student_span_logprobs(student: StudentRows, targets: SpanTargets) -> Float[Tensor, "spans"]:
+def student_span_logprobs(student: StudentLogprobs, targets: SpanTargets) -> Float[Tensor, "spans"]:
     """[spans], the sum of ``ln p(token)`` over a span's student tokens; nats, differentiable.
 
     ``-inf`` where the student rules out one of its tokens.

@@ -18,10 +18,10 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from mopd_losses.config import Merge
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 from mopd_losses.core.loss_output import LossOutput
 from mopd_losses.core.span_targets import SpanTargets
-from mopd_losses.core.student_rows import StudentRows
+from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.spans.merged_spans import MergedSpans, mergeable_targets, merged_spans
 
 
@@ -33,18 +33,18 @@ class UldLoss:
     merge: Merge = "bayesian"
 
     def targets(
-        self, comparisons: Sequence[Comparison], slot_offsets: Sequence[int]
+        self, comparisons: Sequence[AlignedPair], slot_offsets: Sequence[int]
     ) -> SpanTargets:
         """See ``Loss``."""
         return mergeable_targets(comparisons, slot_offsets, self.merge)
 
-    def __call__(self, student: StudentRows, targets: SpanTargets) -> LossOutput:
+    def __call__(self, student: StudentLogprobs, targets: SpanTargets) -> LossOutput:
         """See ``Loss``."""
         return uld(student, targets, self.real_ids, merge=self.merge)
 
 
 def uld(
-    student: StudentRows, targets: SpanTargets, real_ids: Tensor, *, merge: Merge = "bayesian"
+    student: StudentLogprobs, targets: SpanTargets, real_ids: Tensor, *, merge: Merge = "bayesian"
 ) -> LossOutput:
     """Mass per student token; a span's distance stands at the first slot that the span reads.
 
@@ -64,7 +64,7 @@ def uld(
 
 
 def sorted_distance(
-    student: StudentRows,
+    student: StudentLogprobs,
     merged: MergedSpans,
     teacher: Tensor,
     teacher_rest: Tensor,

@@ -9,14 +9,14 @@ in place of renormalisation.) ``topk_divergence`` has the other divergences and 
 
 from mopd_losses.config import Divergence, TopKDivergenceSettings
 from mopd_losses.core.loss_output import LossOutput
-from mopd_losses.core.student_rows import StudentRows
+from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.projection.cache import DeviceProjection
 from mopd_losses.topk.topk_divergence import topk_divergence
 from mopd_losses.topk.topk_targets import TopKTargets
 
 
 def ctkd(
-    student: StudentRows,
+    student: StudentLogprobs,
     targets: TopKTargets,
     projection: DeviceProjection,
     *,

@@ -16,9 +16,9 @@ from torch.nn.functional import pad
 
 from mopd_losses.config import TopKKlConfig
 from mopd_losses.core.blockwise_head import Head
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 from mopd_losses.core.loss_output import LossOutput
-from mopd_losses.core.student_rows import StudentRows
+from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.divergences.divergences import divergence_of
 from mopd_protocol.errors import DataError
 from mopd_protocol.samples import TeacherScore
@@ -76,7 +76,7 @@ class FullVocabularyLoss:
     teacher_temperature: float = 1.0  # where the settings do not name one
 
     def targets(
-        self, comparisons: Sequence[Comparison], slot_offsets: Sequence[int]
+        self, comparisons: Sequence[AlignedPair], slot_offsets: Sequence[int]
     ) -> HiddenTargets:
         """See ``Loss``.
 
@@ -97,7 +97,7 @@ class FullVocabularyLoss:
             hidden.append(comparison.score.hidden[rows])
         return HiddenTargets(torch.cat(slots), torch.cat(hidden))
 
-    def __call__(self, student: StudentRows, targets: HiddenTargets) -> LossOutput:
+    def __call__(self, student: StudentLogprobs, targets: HiddenTargets) -> LossOutput:
         """See ``Loss``."""
         temperature = self.settings.kd_temperature or self.teacher_temperature
         ours = student.whole_rows(targets.slots, temperature=temperature)

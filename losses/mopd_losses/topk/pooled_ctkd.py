@@ -23,10 +23,10 @@ from torch import Tensor
 
 from mopd_losses.alignment.span_members import inside_spans, span_members
 from mopd_losses.config import TopKDivergenceSettings
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 from mopd_losses.core.loss_output import LossOutput
 from mopd_losses.core.span_targets import SpanTargets, span_targets
-from mopd_losses.core.student_rows import StudentRows
+from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.projection.cache import DeviceProjection
 from mopd_losses.projection.projected_logprobs import segment_logsumexp
 from mopd_losses.topk.pooled_rows import PooledRows
@@ -95,12 +95,12 @@ class PooledCtkdLoss:
             )
 
     def targets(
-        self, comparisons: Sequence[Comparison], slot_offsets: Sequence[int]
+        self, comparisons: Sequence[AlignedPair], slot_offsets: Sequence[int]
     ) -> PooledTargets:
         """See ``Loss``."""
         return pooled_targets(span_targets(comparisons, slot_offsets))
 
-    def __call__(self, student: StudentRows, targets: PooledTargets) -> LossOutput:
+    def __call__(self, student: StudentLogprobs, targets: PooledTargets) -> LossOutput:
         """See ``Loss``."""
         return pooled_ctkd(
             student,
@@ -140,7 +140,7 @@ def pooled_targets(spans: SpanTargets) -> PooledTargets:
 
 
 def pooled_ctkd(
-    student: StudentRows,
+    student: StudentLogprobs,
     targets: PooledTargets,
     projection: DeviceProjection,
     settings: TopKDivergenceSettings,

@@ -5,7 +5,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from mopd_losses.alignment.span_members import span_members
-from mopd_losses.core.student_rows import StudentRows
+from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.projection.projected_logprobs import segment_logsumexp
 
 
@@ -21,7 +21,7 @@ class PooledRows:
     """
 
     def __init__(
-        self, student: StudentRows, starts: Int64[Tensor, "spans"], ends: Int64[Tensor, "spans"]
+        self, student: StudentLogprobs, starts: Int64[Tensor, "spans"], ends: Int64[Tensor, "spans"]
     ) -> None:
         self._student = student
         self._starts = starts
@@ -29,28 +29,28 @@ class PooledRows:
 
     @property
     def slots(self) -> int:
-        """See ``StudentRows``; here, spans."""
+        """See ``StudentLogprobs``; here, spans."""
         return len(self._starts)
 
     @property
     def width(self) -> int:
-        """See ``StudentRows``."""
+        """See ``StudentLogprobs``."""
         return self._student.width
 
     @property
     def device(self) -> torch.device:
-        """See ``StudentRows``."""
+        """See ``StudentLogprobs``."""
         return self._student.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """See ``StudentRows``."""
+        """See ``StudentLogprobs``."""
         return self._student.dtype
 
     def logprobs(
         self, slots: Int64[Tensor, "n"], ids: Int64[Tensor, "n"], *, temperature: float = 1.0
     ) -> Float[Tensor, "n"]:
-        """See ``StudentRows``; ``-inf``, without a gradient, where every slot of a span says so."""
+        """See ``StudentLogprobs``; ``-inf``, with no gradient, if all slots of a span are."""
         starts, ends = self._starts[slots], self._ends[slots]
         asked, members = span_members(starts, ends)
         read = self._student.logprobs(members, ids[asked], temperature=temperature)
@@ -60,19 +60,19 @@ class PooledRows:
     def whole_rows(
         self, slots: Int64[Tensor, "n"], *, temperature: float = 1.0
     ) -> Float[Tensor, "n width"]:
-        """See ``StudentRows``."""
+        """See ``StudentLogprobs``."""
         ids = torch.arange(self.width, device=self.device).repeat(len(slots))
         read = self.logprobs(slots.repeat_interleave(self.width), ids, temperature=temperature)
         return read.view(len(slots), self.width)
 
     def zeros(self) -> Float[Tensor, "slots"]:
-        """See ``StudentRows``."""
+        """See ``StudentLogprobs``."""
         return self._student.zeros()[self._starts]
 
     def most_likely_ids(
         self, slots: Int64[Tensor, "n"], allowed: Bool[Tensor, "width"], count: int
     ) -> Int64[Tensor, "n most"]:
-        """See ``StudentRows``; reads every allowed id, for the order of a mean is in no one row."""
+        """See ``StudentLogprobs``; reads every allowed id: no row has the order of a mean."""
         (ids,) = allowed.nonzero(as_tuple=True)
         with torch.no_grad():
             means = self.logprobs(slots.repeat_interleave(len(ids)), ids.repeat(len(slots)))

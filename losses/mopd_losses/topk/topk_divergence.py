@@ -18,9 +18,9 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from mopd_losses.config import TopKDivergenceSettings
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 from mopd_losses.core.loss_output import LossOutput
-from mopd_losses.core.student_rows import StudentRows
+from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.divergences.divergences import divergence_of
 from mopd_losses.divergences.generalised_kl import generalised_forward_kl, generalised_reverse_kl
 from mopd_losses.divergences.renormalised import renormalised
@@ -53,13 +53,13 @@ class TopKDivergenceLoss:
         _require_temperature(self.settings, self.teacher_temperature)
 
     def targets(
-        self, comparisons: Sequence[Comparison], slot_offsets: Sequence[int]
+        self, comparisons: Sequence[AlignedPair], slot_offsets: Sequence[int]
     ) -> TopKTargets:
         """See ``Loss``."""
         parts = [topk_targets(c.alignment, c.score.topk) for c in comparisons]
         return concatenate_targets(parts, slot_offsets)
 
-    def __call__(self, student: StudentRows, targets: TopKTargets) -> LossOutput:
+    def __call__(self, student: StudentLogprobs, targets: TopKTargets) -> LossOutput:
         """See ``Loss``."""
         return topk_divergence(
             student,
@@ -71,7 +71,7 @@ class TopKDivergenceLoss:
 
 
 def topk_divergence(
-    student: StudentRows,
+    student: StudentLogprobs,
     targets: TopKTargets,
     projection: DeviceProjection,
     settings: TopKDivergenceSettings,
@@ -150,7 +150,7 @@ def _require_temperature(settings: TopKDivergenceSettings, teacher_temperature: 
 
 
 def _unprojected_mass(
-    student: StudentRows,
+    student: StudentLogprobs,
     slots: Int64[Tensor, "places"],
     projection: DeviceProjection,
     temperature: float,

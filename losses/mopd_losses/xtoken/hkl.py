@@ -22,10 +22,10 @@ from torch import Tensor
 
 from mopd_losses.alignment.span_members import span_means, span_members
 from mopd_losses.config import Direction
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 from mopd_losses.core.loss_output import LossOutput
 from mopd_losses.core.span_targets import span_targets
-from mopd_losses.core.student_rows import StudentRows
+from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.divergences.divergences import forward_kl, reverse_kl
 from mopd_losses.divergences.generalised_kl import generalised_forward_kl, generalised_reverse_kl
 from mopd_losses.projection.vocabulary_match import VocabularyMatch
@@ -50,12 +50,12 @@ class HklLoss:
     most_ranks: int = MOST_RANKS
 
     def targets(
-        self, comparisons: Sequence[Comparison], slot_offsets: Sequence[int]
+        self, comparisons: Sequence[AlignedPair], slot_offsets: Sequence[int]
     ) -> SupportTargets:
         """See ``Loss``."""
         return topk_support(span_targets(comparisons, slot_offsets), self.match.teacher_size)
 
-    def __call__(self, student: StudentRows, targets: SupportTargets) -> LossOutput:
+    def __call__(self, student: StudentLogprobs, targets: SupportTargets) -> LossOutput:
         """See ``Loss``."""
         return hkl(
             student,
@@ -78,7 +78,7 @@ def xtoken_form(match: VocabularyMatch, least_coverage: float = LEAST_COVERAGE) 
 
 
 def hkl(
-    student: StudentRows,
+    student: StudentLogprobs,
     targets: SupportTargets,
     match: VocabularyMatch,
     *,
@@ -120,7 +120,7 @@ def hkl(
 
 
 def _mean_logprobs(
-    student: StudentRows, targets: SupportTargets, ids: Tensor, temperature: float
+    student: StudentLogprobs, targets: SupportTargets, ids: Tensor, temperature: float
 ) -> Tensor:
     """[spans, ids], the mean over each span's slots of the student's log-probabilities."""
     spans, slots = span_members(targets.student_starts, targets.student_ends)

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from mopd_losses.alignment.span_members import span_means, span_members
 from mopd_losses.config import Direction
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 from mopd_losses.core.loss_output import LossOutput
 from mopd_losses.core.span_targets import span_targets
-from mopd_losses.core.student_rows import StudentRows
+from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.projection.cache import DeviceProjection
 from mopd_losses.projection.projected_logprobs import projected_logprobs
 from mopd_losses.xtoken.support_targets import SupportTargets, topk_support
@@ -45,14 +45,14 @@ class PklParityLoss:
     most_ids: int = MOST_IDS  # of the support
 
     def targets(
-        self, comparisons: Sequence[Comparison], slot_offsets: Sequence[int]
+        self, comparisons: Sequence[AlignedPair], slot_offsets: Sequence[int]
     ) -> SupportTargets:
         """See ``Loss``."""
         teacher_size = len(self.projection.column_starts) - 1
         spans = span_targets(comparisons, slot_offsets)
         return topk_support(spans, teacher_size, most_ids=self.most_ids)
 
-    def __call__(self, student: StudentRows, targets: SupportTargets) -> LossOutput:
+    def __call__(self, student: StudentLogprobs, targets: SupportTargets) -> LossOutput:
         """See ``Loss``."""
         return pkl_parity(
             student,
@@ -64,7 +64,7 @@ class PklParityLoss:
 
 
 def pkl_parity(
-    student: StudentRows,
+    student: StudentLogprobs,
     targets: SupportTargets,
     projection: DeviceProjection,
     *,

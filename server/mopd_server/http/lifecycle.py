@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mopd_server.http.http_metrics import SCORING_PATH, HttpMetrics
 from mopd_server.http.problems import refusal_response
 from mopd_server.scoring.service import TeacherService
-from mopd_server.service_error import Refusal
+from mopd_server.service_error import ServiceError
 
 #: Probes must see a process that loads or drains, so these answer at any time.
 ALWAYS_OPEN = frozenset({"/healthz", "/readyz", "/metrics"})
@@ -32,8 +32,8 @@ class Lifecycle:
         """``None`` while the model loads."""
         self.in_flight = 0
         """Requests that were let in and are not answered yet."""
-        self._end: Refusal | None = None
-        self._abandoned: Refusal | None = None
+        self._end: ServiceError | None = None
+        self._abandoned: ServiceError | None = None
         self._on_idle: Callable[[], None] | None = None
         self._endings: set[asyncio.Future[None]] = set()
         self.metrics = HttpMetrics(ready=lambda: self.ready)
@@ -52,7 +52,7 @@ class Lifecycle:
         """Whether another request may come in.
 
         Raises:
-            Refusal: 503 while the model loads, while the teacher drains, after its engine died.
+            ServiceError: 503 while the model loads, while draining, after the engine died.
         """
         if self._end is not None:
             raise self._end
@@ -63,18 +63,18 @@ class Lifecycle:
         says neither who the teacher is nor what failed.
 
         Raises:
-            Refusal: 503, as ``require_open``, and while the service warms up or after it failed.
+            ServiceError: 503, as ``require_open``, and during warm-up or after its failure.
         """
         self.require_open()
         service = self.require_loaded()
         if service.failure:
-            raise Refusal(
+            raise ServiceError(
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 "this teacher cannot score, and its log says why; restart it",
                 reason="failed",
             )
         if not service.ready:
-            raise Refusal(
+            raise ServiceError(
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 "this teacher is still warming up; ask again later",
                 retry_after_seconds=_LOADING_RETRY_SECONDS,
@@ -85,10 +85,10 @@ class Lifecycle:
         """The service, for a request that has been let in.
 
         Raises:
-            Refusal: 503 while it loads.
+            ServiceError: 503 while it loads.
         """
         if self.service is None:
-            raise Refusal(
+            raise ServiceError(
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 "this teacher is loading its model; ask again later",
                 retry_after_seconds=_LOADING_RETRY_SECONDS,
@@ -112,7 +112,7 @@ class Lifecycle:
         """A future that raises the refusal which ends every request, should that come.
 
         Raises:
-            Refusal: when it has come already.
+            ServiceError: when it has come already.
         """
         if self._abandoned is not None:
             raise self._abandoned
@@ -126,7 +126,7 @@ class Lifecycle:
 
     def drain(self, on_idle: Callable[[], None]) -> None:
         """Lets nothing more in; ``on_idle`` is called when the last request has been answered."""
-        self._end = Refusal(
+        self._end = ServiceError(
             HTTPStatus.SERVICE_UNAVAILABLE,
             "this teacher is shutting down; ask another replica, or again later",
             retry_after_seconds=_DRAINING_RETRY_SECONDS,
@@ -138,7 +138,7 @@ class Lifecycle:
 
     def abandon(self, reason: str, sentence: str) -> None:
         """Answers every request, those in flight and those to come, with 503."""
-        refusal = Refusal(
+        refusal = ServiceError(
             HTTPStatus.SERVICE_UNAVAILABLE,
             sentence,
             retry_after_seconds=_DRAINING_RETRY_SECONDS,
@@ -164,7 +164,7 @@ class RefuseUnlessOpen:
             return
         try:
             self._lifecycle.require_open()
-        except Refusal as refusal:
+        except ServiceError as refusal:
             await refusal_response(refusal)(scope, receive, send)
             return
         in_flight = self._lifecycle.metrics.in_flight

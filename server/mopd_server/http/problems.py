@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from mopd_protocol.requests import ControlToken, LogprobsRequest, SequenceRequest
 from mopd_protocol.samples import Message
 from mopd_server.http.request_record import current_record
-from mopd_server.service_error import Refusal
+from mopd_server.service_error import ServiceError
 
 PROBLEM_MEDIA_TYPE = "application/problem+json"
 
@@ -78,7 +78,7 @@ def problem_response(
     )
 
 
-def refusal_response(refusal: Refusal) -> JSONResponse:
+def refusal_response(refusal: ServiceError) -> JSONResponse:
     """The problem document of a refusal, with ``Retry-After`` where it names a time."""
     seconds = refusal.retry_after_seconds
     headers = None if seconds is None else {"Retry-After": str(seconds)}
@@ -90,13 +90,13 @@ def refusal_response(refusal: Refusal) -> JSONResponse:
 
 def install_problem_handlers(app: FastAPI) -> None:
     """Makes every error that leaves a route of ``app`` a problem document."""
-    app.add_exception_handler(Refusal, _on_refusal)
+    app.add_exception_handler(ServiceError, _on_refusal)
     app.add_exception_handler(RequestValidationError, _on_malformed_body)
     app.add_exception_handler(HTTPException, _on_http_exception)
 
 
 async def _on_refusal(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, Refusal)
+    assert isinstance(error, ServiceError)
     return refusal_response(error)
 
 

@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect
 
 from mopd_protocol.requests import LogprobsRequest
 from mopd_server.http.problems import CLIENT_CLOSED_REQUEST
-from mopd_server.service_error import Refusal
+from mopd_server.service_error import ServiceError
 
 #: Beyond this many mistakes (a body of nothing but unknown keys) they are only counted: a list of
 #: millions would fill the memory.
@@ -21,7 +21,7 @@ async def scoring_request(request: Request) -> LogprobsRequest:
 
     Raises:
         RequestValidationError: when it is no scoring request.
-        Refusal: 499, which nobody will read, when the client leaves before it is whole.
+        ServiceError: 499, which nobody will read, when the client leaves before it is whole.
     """
     if not _is_json(request.headers.get("content-type", "")):
         raise RequestValidationError([{"type": "not_json", "loc": (), "input": None}])
@@ -30,7 +30,9 @@ async def scoring_request(request: Request) -> LogprobsRequest:
         async for piece in request.stream():
             body += piece
     except ClientDisconnect as error:
-        raise Refusal(CLIENT_CLOSED_REQUEST, "the client left before its body was whole") from error
+        raise ServiceError(
+            CLIENT_CLOSED_REQUEST, "the client left before its body was whole"
+        ) from error
     try:
         return LogprobsRequest.model_validate_json(bytes(body))
     except ValidationError as error:

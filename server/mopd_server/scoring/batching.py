@@ -39,7 +39,7 @@ class _Waiting:
 
 
 class Batcher:
-    """A ``Scorer`` around an engine that blocks.
+    """A ``SequenceScorer`` around an engine that blocks.
 
     The worker is a task that ends when nothing waits, so there is nothing to start. A batch that
     the engine has begun is finished even if its clients leave; ``on_cancelled`` is told how many
@@ -79,7 +79,7 @@ class Batcher:
     async def score(
         self, tasks: Sequence[ScoringTask], *, top_k: int, temperature: float
     ) -> list[tuple[TopKLogprobs, EngineTimes]]:
-        """See ``Scorer.score``. Cancelling takes those still waiting off the queue."""
+        """See ``SequenceScorer.score``. Cancelling takes those still waiting off the queue."""
         loop = asyncio.get_running_loop()
         settings = _Settings(top_k, temperature)
         entries = [

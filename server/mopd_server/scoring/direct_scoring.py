@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class DirectScorer:
-    """A ``Scorer`` in which a sequence counts as waiting until it is scored.
+    """A ``SequenceScorer`` in which a sequence counts as waiting until it is scored.
 
     Which sequences an engine works on is its own business; what is bounded here is how much it has
     been given. ``on_cancelled`` is told how many sequences were taken out of it unscored.
@@ -52,7 +52,7 @@ class DirectScorer:
     async def score(
         self, tasks: Sequence[ScoringTask], *, top_k: int, temperature: float
     ) -> list[tuple[TopKLogprobs, EngineTimes]]:
-        """See ``Scorer.score``. When one sequence fails, the others of its request are given up."""
+        """See ``SequenceScorer.score``. If one sequence fails, its request is cancelled."""
         if not self._unscored:
             self._worked_until = time.monotonic()
         self._unscored.enter(tasks)

@@ -11,7 +11,7 @@ from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_server.engines.base import AsyncEngine, Engine
 from mopd_server.engines.transformers import load_transformers_engine
 from mopd_server.scoring.service import TeacherService
-from mopd_server.scoring.tokenization import TeacherTokenizer
+from mopd_server.scoring.tokenization import RequestTokenizer
 from mopd_server.scoring.tokenizer_loading import load_tokenizer
 from mopd_server.settings import TeacherSettings
 
@@ -26,7 +26,7 @@ def load_service(settings: TeacherSettings) -> TeacherService:
     Raises:
         MopdError: one sentence about what is wrong with the model, its tokenizer or a setting.
     """
-    tokenizer = TeacherTokenizer(load_tokenizer(settings))
+    tokenizer = RequestTokenizer(load_tokenizer(settings))
     return TeacherService(tokenizer, load_engine(settings, tokenizer.table), settings)
 
 

@@ -1,4 +1,4 @@
-"""``Scorer``: a queue and an engine behind it, as the service sees them."""
+"""``SequenceScorer``: a queue and an engine behind it, as the service sees them."""
 
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -6,10 +6,10 @@ from typing import Protocol
 
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_server.engines.base import EngineDead, EngineTimes, ScoringTask
-from mopd_server.service_error import Refusal
+from mopd_server.service_error import ServiceError
 
 
-class Scorer(Protocol):
+class SequenceScorer(Protocol):
     """Used from one event loop at a time."""
 
     @property
@@ -28,7 +28,7 @@ class Scorer(Protocol):
         """The scores of ``tasks``, in order. Cancelling gives up those that are not scored yet.
 
         Raises:
-            Refusal: 429 when too much waits already, 500 when the engine fails, 503 when it died.
+            ServiceError: 429 if the queue is full, 500 if the engine fails, 503 if it died.
         """
         ...
 
@@ -37,14 +37,14 @@ class Scorer(Protocol):
         ...
 
 
-def failure_of(error: Exception) -> Refusal:
+def failure_of(error: Exception) -> ServiceError:
     """How a request is answered whose scoring ended with ``error``."""
-    if isinstance(error, Refusal):
+    if isinstance(error, ServiceError):
         return error
     if isinstance(error, EngineDead):
-        refusal = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}; ask another replica")
+        refusal = ServiceError(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}; ask another replica")
     else:
-        refusal = Refusal(
+        refusal = ServiceError(
             HTTPStatus.INTERNAL_SERVER_ERROR,
             f"the engine failed on this batch with {type(error).__name__}: {error}",
         )

@@ -9,7 +9,7 @@ import numpy as np
 from mopd_protocol.arrays import FloatArray, IntArray
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_server.engines.base import EngineDescription, ScoringTask
-from mopd_server.scoring.scorer import Scorer
+from mopd_server.scoring.scorer import SequenceScorer
 
 #: Largest difference, in nats, that batches of other shapes may make by rounding alone. Logits of
 #: 16 to 32 are 1/8 apart in bfloat16 and 1/64 in float16; float32 may pass through TF32 kernels.
@@ -25,7 +25,7 @@ class SelfCheckError(RuntimeError):
 
 
 async def check_engine(
-    scorer: Scorer, about: EngineDescription, real_ids: IntArray, *, max_top_k: int
+    scorer: SequenceScorer, about: EngineDescription, real_ids: IntArray, *, max_top_k: int
 ) -> None:
     """Scores a known sequence alone and inside a batch, and its likeliest ids as candidates.
 
@@ -37,7 +37,7 @@ async def check_engine(
 
     Raises:
         SelfCheckError: when two answers about one sequence differ by more than the tolerance.
-        Refusal: when the engine fails.
+        ServiceError: when the engine fails.
     """
     draw = np.random.default_rng(0)
     probe, *neighbours = (

@@ -21,10 +21,10 @@ from mopd_server.engines.base import AsyncEngine, Engine, EngineTimes, ScoringTa
 from mopd_server.scoring.batching import Batcher
 from mopd_server.scoring.direct_scoring import DirectScorer
 from mopd_server.scoring.metrics import ServiceMetrics
-from mopd_server.scoring.scorer import Scorer
+from mopd_server.scoring.scorer import SequenceScorer
 from mopd_server.scoring.self_check import check_engine
-from mopd_server.scoring.tokenization import TeacherTokenizer, TokenizedSequence
-from mopd_server.service_error import Refusal
+from mopd_server.scoring.tokenization import RequestTokenizer, TokenizedSequence
+from mopd_server.service_error import ServiceError
 from mopd_server.settings import TeacherSettings
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class TeacherService:
 
     def __init__(
         self,
-        tokenizer: TeacherTokenizer,
+        tokenizer: RequestTokenizer,
         engine: Engine | AsyncEngine,
         settings: TeacherSettings,
     ) -> None:
@@ -111,16 +111,16 @@ class TeacherService:
         logger.info("teacher %r is ready, warmed up in %.1f s", self.manifest.service, seconds)
 
     def require_ready(self) -> None:
-        """Raises Refusal 503 until a warm-up has passed, and after the engine has died."""
+        """Raises ServiceError 503 until a warm-up has passed, and after the engine has died."""
         if self.ready:
             return
         name = self.manifest.service
         if self.failure:
-            raise Refusal(
+            raise ServiceError(
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 f"teacher {name!r} cannot score: {self.failure}; restart it",
             )
-        raise Refusal(
+        raise ServiceError(
             HTTPStatus.SERVICE_UNAVAILABLE,
             f"teacher {name!r} is still warming up; ask again later",
             retry_after_seconds=1,
@@ -135,7 +135,7 @@ class TeacherService:
         refuse them.
 
         Raises:
-            Refusal: when any sequence cannot be scored; nothing is scored in part.
+            ServiceError: when any sequence cannot be scored; nothing is scored in part.
         """
         self.require_ready()
         self._require_within_limits(request)
@@ -171,7 +171,7 @@ class TeacherService:
         self._large_texts.shutdown(wait=False, cancel_futures=True)
         self._scorer.close()
 
-    def _scorer_of(self, engine: Engine | AsyncEngine, settings: TeacherSettings) -> Scorer:
+    def _scorer_of(self, engine: Engine | AsyncEngine, settings: TeacherSettings) -> SequenceScorer:
         if isinstance(engine, AsyncEngine):
             return DirectScorer(
                 engine,
@@ -200,7 +200,7 @@ class TeacherService:
     def _require_within_limits(self, request: LogprobsRequest) -> None:
         limit = self.manifest.max_top_k
         if request.top_k > limit:
-            raise Refusal(
+            raise ServiceError(
                 HTTPStatus.BAD_REQUEST,
                 f"top_k: found {request.top_k}, expected at most {limit} (max_top_k in the "
                 "manifest of this teacher)",
@@ -213,20 +213,20 @@ class TeacherService:
                 if features.temperature
                 else "1, the only one at which this teacher's engine scores"
             )
-            raise Refusal(
+            raise ServiceError(
                 HTTPStatus.BAD_REQUEST,
                 f"temperature: found {request.temperature}, expected {expected}",
             )
         for index, sequence in enumerate(request.sequences):
             widest = max(map(len, sequence.candidate_ids or ()), default=0)
             if sequence.candidate_ids is not None and not features.candidate_ids:
-                raise Refusal(
+                raise ServiceError(
                     HTTPStatus.BAD_REQUEST,
                     f"sequences[{index}].candidate_ids: this teacher's engine scores only its own "
                     "top_k (features in the manifest)",
                 )
             if widest > limit:
-                raise Refusal(
+                raise ServiceError(
                     HTTPStatus.BAD_REQUEST,
                     f"sequences[{index}].candidate_ids: found {widest} ids for one token, "
                     f"expected at most {limit} (max_top_k in the manifest of this teacher)",
@@ -238,14 +238,14 @@ class TeacherService:
             try:
                 tokenized.append(self._tokenizer.tokenize(sequence))
                 self._require_short_enough(tokenized[-1].task)
-            except Refusal as refusal:
+            except ServiceError as refusal:
                 raise refusal.about(f"sequences[{index}]") from refusal
         return tokenized
 
     def _require_short_enough(self, task: ScoringTask) -> None:
         limit = self.manifest.max_model_len
         if task.tokens > limit:
-            raise Refusal(
+            raise ServiceError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                 f"found {task.tokens} tokens ({len(task.prompt_ids)} of prompt and "
                 f"{len(task.completion_ids)} of completion), expected at most {limit} "
@@ -284,11 +284,11 @@ def _timings(tokenize_seconds: float, times: list[EngineTimes]) -> dict[str, flo
 
 
 def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, Refusal) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, ServiceError) else f"{type(error).__name__}: {error}"
 
 
 def _manifest(
-    tokenizer: TeacherTokenizer, engine: Engine | AsyncEngine, settings: TeacherSettings
+    tokenizer: RequestTokenizer, engine: Engine | AsyncEngine, settings: TeacherSettings
 ) -> Manifest:
     about, table = engine.description, tokenizer.table
     return Manifest(

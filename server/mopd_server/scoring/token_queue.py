@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from typing import Generic, TypeVar
 
-from mopd_server.service_error import Refusal
+from mopd_server.service_error import ServiceError
 
 LONGEST_RETRY_SECONDS = 60
 #: Work this many seconds ago counts half as much in the engine's speed.
@@ -42,11 +42,11 @@ class TokenQueue(Generic[Entry]):
         Entries that are together larger than the queue are let in when nothing waits.
 
         Raises:
-            Refusal: 429, with the seconds after which to ask again, when too much waits already.
+            ServiceError: 429 with Retry-After seconds, if the queue is full.
         """
         tokens = sum(map(self._tokens_of, entries))
         if self._entries and self._tokens + tokens > self._max_tokens:
-            raise Refusal(
+            raise ServiceError(
                 HTTPStatus.TOO_MANY_REQUESTS,
                 f"{self._tokens} tokens wait already and {tokens} more would be above the "
                 f"queue's limit of {self._max_tokens}; ask again later",

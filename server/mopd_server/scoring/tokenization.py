@@ -33,7 +33,7 @@ from mopd_protocol.tokenizers.tokenizer_file import tokenizer_json
 from mopd_protocol.tokenizers.tokenizer_roles import ChatTokenizer, roles_of
 from mopd_server.engines.base import ScoringTask
 from mopd_server.scoring.tokenizer_loading import TOKENIZER_FILE, tokenizer_files
-from mopd_server.service_error import Refusal
+from mopd_server.service_error import ServiceError
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class TokenizedSequence:
         return ScoringTask(self.prompt_ids, self.completion.token_ids, self.candidate_ids)
 
 
-class TeacherTokenizer:
+class RequestTokenizer:
     """A teacher's tokenizer, its chat template and its table of token bytes.
 
     Raises:
@@ -87,11 +87,11 @@ class TeacherTokenizer:
         """The sequence in this teacher's tokens.
 
         Raises:
-            Refusal: when this teacher has no such ids, control tokens, roles or ending.
+            ServiceError: when this teacher has no such ids, control tokens, roles or ending.
         """
         prompt_ids = self._prompt_ids(sequence)
         if not prompt_ids:
-            raise Refusal(
+            raise ServiceError(
                 HTTPStatus.BAD_REQUEST,
                 "the prompt has no tokens, so nothing predicts the first completion token; "
                 "expected at least one token, such as the beginning-of-text token",
@@ -120,7 +120,7 @@ class TeacherTokenizer:
 
     def _render(self, messages: Sequence[Message]) -> str:
         if not self.renders_messages:
-            raise Refusal(
+            raise ServiceError(
                 HTTPStatus.UNPROCESSABLE_ENTITY,
                 "this teacher has no chat template, so it cannot take messages; "
                 "expected prompt or prompt_token_ids",
@@ -133,7 +133,7 @@ class TeacherTokenizer:
             )
         except (TemplateError, TypeError, ValueError) as error:
             roles = ", ".join(message.role for message in messages)
-            raise Refusal(
+            raise ServiceError(
                 HTTPStatus.UNPROCESSABLE_ENTITY,
                 f"this teacher's chat template refuses messages with the roles {roles}: {error}",
             ) from error
@@ -163,7 +163,7 @@ class TeacherTokenizer:
     def _control(self, part: ControlToken) -> int:
         if part.control not in self.table.controls:
             known = ", ".join(sorted(self.table.controls)[:16]) or "none"
-            raise Refusal(
+            raise ServiceError(
                 HTTPStatus.UNPROCESSABLE_ENTITY,
                 f"this teacher has no control token {part.control!r}; it has {known}",
             )
@@ -172,12 +172,12 @@ class TeacherTokenizer:
     def _ending(self, ids: Sequence[int]) -> int:
         end_of_turn = self.table.roles.end_of_turn
         if end_of_turn is None:
-            raise Refusal(
+            raise ServiceError(
                 HTTPStatus.UNPROCESSABLE_ENTITY,
                 "this teacher has no end-of-turn token to score; expected finished: false",
             )
         if ids and ids[-1] in self.table.roles.ending:
-            raise Refusal(
+            raise ServiceError(
                 HTTPStatus.BAD_REQUEST,
                 f"the completion already ends with ending token {ids[-1]} and finished: true would "
                 "add another; expected a completion without its ending token",
@@ -191,7 +191,7 @@ class TeacherTokenizer:
         if rows is None:
             return None
         if len(rows) != completion_tokens:
-            raise Refusal(
+            raise ServiceError(
                 HTTPStatus.BAD_REQUEST,
                 f"candidate_ids has {len(rows)} rows, expected {completion_tokens}: one per "
                 "completion token of this teacher, the end-of-turn token included",
@@ -202,7 +202,7 @@ class TeacherTokenizer:
     def _require_known(self, field: str, ids: Sequence[int]) -> None:
         highest = max(ids, default=0)
         if highest >= self.table.size:  # said here because such an id may not even fit an array
-            raise Refusal(
+            raise ServiceError(
                 HTTPStatus.BAD_REQUEST,
                 f"{field} holds id {highest}, but this teacher's tokenizer has {self.table.size} "
                 "ids; were ids of another tokenizer (the student's) sent? send text instead",
@@ -210,7 +210,7 @@ class TeacherTokenizer:
         try:
             self.table.require_known(np.array(ids, dtype=np.int64))
         except DataError as error:
-            raise Refusal(HTTPStatus.BAD_REQUEST, f"{field}: {error}") from error
+            raise ServiceError(HTTPStatus.BAD_REQUEST, f"{field}: {error}") from error
 
 
 def _roles(chat: PreTrainedTokenizerFast, tokenizer: Tokenizer) -> TokenRoles:
@@ -229,7 +229,7 @@ def _require_unicode(field: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise Refusal(
+        raise ServiceError(
             HTTPStatus.BAD_REQUEST,
             f"{field} holds {text[error.start]!a} at character {error.start}, a lone surrogate; "
             "expected Unicode text",

@@ -16,7 +16,7 @@ from mopd_protocol.errors import ConfigError, DataError, TeacherError
 from mopd_protocol.requests import ControlToken, SequenceRequest
 from mopd_protocol.samples import Message
 from mopd_server.scoring.tokenization import TeacherTokenizer
-from mopd_server.service_error import Refusal
+from mopd_server.service_error import ServiceError
 from tests import tiny_models
 from tests.protocol.unicode_text import any_text
 
@@ -283,7 +283,7 @@ def test_a_sequence_becomes_the_tokens_that_a_service_makes_of_it(family, sequen
     ours, service = PAIRS[family]
     try:
         expected = service.tokenize(sequence)
-    except Refusal:
+    except ServiceError:
         with pytest.raises(TeacherError) as told:
             sequence_tokens("math", ours, sequence)
         assert told.value.status in (400, 422)

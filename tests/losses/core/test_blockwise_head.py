@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mopd_losses.core.blockwise_head import Head, LossTerm, blockwise_head
 from mopd_losses.core.loss_output import LossOutput
-from mopd_losses.core.student_rows import DenseRows, StudentRows
+from mopd_losses.core.student_rows import DenseRows, StudentLogprobs
 from mopd_losses.projection.cache import DeviceProjection
 from mopd_losses.topk.ctkd import ctkd
 from mopd_losses.topk.topk_targets import TopKTargets
@@ -39,10 +39,10 @@ def terms_of(seed: int, temperature: float) -> tuple[list[LossTerm], int, Tensor
     problem = random_problem(seed)
     projection: DeviceProjection = problem.projection()
 
-    def forward(student: StudentRows, targets: TopKTargets) -> LossOutput:
+    def forward(student: StudentLogprobs, targets: TopKTargets) -> LossOutput:
         return ctkd(student, targets, projection, temperature=temperature)
 
-    def reverse(student: StudentRows, targets: TopKTargets) -> LossOutput:
+    def reverse(student: StudentLogprobs, targets: TopKTargets) -> LossOutput:
         return ctkd(student, targets, projection, divergence="reverse_kl")
 
     torch.manual_seed(seed)

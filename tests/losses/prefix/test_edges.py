@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from mopd_losses.config import PrefixKlConfig
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 from mopd_losses.core.student_rows import DenseRows
 from mopd_losses.prefix import shared_units, spelling
 from mopd_losses.prefix.loss import prefix_kl
@@ -26,7 +26,7 @@ PAIR = Pair(Tongue.of("57", "573", "ab"), Tongue.of("73", "b5", end="<stop>"))
 
 def completion(
     pair: Pair, student_ids: list[int], teacher_ids: list[int], k: int = 5, seed: int = 0
-) -> Comparison:
+) -> AlignedPair:
     """With a random teacher."""
     torch.manual_seed(seed)
     family = pair.teacher.family
@@ -36,7 +36,7 @@ def completion(
     return compared(pair, student_ids, teacher_ids, rows, k)
 
 
-def of_texts(student: list[str], teacher: list[str], pair: Pair = PAIR) -> Comparison:
+def of_texts(student: list[str], teacher: list[str], pair: Pair = PAIR) -> AlignedPair:
     return completion(pair, pair.student.ids(student), pair.teacher.ids(teacher))
 
 

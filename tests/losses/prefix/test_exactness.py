@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mopd_losses.alignment.byte_alignment import align
 from mopd_losses.config import CtkdConfig
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 from mopd_losses.core.student_rows import DenseRows
 from mopd_losses.projection.cache import DeviceProjection
 from mopd_losses.projection.matrix import identity_projection
@@ -57,7 +57,7 @@ def models(pair: Pair, longest: int = 5, seed: int = 0) -> tuple[TokenModel, Tok
 
 def scored(
     pair: Pair, text: str, token_models: tuple[TokenModel, TokenModel], k: int = 8
-) -> tuple[Tensor, Comparison]:
+) -> tuple[Tensor, AlignedPair]:
     """The student's exact log-probabilities on its own writing of ``text``, and the teacher's."""
     student, teacher = token_models
     written = pair.student.ids(student.written[text])
@@ -176,7 +176,7 @@ def one_text(
     teacher: Tongue,
     text: str,
     teacher_rows: list[dict[str, float]],
-) -> tuple[Pair, Comparison]:
+) -> tuple[Pair, AlignedPair]:
     """Both write ``text`` and end; the teacher's rows by what they say."""
     pair = Pair(student, teacher)
     rows = torch.full((len(teacher_rows), teacher.family.width), -torch.inf, dtype=torch.float64)
@@ -261,7 +261,7 @@ def test_with_one_tokenizer_it_is_the_same_vocabulary_form_bit_for_bit(divergenc
             token_logprobs=np.full(len(ids), -1.0),
             tail_logprobs=np.log1p(-values.double().exp().sum(dim=1).numpy()),
         )
-        comparison = Comparison(
+        comparison = AlignedPair(
             sequence,
             np.zeros(len(ids), dtype=np.float32),
             TeacherScore("teacher", sequence, topk),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mopd_losses.alignment.byte_alignment import align
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 from mopd_losses.prefix import shared_units
 from mopd_losses.prefix.junctions import Junctions
 from mopd_losses.prefix.preparation import prefix_targets
@@ -38,7 +38,7 @@ def units_of(student: str, teacher: str) -> SharedUnits:
     return SharedUnits(sides[0].table, sides[0].encoder, sides[1].table, sides[1].encoder)
 
 
-def scored(student: Vocabulary, teacher: Vocabulary, text: str, seed: int, k: int) -> Comparison:
+def scored(student: Vocabulary, teacher: Vocabulary, text: str, seed: int, k: int) -> AlignedPair:
     """With a teacher that knows any tokens, and those that begin as the text goes on."""
     draw = random.Random(seed)
     ours = student.encoder.encode(text)
@@ -76,7 +76,9 @@ def scored(student: Vocabulary, teacher: Vocabulary, text: str, seed: int, k: in
         tail_logprobs=logprobs[:, k],
     )
     sampled = np.zeros(len(ours), dtype=np.float32)
-    return Comparison(sequences[0], sampled, TeacherScore("teacher", read, topk), align(*sequences))
+    return AlignedPair(
+        sequences[0], sampled, TeacherScore("teacher", read, topk), align(*sequences)
+    )
 
 
 def as_places(targets: PrefixTargets, written: list[int]) -> list[Place]:
@@ -141,7 +143,7 @@ def check_places(student: str, teacher: str, seed: int) -> None:
         assert targets.are_spans.any() == (student != teacher)
 
 
-def check_same_places(comparison: Comparison, units: SharedUnits) -> PrefixTargets:
+def check_same_places(comparison: AlignedPair, units: SharedUnits) -> PrefixTargets:
     targets = prefix_targets([comparison], [0], Junctions(units), mass_floor=0.0)
     found = as_places(targets, comparison.student.token_ids.tolist())
     expected = slow.places(comparison, units)

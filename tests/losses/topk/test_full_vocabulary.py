@@ -10,7 +10,7 @@ from torch import Tensor
 from mopd_losses.alignment.byte_alignment import identity_alignment
 from mopd_losses.config import TopKKlConfig
 from mopd_losses.core.blockwise_head import Head, LossTerm, blockwise_head, dense_head
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 from mopd_losses.topk.full_vocabulary import FullVocabularyLoss, HiddenScore, HiddenTargets
 from mopd_protocol.errors import DataError
 from mopd_protocol.samples import TeacherScore
@@ -111,7 +111,7 @@ def topk(tokens: int) -> TopKLogprobs:
 def test_targets_stand_where_their_completions_do() -> None:
     hidden = torch.randn(5, 3)
     comparisons = [
-        Comparison(
+        AlignedPair(
             completion(len(part)),
             None,
             HiddenScore("id", completion(len(part)), topk(len(part)), part),
@@ -130,7 +130,7 @@ def test_targets_stand_where_their_completions_do() -> None:
 
 def test_a_score_without_hidden_states_is_refused() -> None:
     score = TeacherScore("id", completion(2), topk(2))
-    comparison = Comparison(completion(2), None, score, identity_alignment(2))
+    comparison = AlignedPair(completion(2), None, score, identity_alignment(2))
     loss = FullVocabularyLoss(problem(0)[3], TopKKlConfig())
     with pytest.raises(DataError, match="a score without hidden states"):
         loss.targets([comparison], [0])

@@ -15,7 +15,7 @@ from mopd_server.http.lifecycle import Lifecycle
 from mopd_server.http.logs import FIELDS, JsonFormatter, TextFormatter
 from mopd_server.http.middleware import response_limit as answer_limit
 from mopd_server.http.middleware.body_limit import HELD_BODIES
-from mopd_server.service_error import Refusal
+from mopd_server.service_error import ServiceError
 from tests.server.tiny_teachers import TinyTeacher, get, post, request_async, teacher_of_family
 
 SMALL = {"sequences": [{"prompt_token_ids": [1, 2], "completion_token_ids": [3]}], "top_k": 1}
@@ -180,7 +180,7 @@ def test_an_abandoned_service_answers_what_is_in_flight(
     assert "has died" in get(app, "/readyz").json()["detail"]
 
     async def late() -> None:
-        with pytest.raises(Refusal, match="has died"), lifecycle.ending():
+        with pytest.raises(ServiceError, match="has died"), lifecycle.ending():
             pytest.fail("a request that was let in before must not begin to wait")
 
     asyncio.run(late())

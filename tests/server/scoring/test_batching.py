@@ -10,7 +10,7 @@ import pytest
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_server.engines.base import EngineDead, EngineDescription, ScoringTask
 from mopd_server.scoring.batching import Batcher
-from mopd_server.service_error import Refusal
+from mopd_server.service_error import ServiceError
 
 
 class ScriptedEngine:
@@ -146,11 +146,11 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
     engine = ScriptedEngine()
     queue = batcher(engine, queue_tokens=35)
 
-    async def scenario() -> Refusal:
+    async def scenario() -> ServiceError:
         first = await behind_a_closed_gate(engine, queue)
         second = asyncio.create_task(score(queue, task(1, 30)))
         await queued(queue, 1)
-        with pytest.raises(Refusal, match="30 tokens wait already and 10 more") as raised:
+        with pytest.raises(ServiceError, match="30 tokens wait already and 10 more") as raised:
             await score(queue, task(2))
         fits = asyncio.create_task(score(queue, task(3, 5)))
         await queued(queue, 2)
@@ -216,7 +216,7 @@ def test_an_engine_that_fails_fails_its_batch_and_then_works_on() -> None:
             score(queue, task(1)), score(queue, task(2)), return_exceptions=True
         )
         for refused in refusals:
-            assert isinstance(refused, Refusal)
+            assert isinstance(refused, ServiceError)
             assert refused.http_status == 500
             assert "RuntimeError: out of memory" in str(refused)
         engine.error = None
@@ -243,7 +243,7 @@ def test_a_sequence_that_cannot_be_scored_fails_its_own_request_only() -> None:
 
     first, before, unfit, after = asyncio.run(scenario())
     assert (first, before, after) == ([0], [1, 2], [7])
-    assert isinstance(unfit, Refusal)
+    assert isinstance(unfit, ServiceError)
     assert "FloatingPointError: overflow" in str(unfit)
     assert cancelled == []  # no client has left
     assert [names for names, _, _ in engine.batches[1:4]] == [[1, 2, 5, 6, 7], [1, 2], [5, 6, 7]]
@@ -253,7 +253,7 @@ def test_an_engine_that_dies_is_told_apart_from_one_that_fails() -> None:
     engine = ScriptedEngine()
     deaths: list[str] = []
     engine.error = EngineDead("the device is gone")
-    with pytest.raises(Refusal, match="the device is gone; ask another replica") as raised:
+    with pytest.raises(ServiceError, match="the device is gone; ask another replica") as raised:
         asyncio.run(score(batcher(engine, deaths=deaths), task(1)))
     assert raised.value.http_status == 503
     assert deaths == ["the device is gone"]

@@ -15,7 +15,7 @@ from mopd_server.engines.base import (
     ScoringTask,
 )
 from mopd_server.scoring.direct_scoring import DirectScorer
-from mopd_server.service_error import Refusal
+from mopd_server.service_error import ServiceError
 
 TIMES = EngineTimes(0.25, 0.5)
 
@@ -111,7 +111,7 @@ def test_a_sequence_leaves_the_queue_when_it_is_scored_not_when_its_request_is()
     async def scenario() -> None:
         trial = Trial(queue_tokens=20)
         request = await trial.begun(task(1), task(2))
-        with pytest.raises(Refusal, match="20 tokens wait already and 10 more") as raised:
+        with pytest.raises(ServiceError, match="20 tokens wait already and 10 more") as raised:
             await trial.names(task(3))
         assert raised.value.http_status == 429
         trial.engine.answers[1].set_result(None)
@@ -148,7 +148,7 @@ def test_a_request_that_is_given_up_is_taken_out_of_the_engine_and_counted() -> 
     [
         (RuntimeError("no pages"), 500, "failed on this batch with RuntimeError: no pages"),
         (EngineDead("it was killed"), 503, "it was killed; ask another replica"),
-        (Refusal(413, "too long"), 413, "too long"),
+        (ServiceError(413, "too long"), 413, "too long"),
     ],
 )
 def test_one_failure_ends_its_request_and_no_other(
@@ -158,7 +158,7 @@ def test_one_failure_ends_its_request_and_no_other(
         trial = Trial()
         fails, stays = await trial.begun(task(1), task(2)), await trial.begun(task(3))
         trial.engine.answers[1].set_exception(error)
-        with pytest.raises(Refusal, match=sentence) as raised:
+        with pytest.raises(ServiceError, match=sentence) as raised:
             await fails
         assert raised.value.http_status == status
         assert trial.engine.given_up == [2]

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mopd_server.scoring.token_queue import LONGEST_RETRY_SECONDS, TokenQueue
-from mopd_server.service_error import Refusal
+from mopd_server.service_error import ServiceError
 
 #: Entries are names of ten letters at most; a name has as many tokens as letters.
 names = st.text(alphabet="ab", min_size=1, max_size=10)
@@ -17,7 +17,7 @@ def queue(max_tokens: int = 10) -> TokenQueue[str]:
 
 def retry_after(waiting: TokenQueue[str]) -> int:
     """Seconds that one entry too many is told."""
-    with pytest.raises(Refusal) as raised:
+    with pytest.raises(ServiceError) as raised:
         waiting.enter(["x" * 1000])
     assert raised.value.http_status == 429
     assert raised.value.retry_after_seconds is not None
@@ -39,7 +39,7 @@ def test_it_counts_what_is_in_it_and_takes_a_request_whole_or_not_at_all(
             fits = not inside or sum(map(len, inside)) + tokens <= 10
             try:
                 waiting.enter(entries)
-            except Refusal:
+            except ServiceError:
                 assert not fits
             else:
                 assert fits

@@ -6,9 +6,9 @@ import pytest
 
 from mopd_protocol.errors import ConfigError, DataError
 from mopd_protocol.requests import SequenceRequest
-from mopd_server.scoring.tokenization import TeacherTokenizer, TokenizedSequence
+from mopd_server.scoring.tokenization import RequestTokenizer, TokenizedSequence
 from mopd_server.scoring.tokenizer_loading import load_tokenizer
-from mopd_server.service_error import Refusal
+from mopd_server.service_error import ServiceError
 from mopd_server.settings import TeacherSettings
 from tests import tiny_models
 from tests.server.tiny_teachers import TinyTeacher
@@ -23,7 +23,7 @@ def tokenize(teacher: TinyTeacher, **sequence: Any) -> TokenizedSequence:
 
 
 def refusal(teacher: TinyTeacher, **sequence: Any) -> tuple[int, str]:
-    with pytest.raises(Refusal) as raised:
+    with pytest.raises(ServiceError) as raised:
         tokenize(teacher, **sequence)
     return raised.value.http_status, str(raised.value)
 
@@ -49,7 +49,7 @@ def test_a_prompt_is_not_ended_by_a_tokenizer_that_ends_every_text(prompt: str) 
         single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
     )
     assert hugging_face(prompt).input_ids == [1, *ids, 2]
-    tokenizer = TeacherTokenizer(hugging_face)
+    tokenizer = RequestTokenizer(hugging_face)
     read = tokenizer.tokenize(SequenceRequest(prompt=prompt, completion="7")).prompt_ids
     assert read.tolist() == [1, *ids]
 
@@ -61,7 +61,7 @@ def test_a_prompt_gets_the_special_tokens_that_its_tokenizer_usually_adds() -> N
     hugging_face.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
     )
-    tokenizer = TeacherTokenizer(hugging_face)
+    tokenizer = RequestTokenizer(hugging_face)
     plain = tokenizer.tokenize(SequenceRequest(prompt="the fox", completion="7"))
     assert plain.prompt_ids.tolist() == hugging_face("the fox").input_ids
     assert plain.prompt_ids[0] == 1
@@ -191,17 +191,17 @@ def test_an_unknown_control_token_is_refused_with_the_known_ones(
 def test_half_a_character_is_refused(qwen_teacher: TinyTeacher) -> None:
     for sequence in ({"prompt": "\ud800", "completion": ""}, {"completion": "a\ud800"}):
         request = SequenceRequest.model_construct(**{"prompt": "a", **sequence})
-        with pytest.raises(Refusal, match="lone surrogate"):
+        with pytest.raises(ServiceError, match="lone surrogate"):
             qwen_teacher.tokenizer.tokenize(request)
 
 
 def test_without_a_chat_template_messages_are_refused() -> None:
     hugging_face = tiny_models.digit_tokenizer()
     hugging_face.chat_template = None
-    tokenizer = TeacherTokenizer(hugging_face)
+    tokenizer = RequestTokenizer(hugging_face)
     assert not tokenizer.renders_messages
     assert tokenizer.template_hash is None
-    with pytest.raises(Refusal, match="no chat template") as raised:
+    with pytest.raises(ServiceError, match="no chat template") as raised:
         tokenizer.tokenize(
             SequenceRequest.model_validate({"messages": QUESTION, "completion": "7"})
         )
@@ -214,11 +214,11 @@ def test_roles_that_the_template_refuses_are_refused() -> None:
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
         + tiny_models.CHAT_TEMPLATE
     )
-    tokenizer = TeacherTokenizer(hugging_face)
+    tokenizer = RequestTokenizer(hugging_face)
     request = SequenceRequest.model_validate(
         {"messages": [{"role": "system", "content": "be brief"}, *QUESTION], "completion": "7"}
     )
-    with pytest.raises(Refusal, match="roles system, user: no system here") as raised:
+    with pytest.raises(ServiceError, match="roles system, user: no system here") as raised:
         tokenizer.tokenize(request)
     assert raised.value.http_status == 422
 
@@ -227,8 +227,8 @@ def test_a_teacher_without_an_ending_cannot_score_finished() -> None:
     hugging_face = tiny_models.digit_tokenizer()
     hugging_face.chat_template = None
     hugging_face.eos_token = None
-    tokenizer = TeacherTokenizer(hugging_face)
-    with pytest.raises(Refusal, match="no end-of-turn token") as raised:
+    tokenizer = RequestTokenizer(hugging_face)
+    with pytest.raises(ServiceError, match="no end-of-turn token") as raised:
         tokenizer.tokenize(SequenceRequest(prompt="a", completion="b", finished=True))
     assert raised.value.http_status == 422
 
@@ -237,7 +237,7 @@ def test_a_template_that_renders_no_answers_keeps_the_teacher_from_starting() ->
     hugging_face = tiny_models.digit_tokenizer()
     hugging_face.chat_template = "{{ raise_exception('only tools') }}"
     with pytest.raises(ConfigError, match="cannot render a question and an answer: only tools"):
-        TeacherTokenizer(hugging_face)
+        RequestTokenizer(hugging_face)
 
 
 def test_a_tokenizer_whose_tokens_spell_no_bytes_is_refused() -> None:
@@ -247,7 +247,7 @@ def test_a_tokenizer_whose_tokens_spell_no_bytes_is_refused() -> None:
     words = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     with pytest.raises(DataError, match="cannot tell the bytes of single tokens"):
-        TeacherTokenizer(PreTrainedTokenizerFast(tokenizer_object=words))
+        RequestTokenizer(PreTrainedTokenizerFast(tokenizer_object=words))
 
 
 @pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "a/b/c"])

@@ -186,7 +186,7 @@ def test_a_refusal_inside_a_group_is_told(
 def test_help_loads_nothing_heavy() -> None:
     script = """
 import json, sys
-from mopd_trainer.cli.main import main
+from mopd.__main__ import main
 for arguments in (["--help"], ["train", "--help"], ["check", "--help"], ["demo", "--help"]):
     try:
         main(arguments)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mopd_protocol.requests import ControlToken
 from mopd_protocol.tokenizers.token_table import TokenRoles
-from mopd_trainer.data.teacher_input import TeacherView, text_view, token_view
+from mopd_trainer.data.teacher_input import TeacherInput, text_view, token_view
 from tests.trainer.students import QUESTION, ids_of, rollout, table
 
 HAN = "的".encode()  # three bytes
@@ -18,7 +18,7 @@ def seen(*pieces: str | bytes, student: str = "digit", teacher: str = "whole_num
     return text_view(rollout(student, ids_of(student, *pieces)), table(student), table(teacher))
 
 
-def sent(view: TeacherView) -> str | list[str]:
+def sent(view: TeacherInput) -> str | list[str]:
     """The completion of the request, control tokens as ⟨name⟩."""
     completion = view.request.completion
     assert completion is not None
@@ -34,7 +34,7 @@ def test_a_finished_completion_is_sent_as_text_without_its_ending() -> None:
     assert view.request.messages == [*QUESTION]
     assert view.request.completion_token_ids is None
     assert view.request.prompt_token_ids is None
-    assert (view.literal_controls, view.unsent_bytes) == (0, 0)
+    assert (view.control_tokens_as_text, view.invalid_utf8_bytes) == (0, 0)
     assert view.completion.text == " 7 的 🙂\n".encode()
 
 
@@ -48,13 +48,13 @@ def test_a_control_token_that_the_teacher_has_is_sent_by_name() -> None:
     view = seen("a", "<|user|>", "<|system|>", "b", "<|end|>")
     assert sent(view) == ["a", "⟨<|user|>⟩", "⟨<|system|>⟩", "b"]
     assert view.completion.text == b"ab"
-    assert view.literal_controls == 0
+    assert view.control_tokens_as_text == 0
 
 
 def test_a_control_token_that_the_teacher_has_not_is_sent_as_its_text() -> None:
     view = seen("a", "<|pad|>", "b", "<|user|>")
     assert sent(view) == ["a<|pad|>b", "⟨<|user|>⟩"]
-    assert view.literal_controls == 1
+    assert view.control_tokens_as_text == 1
     assert view.completion.text == b"a<|pad|>b"
     assert view.completion.byte_ends.tolist() == [1, 8, 9, 9]
     assert list(view.completion.marks) == [3]
@@ -72,7 +72,7 @@ def test_a_control_token_that_would_end_the_teachers_turn_is_sent_as_its_text() 
     view = text_view(completion, table("digit"), ends_early)
     assert sent(view) == "a<|user|>"
     assert view.request.finished
-    assert view.literal_controls == 1
+    assert view.control_tokens_as_text == 1
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_what_is_no_text_ends_the_completion_and_is_counted(
 ) -> None:
     view = seen(*pieces)
     assert sent(view) == text
-    assert view.unsent_bytes == unsent
+    assert view.invalid_utf8_bytes == unsent
     assert not view.request.finished
 
 
@@ -132,8 +132,8 @@ def test_whatever_was_sampled_a_teacher_gets_a_beginning_of_it(
     parts = [completion] if isinstance(completion, str) else completion
     spelled = b"".join(part.encode() for part in parts if isinstance(part, str))
     assert spelled == view.completion.text[: len(spelled)]
-    assert len(spelled) + view.unsent_bytes == len(view.completion.text)
-    assert view.request.finished == (ending < len(ids) and not view.unsent_bytes)
+    assert len(spelled) + view.invalid_utf8_bytes == len(view.completion.text)
+    assert view.request.finished == (ending < len(ids) and not view.invalid_utf8_bytes)
     named = [part.control for part in parts if isinstance(part, ControlToken)]
     assert all(name in other.controls for name in named)
 

@@ -14,7 +14,7 @@ import pytest
 
 from mopd_trainer.cli.main import main
 from mopd_trainer.interruption import Interruption, Stopped
-from mopd_trainer.teachers.scoring import Scorer
+from mopd_trainer.teachers.scoring import RolloutScorer
 from mopd_trainer.training.learner import Learner
 from tests.trainer.runs import run_values, write_lines, write_run
 from tests.trainer.whole_runs import assert_same_weights, journal, run_here
@@ -69,15 +69,15 @@ def while_learning(patched: pytest.MonkeyPatch, number: signal.Signals) -> None:
 
 def while_waiting(patched: pytest.MonkeyPatch, number: signal.Signals) -> None:
     """The signal comes while step 3 waits for a teacher that never answers."""
-    honest = Scorer.score
+    honest = RolloutScorer.score
 
-    async def score(self: Scorer, rollouts: Any) -> Any:
+    async def score(self: RolloutScorer, rollouts: Any) -> Any:
         if rollouts[0].policy_version == 2:
             os.kill(os.getpid(), number)
             await asyncio.Event().wait()
         return await honest(self, rollouts)
 
-    patched.setattr(Scorer, "score", score)
+    patched.setattr(RolloutScorer, "score", score)
 
 
 @pytest.mark.parametrize("when", [while_learning, while_waiting])

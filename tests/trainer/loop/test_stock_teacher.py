@@ -10,8 +10,8 @@ from mopd_client.services.vllm import OpenAIService
 from mopd_client.teacher_client import TeacherClient
 from mopd_client.tokenizers.folder import read_folder_tokenizer
 from mopd_losses.projection.cache import ProjectionCache
-from mopd_trainer.teachers.connect import meet_teachers
-from mopd_trainer.teachers.scoring import Scorer
+from mopd_trainer.teachers.connect import connect_teachers
+from mopd_trainer.teachers.scoring import RolloutScorer
 from tests import tiny_models
 from tests.client.scripted_vllm import COMPLETIONS, ScriptedVllm
 from tests.trainer.in_process import teacher_config
@@ -36,10 +36,10 @@ async def test_a_stock_server_judges_what_the_student_wrote(tmp_path: Path, loss
         rollout("digit", ids_of("digit", "x9" * 200), index=1),
     ]
     async with TeacherPool({"math": client}) as pool:
-        met = await meet_teachers(
+        met = await connect_teachers(
             pool, {"math": config}, IDENTITY, ProjectionCache(), {}, wait_seconds=600.0
         )
-        scorer = Scorer(pool, met, IDENTITY.table)
+        scorer = RolloutScorer(pool, met, IDENTITY.table)
         [example] = await scorer.score(rollouts)
 
     assert met["math"].path == COMPLETIONS

@@ -9,10 +9,10 @@ import pytest
 from mopd_protocol.samples import Prompt, Rollout
 from mopd_trainer.collection import collect
 from mopd_trainer.config.run import RolloutConfig
-from mopd_trainer.rollouts.source import Completed
+from mopd_trainer.rollouts.source import CompletionBatch
 from mopd_trainer.rollouts.transformers_sampler import Sampler
 from mopd_trainer.student.student import Student
-from mopd_trainer.teachers.scoring import Scorer
+from mopd_trainer.teachers.scoring import RolloutScorer
 from tests.server.tiny_teachers import teacher_of
 from tests.trainer.in_process import Recorded, scorer_of, teacher_config
 from tests.trainer.students import QUESTION, model_of, student_of, tokenizer
@@ -43,7 +43,7 @@ class WaitsForATeacher(Sampler):
 
 
 @asynccontextmanager
-async def scorer_for(student: Student, transport: Recorded) -> AsyncIterator[Scorer]:
+async def scorer_for(student: Student, transport: Recorded) -> AsyncIterator[RolloutScorer]:
     """One teacher, which reads ids, so that none of what a fresh student babbles is dropped."""
     config = teacher_config(loss={"type": "topk_kl"})
     async with scorer_of(student.identity, {"math": (transport, config)}) as scorer:
@@ -126,7 +126,7 @@ async def test_examples_are_in_the_order_of_the_prompts_whatever_is_finished_fir
     class Backwards(Sampler):
         async def complete(
             self, prompts: Sequence[Prompt], *, step: int
-        ) -> AsyncGenerator[Completed]:
+        ) -> AsyncGenerator[CompletionBatch]:
             found = [each async for each in super().complete(prompts, step=step)]
             for each in reversed(found):
                 yield each

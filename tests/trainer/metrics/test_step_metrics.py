@@ -65,8 +65,8 @@ def test_the_alignment_ratio_is_the_share_of_bytes_in_spans() -> None:
     # All of the second (its control token as eight bytes of text); the third up to the 0xff.
     whole, cut = len("def add<|pad|>(a)"), len("7 的".encode())
     assert found["teacher/code/alignment_ratio"] == pytest.approx((whole + cut) / (whole + cut + 3))
-    assert found["teacher/code/literal_controls"] == 1
-    assert found["teacher/code/unsent_bytes"] == 3
+    assert found["teacher/code/control_tokens_as_text"] == 1
+    assert found["teacher/code/invalid_utf8_bytes"] == 3
 
 
 def test_a_teacher_without_a_sample_was_not_measured() -> None:

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mopd_trainer.metrics.timers import Phase, PhaseClock
+from mopd_trainer.metrics.timers import Phase, StepTimer
 
 
 class Told:
@@ -20,7 +20,7 @@ class Told:
 
 def test_teachers_are_waited_for_while_nothing_is_written() -> None:
     now = Told()
-    clock = PhaseClock(now)
+    clock = StepTimer(now)
     now.seconds += 1  # nothing goes on
     with clock.phase("score"), clock.phase("score"):
         with clock.phase("sample"):
@@ -42,7 +42,7 @@ def test_teachers_are_waited_for_while_nothing_is_written() -> None:
 
 def test_a_phase_that_goes_on_is_shared_between_two_questions() -> None:
     now = Told()
-    clock = PhaseClock(now)
+    clock = StepTimer(now)
     with clock.phase("sample"):
         now.seconds += 2
         assert clock.take()["time/sample"] == 2
@@ -58,7 +58,7 @@ def test_a_phase_lasts_as_long_as_the_union_of_its_spans(
     spans: list[tuple[Phase, int, int]],
 ) -> None:
     now = Told()
-    clock = PhaseClock(now)
+    clock = StepTimer(now)
     held = {at: clock.phase(name) for at, (name, _, _) in enumerate(spans)}
     covered: dict[str, set[int]] = {"sample": set(), "score": set(), "train": set()}
     for name, start, length in spans:

@@ -9,7 +9,7 @@ from mopd_protocol.samples import Prompt
 from mopd_trainer.config.run import RolloutConfig
 from mopd_trainer.data.seeds import derived_seed
 from mopd_trainer.rollouts.engine_sampler import StreamedSampler
-from mopd_trainer.student.student import Sampled
+from mopd_trainer.student.student import Generation
 from tests.trainer.students import QUESTION, student_of
 
 pytestmark = pytest.mark.anyio
@@ -28,7 +28,7 @@ class HeldEngine:
         self.pushes = 0
         self.cancelled = 0
 
-    async def generate(self, prompt_ids: Sequence[int], *, seed: int) -> Sampled:
+    async def generate(self, prompt_ids: Sequence[int], *, seed: int) -> Generation:
         """One token, which is the number of the completion."""
         number = len(self.seeds)
         self.seeds.append(seed)
@@ -38,7 +38,7 @@ class HeldEngine:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        return Sampled([number + 10], [-1.0])
+        return Generation([number + 10], [-1.0])
 
     async def push(self) -> None:
         """Counts it."""
@@ -99,5 +99,5 @@ async def test_a_prompt_without_room_is_counted_and_not_asked_for() -> None:
     config = CONFIG.model_copy(update={"max_new_tokens": 1000})
     sampler = StreamedSampler(engine, STUDENT, config, seed=7)
     assert [each async for each in sampler.complete(PROMPTS, step=0)] == []
-    assert sampler.take_dropped() == {"prompt_too_long": 6}
+    assert sampler.pop_dropped() == {"prompt_too_long": 6}
     assert not engine.seeds

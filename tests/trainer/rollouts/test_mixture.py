@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mopd_protocol.samples import Prompt, Rollout
-from mopd_trainer.rollouts.source import Completed, Mixture
+from mopd_trainer.rollouts.source import CompletionBatch, Mixture
 from tests.trainer.students import QUESTION, ids_of, rollout
 
 PROMPTS = [Prompt(index=index, messages=QUESTION, teachers={"math": 1.0}) for index in range(12)]
@@ -30,17 +30,19 @@ class Told:
         self.asked: dict[int, list[int]] = {}
         self.version = 0
 
-    async def complete(self, prompts: Sequence[Prompt], *, step: int) -> AsyncGenerator[Completed]:
+    async def complete(
+        self, prompts: Sequence[Prompt], *, step: int
+    ) -> AsyncGenerator[CompletionBatch]:
         """A batch a prompt."""
         self.asked[step] = [prompt.index for prompt in prompts]
         for place in range(len(prompts)):
-            yield Completed(place, [written(self._reason)])
+            yield CompletionBatch(place, [written(self._reason)])
 
     async def push(self, version: int) -> None:
         """Remembers it."""
         self.version = version
 
-    def take_dropped(self) -> Counter[str]:
+    def pop_dropped(self) -> Counter[str]:
         """One sample, always."""
         return Counter([self._reason])
 
@@ -95,4 +97,4 @@ async def test_answers_come_before_what_has_to_be_written(share: float) -> None:
     assert told == sorted(told)
     assert [each.place for each in found] == list(range(12))
     assert Counter(told) == {"given": 12 - 12 * share, "own": 12 * share}
-    assert mixture.take_dropped() == {"own": 1, "given": 1}
+    assert mixture.pop_dropped() == {"own": 1, "given": 1}

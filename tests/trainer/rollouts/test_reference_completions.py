@@ -82,8 +82,8 @@ def test_a_longer_answer_than_a_rollout_may_be_is_dropped_and_counted() -> None:
     for longest, kept in ((tokens, [0, 1]), (tokens - 1, [1])):
         reader = reader_of(max_new_tokens=longest)
         assert [r.prompt.index for r in reader.read(prompts, step=0)] == kept
-        assert reader.take_dropped() == ({} if len(kept) == 2 else {"answer_too_long": 1})
-        assert reader.take_dropped() == {}
+        assert reader.pop_dropped() == ({} if len(kept) == 2 else {"answer_too_long": 1})
+        assert reader.pop_dropped() == {}
 
 
 def test_an_answer_that_the_student_has_no_room_for_is_dropped_and_counted() -> None:
@@ -91,7 +91,7 @@ def test_an_answer_that_the_student_has_no_room_for_is_dropped_and_counted() -> 
     for limit, dropped in ((room, 0), (room - 1, 1)):
         reader = reader_of(max_length=limit)
         assert len(reader.read([prompt_of("12 + 30")], step=0)) == 1 - dropped
-        assert reader.take_dropped()["answer_too_long"] == dropped
+        assert reader.pop_dropped()["answer_too_long"] == dropped
 
 
 @pytest.mark.anyio

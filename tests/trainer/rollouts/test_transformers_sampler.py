@@ -48,7 +48,7 @@ def test_a_prompt_and_its_longest_answer_may_just_fill_the_student() -> None:
     for tokens, answered in ((room, 1), (room + 1, 0)):
         sampler = Sampler(student, settings(max_new_tokens=tokens), seed=0)
         assert len(sampler.sample(PROMPTS[:1], step=0, batch=0)) == answered
-        assert sampler.take_dropped()["prompt_too_long"] == 1 - answered
+        assert sampler.pop_dropped()["prompt_too_long"] == 1 - answered
 
 
 def written(sampler: Sampler) -> list[tuple[int, list[int]]]:

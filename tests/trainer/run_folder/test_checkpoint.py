@@ -16,7 +16,7 @@ from mopd_trainer.config.loading import load_run
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.run_folder.checkpoint import Checkpoint, save_checkpoint
 from mopd_trainer.run_folder.journal import JOURNAL
-from mopd_trainer.run_folder.retention import KeptCheckpoints, starting_checkpoint
+from mopd_trainer.run_folder.retention import CheckpointManager, starting_checkpoint
 from mopd_trainer.student.student import Student
 from tests import tiny_models
 from tests.trainer.runs import run_values
@@ -74,8 +74,8 @@ def start_of(config: RunConfig) -> Checkpoint | None:
     return starting_checkpoint(config, identity_of(config))
 
 
-def kept(config: RunConfig, *, done: int = 0) -> KeptCheckpoints:
-    return KeptCheckpoints(config, identity_of(config), {"math": MANIFEST}, done=done)
+def kept(config: RunConfig, *, done: int = 0) -> CheckpointManager:
+    return CheckpointManager(config, identity_of(config), {"math": MANIFEST}, done=done)
 
 
 def names(config: RunConfig) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mopd_protocol.errors import ConfigError
-from mopd_trainer.run_folder.lock import only_writer
+from mopd_trainer.run_folder.lock import run_lock
 from tests.trainer.runs import run_values, write_lines
 from tests.trainer.whole_runs import run_here
 
@@ -23,12 +23,12 @@ with only_writer(Path(sys.argv[1])):
 
 def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "one"
-    with only_writer(folder):
+    with run_lock(folder):
         refused = pytest.raises(ConfigError, match="another process is writing a run into")
-        with refused, only_writer(folder):
+        with refused, run_lock(folder):
             pass
         (folder / "journal.jsonl").touch()
-    with only_writer(folder):
+    with run_lock(folder):
         assert [path.name for path in folder.iterdir()] == ["journal.jsonl"]
 
 
@@ -38,16 +38,16 @@ def test_a_killed_writer_lets_go(tmp_path: Path) -> None:
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"held\n"
-    with pytest.raises(ConfigError), only_writer(tmp_path):
+    with pytest.raises(ConfigError), run_lock(tmp_path):
         pass
     holder.kill()
     holder.communicate()
-    with only_writer(tmp_path):
+    with run_lock(tmp_path):
         pass
 
 
 def test_a_folder_that_nothing_was_written_to_goes_again(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), only_writer(tmp_path / "new"):
+    with pytest.raises(KeyError), run_lock(tmp_path / "new"):
         raise KeyError
     assert not list(tmp_path.iterdir())
 
@@ -55,7 +55,7 @@ def test_a_folder_that_nothing_was_written_to_goes_again(tmp_path: Path) -> None
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     refused = pytest.raises(ConfigError, match=r"output_dir .*run cannot be made: Not a directory")
-    with refused, only_writer(tmp_path / "file" / "run"):
+    with refused, run_lock(tmp_path / "file" / "run"):
         pass
 
 
@@ -65,7 +65,7 @@ def test_a_folder_that_takes_no_files_is_told() -> None:
         pytest.skip("no /proc on this system")
     with (
         pytest.raises(ConfigError, match="output_dir /proc/self takes no files"),
-        only_writer(folder),
+        run_lock(folder),
     ):
         pass
 
@@ -73,7 +73,7 @@ def test_a_folder_that_takes_no_files_is_told() -> None:
 def test_a_run_is_refused_before_anything_is_read_of_it(tmp_path: Path) -> None:
     write_lines(tmp_path / "prompts.jsonl", [{"prompt": "?", "teacher": "math"}])
     values = run_values(tmp_path, max_steps=1)
-    with only_writer(tmp_path / "run"):
+    with run_lock(tmp_path / "run"):
         with pytest.raises(ConfigError, match="another process is writing"):
             run_here(values)
         assert not list((tmp_path / "run").iterdir())

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from mopd_protocol.errors import DataError
 from mopd_trainer.config.run import RolloutConfig
-from mopd_trainer.student.student import Sampled, Student
+from mopd_trainer.student.student import Generation, Student
 from tests.reference.sampling import greedy, nucleus
 from tests.reference.teacher_scores import next_token_logprobs
 from tests.trainer.students import CPU, FAMILIES, model_of, student_of, tokenizer
@@ -27,7 +27,7 @@ def settings(**changes: Any) -> RolloutConfig:
 
 def write(
     student: Student, prompts: list[list[int]] = PROMPTS, *, seed: int = 0, **changes: Any
-) -> list[Sampled]:
+) -> list[Generation]:
     return student.generate(prompts, settings(**changes), seed=seed)
 
 
@@ -35,7 +35,7 @@ def real_ids(student: Student) -> list[int]:
     return student.table.present.nonzero()[0].tolist()
 
 
-def ids(sampled: list[Sampled]) -> list[list[int]]:
+def ids(sampled: list[Generation]) -> list[list[int]]:
     return [completion.token_ids for completion in sampled]
 
 

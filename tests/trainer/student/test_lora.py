@@ -190,7 +190,7 @@ def test_a_copy_has_adapters_of_its_own_and_shares_the_rest(base: Path) -> None:
     before = {name: theirs[name].clone() for name in trained}
     moved(student, seed=2)
     assert all(torch.equal(theirs[name], before[name]) for name in trained)
-    apart.take_weights()
+    apart.load_weights()
     assert all(torch.equal(theirs[name], parameter) for name, parameter in trained.items())
 
 

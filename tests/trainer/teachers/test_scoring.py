@@ -13,7 +13,7 @@ from mopd_protocol.samples import Message, Rollout
 from mopd_trainer.config.run import TeacherConfig
 from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.student.identity import StudentIdentity
-from mopd_trainer.teachers.scoring import Scorer
+from mopd_trainer.teachers.scoring import RolloutScorer
 from tests import tiny_models
 from tests.reference.teacher_scores import completion_logprobs
 from tests.server.tiny_teachers import TinyTeacher, teacher_of
@@ -51,7 +51,7 @@ def written(text: str, index: int = 0, **teachers: float) -> Rollout:
 
 async def scored(
     teachers: Asked, rollouts: Sequence[Rollout]
-) -> tuple[list[TrainingExample], Scorer]:
+) -> tuple[list[TrainingExample], RolloutScorer]:
     async with scorer_of(IDENTITY, teachers) as scorer:
         return await scorer.score(rollouts), scorer
 
@@ -98,7 +98,7 @@ async def test_each_teacher_of_a_sample_is_sent_what_its_own_tokenizer_knows() -
     [example], _ = await scored(teachers, [rollout("digit", ids, teachers={"other": 1, "same": 1})])
     sent = {name: transport.sequences[0]["completion"] for name, (transport, _) in teachers.items()}
     assert sent == {"other": "a<|pad|>b", "same": ["a", {"control": "<|pad|>"}, "b"]}
-    assert [judgement.view.literal_controls for judgement in example.judgements] == [1, 0]
+    assert [judgement.view.control_tokens_as_text for judgement in example.judgements] == [1, 0]
 
 
 async def test_a_teacher_with_the_same_tokenizer_gets_the_very_ids() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from mopd_losses.alignment.byte_alignment import align
 from mopd_losses.config import TopKKlConfig
-from mopd_losses.core.loss import Comparison
+from mopd_losses.core.loss import AlignedPair
 from mopd_losses.core.student_rows import DenseRows
 from mopd_losses.projection.cache import ProjectionCache
 from mopd_losses.projection.matrix import ProjectionMatrix, ProjectionSettings
@@ -203,7 +203,7 @@ async def test_on_the_students_support_a_reverse_divergence_is_nearly_the_whole_
             [example] = await scorer.score([made])
             projection = ProjectionCache().on(CPU, scorer.projection("math"))
         [judgement] = example.judgements
-        comparison = Comparison(
+        comparison = AlignedPair(
             student=judgement.view.completion,
             sampled_logprobs=made.sampled_logprobs,
             score=judgement.score,

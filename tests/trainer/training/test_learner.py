@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mopd_losses.core.loss_output import LossOutput
-from mopd_losses.core.student_rows import DenseRows, StudentRows
+from mopd_losses.core.student_rows import DenseRows, StudentLogprobs
 from mopd_losses.topk.topk_targets import TopKTargets, topk_targets
 from mopd_protocol.errors import DataError
 from mopd_trainer.config.run import StudentConfig
@@ -238,7 +238,7 @@ def poisoned_learner(student: Student, poison: float, **config: Any) -> Learner:
 
         targets = honest["math"].targets
 
-        def __call__(self, rows: StudentRows, targets: TopKTargets) -> LossOutput:
+        def __call__(self, rows: StudentLogprobs, targets: TopKTargets) -> LossOutput:
             return LossOutput(honest["math"](rows, targets).per_token * poison)
 
     learner = learner_of(student)

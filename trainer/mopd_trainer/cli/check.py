@@ -17,7 +17,7 @@ from mopd_trainer.run_folder.replay import Replay
 from mopd_trainer.run_folder.retention import starting_checkpoint
 from mopd_trainer.student.identity import StudentIdentity
 from mopd_trainer.student.prompt_checks import require_answerable
-from mopd_trainer.teachers.connect import meet_teachers, teacher_pool
+from mopd_trainer.teachers.connect import connect_teachers, teacher_pool
 
 
 async def check(
@@ -41,7 +41,7 @@ async def check(
     with TemporaryDirectory() as folder:
         cache = ProjectionCache(Path(folder))
         async with teacher_pool(config.asked, device=config.student.device) as pool:
-            teachers = await meet_teachers(
+            teachers = await connect_teachers(
                 pool,
                 config.asked,
                 student,

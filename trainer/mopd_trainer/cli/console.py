@@ -1,4 +1,4 @@
-"""``LastingConsole``: a console that a run outlives."""
+"""``ResilientConsole``: a console that a run outlives."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ from typing import TextIO
 from rich.console import Console
 
 
-class LastingConsole(Console):
+class ResilientConsole(Console):
     """Says nothing more when nobody reads on (``mopd train … | head``, a ``tee`` that was killed, a
     terminal that was closed), where rich would end the process: what a run has learnt since its
     last checkpoint is worth more than its lines."""

@@ -201,11 +201,11 @@ def _train(options: argparse.Namespace) -> None:
 
         _tell_folder(console, train_on_ray(config))
         return
-    from mopd_trainer.distributed.process_group import joined_ranks
+    from mopd_trainer.distributed.process_group import init_distributed
     from mopd_trainer.launch.follower import follow
     from mopd_trainer.loop import train
 
-    with joined_ranks(config.student.device) as ranks:
+    with init_distributed(config.student.device) as ranks:
         if ranks.rank > 0:
             follow(config.student, ranks)
             return
@@ -301,10 +301,10 @@ def make_console():
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     from transformers.utils import logging as transformers_logging
 
-    from mopd_trainer.cli.console import LastingConsole
+    from mopd_trainer.cli.console import ResilientConsole
 
     transformers_logging.disable_progress_bar()
-    return LastingConsole()
+    return ResilientConsole()
 
 
 def _need_trainer() -> None:

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from mopd_losses.alignment.byte_alignment import Alignment
 from mopd_protocol.errors import DataError
 from mopd_protocol.samples import Rollout, TeacherScore
-from mopd_trainer.data.teacher_input import TeacherView
+from mopd_trainer.data.teacher_input import TeacherInput
 
 
 @dataclass(frozen=True, eq=False)
-class TeacherJudgement:
+class AlignedScore:
     """One teacher's score of a completion, aligned with the student's tokens."""
 
     teacher: str
     weight: float  # share of this teacher in the sample; a sample's weights sum to one
-    view: TeacherView
+    view: TeacherInput
     score: TeacherScore
     alignment: Alignment
 
@@ -28,7 +28,7 @@ class TrainingExample:
     """
 
     rollout: Rollout
-    judgements: tuple[TeacherJudgement, ...]
+    judgements: tuple[AlignedScore, ...]
 
     def __post_init__(self) -> None:
         if not self.judgements and self.rollout.source == "rollout":

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from mopd_losses.core.cross_entropy import IGNORED
-from mopd_losses.core.loss import Comparison
-from mopd_trainer.data.examples import TeacherJudgement, TrainingExample
+from mopd_losses.core.loss import AlignedPair
+from mopd_trainer.data.examples import AlignedScore, TrainingExample
 
 
 @dataclass(frozen=True, eq=False)
 class TeacherPart:
     """What one teacher says about a micro-batch, for its loss to make targets of."""
 
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[AlignedPair, ...]
     slot_offsets: tuple[int, ...]  # each comparison's first slot in the micro-batch
     slot_weights: Tensor  # float32 [slots]: the teacher's share of each token; 0 where not asked
 
@@ -183,7 +183,7 @@ _EMPTY = MicroBatch(
 def _teacher_parts(
     examples: Sequence[TrainingExample], slot_offsets: Sequence[int], slots: int
 ) -> dict[str, TeacherPart]:
-    judged: dict[str, list[tuple[TrainingExample, TeacherJudgement, int]]] = {}
+    judged: dict[str, list[tuple[TrainingExample, AlignedScore, int]]] = {}
     for example, offset in zip(examples, slot_offsets, strict=True):
         for judgement in example.judgements:
             judged.setdefault(judgement.teacher, []).append((example, judgement, offset))
@@ -200,8 +200,8 @@ def _teacher_parts(
     return found
 
 
-def _comparison(example: TrainingExample, judgement: TeacherJudgement) -> Comparison:
-    return Comparison(
+def _comparison(example: TrainingExample, judgement: AlignedScore) -> AlignedPair:
+    return AlignedPair(
         student=judgement.view.completion,
         sampled_logprobs=example.rollout.sampled_logprobs,
         score=judgement.score,

@@ -17,16 +17,16 @@ from mopd_protocol.tokenizers.token_table import TokenTable
 
 
 @dataclass(frozen=True, eq=False)
-class TeacherView:
+class TeacherInput:
     """What a teacher is asked, and the student's tokens as the answer can be compared with."""
 
     request: SequenceRequest
     completion: TokenSequence  # the student's tokens; control tokens sent as text have bytes here
-    literal_controls: int = 0  # control tokens that were sent as text
-    unsent_bytes: int = 0  # after the first byte that is not UTF-8
+    control_tokens_as_text: int = 0  # control tokens that were sent as text
+    invalid_utf8_bytes: int = 0  # after the first byte that is not UTF-8
 
 
-def text_view(rollout: Rollout, student: TokenTable, teacher: TokenTable) -> TeacherView:
+def text_view(rollout: Rollout, student: TokenTable, teacher: TokenTable) -> TeacherInput:
     """The completion as text, with control tokens by name where the teacher has them."""
     names = {token_id: name for name, token_id in student.controls.items()}
     literal: dict[int, str] = {}  # token position -> text
@@ -38,23 +38,23 @@ def text_view(rollout: Rollout, student: TokenTable, teacher: TokenTable) -> Tea
     completion = _with_literals(rollout.completion, literal)
     sendable = _valid_utf8_bytes(completion, controls)
     unsent = len(completion.text) - sendable
-    return TeacherView(
+    return TeacherInput(
         request=SequenceRequest(
             messages=list(rollout.prompt.messages),
             completion=_parts(completion, controls, sendable),
             finished=rollout.finish_reason == "stop" and not unsent,
         ),
         completion=completion,
-        literal_controls=len(literal),
-        unsent_bytes=unsent,
+        control_tokens_as_text=len(literal),
+        invalid_utf8_bytes=unsent,
     )
 
 
-def token_view(rollout: Rollout) -> TeacherView:
+def token_view(rollout: Rollout) -> TeacherInput:
     """The completion as the very ids that were sampled, for a teacher with the same tokenizer."""
     finished = rollout.finish_reason == "stop"
     ids = rollout.completion.token_ids.tolist()
-    return TeacherView(
+    return TeacherInput(
         request=SequenceRequest(
             messages=list(rollout.prompt.messages),
             completion_token_ids=ids[:-1] if finished else ids,

@@ -1,4 +1,4 @@
-"""``WholeCopy``: a sharded student, whole on rank 0, to write completions and folders with."""
+"""``UnshardedCopy``: a sharded student, whole on rank 0, to write completions and folders with."""
 
 import copy
 from typing import Any
@@ -10,7 +10,7 @@ from mopd_trainer.distributed.process_group import Ranks
 from mopd_trainer.distributed.sharding import whole
 
 
-class WholeCopy:
+class UnshardedCopy:
     """A second model on rank 0, brought up to date when it is needed and not before.
 
     Generation reads every weight for every token, so it wants them in one place: gathering layers

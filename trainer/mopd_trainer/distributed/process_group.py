@@ -219,7 +219,7 @@ class Ranks:
 
 
 @contextmanager
-def joined_ranks(device: str) -> Generator[Ranks]:
+def init_distributed(device: str) -> Generator[Ranks]:
     """This process's ranks, by the variables that ``torchrun`` sets; one alone without them.
 
     However the block is left, the others end too.

@@ -34,7 +34,7 @@ from mopd_trainer.config.run import RunConfig
 
 if TYPE_CHECKING:
     from mopd_trainer.rollouts.remote_sampler import Weights
-    from mopd_trainer.student.student import Sampled
+    from mopd_trainer.student.student import Generation
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class _StudentRank:
         workers: Sequence[Any],
     ) -> Ended:
         """Leads the run or follows in it, to its end."""
-        from mopd_trainer.distributed.process_group import joined_ranks
+        from mopd_trainer.distributed.process_group import init_distributed
         from mopd_trainer.launch.follower import follow
         from mopd_trainer.loop import train
 
@@ -123,7 +123,7 @@ class _StudentRank:
         os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(size))
         os.environ.update(MASTER_ADDR=place[0], MASTER_PORT=str(place[1]))
         try:
-            with joined_ranks(config.student.device) as ranks:
+            with init_distributed(config.student.device) as ranks:
                 if rank == 0:
                     console = Console(width=160)
                     writing = RayWorkers(workers, config) if workers else None
@@ -163,7 +163,7 @@ class _Worker:
 
     async def write(
         self, prompts: Sequence[Sequence[int]], seed: int, version: int, weights: Sequence[Any]
-    ) -> "list[Sampled]":
+    ) -> "list[Generation]":
         """See ``RolloutWorker``. ``weights`` is a list of a reference, as Ray would fetch a bare
         one also where it is not needed."""
         if self._refusal is not None:
@@ -212,7 +212,7 @@ class RayWorkers:
 
     async def write(
         self, prompts: Sequence[Sequence[int]], *, seed: int
-    ) -> "tuple[list[Sampled], int]":
+    ) -> "tuple[list[Generation], int]":
         """See ``RolloutWorkers``."""
         begun: tuple[int, Any] | None = None
         while True:

@@ -1,4 +1,4 @@
-"""``PhaseClock``: where a step's seconds go, when several phases may go on at once."""
+"""``StepTimer``: where a step's seconds go, when several phases may go on at once."""
 
 import time
 from collections import Counter, defaultdict
@@ -11,7 +11,7 @@ from mopd_trainer.metrics.step_metrics import Metrics, ratio
 Phase = Literal["sample", "score", "train", "push"]
 
 
-class PhaseClock:
+class StepTimer:
     """Seconds by the set of phases that went on together. For one thread: the event loop's.
 
     A phase that is entered several times at once goes on until all have left it.

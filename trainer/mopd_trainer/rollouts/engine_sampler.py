@@ -8,8 +8,8 @@ from mopd_protocol.samples import Prompt
 from mopd_trainer.config.run import RolloutConfig
 from mopd_trainer.data.seeds import derived_seed
 from mopd_trainer.rollouts.engine import GenerationEngine
-from mopd_trainer.rollouts.prompt_encoder import Answerable, EncodedPrompt
-from mopd_trainer.rollouts.source import Completed
+from mopd_trainer.rollouts.prompt_encoder import EncodedPrompt, PromptEncoder
+from mopd_trainer.rollouts.source import CompletionBatch
 from mopd_trainer.student.student import Student
 
 
@@ -34,13 +34,15 @@ class StreamedSampler:
         version: int = 0,
     ) -> None:
         self._engine = engine
-        self._answerable = Answerable(student, config)
+        self._answerable = PromptEncoder(student, config)
         self._samples = config.samples_per_prompt
         self._seed = seed
         self._version = version
         self._turn = asyncio.Lock()  # a step is written, or weights are pushed
 
-    async def complete(self, prompts: Sequence[Prompt], *, step: int) -> AsyncGenerator[Completed]:
+    async def complete(
+        self, prompts: Sequence[Prompt], *, step: int
+    ) -> AsyncGenerator[CompletionBatch]:
         """See ``CompletionSource``: one at a time, in the order in which they are finished."""
         asked = self._answerable.encode([p for p in prompts for _ in range(self._samples)])
         async with self._turn:
@@ -62,11 +64,13 @@ class StreamedSampler:
             await self._engine.push()
             self._version = version
 
-    def take_dropped(self) -> Counter[str]:
+    def pop_dropped(self) -> Counter[str]:
         """See ``CompletionSource``."""
-        return self._answerable.take_dropped()
+        return self._answerable.pop_dropped()
 
-    async def _write(self, asked: EncodedPrompt, *, step: int, place: int) -> Completed:
+    async def _write(self, asked: EncodedPrompt, *, step: int, place: int) -> CompletionBatch:
         seed = derived_seed(self._seed, step, place)
         sampled = await self._engine.generate(asked.token_ids, seed=seed)
-        return Completed(place, [self._answerable.rollout(asked, sampled, version=self._version)])
+        return CompletionBatch(
+            place, [self._answerable.rollout(asked, sampled, version=self._version)]
+        )

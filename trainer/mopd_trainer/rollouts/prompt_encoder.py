@@ -1,4 +1,4 @@
-"""``Answerable``: a step's prompts as the student reads them, without those that fill it up."""
+"""``PromptEncoder``: a step's prompts as the student reads them, without those that fill it up."""
 
 import logging
 from collections import Counter
@@ -9,7 +9,7 @@ import numpy as np
 
 from mopd_protocol.samples import Prompt, Rollout
 from mopd_trainer.config.run import RolloutConfig
-from mopd_trainer.student.student import Sampled, Student
+from mopd_trainer.student.student import Generation, Student
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class EncodedPrompt:
     token_ids: list[int]
 
 
-class Answerable:
+class PromptEncoder:
     """Encodes prompts, counts those that leave no room, and makes rollouts of what was sampled."""
 
     def __init__(self, student: Student, config: RolloutConfig) -> None:
@@ -35,7 +35,7 @@ class Answerable:
         encoded = [EncodedPrompt(p, self._student.prompt_token_ids(p.messages)) for p in prompts]
         return [each for each in encoded if self._fits(each)]
 
-    def rollout(self, asked: EncodedPrompt, sampled: Sampled, *, version: int) -> Rollout:
+    def rollout(self, asked: EncodedPrompt, sampled: Generation, *, version: int) -> Rollout:
         """What was written, under the weights after ``version`` steps."""
         completion = self._student.table.sequence(sampled.token_ids)
         return Rollout(
@@ -48,7 +48,7 @@ class Answerable:
             student_topk_ids=sampled.topk_ids,
         )
 
-    def take_dropped(self) -> Counter[str]:
+    def pop_dropped(self) -> Counter[str]:
         """See ``CompletionSource``."""
         taken, self._dropped = self._dropped, Counter()
         return taken

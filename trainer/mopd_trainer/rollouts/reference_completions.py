@@ -11,7 +11,7 @@ import numpy as np
 from mopd_protocol.errors import DataError
 from mopd_protocol.samples import Prompt, Rollout
 from mopd_trainer.config.run import RolloutConfig
-from mopd_trainer.rollouts.source import Completed
+from mopd_trainer.rollouts.source import CompletionBatch
 from mopd_trainer.student.identity import StudentIdentity
 
 logger = logging.getLogger(__name__)
@@ -42,17 +42,19 @@ class AnswerReader:
         self._judged = judged
         self.dropped: Counter[str] = Counter()  # reason -> samples, since it was last taken
 
-    async def complete(self, prompts: Sequence[Prompt], *, step: int) -> AsyncGenerator[Completed]:
+    async def complete(
+        self, prompts: Sequence[Prompt], *, step: int
+    ) -> AsyncGenerator[CompletionBatch]:
         """See ``CompletionSource``: in order, in batches of a generation batch's size."""
         size = self._config.generation_batch_size
         for place in range(0, len(prompts), size):
             part = prompts[place : place + size]
-            yield Completed(place, await asyncio.to_thread(self.read, part, step=step))
+            yield CompletionBatch(place, await asyncio.to_thread(self.read, part, step=step))
 
     async def push(self, version: int) -> None:
         """See ``CompletionSource``; answers are the same under any weights."""
 
-    def take_dropped(self) -> Counter[str]:
+    def pop_dropped(self) -> Counter[str]:
         """See ``CompletionSource``."""
         taken, self.dropped = self.dropped, Counter()
         return taken

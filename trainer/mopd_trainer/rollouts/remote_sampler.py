@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from mopd_protocol.samples import Prompt
 from mopd_trainer.config.run import RolloutConfig
 from mopd_trainer.data.seeds import derived_seed
-from mopd_trainer.rollouts.prompt_encoder import Answerable
-from mopd_trainer.rollouts.source import Completed
-from mopd_trainer.student.student import Sampled, Student
+from mopd_trainer.rollouts.prompt_encoder import PromptEncoder
+from mopd_trainer.rollouts.source import CompletionBatch
+from mopd_trainer.student.student import Generation, Student
 
 #: Parameter name -> float32, whole, of all that is trained.
 Weights = Mapping[str, NDArray[np.float32]]
@@ -28,7 +28,7 @@ class RolloutWorkers(Protocol):
 
     async def write(
         self, prompts: Sequence[Sequence[int]], *, seed: int
-    ) -> tuple[list[Sampled], int]:
+    ) -> tuple[list[Generation], int]:
         """A completion of each prompt, and the version of the weights that wrote them; the same
         seed and weights write the same, also where a worker dies over it.
 
@@ -60,11 +60,13 @@ class WorkerSampler:
     ) -> None:
         self._workers = workers
         self._student = student
-        self._answerable = Answerable(student, config)
+        self._answerable = PromptEncoder(student, config)
         self._config = config
         self._seed = seed
 
-    async def complete(self, prompts: Sequence[Prompt], *, step: int) -> AsyncGenerator[Completed]:
+    async def complete(
+        self, prompts: Sequence[Prompt], *, step: int
+    ) -> AsyncGenerator[CompletionBatch]:
         """See ``CompletionSource``: a batch at a time, in the order in which they are finished."""
         repeated = [p for p in prompts for _ in range(self._config.samples_per_prompt)]
         size = self._config.generation_batch_size
@@ -87,19 +89,19 @@ class WorkerSampler:
         with."""
         await push_weights(self._workers, self._student, version)
 
-    def take_dropped(self) -> Counter[str]:
+    def pop_dropped(self) -> Counter[str]:
         """See ``CompletionSource``."""
-        return self._answerable.take_dropped()
+        return self._answerable.pop_dropped()
 
     async def _write(
         self, prompts: Sequence[Prompt], *, step: int, batch: int, place: int
-    ) -> Completed:
+    ) -> CompletionBatch:
         asked = self._answerable.encode(prompts)
         if not asked:
-            return Completed(place, [])
+            return CompletionBatch(place, [])
         seed = derived_seed(self._seed, step, batch)
         written, version = await self._workers.write([each.token_ids for each in asked], seed=seed)
-        return Completed(
+        return CompletionBatch(
             place,
             [
                 self._answerable.rollout(each, sampled, version=version)
@@ -116,7 +118,7 @@ class WorkerGeneration:
         self._student = student
         self._version = version
 
-    async def generate(self, prompt_ids: Sequence[int], *, seed: int) -> Sampled:
+    async def generate(self, prompt_ids: Sequence[int], *, seed: int) -> Generation:
         """See ``GenerationEngine``."""
         (sampled,), _ = await self._workers.write([prompt_ids], seed=seed)
         return sampled

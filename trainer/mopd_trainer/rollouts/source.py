@@ -14,7 +14,7 @@ _MIXTURE = 1  # what tells the mixture's random numbers from those of the prompt
 
 
 @dataclass(frozen=True, eq=False)
-class Completed:
+class CompletionBatch:
     """Completions that were finished together, and where the first of them stands in its step.
 
     Whatever is finished first, a step's examples are in the order of their places.
@@ -30,7 +30,7 @@ class CompletionSource(Protocol):
     What it makes is a function of the seed, the step, its prompts and the weights alone.
     """
 
-    def complete(self, prompts: Sequence[Prompt], *, step: int) -> AsyncGenerator[Completed]:
+    def complete(self, prompts: Sequence[Prompt], *, step: int) -> AsyncGenerator[CompletionBatch]:
         """A step's completions, as they are finished; a prompt that cannot be completed has no
         rollout, and is counted."""
         ...
@@ -42,7 +42,7 @@ class CompletionSource(Protocol):
         """
         ...
 
-    def take_dropped(self) -> Counter[str]:
+    def pop_dropped(self) -> Counter[str]:
         """Samples dropped since this was last asked, by reason."""
         ...
 
@@ -67,7 +67,9 @@ class Mixture:
         self._share = rollout_share
         self._seed = seed
 
-    async def complete(self, prompts: Sequence[Prompt], *, step: int) -> AsyncGenerator[Completed]:
+    async def complete(
+        self, prompts: Sequence[Prompt], *, step: int
+    ) -> AsyncGenerator[CompletionBatch]:
         """See ``CompletionSource``; the data's answers come first: they are there at once."""
         chosen = self._chosen(len(prompts), step)
         own = [prompt for prompt, mine in zip(prompts, chosen, strict=True) if mine]
@@ -77,15 +79,15 @@ class Mixture:
                 yield read
         async with aclosing(self._rollouts.complete(own, step=step)) as rollouts:
             async for written in rollouts:
-                yield Completed(len(given) + written.place, written.rollouts)
+                yield CompletionBatch(len(given) + written.place, written.rollouts)
 
     async def push(self, version: int) -> None:
         """See ``CompletionSource``."""
         await self._rollouts.push(version)
 
-    def take_dropped(self) -> Counter[str]:
+    def pop_dropped(self) -> Counter[str]:
         """See ``CompletionSource``."""
-        return self._answers.take_dropped() + self._rollouts.take_dropped()
+        return self._answers.pop_dropped() + self._rollouts.pop_dropped()
 
     def _chosen(self, count: int, step: int) -> list[bool]:
         """Which of a step's prompts the student answers."""

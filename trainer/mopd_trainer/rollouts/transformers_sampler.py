@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from mopd_protocol.samples import Prompt, Rollout
 from mopd_trainer.config.run import RolloutConfig
 from mopd_trainer.data.seeds import derived_seed
-from mopd_trainer.rollouts.prompt_encoder import Answerable
-from mopd_trainer.rollouts.source import Completed
+from mopd_trainer.rollouts.prompt_encoder import PromptEncoder
+from mopd_trainer.rollouts.source import CompletionBatch
 from mopd_trainer.rollouts.writing_student import WritingStudent
 from mopd_trainer.student.student import Student
 
@@ -34,14 +34,16 @@ class Sampler:
         version: int = 0,
     ) -> None:
         self._writing = WritingStudent(student, apart=config.max_staleness > 0)
-        self._answerable = Answerable(student, config)
+        self._answerable = PromptEncoder(student, config)
         self._keep_topk = keep_topk
         self._config = config
         self._seed = seed
         self._version = version
         self._turn = asyncio.Lock()  # a batch is written, or weights are pushed
 
-    async def complete(self, prompts: Sequence[Prompt], *, step: int) -> AsyncGenerator[Completed]:
+    async def complete(
+        self, prompts: Sequence[Prompt], *, step: int
+    ) -> AsyncGenerator[CompletionBatch]:
         """See ``CompletionSource``: every prompt as often as it is sampled."""
         repeated = [p for p in prompts for _ in range(self._config.samples_per_prompt)]
         size = self._config.generation_batch_size
@@ -49,17 +51,17 @@ class Sampler:
             part = repeated[place : place + size]
             async with self._turn:
                 rollouts = await asyncio.to_thread(self.sample, part, step=step, batch=batch)
-            yield Completed(place, rollouts)
+            yield CompletionBatch(place, rollouts)
 
     async def push(self, version: int) -> None:
         """See ``CompletionSource``."""
         async with self._turn:
-            await asyncio.to_thread(self._writing.take_weights)
+            await asyncio.to_thread(self._writing.load_weights)
             self._version = version
 
-    def take_dropped(self) -> Counter[str]:
+    def pop_dropped(self) -> Counter[str]:
         """See ``CompletionSource``."""
-        return self._answerable.take_dropped()
+        return self._answerable.pop_dropped()
 
     def sample(self, prompts: Sequence[Prompt], *, step: int, batch: int) -> list[Rollout]:
         """One rollout for each prompt that leaves room for an answer; the others are counted."""

@@ -9,7 +9,7 @@ from mopd_trainer.config.run import RunConfig
 from mopd_trainer.config.teacher import student_topk
 from mopd_trainer.rollouts.remote_sampler import Weights
 from mopd_trainer.rollouts.vllm.start import started_vllm
-from mopd_trainer.student.student import Sampled, Student
+from mopd_trainer.student.student import Generation, Student
 
 
 class RolloutWorker:
@@ -42,7 +42,7 @@ class RolloutWorker:
         seed: int,
         version: int,
         weights: Callable[[], Awaitable[Weights]],
-    ) -> list[Sampled]:
+    ) -> list[Generation]:
         """One completion for each prompt.
 
         Args:

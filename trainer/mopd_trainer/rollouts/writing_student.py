@@ -19,7 +19,7 @@ class WritingStudent:
             self.student.model.requires_grad_(False)
 
     @torch.no_grad()
-    def take_weights(self) -> None:
+    def load_weights(self) -> None:
         """Writes like the trained student of now; nobody else may read or change either."""
         if self.student is self._trained:
             return

@@ -1,4 +1,4 @@
-"""``only_writer``: one process at a time writes into a run's folder."""
+"""``run_lock``: one process at a time writes into a run's folder."""
 
 import os
 from collections.abc import Generator
@@ -10,7 +10,7 @@ from mopd_protocol.errors import ConfigError
 
 
 @contextmanager
-def only_writer(folder: Path) -> Generator[None]:
+def run_lock(folder: Path) -> Generator[None]:
     """Holds the folder, which is made if it is not there and goes again if it stayed empty.
 
     The folder itself is locked, by the kernel: a process that is killed lets go of it. Where there

@@ -27,7 +27,7 @@ from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_trainer.config.fingerprint import RunIdentity
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.config.teacher import TeacherConfig
-from mopd_trainer.data.examples import TeacherJudgement, TrainingExample
+from mopd_trainer.data.examples import AlignedScore, TrainingExample
 from mopd_trainer.run_folder.disk_errors import explained_writing
 from mopd_trainer.teachers.connect import Teacher
 
@@ -249,7 +249,7 @@ def _sample(key: str, example: TrainingExample, arrays: Arrays) -> JSON:
     }
 
 
-def _judgement(key: str, judgement: TeacherJudgement, arrays: Arrays) -> JSON:
+def _judgement(key: str, judgement: AlignedScore, arrays: Arrays) -> JSON:
     completion, topk = judgement.score.completion, judgement.score.topk
     arrays[f"{key}.token_ids"] = completion.token_ids
     arrays[f"{key}.byte_ends"] = completion.byte_ends

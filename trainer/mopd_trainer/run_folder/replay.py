@@ -7,9 +7,9 @@ from mopd_protocol.errors import ConfigError
 from mopd_protocol.samples import Prompt, Rollout
 from mopd_trainer.config.fingerprint import RunIdentity
 from mopd_trainer.config.run import RunConfig
-from mopd_trainer.data.examples import TeacherJudgement, TrainingExample
+from mopd_trainer.data.examples import AlignedScore, TrainingExample
 from mopd_trainer.metrics.step_metrics import Metrics
-from mopd_trainer.metrics.timers import PhaseClock
+from mopd_trainer.metrics.timers import StepTimer
 from mopd_trainer.run_folder.recording import RecordedJudgement, Recording, asked_of
 from mopd_trainer.student.identity import StudentIdentity
 from mopd_trainer.teachers.connect import Teacher, teacher_of
@@ -68,7 +68,7 @@ class Replay:
             return None
         return cls(Recording(config.replay), config, identity, prompts, student, cache)
 
-    async def collect(self, step: int, clock: PhaseClock) -> tuple[list[TrainingExample], Metrics]:
+    async def collect(self, step: int, clock: StepTimer) -> tuple[list[TrainingExample], Metrics]:
         """The examples of a step, counted from 0.
 
         Raises:
@@ -105,10 +105,10 @@ class Replay:
         tokenizer = self._recording.tokenizer(name)
         return teacher_of(name, settings, manifest, tokenizer, student, cache)
 
-    def _judgement(self, recorded: RecordedJudgement, rollout: Rollout) -> TeacherJudgement | None:
+    def _judgement(self, recorded: RecordedJudgement, rollout: Rollout) -> AlignedScore | None:
         teacher, score = self.teachers[recorded.teacher], recorded.score
         view = view_for(teacher, rollout, self._student)
         alignment = aligned(teacher, view, score)
         if not len(alignment):
             return None
-        return TeacherJudgement(recorded.teacher, recorded.weight, view, score, alignment)
+        return AlignedScore(recorded.teacher, recorded.weight, view, score, alignment)

@@ -66,7 +66,7 @@ def _require_steps_ahead(config: RunConfig, found: Checkpoint) -> None:
         )
 
 
-class KeptCheckpoints:
+class CheckpointManager:
     """Saves checkpoints, and removes those that are no longer to be kept.
 
     Args:

@@ -12,7 +12,7 @@ from mopd_protocol.tokenizers.token_table import TokenTable
 
 
 @torch.no_grad()
-def matrix_head(model: PreTrainedModel, table: TokenTable, real_ids: Tensor) -> Head | None:
+def output_head(model: PreTrainedModel, table: TokenTable, real_ids: Tensor) -> Head | None:
     """The head with what families do to its output; None where they do more.
 
     Decided by looking: some families scale or cap logits, some scale hidden states, and other

@@ -29,19 +29,19 @@ from mopd_protocol.runtime.npu import import_backend
 from mopd_protocol.samples import Message
 from mopd_trainer.config.run import RolloutConfig, StudentConfig
 from mopd_trainer.data.packing import MicroBatch
-from mopd_trainer.distributed.full_copy import WholeCopy
+from mopd_trainer.distributed.full_copy import UnshardedCopy
 from mopd_trainer.distributed.process_group import Ranks
 from mopd_trainer.distributed.sharding import like_shards_of, shard, unsharded
 from mopd_trainer.student.identity import StudentIdentity, explained, load_tokenizer, source
 from mopd_trainer.student.lora import add_adapters, stored_weights, weights_dtype
-from mopd_trainer.student.output_head import matrix_head
+from mopd_trainer.student.output_head import output_head
 from mopd_trainer.student.weight_files import StoredWeights, WholeModel
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class Sampled:
+class Generation:
     """One completion as it was sampled: ids up to and with the ending token, and their logprobs."""
 
     token_ids: list[int]
@@ -84,11 +84,11 @@ class Student:
         self._published_generation: Any = model.generation_config
         model.generation_config = GenerationConfig()
         self._real_ids = real_ids.to(self.model.device)
-        self._head = matrix_head(self.model, self.table, self._real_ids)
+        self._head = output_head(self.model, self.table, self._real_ids)
         if self._head is None:
             logger.info("the student changes its logits after the head; using full logits")
         self._real_ids = real_ids.to(device)
-        self._whole = WholeCopy(self.model, self.ranks) if sharded else None
+        self._whole = UnshardedCopy(self.model, self.ranks) if sharded else None
         if sharded:
             self._shard()
 
@@ -147,7 +147,7 @@ class Student:
         *,
         seed: int,
         keep_topk: int = 0,
-    ) -> list[Sampled]:
+    ) -> list[Generation]:
         """One completion for each prompt; the same seed and weights write the same.
 
         Args:
@@ -291,7 +291,7 @@ class Student:
         if self.ranks.size > 1:
             saved = self._read(folder)
             self.ranks.lead(self.TAKE_WEIGHTS)
-            self.take_weights(saved)
+            self.scatter_weights(saved)
             return
         shapes = self._shapes()
         trained = self.trained()
@@ -320,7 +320,7 @@ class Student:
         return {name: tuple(parameter.shape) for name, parameter in self.trained().items()}
 
     @torch.no_grad()
-    def take_weights(self, given: Mapping[str, Tensor] | None = None) -> None:
+    def scatter_weights(self, given: Mapping[str, Tensor] | None = None) -> None:
         """Rank 0's whole weights, to every rank's own part. All ranks at once."""
         with self.ranks.together():
             for name, parameter in self.trained().items():
@@ -329,9 +329,9 @@ class Student:
 
     def led(self) -> dict[str, Callable[..., None]]:
         """What a rank that follows does with its student when it is told to."""
-        handlers: dict[str, Callable[..., None]] = {self.TAKE_WEIGHTS: self.take_weights}
+        handlers: dict[str, Callable[..., None]] = {self.TAKE_WEIGHTS: self.scatter_weights}
         if self._whole is not None:
-            handlers[WholeCopy.GATHER] = partial(self._whole.gather, self.model)
+            handlers[UnshardedCopy.GATHER] = partial(self._whole.gather, self.model)
         return handlers
 
     def _shard(self) -> None:
@@ -356,11 +356,11 @@ class Student:
         ids: np.ndarray[Any, Any],
         logprobs: np.ndarray[Any, Any],
         topk_ids: np.ndarray[Any, Any] | None,
-    ) -> Sampled:
+    ) -> Generation:
         endings = np.flatnonzero(np.isin(ids, self.table.roles.ending))
         length = int(endings[0]) + 1 if len(endings) else len(ids)
         kept = None if topk_ids is None else topk_ids[:length]
-        return Sampled(ids[:length].tolist(), logprobs[:length].tolist(), kept)
+        return Generation(ids[:length].tolist(), logprobs[:length].tolist(), kept)
 
     def _decoder(self) -> Any:
         return self.model.base_model

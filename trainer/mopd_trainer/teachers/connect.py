@@ -21,7 +21,7 @@ from mopd_protocol.errors import ConfigError
 from mopd_protocol.manifest import Manifest
 from mopd_trainer.config.teacher import ScoreCacheConfig, TeacherConfig
 from mopd_trainer.student.identity import StudentIdentity
-from mopd_trainer.teachers.local.client import LocalTeacher, Turn
+from mopd_trainer.teachers.local.client import LocalTeacher, TeacherLock
 from mopd_trainer.teachers.local.manifest import device_kind
 
 
@@ -43,7 +43,7 @@ def teacher_pool(
     configs: Mapping[str, TeacherConfig],
     score_cache: ScoreCacheConfig | None = None,
     *,
-    turn: Turn | None = None,
+    turn: TeacherLock | None = None,
     device: str = "auto",
 ) -> TeacherPool:
     """Clients for every teacher; nothing is sent yet, and none is loaded.
@@ -58,7 +58,7 @@ def teacher_pool(
     cache = None
     if score_cache is not None:
         cache = ScoreCache(score_cache.path, max_bytes=int(score_cache.max_gigabytes * 1e9))
-    turn = turn or Turn()
+    turn = turn or TeacherLock()
     return TeacherPool(
         {
             name: LocalTeacher(name, config, turn, device=device_kind(config.device or device))
@@ -84,7 +84,7 @@ def _client(name: str, config: TeacherConfig, cache: ScoreCache | None) -> Asked
     )
 
 
-async def meet_teachers(
+async def connect_teachers(
     pool: TeacherPool,
     configs: Mapping[str, TeacherConfig],
     student: StudentIdentity,

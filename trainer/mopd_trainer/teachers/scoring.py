@@ -19,8 +19,8 @@ from mopd_protocol.errors import DataError, TeacherError
 from mopd_protocol.requests import SequenceRequest
 from mopd_protocol.samples import Rollout, TeacherScore
 from mopd_protocol.tokenizers.token_table import TokenTable
-from mopd_trainer.data.examples import TeacherJudgement, TrainingExample
-from mopd_trainer.data.teacher_input import TeacherView, text_view, token_view
+from mopd_trainer.data.examples import AlignedScore, TrainingExample
+from mopd_trainer.data.teacher_input import TeacherInput, text_view, token_view
 from mopd_trainer.teachers.connect import Teacher
 from mopd_trainer.teachers.student_support import Counterparts, with_student_support
 from mopd_trainer.teachers.waiting import Waiting
@@ -49,7 +49,7 @@ class _Unjudged:
 _Shares = Mapping[int, float]
 
 
-class Scorer:
+class RolloutScorer:
     """Asks each sample's own teachers; a sample that one of them cannot judge goes as a whole.
 
     What happens when a teacher cannot is its ``on_error``; a fallback's judgement counts with the
@@ -81,7 +81,7 @@ class Scorer:
         """What asking a teacher cost so far."""
         return self._pool.client(teacher).counters
 
-    def take_dropped(self) -> Counter[str]:
+    def pop_dropped(self) -> Counter[str]:
         """Samples dropped since this was last asked, as in ``dropped``."""
         taken, self.dropped = self.dropped, Counter()
         return taken
@@ -119,13 +119,13 @@ class Scorer:
 
     async def _judge(
         self, name: str, shares: _Shares, rollouts: Sequence[Rollout]
-    ) -> dict[int, TeacherJudgement]:
+    ) -> dict[int, AlignedScore]:
         """Judgements by position among the rollouts, of one teacher or of who stands in for it;
         dropped ones are missing."""
         teacher = self._teachers[name]
         views = [self._view(teacher, rollouts[at]) for at in shares]
         scores = await self._ask(teacher, [view.request for view in views])
-        judgements: dict[int, TeacherJudgement] = {}
+        judgements: dict[int, AlignedScore] = {}
         unjudged: dict[int, str] = {}
         for (at, share), view, score in zip(shares.items(), views, scores, strict=True):
             if isinstance(score, _Unjudged):
@@ -133,7 +133,7 @@ class Scorer:
                 continue
             alignment = aligned(teacher, view, score)
             if len(alignment):
-                judgements[at] = TeacherJudgement(name, share, view, score, alignment)
+                judgements[at] = AlignedScore(name, share, view, score, alignment)
             else:
                 self.dropped[f"{name}/nothing_aligned"] += 1
         if unjudged and teacher.config.fallback is not None:
@@ -143,7 +143,7 @@ class Scorer:
         self.dropped.update(f"{name}/{reason}" for reason in unjudged.values())
         return judgements
 
-    def _view(self, teacher: Teacher, rollout: Rollout) -> TeacherView:
+    def _view(self, teacher: Teacher, rollout: Rollout) -> TeacherInput:
         view = view_for(teacher, rollout, self._student)
         if teacher.name not in self._counterparts:
             return view
@@ -199,9 +199,9 @@ class Scorer:
                 return scores
 
 
-def _one_a_teacher(judgements: Sequence[TeacherJudgement]) -> tuple[TeacherJudgement, ...]:
+def _one_a_teacher(judgements: Sequence[AlignedScore]) -> tuple[AlignedScore, ...]:
     """A teacher that judges a sample for itself and for another one judges it with both shares."""
-    found: dict[str, TeacherJudgement] = {}
+    found: dict[str, AlignedScore] = {}
     for judgement in judgements:
         same = found.get(judgement.teacher)
         if same is not None:
@@ -210,14 +210,14 @@ def _one_a_teacher(judgements: Sequence[TeacherJudgement]) -> tuple[TeacherJudge
     return tuple(found.values())
 
 
-def view_for(teacher: Teacher, rollout: Rollout, student: TokenTable) -> TeacherView:
+def view_for(teacher: Teacher, rollout: Rollout, student: TokenTable) -> TeacherInput:
     """The completion as the teacher's loss needs it read."""
     if teacher.config.sends_token_ids:
         return token_view(rollout)
     return text_view(rollout, student, teacher.tokenizer.table)
 
 
-def aligned(teacher: Teacher, view: TeacherView, score: TeacherScore) -> Alignment:
+def aligned(teacher: Teacher, view: TeacherInput, score: TeacherScore) -> Alignment:
     """The student's tokens beside those that the teacher scored.
 
     Raises:

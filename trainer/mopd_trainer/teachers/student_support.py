@@ -17,7 +17,7 @@ from mopd_losses.alignment.byte_alignment import align
 from mopd_losses.projection.matrix import ProjectionMatrix
 from mopd_protocol.errors import DataError, TeacherError
 from mopd_protocol.samples import Rollout
-from mopd_trainer.data.teacher_input import TeacherView
+from mopd_trainer.data.teacher_input import TeacherInput
 from mopd_trainer.teachers.connect import Teacher
 
 
@@ -37,8 +37,8 @@ class Counterparts:
 
 
 def with_student_support(
-    view: TeacherView, rollout: Rollout, teacher: Teacher, counterparts: Counterparts
-) -> TeacherView:
+    view: TeacherInput, rollout: Rollout, teacher: Teacher, counterparts: Counterparts
+) -> TeacherInput:
     """The view, asking about the student's ids at the rows that are compared.
 
     Sent the student's own ids, a teacher is asked about the student's at every token. Otherwise it
@@ -64,7 +64,7 @@ def with_student_support(
 
 
 def _projected_rows(
-    view: TeacherView, own: NDArray[np.int32], teacher: Teacher, counterparts: Counterparts
+    view: TeacherInput, own: NDArray[np.int32], teacher: Teacher, counterparts: Counterparts
 ) -> list[list[int]]:
     """One row a token of the teacher's tokenization, which is the one that it will make."""
     try:

@@ -63,12 +63,15 @@ from mopd_server.engines.vllm.flat_logprobs import (
     truncated,
 )
 from mopd_server.engines.vllm.memory import VllmLimits, derive_limits, describe
-from mopd_server.engines.vllm.worker_extension import WorkerExtension
+from mopd_server.engines.vllm.worker_extension import ScoringWorkerExtension
 from mopd_server.settings import TeacherSettings
 
 logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
+
+#: vLLM imports the extension by name, in its worker processes.
+_WORKER_EXTENSION = f"{ScoringWorkerExtension.__module__}.{ScoringWorkerExtension.__qualname__}"
 
 #: Seconds between vLLM's word that its engine is dead and the end of the process.
 _EXIT_GRACE_SECONDS = 10.0
@@ -191,9 +194,11 @@ class VllmEngine(AsyncEngine):
         padding = np.flatnonzero(~self._real_ids).tolist()
         if padding:
             self._call(
-                self._llm.collective_rpc(WorkerExtension.mask_head.__name__, args=(padding,))
+                self._llm.collective_rpc(ScoringWorkerExtension.mask_head.__name__, args=(padding,))
             )
-        self._call(self._llm.collective_rpc(WorkerExtension.end_with.__name__, args=(os.getpid(),)))
+        self._call(
+            self._llm.collective_rpc(ScoringWorkerExtension.end_with.__name__, args=(os.getpid(),))
+        )
 
     async def _scores_candidates(self) -> bool:
         """Whether this vLLM, on this platform, scores ids that the caller chooses."""
@@ -395,7 +400,7 @@ def _size_arguments(settings: TeacherSettings, limits: VllmLimits) -> dict[str, 
         "tensor_parallel_size": settings.tensor_parallel_size,
         "pipeline_parallel_size": settings.pipeline_parallel_size,
         "data_parallel_size": settings.data_parallel_size,
-        "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
+        "worker_extension_cls": _WORKER_EXTENSION,
         # Compiling pays where a step is short next to its launches, which on a CPU it is not.
         "enforce_eager": current_platform.is_cpu(),
         "disable_log_stats": False,  # they hold the times of each sequence

@@ -13,7 +13,7 @@ from torch import Tensor
 from mopd_protocol.runtime.engine_end import end_engine_with
 
 
-class WorkerExtension:
+class ScoringWorkerExtension:
     """Mixed into vLLM's worker class by name (``worker_extension_cls``), called through its RPC."""
 
     model_runner: Any  # vLLM's, on any platform

@@ -19,7 +19,7 @@ from mopd_server.http.http_metrics import SCORING_PATH
 from mopd_server.http.middleware.quotas import Quotas
 from mopd_server.http.problems import problem_response, refusal_response
 from mopd_server.http.request_record import current_record
-from mopd_server.service_error import Refusal
+from mopd_server.service_error import ServiceError
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class RequireApiKey:
             if scope["path"] == SCORING_PATH:
                 try:
                     turns.enter_context(self._quotas.turn(name))
-                except Refusal as refusal:
+                except ServiceError as refusal:
                     await refusal_response(refusal)(scope, receive, send)
                     return
             await self._app(scope, receive, send)

@@ -7,7 +7,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mopd_server.http.problems import refusal_response
-from mopd_server.service_error import Refusal
+from mopd_server.service_error import ServiceError
 
 #: Bodies of all requests together may take this many times the largest single one.
 HELD_BODIES = 16
@@ -34,7 +34,7 @@ class LimitBody:
         expected = int(announced) if announced.isdecimal() and len(announced) < 20 else 0
         try:
             self._require_room(expected, f"{expected} bytes", more=expected)
-        except Refusal as refusal:
+        except ServiceError as refusal:
             await refusal_response(refusal)(scope, receive, send)
             return
         arrived = 0
@@ -64,13 +64,13 @@ class LimitBody:
 
     def _require_room(self, size: int, found: str, *, more: int) -> None:
         if size > self._max_bytes:
-            raise Refusal(
+            raise ServiceError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                 f"the body has {found}, above this teacher's limit of {self._max_bytes}; "
                 "send fewer sequences at once",
             )
         if self._held_bytes + more > self._max_bytes * HELD_BODIES:
-            raise Refusal(
+            raise ServiceError(
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 f"the bodies of other requests fill the {self._max_bytes * HELD_BODIES} bytes "
                 "that this teacher keeps for them; ask again later",
@@ -78,8 +78,8 @@ class LimitBody:
                 reason="bodies",
             )
 
-    def _too_slow(self, arrived: int) -> Refusal:
-        return Refusal(
+    def _too_slow(self, arrived: int) -> ServiceError:
+        return ServiceError(
             HTTPStatus.REQUEST_TIMEOUT,
             f"the body was not whole after {self._seconds:g} s ({arrived} bytes of it arrived); "
             "send it faster, or fewer sequences at once",

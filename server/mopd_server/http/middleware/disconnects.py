@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from mopd_server.http.problems import CLIENT_CLOSED_REQUEST
-from mopd_server.service_error import Refusal
+from mopd_server.service_error import ServiceError
 
 Answer = TypeVar("Answer")
 
 
-async def unless_client_leaves(
+async def cancel_on_disconnect(
     request: Request, work: Coroutine[Any, Any, Answer], ending: asyncio.Future[None]
 ) -> Answer:
     """The result of ``work``, which is cancelled when the client closes its connection first.
@@ -20,7 +20,7 @@ async def unless_client_leaves(
     The request's body must have been read. ``ending`` raises when the whole service stops.
 
     Raises:
-        Refusal: 499, which nobody will read, but which is counted; or that of ``ending``.
+        ServiceError: 499, which nobody will read, but which is counted; or that of ``ending``.
     """
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_departure(request))
@@ -30,7 +30,7 @@ async def unless_client_leaves(
             return working.result()
         if ending.done():
             ending.result()
-        raise Refusal(CLIENT_CLOSED_REQUEST, "the client closed the connection")
+        raise ServiceError(CLIENT_CLOSED_REQUEST, "the client closed the connection")
     finally:
         working.cancel()
         watching.cancel()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from mopd_server.service_error import Refusal
+from mopd_server.service_error import ServiceError
 
 _SECONDS_PER_MINUTE = 60.0
 #: Tokens that sums of floating-point numbers may be short of: who waited as told is let in.
@@ -46,11 +46,11 @@ class Quotas:
         """Counts a request of this key until the block ends.
 
         Raises:
-            Refusal: 429 when the key has as many requests in flight as it may.
+            ServiceError: 429 when the key has as many requests in flight as it may.
         """
         use, limit = self._use(name), self._quota.requests_in_flight
         if limit is not None and use.in_flight >= limit:
-            raise Refusal(
+            raise ServiceError(
                 HTTPStatus.TOO_MANY_REQUESTS,
                 f"key {name!r} has {use.in_flight} requests in flight already, its quota of "
                 "requests at once; ask again when one is answered",
@@ -70,7 +70,7 @@ class Quotas:
         by waiting.
 
         Raises:
-            Refusal: 429 when they are not there yet.
+            ServiceError: 429 when they are not there yet.
         """
         rate = self._quota.tokens_per_minute
         if rate is None:
@@ -78,7 +78,7 @@ class Quotas:
         use = self._refilled(name, rate)
         missing = min(tokens, rate) - use.tokens
         if missing > _ROUNDING:
-            raise Refusal(
+            raise ServiceError(
                 HTTPStatus.TOO_MANY_REQUESTS,
                 f"key {name!r} has {max(0, math.floor(use.tokens))} tokens left of its quota of "
                 f"{rate} a minute, and this request has {tokens}; ask again later",

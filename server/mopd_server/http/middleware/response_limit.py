@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from http import HTTPStatus
 
-from mopd_server.service_error import Refusal
+from mopd_server.service_error import ServiceError
 
 #: Entries (an id and its logprob: 8 bytes as binary) of one answer.
 LARGEST_BINARY_ANSWER = 32 * 2**20
@@ -24,7 +24,7 @@ class AnswerLimit:
     def share(self, *, binary: bool) -> Generator[Callable[[int], None]]:
         """Within the block, the function that this gives reserves entries for one answer.
 
-        It raises Refusal: 413 when the answer is too large, 503 when others leave no room for it.
+        It raises ServiceError: 413 if the response is too large, 503 if others leave no room.
         """
         reserved = 0
 
@@ -32,7 +32,7 @@ class AnswerLimit:
             nonlocal reserved
             largest = LARGEST_BINARY_ANSWER if binary else LARGEST_JSON_ANSWER
             if entries > largest:
-                raise Refusal(
+                raise ServiceError(
                     HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                     f"the answer would have {entries} entries (completion tokens times top_k), "
                     f"expected at most {largest} {'in binary' if binary else 'as JSON'}; send "
@@ -40,7 +40,7 @@ class AnswerLimit:
                     + ("" if binary else ", or for the binary answer"),
                 )
             if self._held + entries > HELD_ENTRIES:
-                raise Refusal(
+                raise ServiceError(
                     HTTPStatus.SERVICE_UNAVAILABLE,
                     f"{self._held} entries of other answers are under way and {entries} more would "
                     f"be above this teacher's {HELD_ENTRIES}; ask again later",

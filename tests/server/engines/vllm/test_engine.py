@@ -23,7 +23,7 @@ from mopd_server.engines.base import AsyncEngine, EngineDead, EngineTimes, Scori
 from mopd_server.engines.transformers import TransformersEngine
 from mopd_server.scoring.loading import load_engine
 from mopd_server.scoring.service import TeacherService
-from mopd_server.scoring.tokenization import TeacherTokenizer
+from mopd_server.scoring.tokenization import RequestTokenizer
 from mopd_server.scoring.tokenizer_loading import load_tokenizer
 from mopd_server.settings import TeacherSettings
 from tests import tiny_models
@@ -95,7 +95,7 @@ def pair(model_folder: Path) -> Iterator[Pair]:
         patch.setenv("HF_HUB_OFFLINE", "1")
         ours = TeacherSettings(engine="vllm", **settings)
         theirs = TeacherSettings(engine="transformers", **settings)
-        tokenizer = TeacherTokenizer(load_tokenizer(ours))
+        tokenizer = RequestTokenizer(load_tokenizer(ours))
         vllm, transformers = (load_engine(each, tokenizer.table) for each in (ours, theirs))
         assert isinstance(vllm, AsyncEngine)
         assert isinstance(transformers, TransformersEngine)

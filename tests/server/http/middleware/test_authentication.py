@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mopd_server.app import create_app
 from mopd_server.http.middleware.authentication import ApiKeys
 from mopd_server.http.middleware.quotas import KeyQuota, Quotas
-from mopd_server.service_error import Refusal
+from mopd_server.service_error import ServiceError
 from tests.server.tiny_teachers import TinyTeacher, get, post, request_async
 
 SMALL = {"sequences": [{"prompt_token_ids": [1, 2], "completion_token_ids": [3]}], "top_k": 1}
@@ -108,7 +108,7 @@ def test_a_key_never_gets_more_than_its_quota_and_one_request(
         try:
             quotas.spend("alice", wanted)
             spent += wanted
-        except Refusal as refusal:
+        except ServiceError as refusal:
             now += refusal.retry_after_seconds or 0
             quotas.spend("alice", wanted)  # who comes back when told to is let in
             spent += wanted
@@ -119,12 +119,12 @@ def test_a_key_never_gets_more_than_its_quota_and_one_request(
 def test_tokens_of_a_refused_request_are_given_back() -> None:
     quotas = Quotas(KeyQuota(tokens_per_minute=10), now=lambda: 0.0)
     quotas.spend("alice", 10)
-    with pytest.raises(Refusal, match="key 'alice' has 0 tokens left of its quota of 10"):
+    with pytest.raises(ServiceError, match="key 'alice' has 0 tokens left of its quota of 10"):
         quotas.spend("alice", 1)
     quotas.spend("bob", 10)
     quotas.give_back("alice", 4)
     quotas.spend("alice", 4)
-    with pytest.raises(Refusal):
+    with pytest.raises(ServiceError):
         quotas.spend("alice", 1)
 
 
@@ -136,7 +136,7 @@ def test_a_request_refused_by_the_queue_costs_no_quota(
     )
 
     async def full(*arguments: object, **options: object) -> None:
-        raise Refusal(429, "the queue is full", retry_after_seconds=1)
+        raise ServiceError(429, "the queue is full", retry_after_seconds=1)
 
     with monkeypatch.context() as patch:
         patch.setattr(qwen_teacher.service._scorer, "score", full)

@@ -14,7 +14,7 @@ from mopd_protocol.errors import ConfigError
 from mopd_protocol.runtime.vllm_environment import prepare_environment
 from mopd_trainer.config.run import RolloutConfig, StudentConfig
 from mopd_trainer.rollouts.vllm.weight_sync import weight_push
-from mopd_trainer.student.student import Sampled, Student
+from mopd_trainer.student.student import Generation, Student
 from tests import tiny_models
 from tests.reference.teacher_scores import next_token_logprobs
 from tests.trainer.lora_students import LORA, moved
@@ -69,11 +69,11 @@ def engine(config: StudentConfig, student: Student, small_vllm: None) -> "Iterat
     engine.close()
 
 
-def written(engine: "VllmGeneration") -> list[tuple[list[int], Sampled]]:
+def written(engine: "VllmGeneration") -> list[tuple[list[int], Generation]]:
     """Prompts and their completions, all in flight at once."""
     asked = [PROMPTS[seed % len(PROMPTS)] for seed in range(12)]
 
-    async def write() -> list[Sampled]:
+    async def write() -> list[Generation]:
         return await asyncio.gather(
             *[engine.generate(prompt, seed=seed) for seed, prompt in enumerate(asked)]
         )
@@ -81,7 +81,7 @@ def written(engine: "VllmGeneration") -> list[tuple[list[int], Sampled]]:
     return list(zip(asked, asyncio.run(write()), strict=True))
 
 
-def gaps(student: Student, completions: list[tuple[list[int], Sampled]]) -> list[float]:
+def gaps(student: Student, completions: list[tuple[list[int], Generation]]) -> list[float]:
     """Between the logprobs that vLLM tells and the student's own, in nats, token by token."""
     real_ids = student.table.present.nonzero()[0].tolist()
     found: list[float] = []

@@ -20,7 +20,7 @@ from mopd_protocol.samples import Prompt
 from mopd_trainer.config.run import RolloutConfig, StudentConfig
 from mopd_trainer.rollouts.engine_sampler import StreamedSampler
 from mopd_trainer.rollouts.vllm.weight_sync import PushThroughFolder, WeightReceiver
-from mopd_trainer.student.student import Sampled, Student
+from mopd_trainer.student.student import Generation, Student
 from tests import tiny_models
 from tests.reference.sampling import greedy, nucleus
 from tests.reference.teacher_scores import next_token_logprobs
@@ -60,11 +60,11 @@ class Pen:
         """Ids that have a token."""
         return self.student.table.present.nonzero()[0].tolist()
 
-    def write(self, seeds: range = range(12)) -> list[tuple[list[int], Sampled]]:
+    def write(self, seeds: range = range(12)) -> list[tuple[list[int], Generation]]:
         """Prompts and their completions, all in flight at once."""
         asked = [(PROMPTS[seed % len(PROMPTS)], seed) for seed in seeds]
 
-        async def write() -> list[Sampled]:
+        async def write() -> list[Generation]:
             return await asyncio.gather(*[self.engine.generate(p, seed=s) for p, s in asked])
 
         return [(prompt, one) for (prompt, _), one in zip(asked, call(write()), strict=True)]

@@ -24,7 +24,7 @@ from mopd_trainer.cli.check import check
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.config.teacher import TeacherConfig
 from mopd_trainer.distributed.process_group import Ranks
-from mopd_trainer.teachers.local.client import LocalTeacher, Turn
+from mopd_trainer.teachers.local.client import LocalTeacher, TeacherLock
 from mopd_trainer.teachers.local.model import LocalModel, LocalTask, Question
 from mopd_trainer.teachers.local.residency import LocalTeachers
 from tests import tiny_models
@@ -58,10 +58,10 @@ def local(folder: Path, **settings: Any) -> dict[str, Any]:
     return {"placement": "local", "model": str(folder), "top_k": 8, **settings}
 
 
-def asked_of(settings: dict[str, Any], turn: Turn | None = None) -> LocalTeacher:
+def asked_of(settings: dict[str, Any], turn: TeacherLock | None = None) -> LocalTeacher:
     """A local teacher by itself, loaded."""
     config = TeacherConfig.model_validate(settings)
-    turn = turn or Turn()
+    turn = turn or TeacherLock()
     teacher = LocalTeacher("math", config, turn, device="cpu")
     tokens = asyncio.run(teacher.tokenizer())
     turn.models = LocalTeachers(
@@ -158,7 +158,7 @@ def test_scores_are_those_of_the_model_on_the_bare_sequence(family: str) -> None
 def test_a_model_that_changes_its_logits_is_asked_for_them_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mopd_trainer.teachers.local.model.matrix_head", lambda *_: None)
+    monkeypatch.setattr("mopd_trainer.teachers.local.model.output_head", lambda *_: None)
     by_whole = LocalModel(model_of("llama", 3), table("sentencepiece"), CPU, 64)
     monkeypatch.undo()
     by_head = LocalModel(model_of("llama", 3), table("sentencepiece"), CPU, 64)
@@ -206,7 +206,7 @@ def test_teachers_wake_in_turn_once_for_all_who_ask(folders: dict[str, Path]) ->
     }
 
     async def ask() -> tuple[Watched, list[Any], dict[str, LocalTeacher]]:
-        turn = Turn()
+        turn = TeacherLock()
         teachers = {n: LocalTeacher(n, c, turn, device="cpu") for n, c in configs.items()}
         tables = {name: (await teacher.tokenizer()).table for name, teacher in teachers.items()}
         turn.models = models = Watched(

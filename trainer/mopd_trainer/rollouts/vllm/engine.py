@@ -32,10 +32,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from mopd_protocol.errors import ConfigError, MopdError
 from mopd_trainer.config.run import RolloutConfig, StudentConfig
 from mopd_trainer.rollouts.vllm.weight_sync import WeightPush
-from mopd_trainer.rollouts.vllm.worker_extension import WorkerExtension
-from mopd_trainer.student.student import Sampled, Student
+from mopd_trainer.rollouts.vllm.worker_extension import RolloutWorkerExtension
+from mopd_trainer.student.student import Generation, Student
 
 _Result = TypeVar("_Result")
+
+#: vLLM imports the extension by name, in its worker processes.
+_WORKER_EXTENSION = f"{RolloutWorkerExtension.__module__}.{RolloutWorkerExtension.__qualname__}"
 
 #: For vLLM's processes to end by themselves.
 _SHUTDOWN_SECONDS = 10
@@ -98,7 +101,7 @@ class VllmGeneration:
             self.close()
             raise
 
-    async def generate(self, prompt_ids: Sequence[int], *, seed: int) -> Sampled:
+    async def generate(self, prompt_ids: Sequence[int], *, seed: int) -> Generation:
         """See ``GenerationEngine``."""
         return await self._in_loop(self._generate(prompt_ids, seed))
 
@@ -183,8 +186,8 @@ class VllmGeneration:
         padding = np.flatnonzero(~table.real_ids(width)).tolist()
         extend = self._engine.collective_rpc
         if padding:
-            await extend(WorkerExtension.mask_head.__name__, args=(padding,))
-        await extend(WorkerExtension.end_with.__name__, args=(os.getpid(),))
+            await extend(RolloutWorkerExtension.mask_head.__name__, args=(padding,))
+        await extend(RolloutWorkerExtension.end_with.__name__, args=(os.getpid(),))
 
     async def _require_taken(self) -> None:
         """vLLM tells the student's own logprobs: what it loads of a push is its own affair, and
@@ -204,7 +207,7 @@ class VllmGeneration:
 
     async def _generate(
         self, prompt_ids: Sequence[int], seed: int, rollout: RolloutConfig | None = None
-    ) -> Sampled:
+    ) -> Generation:
         rollout = rollout or self._rollout
         sampling = SamplingParams(
             max_tokens=rollout.max_new_tokens,
@@ -230,7 +233,7 @@ class VllmGeneration:
         return _sampled(written, self._keep_topk)
 
 
-def _sampled(written: CompletionOutput, keep_topk: int) -> Sampled:
+def _sampled(written: CompletionOutput, keep_topk: int) -> Generation:
     """vLLM puts the drawn token first, then the most likely ones, at every position."""
     flat = written.logprobs
     ids = list(written.token_ids)
@@ -245,7 +248,7 @@ def _sampled(written: CompletionOutput, keep_topk: int) -> Sampled:
     if keep_topk:
         places = starts[:, None] + 1 + np.arange(keep_topk)
         top = np.where(np.isneginf(logprobs[places]), _ABSENT, told[places]).astype(np.int32)
-    return Sampled(ids, logprobs[starts].tolist(), top)
+    return Generation(ids, logprobs[starts].tolist(), top)
 
 
 async def _all_ended() -> None:
@@ -282,7 +285,7 @@ def _arguments(
         "tensor_parallel_size": settings.tensor_parallel_size,
         # Only samples of one prompt share more than a chat template's first tokens.
         "enable_prefix_caching": rollout.samples_per_prompt > 1,
-        "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
+        "worker_extension_cls": _WORKER_EXTENSION,
         # Compiling pays where a step is short next to its launches, which on a CPU it is not.
         "enforce_eager": current_platform.is_cpu(),
         "disable_log_stats": True,

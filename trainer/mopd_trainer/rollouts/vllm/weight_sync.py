@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Protocol
 
 from mopd_trainer.config.run import StudentConfig
-from mopd_trainer.rollouts.vllm.worker_extension import WorkerExtension
+from mopd_trainer.rollouts.vllm.worker_extension import RolloutWorkerExtension
 from mopd_trainer.student.student import Student
 
 
@@ -47,7 +47,7 @@ class PushThroughFolder:
         """See ``WeightPush``."""
         async with _written(student, self._folder) as written:
             await engine.call_workers(
-                WorkerExtension.take_weights.__name__, {"folder": str(written)}
+                RolloutWorkerExtension.load_weights_from_folder.__name__, {"folder": str(written)}
             )
 
 

@@ -19,7 +19,7 @@ from mopd_protocol.runtime.engine_end import end_engine_with
 _RELOADING = logging.getLogger("vllm.model_executor.model_loader.reload")
 
 
-class WorkerExtension:
+class RolloutWorkerExtension:
     """Mixed into vLLM's worker class by name (``worker_extension_cls``), called through its RPC."""
 
     model_runner: Any  # vLLM's, on any platform
@@ -39,7 +39,7 @@ class WorkerExtension:
 
         model.compute_logits = masked
 
-    def take_weights(self, folder: str) -> None:
+    def load_weights_from_folder(self, folder: str) -> None:
         """Writes with the weights of a folder from now on, in a model's published form."""
         _RELOADING.setLevel(logging.ERROR)
         self.reload_weights(weights_path=folder)

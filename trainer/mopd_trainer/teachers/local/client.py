@@ -35,7 +35,7 @@ class _Call:
     answer: "asyncio.Future[list[TeacherScore]]"
 
 
-class Turn:
+class TeacherLock:
     """Whose turn it is: one local teacher is awake at a time."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class LocalTeacher:
         device: the kind of device that it will be awake on.
     """
 
-    def __init__(self, name: str, config: TeacherConfig, turn: Turn, *, device: str) -> None:
+    def __init__(self, name: str, config: TeacherConfig, turn: TeacherLock, *, device: str) -> None:
         self.name = name
         self.counters = Counters()
         self._config = config

@@ -21,9 +21,9 @@ from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_protocol.topk_logprobs import ABSENT_ID, TopKLogprobs
 from mopd_trainer.config.teacher import TeacherConfig
 from mopd_trainer.data.packing import batch_sizes
-from mopd_trainer.student.output_head import matrix_head
+from mopd_trainer.student.output_head import output_head
 from mopd_trainer.teachers.local.manifest import dtype_of, load
-from mopd_trainer.teachers.local.row_scores import RowScores, joined, row_scores
+from mopd_trainer.teachers.local.row_scores import LocalRowScores, joined, row_scores
 
 #: Rows whose logits exist at once: 256 rows of 150,000 ids are 150 MB.
 _ROWS_PER_CHUNK = 256
@@ -81,7 +81,7 @@ class LocalModel:
         self.wake()
         module: Any = model.get_output_embeddings()
         self._real_ids = torch.from_numpy(table.real_ids(len(module.weight))).to(device)
-        self.head = matrix_head(model, table, self._real_ids)
+        self.head = output_head(model, table, self._real_ids)
         """Moves with the model; None where logits are more than a matrix product."""
 
     @classmethod
@@ -143,7 +143,7 @@ class LocalModel:
         """Of tasks with rows, through the model together."""
         inputs = _Inputs.of(tasks, self._device)
         candidates = _candidates(tasks, self._device)
-        parts: list[RowScores] = []
+        parts: list[LocalRowScores] = []
         hidden = self._hidden(inputs) if self.head is not None else None
         logits = self._whole_logits(inputs) if hidden is None else None
         for start in range(0, len(inputs.tokens), _ROWS_PER_CHUNK):
@@ -234,7 +234,7 @@ def _candidates(tasks: Sequence[LocalTask], device: torch.device) -> Tensor | No
 
 
 def _split(
-    scores: RowScores, hidden: Tensor | None, tasks: Sequence[LocalTask], question: Question
+    scores: LocalRowScores, hidden: Tensor | None, tasks: Sequence[LocalTask], question: Question
 ) -> list[LocalScore]:
     """Each task's rows, as wide as it asked: its company must not show in its answer."""
     found: list[LocalScore] = []

@@ -9,7 +9,7 @@ from mopd_protocol.topk_logprobs import ABSENT_ID, TopKLogprobs
 
 
 @dataclass(frozen=True, eq=False)
-class RowScores:
+class LocalRowScores:
     """As ``TopKLogprobs``, on the device of the logits."""
 
     ids: Tensor  # int64 [rows, k], most likely first, -1 where absent
@@ -34,7 +34,7 @@ def row_scores(
     top_k: int,
     candidates: Tensor | None = None,
     temperature: float = 1.0,
-) -> RowScores:
+) -> LocalRowScores:
     """The most likely ids of each row, or the candidates, with the mass of all others.
 
     Args:
@@ -49,7 +49,7 @@ def row_scores(
     # One column more, for absent entries to fall into.
     chosen = torch.zeros((len(ids), logits.shape[1] + 1), dtype=torch.bool, device=logits.device)
     chosen.scatter_(1, torch.where(ids < 0, logits.shape[1], ids), True)
-    return RowScores(
+    return LocalRowScores(
         ids=ids.gather(1, order).masked_fill(kept.isneginf(), ABSENT_ID),
         logprobs=kept,
         token_logprobs=logprobs.gather(1, tokens[:, None])[:, 0],
@@ -57,9 +57,9 @@ def row_scores(
     )
 
 
-def joined(parts: list[RowScores]) -> RowScores:
+def joined(parts: list[LocalRowScores]) -> LocalRowScores:
     """Rows one after the other, of equal width."""
-    return RowScores(
+    return LocalRowScores(
         *(
             torch.cat([getattr(part, name) for part in parts])
             for name in ("ids", "logprobs", "token_logprobs", "tail_logprobs")
