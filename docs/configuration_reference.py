@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from mopd_losses import config as losses
-from mopd_losses.projection.matrix import ProjectionSettings
+from mopd_losses.config import ProjectionSettings
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.config.teacher import TeacherConfig
 

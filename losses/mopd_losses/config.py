@@ -4,8 +4,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mopd_losses.projection.matrix import ProjectionSettings
-
 Divergence = Literal[
     "forward_kl",
     "reverse_kl",
@@ -23,6 +21,40 @@ _READERS: dict[str, tuple[Divergence, ...]] = {
     "tail_mass": ("adaptive_kl",),
     "skew": ("skewed_forward_kl", "skewed_reverse_kl"),
 }
+
+
+class ProjectionSettings(BaseModel):
+    """How a student token that the teacher does not have is spread over the teacher's pieces."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    weights: Literal["first", "decay"] = "first"
+    """``first``: all on the first piece, which is what a teacher's first row is about. ``decay``:
+    on the first ``max_length`` pieces, in proportion to ``decay ** r``, r = 0, 1, … (X-Token, arXiv
+    2605.21699, whose first weight of 0.9 the normalisation takes out again)."""
+    decay: float = Field(default=0.1, ge=0)
+    max_length: int = Field(default=4, ge=1)
+
+    @model_validator(mode="after")
+    def _only_decay_decays(self) -> "ProjectionSettings":
+        changed = [
+            name
+            for name in ("decay", "max_length")
+            if getattr(self, name) != type(self).model_fields[name].default
+        ]
+        if changed and self.weights == "first":
+            raise ValueError(
+                f"{' and '.join(changed)} set, but projection weights 'first' put all on the first "
+                "piece and do not read it; set weights to 'decay', or leave it out"
+            )
+        return self
+
+    def piece_weights(self, pieces: int) -> list[float]:
+        """Weights of the first pieces, normalised to sum to one."""
+        if self.weights == "first":
+            return [1.0]
+        raw = [self.decay**r for r in range(min(pieces, self.max_length))]
+        return [weight / sum(raw) for weight in raw]
 
 
 class DivergenceSettings(BaseModel):

@@ -1,27 +1,126 @@
-"""The exceptions of the project: one tree, three branches, each also the fitting builtin.
+"""Errors raised by mopd.
 
-A message says what was found, what was expected, and what to do about it.
+Every class has a ``code`` that a program can test; a ``key`` names the setting, field or file::
+
+    MopdError                          mopd_error
+    ├── ConfigError (ValueError)       invalid_config         key: the setting, "student.lora.rank"
+    │   ├── MissingPackageError        missing_package        key: the package
+    │   └── ResumeError                resume_mismatch        key: the setting that differs
+    ├── DataError (ValueError)         invalid_data           key: the file, field or line
+    │   ├── TokenizerError             invalid_tokenizer
+    │   ├── WireFormatError            invalid_wire_format
+    │   └── CheckpointError            damaged_checkpoint     key: the file
+    ├── TeacherError (RuntimeError)    teacher_failed         status: of HTTP, None without a response
+    │   ├── TeacherUnavailableError    teacher_unavailable
+    │   ├── TeacherMismatchError       teacher_mismatch       key: the fact that differs
+    │   ├── InvalidResponseError       invalid_response       key: the field of the response
+    │   └── ServiceError               by reason              in mopd_server
+    ├── RankError (RuntimeError)       rank_failed
+    ├── TrainingError (RuntimeError)   training_failed
+    └── DiskError (OSError)            disk_failed            key: the path
+
+A message has the form ``<subject>: <what is wrong> (found <x>, expected <y>). <Fix>.``
 """
+
+from typing import ClassVar
 
 
 class MopdError(Exception):
-    """Anything this project refuses to do, told in one sentence."""
+    """Base class of all errors that mopd raises on purpose; the message is one sentence."""
+
+    code: ClassVar[str] = "mopd_error"
+
+    def __init__(self, message: str, *, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
 
 
 class ConfigError(MopdError, ValueError):
-    """A setting is unknown, missing or contradicts another one."""
+    """A setting is unknown, missing, invalid, or contradicts another setting."""
+
+    code = "invalid_config"
+
+
+class MissingPackageError(ConfigError):
+    """An optional package that the settings need is not installed."""
+
+    code = "missing_package"
+
+
+class ResumeError(ConfigError):
+    """A run cannot be resumed with these settings, data or teachers."""
+
+    code = "resume_mismatch"
 
 
 class DataError(MopdError, ValueError):
-    """Two things that must agree do not: a line and its format, a token id and its vocabulary."""
+    """Input data is invalid: a line and its format, a token id and its vocabulary."""
+
+    code = "invalid_data"
+
+
+class TokenizerError(DataError):
+    """A tokenizer file is invalid or unsupported."""
+
+    code = "invalid_tokenizer"
+
+
+class WireFormatError(DataError):
+    """A request or response body does not have the wire format."""
+
+    code = "invalid_wire_format"
+
+
+class CheckpointError(DataError):
+    """A checkpoint or another file of a run is incomplete or damaged."""
+
+    code = "damaged_checkpoint"
 
 
 class TeacherError(MopdError, RuntimeError):
-    """A teacher gave no answer, refused the request, or answered nonsense.
+    """A teacher did not respond, rejected the request, or returned an invalid response.
 
-    ``status`` is the HTTP status, or ``None`` when no answer arrived at all.
+    ``status`` is the HTTP status, or ``None`` if there was no response.
     """
 
-    def __init__(self, message: str, *, status: int | None = None) -> None:
-        super().__init__(message)
+    code = "teacher_failed"
+
+    def __init__(self, message: str, *, status: int | None = None, key: str | None = None) -> None:
+        super().__init__(message, key=key)
         self.status = status
+
+
+class TeacherUnavailableError(TeacherError):
+    """A teacher is unreachable or not ready."""
+
+    code = "teacher_unavailable"
+
+
+class TeacherMismatchError(TeacherError):
+    """A teacher is not the one that the run expects: name, model, tokenizer or limits differ."""
+
+    code = "teacher_mismatch"
+
+
+class InvalidResponseError(TeacherError):
+    """A teacher's response is malformed or contradicts the request."""
+
+    code = "invalid_response"
+
+
+class RankError(MopdError, RuntimeError):
+    """Another rank failed or is unreachable."""
+
+    code = "rank_failed"
+
+
+class TrainingError(MopdError, RuntimeError):
+    """Training cannot continue: gradients, weights or samples are unusable."""
+
+    code = "training_failed"
+
+
+class DiskError(MopdError, OSError):
+    """A file could not be written or read: disk full, permissions, or a missing folder."""
+
+    code = "disk_failed"

@@ -1,6 +1,6 @@
 """The projection as a dense matrix, filled row by row from its definition."""
 
-from mopd_losses.projection.matrix import ProjectionSettings
+from mopd_losses.config import ProjectionSettings
 from mopd_protocol.tokenizers.token_sequence import END_OF_TURN
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
 

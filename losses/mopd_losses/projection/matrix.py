@@ -11,14 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from mopd_losses.config import ProjectionSettings
 from mopd_losses.projection.segmentation import Segmentation, as_text
 from mopd_protocol.arrays import FloatArray, IntArray, frozen_array
 from mopd_protocol.errors import DataError
@@ -27,40 +26,6 @@ from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
 
 #: Raised when the same two tokenizers and settings would give another matrix than before.
 BUILDER_VERSION = 1
-
-
-class ProjectionSettings(BaseModel):
-    """How a student token that the teacher does not have is spread over the teacher's pieces."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    weights: Literal["first", "decay"] = "first"
-    """``first``: all on the first piece, which is what a teacher's first row is about. ``decay``:
-    on the first ``max_length`` pieces, in proportion to ``decay ** r``, r = 0, 1, … (X-Token, arXiv
-    2605.21699, whose first weight of 0.9 the normalisation takes out again)."""
-    decay: float = Field(default=0.1, ge=0)
-    max_length: int = Field(default=4, ge=1)
-
-    @model_validator(mode="after")
-    def _only_decay_decays(self) -> "ProjectionSettings":
-        changed = [
-            name
-            for name in ("decay", "max_length")
-            if getattr(self, name) != type(self).model_fields[name].default
-        ]
-        if changed and self.weights == "first":
-            raise ValueError(
-                f"{' and '.join(changed)} set, but projection weights 'first' put all on the first "
-                "piece and do not read it; set weights to 'decay', or leave it out"
-            )
-        return self
-
-    def piece_weights(self, pieces: int) -> list[float]:
-        """Weights of the first pieces, normalised to sum to one."""
-        if self.weights == "first":
-            return [1.0]
-        raw = [self.decay**r for r in range(min(pieces, self.max_length))]
-        return [weight / sum(raw) for weight in raw]
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from mopd_losses.config import ProjectionSettings
 from mopd_losses.projection import cache as cache_module
 from mopd_losses.projection.cache import DeviceProjection, ProjectionCache, cache_key
-from mopd_losses.projection.matrix import ProjectionMatrix, ProjectionSettings, build_projection
+from mopd_losses.projection.matrix import ProjectionMatrix, build_projection
 from mopd_protocol.errors import DataError
 from mopd_protocol.tokenizers.token_table import TokenRoles, TokenTable
 from tests.losses.families import Family, family

@@ -7,8 +7,9 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from mopd_losses.config import ProjectionSettings
 from mopd_losses.projection import matrix as projection_module
-from mopd_losses.projection.matrix import ProjectionMatrix, ProjectionSettings, build_projection
+from mopd_losses.projection.matrix import ProjectionMatrix, build_projection
 from mopd_protocol.errors import DataError
 from tests.losses.families import family
 

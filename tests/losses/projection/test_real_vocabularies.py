@@ -8,7 +8,8 @@ import pytest
 from numpy.typing import NDArray
 
 from mopd_losses.alignment.byte_alignment import align
-from mopd_losses.projection.matrix import ProjectionMatrix, ProjectionSettings, build_projection
+from mopd_losses.config import ProjectionSettings
+from mopd_losses.projection.matrix import ProjectionMatrix, build_projection
 from tests.real_vocabularies import (
     MIXED_TEXT,
     NAMES,

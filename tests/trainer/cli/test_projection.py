@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mopd_losses.config import ProjectionSettings
 from mopd_losses.projection.cache import ProjectionCache
-from mopd_losses.projection.matrix import ProjectionMatrix, ProjectionSettings, build_projection
+from mopd_losses.projection.matrix import ProjectionMatrix, build_projection
 from mopd_trainer.cli.main import main
 from mopd_trainer.config.run import StudentConfig
 from mopd_trainer.student.identity import StudentIdentity

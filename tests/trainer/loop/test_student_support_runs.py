@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from mopd_client.pool import TeacherPool
 from mopd_client.teacher_client import TeacherClient
 from mopd_losses.alignment.byte_alignment import align
-from mopd_losses.projection.matrix import ProjectionSettings
+from mopd_losses.config import ProjectionSettings
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.samples import Rollout
 from mopd_trainer.config.run import RunConfig

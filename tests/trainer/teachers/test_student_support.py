@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from mopd_losses.alignment.byte_alignment import align
-from mopd_losses.config import TopKKlConfig
+from mopd_losses.config import ProjectionSettings, TopKKlConfig
 from mopd_losses.core.loss import AlignedPair
 from mopd_losses.core.student_rows import DenseRows
 from mopd_losses.projection.cache import ProjectionCache
-from mopd_losses.projection.matrix import ProjectionMatrix, ProjectionSettings
+from mopd_losses.projection.matrix import ProjectionMatrix
 from mopd_losses.topk.topk_divergence import TopKDivergenceLoss
 from mopd_protocol.errors import ConfigError, DataError
 from mopd_protocol.manifest import Features

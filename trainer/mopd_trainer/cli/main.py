@@ -242,7 +242,7 @@ def _merge(options: argparse.Namespace) -> None:
 
 def _projection_build(options: argparse.Namespace) -> None:
     console = make_console()
-    from mopd_losses.projection.matrix import ProjectionSettings
+    from mopd_losses.config import ProjectionSettings
     from mopd_trainer.cli.projection import build
 
     build(
@@ -257,7 +257,7 @@ def _projection_build(options: argparse.Namespace) -> None:
 
 def _projection_inspect(options: argparse.Namespace) -> None:
     console = make_console()
-    from mopd_losses.projection.matrix import ProjectionSettings
+    from mopd_losses.config import ProjectionSettings
     from mopd_trainer.cli.projection import inspect
 
     inspect(

@@ -10,8 +10,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from mopd_losses.config import ProjectionSettings
 from mopd_losses.projection.cache import cache_key
-from mopd_losses.projection.matrix import ProjectionMatrix, ProjectionSettings, build_projection
+from mopd_losses.projection.matrix import ProjectionMatrix, build_projection
 from mopd_protocol.errors import ConfigError
 from mopd_trainer.cli.projection_facts import Counts, Spelled, counts_of, spelled_of
 from mopd_trainer.cli.tokenizer_argument import NamedTokenizer, read_tokenizer

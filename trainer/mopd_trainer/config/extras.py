@@ -5,7 +5,9 @@ from importlib.util import find_spec
 
 from mopd_protocol.errors import ConfigError
 from mopd_trainer.config.run import RunConfig
-from mopd_trainer.run_folder.trackers import TRACKERS
+
+#: Experiment trackers that ``logging`` can switch on, by package.
+TRACKERS = ("wandb", "trackio")
 
 #: Of each: its name, the setting that asks for it, what to install, and what else to do.
 Needed = tuple[str, str, str, str]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mopd_protocol.errors import ConfigError, MopdError
+from mopd_protocol.errors import ConfigError, MopdError, RankError
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +50,6 @@ def _pickled(mapping: MappingProxyType[Any, Any]) -> tuple[Any, tuple[dict[Any, 
 
 # Samples hold read-only mappings, which pickle knows nothing of.
 copyreg.pickle(MappingProxyType, _pickled)
-
-
-class RankError(MopdError):
-    """Another rank is gone, or said why it had to stop."""
 
 
 class Ranks:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from mopd_protocol.runtime.atomic_file import replacing
+from mopd_trainer.config.extras import TRACKERS
 from mopd_trainer.config.run import RunConfig
 
 _RUN_ID = "tracker_run_id"
-TRACKERS = ("wandb", "trackio")
 
 
 class Tracker:
