@@ -10,7 +10,7 @@ Every class has a ``code`` that a program can test; a ``key`` names the setting,
     │   ├── TokenizerError             invalid_tokenizer
     │   ├── WireFormatError            invalid_wire_format
     │   └── CheckpointError            damaged_checkpoint     key: the file
-    ├── TeacherError (RuntimeError)    teacher_failed         status: of HTTP, None without a response
+    ├── TeacherError (RuntimeError)    teacher_failed         status: HTTP status or None
     │   ├── TeacherUnavailableError    teacher_unavailable
     │   ├── TeacherMismatchError       teacher_mismatch       key: the fact that differs
     │   ├── InvalidResponseError       invalid_response       key: the field of the response
