@@ -96,7 +96,7 @@ async def train(
         Interrupted: after SIGINT, SIGTERM or SIGHUP; the step that it came in is finished, or given
             up where it had not changed anything, and its checkpoint is there.
     """
-    prompts = read_prompts(config.data, config.judges) if prompts is None else prompts
+    prompts = read_prompts(config.data, config.scoring_teachers) if prompts is None else prompts
     require_packages(config)
     identity = RunIdentity.of(config, prompts)
     with run_lock(config.output_dir):
@@ -113,16 +113,18 @@ async def _train(
 ) -> Path:
     checkpoint = starting_checkpoint(config, identity)
     turn = TeacherLock()
-    pool = teacher_pool(config.asked, config.score_cache, turn=turn, device=config.student.device)
+    pool = teacher_pool(
+        config.contacted_teachers, config.score_cache, turn=turn, device=config.student.device
+    )
     async with pool:
         student = Student.load(config.student, ranks)
         require_answerable(config, prompts, student.identity)
-        cache = ProjectionCache(config.projections)
+        cache = ProjectionCache(config.projection_folder)
         expected = checkpoint.manifest_ids if checkpoint else {}
-        with console.status(f"waiting for {len(config.asked)} teachers"):
+        with console.status(f"waiting for {len(config.contacted_teachers)} teachers"):
             teachers = await connect_teachers(
                 pool,
-                config.asked,
+                config.contacted_teachers,
                 student.identity,
                 cache,
                 {} if config.accept_changed_teachers else expected,
@@ -203,7 +205,7 @@ async def _steps(run: Run, interruption: Interruption, console: Console) -> None
                         learner.update, batches, tokens=tokens, step=step, dropped=metrics
                     )
                 metrics |= updated | rollout_metrics(examples, step=step)
-                if config.data.reads_answers:
+                if config.data.uses_reference_answers:
                     metrics |= answer_metrics(examples)
                 metrics |= teacher_metrics(examples, losses, _counters(run))
                 metrics["tokens/trained"] = float(tokens)
@@ -255,13 +257,15 @@ def _counters(run: Run) -> dict[str, Counters]:
     """What asking each teacher cost since this was last asked."""
     if run.replay is not None:
         return {name: Counters() for name in run.teachers}
-    return {name: run.pool.client(name).counters.take() for name in run.config.asked}
+    return {name: run.pool.client(name).counters.take() for name in run.config.contacted_teachers}
 
 
 def _local_teachers(
     config: RunConfig, student: Student, teachers: dict[str, Teacher]
 ) -> LocalTeachers:
-    local = {name: settings for name, settings in config.asked.items() if settings.local}
+    local = {
+        name: settings for name, settings in config.contacted_teachers.items() if settings.local
+    }
     return LocalTeachers(
         local,
         {name: teachers[name].tokenizer.table for name in local},

@@ -167,8 +167,8 @@ def test_who_completes_prompts_and_who_reads_that(
     values["student"]["distill_loss_weight"] = weight
     config = RunConfig.model_validate(values)
     assert config.data.rollout_share == share
-    assert config.judges_answers == judged
-    assert set(config.judges) == ({"math", "code"} if asked else set())
+    assert config.scores_reference_answers == judged
+    assert set(config.scoring_teachers) == ({"math", "code"} if asked else set())
 
 
 def test_losses_on_samples_stay_where_only_samples_are_judged(tmp_path: Path) -> None:
@@ -176,14 +176,14 @@ def test_losses_on_samples_stay_where_only_samples_are_judged(tmp_path: Path) ->
     values["teachers"]["math"]["loss"] = {"type": "policy_gradient"}
     values["data"]["on_policy_fraction"] = 0.5
     values["student"]["distill_loss_weight"] = 0
-    assert not RunConfig.model_validate(values).judges_answers
+    assert not RunConfig.model_validate(values).scores_reference_answers
 
 
 def test_plain_sft_needs_no_teacher(tmp_path: Path) -> None:
     values = run_values(tmp_path, teachers={})
     values["data"]["source"] = "answers"
     values["student"]["distill_loss_weight"] = 0
-    assert RunConfig.model_validate(values).judges == {}
+    assert RunConfig.model_validate(values).scoring_teachers == {}
 
 
 @pytest.mark.parametrize(

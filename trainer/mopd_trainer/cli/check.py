@@ -31,7 +31,7 @@ async def check(
     Raises:
         MopdError: whatever would stop the run before its first step.
     """
-    prompts = read_prompts(config.data, config.judges) if prompts is None else prompts
+    prompts = read_prompts(config.data, config.scoring_teachers) if prompts is None else prompts
     require_packages(config)
     identity = RunIdentity.of(config, prompts)
     checkpoint = starting_checkpoint(config, identity)
@@ -40,10 +40,10 @@ async def check(
     require_answerable(config, prompts, student)
     with TemporaryDirectory() as folder:
         cache = ProjectionCache(Path(folder))
-        async with teacher_pool(config.asked, device=config.student.device) as pool:
+        async with teacher_pool(config.contacted_teachers, device=config.student.device) as pool:
             teachers = await connect_teachers(
                 pool,
-                config.asked,
+                config.contacted_teachers,
                 student,
                 cache,
                 {} if config.accept_changed_teachers else expected,

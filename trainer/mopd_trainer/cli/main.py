@@ -292,7 +292,7 @@ def _load(options: argparse.Namespace):
     from mopd_trainer.data.prompts import read_prompts
 
     config = load_run(options.run_file, options.overrides)
-    return config, read_prompts(config.data, config.judges)
+    return config, read_prompts(config.data, config.scoring_teachers)
 
 
 def make_console():

@@ -50,5 +50,5 @@ def _needed(config: RunConfig) -> Iterator[Needed]:
         return
     if config.student.lora is not None:
         yield PEFT
-    if config.writes_rollouts and config.rollout.engine == "vllm":
+    if config.samples_rollouts and config.rollout.engine == "vllm":
         yield _VLLM

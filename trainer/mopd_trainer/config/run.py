@@ -72,7 +72,7 @@ class DataConfig(_Settings):
         return self.on_policy_fraction
 
     @property
-    def reads_answers(self) -> bool:
+    def uses_reference_answers(self) -> bool:
         """Whether the run learns from reference answers."""
         return self.rollout_share < 1
 
@@ -310,7 +310,7 @@ class RunConfig(_Settings):
     @model_validator(mode="after")
     def _workers_have_work(self) -> "RunConfig":
         workers = 0 if self.resources is None else self.resources.rollout_workers
-        if workers and not self.writes_rollouts:
+        if workers and not self.samples_rollouts:
             raise ValueError(
                 f"resources.rollout_workers is {workers}, but the student writes nothing in this "
                 "run; leave it out"
@@ -332,7 +332,7 @@ class RunConfig(_Settings):
     @model_validator(mode="after")
     def _uncorrected_samples_are_drawn_as_they_are_weighed(self) -> "RunConfig":
         rollout = self.rollout
-        if not self.writes_rollouts:
+        if not self.samples_rollouts:
             return self
         for name, teacher in self.teachers.items():
             warped = rollout.temperature != 1 or rollout.top_p != 1
@@ -396,7 +396,7 @@ class RunConfig(_Settings):
 
     @model_validator(mode="after")
     def _cross_entropy_is_on_answers(self) -> "RunConfig":
-        if self.student.distill_loss_weight < 1 and not self.data.reads_answers:
+        if self.student.distill_loss_weight < 1 and not self.data.uses_reference_answers:
             raise ValueError(
                 f"student.distill_loss_weight is {self.student.distill_loss_weight:g}, but every "
                 "completion is the student's own, and cross entropy on those would train it to "
@@ -406,7 +406,7 @@ class RunConfig(_Settings):
 
     @model_validator(mode="after")
     def _somebody_judges(self) -> "RunConfig":
-        if self.asks_teachers and not self.teachers:
+        if self.needs_teachers and not self.teachers:
             raise ValueError(
                 "teachers is empty, but completions are to be judged; name a teacher, or for plain "
                 "SFT set data.source to 'answers' and student.distill_loss_weight to 0"
@@ -416,7 +416,7 @@ class RunConfig(_Settings):
     @model_validator(mode="after")
     def _losses_on_samples_see_samples(self) -> "RunConfig":
         for name, teacher in self.teachers.items():
-            if self.judges_answers and isinstance(teacher.loss, ON_SAMPLES):
+            if self.scores_reference_answers and isinstance(teacher.loss, ON_SAMPLES):
                 raise ValueError(
                     f"teacher {name!r} has loss '{teacher.loss.type}', which is about what the "
                     "student itself wrote and how likely it was to, but is to judge reference "
@@ -427,7 +427,7 @@ class RunConfig(_Settings):
 
     @model_validator(mode="after")
     def _the_students_ids_are_known(self) -> "RunConfig":
-        if self.judges_answers and student_topk(self.teachers):
+        if self.scores_reference_answers and student_topk(self.teachers):
             raise ValueError(
                 "a teacher has support 'student_topk', but is to judge reference answers, at which "
                 "the student has no ids yet; set its support to 'teacher_topk', or data.source to "
@@ -455,31 +455,31 @@ class RunConfig(_Settings):
         return self
 
     @property
-    def writes_rollouts(self) -> bool:
+    def samples_rollouts(self) -> bool:
         """Whether the student writes anything: not on written answers alone, nor in a replay."""
         return self.data.rollout_share > 0 and self.replay is None
 
     @property
-    def judges_answers(self) -> bool:
+    def scores_reference_answers(self) -> bool:
         """Whether teachers read reference answers."""
-        return self.data.reads_answers and self.student.distill_loss_weight > 0
+        return self.data.uses_reference_answers and self.student.distill_loss_weight > 0
 
     @property
-    def asks_teachers(self) -> bool:
+    def needs_teachers(self) -> bool:
         """Whether teachers read anything."""
-        return self.data.rollout_share > 0 or self.judges_answers
+        return self.data.rollout_share > 0 or self.scores_reference_answers
 
     @property
-    def judges(self) -> dict[str, TeacherConfig]:
+    def scoring_teachers(self) -> dict[str, TeacherConfig]:
         """The teachers that are asked: all, or none where nothing is judged."""
-        return self.teachers if self.asks_teachers else {}
+        return self.teachers if self.needs_teachers else {}
 
     @property
-    def asked(self) -> dict[str, TeacherConfig]:
+    def contacted_teachers(self) -> dict[str, TeacherConfig]:
         """The teachers that are contacted: those who judge, unless what they said is replayed."""
-        return self.judges if self.replay is None else {}
+        return self.scoring_teachers if self.replay is None else {}
 
     @property
-    def projections(self) -> Path:
+    def projection_folder(self) -> Path:
         """The folder of built projections."""
         return self.projection_cache or self.output_dir / "projections"

@@ -114,9 +114,9 @@ def _question_and_answer(
     values: JSON, config: DataConfig, where: str
 ) -> tuple[tuple[Message, ...], str | None]:
     turns, answer = _messages(values, config, where), None
-    if config.reads_answers and config.answer_key is not None:
+    if config.uses_reference_answers and config.answer_key is not None:
         answer = _text(values, config.answer_key, where)
-    elif config.reads_answers:
+    elif config.uses_reference_answers:
         turns, answer = _without_answer(turns, where)
     if not turns or turns[-1].role == "assistant":
         found = "ends with an assistant turn" if turns else "holds an answer and no question"

@@ -105,7 +105,7 @@ def _source_line(config: RunConfig) -> Text:
     line = f"{whose} with a reference answer: {learnt}"
     if share > 0:
         line += "; the others with the student's own: distillation alone"
-    unasked = ", ".join(name for name in config.teachers if name not in config.judges)
+    unasked = ", ".join(name for name in config.teachers if name not in config.scoring_teachers)
     if unasked:
         line += f"; {unasked} not contacted (student.distill_loss_weight is 0)"
     return Text(line)
@@ -115,10 +115,12 @@ def _volume_line(config: RunConfig, prompts: Sequence[Prompt]) -> Text:
     rollout, share = config.rollout, config.data.rollout_share
     written = rollout.prompts_per_step * share * rollout.samples_per_prompt
     answers = rollout.prompts_per_step * (1 - share)
-    judged = written + (answers if config.judges_answers else 0)
+    judged = written + (answers if config.scores_reference_answers else 0)
     # Teachers may need more or fewer tokens for the same text: the student's count is the estimate.
     shares = Counter(name for prompt in prompts for name in prompt.teachers)
-    asked = {name: teacher for name, teacher in config.judges.items() if not teacher.local}
+    asked = {
+        name: teacher for name, teacher in config.scoring_teachers.items() if not teacher.local
+    }
     wire = sum(
         judged
         * rollout.max_new_tokens

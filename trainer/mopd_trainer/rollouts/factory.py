@@ -37,9 +37,9 @@ async def chosen_source(
         student.identity,
         config.rollout,
         max_length=student.max_length,
-        judged=config.judges_answers,
+        judged=config.scores_reference_answers,
     )
-    if not config.writes_rollouts:  # a replay completes nothing, and needs no engine
+    if not config.samples_rollouts:  # a replay completes nothing, and needs no engine
         yield answers
         return
     async with _rollouts(config, student, version, workers) as rollouts:
@@ -58,7 +58,7 @@ async def _rollouts(
         await source.push(version)  # they have read student.model, not a resumed run's weights
         yield source
         return
-    keep_topk = student_topk(config.judges)
+    keep_topk = student_topk(config.scoring_teachers)
     if config.rollout.engine == "transformers":
         yield Sampler(
             student, config.rollout, seed=config.seed, keep_topk=keep_topk, version=version

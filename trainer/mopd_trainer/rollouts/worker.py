@@ -28,7 +28,7 @@ class RolloutWorker:
             | ({"device": "cpu"} if vllm else {})
         )
         self._settings = config.rollout
-        self._keep_topk = student_topk(config.judges)
+        self._keep_topk = student_topk(config.scoring_teachers)
         self._student = Student.load(settings)
         self._student.model.requires_grad_(False)
         self._engine = started_vllm(config, self._student) if vllm else None

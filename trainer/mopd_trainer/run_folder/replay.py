@@ -89,12 +89,12 @@ class Replay:
     def _teacher(
         self, name: str, config: RunConfig, student: StudentIdentity, cache: ProjectionCache
     ) -> Teacher:
-        if name not in config.judges:
+        if name not in config.scoring_teachers:
             raise ConfigError(
                 f"{self._recording.folder} has scores of teacher {name!r}, which this run does not "
                 "have; name it under teachers, with the loss that is to learn from them"
             )
-        settings, was = config.judges[name], self._recording.asked(name)
+        settings, was = config.scoring_teachers[name], self._recording.asked(name)
         for key, value in asked_of(settings).items():
             if was[key] != value:
                 raise ConfigError(

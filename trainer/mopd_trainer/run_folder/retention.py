@@ -88,7 +88,7 @@ class CheckpointManager:
         self._measured: list[float] = []  # the metric of the best, since the last checkpoint
         own = [config.output_dir, config.output_dir / CHECKPOINTS]
         if config.projection_cache is None:  # another one may be written to by others
-            own.append(config.projections)
+            own.append(config.projection_folder)
         for folder in own:
             remove_leftovers(folder)
         for step, folder in _folders(config):

@@ -23,7 +23,7 @@ def require_answerable(
     """
     lengths = rendered_lengths(prompts, student, source=config.data.prompts)
     shortest, limit, longest = min(lengths), student.max_length, config.rollout.max_new_tokens
-    if config.writes_rollouts and limit is not None and shortest + longest > limit:
+    if config.samples_rollouts and limit is not None and shortest + longest > limit:
         raise ConfigError(
             f"rollout.max_new_tokens is {longest:,}, but the student takes {limit:,} tokens with "
             f"the prompt, and the shortest of the first {len(lengths):,} prompts has "

@@ -28,5 +28,5 @@ def started_vllm(config: RunConfig, student: Student) -> "VllmGeneration":
             "mopd[vllm], or take rollout.engine 'transformers'"
         ) from error
     push = weight_push(config.student, config.rollout.vllm.weights_folder)
-    keep_topk = student_topk(config.judges)
+    keep_topk = student_topk(config.scoring_teachers)
     return VllmGeneration(student, config.student, config.rollout, push, keep_topk=keep_topk)
