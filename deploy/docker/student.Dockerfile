@@ -1,25 +1,27 @@
-# The student's side, and everything that `mopd demo` needs. TORCH_INDEX chooses CUDA or CPU builds.
+# Trainer, and everything that `mopd demo` needs. TORCH_INDEX selects CUDA or CPU builds of torch.
 FROM python:3.11.13-slim-bookworm AS wheel
 WORKDIR /source
-RUN pip install --no-cache-dir build==1.6.1
-COPY pyproject.toml README.md LICENSE ./
+RUN pip install --no-cache-dir build==1.6.1 uv==0.13.9
+COPY pyproject.toml uv.lock README.md LICENSE ./
+COPY mopd mopd
 COPY protocol protocol
 COPY server server
 COPY client client
 COPY losses losses
 COPY trainer trainer
-RUN python -m build --wheel --outdir /wheels
+RUN python -m build --wheel --outdir /wheels \
+    && uv export --quiet --frozen --no-emit-project --prune torch \
+        --extra server --extra lora --extra ray --output-file /wheels/requirements.txt
 
 FROM python:3.11.13-slim-bookworm AS packages
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cu130
-COPY requirements/server.txt requirements/lora.txt requirements/ray.txt /requirements/
+COPY --from=wheel /wheels /wheels
+# torch comes from TORCH_INDEX; everything else has the version and the hash of uv.lock.
 RUN python -m venv /opt/mopd \
     && /opt/mopd/bin/pip install --no-cache-dir --index-url "$TORCH_INDEX" torch==2.13.0 \
-    && /opt/mopd/bin/pip install --no-cache-dir \
-        --requirement /requirements/server.txt --requirement /requirements/lora.txt \
-        --requirement /requirements/ray.txt
-COPY --from=wheel /wheels /wheels
-RUN /opt/mopd/bin/pip install --no-cache-dir --no-deps /wheels/mopd-*.whl
+    && /opt/mopd/bin/pip install --no-cache-dir --no-deps --require-hashes \
+        --requirement /wheels/requirements.txt \
+    && /opt/mopd/bin/pip install --no-cache-dir --no-deps /wheels/mopd-*.whl
 
 FROM python:3.11.13-slim-bookworm
 LABEL org.opencontainers.image.title="mopd-student" \
@@ -28,7 +30,7 @@ LABEL org.opencontainers.image.title="mopd-student" \
 RUN useradd --uid 10001 --create-home mopd \
     && install --directory --owner=mopd /models /work /work/runs
 COPY --from=packages /opt/mopd /opt/mopd
-# Where login shells look, too: KubeRay starts ray in one.
+# Login shells search here too: KubeRay starts ray in one.
 RUN ln -s /opt/mopd/bin/mopd /opt/mopd/bin/ray /usr/local/bin/
 ENV PATH=/opt/mopd/bin:$PATH HF_HOME=/models
 USER 10001

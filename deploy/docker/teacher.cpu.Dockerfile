@@ -1,23 +1,27 @@
-# A teacher without an accelerator: transformers on CPU torch.
+# Teacher without an accelerator: transformers with the CPU build of torch.
 FROM python:3.11.13-slim-bookworm AS wheel
 WORKDIR /source
-RUN pip install --no-cache-dir build==1.6.1
-COPY pyproject.toml README.md LICENSE ./
+RUN pip install --no-cache-dir build==1.6.1 uv==0.13.9
+COPY pyproject.toml uv.lock README.md LICENSE ./
+COPY mopd mopd
 COPY protocol protocol
 COPY server server
 COPY client client
 COPY losses losses
 COPY trainer trainer
-RUN python -m build --wheel --outdir /wheels
+RUN python -m build --wheel --outdir /wheels \
+    && uv export --quiet --frozen --no-emit-project --prune torch \
+        --extra server --output-file /wheels/requirements.txt
 
 FROM python:3.11.13-slim-bookworm AS packages
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-COPY requirements/server.txt /requirements/server.txt
+COPY --from=wheel /wheels /wheels
+# torch comes from TORCH_INDEX; everything else has the version and the hash of uv.lock.
 RUN python -m venv /opt/mopd \
     && /opt/mopd/bin/pip install --no-cache-dir --index-url "$TORCH_INDEX" torch==2.13.0 \
-    && /opt/mopd/bin/pip install --no-cache-dir --requirement /requirements/server.txt
-COPY --from=wheel /wheels /wheels
-RUN /opt/mopd/bin/pip install --no-cache-dir --no-deps /wheels/mopd-*.whl
+    && /opt/mopd/bin/pip install --no-cache-dir --no-deps --require-hashes \
+        --requirement /wheels/requirements.txt \
+    && /opt/mopd/bin/pip install --no-cache-dir --no-deps /wheels/mopd-*.whl
 
 FROM python:3.11.13-slim-bookworm
 LABEL org.opencontainers.image.title="mopd-teacher" \

@@ -1,10 +1,11 @@
-# A teacher on NVIDIA GPUs: vLLM's own image, with its torch and CUDA, and mopd added to it.
+# Teacher on NVIDIA GPUs: the vLLM image with its torch and CUDA, plus mopd.
 ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
 
 FROM python:3.11.13-slim-bookworm AS wheel
 WORKDIR /source
 RUN pip install --no-cache-dir build==1.6.1
 COPY pyproject.toml README.md LICENSE ./
+COPY mopd mopd
 COPY protocol protocol
 COPY server server
 COPY client client
@@ -20,7 +21,7 @@ LABEL org.opencontainers.image.title="mopd-teacher" \
 USER 0
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 COPY --from=wheel /wheels /wheels
-# What the image has already stays: its torch, transformers and vLLM were built for each other.
+# Keep the image's versions: its torch, transformers and vLLM were built for each other.
 RUN python3 -m pip freeze --exclude-editable | grep -v ' @ ' > /constraints.txt \
     && python3 -m pip install --no-cache-dir --constraint /constraints.txt "$(echo /wheels/mopd-*.whl)[server]" \
     && useradd --uid 10001 --create-home mopd \

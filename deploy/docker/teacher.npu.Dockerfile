@@ -1,10 +1,11 @@
-# A teacher on Ascend NPUs: the vLLM Ascend image, with its CANN and torch_npu, and mopd added to it.
+# Teacher on Ascend NPUs: the vLLM Ascend image with its CANN and torch_npu, plus mopd.
 ARG VLLM_ASCEND_IMAGE=quay.io/ascend/vllm-ascend:v0.23.0
 
 FROM python:3.11.13-slim-bookworm AS wheel
 WORKDIR /source
 RUN pip install --no-cache-dir build==1.6.1
 COPY pyproject.toml README.md LICENSE ./
+COPY mopd mopd
 COPY protocol protocol
 COPY server server
 COPY client client
@@ -19,10 +20,8 @@ LABEL org.opencontainers.image.title="mopd-teacher" \
       org.opencontainers.image.licenses="Apache-2.0"
 USER 0
 COPY --from=wheel /wheels /wheels
-COPY requirements/npu.txt /requirements/npu.txt
-# torch stays the one that torch_npu was built for, although mopd asks for a newer one elsewhere.
-RUN python3 -m pip install --no-cache-dir --requirement /requirements/npu.txt \
-    && python3 -m pip install --no-cache-dir --no-deps /wheels/mopd-*.whl \
+# The `service` extra has no torch and no transformers: torch_npu needs the image's own versions.
+RUN python3 -m pip install --no-cache-dir "$(echo /wheels/mopd-*.whl)[service]" \
     && useradd --uid 10001 --create-home mopd \
     && install --directory --owner=mopd /models
 ENV HF_HOME=/models
