@@ -165,7 +165,7 @@ def measure_step(student: str, teacher: str, rounds: int) -> Result:
     """Milliseconds of a head's step with a loss and cross entropy, and of cross entropy alone."""
     sides = real(student), real(teacher)
     units = SharedUnits(sides[0].table, sides[0].encoder, sides[1].table, sides[1].encoder)
-    width = sides[0].width
+    width = sides[0].logit_width
     matrix = build_projection(sides[0].table, sides[1].table, sides[1].encoder, student_width=width)
     losses: dict[str, Loss] = {
         "prefix_kl": PrefixKlLoss(units, PrefixKlConfig()),

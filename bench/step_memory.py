@@ -28,10 +28,9 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from bench.losses import peak_bytes, resident_bytes
 from bench.prefix_kl import completions
-from mopd_losses.build import Vocabularies, build_loss, projection_for
+from mopd_losses.build import build_loss
 from mopd_losses.config import LossConfig
 from mopd_losses.core.loss import AlignedPair, Loss
-from mopd_losses.projection.cache import ProjectionCache
 from mopd_trainer.config.run import StudentConfig
 from mopd_trainer.data.packing import MicroBatch, TeacherPart
 from mopd_trainer.student.student import Student
@@ -105,17 +104,7 @@ def micro_batch_of(comparisons: list[AlignedPair], *, supervised: bool) -> Micro
 def loss_of(name: str, student: Student) -> Loss:
     """A loss with its defaults."""
     config: LossConfig = TypeAdapter(LossConfig).validate_python({"type": name})
-    teacher = real(TEACHER)
-    sides = Vocabularies(
-        student.table,
-        student.identity.logit_width,
-        teacher.table,
-        teacher.encoder,
-        lambda: student.identity.encoder,
-    )
-    cache = ProjectionCache()
-    projection = projection_for(config, sides, cache)
-    return build_loss(config, projection, sides, cache=cache, device=student.device)
+    return build_loss(config, student.identity, real(TEACHER), student.device)
 
 
 def measure(way: str, layers: int, pipe: Connection) -> None:

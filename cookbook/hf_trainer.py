@@ -46,10 +46,10 @@ class DistillationTrainer(Trainer):
         self.losses = {
             name: build_loss(
                 teacher.config.loss,
-                teacher.projection,
-                teacher.vocabularies,
+                student.identity,
+                teacher.tokenizer,
+                student.device,
                 cache=cache,
-                device=student.device,
             )
             for name, teacher in met.items()
         }

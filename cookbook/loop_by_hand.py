@@ -22,12 +22,12 @@ from mopd_client.pool import AskedTeacher, TeacherPool
 from mopd_client.services.expectation import Expectation
 from mopd_client.teacher_client import TeacherClient
 from mopd_losses.alignment.byte_alignment import align
-from mopd_losses.build import Vocabularies, build_loss, projection_for
+from mopd_losses.build import build_loss
 from mopd_losses.config import CtkdConfig
 from mopd_losses.core.loss import AlignedPair, Loss
 from mopd_losses.core.student_rows import DenseRows
-from mopd_losses.projection.cache import ProjectionCache
 from mopd_protocol.samples import Message, Prompt, Rollout
+from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_trainer.data.teacher_input import text_view
 from mopd_trainer.student.identity import StudentIdentity
 
@@ -58,19 +58,10 @@ def sample(model, student: StudentIdentity, prompt: Prompt, longest: int) -> Rol
     )
 
 
-async def loss_of(teacher: AskedTeacher, student: StudentIdentity) -> tuple[Loss, Vocabularies]:
-    """CTKD between the student's vocabulary and this teacher's, and the two vocabularies."""
+async def loss_of(teacher: AskedTeacher, student: StudentIdentity) -> tuple[Loss, TokenTable]:
+    """Return CTKD between the two vocabularies, and the teacher's token table."""
     tokenizer = await teacher.tokenizer()
-    sides = Vocabularies(
-        student.table,
-        student.logit_width,
-        tokenizer.table,
-        tokenizer.encoder,
-        lambda: student.encoder,
-    )
-    config, cache = CtkdConfig(divergence="forward_kl"), ProjectionCache()
-    matrix = projection_for(config, sides, cache)
-    return build_loss(config, matrix, sides, cache=cache, device=torch.device("cpu")), sides
+    return build_loss(CtkdConfig(divergence="forward_kl"), student, tokenizer), tokenizer.table
 
 
 def completion_rows(model, student: StudentIdentity, rollout: Rollout) -> DenseRows:
@@ -103,8 +94,8 @@ async def distil(folder: str, urls: dict[str, str], *, steps: int, learning_rate
             tokens = sum(len(rollout.completion) for rollout in rollouts)
             optimizer.zero_grad()
             total = 0.0
-            for name, (loss, sides) in losses.items():
-                views = [text_view(rollout, sides.student, sides.teacher) for rollout in rollouts]
+            for name, (loss, table) in losses.items():
+                views = [text_view(rollout, student.table, table) for rollout in rollouts]
                 requests = [view.request for view in views]
                 scores = await pool.score(name, requests, top_k=TOP_K)
                 for rollout, view, score in zip(rollouts, views, scores, strict=True):

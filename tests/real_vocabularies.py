@@ -81,7 +81,7 @@ class Vocabulary:
     tokenizer: Tokenizer
     table: TokenTable
     encoder: TextEncoder
-    width: int
+    logit_width: int
 
 
 @cache

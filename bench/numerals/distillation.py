@@ -15,7 +15,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from bench.numerals.material import model_folder, model_key
@@ -107,7 +106,7 @@ async def _distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
         learner = Learner(
             student,
             config,
-            losses={_TEACHER: _loss(run.loss, teacher, cache, student.device)},
+            losses={_TEACHER: _loss(run.loss, student, teacher, cache)},
             teacher_weights={_TEACHER: 1.0},
             max_steps=pair.steps,
             seed=run.seed,
@@ -221,12 +220,11 @@ async def _teacher(
         yield pool, met[_TEACHER]
 
 
-def _loss(name: str, teacher: Teacher, cache: ProjectionCache, device: torch.device) -> Loss:
+def _loss(name: str, student: Student, teacher: Teacher, cache: ProjectionCache) -> Loss:
     if name == SFT:
         return SftLoss()
-    return build_loss(
-        teacher.config.loss, teacher.projection, teacher.vocabularies, cache=cache, device=device
-    )
+    sides = student.identity, teacher.tokenizer
+    return build_loss(teacher.config.loss, *sides, student.device, cache=cache)
 
 
 def _is_due(steps_done: int, run: Run) -> bool:

@@ -1,7 +1,8 @@
-"""The table from a loss's settings to the loss: the one place that knows all of them."""
+"""Build a loss from its settings: the table of all losses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from mopd_losses.core.loss import Loss
 from mopd_losses.prefix.loss import PrefixKlLoss
 from mopd_losses.prefix.shared_units import SharedUnits
 from mopd_losses.projection.cache import DeviceProjection, ProjectionCache
-from mopd_losses.projection.matrix import ProjectionMatrix, identity_projection
+from mopd_losses.projection.matrix import ProjectionMatrix
+from mopd_losses.projection.sides import StudentSide, TokenizerSide, find_projection
 from mopd_losses.projection.vocabulary_match import VocabularyMatch, exact_match, weighted_match
 from mopd_losses.sampled.k2_k3 import K2Loss, K3Loss
 from mopd_losses.sampled.policy_gradient import PolicyGradientLoss
@@ -39,128 +41,100 @@ from mopd_losses.topk.topk_divergence import TopKDivergenceLoss
 from mopd_losses.xtoken.hkl import HklLoss, xtoken_form
 from mopd_losses.xtoken.pkl_parity import PklParityLoss
 from mopd_protocol.errors import ConfigError
-from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
 
 
 @dataclass(frozen=True, eq=False)
-class Vocabularies:
-    """The two sides that a loss compares."""
+class LossContext:
+    """Everything but its settings that a loss is built from."""
 
-    student: TokenTable
-    student_width: int  # rows of the student's head
-    teacher: TokenTable
-    teacher_encoder: TextEncoder
-    #: Made when it is asked for: seconds for a large vocabulary, and few losses read it.
-    student_encoder: Callable[[], TextEncoder]
-
-
-@dataclass(frozen=True, eq=False)
-class LossSetting:
-    """What a loss is built from besides its own settings."""
-
-    vocabularies: Vocabularies
-    matrix: ProjectionMatrix
-    cache: ProjectionCache
+    config: LossConfig
+    student: StudentSide
+    teacher: TokenizerSide
     device: torch.device
-    teacher_temperature: float  # that the teacher scores at
+    cache: ProjectionCache
+    teacher_temperature: float
+
+    @cached_property
+    def matrix(self) -> ProjectionMatrix:
+        """The projection of the two vocabularies; most losses read none, so it is found lazily."""
+        return find_projection(self.config, self.student, self.teacher, self.cache)
 
     @property
     def projection(self) -> DeviceProjection:
-        """The matrix's copy on ``device``, which is made when the first loss asks for it."""
+        """The copy of ``matrix`` on ``device``."""
         return self.cache.on(self.device, self.matrix)
 
-    def require_temperature_one(self, loss: str) -> None:
-        """Raises ConfigError for a teacher that scores at another temperature."""
+    def require_temperature_one(self) -> None:
+        """Raise ConfigError for a teacher that scores at another temperature."""
         if self.teacher_temperature != 1.0:
             raise ConfigError(
-                f"loss {loss!r} is about likelihoods of text, so its teacher must score at "
-                f"temperature 1, not {self.teacher_temperature:g}; remove the teacher's temperature"
+                f"loss {self.config.type!r}: text likelihoods need teacher temperature 1 (found "
+                f"{self.teacher_temperature:g}, expected 1). Remove the teacher's temperature.",
+                key="temperature",
             )
 
     def exact_match(self) -> VocabularyMatch:
-        """Ids of both sides that spell the same bytes."""
-        sides = self.vocabularies
-        return exact_match(self.matrix, sides.student, sides.teacher).to(self.device)
-
-
-def projection_for(
-    config: LossConfig, vocabularies: Vocabularies, cache: ProjectionCache
-) -> ProjectionMatrix:
-    """The projection that this loss compares through, or that tells how far it reaches.
-
-    Raises:
-        ConfigError: when a same-vocabulary loss is asked for two different tokenizers.
-    """
-    student, teacher = vocabularies.student, vocabularies.teacher
-    if isinstance(config, TopKKlConfig):
-        if student.fingerprint != teacher.fingerprint:
-            raise ConfigError(
-                f"loss 'topk_kl' needs one tokenizer on both sides, but the student has "
-                f"{student.fingerprint[:12]} and the teacher {teacher.fingerprint[:12]}; use 'ctkd'"
-            )
-        return identity_projection(student, logit_width=vocabularies.student_width)
-    return cache.matrix(
-        student,
-        teacher,
-        vocabularies.teacher_encoder,
-        student_width=vocabularies.student_width,
-        settings=config.projection if isinstance(config, _PROJECTED) else None,
-    )
+        """Return the ids of both sides that spell the same bytes."""
+        match = exact_match(self.matrix, self.student.table, self.teacher.table)
+        return match.to(self.device)
 
 
 def build_loss(
     config: LossConfig,
-    projection: ProjectionMatrix,
-    vocabularies: Vocabularies,
+    student: StudentSide,
+    teacher: TokenizerSide,
+    device: torch.device | str = "cpu",
     *,
-    cache: ProjectionCache,
-    device: torch.device,
+    cache: ProjectionCache | None = None,
     temperature: float = 1.0,
 ) -> Loss:
-    """The loss, bound to its projection's copy on ``device`` where it reads one.
+    """Build the loss of a student and one teacher.
 
     Args:
-        temperature: that the teacher scores at.
+        student: the student's tokenizer and logit width, e.g. a ``StudentIdentity``.
+        teacher: the teacher's tokenizer, e.g. what ``TeacherClient.tokenizer()`` returns.
+        cache: projections that several losses or runs share; by default built in memory.
+        temperature: the softmax temperature of the teacher's scores.
 
     Raises:
-        ConfigError: when the loss cannot be had from a teacher that scores at that temperature.
+        ConfigError: if the loss does not support these tokenizers or this temperature.
     """
-    setting = LossSetting(vocabularies, projection, cache, device, temperature)
-    return _BUILDERS[type(config)](config, setting)
-
-
-def _topk_divergence(config: CtkdConfig | TopKKlConfig, setting: LossSetting) -> Loss:
-    if isinstance(config, CtkdConfig) and config.span_rows == "pooled":
-        return PooledCtkdLoss(setting.projection, config, setting.teacher_temperature)
-    return TopKDivergenceLoss(setting.projection, config, setting.teacher_temperature)
-
-
-def _prefix_kl(config: PrefixKlConfig, setting: LossSetting) -> Loss:
-    sides = setting.vocabularies
-    units = SharedUnits(
-        sides.student, sides.student_encoder(), sides.teacher, sides.teacher_encoder
+    context = LossContext(
+        config, student, teacher, torch.device(device), cache or ProjectionCache(), temperature
     )
-    return PrefixKlLoss(units, config, setting.teacher_temperature)
+    return _BUILDERS[type(config)](config, context)
 
 
-def _policy_gradient(config: PolicyGradientConfig, setting: LossSetting) -> Loss:
-    setting.require_temperature_one(config.type)
+def _topk_divergence(config: CtkdConfig | TopKKlConfig, context: LossContext) -> Loss:
+    if isinstance(config, CtkdConfig) and config.span_rows == "pooled":
+        return PooledCtkdLoss(context.projection, config, context.teacher_temperature)
+    return TopKDivergenceLoss(context.projection, config, context.teacher_temperature)
+
+
+def _prefix_kl(config: PrefixKlConfig, context: LossContext) -> Loss:
+    student, teacher = context.student, context.teacher
+    units = SharedUnits(student.table, student.encoder, teacher.table, teacher.encoder)
+    return PrefixKlLoss(units, config, context.teacher_temperature)
+
+
+def _policy_gradient(config: PolicyGradientConfig, context: LossContext) -> Loss:
+    context.require_temperature_one()
     return PolicyGradientLoss(config.max_ratio)
 
 
-def _k2(config: K2Config, setting: LossSetting) -> Loss:
-    setting.require_temperature_one(config.type)
+def _k2(config: K2Config, context: LossContext) -> Loss:
+    context.require_temperature_one()
     return K2Loss()
 
 
-def _k3(config: K3Config, setting: LossSetting) -> Loss:
-    setting.require_temperature_one(config.type)
+def _k3(config: K3Config, context: LossContext) -> Loss:
+    context.require_temperature_one()
     return K3Loss()
 
 
-def _gold(config: GoldConfig, setting: LossSetting) -> Loss:
-    setting.require_temperature_one(config.type)
-    match = setting.exact_match()
+def _gold(config: GoldConfig, context: LossContext) -> Loss:
+    context.require_temperature_one()
+    match = context.exact_match()
     if config.matched_weight is None or config.unmatched_weight is None:
         matched, unmatched = adaptive_weights(match)
     else:
@@ -168,44 +142,41 @@ def _gold(config: GoldConfig, setting: LossSetting) -> Loss:
     return GoldLoss(match, matched, unmatched, beta=config.beta, merge=config.merge)
 
 
-def _uld(config: UldConfig, setting: LossSetting) -> Loss:
-    setting.require_temperature_one(config.type)
-    return UldLoss(setting.projection.real_ids, config.merge)
+def _uld(config: UldConfig, context: LossContext) -> Loss:
+    context.require_temperature_one()
+    return UldLoss(context.projection.real_ids, config.merge)
 
 
-def _alm(config: AlmConfig, setting: LossSetting) -> Loss:
-    setting.require_temperature_one(config.type)
+def _alm(config: AlmConfig, context: LossContext) -> Loss:
+    context.require_temperature_one()
     return AlmLoss(config.divergence, config.tau)
 
 
-def _simct(config: SimctConfig, setting: LossSetting) -> Loss:
-    setting.require_temperature_one(config.type)
-    return SimctLoss(setting.exact_match(), config.divergence)
+def _simct(config: SimctConfig, context: LossContext) -> Loss:
+    context.require_temperature_one()
+    return SimctLoss(context.exact_match(), config.divergence)
 
 
-def _pkl_parity(config: PklParityConfig, setting: LossSetting) -> Loss:
+def _pkl_parity(config: PklParityConfig, context: LossContext) -> Loss:
     return PklParityLoss(
-        setting.projection, config.divergence, setting.teacher_temperature, config.most_ids
+        context.projection, config.divergence, context.teacher_temperature, config.most_ids
     )
 
 
-def _hkl(config: HklConfig, setting: LossSetting) -> Loss:
-    match = weighted_match(setting.matrix, config.least_weight)
+def _hkl(config: HklConfig, context: LossContext) -> Loss:
+    match = weighted_match(context.matrix, config.least_weight)
     if config.loss_type == "auto" and xtoken_form(match, config.least_coverage) == "pkl_parity":
-        return PklParityLoss(setting.projection, config.divergence, setting.teacher_temperature)
+        return PklParityLoss(context.projection, config.divergence, context.teacher_temperature)
     return HklLoss(
-        match.to(setting.device),
+        match.to(context.device),
         config.divergence,
         config.generalised,
-        setting.teacher_temperature,
+        context.teacher_temperature,
         config.most_ranks,
     )
 
 
-#: Losses whose settings say how their projection is built.
-_PROJECTED = (CtkdConfig, PklParityConfig, HklConfig)
-
-_BUILDERS: dict[type[BaseModel], Callable[[Any, LossSetting], Loss]] = {
+_BUILDERS: dict[type[BaseModel], Callable[[Any, LossContext], Loss]] = {
     CtkdConfig: _topk_divergence,
     TopKKlConfig: _topk_divergence,
     PrefixKlConfig: _prefix_kl,

@@ -6,7 +6,6 @@ from itertools import product
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from mopd_losses.build import Vocabularies
 from mopd_protocol.tokenizers.token_table import (
     TextEncoder,
     TokenRoles,
@@ -29,7 +28,7 @@ class Family:
     tokenizer: Tokenizer
     table: TokenTable
     encoder: TextEncoder
-    width: int
+    logit_width: int
 
 
 @cache
@@ -75,14 +74,3 @@ def made_of(*spellings: str, end: str | None = None, alone: bool = False) -> Fam
     tokenizer.add_special_tokens([end])
     end_id = tokenizer.token_to_id(end)
     return family_of(tokenizer, TokenRoles(eos=end_id, end_of_turn=end_id))
-
-
-def vocabularies(student: Family, teacher: Family) -> Vocabularies:
-    """The two sides of a loss."""
-    return Vocabularies(
-        student=student.table,
-        student_width=student.width,
-        teacher=teacher.table,
-        teacher_encoder=teacher.encoder,
-        student_encoder=lambda: student.encoder,
-    )

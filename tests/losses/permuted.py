@@ -27,4 +27,4 @@ def permuted(side: Family, seed: int = 0, ids: dict[int, int] | None = None) -> 
         for name, token in side.table.roles.model_dump().items()
     }
     tokenizer = Tokenizer.from_str(json.dumps(description))
-    return family_of(tokenizer, TokenRoles(**roles), side.width - side.table.size)
+    return family_of(tokenizer, TokenRoles(**roles), side.logit_width - side.table.size)

@@ -170,7 +170,7 @@ class Pair:
     @cached_property
     def real_ids(self) -> Tensor:
         family = self.student.family
-        return torch.tensor(family.table.real_ids(family.width))
+        return torch.tensor(family.table.real_ids(family.logit_width))
 
     def loss(self, mass_floor: float = 0.0, **settings: Any) -> PrefixKlLoss:
         return PrefixKlLoss(self.units, PrefixKlConfig(mass_floor=mass_floor, **settings))
@@ -221,7 +221,7 @@ def compared(
 def model_rows(tongue: Tongue, model: TokenModel, text: str) -> Tensor:
     """[tokens, width], ln of the exact token rows of a byte model on one of its texts."""
     written = model.written[text]
-    rows = torch.full((len(written), tongue.family.width), -torch.inf, dtype=torch.float64)
+    rows = torch.full((len(written), tongue.family.logit_width), -torch.inf, dtype=torch.float64)
     for at, row in enumerate(rows):
         following = model.row(written[:at])
         row[tongue.ids(list(following))] = torch.tensor(
@@ -319,10 +319,10 @@ def random_problem(seed: int, letters: str = "ab", pair: Pair | None = None) -> 
     ]
     rows = []
     for tongue, ids, likely in zip(tongues, (student_ids, teacher_ids), letter_ids, strict=True):
-        logits = torch.randn(len(ids), tongue.family.width, dtype=torch.float64) - 8
+        logits = torch.randn(len(ids), tongue.family.logit_width, dtype=torch.float64) - 8
         logits[:, likely] += 8 + scale * torch.randn(len(ids), len(likely), dtype=torch.float64)
         rows.append(logits)
-    real = torch.tensor(tongues[1].family.table.real_ids(tongues[1].family.width))
+    real = torch.tensor(tongues[1].family.table.real_ids(tongues[1].family.logit_width))
     logprobs = rows[1].masked_fill(~real, -torch.inf).log_softmax(dim=1)
     comparison = compared(pair, student_ids, teacher_ids, logprobs, k=draw.choice([1, 3, 6]))
     topk = comparison.score.topk

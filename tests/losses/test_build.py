@@ -2,7 +2,8 @@
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from mopd_losses.alignment.byte_alignment import align
-from mopd_losses.build import build_loss, projection_for
+from mopd_losses.build import build_loss
 from mopd_losses.config import (
     AlmConfig,
     CtkdConfig,
@@ -35,13 +36,14 @@ from mopd_losses.projection.matrix import (
     build_projection,
     identity_projection,
 )
+from mopd_losses.projection.sides import find_projection
 from mopd_losses.topk.topk_targets import TopKTargets
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.samples import TeacherScore
-from mopd_protocol.tokenizers.token_table import TextEncoder
+from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from tests.losses.dense import ctkd
-from tests.losses.families import Family, family, vocabularies
+from tests.losses.families import Family, family
 
 CPU = torch.device("cpu")
 
@@ -58,40 +60,38 @@ def some_targets() -> TopKTargets:
 def test_topk_kl_refuses_two_tokenizers_and_says_what_to_use() -> None:
     student, teacher = family("digit"), family("whole_number")
     with pytest.raises(ConfigError) as refused:
-        projection_for(TopKKlConfig(), vocabularies(student, teacher), ProjectionCache())
-    assert str(refused.value) == (
-        "loss 'topk_kl' needs one tokenizer on both sides, but the student has "
-        f"{student.table.fingerprint[:12]} and the teacher {teacher.table.fingerprint[:12]}; "
-        "use 'ctkd'"
-    )
+        build_loss(TopKKlConfig(), student, teacher)
+    assert refused.value.key == "loss.type"
+    assert student.table.fingerprint[:12] in str(refused.value)
+    assert teacher.table.fingerprint[:12] in str(refused.value)
 
 
 def test_topk_kl_compares_through_the_identity() -> None:
     side = family("digit")
-    found = projection_for(TopKKlConfig(), vocabularies(side, side), ProjectionCache())
-    assert found.key == identity_projection(side.table, logit_width=side.width).key
+    found = find_projection(TopKKlConfig(), side, side, ProjectionCache())
+    assert found.key == identity_projection(side.table, logit_width=side.logit_width).key
 
 
 @pytest.mark.parametrize("name", ["digit", "whole_number", "sentencepiece"])
 def test_ctkd_of_one_tokenizer_compares_through_the_identity_too(name: str) -> None:
     side = family(name)
-    found = projection_for(CtkdConfig(), vocabularies(side, side), ProjectionCache())
-    assert found.key == identity_projection(side.table, logit_width=side.width).key
+    found = find_projection(CtkdConfig(), side, side, ProjectionCache())
+    assert found.key == identity_projection(side.table, logit_width=side.logit_width).key
 
 
 def test_ctkd_uses_its_own_projection_settings_and_the_students_width() -> None:
     student, teacher = family("digit"), family("sentencepiece")
     config = CtkdConfig(projection=ProjectionSettings(weights="decay"))
-    found = projection_for(config, vocabularies(student, teacher), ProjectionCache())
+    found = find_projection(config, student, teacher, ProjectionCache())
     expected = build_projection(
         student.table,
         teacher.table,
         teacher.encoder,
-        student_width=student.width,
+        student_width=student.logit_width,
         settings=config.projection,
     )
     assert found.key == expected.key
-    assert found.student_width == student.width
+    assert found.student_width == student.logit_width
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
@@ -103,10 +103,9 @@ def test_a_built_loss_has_the_divergence_and_the_temperature_that_were_asked_for
     side = family("digit")
     cache = ProjectionCache()
     config = kind(divergence=divergence)
-    projection = projection_for(config, vocabularies(side, side), cache)
-    sides = vocabularies(side, side)
-    loss = build_loss(config, projection, sides, cache=cache, device=CPU, temperature=temperature)
-    logits = torch.randn(4, side.width, generator=torch.Generator().manual_seed(0))
+    projection = find_projection(config, side, side, cache)
+    loss = build_loss(config, side, side, CPU, cache=cache, temperature=temperature)
+    logits = torch.randn(4, side.logit_width, generator=torch.Generator().manual_seed(0))
     expected = ctkd(
         logits,
         some_targets(),
@@ -121,13 +120,11 @@ def test_a_built_loss_has_the_divergence_and_the_temperature_that_were_asked_for
 def test_the_temperature_is_one_unless_said_otherwise() -> None:
     side = family("digit")
     cache = ProjectionCache()
-    projection = projection_for(CtkdConfig(), vocabularies(side, side), cache)
-    logits = torch.randn(4, side.width, generator=torch.Generator().manual_seed(0))
+    projection = find_projection(CtkdConfig(), side, side, cache)
+    logits = torch.randn(4, side.logit_width, generator=torch.Generator().manual_seed(0))
     rows = DenseRows(logits, cache.on(CPU, projection).real_ids)
     plain, one, two = (
-        build_loss(
-            CtkdConfig(), projection, vocabularies(side, side), cache=cache, device=CPU, **named
-        )(rows, some_targets())
+        build_loss(CtkdConfig(), side, side, CPU, **named)(rows, some_targets())
         for named in ({}, {"temperature": 1.0}, {"temperature": 2.0})
     )
     assert torch.equal(plain.per_token, one.per_token)
@@ -174,15 +171,14 @@ def test_losses_load_neither_transport_nor_models(module: str) -> None:
 )
 def test_every_loss_of_the_table_compares_two_tokenizers(config: LossConfig) -> None:
     student, teacher = family("digit"), family("sentencepiece")
-    sides, cache = vocabularies(student, teacher), ProjectionCache()
     text = "12 + 30 = 42, the quick brown fox"
     comparison = comparison_of(student, teacher, text)
-    loss = build_loss(config, projection_for(config, sides, cache), sides, cache=cache, device=CPU)
+    loss = build_loss(config, student, teacher)
     slots = len(comparison.student)
     logits = torch.randn(
-        slots, student.width, generator=torch.Generator().manual_seed(1), requires_grad=True
+        slots, student.logit_width, generator=torch.Generator().manual_seed(1), requires_grad=True
     )
-    rows = DenseRows(logits, torch.tensor(student.table.real_ids(student.width)))
+    rows = DenseRows(logits, torch.tensor(student.table.real_ids(student.logit_width)))
     found = loss(rows, loss.targets([comparison], [0]))
     assert found.per_token.shape == (slots,)
     assert found.per_token.isfinite().all()
@@ -192,58 +188,79 @@ def test_every_loss_of_the_table_compares_two_tokenizers(config: LossConfig) -> 
     assert (logits.grad != 0).any()
 
 
-class CountsCopies(ProjectionCache):
-    """Remembers how many copies for a device it was asked for."""
+class CountingCache(ProjectionCache):
+    """Counts the projections and the device copies that a loss reads."""
 
-    copies = 0
+    matrices = copies = 0
+
+    def matrix(self, *arguments: Any, **settings: Any) -> ProjectionMatrix:
+        """See ``ProjectionCache``."""
+        self.matrices += 1
+        return super().matrix(*arguments, **settings)
 
     def on(self, device: torch.device | str, matrix: ProjectionMatrix) -> DeviceProjection:
-        """As ``ProjectionCache``."""
+        """See ``ProjectionCache``."""
         self.copies += 1
         return super().on(device, matrix)
 
 
+@dataclass(frozen=True, eq=False)
+class CountingStudent:
+    """A student's tokenizer that counts how often its encoder is read."""
+
+    family: Family
+    encoders: list[TextEncoder] = field(default_factory=list[TextEncoder])
+
+    @property
+    def table(self) -> TokenTable:
+        """The table of the family."""
+        return self.family.table
+
+    @property
+    def logit_width(self) -> int:
+        """The logit width of the family."""
+        return self.family.logit_width
+
+    @property
+    def encoder(self) -> TextEncoder:
+        """The encoder of the family, counted."""
+        self.encoders.append(self.family.encoder)
+        return self.family.encoder
+
+
 @pytest.mark.parametrize(
-    ("config", "copies", "encoders"),
+    ("config", "matrices", "copies", "encoders"),
     [
-        (CtkdConfig(), 1, 0),
-        (CtkdConfig(span_rows="pooled"), 1, 0),
-        (UldConfig(), 1, 0),
-        (PklParityConfig(), 1, 0),
-        (PrefixKlConfig(), 0, 1),
-        (GoldConfig(), 0, 0),
-        (SimctConfig(), 0, 0),
-        (AlmConfig(), 0, 0),
-        (HklConfig(), 0, 0),
-        (PolicyGradientConfig(), 0, 0),
-        (K2Config(), 0, 0),
-        (K3Config(), 0, 0),
+        (CtkdConfig(), 1, 1, 0),
+        (CtkdConfig(span_rows="pooled"), 1, 1, 0),
+        (UldConfig(), 1, 1, 0),
+        (PklParityConfig(), 1, 1, 0),
+        (GoldConfig(), 1, 0, 0),
+        (SimctConfig(), 1, 0, 0),
+        (HklConfig(), 1, 0, 0),
+        (PrefixKlConfig(), 0, 0, 1),
+        (AlmConfig(), 0, 0, 0),
+        (PolicyGradientConfig(), 0, 0, 0),
+        (K2Config(), 0, 0, 0),
+        (K3Config(), 0, 0, 0),
     ],
     ids=lambda value: value if isinstance(value, int) else value.type,
 )
-def test_what_a_loss_does_not_read_is_not_made(
-    config: LossConfig, copies: int, encoders: int
+def test_only_what_a_loss_reads_is_built(
+    config: LossConfig, matrices: int, copies: int, encoders: int
 ) -> None:
-    student, cache = family("digit"), CountsCopies()
-    made: list[TextEncoder] = []
-
-    def encoder() -> TextEncoder:
-        made.append(student.encoder)
-        return student.encoder
-
-    sides = replace(vocabularies(student, family("sentencepiece")), student_encoder=encoder)
-    build_loss(config, projection_for(config, sides, cache), sides, cache=cache, device=CPU)
-    assert (cache.copies, len(made)) == (copies, encoders)
+    student, cache = CountingStudent(family("digit")), CountingCache()
+    build_loss(config, student, family("sentencepiece"), cache=cache)
+    assert (cache.matrices, cache.copies, len(student.encoders)) == (matrices, copies, encoders)
 
 
 @pytest.mark.parametrize(
     "config", [AlmConfig(), GoldConfig(), SimctConfig(), UldConfig(), K2Config()]
 )
 def test_losses_on_likelihoods_refuse_a_warmed_teacher(config: LossConfig) -> None:
-    sides, cache = vocabularies(family("digit"), family("digit")), ProjectionCache()
-    projection = projection_for(config, sides, cache)
-    with pytest.raises(ConfigError, match="its teacher must score at temperature 1, not 2"):
-        build_loss(config, projection, sides, cache=cache, device=CPU, temperature=2.0)
+    with pytest.raises(ConfigError) as caught:
+        build_loss(config, family("digit"), family("digit"), temperature=2.0)
+    assert caught.value.key == "temperature"
 
 
 def comparison_of(student: Family, teacher: Family, text: str) -> AlignedPair:

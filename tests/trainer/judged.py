@@ -4,18 +4,18 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from mopd_client.tokenizers.teacher import TeacherTokenizer
 from mopd_losses.alignment.byte_alignment import align, identity_alignment
-from mopd_losses.build import Vocabularies, build_loss, projection_for
+from mopd_losses.build import build_loss
 from mopd_losses.config import CtkdConfig, TopKKlConfig
 from mopd_losses.core.loss import Loss
-from mopd_losses.projection.cache import ProjectionCache
 from mopd_protocol.samples import Rollout, TeacherScore
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_trainer.data.examples import AlignedScore, TrainingExample
 from mopd_trainer.data.teacher_input import text_view, token_view
 from mopd_trainer.student.student import Student
-from tests.trainer.students import CPU, encoder, table
+from tests.trainer.students import CPU, encoder, table, tokenizer
 
 #: Teacher -> its tokenizer. The student's is ``digit``: ``math`` reads its very ids.
 TOKENIZERS = {"math": "digit", "code": "whole_number"}
@@ -35,23 +35,17 @@ def example(rollout: Rollout, *, seed: int = 0) -> TrainingExample:
 
 def losses_for(student: Student, divergences: Mapping[str, str] | None = None) -> dict[str, Loss]:
     """The losses of ``TOKENIZERS`` for a student with the ``digit`` tokenizer."""
-    cache = ProjectionCache()
     found: dict[str, Loss] = {}
-    for name, tokenizer in TOKENIZERS.items():
+    for name, tokenizer_name in TOKENIZERS.items():
         divergence = (divergences or {}).get(name, "forward_kl")
         kind = TopKKlConfig if name == "math" else CtkdConfig
         config = kind.model_validate({"divergence": divergence})
-        sides = Vocabularies(
-            student.table,
-            student.identity.logit_width,
-            table(tokenizer),
-            encoder(tokenizer),
-            lambda: student.identity.encoder,
-        )
-        found[name] = build_loss(
-            config, projection_for(config, sides, cache), sides, cache=cache, device=CPU
-        )
+        found[name] = build_loss(config, student.identity, _teacher_tokenizer(tokenizer_name), CPU)
     return found
+
+
+def _teacher_tokenizer(name: str) -> TeacherTokenizer:
+    return TeacherTokenizer(tokenizer(name).backend_tokenizer, table(name), encoder(name))
 
 
 def topk_of(completion: TokenSequence, vocabulary: Sequence[int], seed: int) -> TopKLogprobs:

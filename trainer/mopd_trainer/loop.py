@@ -290,10 +290,10 @@ def _learner(
             return FullVocabularyLoss(head, settings.loss, settings.temperature)
         return build_loss(
             settings.loss,
-            teacher.projection,
-            teacher.vocabularies,
+            student.identity,
+            teacher.tokenizer,
+            student.device,
             cache=cache,
-            device=student.device,
             temperature=settings.temperature,
         )
 

@@ -30,8 +30,8 @@ def completion(
     """With a random teacher."""
     torch.manual_seed(seed)
     family = pair.teacher.family
-    real = torch.tensor(family.table.real_ids(family.width))
-    rows = torch.randn(len(teacher_ids), family.width, dtype=torch.float64) * 4
+    real = torch.tensor(family.table.real_ids(family.logit_width))
+    rows = torch.randn(len(teacher_ids), family.logit_width, dtype=torch.float64) * 4
     rows = rows.masked_fill(~real, -torch.inf).log_softmax(dim=1)
     return compared(pair, student_ids, teacher_ids, rows, k)
 
@@ -42,7 +42,9 @@ def of_texts(student: list[str], teacher: list[str], pair: Pair = PAIR) -> Align
 
 def random_logits(pair: Pair, tokens: int, seed: int = 0) -> Tensor:
     torch.manual_seed(seed)
-    return torch.randn(tokens, pair.student.family.width, dtype=torch.float64, requires_grad=True)
+    return torch.randn(
+        tokens, pair.student.family.logit_width, dtype=torch.float64, requires_grad=True
+    )
 
 
 def boundaries(targets: PrefixTargets) -> int:
@@ -150,7 +152,7 @@ def test_extreme_logits_stay_finite(divergence: str, size: float, dtype: torch.d
     comparison = of_texts(["ab", "57", "3", END], ["a", "b5", "73", END])
     targets = PAIR.targets([comparison], mass_floor=1e-4)
     for sure_of in ("5", "57", "573", END):
-        logits = torch.zeros(4, PAIR.student.family.width, dtype=dtype)
+        logits = torch.zeros(4, PAIR.student.family.logit_width, dtype=dtype)
         logits[:, PAIR.student.ids([sure_of])] = size
         logits.requires_grad_()
         found = PAIR.value(logits, targets, divergence=divergence, mass_floor=1e-4)
@@ -167,14 +169,14 @@ def test_extreme_logits_stay_finite(divergence: str, size: float, dtype: torch.d
 @every
 def test_tokens_that_a_student_or_a_teacher_rules_out_leave_no_nan(divergence: str) -> None:
     torch.manual_seed(1)
-    teacher = torch.full((4, PAIR.teacher.family.width), -torch.inf, dtype=torch.float64)
+    teacher = torch.full((4, PAIR.teacher.family.logit_width), -torch.inf, dtype=torch.float64)
     read = PAIR.teacher.ids(["a", "b5", "73", END])
     for row, token in zip(teacher, read, strict=True):
         row[token] = 0.0  # nothing else, so the other entries of the top-k are absent
     student_ids = PAIR.student.ids(["ab", "573", END])
     targets = PAIR.targets([compared(PAIR, student_ids, read, teacher, k=4)])
     for ruled_out in (["5", "57"], ["ab", "a"], ["573"], [END]):
-        logits = torch.randn(3, PAIR.student.family.width, dtype=torch.float64)
+        logits = torch.randn(3, PAIR.student.family.logit_width, dtype=torch.float64)
         logits[:, PAIR.student.ids(ruled_out)] = -torch.inf
         logits.requires_grad_()
         found = PAIR.value(logits, targets, divergence=divergence)
@@ -186,7 +188,7 @@ def test_tokens_that_a_student_or_a_teacher_rules_out_leave_no_nan(divergence: s
 
 def test_where_the_teacher_did_not_find_the_way_a_place_weighs_less() -> None:
     pair = Pair(Tongue.of(), Tongue.of("57", end="<stop>"))
-    rows = torch.full((2, pair.teacher.family.width), -torch.inf, dtype=torch.float64)
+    rows = torch.full((2, pair.teacher.family.logit_width), -torch.inf, dtype=torch.float64)
     rows[0, pair.teacher.ids(["8", "57"])] = torch.tensor([0.999, 0.001]).double().log()
     rows[1, pair.teacher.ids([END])] = 0.0
     student_ids = pair.student.ids(["5", "7", END])

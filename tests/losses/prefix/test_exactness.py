@@ -179,7 +179,9 @@ def one_text(
 ) -> tuple[Pair, AlignedPair]:
     """Both write ``text`` and end; the teacher's rows by what they say."""
     pair = Pair(student, teacher)
-    rows = torch.full((len(teacher_rows), teacher.family.width), -torch.inf, dtype=torch.float64)
+    rows = torch.full(
+        (len(teacher_rows), teacher.family.logit_width), -torch.inf, dtype=torch.float64
+    )
     for row, said in zip(rows, teacher_rows, strict=True):
         ids = torch.tensor(teacher.ids(list(said)))
         row[ids] = torch.tensor(list(said.values()), dtype=torch.float64).log()
@@ -196,7 +198,7 @@ def test_a_student_that_stopped_after_5_is_drawn_to_the_7_of_a_teacher_that_says
     pair, comparison = one_text(
         DIGITS, TRAP, "5", [{"57": 0.9, "5": 0.1}, {END: 0.98, "7": 0.01, "5": 0.01}]
     )
-    logits = torch.full((2, DIGITS.family.width), -12.0, dtype=torch.float64)
+    logits = torch.full((2, DIGITS.family.logit_width), -12.0, dtype=torch.float64)
     logits[0, DIGITS.ids(["5"])] = 0.0
     logits[1, DIGITS.ids([END, "7", "5"])] = torch.tensor([3.0, 0, 0], dtype=torch.float64)
     logits.requires_grad_()
@@ -208,7 +210,7 @@ def test_a_student_that_stopped_after_5_is_drawn_to_the_7_of_a_teacher_that_says
     assert seven < -1e-3 < 1e-3 < end
     # At the end of the descent the student says 7 with 0.9 + 0.1 * 0.01 and stops with 0.1 * 0.98.
     told = [0.9 + 0.1 * 0.01, 0.1 * 0.98, 0.1 * 0.01]
-    exact = torch.full((2, DIGITS.family.width), -60.0, dtype=torch.float64)
+    exact = torch.full((2, DIGITS.family.logit_width), -60.0, dtype=torch.float64)
     exact[0, DIGITS.ids(["5"])] = 0.0
     exact[1, DIGITS.ids(["7", END, "5"])] = torch.tensor(told, dtype=torch.float64).log()
     again = exact.requires_grad_()
@@ -221,7 +223,7 @@ def test_a_student_that_stopped_after_5_is_drawn_to_the_7_of_a_teacher_that_says
 def test_a_student_of_long_tokens_that_stopped_after_5_is_drawn_to_57(divergence: str) -> None:
     # The teacher writes digits and would go on with 7; the student's next row only knows "stopped".
     pair, comparison = one_text(TRAP, DIGITS, "5", [{"5": 1.0}, {"7": 0.9, END: 0.1}])
-    logits = torch.full((2, TRAP.family.width), -12.0, dtype=torch.float64)
+    logits = torch.full((2, TRAP.family.logit_width), -12.0, dtype=torch.float64)
     logits[0, TRAP.ids(["5", "57"])] = torch.tensor([3.0, 0], dtype=torch.float64)
     logits[1, TRAP.ids([END, "7"])] = torch.tensor([3.0, 0], dtype=torch.float64)
     logits.requires_grad_()
@@ -252,8 +254,8 @@ def test_with_one_tokenizer_it_is_the_same_vocabulary_form_bit_for_bit(divergenc
         ids = [*one.encoder.encode("12 + 30 = 42, naïve"), *one.table.roles.ending[:1]]
         sequence = one.table.sequence(ids)
         torch.manual_seed(0)
-        teacher = torch.randn(len(ids), one.width) * 3
-        real = torch.tensor(one.table.real_ids(one.width))
+        teacher = torch.randn(len(ids), one.logit_width) * 3
+        real = torch.tensor(one.table.real_ids(one.logit_width))
         values, kept = teacher.masked_fill(~real, -torch.inf).log_softmax(dim=1).topk(9, dim=1)
         topk = TopKLogprobs(
             ids=kept.numpy(),
@@ -268,11 +270,11 @@ def test_with_one_tokenizer_it_is_the_same_vocabulary_form_bit_for_bit(divergenc
             align(sequence, sequence),
         )
         projection = DeviceProjection.copy_of(
-            identity_projection(one.table, logit_width=one.width), torch.device("cpu")
+            identity_projection(one.table, logit_width=one.logit_width), torch.device("cpu")
         )
         settings = CtkdConfig.model_validate({"divergence": divergence})
         for dtype in (torch.float32, torch.float64):
-            logits = torch.randn(len(ids), one.width, dtype=dtype)
+            logits = torch.randn(len(ids), one.logit_width, dtype=dtype)
             rows = DenseRows(logits, real)
             found = pair.loss(1e-4, divergence=divergence)(rows, pair.targets([comparison]))
             expected = topk_divergence(

@@ -215,7 +215,7 @@ def test_ids_may_be_renumbered(renumbered: str, seed: int) -> None:
     new_ids.append(tongue.end)  # added tokens are numbered after the model's
     family = permuted(tongue.family, ids=dict(enumerate(new_ids)))
     other = Tongue(family, LongestMatch(family.table))
-    order = list(range(tongue.family.width))  # new id -> old id
+    order = list(range(tongue.family.logit_width))  # new id -> old id
     for old, new in enumerate(new_ids):
         order[new] = old
     logits = problem.logits
@@ -224,7 +224,7 @@ def test_ids_may_be_renumbered(renumbered: str, seed: int) -> None:
     student_ids = comparison.student.token_ids.tolist()
     teacher_ids = comparison.score.completion.token_ids.tolist()
     topk = comparison.score.topk
-    teacher = torch.full((len(teacher_ids), pair.teacher.family.width), -torch.inf).double()
+    teacher = torch.full((len(teacher_ids), pair.teacher.family.logit_width), -torch.inf).double()
     teacher = teacher.scatter(
         1, torch.tensor(topk.ids, dtype=torch.int64), torch.tensor(topk.logprobs)
     )

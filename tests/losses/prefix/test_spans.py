@@ -102,7 +102,7 @@ def two_words(written: str, shares: tuple[float, float]) -> tuple[Pair, PrefixTa
     """The student wrote one of two words whose root is ``x``; the teacher writes two tokens."""
     pair = Pair(STUDENT, TEACHER)
     read = [*TEACHER.tokenize(written), END]
-    rows = torch.full((3, TEACHER.family.width), -torch.inf, dtype=torch.float64)
+    rows = torch.full((3, TEACHER.family.logit_width), -torch.inf, dtype=torch.float64)
     rows[0, TEACHER.ids(["xl", "xm"])] = torch.tensor(shares, dtype=torch.float64).log()
     rows[1, TEACHER.ids([read[1]])] = 0.0
     rows[2, TEACHER.ids([END])] = 0.0
@@ -123,7 +123,7 @@ def test_of_two_words_with_one_root_the_teachers_is_learnt(divergence: str, writ
     # The teacher says xmb; the student mostly xla, and the root of both is x.
     pair, targets = two_words(written, (0.1, 0.9))
     words = STUDENT.ids(["xla", "xmb"])
-    logits = torch.full((2, STUDENT.family.width), -30.0, dtype=torch.float64)
+    logits = torch.full((2, STUDENT.family.logit_width), -30.0, dtype=torch.float64)
     logits[0, words] = torch.tensor([0.9, 0.1], dtype=torch.float64).log()
     logits[1, STUDENT.ids([END])] = 0.0
     assert gradient_by(logits.requires_grad_(), pair, targets, divergence) > 0.1
@@ -131,7 +131,7 @@ def test_of_two_words_with_one_root_the_teachers_is_learnt(divergence: str, writ
     wrong, right = logits.grad[0, words].tolist()
     assert right < -0.05 < 0.05 < wrong
 
-    exact = torch.full((2, STUDENT.family.width), -60.0, dtype=torch.float64)
+    exact = torch.full((2, STUDENT.family.logit_width), -60.0, dtype=torch.float64)
     exact[0, words] = torch.tensor([0.1, 0.9], dtype=torch.float64).log()
     exact[1, STUDENT.ids([END])] = 0.0
     assert gradient_by(exact.requires_grad_(), pair, targets, divergence) < 2e-5
@@ -142,7 +142,7 @@ def test_of_two_words_with_one_root_the_teachers_is_learnt(divergence: str, writ
 def test_a_word_outside_the_top_k_is_known_too() -> None:
     # Of one candidate, xm, the student wrote the other word, and the teacher had to read it.
     pair = Pair(STUDENT, TEACHER)
-    rows = torch.full((3, TEACHER.family.width), -torch.inf, dtype=torch.float64)
+    rows = torch.full((3, TEACHER.family.logit_width), -torch.inf, dtype=torch.float64)
     rows[0, TEACHER.ids(["xl", "xm"])] = torch.tensor([0.25, 0.75], dtype=torch.float64).log()
     rows[1, TEACHER.ids(["a", "b"])] = torch.tensor([0.4, 0.6], dtype=torch.float64).log()
     rows[2, TEACHER.ids([END])] = 0.0
@@ -183,7 +183,7 @@ def test_there_are_no_spans_where_shorter_tokens_lead_to_every_long_one() -> Non
 
 def test_spans_are_no_part_of_what_is_measured() -> None:
     pair, targets = two_words("xla", (0.1, 0.9))
-    logits = torch.zeros((2, STUDENT.family.width), dtype=torch.float64)
+    logits = torch.zeros((2, STUDENT.family.logit_width), dtype=torch.float64)
     measured = pair.value(logits, targets).measured
     assert {len(found) for found in measured.values()} == {int((~targets.are_spans).sum())}
 

@@ -18,7 +18,9 @@ TENSORS = ("column_starts", "student_ids", "log_weights", "real_ids", "unproject
 
 
 def cached(cache: ProjectionCache, student: Family, teacher: Family) -> ProjectionMatrix:
-    return cache.matrix(student.table, teacher.table, teacher.encoder, student_width=student.width)
+    return cache.matrix(
+        student.table, teacher.table, teacher.encoder, student_width=student.logit_width
+    )
 
 
 @pytest.fixture
@@ -62,7 +64,7 @@ def test_what_stands_in_the_file_is_what_is_used(tmp_path: Path) -> None:
         left.table,
         right.table,
         right.encoder,
-        student_width=left.width,
+        student_width=left.logit_width,
         settings=ProjectionSettings(weights="decay"),
     )
     other.save(path)

@@ -23,7 +23,7 @@ def matrix() -> ProjectionMatrix:
         student.table,
         teacher.table,
         teacher.encoder,
-        student_width=student.width,
+        student_width=student.logit_width,
         settings=ProjectionSettings(weights="decay", decay=0.2),
     )
 

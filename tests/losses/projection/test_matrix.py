@@ -34,7 +34,7 @@ def build(
         student.table,
         teacher.table,
         teacher.encoder,
-        student_width=student.width,
+        student_width=student.logit_width,
         settings=settings,
     )
 
@@ -59,7 +59,7 @@ def test_the_matrix_equals_its_dense_definition(
         left.table,
         right.table,
         right.encoder,
-        student_width=left.width,
+        student_width=left.logit_width,
         settings=settings,
     )
     np.testing.assert_allclose(build(left, right, settings).dense(), expected, atol=1e-7)
@@ -68,12 +68,12 @@ def test_the_matrix_equals_its_dense_definition(
 @pytest.mark.parametrize("name", ["digit", "whole_number", "sentencepiece"])
 def test_one_tokenizer_on_both_sides_gives_the_identity(name: str) -> None:
     side = family(name)
-    expected = np.zeros((side.width, side.table.size))
+    expected = np.zeros((side.logit_width, side.table.size))
     real = np.flatnonzero(side.table.present)
     expected[real, real] = 1
     assert (build(side, side).dense() == expected).all()
     assert (build(side, side, DECAY).dense() == expected).all()
-    assert (identity_projection(side.table, logit_width=side.width).dense() == expected).all()
+    assert (identity_projection(side.table, logit_width=side.logit_width).dense() == expected).all()
 
 
 @pytest.mark.parametrize("settings", [FIRST, DECAY], ids=["first", "decay"])
@@ -83,10 +83,10 @@ def test_every_text_token_spreads_a_whole_and_padding_nothing(
 ) -> None:
     left, right = family(student), family(teacher)
     matrix = build(left, right, settings)
-    has_text = np.pad(left.table.byte_lengths > 0, (0, left.width - left.table.size))
+    has_text = np.pad(left.table.byte_lengths > 0, (0, left.logit_width - left.table.size))
     np.testing.assert_allclose(matrix.row_sums[has_text], 1, atol=1e-6)
     assert (matrix.row_sums[left.table.size :] == 0).all()
-    assert not set(range(left.table.size, left.width)) & {*matrix.unprojected_ids.tolist()}
+    assert not set(range(left.table.size, left.logit_width)) & {*matrix.unprojected_ids.tolist()}
     assert (matrix.weights > 0).all()
     pairs = list(
         zip(
@@ -102,7 +102,7 @@ def test_every_text_token_spreads_a_whole_and_padding_nothing(
 def test_no_mass_is_lost_between_projected_and_unprojected(student: str, teacher: str) -> None:
     left, right = family(student), family(teacher)
     matrix = build(left, right, DECAY)
-    p = np.random.default_rng(0).dirichlet(np.ones(left.width)) * matrix.real_ids
+    p = np.random.default_rng(0).dirichlet(np.ones(left.logit_width)) * matrix.real_ids
     projected = p @ matrix.dense()
     assert projected.sum() + p[matrix.unprojected_ids].sum() == pytest.approx(p.sum(), abs=1e-7)
     assert (projected[matrix.unsupported_ids] == 0).all()

@@ -39,7 +39,7 @@ def projection(
         real(student).table,
         real(teacher).table,
         real(teacher).encoder,
-        student_width=real(student).width,
+        student_width=real(student).logit_width,
         settings=settings,
     )
 

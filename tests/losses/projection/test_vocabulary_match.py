@@ -21,7 +21,7 @@ def projection(
 ) -> ProjectionMatrix:
     return build_projection(
         student.table, teacher.table, teacher.encoder,
-        student_width=student.width, settings=settings,
+        student_width=student.logit_width, settings=settings,
     )  # fmt: skip
 
 
@@ -45,13 +45,13 @@ def test_an_exact_match_pairs_equal_bytes_once_and_leaves_no_pair_out(
     assert found[student.table.roles.ending[0]] in teacher.table.roles.ending
     assert match.pairs == len(found)
     assert match.coverage == len(found) / teacher.table.size
-    real = set(np.flatnonzero(student.table.real_ids(student.width)).tolist())
+    real = set(np.flatnonzero(student.table.real_ids(student.logit_width)).tolist())
     assert set(match.unmatched.nonzero().flatten().tolist()) == real - set(found)
 
 
 def test_a_vocabulary_matches_itself_whole() -> None:
     side = family("digit")
-    matrix = identity_projection(side.table, logit_width=side.width)
+    matrix = identity_projection(side.table, logit_width=side.logit_width)
     for match in (exact_match(matrix, side.table, side.table), weighted_match(matrix)):
         assert all(v == j for v, j in pairs(match).items())
         assert not match.unmatched.any()

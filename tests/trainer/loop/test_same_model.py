@@ -2,9 +2,8 @@
 
 import pytest
 
-from mopd_losses.build import Vocabularies, build_loss, projection_for
+from mopd_losses.build import build_loss
 from mopd_losses.config import CtkdConfig, TopKKlConfig
-from mopd_losses.projection.cache import ProjectionCache
 from mopd_protocol.samples import Prompt
 from mopd_trainer.collection import collect
 from mopd_trainer.config.run import RolloutConfig, StudentConfig
@@ -13,7 +12,7 @@ from mopd_trainer.rollouts.transformers_sampler import Sampler
 from mopd_trainer.training.learner import Learner
 from tests.server.tiny_teachers import teacher_of
 from tests.trainer.in_process import Recorded, scorer_of, teacher_config
-from tests.trainer.students import CPU, QUESTION, encoder, model_of, student_of, tokenizer
+from tests.trainer.students import CPU, QUESTION, model_of, student_of, tokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -28,19 +27,10 @@ async def first_step(loss: TopKKlConfig | CtkdConfig, *, teacher_seed: int) -> d
     async with scorer_of(student.identity, {"math": (Recorded(teacher.app), config)}) as scorer:
         rollout = RolloutConfig(max_new_tokens=16, generation_batch_size=4)
         examples, _ = await collect(PROMPTS, Sampler(student, rollout, seed=0), scorer, 0)
-    cache = ProjectionCache()
-    sides = Vocabularies(
-        student.table,
-        student.identity.logit_width,
-        student.table,
-        encoder("digit"),
-        lambda: encoder("digit"),
-    )
-    projection = projection_for(loss, sides, cache)
     learner = Learner(
         student,
         StudentConfig(model="tiny"),
-        losses={"math": build_loss(loss, projection, sides, cache=cache, device=CPU)},
+        losses={"math": build_loss(loss, student.identity, student.identity, CPU)},
         teacher_weights={"math": 1.0},
         max_steps=1,
         seed=0,

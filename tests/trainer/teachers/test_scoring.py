@@ -314,8 +314,9 @@ async def test_no_rollouts_ask_nobody() -> None:
 
 
 async def test_a_loss_for_one_tokenizer_refuses_a_teacher_with_another() -> None:
-    with pytest.raises(ConfigError, match="teacher 'math': loss 'topk_kl' needs one tokenizer"):
+    with pytest.raises(ConfigError) as caught:
         await scored({"math": asked("whole_number", **TOKEN_LOSS)}, [])
+    assert caught.value.key == "teachers.math.loss.type"
 
 
 async def test_a_teacher_that_keeps_fewer_candidates_than_asked_is_refused() -> None:

@@ -75,9 +75,13 @@ class StudentIdentity:
             max_length=getattr(model.config.get_text_config(), "max_position_embeddings", None),
         )
 
-    @cached_property
+    @property
     def encoder(self) -> TextEncoder:
-        """Makes tokens of completion text; takes seconds to make for a large vocabulary."""
+        """Encoder of completions; built on first use, seconds for a large vocabulary."""
+        return self._encoder
+
+    @cached_property
+    def _encoder(self) -> TextEncoder:
         backend: Any = self.tokenizer
         return TextEncoder(backend.backend_tokenizer, self.table)
 

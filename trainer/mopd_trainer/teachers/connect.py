@@ -14,9 +14,9 @@ from mopd_client.services.vllm import OpenAIService
 from mopd_client.teacher_client import TeacherClient
 from mopd_client.tokenizers.teacher import TeacherTokenizer
 from mopd_client.transport.hedging import Hedging
-from mopd_losses.build import Vocabularies, projection_for
 from mopd_losses.projection.cache import ProjectionCache
 from mopd_losses.projection.matrix import ProjectionMatrix
+from mopd_losses.projection.sides import find_projection
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.manifest import Manifest
 from mopd_trainer.config.teacher import ScoreCacheConfig, TeacherConfig
@@ -33,7 +33,6 @@ class Teacher:
     config: TeacherConfig
     manifest: Manifest
     tokenizer: TeacherTokenizer
-    vocabularies: Vocabularies
     projection: ProjectionMatrix
     path: str | None = None
     """Where its servers are asked; None where nobody is, as in a replay."""
@@ -138,24 +137,13 @@ def teacher_of(
     Raises:
         ConfigError: when the loss cannot compare the two.
     """
-    sides = Vocabularies(
-        student.table,
-        student.logit_width,
-        tokenizer.table,
-        tokenizer.encoder,
-        lambda: student.encoder,
-    )
-    projection = _projection(name, config, sides, cache)
-    return Teacher(name, config, manifest, tokenizer, sides, projection)
-
-
-def _projection(
-    name: str, config: TeacherConfig, vocabularies: Vocabularies, cache: ProjectionCache
-) -> ProjectionMatrix:
     try:
-        return projection_for(config.loss, vocabularies, cache)
+        projection = find_projection(config.loss, student, tokenizer, cache)
     except ConfigError as error:
-        raise ConfigError(f"teacher {name!r}: {error}") from error
+        raise ConfigError(
+            f"teacher {name!r}: {error}", key=f"teachers.{name}.{error.key}"
+        ) from error
+    return Teacher(name, config, manifest, tokenizer, projection)
 
 
 def _service(config: TeacherConfig) -> Service:
