@@ -35,8 +35,8 @@ def requirements(*extras: str) -> list[Requirement]:
 
 def locked_versions(name: str) -> list[str]:
     """All versions of one distribution in the lock; markers select one of them."""
-    wanted = canonicalize_name(name)
-    return [package["version"] for package in LOCK["package"] if package["name"] == wanted]
+    canonical = canonicalize_name(name)
+    return [package["version"] for package in LOCK["package"] if package["name"] == canonical]
 
 
 def export(*options: str) -> dict[str, str]:
@@ -95,8 +95,8 @@ def test_an_image_installs_locked_versions_without_torch(
     assert "--frozen" in options
     assert "--no-hashes" not in options
     exported = export(*options)
-    wanted = {r.name for r in requirements(*extras)} - {"torch"}
-    assert {canonicalize_name(name) for name in wanted} <= exported.keys()
+    required = {r.name for r in requirements(*extras)} - {"torch"}
+    assert {canonicalize_name(name) for name in required} <= exported.keys()
     assert not [name for name in exported if name.startswith(("torch", "nvidia", "mopd"))]
     assert "--no-deps --require-hashes" in dockerfile
 
@@ -108,6 +108,6 @@ def test_tools_of_an_image_have_the_locked_versions(file: Path) -> None:
 
 
 def test_the_npu_image_gets_all_of_the_server_but_torch_and_transformers() -> None:
-    absent = {r.name for r in requirements("server")} - {r.name for r in requirements("service")}
-    assert absent == {"torch", "transformers"}
+    excluded = {r.name for r in requirements("server")} - {r.name for r in requirements("service")}
+    assert excluded == {"torch", "transformers"}
     assert '.whl)[service]"' in (DEPLOY / "docker" / "teacher.npu.Dockerfile").read_text()
