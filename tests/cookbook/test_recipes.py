@@ -97,7 +97,7 @@ def test_the_data_of_a_recipe_can_be_read(recipe: str, monkeypatch: pytest.Monke
     run = load_run(COOKBOOK / recipe / "run.yaml")
     prompts = read_prompts(run.data, run.judges)
     assert {name for prompt in prompts for name in prompt.teachers} == set(run.judges)
-    assert all((prompt.answer is not None) == run.data.reads_answers for prompt in prompts)
+    assert all((prompt.answer is not None) == run.data.uses_reference_answers for prompt in prompts)
 
 
 @pytest.mark.parametrize("pair", ["ctkd", "gold"])

@@ -53,8 +53,8 @@ def a_run_is_there(folder: Path, values: dict[str, Any]) -> None:
 
 
 REFUSALS = [
-    (unknown_key, "run.yaml: unknown key 'student.learning_rat'; look for a spelling mistake"),
-    (no_run_file, "run.yaml: no such file; expected a run's YAML"),
+    (unknown_key, "run.yaml: student.learning_rat: unknown setting"),
+    (no_run_file, "run.yaml: file not found"),
     (no_prompts, "prompts.jsonl: no such file; expected prompts as JSONL (data.prompts)"),
     (
         unknown_teacher,

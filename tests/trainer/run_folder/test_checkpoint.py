@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mopd_protocol.errors import ConfigError, DataError
+from mopd_protocol.errors import ConfigError, DataError, ResumeError
 from mopd_protocol.manifest import Features, Manifest
 from mopd_protocol.samples import Message, Prompt
 from mopd_protocol.tokenizers.token_table import TokenRoles
@@ -339,12 +339,12 @@ def test_a_checkpoint_that_does_not_name_its_metric_is_gone_on_from(tmp_path: Pa
 
 
 CHANGES: list[tuple[dict[str, Any], str]] = [
-    ({"seed": 1}, "seed was 0, is 1"),
-    ({"student": {"learning_rate": 0.5}}, "student.learning_rate was 0.001, is 0.5"),
-    ({"rollout": {"prompts_per_step": 5}}, "rollout.prompts_per_step was 4, is 5"),
-    ({"max_steps": 7}, "max_steps was 2, is 7"),
-    ({"teachers": {"math": {"loss": {"type": "gold"}}}}, "teachers.math.loss.type was "),
-    ({"teachers": {"math": {"weight": 2.0}}}, "teachers.math.weight was 1.0, is 2.0"),
+    ({"seed": 1}, "seed"),
+    ({"student": {"learning_rate": 0.5}}, "student.learning_rate"),
+    ({"rollout": {"prompts_per_step": 5}}, "rollout.prompts_per_step"),
+    ({"max_steps": 7}, "max_steps"),
+    ({"teachers": {"math": {"loss": {"type": "gold"}}}}, "teachers.math.loss.type"),
+    ({"teachers": {"math": {"weight": 2.0}}}, "teachers.math.weight"),
 ]
 HARMLESS: list[dict[str, Any]] = [
     {"exp_name": "other", "save_steps": 7, "logging_steps": 3, "keep_checkpoints": 9},
@@ -364,16 +364,16 @@ def changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("changes", "told"), CHANGES, ids=[told for _, told in CHANGES])
-def test_a_checkpoint_of_another_run_is_refused_unless_told(
-    tmp_path: Path, changes: dict[str, Any], told: str
+@pytest.mark.parametrize(("changes", "key"), CHANGES, ids=[key for _, key in CHANGES])
+def test_checkpoint_with_other_settings_is_rejected_unless_accepted(
+    tmp_path: Path, changes: dict[str, Any], key: str
 ) -> None:
     values = run_values(tmp_path, resume_from_checkpoint=True)
     save(RunConfig.model_validate(values), 1, student_of())
     other = changed(values, changes)
-    with pytest.raises(ConfigError, match=f"is of another run: {told}") as refusal:
+    with pytest.raises(ResumeError) as caught:
         start_of(RunConfig.model_validate(other))
-    assert "accept_changed_settings=true" in str(refusal.value)
+    assert caught.value.key == key
     assert start_of(RunConfig.model_validate({**other, "accept_changed_settings": True}))
 
 
@@ -390,11 +390,13 @@ def test_a_checkpoint_of_other_data_or_teachers_is_refused(tmp_path: Path) -> No
     values = run_values(tmp_path, resume_from_checkpoint=True)
     config = RunConfig.model_validate(values)
     save(config, 1, student_of())
-    with pytest.raises(ConfigError, match=r"the data was 1 prompts with fingerprint \w+, is 1 wit"):
+    with pytest.raises(ResumeError) as caught:
         starting_checkpoint(config, identity_of(config, "2 + 2 ="))
+    assert caught.value.key == "data"
     del values["teachers"]["code"]
-    with pytest.raises(ConfigError, match="of another run: teacher 'code' is not there;"):
+    with pytest.raises(ResumeError) as caught:
         start_of(RunConfig.model_validate(values))
+    assert caught.value.key == "teachers.code"
 
 
 def test_a_checkpoint_of_another_tokenizer_is_refused(tmp_path: Path) -> None:

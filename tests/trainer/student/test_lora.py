@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd_protocol.errors import ConfigError
+from mopd_protocol.errors import ConfigError, MissingPackageError
 from mopd_trainer.config.run import LoraConfig, RolloutConfig
 from mopd_trainer.rollouts.writing_student import WritingStudent
 from mopd_trainer.student.identity import StudentIdentity
@@ -233,13 +233,13 @@ def test_without_peft_there_is_one_sentence_and_full_students_do_not_miss_it(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)  # importing it would fail
-    sentence = "student.lora is set, but peft is not installed; pip install 'mopd[lora]', or leave"
     for read in (Student.load, StudentIdentity.read):
         read(config_in(base, None))
-        with pytest.raises(ConfigError, match=re.escape(sentence)):
+        with pytest.raises(MissingPackageError) as caught:
             read(config_in(base))
+        assert caught.value.key == "peft"
 
 
 def test_settings_that_train_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"target_modules is empty, so nothing would be trained"):
+    with pytest.raises(ValueError, match="Value error, target_modules: "):
         LoraConfig(target_modules=())

@@ -1,51 +1,56 @@
-"""Packages that a run's settings ask for and that the trainer does without otherwise."""
+"""Optional packages that a run's settings need, checked before the run starts."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import NamedTuple
 
-from mopd_protocol.errors import ConfigError
+from mopd_protocol.errors import MissingPackageError
 from mopd_trainer.config.run import RunConfig
 
-#: Experiment trackers that ``logging`` can switch on, by package.
+#: Experiment trackers of ``LoggingConfig``, by package.
 TRACKERS = ("wandb", "trackio")
 
-#: Of each: its name, the setting that asks for it, what to install, and what else to do.
-Needed = tuple[str, str, str, str]
 
-PEFT: Needed = ("peft", "student.lora is set", "'mopd[lora]'", "leave the setting out")
-_VLLM: Needed = (
-    "vllm",
-    "rollout.engine is 'vllm'",
-    "'mopd[vllm]'",
-    "set rollout.engine to 'transformers'",
-)
+class Requirement(NamedTuple):
+    """A package, the setting that needs the package, how to install it, and an alternative."""
+
+    package: str
+    setting: str
+    install: str
+    alternative: str
+
+
+PEFT = Requirement("peft", "student.lora", "'mopd[lora]'", "remove the setting")
+RAY = Requirement("ray", "resources", "'mopd[ray]'", "remove the section")
+_VLLM = Requirement("vllm", "rollout.engine=vllm", "'mopd[vllm]'", "use 'transformers'")
 
 
 def require_packages(config: RunConfig) -> None:
-    """All of them can be found, so that a run does not meet its teachers first and then end.
+    """Check that all packages for these settings are installed.
 
-    Of a run on Ray only what this process itself imports: machines of a cluster may differ.
+    For a run on Ray, only packages of this process are checked; other machines may differ.
 
     Raises:
-        ConfigError: when one is not installed.
+        MissingPackageError: if a package is not installed.
     """
-    for needed in _needed(config):
-        require_package(needed)
+    for requirement in _requirements(config):
+        require_package(requirement)
 
 
-def require_package(needed: Needed) -> None:
-    """Raises ConfigError when it is not installed."""
-    package, setting, install, otherwise = needed
+def require_package(requirement: Requirement) -> None:
+    """Raise MissingPackageError if the package is not installed."""
+    package, setting, install, alternative = requirement
     if find_spec(package) is None:
-        raise ConfigError(
-            f"{setting}, but {package} is not installed; pip install {install}, or {otherwise}"
+        raise MissingPackageError(
+            f"{setting}: package {package} not found. Run pip install {install}, or {alternative}.",
+            key=package,
         )
 
 
-def _needed(config: RunConfig) -> Iterator[Needed]:
+def _requirements(config: RunConfig) -> Iterator[Requirement]:
     for tracker in TRACKERS:
         if getattr(config.logging, tracker):
-            yield tracker, f"logging.{tracker} is on", tracker, "leave the setting out"
+            yield Requirement(tracker, f"logging.{tracker}", tracker, "remove the setting")
     if config.resources is not None:
         return
     if config.student.lora is not None:

@@ -1,7 +1,8 @@
-"""``RunIdentity``: what makes a run that run; a checkpoint of another one is not gone on from.
+"""``RunIdentity``: fingerprint of settings and data; resuming with a different one is rejected.
 
-Where things are, how they are kept and how fast it goes may change between two parts of a run;
-what is trained, on what, and from which random numbers may not.
+Settings marked ``Incidental`` (paths, speed, logging) may change between two parts of a run. The
+model is not compared: weights come from the checkpoint, whose tokenizer and shapes are compared
+when they are loaded. Teachers are compared by their manifests.
 """
 
 import hashlib
@@ -10,74 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mopd_protocol.errors import ConfigError
+from pydantic import BaseModel
+
+from mopd_protocol.errors import ResumeError
 from mopd_protocol.samples import Prompt
 from mopd_trainer.config.run import RunConfig
+from mopd_trainer.config.settings import IncidentalMark
 
-#: Settings that decide nothing of what is trained, by their dotted keys; ``*`` is any teacher. The
-#: model is not among those compared: its weights come from the checkpoint, and its tokenizer and
-#: its shapes are compared when they do. What a teacher is stands in its manifest.
-_INCIDENTAL = frozenset(
-    {
-        "accept_changed_settings",
-        "accept_changed_teachers",
-        "best_checkpoint_metric",
-        "best_checkpoint_mode",
-        "data.answer_key",
-        "data.default_teacher",
-        "data.on_bad_line",
-        "data.prompts",
-        "data.question_key",
-        "data.teacher_key",
-        "exp_name",
-        "keep_checkpoints",
-        "logging",
-        "logging_steps",
-        "output_dir",
-        "projection_cache",
-        "resources",
-        "resume_from_checkpoint",
-        "rollout.scoring",
-        "rollout.vllm",
-        "save_steps",
-        "score_cache",
-        "student.device",
-        "student.gradient_checkpointing",
-        "student.max_skipped_in_a_row",
-        "student.model",
-        "student.on_nonfinite",
-        "student.revision",
-        "student.rows_per_block",
-        "student.sharding",
-        "student.skip_grad_norm_above",
-        "student.tokens_per_micro_batch",
-        "student.trust_remote_code",
-        "teacher_wait_seconds",
-        "teachers.*.api_key_env",
-        "teachers.*.deadline_seconds",
-        "teachers.*.device",
-        "teachers.*.dtype",
-        "teachers.*.hedge_after_quantile",
-        "teachers.*.hedge_after_seconds",
-        "teachers.*.max_concurrency",
-        "teachers.*.model",
-        "teachers.*.on_error",
-        "teachers.*.placement",
-        "teachers.*.require_all_replicas",
-        "teachers.*.revision",
-        "teachers.*.serve",
-        "teachers.*.timeout_seconds",
-        "teachers.*.tokenizer",
-        "teachers.*.url",
-    }
-)
-
-_TOLD = 4  # differences in one sentence
+_LISTED = 4  # differences in an error message
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """The settings that decide what is trained, the seed among them, and the data's fingerprint."""
+    """Settings that affect training, including the seed, and the fingerprint of the data."""
 
     settings: Mapping[str, Any]  # dotted key -> plain value
     data_fingerprint: str
@@ -85,80 +31,97 @@ class RunIdentity:
 
     @classmethod
     def of(cls, config: RunConfig, prompts: Sequence[Prompt]) -> "RunIdentity":
-        """The identity of a run on these prompts."""
-        settings = _flat(config.model_dump(mode="json"))
+        """Compute the identity of a run with these prompts."""
+        settings = _fingerprinted(config, config.model_dump(mode="json"), "")
         if config.student.min_learning_rate_ratio == 1:
-            del settings["max_steps"]  # nothing but the learning rate's way down depends on it
-        return cls(settings, _fingerprint(prompts), len(prompts))
+            del settings["max_steps"]  # only the decay of the learning rate depends on it
+        return cls(settings, _data_fingerprint(prompts), len(prompts))
 
     def require_same(self, saved: "RunIdentity", *, source: str) -> None:
-        """Compares with what a checkpoint says; ``source`` names it.
+        """Compare with the identity of a checkpoint.
 
-        A setting that one of the two versions of this program did not have is not compared.
+        A setting that only one of the two program versions has is not compared.
+
+        Args:
+            source: name of the checkpoint in the error message.
 
         Raises:
-            ConfigError: tells what differs, and what to do.
+            ResumeError: for a difference; ``key`` is the first setting (or teacher) that differs.
         """
-        found = self._differences(saved)
-        if found:
-            more = f" and {len(found) - _TOLD} more" if len(found) > _TOLD else ""
-            raise ConfigError(
-                f"{source} is of another run: {', '.join(found[:_TOLD])}{more}; change it back, or "
-                "go on with what would then be two runs in one by accept_changed_settings=true"
+        differences = self._differences(saved)
+        if differences:
+            more = f" and {len(differences) - _LISTED} more" if len(differences) > _LISTED else ""
+            listing = ", ".join([*differences.values()][:_LISTED])
+            raise ResumeError(
+                f"{source}: saved by a run with other settings ({listing}{more}). Restore them, or "
+                "set accept_changed_settings=true, which mixes two configurations.",
+                key=next(iter(differences)),
             )
 
-    def _differences(self, saved: "RunIdentity") -> list[str]:
-        ours, theirs = (_teachers(identity.settings) for identity in (self, saved))
-        found = [f"teacher {name!r} was not there" for name in sorted(ours - theirs)]
-        found += [f"teacher {name!r} is not there" for name in sorted(theirs - ours)]
-        found += [
-            f"{key} was {saved.settings[key]!r}, is {value!r}"
+    def _differences(self, saved: "RunIdentity") -> dict[str, str]:
+        """Return dotted key -> description."""
+        teachers, saved_teachers = _teachers(self.settings), _teachers(saved.settings)
+        differences = {
+            f"teachers.{name}": f"teacher {name!r} {change}"
+            for change, names in (
+                ("was added", teachers - saved_teachers),
+                ("was removed", saved_teachers - teachers),
+            )
+            for name in sorted(names)
+        }
+        differences |= {
+            key: f"{key} was {saved.settings[key]!r}, is {value!r}"
             for key, value in self.settings.items()
             if key in saved.settings and saved.settings[key] != value
-        ]
-        found += [f"{key} was not set" for key in _unset(saved.settings, in_place_of=self.settings)]
-        found += [f"{key} is not set" for key in _unset(self.settings, in_place_of=saved.settings)]
+        }
+        for key in _unset(saved.settings, sections_of=self.settings):
+            differences[key] = f"{key} was not set"
+        for key in _unset(self.settings, sections_of=saved.settings):
+            differences[key] = f"{key} is not set"
         if self.data_fingerprint != saved.data_fingerprint:
-            found.append(
+            differences["data"] = (
                 f"the data was {saved.prompts:,} prompts with fingerprint "
                 f"{saved.data_fingerprint[:12]}, is {self.prompts:,} with "
                 f"{self.data_fingerprint[:12]}"
             )
-        return found
+        return differences
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "", pattern: str = "") -> dict[str, Any]:
-    """Dotted key -> value of the settings that count; ``pattern`` is the key with ``*``."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        key, general = prefix + name, pattern + ("*" if pattern == "teachers." else name)
-        if general in _INCIDENTAL:
+def _fingerprinted(section: BaseModel, plain: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return dotted key -> plain value of the settings without ``Incidental``."""
+    settings: dict[str, Any] = {}
+    for name, field in type(section).model_fields.items():
+        value, key = getattr(section, name), prefix + name
+        if any(isinstance(mark, IncidentalMark) for mark in field.metadata):
             continue
-        if isinstance(value, dict):
-            found |= _flat(value, f"{key}.", f"{general}.")
+        if isinstance(value, BaseModel):
+            settings |= _fingerprinted(value, plain[name], f"{key}.")
+        elif isinstance(value, dict):  # teachers
+            for each, teacher in value.items():
+                settings |= _fingerprinted(teacher, plain[name][each], f"{key}.{each}.")
         else:
-            found[key] = value
-    return found
+            settings[key] = plain[name]
+    return settings
 
 
-def _unset(settings: Mapping[str, Any], *, in_place_of: Mapping[str, Any]) -> list[str]:
-    """Keys without a value here that are a section there."""
-    sections = {key.rpartition(".")[0] for key in in_place_of}
+def _unset(settings: Mapping[str, Any], *, sections_of: Mapping[str, Any]) -> list[str]:
+    """Return keys that are null in one mapping and a section in the other."""
+    sections = {key.rpartition(".")[0] for key in sections_of}
     return [key for key, value in settings.items() if value is None and key in sections]
 
 
 def _teachers(settings: Mapping[str, Any]) -> set[str]:
-    """Teachers by the one setting that each of them has."""
-    ending = ".loss.type"
+    """Return the names of the teachers, each of which has ``loss.type``."""
+    suffix = ".loss.type"
     return {
-        key.removeprefix("teachers.").removesuffix(ending)
+        key.removeprefix("teachers.").removesuffix(suffix)
         for key in settings
-        if key.startswith("teachers.") and key.endswith(ending)
+        if key.startswith("teachers.") and key.endswith(suffix)
     }
 
 
-def _fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Of what the student reads and who judges it, in order; not of how the lines spell it."""
+def _data_fingerprint(prompts: Sequence[Prompt]) -> str:
+    """Hash messages, teachers and reference answers in order; the spelling of lines is ignored."""
     digest = hashlib.sha256()
     for prompt in prompts:
         messages = [message.model_dump() for message in prompt.messages]

@@ -1,6 +1,10 @@
-"""Reads a run's YAML and its ``a.b=c`` overrides; OmegaConf merges, pydantic decides."""
+"""``load_run``: settings of a run from YAML, overrides and keyword arguments.
+
+OmegaConf merges and interpolates; pydantic validates.
+"""
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,73 +18,107 @@ from mopd_protocol.runtime.atomic_file import replacing
 from mopd_trainer.config.run import RunConfig
 
 
-def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The checked configuration of a run.
+def load_run(
+    run: str | Path | RunConfig, overrides: Sequence[str] = (), **settings: Any
+) -> RunConfig:
+    """Load and validate the settings of a run.
+
+    Args:
+        run: YAML file, or settings to change.
+        overrides: ``"teachers.math.top_k=32"``, dots for nesting.
+        settings: overrides as keyword arguments, dictionaries for nesting
+            (``teachers={"math": {"top_k": 32}}``).
 
     Raises:
-        ConfigError: everything that is wrong, with the keys it is wrong at.
+        ConfigError: for an unreadable file or invalid settings; ``key`` is the (first) setting.
     """
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file; expected a run's YAML")
+    source = "settings" if isinstance(run, RunConfig) else str(run)
     for override in overrides:
         if "=" not in override:
-            raise ConfigError(f"override {override!r} has no '='; expected key=value")
+            raise ConfigError(
+                f"override {override!r}: '=' not found, expected KEY=VALUE", key=override
+            )
     try:
-        loaded = OmegaConf.load(path)
+        if isinstance(run, RunConfig):
+            loaded = OmegaConf.create(run.model_dump(mode="json"))
+        elif Path(run).is_file():
+            loaded = OmegaConf.load(run)
+        else:
+            raise ConfigError(f"{source}: file not found, expected the YAML file of a run")
         if not isinstance(loaded, DictConfig):
-            raise ConfigError(f"{path}: found a list, expected keys and values")
-        merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides)))
+            raise ConfigError(f"{source}: found a list, expected keys and values")
+        merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides)), settings)
         values = OmegaConf.to_container(merged, resolve=True)
     except (OmegaConfBaseException, YAMLError, TypeError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
-    return parse_run(values, source=str(path))
+        raise ConfigError(f"{source}: {' '.join(str(error).split())}") from error
+    return parse_run(values, source=source)
 
 
 def parse_run(values: Any, *, source: str) -> RunConfig:
-    """The configuration in plain data; ``source`` names it in errors.
+    """Validate the settings of a run given as plain data.
+
+    Args:
+        source: name of the settings in error messages.
 
     Raises:
-        ConfigError: as ``load_run``.
+        ConfigError: for invalid settings; ``key`` is the (first) setting.
     """
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        told = [_sentence(dict(problem), values) for problem in error.errors()]
-        if len(told) == 1:
-            raise ConfigError(f"{source}: {told[0]}") from error
-        listed = "".join(f"\n  {sentence}" for sentence in told)
-        raise ConfigError(f"{source}: {len(told)} settings cannot be used:{listed}") from error
+        problems = [_problem(dict(details), values) for details in error.errors()]
+        key, first = problems[0]
+        if len(problems) == 1:
+            raise ConfigError(f"{source}: {first}", key=key) from error
+        listing = "".join(f"\n  {message}" for _, message in problems)
+        raise ConfigError(
+            f"{source}: {len(problems)} invalid settings:{listing}", key=key
+        ) from error
 
 
 def write_resolved(config: RunConfig, path: Path) -> None:
-    """The resolved configuration as YAML that ``load_run`` reads."""
+    """Save the resolved settings as YAML for ``load_run``."""
     with replacing(path, durable=True) as temporary:
         temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
 
 
-def _sentence(problem: dict[str, Any], values: Any) -> str:
-    key = _key(problem["loc"], values)
-    if problem["type"] == "extra_forbidden":
-        return f"unknown key {key!r}; look for a spelling mistake or a wrong indentation"
-    if problem["type"] == "missing":
-        return f"{key!r} is missing"
-    if problem["type"] == "union_tag_not_found":
-        return f"{key!r} is {problem['input']!r}, without {problem['ctx']['discriminator']}; add it"
-    if problem["type"] == "value_error":
-        return str(problem["ctx"]["error"])
-    return f"{key!r} is {problem['input']!r}: {problem['msg']}"
+def _problem(details: dict[str, Any], values: Any) -> tuple[str, str]:
+    """Return the dotted key of a pydantic error, and a message that begins with the key."""
+    key, kind = _key(details["loc"], values), details["type"]
+    if kind == "value_error":
+        error = details["ctx"]["error"]
+        prefix = f"{key}." if key else ""
+        return f"{prefix}{getattr(error, 'key', None) or ''}".strip("."), f"{prefix}{error}"
+    if kind == "extra_forbidden":
+        return key, f"{key}: unknown setting{_suggestion(key)}. Check spelling and indentation."
+    if kind == "missing":
+        return key, f"{key}: missing, but required"
+    if kind == "union_tag_not_found":
+        return key, f"{key}: {details['ctx']['discriminator']} is missing ({_found(details)})"
+    return key, f"{key}: {details['msg']} ({_found(details)})"
+
+
+def _found(details: dict[str, Any]) -> str:
+    return f"found {details['input']!r}"
+
+
+def _suggestion(key: str) -> str:
+    schema = RunConfig.model_json_schema()
+    sections: list[dict[str, Any]] = [schema, *schema["$defs"].values()]
+    names = {name for section in sections for name in section.get("properties", ())}
+    matches = get_close_matches(key.rpartition(".")[2], sorted(names), n=1, cutoff=0.7)
+    return f", did you mean {matches[0]!r}" if matches else ""
 
 
 def _key(location: Sequence[str | int], values: Any) -> str:
-    """The dotted key of what is wrong, as the user would write it: without the parts by which
-    pydantic names the alternatives that it tried there."""
-    found: list[str] = []
+    """Return the dotted key of a pydantic error location, without the names of union members."""
+    parts: list[str] = []
     last = len(location) - 1
-    for at, part in enumerate(location):
-        if isinstance(values, dict) and (part in values or at == last):
-            found.append(str(part))
+    for index, part in enumerate(location):
+        if isinstance(values, dict) and (part in values or index == last):
+            parts.append(str(part))
             values = values.get(part)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
         elif isinstance(values, list | tuple) and isinstance(part, int):
-            found.append(str(part))
+            parts.append(str(part))
             values = values[part] if part < len(values) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    return ".".join(found)
+    return ".".join(parts)

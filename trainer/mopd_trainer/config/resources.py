@@ -1,39 +1,40 @@
-"""``ResourcesConfig``: on which devices of a Ray cluster a run's parts stand."""
+"""``ResourcesConfig``: devices of a Ray cluster for the parts of a run."""
 
 from collections.abc import Mapping
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from mopd_trainer.config.settings import Settings
 from mopd_trainer.config.teacher import TeacherConfig
 
 
-class ResourcesConfig(BaseModel):
-    """A run on Ray. Without it, a run is this process (or the ranks of ``torchrun``)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class ResourcesConfig(Settings):
+    """Resources of a run on Ray. Without this section, a run is a single process or the ranks of
+    ``torchrun``."""
 
     address: str | None = None
-    """Of a running cluster (``auto``, or ``ray://host:10001``). Not set: one is started here, and
-    ends with the run."""
+    """Address of a running cluster (``auto``, or ``ray://host:10001``). Default: start a local
+    cluster for the duration of the run."""
     device: Literal["cuda", "npu", "cpu"] = "cuda"
-    """What a device is; CPU cores for ``cpu``."""
+    """Type of a device; ``cpu`` counts cores."""
     student: int = Field(default=1, ge=1)
-    """Devices of the student: one rank each."""
+    """Devices of the student, one rank per device."""
     rollout_workers: int = Field(default=0, ge=0)
-    """Workers that write completions, each with the whole student on devices of its own: one, or
-    ``rollout.vllm.tensor_parallel_size`` with vLLM. 0: the first rank writes."""
+    """Workers that sample completions, each with a full copy of the student on separate devices:
+    one, or ``rollout.vllm.tensor_parallel_size`` with vLLM. 0: rank 0 samples."""
     rollout_worker_restarts: int = Field(default=3, ge=0)
-    """How often a worker that dies is started again. What it was writing is written again with the
-    same seeds; a run ends when no worker is left."""
+    """Maximum number of restarts of a failed worker. Unfinished completions are sampled again with
+    the same seeds; a run ends if no worker is left."""
     wait_seconds: float = Field(default=300.0, gt=0)
-    """How long a cluster may take to have all devices free."""
+    """Maximum time to wait until the cluster has enough free devices."""
 
 
 def placed_teachers(teachers: Mapping[str, TeacherConfig]) -> dict[str, list[str]]:
-    """Where teachers stand that the run starts itself: group -> names.
+    """Group the teachers that the run starts by shared devices.
 
-    Those that share devices are one group, whose devices are counted once.
+    Returns:
+        Group -> names of its teachers. The devices of a group are counted once.
     """
     groups: dict[str, list[str]] = {}
     for name, teacher in teachers.items():
@@ -45,8 +46,7 @@ def placed_teachers(teachers: Mapping[str, TeacherConfig]) -> dict[str, list[str
 def device_counts(
     resources: ResourcesConfig, teachers: Mapping[str, TeacherConfig], *, worker_devices: int = 1
 ) -> list[int]:
-    """Devices of each part that is placed as one: every student rank, then every teacher group,
-    then every rollout worker."""
+    """Return the number of devices of each placement: student ranks, teacher groups, workers."""
     groups = placed_teachers(teachers)
     sizes = [
         max(served.devices for name in names if (served := teachers[name].serve) is not None)

@@ -1,0 +1,64 @@
+"""``DataConfig``: the prompts of a run."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from mopd_protocol.samples import Source
+from mopd_trainer.config.settings import Incidental, Settings, invalid
+
+
+class DataConfig(Settings):
+    """Prompts, source of the completions, and the teacher of each line.
+
+    Rejected: an ``on_policy_fraction`` that never uses ``source``.
+    """
+
+    prompts: Incidental[Path]
+    """JSONL file with ``messages``, ``prompt`` or the keys named below."""
+    source: Source = "rollout"
+    """Source of completions: ``rollout`` (sampled from the student) or ``answers`` (the reference
+    answer of each line)."""
+    on_policy_fraction: float | None = Field(default=None, ge=0, le=1)
+    """Fraction of a step's prompts that the student completes; the rest use reference answers.
+    Default: 1 for ``rollout``, 0 for ``answers``."""
+    teacher_key: Incidental[str | None] = None
+    """Key of a line's teacher: a name, or a mapping of names to weights. Default: the first of
+    ``teacher``, ``data_source``, ``tag``, ``dataset`` in the line."""
+    default_teacher: Incidental[str | None] = None
+    """Teacher of lines without one; if not set, such lines are invalid."""
+    question_key: Incidental[str | None] = None
+    """Key of the user message, for data without ``messages`` and ``prompt``."""
+    answer_key: Incidental[str | None] = None
+    """Key of the reference answer. Default: the last message of ``messages``, if the run uses
+    reference answers. If the run does not use them, the answer is only logged next to the
+    completion."""
+    shuffle: bool = True
+    """Shuffle the prompts in each epoch, with an order derived from ``seed``."""
+    on_bad_line: Incidental[Literal["fail", "skip"]] = "fail"
+    """Invalid lines: ``fail`` raises an error; ``skip`` drops the line and logs the number of
+    dropped lines and the first error."""
+
+    @model_validator(mode="after")
+    def _validate_source(self) -> "DataConfig":
+        if self.on_policy_fraction == (0 if self.source == "rollout" else 1):
+            expected = "answers" if self.source == "rollout" else "rollout"
+            raise invalid(
+                "on_policy_fraction",
+                f"source '{self.source}' is never used (found {self.on_policy_fraction:g}). "
+                f"Set data.source to '{expected}'.",
+            )
+        return self
+
+    @property
+    def rollout_share(self) -> float:
+        """Fraction of prompts that the student completes."""
+        if self.on_policy_fraction is None:
+            return 1.0 if self.source == "rollout" else 0.0
+        return self.on_policy_fraction
+
+    @property
+    def uses_reference_answers(self) -> bool:
+        """True if some prompts are trained on their reference answers."""
+        return self.rollout_share < 1

@@ -1,0 +1,77 @@
+"""``RolloutConfig`` and ``VllmConfig``: sampling of completions from the student."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from mopd_trainer.config.settings import Incidental, Settings, invalid
+
+
+class VllmConfig(Settings):
+    """Settings of the vLLM rollout engine (``rollout.engine: vllm``), in separate processes."""
+
+    gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
+    """Fraction of an accelerator's memory for vLLM; leave room for a student on the same device. On
+    a CPU, ``VLLM_CPU_KVCACHE_SPACE`` sets the size in GiB."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Accelerators per model replica."""
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Maximum number of concurrent completions."""
+    weights_folder: Path | None = None
+    """Folder for the weights of each push; a folder in memory is fastest. Default: the system's
+    temporary folder."""
+
+
+class RolloutConfig(Settings):
+    """Sampling settings and size of a step.
+
+    Rejected: ``on_stale: drop`` with ``max_staleness: 0``, and several greedy samples of a prompt.
+    """
+
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """``transformers`` samples batches in the trainer's process; ``vllm`` samples in separate
+    processes, with weights pushed after each step, and returns completions one by one."""
+    vllm: Incidental[VllmConfig] = VllmConfig()
+    """Settings of the vLLM engine."""
+    prompts_per_step: int = Field(default=64, ge=1)
+    """Prompts of a step."""
+    samples_per_prompt: int = Field(default=1, ge=1)
+    """Completions sampled for each prompt; a reference answer is used once."""
+    max_new_tokens: int = Field(ge=1)
+    """Maximum length of a completion. Longer reference answers are dropped and counted."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature; 0 is greedy. Values other than 1 change the sampling distribution, but
+    not the trained one."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling threshold."""
+    generation_batch_size: int = Field(default=64, ge=1)
+    """Completions that ``transformers`` samples at once; each batch is scored while the next is
+    sampled. Reference answers are scored in batches of this size too."""
+    scoring: Incidental[Literal["stream", "after_rollout"]] = "stream"
+    """``stream`` scores completions as soon as they are finished; ``after_rollout`` scores all
+    after the last one."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Maximum age, in steps, of the weights that sampled a completion. 0: strictly on-policy. From
+    1, the next steps are sampled during training (``transformers`` with a second copy of the
+    weights), and a resumed run is no longer reproduced bit for bit."""
+    on_stale: Literal["wait", "drop"] = "wait"
+    """``wait`` samples nothing that could become too old; ``drop`` samples up to one step further
+    ahead and drops and counts stale samples. A step without remaining samples is sampled again."""
+
+    @model_validator(mode="after")
+    def _validate_sampling(self) -> "RolloutConfig":
+        if self.temperature == 0 and self.samples_per_prompt > 1:
+            raise invalid(
+                "temperature",
+                "greedy samples of a prompt are identical (found temperature 0 and "
+                f"samples_per_prompt {self.samples_per_prompt}). Set samples_per_prompt to 1, or a "
+                "temperature above 0.",
+            )
+        if self.on_stale == "drop" and self.max_staleness == 0:
+            raise invalid(
+                "on_stale",
+                "'drop' with max_staleness 0 would drop every completion that is sampled ahead. "
+                "Set max_staleness to 1 or more, or remove on_stale.",
+            )
+        return self
