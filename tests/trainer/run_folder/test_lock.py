@@ -14,8 +14,8 @@ from tests.trainer.whole_runs import run_here
 HOLD = """
 import sys
 from pathlib import Path
-from mopd_trainer.run_folder.lock import only_writer
-with only_writer(Path(sys.argv[1])):
+from mopd_trainer.run_folder.lock import run_lock
+with run_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """

@@ -1,6 +1,5 @@
 """LoRA students: what is trained, what stays, and that the step is the full student's."""
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
