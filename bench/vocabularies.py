@@ -1,6 +1,6 @@
-"""How fast published vocabularies are projected and aligned, beside the obvious slower ways.
+"""Speed of projection and alignment on published vocabularies, compared with simple baselines.
 
-Each figure is the median of several runs, every one in a fresh process: neighbours on a shared
+Each figure is the median of several runs, each in a fresh process: neighbours on a shared
 machine make single runs differ by tens of per cent. Peak memory is that of the whole process.
 """
 
@@ -41,18 +41,18 @@ PROJECTED = [
     ("python_50k", "tekken"),
 ]
 ALIGNED = [("tekken", "v3"), ("tekken", "python_50k"), ("python_50k", "v3")]
-#: What the slower ways get of a text; difflib is quadratic.
+#: Characters of a text that the baselines process; difflib is quadratic.
 PEER_CHARACTERS = 2_000
 
 Result = dict[str, Any]
 
 
 def main() -> None:
-    """Measures, prints and writes."""
+    """Measure, print the tables and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3, help="fresh processes a figure (default: 3)")
     parser.add_argument("--json", type=Path, help="write every run's figures to this file")
-    parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)  # what a child does
+    parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)  # in a child process
     options = parser.parse_args()
     if options.measure:
         what, folder, student, teacher = options.measure
@@ -72,7 +72,7 @@ def main() -> None:
     console.print(
         _projection_table(results["projection"]),
         _alignment_table(results["alignment"]),
-        _slower_table(results["alignment"]),
+        _baseline_table(results["alignment"]),
     )
     if options.json:
         machine = {"processor": platform.processor(), "cores": os.cpu_count(), "runs": options.runs}
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def measure_projection(folder: Path, student: str, teacher: str) -> Result:
-    """From two ``tokenizer.json`` to a projection, then the same out of decoded strings."""
+    """Measure a projection built from two ``tokenizer.json``, and one from decoded strings."""
     started = time.perf_counter()
     left, right = _tokenizer(folder, student), _tokenizer(folder, teacher)
     loaded = time.perf_counter()
@@ -109,19 +109,19 @@ def measure_projection(folder: Path, student: str, teacher: str) -> Result:
             if token_id < student_table.size
         ),
         "peer_seconds": peer_seconds,
-        "peer_wrong_rows": _rows_that_begin_otherwise(rows, student_table, teacher_table),
+        "peer_wrong_rows": _rows_with_wrong_first_bytes(rows, student_table, teacher_table),
         "text_rows": len(text),
     }
 
 
 def measure_alignment(folder: Path, student: str, teacher: str) -> Result:
-    """Whole texts through ``align``, and their first tokens through the slower ways."""
+    """Measure ``align`` on complete texts, and the baselines on their first tokens."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     sides = [_tokenizer(folder, name) for name in (student, teacher)]
     tables = [TokenTable.from_tokenizer(side) for side in sides]
     encoders = [TextEncoder(*pair) for pair in zip(sides, tables, strict=True)]
-    found: Result = {}
+    results: Result = {}
     for text_name in ("code", "mixed", "digits", "edited"):
         texts = [
             (folder / f"{text_name}.{side}.txt").read_bytes().decode()
@@ -132,34 +132,34 @@ def measure_alignment(folder: Path, student: str, teacher: str) -> Result:
         before = _peak_megabytes()
         alignment, seconds = _timed(lambda left=left, right=right: align(left, right))
         _, table_seconds = _timed(lambda ids=ids: tables[0].sequence(ids[0]))
-        found[text_name] = {
+        results[text_name] = {
             "tokens": [len(left), len(right)],
             "tokens_per_second": len(left) / seconds,
             "bytes_table_tokens_per_second": len(left) / table_seconds,
             "aligned_share": alignment.aligned_bytes(left) / len(left.text),
             "one_to_one_share": float(alignment.one_to_one.mean()),
             "grown_megabytes": _peak_megabytes() - before,
-            **_slower_ways(sides, tables, texts),
+            **_baselines(sides, tables, texts),
         }
-    return found
+    return results
 
 
-def _slower_ways(
+def _baselines(
     sides: Sequence[Tokenizer], tables: Sequence[TokenTable], texts: Sequence[str]
 ) -> Result:
-    """A walk in Python and difflib over decoded tokens, on the beginning of the student's text."""
+    """Measure a Python loop and difflib over decoded tokens, on the start of the text."""
     text = texts[0][:PEER_CHARACTERS]
     ids = [TextEncoder(s, t).encode(text) for s, t in zip(sides, tables, strict=True)]
     left, right = (table.sequence(i) for table, i in zip(tables, ids, strict=True))
-    ours, seconds = _timed(lambda: align(left, right))
+    alignment, seconds = _timed(lambda: align(left, right))
     walked, walk_seconds = _timed(lambda: _walk(left, right))
-    assert walked == len(ours)
+    assert walked == len(alignment)
     matched, difflib_seconds = _timed(lambda: _matched_by_difflib(sides, ids))
     lengths = tables[0].byte_lengths[ids[0]]
     return {
         "peer_tokens": len(left),
-        "peer_ours_tokens_per_second": len(left) / seconds,
-        "peer_ours_aligned_share": ours.aligned_bytes(left) / len(left.text),
+        "peer_align_tokens_per_second": len(left) / seconds,
+        "peer_align_aligned_share": alignment.aligned_bytes(left) / len(left.text),
         "walk_tokens_per_second": len(left) / walk_seconds,
         "difflib_tokens_per_second": len(left) / difflib_seconds,
         "difflib_aligned_share": float(lengths[matched].sum() / lengths.sum()),
@@ -167,13 +167,13 @@ def _slower_ways(
 
 
 def _walk(left: TokenSequence, right: TokenSequence) -> int:
-    """Spans found by two pointers in plain Python."""
-    ends, others = left.byte_ends.tolist(), right.byte_ends.tolist()
+    """Count spans with two pointers in plain Python."""
+    ends, teacher_ends = left.byte_ends.tolist(), right.byte_ends.tolist()
     spans = at = other = 0
-    while at < len(ends) and other < len(others):
-        if ends[at] == others[other]:
+    while at < len(ends) and other < len(teacher_ends):
+        if ends[at] == teacher_ends[other]:
             spans, at, other = spans + 1, at + 1, other + 1
-        elif ends[at] < others[other]:
+        elif ends[at] < teacher_ends[other]:
             at += 1
         else:
             other += 1
@@ -181,17 +181,17 @@ def _walk(left: TokenSequence, right: TokenSequence) -> int:
 
 
 def _matched_by_difflib(sides: Sequence[Tokenizer], ids: Sequence[Sequence[int]]) -> list[int]:
-    """Positions of student tokens whose decoded strings difflib matches."""
+    """Return the positions of student tokens whose decoded strings difflib matches."""
     left, right = ([s.decode([i]) for i in sent] for s, sent in zip(sides, ids, strict=True))
     blocks = difflib.SequenceMatcher(None, left, right, autojunk=False).get_matching_blocks()
     return [block.a + n for block in blocks for n in range(block.size)]
 
 
 def _rows_from_decoded_strings(student: Tokenizer, teacher: Tokenizer) -> dict[int, int]:
-    """Student id -> teacher id of the greatest weight, by way of strings.
+    """Map student ids to the teacher id of the greatest weight, from decoded strings.
 
     X-Token's forward pass and exact overwrite (arXiv 2605.21699): every student token is decoded
-    by itself and encoded again, and equal surfaces win.
+    and encoded again one at a time, and equal surfaces take precedence.
     """
     surfaces = teacher.get_vocab()
     rows: dict[int, int] = {}
@@ -205,22 +205,22 @@ def _rows_from_decoded_strings(student: Tokenizer, teacher: Tokenizer) -> dict[i
     return rows
 
 
-def _rows_that_begin_otherwise(
+def _rows_with_wrong_first_bytes(
     rows: dict[int, int], student: TokenTable, teacher: TokenTable
 ) -> int:
-    """Student tokens with bytes whose first target's bytes are not what they begin with."""
-    mine, theirs = student.all_bytes, teacher.all_bytes
+    """Count student tokens with bytes that do not start with the bytes of their first target."""
+    teacher_bytes = teacher.all_bytes
     return sum(
         token_id not in rows
-        or not theirs[rows[token_id]]
-        or not spelled.startswith(theirs[rows[token_id]])
-        for token_id, spelled in enumerate(mine)
+        or not teacher_bytes[rows[token_id]]
+        or not spelled.startswith(teacher_bytes[rows[token_id]])
+        for token_id, spelled in enumerate(student.all_bytes)
         if spelled
     )
 
 
 def _write_material(folder: Path) -> None:
-    """Tokenizers as ``tokenizer.json`` with their roles, and texts for both sides."""
+    """Save the tokenizers with their roles, and the texts of both sides."""
     from tests.real_vocabularies import (
         MIXED_TEXT,
         STANDARD_LIBRARY,
@@ -249,15 +249,20 @@ def _write_material(folder: Path) -> None:
 
 def _median_of_runs(what: str, folder: Path, pair: tuple[str, str], runs: int) -> Result:
     command = [sys.executable, "-m", "bench.vocabularies", "--measure", what, str(folder), *pair]
-    answers = [
+    runs_of_pair = [
         json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout)
         for _ in range(runs)
     ]
-    return {"student": pair[0], "teacher": pair[1], "median": _median(answers), "runs": answers}
+    return {
+        "student": pair[0],
+        "teacher": pair[1],
+        "median": _median(runs_of_pair),
+        "runs": runs_of_pair,
+    }
 
 
 def _median(values: Sequence[Any]) -> Any:
-    """Medians of equal places in nested results."""
+    """Return the medians of corresponding values in nested results."""
     if isinstance(values[0], dict):
         return {key: _median([value[key] for value in values]) for key in values[0]}
     if isinstance(values[0], list):
@@ -271,15 +276,15 @@ def _projection_table(results: Sequence[Result]) -> Table:
         ["student → teacher", "read", "build", "peak MB", "same", "strings", "wrong rows"],
     )
     for result in results:
-        found = result["median"]
+        median = result["median"]
         table.add_row(
             _pair(result),
-            f"{found['load_seconds'] + found['tables_seconds']:.2f}",
-            f"{found['build_seconds']:.2f}",
-            f"{found['peak_megabytes']:,.0f}",
-            f"{found['same_bytes_share']:.1%}",
-            f"{found['peer_seconds']:.2f}",
-            f"{found['peer_wrong_rows'] / found['text_rows']:.1%}",
+            f"{median['load_seconds'] + median['tables_seconds']:.2f}",
+            f"{median['build_seconds']:.2f}",
+            f"{median['peak_megabytes']:,.0f}",
+            f"{median['same_bytes_share']:.1%}",
+            f"{median['peer_seconds']:.2f}",
+            f"{median['peer_wrong_rows'] / median['text_rows']:.1%}",
         )
     return table
 
@@ -290,32 +295,32 @@ def _alignment_table(results: Sequence[Result]) -> Table:
         ["student → teacher", "text", "tokens", "M tokens/s", "bytes aligned", "1-1 spans"],
     )
     for result in results:
-        for text, found in result["median"].items():
+        for text, median in result["median"].items():
             table.add_row(
                 _pair(result),
                 text,
-                f"{found['tokens'][0]:,.0f}",
-                f"{found['tokens_per_second'] / 1e6:.2f}",
-                f"{found['aligned_share']:.2%}",
-                f"{found['one_to_one_share']:.1%}",
+                f"{median['tokens'][0]:,.0f}",
+                f"{median['tokens_per_second'] / 1e6:.2f}",
+                f"{median['aligned_share']:.2%}",
+                f"{median['one_to_one_share']:.1%}",
             )
     return table
 
 
-def _slower_table(results: Sequence[Result]) -> Table:
+def _baseline_table(results: Sequence[Result]) -> Table:
     table = _table(
         f"alignment of the first {PEER_CHARACTERS:,} characters, M tokens/s",
         ["student → teacher", "text", "align", "walk", "difflib", "bytes"],
     )
     for result in results:
-        for text, found in result["median"].items():
+        for text, median in result["median"].items():
             table.add_row(
                 _pair(result),
                 text,
-                f"{found['peer_ours_tokens_per_second'] / 1e6:.2f}",
-                f"{found['walk_tokens_per_second'] / 1e6:.2f}",
-                f"{found['difflib_tokens_per_second'] / 1e6:.3f}",
-                f"{found['difflib_aligned_share']:.1%}",
+                f"{median['peer_align_tokens_per_second'] / 1e6:.2f}",
+                f"{median['walk_tokens_per_second'] / 1e6:.2f}",
+                f"{median['difflib_tokens_per_second'] / 1e6:.3f}",
+                f"{median['difflib_aligned_share']:.1%}",
             )
     return table
 
@@ -339,7 +344,7 @@ def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def _peak_megabytes() -> float:
-    """Of this process since its start."""
+    """Return the peak memory of this process since its start."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (1e6 if sys.platform == "darwin" else 1e3)
 

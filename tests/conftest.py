@@ -1,4 +1,4 @@
-"""For all tests of this process: the losses' shapes are checked, and no test hangs on another."""
+"""Shared configuration: shape checks of the losses, and tests that are independent of order."""
 
 import logging
 import sys
@@ -10,26 +10,26 @@ from jaxtyping import install_import_hook
 
 from tests.shape_checks import checked
 
-# Before anything imports the losses: what is imported already is not checked.
+# Must precede any import of the losses: modules that are already imported are not checked.
 install_import_hook("mopd_losses", f"{checked.__module__}.checked")
 
-# A property is tried on the same examples by every run, however slow the machine: what fails, fails
-# for whoever broke it. ``pytest --hypothesis-profile=others`` tries it on examples of its own.
+# Every run tests a property on the same examples, however slow the machine, so that a failure is
+# reproducible. ``pytest --hypothesis-profile=others`` draws new examples.
 settings.register_profile("others", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("alike", settings.get_profile("others"), derandomize=True)
-settings.load_profile("alike")
+settings.register_profile("deterministic", settings.get_profile("others"), derandomize=True)
+settings.load_profile("deterministic")
 
 
 @pytest.fixture(autouse=True)
-def draws_of_its_own() -> None:
-    """What a test draws from torch's generator does not hang on which tests were before it."""
+def fixed_torch_seed() -> None:
+    """Seed torch's global generator, so that no test depends on the tests before it."""
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
-    """A command line that ran in a test sets up logging for its process, which is this one."""
+def restored_logging() -> Iterator[None]:
+    """Restore the root logger after a test: a command line run in process configures it."""
     root = logging.getLogger()
     level, handlers = root.level, [*root.handlers]
     yield

@@ -1,33 +1,33 @@
-"""Ports for servers that a test starts, which take them only seconds later."""
+"""Free ports for servers that bind them seconds after a test has chosen them."""
 
 import random
 import socket
 from pathlib import Path
 
-#: Below it are the ports that Ray gives its workers.
+#: Ray assigns ports below it to its workers.
 _LOWEST = 20_000
-_given: set[int] = set()
+_assigned: set[int] = set()
 
 
 def free_port() -> int:
-    """A port that nobody listens on now, and that nobody gets who asks for any.
+    """Return an unused port outside the kernel's ephemeral range, each at most once.
 
-    Out of those the kernel serves every outgoing connection, also those that wait for this very
-    server, and one that it gives away is in use when the server comes.
+    The kernel assigns ephemeral ports to outgoing connections, including those that poll for the
+    server under test, so that such a port may be in use when the server binds it.
     """
     while True:
-        port = random.SystemRandom().randrange(_LOWEST, _first_of_the_kernels())
-        if port in _given:
+        port = random.SystemRandom().randrange(_LOWEST, _first_ephemeral_port())
+        if port in _assigned:
             continue
         try:
             with socket.create_server(("", port)):
-                _given.add(port)
+                _assigned.add(port)
                 return port
-        except OSError:  # somebody has it
+        except OSError:  # in use
             continue
 
 
-def _first_of_the_kernels() -> int:
-    told = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    first = int(told.read_text().split()[0]) if told.exists() else 49_152  # as IANA has it
+def _first_ephemeral_port() -> int:
+    setting = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first = int(setting.read_text().split()[0]) if setting.exists() else 49_152  # IANA's range
     return max(first, _LOWEST + 1_000)

@@ -1,8 +1,8 @@
 """Published vocabularies at full size, as fast tokenizers, without a network.
 
 ``mistral-common`` bundles Tekken (131,072 ids, byte-level, as tiktoken ranks) and SentencePiece
-models of 32,000 and 32,768 ids with byte fallback. Beside them stands a byte-level BPE that is
-trained on Python's standard library, whose text and pre-tokenizer are unlike Tekken's.
+models of 32,000 and 32,768 ids with byte fallback. A byte-level BPE trained on
+Python's standard library differs from Tekken in its text and its pre-tokenizer.
 """
 
 import base64
@@ -86,14 +86,14 @@ class Vocabulary:
 
 @cache
 def real(name: str) -> Vocabulary:
-    """One of ``NAMES``, ``tekken_shuffled``, ``v1`` or ``python_131k``."""
+    """Load a vocabulary: one of ``NAMES``, ``tekken_shuffled``, ``v1`` or ``python_131k``."""
     tokenizer, roles = tokenizer_and_roles(name)
     table = TokenTable.from_tokenizer(tokenizer, roles)
     return Vocabulary(tokenizer, table, TextEncoder(tokenizer, table), table.size + 48)
 
 
 def tokenizer_and_roles(name: str) -> tuple[Tokenizer, TokenRoles]:
-    """What ``real`` is made of."""
+    """Load the tokenizer and the roles of a vocabulary of ``real``."""
     if name in ("tekken", "tekken_shuffled"):
         roles = TokenRoles(bos=1, eos=2, end_of_turn=2, pad=11)
         return tekken(shuffled=name == "tekken_shuffled"), roles
@@ -104,9 +104,9 @@ def tokenizer_and_roles(name: str) -> tuple[Tokenizer, TokenRoles]:
 
 
 def tekken(*, shuffled: bool = False) -> Tokenizer:
-    """Byte-level BPE out of tiktoken ranks; the control tokens come first, as in published models.
+    """Build byte-level BPE from tiktoken ranks, control tokens first, as in published models.
 
-    tiktoken merges whichever pair spells the token of the lowest rank, so that every way to cut a
+    tiktoken merges the pair that spells the token of the lowest rank, so that every way to cut a
     token into two tokens is a merge, in the order of ranks. ``shuffled`` shuffles the ids of
     text tokens: the same tokens in another order, as a second vocabulary of this size.
     """
@@ -143,7 +143,7 @@ def tekken(*, shuffled: bool = False) -> Tokenizer:
 
 
 def sentencepiece(path: Path) -> Tokenizer:
-    """SentencePiece BPE with byte fallback: as transformers converts Llama's."""
+    """Convert a SentencePiece BPE with byte fallback, as transformers converts Llama's."""
     from transformers.utils import sentencepiece_model_pb2_new as model_pb2
 
     model = model_pb2.ModelProto()
@@ -178,7 +178,7 @@ def _added(pieces: Iterable[Any], *kinds: int) -> list[AddedToken]:
 
 
 def _merges_by_score(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Every way to cut a piece into two pieces, the best pieces first."""
+    """List every split of a piece into two pieces, the best pieces first."""
     merges = [
         (piece[:cut], piece[cut:], score)
         for piece, score in scores.items()
@@ -190,7 +190,7 @@ def _merges_by_score(scores: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def python_bpe(size: int, folders: Sequence[Path]) -> Tokenizer:
-    """Byte-level BPE with GPT-2's words, trained on Python sources; once for each state of them."""
+    """Train byte-level BPE with GPT-2's words on Python sources; cached by their sizes."""
     sources = [path for folder in folders for path in python_sources(folder)]
     identity = [size, version("tokenizers"), [[str(p), p.stat().st_size] for p in sources]]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
@@ -214,7 +214,7 @@ def python_bpe(size: int, folders: Sequence[Path]) -> Tokenizer:
 
 
 def python_sources(folder: Path) -> list[Path]:
-    """The Python files under a folder, in order, without packages installed there."""
+    """List the Python files under a folder in order, without installed packages."""
     return sorted(
         path
         for path in folder.rglob("*.py")

@@ -1,4 +1,4 @@
-"""The checker of the losses' shape annotations; ``tests/conftest.py`` turns it on."""
+"""Runtime checks of the losses' shape annotations, enabled by ``tests/conftest.py``."""
 
 from collections.abc import Callable
 from typing import Any, get_args
@@ -8,12 +8,12 @@ from jaxtyping import AbstractArray
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, refusing tensors of other shapes or types than it says.
+    """Return the function with checks of its tensor annotations (shape and dtype).
 
-    Other annotations are pyright's business: checking them again would forbid stand-ins.
+    Other annotations are checked by pyright; a runtime check would reject test doubles.
 
     Args:
-        function: a copy that jaxtyping has made to be checked.
+        function: the copy that jaxtyping passes to its checker.
     """
     hints = function.__annotations__
     function.__annotations__ = {name: hint for name, hint in hints.items() if _has_shape(hint)}

@@ -1,4 +1,4 @@
-"""Which package may import what, read off the source and tried in fresh interpreters."""
+"""Tests of the import rules: allowed packages, forbidden libraries, light entry points."""
 
 import ast
 import subprocess
@@ -35,31 +35,31 @@ NEVER = {
 
 
 def imported_modules(package: str) -> set[str]:
-    """Top-level names of everything that a package's source imports, anywhere in it."""
-    found: set[str] = set()
+    """Return the top-level names of all modules that a package's source imports."""
+    names: set[str] = set()
     for path in (ROOT / FOLDERS[package]).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                found |= {alias.name.partition(".")[0] for alias in node.names}
+                names |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 assert node.level == 0, f"{path}:{node.lineno} imports relatively"
-                found.add((node.module or "").partition(".")[0])
-    return found
+                names.add((node.module or "").partition(".")[0])
+    return names
 
 
 @pytest.mark.parametrize("package", FOLDERS)
-def test_a_package_imports_only_the_packages_that_it_may(package: str) -> None:
-    ours = {name for name in imported_modules(package) if name.startswith("mopd_")}
-    assert ours - {package} <= MAY_IMPORT[package]
+def test_package_imports_only_allowed_packages(package: str) -> None:
+    imported = {name for name in imported_modules(package) if name.startswith("mopd_")}
+    assert imported - {package} <= MAY_IMPORT[package]
 
 
 @pytest.mark.parametrize("package", FOLDERS)
-def test_a_package_names_no_library_that_it_must_not_need(package: str) -> None:
+def test_package_imports_no_forbidden_library(package: str) -> None:
     assert not imported_modules(package) & NEVER[package]
 
 
 @pytest.mark.parametrize(
-    ("module", "absent"),
+    ("module", "forbidden"),
     [
         ("mopd_protocol.codec", {"torch", "transformers", "httpx", "fastapi"}),
         ("mopd_client.pool", {"torch", "transformers", "fastapi"}),
@@ -69,8 +69,8 @@ def test_a_package_names_no_library_that_it_must_not_need(package: str) -> None:
         ("mopd_server.main", {"torch", "transformers", "fastapi"}),
     ],
 )
-def test_importing_a_module_loads_nothing_heavy(module: str, absent: set[str]) -> None:
-    script = f"import sys, {module}; print(*(set({sorted(absent)!r}) & sys.modules.keys()))"
+def test_entry_point_imports_no_heavy_library(module: str, forbidden: set[str]) -> None:
+    script = f"import sys, {module}; print(*(set({sorted(forbidden)!r}) & sys.modules.keys()))"
     loaded = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
@@ -78,7 +78,7 @@ def test_importing_a_module_loads_nothing_heavy(module: str, absent: set[str]) -
 
 
 def files_that_import(library: str, folder: str) -> set[str]:
-    """Names of the files below a folder that import a library."""
+    """Return the names of the files below a folder that import a library."""
     return {
         path.relative_to(ROOT / folder).as_posix()
         for path in (ROOT / folder).rglob("*.py")
@@ -97,5 +97,5 @@ def files_that_import(library: str, folder: str) -> set[str]:
         ("peft", "trainer", "mopd_trainer/student/lora.py"),
     ],
 )
-def test_one_file_of_a_package_imports_what_few_need(library: str, folder: str, file: str) -> None:
+def test_optional_library_is_imported_by_one_file(library: str, folder: str, file: str) -> None:
     assert files_that_import(library, folder) == {file}

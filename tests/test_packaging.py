@@ -1,4 +1,4 @@
-"""The wheel that users install: each extra in an environment that holds nothing else of ours."""
+"""Tests of the wheel: each extra, installed in a clean environment, imports and runs."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-#: Installed first where an extra needs it, as the Makefile does.
+#: Installed before an extra that depends on it, as in the Makefile.
 TORCH = "torch==2.13.0"
 _LIGHT = "import sys, mopd_client.pool, mopd_protocol.codec; assert 'torch' not in sys.modules"
 _SERVER = (
@@ -26,17 +26,17 @@ pytestmark = [pytest.mark.packaging, pytest.mark.timeout(1800)]
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built once, of what the images copy too."""
+    """Build the wheel, once for a session."""
     folder = tmp_path_factory.mktemp("wheel")
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(ROOT)], check=True
     )
-    (found,) = folder.glob("mopd-*.whl")
-    return found
+    (built,) = folder.glob("mopd-*.whl")
+    return built
 
 
 def _environment(folder: Path, *requirements: str) -> Path:
-    """Where the executables of a fresh environment with these requirements are."""
+    """Create a virtual environment with these requirements; return its folder of executables."""
     venv.create(folder, with_pip=True)
     for requirement in requirements:
         subprocess.run(
@@ -46,19 +46,19 @@ def _environment(folder: Path, *requirements: str) -> Path:
 
 
 def _run(binary: Path, *arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":
-    # -I and another folder: nothing of this tree may be found.
+    # -I and a separate working folder exclude the modules of this tree.
     return subprocess.run(
         [binary, *arguments], capture_output=True, text=True, cwd=folder, env={"PATH": "/usr/bin"}
     )
 
 
-def test_the_light_parts_import_without_an_extra(wheel: Path, tmp_path: Path) -> None:
+def test_protocol_and_client_import_without_extras(wheel: Path, tmp_path: Path) -> None:
     binaries = _environment(tmp_path / "venv", str(wheel))
     imported = _run(binaries / "python", "-I", "-c", _LIGHT, folder=tmp_path)
     assert imported.returncode == 0, imported.stderr
-    refused = _run(binaries / "mopd", "check", "run.yaml", folder=tmp_path)
-    assert refused.returncode == 2
-    assert "pip install 'mopd[trainer]'" in refused.stderr
+    failed = _run(binaries / "mopd", "check", "run.yaml", folder=tmp_path)
+    assert failed.returncode == 2
+    assert "pip install 'mopd[trainer]'" in failed.stderr
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_the_light_parts_import_without_an_extra(wheel: Path, tmp_path: Path) ->
         ),
     ],
 )
-def test_an_extra_brings_all_that_its_program_needs(
+def test_extra_installs_all_requirements_of_its_program(
     extra: str, script: str, program: str, wheel: Path, tmp_path: Path
 ) -> None:
     binaries = _environment(tmp_path / "venv", TORCH, f"{wheel}[{extra}]")
@@ -85,7 +85,7 @@ def test_an_extra_brings_all_that_its_program_needs(
     assert helped.stdout.startswith(f"usage: {program}")
 
 
-def test_the_docs_extra_builds_the_site(wheel: Path, tmp_path: Path) -> None:
+def test_docs_extra_builds_the_site(wheel: Path, tmp_path: Path) -> None:
     binaries = _environment(tmp_path / "venv", f"{wheel}[docs]")
     built = _run(
         binaries / "mkdocs",
@@ -102,7 +102,7 @@ def test_the_docs_extra_builds_the_site(wheel: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("extra", ["vllm", "dev"])
-def test_an_extra_that_is_too_large_to_install_here_can_be_resolved(extra: str) -> None:
+def test_large_extra_resolves(extra: str) -> None:
     resolved = subprocess.run(
         [
             Path(sys.executable).parent / "uv",
@@ -115,5 +115,5 @@ def test_an_extra_that_is_too_large_to_install_here_can_be_resolved(extra: str) 
         cwd=ROOT,
     )
     assert resolved.returncode == 0, resolved.stderr
-    wanted = {"vllm": ("vllm==", "fastapi=="), "dev": ("pytest==", "mkdocs-material==")}[extra]
-    assert all(f"\n{name}" in resolved.stdout for name in wanted)
+    expected = {"vllm": ("vllm==", "fastapi=="), "dev": ("pytest==", "mkdocs-material==")}[extra]
+    assert all(f"\n{name}" in resolved.stdout for name in expected)

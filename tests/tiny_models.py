@@ -1,6 +1,6 @@
-"""Small real tokenizers and randomly initialised models of three families, made on the spot.
+"""Small trained tokenizers and randomly initialised models of three families.
 
-Three tokenizers that disagree: byte-level BPE that splits numbers into digits, a
+The three tokenizers cut text differently: byte-level BPE that splits numbers into digits, a
 SentencePiece-like BPE with ``▁`` and byte fallback, and a byte-level BPE that keeps numbers whole.
 Model heads are wider than their tokenizers, as published models' are.
 """
@@ -79,7 +79,7 @@ def sentencepiece_tokenizer(vocabulary_size: int = 640) -> PreTrainedTokenizerFa
     )
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     special = ["<unk>", "<s>", "</s>", *ROLE_TOKENS]
-    # Without a pre-tokenizer a line is one word, so training sees words apart, as they occur.
+    # Without a pre-tokenizer a line is one word, so the trainer receives separate words.
     words = [
         f"{' ' if position else ''}{word}"
         for line in CORPUS
@@ -116,7 +116,7 @@ def qwen(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> PreTrainedModel:
 
 
 def llama(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> PreTrainedModel:
-    """A two-layer Llama with a padded head that is its embedding, as small published ones have."""
+    """A two-layer Llama whose padded head is tied to its embedding, as in small published ones."""
     torch.manual_seed(seed)
     sizes = {**_sizes(tokenizer), "num_key_value_heads": 2, "tie_word_embeddings": True}
     return LlamaForCausalLM(LlamaConfig(**sizes, **_tokens(tokenizer))).eval()
@@ -129,7 +129,7 @@ def gpt_neox(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> PreTrainedMod
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:
-    """Writes an ordinary Hugging Face model folder."""
+    """Save a Hugging Face model folder."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""The mark of tests that start vLLM, and why they are skipped where it is not installed."""
+"""Mark for tests that start vLLM; they are skipped if vLLM is not installed."""
 
 import sys
 from importlib.util import find_spec
@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-#: Written by ``make vllm``: what became of the installation.
+#: Result of the installation, written by ``make vllm``.
 OUTCOME = Path(sys.prefix) / ".vllm"
 
 
-def _why_not() -> str:
-    told = OUTCOME.read_text().strip() if OUTCOME.is_file() else ""
-    return told or "vLLM is not installed here; make vllm installs it"
+def _skip_reason() -> str:
+    outcome = OUTCOME.read_text().strip() if OUTCOME.is_file() else ""
+    return outcome or "vLLM is not installed; make vllm installs it"
 
 
-#: For ``pytestmark``. vLLM starts in 20 s, and in minutes where other work fills the processors.
+#: For ``pytestmark``. vLLM starts in 20 s, on a busy machine in minutes.
 needs_vllm = [
     pytest.mark.vllm,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(find_spec("vllm") is None, reason=_why_not()),
+    pytest.mark.skipif(find_spec("vllm") is None, reason=_skip_reason()),
 ]
