@@ -82,9 +82,9 @@ RULES = {
     "what it says -> its value": r"what (?:it|they|he|she) \w+",
     "answer -> completion, response": (
         r"(?<!reference\s)(?<!final\s)(?<!correct\s)(?<!expected\s)(?<!gold\s)(?<!right\s)"
-        r"(?:answer|answers|answered|answering)"
+        r"(?:answer|answers|answered|answering)(?! keys?\b)"
     ),
-    "question -> request, prompt": r"questions?",
+    "question -> request, prompt": r"questions?(?! keys?\b)",
     "leader, follower -> rank 0, non-zero ranks": (
         r"leaders?|followers?|ranks? (?:that|who|which) (?:follows?|leads?)"
     ),
@@ -146,7 +146,8 @@ class Match:
 
 
 def matches_of_prose(text: str, line: int) -> Iterator[Match]:
-    """Yield the matches in a text whose first line is number `line`."""
+    """Yield the matches in a text whose first line is number `line`; inline code is not counted."""
+    text = re.sub(r"(`+)[^`\n]+\1", lambda code: "`" * len(code[0]), text)
     for match in PATTERN.finditer(text):
         rule = NAMES[int((match.lastgroup or "r0")[1:])]
         around = text[max(0, match.start() - 30) : match.end() + 30]
@@ -255,7 +256,7 @@ def local(name: str, line: int) -> Iterator[Match]:
 
 def markdown_matches(source: str) -> Iterator[Match]:
     """Yield the matches of a Markdown file; inline code and link targets are not counted."""
-    text = re.sub(r"(?<!`)`[^`\n]+`(?!`)|\]\([^)\s]*\)", lambda code: "`" * len(code[0]), source)
+    text = re.sub(r"\]\([^)\s]*\)", lambda target: "`" * len(target[0]), source)
     yield from matches_of_prose(text, 1)
 
 
