@@ -1,5 +1,7 @@
 """Plant one fault at a time in a copy of the repository and run the tests that must catch it.
 
+Test runs are forked from one process that has imported the large libraries.
+
 `make mutants` (`python -m tests.mutants`) prints `caught / total` and exits with status 1 if a
 fault survives. `-k TEXT` selects faults by id, `--jobs 2` runs two at a time, `--baseline` first
 runs the selected tests without a fault. The faults are listed in `tests/mutants.toml`.
@@ -8,19 +10,23 @@ runs the selected tests without a fault. The faults are listed in `tests/mutants
 # ruff: noqa: T201
 
 import argparse
+import contextlib
+import importlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
+import traceback
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "tests" / "mutants.toml"
@@ -30,8 +36,9 @@ TIERS = {
     "test": "not process and not slow and not vllm and not packaging and not gpu and not npu",
     "test-all": "not packaging and not gpu and not npu",
 }
-# Only ends a run that hangs because of its fault.
-TIMEOUT_SECONDS = 1800
+# Only ends a test that hangs because of its fault.
+TIMEOUT_SECONDS = 900
+OUTPUT = "mutants-output.txt"
 
 
 @dataclass(frozen=True)
@@ -82,59 +89,115 @@ def copy_tree(folder: Path) -> Path:
     return folder
 
 
-def run_tests(folder: Path, tests: Sequence[str], tier: str) -> tuple[int, str]:
-    """Run tests of a tier in a copy; return pytest's exit status and the end of its output."""
-    paths = os.pathsep.join(str(folder / name) for name in IMPORT_FOLDERS)
-    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line"]
-    command += ["-o", "addopts=", "-p", "no:xdist", "-m", TIERS[tier], *tests]
+def preload() -> None:
+    """Import the large libraries once; every forked test run shares them."""
+    for name in ("torch", "hypothesis", "httpx", "fastapi", "tokenizers", "beartype"):
+        importlib.import_module(name)
+    transformers = importlib.import_module("transformers")
+    for name in ("Qwen3ForCausalLM", "LlamaForCausalLM", "GPTNeoXForCausalLM"):
+        getattr(transformers, name)
+
+
+def start_tests(folder: Path, tests: Sequence[str], tier: str, output: Path) -> int:
+    """Fork a process that runs tests of a tier in a copy; return its process id."""
+    command = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=line"]
+    command += ["-o", "addopts=", "--timeout", str(TIMEOUT_SECONDS), "-m", TIERS[tier], *tests]
+    process = os.fork()
+    if process:
+        return process
     try:
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=TIMEOUT_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return 1, f"no result after {TIMEOUT_SECONDS} s"
-    return done.returncode, "\n".join(done.stdout.decode(errors="replace").splitlines()[-4:])
+        with output.open("wb") as stream:
+            os.dup2(stream.fileno(), 1)
+            os.dup2(stream.fileno(), 2)
+        os.setsid()
+        os.chdir(folder)
+        paths = [str(folder / name) for name in IMPORT_FOLDERS]
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+        originals = {str(ROOT / name).rstrip("/") for name in IMPORT_FOLDERS} | {""}
+        sys.path[:] = paths + [path for path in sys.path if path not in originals]
+        sys.dont_write_bytecode = True
+        for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "mopd")]:
+            del sys.modules[name]
+        status = int(pytest.main(command))
+        sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
+        status = 3
+    os._exit(status)
 
 
-def run_mutant(mutant: Mutant, copies: "SimpleQueue[Path]") -> tuple[str, str]:
-    """Plant the fault in a copy, run its tests and restore the file.
+def wait_for(process: int) -> int:
+    """Return a test run's exit status, and end all processes that the run has left."""
+    _, status = os.waitpid(process, 0)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(status)
 
-    Returns `caught`, `survived` or `broken` (the tests could not be run), and the last lines.
-    """
-    folder = copies.get()
+
+@dataclass(frozen=True)
+class Run:
+    """A fault that is being tested in a copy."""
+
+    mutant: Mutant
+    folder: Path
+    source: str
+    started: float
+
+
+def start_mutant(mutant: Mutant, folder: Path) -> tuple[int, Run]:
+    """Plant the fault in a copy and start its tests."""
     path = folder / mutant.file
     source = path.read_text()
-    started = time.monotonic()
-    try:
-        path.write_text(mutant.apply(source))
-        status, output = run_tests(folder, mutant.tests, mutant.tier)
-    finally:
-        path.write_text(source)
-        copies.put(folder)
-    outcome = {0: "survived", 1: "caught"}.get(status, "broken")
-    print(f"{outcome:9} {mutant.id} ({time.monotonic() - started:.0f} s)", flush=True)
+    path.write_text(mutant.apply(source))
+    process = start_tests(folder, mutant.tests, mutant.tier, folder / OUTPUT)
+    return process, Run(mutant, folder, source, time.monotonic())
+
+
+def finish_mutant(run: Run, status: int) -> str:
+    """Restore the file and print the outcome: `caught`, `survived` or `broken` (no tests ran)."""
+    (run.folder / run.mutant.file).write_text(run.source)
+    # A negative status is a signal: the fault crashed the process.
+    outcome = "survived" if status == 0 else "caught" if status == 1 or status < 0 else "broken"
+    seconds = time.monotonic() - run.started
+    print(f"{outcome:9} {run.mutant.id} ({seconds:.0f} s)", flush=True)
     if outcome != "caught":
-        print(output, flush=True)
-    return outcome, output
+        print(last_lines(run.folder / OUTPUT), flush=True)
+    return outcome
 
 
-def run_baseline(mutants: Sequence[Mutant], copies: "SimpleQueue[Path]") -> bool:
+def last_lines(path: Path) -> str:
+    """Return the end of a test run's output."""
+    return "\n".join(path.read_text(errors="replace").splitlines()[-4:])
+
+
+def run_mutants(mutants: Sequence[Mutant], folders: Sequence[Path]) -> dict[str, str]:
+    """Test the faults, one at a time in each copy; return the outcome of each."""
+    free = list(folders)
+    waiting = list(reversed(mutants))
+    running: dict[int, Run] = {}
+    outcomes: dict[str, str] = {}
+    while waiting or running:
+        while waiting and free:
+            process, run = start_mutant(waiting.pop(), free.pop())
+            running[process] = run
+        process = next(iter(running))
+        if len(running) > 1:
+            process = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid
+        run = running.pop(process)
+        outcomes[run.mutant.id] = finish_mutant(run, wait_for(process))
+        free.append(run.folder)
+    return outcomes
+
+
+def run_baseline(mutants: Sequence[Mutant], folder: Path) -> bool:
     """Run all tests of the selected faults without a fault; return whether they pass."""
-    folder = copies.get()
     passed = True
     for tier in TIERS:
         tests = sorted({name for mutant in mutants if mutant.tier == tier for name in mutant.tests})
         if tests:
-            status, output = run_tests(folder, tests, tier)
-            print(f"baseline of {tier}: exit status {status}\n{output}", flush=True)
+            status = wait_for(start_tests(folder, tests, tier, folder / OUTPUT))
+            print(f"baseline of {tier}: exit status {status}\n{last_lines(folder / OUTPUT)}")
             passed &= status == 0
-    copies.put(folder)
     return passed
 
 
@@ -151,19 +214,17 @@ def main(arguments: list[str] | None = None) -> int:
         for mutant in load_mutants()
         if options.k in mutant.id and options.tier in (None, mutant.tier)
     ]
+    preload()
     with tempfile.TemporaryDirectory(prefix="mopd-mutants-") as temporary:
-        copies: SimpleQueue[Path] = SimpleQueue()
-        for number in range(options.jobs):
-            copies.put(copy_tree(Path(temporary) / str(number)))
-        if options.baseline and not run_baseline(mutants, copies):
+        folders = [copy_tree(Path(temporary) / str(number)) for number in range(options.jobs)]
+        if options.baseline and not run_baseline(mutants, folders[0]):
             return 1
-        with ThreadPoolExecutor(options.jobs) as pool:
-            outcomes = list(pool.map(lambda mutant: run_mutant(mutant, copies), mutants))
-    caught = sum(outcome == "caught" for outcome, _ in outcomes)
+        outcomes = run_mutants(mutants, folders)
+    caught = sum(outcome == "caught" for outcome in outcomes.values())
     print(f"{caught} / {len(mutants)} caught")
-    for mutant, (outcome, _) in zip(mutants, outcomes, strict=True):
+    for name, outcome in outcomes.items():
         if outcome != "caught":
-            print(f"{outcome}: {mutant.id}")
+            print(f"{outcome}: {name}")
     return 0 if caught == len(mutants) else 1
 
 
