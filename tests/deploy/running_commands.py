@@ -1,13 +1,13 @@
 """Starts the commands of the deployment files on this machine, with tiny models in place."""
 
-import subprocess
-import sys
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from mopd_server.main import parser
+from tests import processes
 from tests.ports import free_port
 from tests.survival.running_teacher import RunningTeacher, environment
 
@@ -55,12 +55,12 @@ def start(
     for where, command in commands.items():
         port = free_port()
         log = logs / f"{where.replace(' ', '-')}.log"
-        process = subprocess.Popen(
-            [sys.executable, "-m", "mopd_server.main", *placed(command, model, port, keys)],
-            stdout=subprocess.DEVNULL,
-            stderr=stack.enter_context(log.open("w")),
-            text=True,
-            env=environment(),
+        process = processes.start(
+            "mopd_server.main",
+            *placed(command, model, port, keys),
+            stdout=Path(os.devnull),
+            stderr=log,
+            environment=environment(),
         )
         stack.callback(process.wait)
         stack.callback(process.kill)

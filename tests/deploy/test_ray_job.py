@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from mopd.demo.services import teacher_services
 from tests import tiny_models
+from tests.broker import Broker
 from tests.deploy.compose_files import DEPLOY, ray_groups, ray_job
 from tests.ports import free_port
 from tests.trainer.launch.test_cluster import until
@@ -27,7 +27,7 @@ from tests.trainer.whole_runs import journal
 
 pytest.importorskip("ray")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.xdist_group("ray")]
 
 BIN = Path(sys.executable).parent
 AGENT_PORT = ":52365/"  # of a node, unless it is told another
@@ -85,7 +85,7 @@ def _healthy(group: dict[str, Any], port: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def run_file(broker: Broker, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The manifests' run with tiny models in place, on CPUs, and short."""
     tmp_path = tmp_path_factory.mktemp("job")
     values = yaml.safe_load((DEPLOY / "kubernetes" / "ray" / "run.yaml").read_text())
@@ -99,12 +99,11 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name, seed in (("student", 0), ("math", 1), ("general", 2)):
         tiny_models.save(model_of("qwen", seed, sharpness=4), tokenizer("digit"), tmp_path / name)
     folders = {name: tmp_path / name for name in values["teachers"]}
-    with teacher_services(folders, tmp_path / "logs") as found:
-        for name, address in found.items():
-            values["teachers"][name] |= {"url": address, "top_k": 8}
-        path = tmp_path / "run.yaml"
-        path.write_text(yaml.safe_dump(values))
-        yield path
+    for name, address in broker.serve(folders).items():
+        values["teachers"][name] |= {"url": address, "top_k": 8}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
 
 
 def submitted(cluster: Cluster, run_file: Path) -> subprocess.CompletedProcess[str]:

@@ -3,13 +3,12 @@
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from mopd.demo.services import teacher_services
 from tests import tiny_models
+from tests.broker import Broker
 from tests.docs.pages import PAGES, examples
 
 EXAMPLES = [text for _, text in examples("sh", "rest.md") if "curl" in text]
@@ -18,13 +17,17 @@ _CURL = "curl() { command curl --silent --write-out '\\n%{http_code}' \"$@\"; }\
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Where a teacher serves."""
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of the page's teacher."""
     tokenizer = tiny_models.digit_tokenizer()
     model = tiny_models.qwen(tokenizer)
-    folder = tiny_models.save(model, tokenizer, tmp_path_factory.mktemp("model"))
-    with teacher_services({"math": folder}, tmp_path_factory.mktemp("logs")) as addresses:
-        yield addresses["math"]
+    return tiny_models.save(model, tokenizer, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def address(broker: Broker, model_folder: Path) -> str:
+    """The address of the page's teacher."""
+    return broker.serve({"math": model_folder})["math"]
 
 
 @pytest.mark.parametrize("place", range(len(EXAMPLES)))

@@ -4,18 +4,18 @@ import os
 import re
 import signal
 import ssl
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
+from tests import processes
 from tests.ports import free_port
+from tests.processes import Program
 
 #: Longer than anything here takes; reached only when something is broken.
 PATIENCE_SECONDS = 600.0
@@ -25,7 +25,7 @@ PATIENCE_SECONDS = 600.0
 class RunningTeacher:
     """A process that serves, or is about to."""
 
-    process: "subprocess.Popen[str]"
+    process: Program
     url: str
     log: Path
     """What it wrote on stderr."""
@@ -89,17 +89,15 @@ class RunningTeacher:
             return None
 
 
-def command(model: Path, port: int, *options: str, program: Sequence[str] = ()) -> list[str]:
-    """The command line of a teacher on this machine's loopback."""
-    chosen = program or ("-m", "mopd_server.main")
-    line = ["serve", str(model), "--name", "math", "--port", str(port), "--device", "cpu"]
-    return [sys.executable, *chosen, *line, "--engine", "transformers", *options]
+def command(model: Path, port: int, *options: str, name: str = "math") -> list[str]:
+    """The arguments of ``mopd-teacher`` on this machine's loopback."""
+    line = ["serve", str(model), "--name", name, "--port", str(port), "--device", "cpu"]
+    return [*line, "--engine", "transformers", *options]
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """One thread, no network, no keys but those asked for."""
-    quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MOPD_API_KEYS": ""}
-    return {**os.environ, **quiet, **changes}
+    """Changes to the environment of a teacher: no keys unless requested."""
+    return {"MOPD_API_KEYS": "", **changes}
 
 
 @contextmanager
@@ -108,22 +106,21 @@ def running_teacher(
     log: Path,
     *options: str,
     ready: bool = True,
+    name: str = "math",
     port: int | None = None,
-    program: Sequence[str] = (),
+    program: str = "mopd_server.main",
     scheme: str = "http",
     **variables: str,
 ) -> Iterator[RunningTeacher]:
-    """A teacher process, ready to score unless ``ready`` is false; killed in the end."""
+    """A teacher process, ready to score unless ``ready`` is false; killed at the end."""
     chosen = port or free_port()
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            command(model, chosen, *options, program=program),
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            text=True,
-            env=environment(**variables),
-            cwd=Path(__file__).parents[2],
-        )
+    process = processes.start(
+        program,
+        *command(model, chosen, *options, name=name),
+        stdout=Path(os.devnull),
+        stderr=log,
+        environment=environment(**variables),
+    )
     teacher = RunningTeacher(process, f"{scheme}://127.0.0.1:{chosen}", log)
     try:
         if ready:

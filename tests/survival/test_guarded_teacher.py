@@ -11,6 +11,8 @@ import trustme
 
 from tests.survival.running_teacher import PATIENCE_SECONDS, RunningTeacher, running_teacher
 
+pytestmark = pytest.mark.process
+
 SMALL = {"sequences": [{"prompt_token_ids": [1, 2], "completion_token_ids": [3]}], "top_k": 1}
 KEYS = "alice: sesame-alice\nbob sesame-bob\nsesame-nameless\n# sesame-comment\n"
 

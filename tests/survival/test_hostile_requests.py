@@ -12,6 +12,8 @@ import pytest
 
 from tests.survival.running_teacher import PATIENCE_SECONDS, RunningTeacher, running_teacher
 
+pytestmark = pytest.mark.process
+
 GOOD = {"sequences": [{"prompt": "the quick", "completion": " fox"}], "top_k": 2}
 MIB = 2**20
 JSON_HEADERS = {"Content-Type": "application/json"}

@@ -21,6 +21,8 @@ from tests.survival.running_teacher import PATIENCE_SECONDS, RunningTeacher, run
 
 logger = logging.getLogger(__name__)
 
+pytestmark = pytest.mark.process
+
 IN_FLIGHT = 64
 VOCABULARY = 420  # of tiny_models.digit_tokenizer
 CHECKED_EACH = 50
@@ -151,7 +153,7 @@ def test_ten_times_what_the_queue_holds_is_answered_in_the_end(
         model_folder,
         tmp_path / "log",
         *options,
-        program=("-m", "tests.survival.unlucky_teacher"),
+        program="tests.survival.unlucky_teacher",
         ENGINE_WAITS_FOR=str(gate),
     ) as teacher:
         asyncio.run(all_at_once(teacher))

@@ -19,17 +19,17 @@ from tests.ports import free_port
 from tests.survival.running_teacher import (
     PATIENCE_SECONDS,
     RunningTeacher,
-    command,
-    environment,
     running_teacher,
 )
 
 logger = logging.getLogger(__name__)
 
+pytestmark = pytest.mark.process
+
 LITTLE = {"sequences": [{"prompt": "the quick", "completion": " fox"}], "top_k": 2}
 #: What the stand-in answers only when its gate opens.
 HELD = {**LITTLE, "top_k": 19}
-STAND_IN = ("-m", "tests.survival.unlucky_teacher")
+STAND_IN = "tests.survival.unlucky_teacher"
 
 
 def asked(teacher: RunningTeacher, **headers: str) -> httpx.Response:
@@ -313,9 +313,3 @@ def test_json_logs_tell_each_request_and_neither_key_nor_text(
     assert (denied["status"], denied["request_id"]) == (401, "run-7.step-3")
     assert "sesame" not in text
     assert "fox" not in text
-
-
-def test_the_command_of_these_tests_is_the_documented_one(model_folder: Path) -> None:
-    """The stand-ins differ from it only in what they are told to do wrong."""
-    assert command(model_folder, 1)[1:4] == ["-m", "mopd_server.main", "serve"]
-    assert environment()["MOPD_API_KEYS"] == ""

@@ -2,8 +2,8 @@
 
 import asyncio
 import json
+import os
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,9 @@ from rich.console import Console
 
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.loop import train
+from tests import processes
 from tests.ports import free_port
+from tests.processes import Program
 from tests.survival.running_teacher import (
     PATIENCE_SECONDS,
     command,
@@ -28,7 +30,7 @@ from tests.trainer.runs import questions, run_values, write_lines
 pytestmark = pytest.mark.slow
 
 STEPS, PROMPTS_A_STEP = 6, 4
-STAND_IN = ("-m", "tests.survival.unlucky_teacher")
+STAND_IN = "tests.survival.unlucky_teacher"
 
 
 def run(folder: Path, student: Path, urls: list[str]) -> list[dict[str, Any]]:
@@ -97,19 +99,17 @@ def supervised(model: Path, port: int, folder: Path, **variables: str) -> Iterat
     """A teacher that is started again whenever it ends, until the block does; its exit statuses."""
     statuses: list[int] = []
     over = threading.Event()
-    running: list[subprocess.Popen[bytes]] = []
+    running: list[Program] = []
 
     def start_again_and_again() -> None:
-        line = command(model, port, program=STAND_IN)
         while not over.is_set():
-            with (folder / f"life-{len(statuses)}").open("w") as log:
-                process = subprocess.Popen(
-                    line,
-                    stdout=subprocess.DEVNULL,
-                    stderr=log,
-                    env=environment(**variables),
-                    cwd=Path(__file__).parents[2],
-                )
+            process = processes.start(
+                STAND_IN,
+                *command(model, port),
+                stdout=Path(os.devnull),
+                stderr=folder / f"life-{len(statuses)}",
+                environment=environment(**variables),
+            )
             running[:] = [process]
             statuses.append(process.wait())
 

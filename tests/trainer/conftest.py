@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mopd.demo.services import teacher_services
 from tests import tiny_models
+from tests.broker import Broker
 from tests.trainer.students import model_of, tokenizer
 
 
@@ -45,11 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.fixture(scope="session")
-def addresses(
-    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, str]]:
-    """Teacher name -> address of a service in a process of its own."""
-    teachers = {name: models[name] for name in ("math", "code")}
-    with teacher_services(teachers, tmp_path_factory.mktemp("logs")) as found:
-        yield found
+@pytest.fixture
+def addresses(broker: Broker, models: dict[str, Path]) -> dict[str, str]:
+    """Teacher name -> address of its service."""
+    return broker.serve({name: models[name] for name in ("math", "code")})

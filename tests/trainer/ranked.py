@@ -1,6 +1,5 @@
 """Student ranks as processes of this machine, joined over gloo."""
 
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -13,6 +12,8 @@ from mopd_trainer.config.run import StudentConfig
 from mopd_trainer.distributed.process_group import Ranks, init_distributed
 from mopd_trainer.launch.follower import follow
 from tests.ports import free_port
+from tests.processes import FORKS
+from tests.tiers import require_process_mark
 
 #: No test waits longer for a rank; it is killed then.
 _SECONDS = 800.0
@@ -25,10 +26,10 @@ def on_ranks(
 
     The code is None for one that had to be killed, because it did not end.
     """
-    context = multiprocessing.get_context("spawn")
-    port, told = free_port(), context.Queue()
+    require_process_mark()
+    port, told = free_port(), FORKS.Queue()
     processes = [
-        context.Process(target=_one_rank, args=(rank, size, port, told, work, arguments))
+        FORKS.Process(target=_one_rank, args=(rank, size, port, told, work, arguments))
         for rank in range(size)
     ]
     codes: list[int | None] = []

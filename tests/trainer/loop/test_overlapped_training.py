@@ -1,14 +1,13 @@
 """Whole runs that write the next steps while they train: how old things are, and what that does."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mopd.demo.services import teacher_services
 from tests import tiny_models
+from tests.broker import Broker
 from tests.trainer.lora_students import LORA
 from tests.trainer.runs import questions, run_values, write_lines
 from tests.trainer.students import model_of, tokenizer
@@ -22,12 +21,16 @@ FAR = {**LORA, "alpha": 128}
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A teacher with the student's tokenizer."""
     folder = tmp_path_factory.mktemp("teacher")
-    tiny_models.save(model_of("qwen", seed=1, sharpness=8), tokenizer("digit"), folder)
-    with teacher_services({"math": folder}, tmp_path_factory.mktemp("logs")) as found:
-        yield found["math"]
+    return tiny_models.save(model_of("qwen", seed=1, sharpness=8), tokenizer("digit"), folder)
+
+
+@pytest.fixture
+def address(broker: Broker, model_folder: Path) -> str:
+    """The address of its service."""
+    return broker.serve({"math": model_folder})["math"]
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import signal
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.trainer.forked_runs import Ended, Forks, forks
+from tests.trainer.forked_runs import Ended, run_mopd
 from tests.trainer.lora_students import LORA
 from tests.trainer.runs import questions, run_values, write_lines, write_run
 from tests.trainer.whole_runs import assert_same_weights, journal
@@ -21,12 +20,6 @@ pytestmark = pytest.mark.slow
 STEPS = 4
 #: Of a line of the journal, what is of the clock; an answer tells its seconds, so its length is.
 TIMED = ("time/", "seconds", "received_bytes", "hidden_share")
-
-
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    with forks(tmp_path_factory.mktemp("forks") / "log") as found:
-        yield found
 
 
 @pytest.fixture
@@ -40,12 +33,12 @@ def values(tmp_path: Path, models: dict[str, Path], addresses: dict[str, str]) -
     return values
 
 
-def run(processes: Forks, folder: Path, values: dict[str, Any], **how: Any) -> Ended:
+def run(folder: Path, values: dict[str, Any], **how: Any) -> Ended:
     """``mopd train`` of the run in ``folder``, which goes on from what is there."""
     folder.mkdir(exist_ok=True)
     here = {**values, "output_dir": str(folder / "run"), "resume_from_checkpoint": True}
     path = write_run(folder, here)
-    return processes.run(["train", str(path)], folder=folder / "run", **how)
+    return run_mopd(["train", str(path)], folder=folder / "run", **how)
 
 
 def lasting(folder: Path) -> list[dict[str, Any]]:
@@ -79,20 +72,19 @@ def assert_same_run(folder: Path, other: Path) -> None:
 
 @pytest.mark.parametrize(("lora", "kills"), [(None, 10), (LORA, 4)], ids=["full", "lora"])
 def test_a_run_killed_anywhere_ends_as_if_it_had_not_been(
-    tmp_path: Path, values: dict[str, Any], processes: Forks, lora: Any, kills: int
+    tmp_path: Path, values: dict[str, Any], lora: Any, kills: int
 ) -> None:
     """Killed before it touches its folder, where checkpoints are written, and at any time."""
     values["student"]["lora"] = lora
-    whole = run(processes, tmp_path / "whole", values)
+    whole = run(tmp_path / "whole", values)
     assert whole.status == 0, whole.told
-    assert whole.touches is not None
     assert whole.touches > 50
     random = np.random.default_rng(20)
     deaths = [_death(random, whole, kind) for kind in ("touch", "time") * (kills // 2)]
     for attempt in count():
         folder = tmp_path / f"attempt-{attempt}"
         while True:  # killed again and again, until it comes to its end
-            ended = run(processes, folder, values, **(deaths.pop() if deaths else {}))
+            ended = run(folder, values, **(deaths.pop() if deaths else {}))
             if ended.status == 0:
                 break
             assert ended.status in (-signal.SIGKILL, -signal.SIGALRM), ended.told
@@ -107,7 +99,6 @@ def _death(random: np.random.Generator, whole: Ended, kind: str) -> dict[str, An
     """Before a touch of the folder, or after a time, which some runs will not need."""
     if kind == "time":
         return {"alarm_seconds": random.uniform(0.3, 3.0)}
-    assert whole.touches is not None
     return {"kill_before": int(random.integers(1, whole.touches))}
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from mopd.demo.services import teacher_services
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.runtime.vllm_environment import prepare_environment
 from mopd_trainer.config.run import RolloutConfig, StudentConfig
 from mopd_trainer.rollouts.vllm.weight_sync import weight_push
 from mopd_trainer.student.student import Generation, Student
 from tests import tiny_models
+from tests.broker import Broker
 from tests.reference.teacher_scores import next_token_logprobs
 from tests.trainer.lora_students import LORA, moved
 from tests.trainer.runs import questions, run_values, write_lines
@@ -124,15 +124,18 @@ def test_adapters_that_vllm_has_no_room_for_are_told_in_one_sentence(
 
 
 def test_a_run_learns_from_what_its_pushed_adapters_wrote(
-    tmp_path: Path, model_folder: Path
+    tmp_path: Path, model_folder: Path, broker: Broker
 ) -> None:
     write_lines(tmp_path / "prompts.jsonl", questions(12, ["math"]))
-    with teacher_services({"math": model_folder}, tmp_path / "logs") as found:
-        teacher = {"url": found["math"], "top_k": 8, "loss": {"type": "policy_gradient"}}
-        values = run_values(tmp_path, max_steps=3, teachers={"math": teacher})
-        values["student"] |= {"model": str(model_folder), "learning_rate": 3e-2, "lora": LORA}
-        values["rollout"] |= {"engine": "vllm", "prompts_per_step": 12}
-        folder, _ = run_here(values)
+    teacher = {
+        "url": broker.serve({"math": model_folder})["math"],
+        "top_k": 8,
+        "loss": {"type": "policy_gradient"},
+    }
+    values = run_values(tmp_path, max_steps=3, teachers={"math": teacher})
+    values["student"] |= {"model": str(model_folder), "learning_rate": 3e-2, "lora": LORA}
+    values["rollout"] |= {"engine": "vllm", "prompts_per_step": 12}
+    folder, _ = run_here(values)
     for line in journal(folder.parent):
         # Adapters that had not arrived would show here: steps are large.
         assert line["teacher/math/importance_ratio_mean"] == pytest.approx(1.0, abs=1e-4)

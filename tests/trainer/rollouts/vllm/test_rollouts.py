@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from mopd.demo.services import teacher_services
 from mopd_protocol.errors import MopdError
 from mopd_protocol.runtime.vllm_environment import prepare_environment
 from mopd_protocol.samples import Prompt
@@ -22,6 +21,7 @@ from mopd_trainer.rollouts.engine_sampler import StreamedSampler
 from mopd_trainer.rollouts.vllm.weight_sync import PushThroughFolder, WeightReceiver
 from mopd_trainer.student.student import Generation, Student
 from tests import tiny_models
+from tests.broker import Broker
 from tests.reference.sampling import greedy, nucleus
 from tests.reference.teacher_scores import next_token_logprobs
 from tests.trainer.runs import questions, run_values, write_lines
@@ -251,15 +251,18 @@ def test_a_resumed_run_would_write_the_same(pen: Pen) -> None:
 
 
 def test_a_run_trains_on_what_vllm_writes_and_tells_under_which_weights(
-    tmp_path: Path, model_folder: Path
+    tmp_path: Path, model_folder: Path, broker: Broker
 ) -> None:
     write_lines(tmp_path / "prompts.jsonl", questions(12, ["math"]))
-    with teacher_services({"math": model_folder}, tmp_path / "logs") as found:
-        teacher = {"url": found["math"], "top_k": 8, "loss": {"type": "policy_gradient"}}
-        values = run_values(tmp_path, max_steps=3, teachers={"math": teacher})
-        values["student"] |= {"model": str(model_folder), "learning_rate": 1e-2}
-        values["rollout"] |= {"engine": "vllm", "prompts_per_step": 12}
-        folder, _ = run_here(values)
+    teacher = {
+        "url": broker.serve({"math": model_folder})["math"],
+        "top_k": 8,
+        "loss": {"type": "policy_gradient"},
+    }
+    values = run_values(tmp_path, max_steps=3, teachers={"math": teacher})
+    values["student"] |= {"model": str(model_folder), "learning_rate": 1e-2}
+    values["rollout"] |= {"engine": "vllm", "prompts_per_step": 12}
+    folder, _ = run_here(values)
     told = journal(folder.parent)
     assert [line["step"] for line in told] == [1, 2, 3]
     for line in told:

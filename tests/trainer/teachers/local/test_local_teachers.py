@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from pydantic import ValidationError
 from rich.console import Console
 
-from mopd.demo.services import teacher_services
 from mopd_client.services.expectation import Expectation
 from mopd_client.teacher_client import TeacherClient
 from mopd_losses.topk.full_vocabulary import HiddenScore
@@ -28,6 +26,7 @@ from mopd_trainer.teachers.local.client import LocalTeacher, TeacherLock
 from mopd_trainer.teachers.local.model import LocalModel, LocalTask, Question
 from mopd_trainer.teachers.local.residency import LocalTeachers
 from tests import tiny_models
+from tests.broker import Broker
 from tests.trainer.ranked import on_ranks
 from tests.trainer.runs import questions, run_values, write_lines
 from tests.trainer.students import CPU, FAMILIES, model_of, table, tokenizer
@@ -45,13 +44,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -
     return {"same": same, "other": models["math"]}
 
 
-@pytest.fixture(scope="session")
-def services(
-    folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, str]]:
+@pytest.fixture
+def services(broker: Broker, folders: dict[str, Path]) -> dict[str, str]:
     """The same models behind HTTP."""
-    with teacher_services(folders, tmp_path_factory.mktemp("logs")) as found:
-        yield found
+    return broker.serve(folders)
 
 
 def local(folder: Path, **settings: Any) -> dict[str, Any]:
