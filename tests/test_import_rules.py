@@ -58,6 +58,7 @@ def test_package_imports_no_forbidden_library(package: str) -> None:
     assert not imported_modules(package) & NEVER[package]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [

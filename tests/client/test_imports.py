@@ -2,8 +2,12 @@
 
 import pkgutil
 
+import pytest
+
 import mopd_client
 from tests.protocol.test_imports import loaded_by
+
+pytestmark = pytest.mark.smoke
 
 HEAVY = {"torch", "transformers", "fastapi", "mopd_server", "mopd_losses", "mopd_trainer"}
 

@@ -15,6 +15,8 @@ from tests.deploy.dashboard import queries, selectors, series, unmatched
 from tests.deploy.running_commands import StartedCommand, start
 from tests.ports import free_port
 
+pytestmark = pytest.mark.process
+
 #: One of each file: the other differs in its model and name alone (test_shipped_files.py).
 COMMANDS = [
     "compose.yaml teacher-math",

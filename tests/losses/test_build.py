@@ -140,6 +140,7 @@ def test_settings_are_told_apart_by_their_type() -> None:
             adapter.validate_python(wrong)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("module", ["mopd_losses.build", "mopd_losses.config"])
 def test_losses_load_neither_transport_nor_models(module: str) -> None:
     heavy = ["httpx", "ray", "vllm", "transformers", "fastapi"]

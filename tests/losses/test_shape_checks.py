@@ -45,6 +45,7 @@ def test_ids_for_other_slots_are_refused() -> None:
         rows.logprobs(torch.tensor([0, 1]), torch.tensor([2]))
 
 
+@pytest.mark.smoke
 def test_outside_of_tests_nothing_is_checked() -> None:
     script = """
 import sys, torch

@@ -8,6 +8,8 @@ import pytest
 
 import mopd_protocol
 
+pytestmark = pytest.mark.smoke
+
 HEAVY = {"torch", "transformers", "fastapi", "httpx", "mopd_client", "mopd_server", "mopd_losses"}
 
 

@@ -31,6 +31,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.save(tiny_models.qwen(tokenizer), tokenizer, folder)
 
 
+@pytest.mark.smoke
 def test_help_imports_nothing_heavy_and_teaches_by_example() -> None:
     program = (
         "import sys; from mopd_server.main import parser; text = parser().format_help();"
@@ -187,6 +188,7 @@ def test_a_signal_that_wakes_another_thread_is_heard_all_the_same() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.smoke
 def test_a_real_process_serves_and_ends_cleanly_on_sigterm(
     model_folder: Path, tmp_path: Path
 ) -> None:

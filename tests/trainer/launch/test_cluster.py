@@ -20,7 +20,7 @@ from tests.trainer.whole_runs import journal, run_here, weights
 
 pytest.importorskip("ray")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 MOPD = Path(sys.executable).parent / "mopd"
 

@@ -25,7 +25,7 @@ ray = pytest.importorskip("ray")
 
 from mopd_trainer.launch.cluster import RayWorkers, worker_actor  # noqa: E402
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 STEPS = 3
 

@@ -118,6 +118,7 @@ def test_an_interrupted_run_saves_what_it_learnt_and_goes_on(
     assert_same_weights(final, whole)
 
 
+@pytest.mark.process
 def test_a_run_whose_terminal_goes_away_saves_what_it_learnt(
     tmp_path: Path, values: dict[str, Any]
 ) -> None:

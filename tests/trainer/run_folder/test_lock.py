@@ -32,6 +32,7 @@ def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path: Path) -> N
         assert [path.name for path in folder.iterdir()] == ["journal.jsonl"]
 
 
+@pytest.mark.smoke
 def test_a_killed_writer_lets_go(tmp_path: Path) -> None:
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
