@@ -97,7 +97,7 @@ class Service:
         )
         (score,) = await self._client.score([sequence], top_k=k, logprobs_dtype=self._dtype)
         _require_rows(len(score.completion), ids)
-        return self._client.counters.take().received_bytes
+        return self._client.counters.pop().received_bytes
 
 
 class ServiceAsJson:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mopd_client.pool import AskedTeacher, TeacherPool
+from mopd_client.pool import ScoringClient, TeacherPool
 from mopd_client.services.expectation import Expectation
 from mopd_client.teacher_client import TeacherClient
 from mopd_losses.alignment.byte_alignment import align
@@ -58,7 +58,7 @@ def sample(model, student: StudentIdentity, prompt: Prompt, longest: int) -> Rol
     )
 
 
-async def loss_of(teacher: AskedTeacher, student: StudentIdentity) -> tuple[Loss, TokenTable]:
+async def loss_of(teacher: ScoringClient, student: StudentIdentity) -> tuple[Loss, TokenTable]:
     """Return CTKD between the two vocabularies, and the teacher's token table."""
     tokenizer = await teacher.tokenizer()
     return build_loss(CtkdConfig(divergence="forward_kl"), student, tokenizer), tokenizer.table

@@ -1,4 +1,4 @@
-"""``TeacherPool``: all teachers of a run, asked by name."""
+"""``TeacherPool``: all teachers of a run, by name."""
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
@@ -16,17 +16,17 @@ from mopd_protocol.samples import TeacherScore
 T = TypeVar("T")
 
 
-class AskedTeacher(Protocol):
-    """A teacher, wherever it is: a ``TeacherClient`` asks a service."""
+class ScoringClient(Protocol):
+    """Interface of a teacher, remote (``TeacherClient``) or in-process."""
 
     @property
     def counters(self) -> Counters:
-        """What asking it cost so far."""
+        """Cost of this teacher's requests so far."""
         ...
 
     @property
     def path(self) -> str | None:
-        """Where its servers are asked; None where there are none."""
+        """Path of scoring requests; None for an in-process teacher."""
         ...
 
     async def wait_until_ready(self, deadline_seconds: float) -> None:
@@ -58,43 +58,44 @@ class AskedTeacher(Protocol):
 
 
 class TeacherPool:
-    """Teachers by name, or none. Closing the pool closes them."""
+    """Teachers by name; may be empty. Closing the pool closes its teachers."""
 
-    def __init__(self, clients: Mapping[str, AskedTeacher]) -> None:
+    def __init__(self, clients: Mapping[str, ScoringClient]) -> None:
         self._clients = dict(clients)
 
-    def client(self, name: str) -> AskedTeacher:
-        """One teacher.
+    def client(self, name: str) -> ScoringClient:
+        """Return the client of one teacher.
 
         Raises:
-            ConfigError: when no teacher has this name.
+            ConfigError: if no teacher has this name.
         """
         if name not in self._clients:
             raise ConfigError(
-                f"unknown teacher {name!r}; known teachers are {', '.join(sorted(self._clients))}"
+                f"teacher {name!r} not found (expected one of {', '.join(sorted(self._clients))})",
+                key="teacher",
             )
         return self._clients[name]
 
     async def wait_until_ready(self, deadline_seconds: float) -> None:
-        """Returns when every teacher is ready to score; each has the whole deadline.
+        """Wait until every teacher is ready to score; each has the full deadline.
 
         Raises:
-            TeacherError: when one is not; several failures are told together.
+            TeacherError: if a teacher is not ready; several failures are reported together.
         """
-        await _all(client.wait_until_ready(deadline_seconds) for client in self._clients.values())
+        await _gather(c.wait_until_ready(deadline_seconds) for c in self._clients.values())
 
     async def handshake_all(
         self, expectations: Mapping[str, Expectation] | None = None
     ) -> dict[str, Manifest]:
-        """Teacher name -> manifest; each teacher is compared with the expectation of its name.
+        """Return teacher name -> manifest, each checked against the expectation of its name.
 
         Raises:
-            MopdError: as ``TeacherClient.handshake``; several failures are told together.
+            MopdError: as ``TeacherClient.handshake``; several failures are reported together.
         """
         expected = expectations or {}
         for name in expected:
             self.client(name)
-        manifests = await _all(
+        manifests = await _gather(
             client.handshake(expected.get(name)) for name, client in self._clients.items()
         )
         return dict(zip(self._clients, manifests, strict=True))
@@ -108,13 +109,13 @@ class TeacherPool:
         temperature: float = 1.0,
         logprobs_dtype: LogprobsDtype = "float32",
     ) -> list[TeacherScore]:
-        """As ``TeacherClient.score`` of the named teacher."""
+        """Score with the named teacher; see ``TeacherClient.score``."""
         return await self.client(teacher_name).score(
             sequences, top_k=top_k, temperature=temperature, logprobs_dtype=logprobs_dtype
         )
 
     async def aclose(self) -> None:
-        """Closes every teacher's connections."""
+        """Close all teachers' connections."""
         await asyncio.gather(*[client.aclose() for client in self._clients.values()])
 
     async def __aenter__(self) -> Self:
@@ -129,25 +130,25 @@ class TeacherPool:
         await self.aclose()
 
 
-async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """Every result; waits for all, so that an operator reads all refusals at once, not the first.
+async def _gather(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Return every result; wait for all calls, so that all failures are reported at once.
 
     Raises:
-        MopdError: the one failure, or a TeacherError that tells them all.
+        MopdError: the one failure, or a TeacherError with the messages of all.
     """
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     results: list[T] = []
-    refusals: list[MopdError] = []
+    failures: list[MopdError] = []
     for outcome in outcomes:
         if isinstance(outcome, MopdError):
-            refusals.append(outcome)
+            failures.append(outcome)
         elif isinstance(outcome, BaseException):
-            raise outcome  # a bug, not a refusal
+            raise outcome  # a bug
         else:
             results.append(outcome)
-    if len(refusals) == 1:
-        raise refusals[0]
-    if refusals:
-        told = "".join(f"\n  {refusal}" for refusal in refusals)
-        raise TeacherError(f"{len(refusals)} teachers cannot be used:{told}") from refusals[0]
+    if len(failures) == 1:
+        raise failures[0]
+    if failures:
+        messages = "".join(f"\n  {failure}" for failure in failures)
+        raise TeacherError(f"{len(failures)} teachers failed:{messages}") from failures[0]
     return results

@@ -1,41 +1,45 @@
-"""Checks that a teacher's answer is an answer to what was asked."""
+"""Check that a teacher's response matches the request."""
 
 from http import HTTPStatus
 
-from mopd_protocol.errors import TeacherError
+from mopd_protocol.errors import InvalidResponseError
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.requests import LogprobsRequest
 from mopd_protocol.responses import LogprobsResponse
 
 
-def check_answer(
-    teacher: str, answer: LogprobsResponse, request: LogprobsRequest, manifest: Manifest
+def check_response(
+    teacher: str, response: LogprobsResponse, request: LogprobsRequest, manifest: Manifest
 ) -> None:
-    """Each sequence has its score, and each id its token in the teacher's tokenizer.
+    """Check that each sequence has a score and each id a token in the teacher's tokenizer.
 
     Raises:
-        TeacherError: when not.
+        InvalidResponseError: if not, with the field in ``key``.
     """
-    asked = tuple(sequence.id for sequence in request.sequences)
-    if len(answer.scores) != len(asked):
-        raise TeacherError(
-            f"teacher {teacher!r} answered {len(answer.scores)} scores, expected {len(asked)}",
+    expected_ids = tuple(sequence.id for sequence in request.sequences)
+    if len(response.scores) != len(expected_ids):
+        raise InvalidResponseError(
+            f"teacher {teacher!r}: wrong number of scores (found {len(response.scores)}, expected "
+            f"{len(expected_ids)})",
             status=HTTPStatus.OK,
+            key="scores",
         )
-    if answer.ids != asked:
-        raise TeacherError(
-            f"teacher {teacher!r} answered sequences {list(answer.ids)}, expected {list(asked)} "
-            "in this order",
+    if response.ids != expected_ids:
+        raise InvalidResponseError(
+            f"teacher {teacher!r}: wrong sequences (found {list(response.ids)}, expected "
+            f"{list(expected_ids)} in this order)",
             status=HTTPStatus.OK,
+            key="ids",
         )
     size = manifest.tokenizer_size
-    for position, score in enumerate(answer.scores):
-        # The top-k's lowest id is -1, for absent entries: the type has checked that.
-        highest = max(score.completion.token_ids.max(initial=0), score.topk.ids.max(initial=0))
-        lowest = score.completion.token_ids.min(initial=0)
+    for index, score in enumerate(response.scores):
+        # -1 is valid in the top-k only: TopKLogprobs has checked these ids' lower bound.
+        highest = max(score.token_ids.max(initial=0), score.topk.ids.max(initial=0))
+        lowest = score.token_ids.min(initial=0)
         if highest >= size or lowest < 0:
-            raise TeacherError(
-                f"teacher {teacher!r} answered token id {highest if highest >= size else lowest} "
-                f"in sequence {position}, expected ids 0 to {size - 1} as its manifest says",
+            raise InvalidResponseError(
+                f"teacher {teacher!r}: invalid token id in sequence {index} (found "
+                f"{highest if highest >= size else lowest}, expected 0 to {size - 1})",
                 status=HTTPStatus.OK,
+                key="token_ids",
             )

@@ -1,49 +1,110 @@
-"""``SyncTeacherClient``: a teacher for notebooks and scripts that have no ``await``."""
+"""``SyncTeacherClient``: a teacher client for scripts and notebooks, without ``await``."""
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
+import weakref
+from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
+
+from pydantic import ValidationError
 
 from mopd_client.services.expectation import Expectation
-from mopd_client.teacher_client import TeacherClient
+from mopd_client.teacher_client import ClientOptions, TeacherClient
 from mopd_client.tokenizers.teacher import TeacherTokenizer
+from mopd_protocol.errors import ConfigError
 from mopd_protocol.manifest import Manifest
-from mopd_protocol.requests import LogprobsDtype, SequenceRequest
-from mopd_protocol.samples import TeacherScore
+from mopd_protocol.requests import ControlToken, LogprobsDtype, SequenceRequest
+from mopd_protocol.samples import Message, TeacherScore
 
 T = TypeVar("T")
 
 
 class SyncTeacherClient:
-    """Runs a ``TeacherClient`` in an event loop of its own, and closes it.
+    """Synchronous ``TeacherClient`` of one teacher.
 
-    The loop has its own thread because a notebook's thread already runs one. Methods do and raise
-    what the client's do.
+    The client runs in an event loop on a background thread, so a running event loop (a notebook's)
+    does not interfere. Connections are closed by ``close``, by leaving a ``with`` block, or when
+    the object is garbage-collected.
+
+    Args:
+        url: address of the teacher, or the addresses of its replicas.
+        name: name of the teacher in error messages.
+        options: options of ``TeacherClient``.
+
+    Raises:
+        ConfigError: on an invalid address or option.
     """
 
-    def __init__(self, client: TeacherClient) -> None:
-        self.client = client
+    def __init__(
+        self, url: str | Sequence[str], *, name: str = "teacher", **options: Unpack[ClientOptions]
+    ) -> None:
+        self._client = TeacherClient(name, [url] if isinstance(url, str) else url, **options)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
-            target=self._loop.run_forever, name=f"teacher {client.name}", daemon=True
+            target=_run_loop, args=(self._loop, self._client), name=f"teacher {name}", daemon=True
         )
         self._thread.start()
+        self._stop = weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
 
     def wait_until_ready(self, deadline_seconds: float) -> None:
-        """Returns when every replica is ready to score."""
-        self._run(self.client.wait_until_ready(deadline_seconds))
+        """Wait until every replica is ready to score.
+
+        Raises:
+            TeacherError: if a replica is not ready within ``deadline_seconds``.
+        """
+        self._run(self._client.wait_until_ready(deadline_seconds))
 
     def handshake(self, expectation: Expectation | None = None) -> Manifest:
-        """Who this teacher is."""
-        return self._run(self.client.handshake(expectation))
+        """Return the teacher's manifest; see ``TeacherClient.handshake``."""
+        return self._run(self._client.handshake(expectation))
 
     def tokenizer(self) -> TeacherTokenizer:
-        """The teacher's tokenizer."""
-        return self._run(self.client.tokenizer())
+        """Return the teacher's tokenizer; see ``TeacherClient.tokenizer``."""
+        return self._run(self._client.tokenizer())
 
     def score(
+        self,
+        *,
+        messages: Sequence[Message | Mapping[str, str]] | None = None,
+        prompt: str | None = None,
+        completion: str | Sequence[str | ControlToken] | None = None,
+        completion_token_ids: Sequence[int] | None = None,
+        finished: bool = False,
+        top_k: int = 1,
+        temperature: float = 1.0,
+    ) -> TeacherScore:
+        """Score one completion: its ``token_ids``, ``logprobs`` and ``topk`` under the teacher.
+
+        Args:
+            messages: the conversation, rendered with the teacher's chat template.
+            prompt: plain text in place of ``messages``.
+            completion: text, or a list of texts and control tokens.
+            completion_token_ids: the teacher's token ids in place of ``completion``.
+            finished: append the teacher's end-of-turn token and score it.
+            top_k: most likely tokens to return per completion token.
+            temperature: softmax temperature of the returned distributions.
+
+        Raises:
+            ConfigError: on invalid arguments.
+            TeacherError: if the teacher is unavailable, rejects the request, or returns an invalid
+                response.
+        """
+        fields = {
+            "messages": messages,
+            "prompt": prompt,
+            "completion": completion,
+            "completion_token_ids": completion_token_ids,
+            "finished": finished,
+        }
+        try:
+            sequence = SequenceRequest.model_validate(fields)
+        except ValidationError as error:
+            raise ConfigError(f"invalid scoring request: {error}") from error
+        [score] = self.score_batch([sequence], top_k=top_k, temperature=temperature)
+        return score
+
+    def score_batch(
         self,
         sequences: Sequence[SequenceRequest],
         *,
@@ -51,21 +112,18 @@ class SyncTeacherClient:
         temperature: float = 1.0,
         logprobs_dtype: LogprobsDtype = "float32",
     ) -> list[TeacherScore]:
-        """One score for each sequence, in their order."""
+        """Score several completions in one request; see ``TeacherClient.score``."""
         return self._run(
-            self.client.score(
+            self._client.score(
                 sequences, top_k=top_k, temperature=temperature, logprobs_dtype=logprobs_dtype
             )
         )
 
     def close(self) -> None:
-        """Closes the client and ends the thread; a second call does nothing."""
-        if self._loop.is_closed():
-            return
-        self._run(self.client.aclose())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        """Close the connections and stop the thread; a second call has no effect."""
+        self._stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -83,4 +141,13 @@ class SyncTeacherClient:
         try:
             return future.result()
         finally:
-            future.cancel()  # after an interrupt; a finished call is left as it is
+            future.cancel()  # after a KeyboardInterrupt; no effect on a finished call
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop, client: TeacherClient) -> None:
+    """Serve the loop until stopped, then close the client and the loop."""
+    try:
+        loop.run_forever()
+        loop.run_until_complete(client.aclose())
+    finally:
+        loop.close()

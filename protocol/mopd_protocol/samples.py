@@ -111,10 +111,10 @@ class Rollout:
 
 @dataclass(frozen=True, eq=False)
 class TeacherScore:
-    """A teacher's view of one completion, in the teacher's own tokens.
+    """Log-probabilities of one completion under a teacher, in the teacher's tokens.
 
     Raises:
-        DataError: when the teacher's tokens and its rows differ in number.
+        DataError: if the number of tokens and the number of rows differ.
     """
 
     manifest_id: str
@@ -126,3 +126,13 @@ class TeacherScore:
             raise DataError(
                 f"a teacher scored {len(self.topk)} rows for {len(self.completion)} tokens"
             )
+
+    @property
+    def token_ids(self) -> IntArray:
+        """Teacher token ids of the completion, [tokens]."""
+        return self.completion.token_ids
+
+    @property
+    def logprobs(self) -> FloatArray:
+        """Log-probability of each completion token in nats, [tokens]."""
+        return self.topk.token_logprobs

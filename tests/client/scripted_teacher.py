@@ -54,7 +54,7 @@ def problem(status: int, detail: str, **headers: str) -> httpx.Response:
 
 
 @dataclass(frozen=True)
-class Asked:
+class RecordedRequest:
     """One request, as it arrived."""
 
     method: str
@@ -69,7 +69,7 @@ class ScriptedTeacher:
 
     manifest: Manifest = field(default_factory=manifest)
     scripts: dict[str, deque[Scripted]] = field(default_factory=dict[str, deque[Scripted]])
-    asked: list[Asked] = field(default_factory=list[Asked])
+    requests: list[RecordedRequest] = field(default_factory=list[RecordedRequest])
     in_flight: int = 0
     most_in_flight: int = 0
     pause: Callable[[], Awaitable[object]] | None = None  # awaited in the middle of each scoring
@@ -78,15 +78,15 @@ class ScriptedTeacher:
         """The next answers to requests for ``path``."""
         self.scripts.setdefault(path, deque()).extend(answers)
 
-    def asked_for(self, path: str) -> list[Asked]:
+    def requests_to(self, path: str) -> list[RecordedRequest]:
         """Requests for ``path``, in order."""
-        return [asked for asked in self.asked if asked.path == path]
+        return [asked for asked in self.requests if asked.path == path]
 
-    async def answer(self, request: httpx.Request) -> httpx.Response:
+    async def respond(self, request: httpx.Request) -> httpx.Response:
         """The next answer."""
         body = json.loads(request.content) if request.content else None
         path = request.url.path
-        self.asked.append(Asked(request.method, path, dict(request.headers), body))
+        self.requests.append(RecordedRequest(request.method, path, dict(request.headers), body))
         if self.scripts.get(path):
             scripted = self.scripts[path].popleft()
             if isinstance(scripted, Exception):
@@ -139,6 +139,6 @@ def network(**teachers: ScriptedTeacher) -> httpx.MockTransport:
     async def deliver(request: httpx.Request) -> httpx.Response:
         if request.url.host not in teachers:
             raise httpx.ConnectError(f"no host {request.url.host}", request=request)
-        return await teachers[request.url.host].answer(request)
+        return await teachers[request.url.host].respond(request)
 
     return httpx.MockTransport(deliver)

@@ -36,26 +36,26 @@ class ScriptedVllm:
     scripts: dict[str, deque[httpx.Response]] = field(
         default_factory=dict[str, deque[httpx.Response]]
     )
-    asked: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
+    requests: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
 
     def script(self, path: str, *answers: httpx.Response) -> None:
         """The next answers to requests for ``path``."""
         self.scripts.setdefault(path, deque()).extend(answers)
 
-    def asked_for(self, path: str) -> list[Any]:
+    def requests_to(self, path: str) -> list[Any]:
         """Bodies of requests for ``path``."""
-        return [body for asked, body in self.asked if asked == path]
+        return [body for requested, body in self.requests if requested == path]
 
     @property
     def transport(self) -> httpx.MockTransport:
         """A network with nothing but this server."""
-        return httpx.MockTransport(self.answer)
+        return httpx.MockTransport(self.respond)
 
-    def answer(self, request: httpx.Request) -> httpx.Response:
+    def respond(self, request: httpx.Request) -> httpx.Response:
         """The next answer."""
         path = request.url.path
         body = json.loads(request.content) if request.content else None
-        self.asked.append((path, body))
+        self.requests.append((path, body))
         if self.scripts.get(path):
             return self.scripts[path].popleft()
         routes = {

@@ -1,5 +1,6 @@
-"""A clock that moves only when somebody sleeps, and remembers for how long."""
+"""Clock that advances only in ``sleep`` and records each sleep."""
 
+import asyncio
 from dataclasses import dataclass, field
 
 from mopd_client.transport.clock import Clock
@@ -7,16 +8,22 @@ from mopd_client.transport.clock import Clock
 
 @dataclass
 class StillClock:
-    """Seconds since it was made; ``chance`` 0 makes every pause the longest that it may be."""
+    """Seconds since creation; with ``random`` 0 every pause has its maximum length."""
 
     seconds: float = 0.0
-    chance: float = 0.0
+    random: float = 0.0
     sleeps: list[float] = field(default_factory=list[float])
 
     @property
     def clock(self) -> Clock:
-        return Clock(now=lambda: self.seconds, sleep=self._sleep, chance=lambda: self.chance)
+        return Clock(now=lambda: self.seconds, sleep=self._sleep, random=lambda: self.random)
 
     async def _sleep(self, seconds: float) -> None:
         self.sleeps.append(seconds)
         self.seconds += seconds
+
+
+async def settle() -> None:
+    """Run every task until all tasks wait for an event."""
+    for _ in range(50):
+        await asyncio.sleep(0)

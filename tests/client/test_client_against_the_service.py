@@ -67,7 +67,7 @@ def client_of(service: TeacherService, **settings: Any) -> TeacherClient:
     )
 
 
-async def test_the_service_is_ready_and_fits_the_run(client, service):
+async def test_the_service_is_ready_and_meets_expectations(client, service):
     await client.wait_until_ready(600.0)
 
     manifest = await client.handshake(
@@ -75,12 +75,13 @@ async def test_the_service_is_ready_and_fits_the_run(client, service):
     )
 
     assert manifest == service.manifest
-    with pytest.raises(ConfigError, match="serves a top_k of at most 64, expected 65"):
+    with pytest.raises(ConfigError, match="at most 64, expected 65") as caught:
         await client.handshake(Expectation(top_k=65))
+    assert caught.value.key == "top_k"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-async def test_scores_cross_the_wire_as_the_service_made_them(client, service, dtype):
+async def test_scores_are_equal_on_both_sides_of_the_wire(client, service, dtype):
     sequences = [
         SequenceRequest(id="a", messages=QUESTION, completion=" 7 的 🙂\n", finished=True),
         SequenceRequest(prompt="the quick", completion=" brown fox"),
@@ -88,15 +89,17 @@ async def test_scores_cross_the_wire_as_the_service_made_them(client, service, d
     ]
     scores = await client.score(sequences, top_k=5, temperature=0.7, logprobs_dtype=dtype)
 
-    asked = LogprobsRequest(sequences=sequences, top_k=5, temperature=0.7)
-    made = await service.score(asked)
+    request = LogprobsRequest(sequences=sequences, top_k=5, temperature=0.7)
+    expected = await service.score(request)
     if dtype == "float32":
-        received = LogprobsResponse(made.manifest_id, made.ids, tuple(scores), made.timings)
-        assert_same(received, made)
-    for ours, theirs in zip(scores, made.scores, strict=True):
-        assert ours.topk.ids.tolist() == theirs.topk.ids.tolist()
-        np.testing.assert_allclose(ours.topk.logprobs, theirs.topk.logprobs, rtol=1e-3)
-        assert ours.topk.token_logprobs.tolist() == theirs.topk.token_logprobs.tolist()
+        received = LogprobsResponse(
+            expected.manifest_id, expected.ids, tuple(scores), expected.timings
+        )
+        assert_same(received, expected)
+    for score, sent in zip(scores, expected.scores, strict=True):
+        assert score.topk.ids.tolist() == sent.topk.ids.tolist()
+        np.testing.assert_allclose(score.topk.logprobs, sent.topk.logprobs, rtol=1e-3)
+        assert score.topk.token_logprobs.tolist() == sent.topk.token_logprobs.tolist()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -117,7 +120,7 @@ async def test_scores_are_the_models_distributions(client, settings, temperature
     np.testing.assert_allclose(score.topk.token_logprobs, rows[np.arange(3), completion], atol=1e-5)
 
 
-async def test_chosen_candidates_are_scored(client):
+async def test_candidate_ids_are_scored(client):
     sequence = SequenceRequest(
         prompt_token_ids=[5, 6], completion_token_ids=[8], candidate_ids=[[9, 7, 11]]
     )
@@ -127,7 +130,7 @@ async def test_chosen_candidates_are_scored(client):
     assert sorted(score.topk.ids[0].tolist()) == [7, 9, 11]
 
 
-async def test_a_finished_answer_is_spelled_and_ended_in_the_teachers_tokens(client):
+async def test_a_finished_completion_has_the_teachers_tokens_and_end_of_turn(client):
     tokenizer = await client.tokenizer()
     text = "12 + 30 = 42 的"
     sequence = SequenceRequest(messages=QUESTION, completion=text, finished=True)
@@ -140,7 +143,7 @@ async def test_a_finished_answer_is_spelled_and_ended_in_the_teachers_tokens(cli
     assert score.completion.token_ids[-1] == tokenizer.table.roles.end_of_turn
 
 
-async def test_the_fetched_tokenizer_spells_what_the_service_says(client):
+async def test_the_downloaded_tokenizer_is_the_services(client):
     table = (await client.tokenizer()).table
     sequence = SequenceRequest(
         prompt="?", completion=["a ", ControlToken(control="<|user|>"), " <|user|>"]
@@ -155,29 +158,31 @@ async def test_the_fetched_tokenizer_spells_what_the_service_says(client):
     assert list(score.completion.marks.values()) == ["<|user|>"]
 
 
-async def test_refusals_of_the_service_arrive_as_one_sentence(client):
+async def test_a_rejected_request_raises_with_status_and_detail(client):
     too_long = SequenceRequest(prompt_token_ids=[5] * 200, completion_token_ids=[5] * 100)
-    with pytest.raises(TeacherError, match=r"teacher 'math' answered 413: .*300 tokens") as told:
+    with pytest.raises(TeacherError, match=r"413: .*300 tokens") as caught:
         await client.score([too_long], top_k=1)
-    assert told.value.status == 413
+    assert caught.value.status == 413
 
     unknown = SequenceRequest(prompt_token_ids=[5], completion_token_ids=[10**6])
-    with pytest.raises(TeacherError, match=r"teacher 'math' answered 4.*1000000"):
+    with pytest.raises(TeacherError, match=r"4\d\d: .*1000000"):
         await client.score([unknown], top_k=1)
 
-    with pytest.raises(TeacherError, match="teacher 'math' answered 400: top_k: found 65"):
+    with pytest.raises(TeacherError, match="400: top_k: found 65"):
         await client.score([SequenceRequest(prompt="?", completion="7")], top_k=65)
     assert client.counters.retries == 0
 
 
-async def test_a_wrong_key_is_refused_with_advice(service):
+async def test_a_wrong_api_key_raises_with_advice(service):
     async with client_of(service, api_key="wrong") as client:
-        with pytest.raises(TeacherError, match=r"'math' answered 401: .*is its api_key right"):
+        with pytest.raises(TeacherError, match="api_key") as caught:
             await client.handshake()
+    assert caught.value.status == 401
 
 
-def test_the_synchronous_client_asks_the_same_service(service):
-    with SyncTeacherClient(client_of(service)) as client:
-        [score] = client.score([SequenceRequest(prompt="?", completion="7")], top_k=1)
+def test_the_synchronous_client_scores_too(service):
+    transport = httpx.ASGITransport(create_app(service, api_keys=["secret"]))
+    with SyncTeacherClient("http://math", api_key="secret", transport=transport) as client:
+        score = client.score(messages=[{"role": "user", "content": "?"}], completion="7")
 
     assert score.completion.text == b"7"

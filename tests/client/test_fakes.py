@@ -1,4 +1,4 @@
-"""The fakes of these tests do what the tests take them to do."""
+"""The fakes behave as the tests assume."""
 
 import httpx
 import numpy as np
@@ -42,13 +42,13 @@ async def test_a_scripted_teacher_records_what_it_is_asked():
         await http.post("/v1/logprobs", json=REQUEST, headers={"x-mark": "1"})
         await http.get("/readyz")
 
-    assert [(asked.method, asked.path) for asked in teacher.asked] == [
+    assert [(asked.method, asked.path) for asked in teacher.requests] == [
         ("POST", "/v1/logprobs"),
         ("GET", "/readyz"),
     ]
-    assert teacher.asked[0].body == REQUEST
-    assert teacher.asked[0].headers["x-mark"] == "1"
-    assert teacher.asked_for("/readyz") == teacher.asked[1:]
+    assert teacher.requests[0].body == REQUEST
+    assert teacher.requests[0].headers["x-mark"] == "1"
+    assert teacher.requests_to("/readyz") == teacher.requests[1:]
     assert (teacher.in_flight, teacher.most_in_flight) == (0, 1)
 
 
@@ -74,12 +74,12 @@ async def test_an_unknown_host_does_not_answer():
 
 
 async def test_a_still_clock_moves_only_in_sleep():
-    still = StillClock(chance=0.5)
+    still = StillClock(random=0.5)
     await still.clock.sleep(2.0)
 
     assert still.clock.now() == 2.0
     assert still.sleeps == [2.0]
-    assert still.clock.chance() == 0.5
+    assert still.clock.random() == 0.5
 
 
 def scripted_vllm() -> ScriptedVllm:
@@ -103,7 +103,7 @@ async def test_a_scripted_vllm_answers_distributions_in_the_recorded_form():
     for token, told in last.items():
         assert told["logprob"] == np.float32(server.row([70, 71])[int(token)])
         assert told["rank"] == ranked.index(int(token)) + 1
-    assert server.asked_for("/v1/completions") == [body]
+    assert server.requests_to("/v1/completions") == [body]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a teacher is asked to score, and which answers are believed."""
+"""Scoring requests, and the responses that are accepted."""
 
 import asyncio
 from dataclasses import replace
@@ -11,14 +11,14 @@ import pytest
 from mopd_client.teacher_client import TeacherClient
 from mopd_client.transport.counters import Counters
 from mopd_protocol.codec import BINARY_MEDIA_TYPE, encode_binary
-from mopd_protocol.errors import ConfigError, DataError, TeacherError
+from mopd_protocol.errors import ConfigError, DataError, InvalidResponseError, TeacherError
 from mopd_protocol.requests import ControlToken, SequenceRequest
 from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.samples import Message, TeacherScore
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from tests.client.scripted_teacher import TABLE, ScriptedTeacher, manifest, network, problem
-from tests.client.still_clock import StillClock
+from tests.client.still_clock import StillClock, settle
 
 pytestmark = pytest.mark.anyio
 
@@ -30,14 +30,14 @@ def client_of(teacher: ScriptedTeacher, **settings: Any) -> TeacherClient:
     )
 
 
-def asking(*token_ids: int, name: str | None = None) -> SequenceRequest:
+def sequence(*token_ids: int, name: str | None = None) -> SequenceRequest:
     return SequenceRequest(id=name, prompt="?", completion_token_ids=list(token_ids))
 
 
-def answer(
+def response(
     token_ids: list[int], topk_ids: list[int] | None = None, **changes: Any
 ) -> httpx.Response:
-    """Scores of one sequence, right or wrong."""
+    """Scores of one sequence, valid or not."""
     rows = len(token_ids)
     nats = np.full(rows, -1.0)
     topk = TopKLogprobs(np.array(topk_ids or token_ids)[:, None], nats[:, None], nats, nats)
@@ -50,32 +50,32 @@ def answer(
     return httpx.Response(200, content=encode_binary(LogprobsResponse(**{**fields, **changes})))
 
 
-async def test_scores_come_in_the_order_of_the_sequences():
+async def test_scores_have_the_order_of_the_sequences():
     async with client_of(ScriptedTeacher()) as client:
-        scores = await client.score([asking(70, 71), asking(), asking(72)], top_k=1)
+        scores = await client.score([sequence(70, 71), sequence(), sequence(72)], top_k=1)
 
     assert [score.completion.token_ids.tolist() for score in scores] == [[70, 71], [], [72]]
     assert {score.manifest_id for score in scores} == {manifest().manifest_id}
 
 
-async def test_everything_that_was_asked_is_sent():
+async def test_all_fields_of_a_request_are_sent():
     teacher = ScriptedTeacher()
-    sequence = SequenceRequest(
+    full = SequenceRequest(
         id="a",
         messages=[Message(role="user", content="3 + 4 =")],
         completion=["7", ControlToken(control="<think>")],
         finished=True,
         candidate_ids=[[5, 6], []],
     )
-    teacher.script("/v1/logprobs", answer([], ids=("a",)))
+    teacher.script("/v1/logprobs", response([], ids=("a",)))
     async with client_of(teacher) as client:
-        await client.score([sequence], top_k=12, temperature=0.7, logprobs_dtype="float16")
+        await client.score([full], top_k=12, temperature=0.7, logprobs_dtype="float16")
 
-    [asked] = teacher.asked_for("/v1/logprobs")
-    assert asked.method == "POST"
-    assert asked.headers["accept"] == BINARY_MEDIA_TYPE
-    assert asked.headers["content-type"] == "application/json"
-    assert asked.body == {
+    [request] = teacher.requests_to("/v1/logprobs")
+    assert request.method == "POST"
+    assert request.headers["accept"] == BINARY_MEDIA_TYPE
+    assert request.headers["content-type"] == "application/json"
+    assert request.body == {
         "sequences": [
             {
                 "id": "a",
@@ -91,115 +91,115 @@ async def test_everything_that_was_asked_is_sent():
     }
 
 
-async def test_what_is_not_chosen_is_sent_as_its_default():
+async def test_defaults_are_sent():
     teacher = ScriptedTeacher()
     async with client_of(teacher) as client:
-        await client.score([asking(70)], top_k=3)
+        await client.score([sequence(70)], top_k=3)
 
-    [asked] = teacher.asked_for("/v1/logprobs")
-    assert (asked.body["temperature"], asked.body["logprobs_dtype"]) == (1.0, "float32")
-    assert asked.body["top_k"] == 3
+    [request] = teacher.requests_to("/v1/logprobs")
+    assert (request.body["temperature"], request.body["logprobs_dtype"]) == (1.0, "float32")
+    assert request.body["top_k"] == 3
 
 
-async def test_no_sequences_are_answered_without_asking():
+async def test_no_sequences_need_no_request():
     teacher = ScriptedTeacher()
     async with client_of(teacher) as client:
         assert await client.score([], top_k=1) == []
 
-    assert teacher.asked == []
+    assert teacher.requests == []
 
 
-async def test_the_first_scores_shake_hands_once():
+async def test_concurrent_first_calls_share_one_handshake():
     teacher = ScriptedTeacher()
     async with client_of(teacher) as client:
-        await asyncio.gather(*[client.score([asking(70)], top_k=1) for _ in range(5)])
+        await asyncio.gather(*[client.score([sequence(70)], top_k=1) for _ in range(5)])
 
-    assert len(teacher.asked_for("/v1/manifest")) == 1
+    assert len(teacher.requests_to("/v1/manifest")) == 1
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 0}, {"top_k": 1, "temperature": 0.0}])
-async def test_a_request_that_cannot_be_answered_is_the_callers(settings):
+async def test_an_invalid_request_raises_before_it_is_sent(settings):
     teacher = ScriptedTeacher()
     async with client_of(teacher) as client:
-        with pytest.raises(ConfigError, match="a request that no teacher can answer"):
-            await client.score([asking(70)], **settings)
+        with pytest.raises(ConfigError):
+            await client.score([sequence(70)], **settings)
 
-    assert teacher.asked == []
+    assert teacher.requests == []
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "key", "message"),
     [
-        (answer([70], scores=(), ids=()), "'math' answered 0 scores, expected 1"),
-        (answer([70], ids=("b",)), r"answered sequences \['b'\], expected \[None\]"),
-        (answer([TABLE.size]), "answered token id 420 in sequence 0, expected ids 0 to 419"),
-        (answer([-1], [5]), "answered token id -1 in sequence 0, expected ids 0 to 419"),
-        (answer([70], [TABLE.size]), "answered token id 420 in sequence 0, expected ids 0 to 419"),
-        (httpx.Response(200, text="<html>"), "teacher 'math' answered nonsense: not a scores body"),
-        (httpx.Response(200, content=answer([70]).content[:-1]), "answered nonsense: "),
+        (response([70], scores=(), ids=()), "scores", "found 0, expected 1"),
+        (response([70], ids=("b",)), "ids", r"found \['b'\], expected \[None\]"),
+        (response([TABLE.size]), "token_ids", "found 420, expected 0 to 419"),
+        (response([-1], [5]), "token_ids", "found -1, expected 0 to 419"),
+        (response([70], [TABLE.size]), "token_ids", "found 420, expected 0 to 419"),
+        (httpx.Response(200, text="<html>"), "body", None),
+        (httpx.Response(200, content=response([70]).content[:-1]), "body", None),
     ],
 )
-async def test_an_answer_that_cannot_be_right_is_refused_and_not_tried_again(wrong, message):
+async def test_an_invalid_response_raises_and_is_not_retried(wrong, key, message):
     teacher = ScriptedTeacher()
     teacher.script("/v1/logprobs", wrong)
     async with client_of(teacher) as client:
-        with pytest.raises(TeacherError, match=message):
-            await client.score([asking(70)], top_k=1)
+        with pytest.raises(InvalidResponseError, match=message) as caught:
+            await client.score([sequence(70)], top_k=1)
 
-    assert len(teacher.asked_for("/v1/logprobs")) == 1
+    assert (caught.value.key, caught.value.status) == (key, 200)
+    assert len(teacher.requests_to("/v1/logprobs")) == 1
     assert client.counters.failures == 1
 
 
-async def test_the_highest_id_and_an_absent_entry_are_believed():
+async def test_the_highest_id_is_valid():
     teacher = ScriptedTeacher()
     last = TABLE.size - 1
-    teacher.script("/v1/logprobs", answer([last], [last]))
+    teacher.script("/v1/logprobs", response([last], [last]))
     async with client_of(teacher) as client:
-        [score] = await client.score([asking(last)], top_k=1)
+        [score] = await client.score([sequence(last)], top_k=1)
 
     assert score.topk.ids.tolist() == [[last]]
 
 
-async def test_a_teacher_that_changes_in_mid_run_is_refused():
+async def test_a_teacher_that_changes_between_requests_raises_a_data_error():
     teacher = ScriptedTeacher()
     async with client_of(teacher) as client:
-        await client.score([asking(70)], top_k=1)
+        await client.score([sequence(70)], top_k=1)
         teacher.manifest = manifest(revision="r2")
-        with pytest.raises(DataError) as told:
-            await client.score([asking(70)], top_k=1)
+        with pytest.raises(DataError, match=teacher.manifest.manifest_id[:12]) as caught:
+            await client.score([sequence(70)], top_k=1)
 
-    assert f"its manifest is {teacher.manifest.manifest_id[:12]}, expected" in str(told.value)
-    assert "as at the handshake; serve the same again, or begin another run" in str(told.value)
+    assert caught.value.key == "manifest_id"
 
 
-async def test_a_refusal_tells_teacher_status_and_detail():
+async def test_a_rejection_has_the_status_and_the_detail():
     teacher = ScriptedTeacher()
     detail = "the prompt and completion are 600 tokens, the limit is 512"
     teacher.script("/v1/logprobs", problem(413, detail))
     async with client_of(teacher) as client:
-        with pytest.raises(TeacherError) as told:
-            await client.score([asking(70)], top_k=1)
+        with pytest.raises(TeacherError, match=f"'math' .*413: {detail}$") as caught:
+            await client.score([sequence(70)], top_k=1)
 
-    assert str(told.value) == f"teacher 'math' answered 413: {detail}"
+    assert caught.value.status == 413
 
 
-async def test_concurrency_is_bounded():
+async def test_concurrency_is_limited():
     teacher = ScriptedTeacher()
     gate = asyncio.Event()
     teacher.pause = gate.wait
     async with client_of(teacher, max_concurrency=3) as client:
         await client.handshake()
-        calls = [asyncio.create_task(client.score([asking(70)], top_k=1)) for _ in range(10)]
-        await _settle()
+        calls = [asyncio.create_task(client.score([sequence(70)], top_k=1)) for _ in range(10)]
+        await settle()
         assert teacher.in_flight == 3
         gate.set()
         await asyncio.gather(*calls)
 
     assert teacher.most_in_flight == 3
-    assert len(teacher.asked_for("/v1/logprobs")) == 10
+    assert len(teacher.requests_to("/v1/logprobs")) == 10
 
 
-async def test_calls_spread_over_replicas_by_what_is_in_flight():
+async def test_calls_spread_evenly_over_replicas():
     teachers = {host: ScriptedTeacher() for host in ("a", "b", "c")}
     gate = asyncio.Event()
     for teacher in teachers.values():
@@ -209,8 +209,8 @@ async def test_calls_spread_over_replicas_by_what_is_in_flight():
     )
     async with client:
         await client.handshake()
-        calls = [asyncio.create_task(client.score([asking(70)], top_k=1)) for _ in range(7)]
-        await _settle()
+        calls = [asyncio.create_task(client.score([sequence(70)], top_k=1)) for _ in range(7)]
+        await settle()
         assert sorted(teacher.in_flight for teacher in teachers.values()) == [2, 2, 3]
         gate.set()
         await asyncio.gather(*calls)
@@ -218,42 +218,36 @@ async def test_calls_spread_over_replicas_by_what_is_in_flight():
     assert [replica.in_flight for replica in client.replicas] == [0, 0, 0]
 
 
-async def test_a_cancelled_call_leaves_its_turn_and_its_replica():
+async def test_a_cancelled_call_frees_its_slot_and_its_replica():
     teacher = ScriptedTeacher()
     gate = asyncio.Event()
     teacher.pause = gate.wait
     async with client_of(teacher, max_concurrency=1) as client:
         await client.handshake()
-        call = asyncio.create_task(client.score([asking(70)], top_k=1))
-        await _settle()
+        call = asyncio.create_task(client.score([sequence(70)], top_k=1))
+        await settle()
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
         assert client.replicas[0].in_flight == 0
         gate.set()
-        assert len(await client.score([asking(70)], top_k=1)) == 1
+        assert len(await client.score([sequence(70)], top_k=1)) == 1
 
 
-async def test_counters_tell_what_scoring_cost():
+async def test_counters():
     teacher = ScriptedTeacher()
     teacher.script("/v1/logprobs", problem(503, "loading"), problem(503, "loading"))
     async with client_of(teacher) as client:
-        await client.score([asking(70, 71), asking(72)], top_k=1)
+        await client.score([sequence(70, 71), sequence(72)], top_k=1)
         teacher.script("/v1/logprobs", problem(413, "too long"))
         with pytest.raises(TeacherError):
-            await client.score([asking(70)], top_k=1)
+            await client.score([sequence(70)], top_k=1)
 
-    taken = client.counters.take()
-    assert taken.received_bytes > 3 * 8  # of each token an id and a logprob, and their frame
-    assert replace(taken, received_bytes=0) == Counters(
+    totals = client.counters.pop()
+    assert totals.received_bytes > 3 * 8  # an id and a log-probability per token, and the header
+    assert replace(totals, received_bytes=0) == Counters(
         requests=2, retries=2, failures=1, tokens_scored=3, seconds=[0.75]
     )
     assert client.counters == Counters()
     client.counters.seconds.append(1.0)
-    assert taken.seconds == [0.75]
-
-
-async def _settle() -> None:
-    """Lets every task run until all of them wait for something."""
-    for _ in range(50):
-        await asyncio.sleep(0)
+    assert totals.seconds == [0.75]

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 import httpx
 import pytest
 
-from mopd_client.teacher_client import TeacherClient
+from mopd_client.sync import SyncTeacherClient
 from tests import tiny_models
 from tests.server.tiny_teachers import teacher_of_family
 from tests.trainer.students import FAMILIES, model_of, tokenizer
@@ -34,6 +34,6 @@ def tokenizer_file(family: str, folder: Path) -> Path:
 def serve(family: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The address of a real teacher service, reached without a network."""
     transport = httpx.ASGITransport(teacher_of_family(family).app)
-    client = partial(TeacherClient, transport=transport)
-    monkeypatch.setattr("mopd_trainer.cli.tokenizer_argument.TeacherClient", client)
+    client = partial(SyncTeacherClient, transport=transport)
+    monkeypatch.setattr("mopd_trainer.cli.tokenizer_argument.SyncTeacherClient", client)
     return URL

@@ -257,7 +257,7 @@ def _counters(run: Run) -> dict[str, Counters]:
     """What asking each teacher cost since this was last asked."""
     if run.replay is not None:
         return {name: Counters() for name in run.teachers}
-    return {name: run.pool.client(name).counters.take() for name in run.config.contacted_teachers}
+    return {name: run.pool.client(name).counters.pop() for name in run.config.contacted_teachers}
 
 
 def _local_teachers(

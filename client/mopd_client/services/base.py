@@ -1,4 +1,4 @@
-"""``Service``: what a client must know of the kind of server that a teacher is."""
+"""``Service``: requests and responses of one kind of teacher server."""
 
 from typing import Protocol
 
@@ -12,16 +12,16 @@ from mopd_protocol.responses import LogprobsResponse
 
 
 class Service(Protocol):
-    """How one kind of server is asked who it is and what it would have said."""
+    """Interface of a kind of server."""
 
     @property
     def ready_path(self) -> str:
-        """Answers 200 when the server is ready to score."""
+        """Path that returns 200 when the server is ready to score."""
         ...
 
     @property
     def path(self) -> str:
-        """Where sequences are asked for; settled when a handshake is over."""
+        """Path of scoring requests."""
         ...
 
     async def manifest(
@@ -32,27 +32,28 @@ class Service(Protocol):
         *,
         deadline_seconds: float | None,
     ) -> Manifest:
-        """Who the server at one address is.
+        """Return the manifest of the server at one address.
 
         Raises:
-            MopdError: when it does not answer, or is no such server.
+            MopdError: if the server is unavailable or of another kind.
         """
         ...
 
     async def tokenizer(self, connection: Connection, manifest: Manifest) -> TeacherTokenizer:
-        """The teacher's tokenizer.
+        """Return the teacher's tokenizer.
 
         Raises:
-            MopdError: when it is not to be had, or is not the manifest's.
+            MopdError: if the tokenizer is unavailable or not the manifest's.
         """
         ...
 
-    async def answer(
+    async def score(
         self, connection: Connection, request: LogprobsRequest, manifest: Manifest
     ) -> LogprobsResponse:
-        """The scores that were asked for, under the manifest id of whoever answered.
+        """Return the scores of a request, with the manifest id of the responding server.
 
         Raises:
-            MopdError: when the server does not answer, refuses, or answers nonsense.
+            MopdError: if the server is unavailable, rejects the request, or returns an invalid
+                response.
         """
         ...

@@ -1,71 +1,84 @@
-"""``Expectation``: what a run needs of a teacher, compared with the teacher's manifest."""
+"""``Expectation``: a run's requirements of a teacher, compared with the teacher's manifest."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mopd_protocol.errors import ConfigError, DataError
+from mopd_protocol.errors import ConfigError, TeacherMismatchError
 from mopd_protocol.manifest import Manifest
+
+Difference = tuple[str, str]  # key, description
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """What a run needs. ``None`` means that anything will do."""
+    """Requirements of a run; ``None`` accepts any value."""
 
     top_k: int = 1
     temperature: float = 1.0
     candidate_ids: bool = False
     messages: bool = False
-    tokenizer_fingerprint: str | None = None  # of the tokenizer a projection was built for
-    manifest_id: str | None = None  # of the teacher that an earlier part of this run asked
+    tokenizer_fingerprint: str | None = None  # of the tokenizer that a projection was built for
+    manifest_id: str | None = None  # of the teacher that the run started with
 
     def check(self, teacher: str, manifest: Manifest) -> None:
-        """Compares; says everything that is wrong at once.
+        """Compare with a manifest; the error lists all differences and has the first's key.
 
         Raises:
-            ConfigError: when the run asks for what this teacher cannot do.
-            DataError: when it is another teacher than the one the run's files were made with.
+            TeacherMismatchError: if it is not the teacher that the run's files were made with.
+            ConfigError: if the teacher does not support a requirement.
         """
-        wrong = [*self._different_identity(manifest)]
-        if wrong:
-            raise DataError(f"teacher {teacher!r} {'; and it '.join(wrong)}")
-        missing = [*self._missing_ability(manifest)]
-        if missing:
-            raise ConfigError(f"teacher {teacher!r} {'; and it '.join(missing)}")
+        differences = [*self._different_identity(manifest)]
+        if differences:
+            raise TeacherMismatchError(_message(teacher, differences), key=differences[0][0])
+        unsupported = [*self._unsupported(manifest)]
+        if unsupported:
+            raise ConfigError(_message(teacher, unsupported), key=unsupported[0][0])
 
-    def _different_identity(self, manifest: Manifest) -> Iterator[str]:
-        found = manifest.tokenizer_fingerprint
-        if self.tokenizer_fingerprint not in (None, found):
+    def _different_identity(self, manifest: Manifest) -> Iterator[Difference]:
+        fingerprint = manifest.tokenizer_fingerprint
+        if self.tokenizer_fingerprint not in (None, fingerprint):
             yield (
-                f"has tokenizer {found[:12]}, expected {str(self.tokenizer_fingerprint)[:12]}; "
-                "rebuild what was made for the expected tokenizer, or serve the model it belongs to"
+                "tokenizer_fingerprint",
+                f"tokenizer differs (found {fingerprint[:12]}, expected "
+                f"{str(self.tokenizer_fingerprint)[:12]}). Rebuild the files made for the expected "
+                "tokenizer, or serve its model",
             )
         if self.manifest_id not in (None, manifest.manifest_id):
             yield (
-                f"has manifest {manifest.manifest_id[:12]} ({manifest.model} "
+                "manifest_id",
+                f"manifest differs (found {manifest.manifest_id[:12]}: {manifest.model} "
                 f"{manifest.revision[:12]}, {manifest.engine} {manifest.engine_version}, "
-                f"{manifest.dtype}), expected {str(self.manifest_id)[:12]}; "
-                "serve what this run began with, or begin another run"
+                f"{manifest.dtype}; expected {str(self.manifest_id)[:12]}). Serve the model that "
+                "the run started with, or start a new run",
             )
 
-    def _missing_ability(self, manifest: Manifest) -> Iterator[str]:
+    def _unsupported(self, manifest: Manifest) -> Iterator[Difference]:
+        features = manifest.features
         if self.top_k > manifest.max_top_k:
             yield (
-                f"serves a top_k of at most {manifest.max_top_k}, expected {self.top_k}; "
-                "lower top_k, or restart the service with a higher limit"
+                "top_k",
+                f"top_k exceeds the service's limit (found at most {manifest.max_top_k}, expected "
+                f"{self.top_k}). Lower top_k, or restart the service with a higher limit",
             )
-        offered = manifest.features
-        if self.temperature != 1.0 and not offered.temperature:
+        if self.temperature != 1.0 and not features.temperature:
             yield (
-                f"scores at temperature 1 only, expected {self.temperature:g}; set the teacher's "
-                "temperature to 1, or serve it with an engine that has temperatures"
+                "temperature",
+                f"unsupported temperature (found 1 only, expected {self.temperature:g}). Set the "
+                "teacher's temperature to 1, or use an engine that supports temperatures",
             )
-        if self.candidate_ids and not offered.candidate_ids:
+        if self.candidate_ids and not features.candidate_ids:
             yield (
-                "cannot score candidate_ids, expected that it can; use its own top-k, or serve it "
-                "with an engine that has candidate_ids"
+                "candidate_ids",
+                "unsupported candidate_ids. Use the teacher's own top-k, or an engine that "
+                "supports candidate_ids",
             )
-        if self.messages and not offered.messages:
+        if self.messages and not features.messages:
             yield (
-                "has no chat template for messages, expected one; send prompt or "
-                "prompt_token_ids, or serve a model with a template"
+                "messages",
+                "chat template not found, needed for messages. Send prompt or prompt_token_ids, "
+                "or serve a model with a chat template",
             )
+
+
+def _message(teacher: str, differences: list[Difference]) -> str:
+    return f"teacher {teacher!r}: " + "; ".join(description for _, description in differences)

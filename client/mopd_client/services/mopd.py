@@ -1,4 +1,4 @@
-"""``MopdService``: a teacher that runs ``mopd-teacher serve``."""
+"""``MopdService``: a server started by ``mopd-teacher serve``."""
 
 from pydantic import ValidationError
 
@@ -7,7 +7,7 @@ from mopd_client.tokenizers.teacher import TeacherTokenizer, teacher_tokenizer
 from mopd_client.transport.connection import Connection
 from mopd_client.transport.replica import Replica
 from mopd_protocol.codec import BINARY_MEDIA_TYPE, decode_binary
-from mopd_protocol.errors import DataError, TeacherError
+from mopd_protocol.errors import DataError, InvalidResponseError, TeacherMismatchError
 from mopd_protocol.manifest import SCHEMA_VERSION, Manifest
 from mopd_protocol.requests import LogprobsRequest
 from mopd_protocol.responses import LogprobsResponse
@@ -29,56 +29,59 @@ class MopdService:
         *,
         deadline_seconds: float | None,
     ) -> Manifest:
-        """See ``Service``; the service itself says who it is."""
-        teacher = connection.teacher
-        response = await connection.ask_replica(
+        """See ``Service``; the server returns its manifest."""
+        subject = f"teacher {connection.teacher!r} at {replica.url}"
+        response = await connection.send_to_replica(
             replica, "/v1/manifest", deadline_seconds=deadline_seconds
         )
-        body = connection.document(connection.answered(response), kind=_KIND)
+        status = response.status_code
+        body = connection.json_object(connection.require_ok(response), kind=_KIND)
         if body.get("schema_version") != SCHEMA_VERSION:
-            raise TeacherError(
-                f"teacher {teacher!r} at {replica.url} speaks schema version "
-                f"{body.get('schema_version')}, expected {SCHEMA_VERSION}; "
-                "run the same mopd version on both sides",
-                status=response.status_code,
+            raise TeacherMismatchError(
+                f"{subject}: unsupported schema version (found {body.get('schema_version')}, "
+                f"expected {SCHEMA_VERSION}). Run the same mopd version on both sides",
+                status=status,
+                key="schema_version",
             )
         try:
             manifest = Manifest.parse(body)
         except ValidationError as error:
-            raise TeacherError(
-                f"teacher {teacher!r} at {replica.url} sent no manifest: {error}",
-                status=response.status_code,
+            raise InvalidResponseError(
+                f"{subject}: invalid manifest: {error}", status=status, key="manifest"
             ) from error
         if body.get("manifest_id") != manifest.manifest_id:
-            raise TeacherError(
-                f"teacher {teacher!r} at {replica.url} calls its manifest "
-                f"{body.get('manifest_id')}, but it hashes to {manifest.manifest_id}; "
-                "run the same mopd version on both sides",
-                status=response.status_code,
+            raise InvalidResponseError(
+                f"{subject}: wrong manifest_id (found {body.get('manifest_id')}, expected the hash "
+                f"{manifest.manifest_id}). Run the same mopd version on both sides",
+                status=status,
+                key="manifest_id",
             )
         return manifest
 
     async def tokenizer(self, connection: Connection, manifest: Manifest) -> TeacherTokenizer:
-        """See ``Service``; the tokenizer is fetched from the service."""
-        body = connection.document(await connection.get("/v1/tokenizer"), kind=_KIND)
+        """See ``Service``; the tokenizer is downloaded from the server."""
+        body = connection.json_object(await connection.get("/v1/tokenizer"), kind=_KIND)
         try:
             text = body["files"]["tokenizer.json"]
         except (KeyError, TypeError) as error:
-            raise TeacherError(
-                f"teacher {connection.teacher!r} sent no tokenizer.json; expected it under 'files'"
+            raise InvalidResponseError(
+                f"teacher {connection.teacher!r}: tokenizer.json not found in the response "
+                "(expected under 'files')",
+                key="files",
             ) from error
         return teacher_tokenizer(connection.teacher, manifest, text)
 
-    async def answer(
+    async def score(
         self, connection: Connection, request: LogprobsRequest, manifest: Manifest
     ) -> LogprobsResponse:
-        """See ``Service``; one question for all sequences, answered in the binary format."""
+        """See ``Service``; one request for all sequences, a response in the binary format."""
         body = request.model_dump_json(exclude_none=True).encode()
-        response = await connection.question(self.path, body, {"accept": BINARY_MEDIA_TYPE})
+        response = await connection.post(self.path, body, {"accept": BINARY_MEDIA_TYPE})
         try:
             return decode_binary(response.content)
         except DataError as error:
-            raise TeacherError(
-                f"teacher {connection.teacher!r} answered nonsense: {error}",
+            raise InvalidResponseError(
+                f"teacher {connection.teacher!r}: invalid response: {error}",
                 status=response.status_code,
+                key="body",
             ) from error

@@ -22,7 +22,7 @@ from mopd_client.tokenizers.folder import FolderTokenizer, read_folder_tokenizer
 from mopd_client.tokenizers.sequence_tokens import SequenceTokens, require_room, sequence_tokens
 from mopd_client.tokenizers.teacher import TeacherTokenizer
 from mopd_client.transport.connection import Connection
-from mopd_client.transport.problem import problem_of
+from mopd_client.transport.outcome import problem_of
 from mopd_client.transport.replica import Replica
 from mopd_protocol.errors import ConfigError, DataError, TeacherError
 from mopd_protocol.manifest import Features, Manifest
@@ -129,7 +129,7 @@ class OpenAIService:
         folder = await self._folder_tokenizer()
         return TeacherTokenizer(folder.tokenizer, folder.table, folder.encoder)
 
-    async def answer(
+    async def score(
         self, connection: Connection, request: LogprobsRequest, manifest: Manifest
     ) -> LogprobsResponse:
         """See ``Service``; one question a sequence, all at once."""
@@ -246,7 +246,7 @@ class OpenAIService:
         token_ids = tokens.token_ids
         route, response = await self._respond(connection, manifest.model, token_ids, top_k)
         # Megabytes of JSON, which other questions should not wait for.
-        document = await asyncio.to_thread(connection.document, response, kind=_KIND)
+        document = await asyncio.to_thread(connection.json_object, response, kind=_KIND)
         tokenizer = await self._folder_tokenizer()
         try:
             topk = await asyncio.to_thread(
@@ -272,14 +272,14 @@ class OpenAIService:
         route = self._route
         try:
             body = json.dumps(route.body(model, token_ids, top_k)).encode()
-            return route, await connection.question(route.path, body)
+            return route, await connection.post(route.path, body)
         except TeacherError as error:
             if route is COMPLETIONS or self._api == "generate" or error.status not in NOT_OPEN:
                 raise
         # A replica that was not there at the handshake, or came back without the option.
         self._route = COMPLETIONS
         body = json.dumps(COMPLETIONS.body(model, token_ids, top_k)).encode()
-        return COMPLETIONS, await connection.question(COMPLETIONS.path, body)
+        return COMPLETIONS, await connection.post(COMPLETIONS.path, body)
 
     def _manifest_id(self, document: dict[str, Any], route: PromptRoute, manifest: Manifest) -> str:
         """Of the server that answered, by what it says of itself with every answer."""
@@ -307,20 +307,20 @@ class _Asker:
 
     async def get(self, path: str) -> dict[str, Any]:
         """The JSON object at a path."""
-        response = await self.connection.ask_replica(
+        response = await self.connection.send_to_replica(
             self.replica, path, deadline_seconds=self._deadline_seconds
         )
         return self.document(response)
 
     async def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         """The answer, 200 or not."""
-        return await self.connection.ask_replica(
+        return await self.connection.send_to_replica(
             self.replica, path, body=body, deadline_seconds=self._deadline_seconds
         )
 
     def document(self, response: httpx.Response) -> dict[str, Any]:
         """The JSON object of an answer that must be one."""
-        return self.connection.document(self.connection.answered(response), kind=_KIND)
+        return self.connection.json_object(self.connection.require_ok(response), kind=_KIND)
 
 
 def _card(teacher: str, models: dict[str, Any], wanted: str | None) -> dict[str, Any]:

@@ -1,17 +1,17 @@
-"""``TeacherTokenizer``: a teacher's tokenizer on the student's side, fetched from the teacher."""
+"""``TeacherTokenizer``: a teacher's tokenizer on the student's side."""
 
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from mopd_protocol.errors import DataError, TeacherError
+from mopd_protocol.errors import DataError, InvalidResponseError, TeacherMismatchError
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
 
 
 @dataclass(frozen=True, eq=False)
 class TeacherTokenizer:
-    """The tokenizer, the bytes of its tokens, and its form for completions."""
+    """A tokenizer, the bytes of its tokens, and its encoder of completions."""
 
     tokenizer: Tokenizer
     table: TokenTable
@@ -19,23 +19,29 @@ class TeacherTokenizer:
 
 
 def teacher_tokenizer(teacher: str, manifest: Manifest, tokenizer_json: str) -> TeacherTokenizer:
-    """Builds a teacher's tokenizer out of its ``tokenizer.json``.
+    """Build a teacher's tokenizer from its ``tokenizer.json``.
 
     Raises:
-        TeacherError: when the text is no tokenizer, or not the one that the manifest names.
+        InvalidResponseError: if the text is not a supported tokenizer.
+        TeacherMismatchError: if the tokenizer is not the manifest's.
     """
     try:
         tokenizer = Tokenizer.from_str(tokenizer_json)
     except Exception as error:  # the tokenizers library raises bare Exception
-        raise TeacherError(f"teacher {teacher!r} sent no tokenizer: {error}") from error
+        raise InvalidResponseError(
+            f"teacher {teacher!r}: invalid tokenizer: {error}", key="tokenizer.json"
+        ) from error
     try:
         table = TokenTable.from_tokenizer(tokenizer, manifest.roles)
     except DataError as error:
-        raise TeacherError(f"teacher {teacher!r} sent an unfit tokenizer: {error}") from error
+        raise InvalidResponseError(
+            f"teacher {teacher!r}: unsupported tokenizer: {error}", key="tokenizer.json"
+        ) from error
     if table.fingerprint != manifest.tokenizer_fingerprint:
-        raise TeacherError(
-            f"teacher {teacher!r} sent tokenizer {table.fingerprint[:12]}, but its manifest names "
-            f"{manifest.tokenizer_fingerprint[:12]}; run the same mopd and tokenizers versions on "
-            "both sides"
+        raise TeacherMismatchError(
+            f"teacher {teacher!r}: tokenizer differs from the manifest's (found "
+            f"{table.fingerprint[:12]}, expected {manifest.tokenizer_fingerprint[:12]}). Run the "
+            "same mopd and tokenizers versions on both sides",
+            key="tokenizer_fingerprint",
         )
     return TeacherTokenizer(tokenizer, table, TextEncoder(tokenizer, table))

@@ -1,1 +1,1 @@
-"""HTTP: connections, attempts, retries, replicas."""
+"""HTTP transport: connection pools, retries, circuit breakers, choice of replica."""

@@ -1,8 +1,8 @@
-"""``CircuitBreaker``: leaves an address alone that has failed several times in a row.
+"""``CircuitBreaker``: stops requests to an address after several consecutive failures.
 
-Closed, it lets every request through. After ``failures_to_open`` failures in a row it opens and
-lets none through for ``pause_seconds``. Then it is half-open: one request may try (the probe). An
-answer closes it, a failure opens it again.
+Closed, it allows every request. After ``failures_to_open`` consecutive failures it opens and blocks
+requests for ``pause_seconds``; it is half-open afterwards and allows one request, the probe. A
+response closes it, a failure opens it again.
 """
 
 import asyncio
@@ -15,49 +15,49 @@ PAUSE_SECONDS = 5.0
 
 @dataclass(eq=False)
 class CircuitBreaker:
-    """The breaker of one address; times are clock seconds."""
+    """Circuit breaker of one address; times are clock seconds."""
 
     failures_to_open: int = FAILURES_TO_OPEN
     pause_seconds: float = PAUSE_SECONDS
-    failures: int = 0  # in a row
+    failures: int = 0  # consecutive
     last_failure: str = ""
     _half_open_at: float | None = None  # None: closed
-    _probe_ended: asyncio.Event | None = field(default=None)  # None: no probe under way
+    _probe_ended: asyncio.Event | None = field(default=None)  # None: no probe in flight
 
     @property
     def closed(self) -> bool:
-        """Whether requests go through freely."""
+        """True while every request is allowed."""
         return self._half_open_at is None
 
     @property
-    def free_at(self) -> float:
-        """From when a request may be sent; infinite while another one is the probe."""
+    def available_at(self) -> float:
+        """Earliest time of the next request; infinite while a probe is in flight."""
         if self._probe_ended is not None:
             return math.inf
         return -math.inf if self._half_open_at is None else self._half_open_at
 
     async def probe_end(self) -> None:
-        """Returns when no probe is under way."""
+        """Wait until no probe is in flight."""
         if self._probe_ended is not None:
             await self._probe_ended.wait()
 
     def begin(self) -> bool:
-        """A request is being sent; True when it is the probe, because the breaker is not closed."""
+        """Register a request; return True if it is the probe of a breaker that is not closed."""
         if self.closed:
             return False
         self._probe_ended = asyncio.Event()
         return True
 
     def succeed(self) -> None:
-        """An answer came: the address works."""
+        """Register a response: close the breaker."""
         self.failures = 0
         self._half_open_at = None
         self._end_probe()
 
     def fail(self, now: float, failure: str, *, probe: bool) -> bool:
-        """No answer came, or one of the 500s; True when this opens a closed breaker.
+        """Register a failure (no response, or a 5xx); return True if a closed breaker opens.
 
-        Late failures of requests that were sent before it opened do not prolong the pause.
+        Late failures of requests that were sent before the breaker opened do not prolong the pause.
         """
         self.failures += 1
         self.last_failure = failure
@@ -69,7 +69,7 @@ class CircuitBreaker:
         return opens
 
     def abandon(self) -> None:
-        """The probe was cancelled and says nothing; the next request may be the probe."""
+        """Register a cancelled probe: the next request may be the probe."""
         self._end_probe()
 
     def _end_probe(self) -> None:

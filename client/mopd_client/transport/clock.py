@@ -1,4 +1,4 @@
-"""``Clock``: where the client gets time, sleep and chance from, so that tests need none of them."""
+"""``Clock``: source of time, sleep and randomness, replaceable in tests."""
 
 import asyncio
 import random
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Clock:
-    """Time in seconds, of which only differences mean anything."""
+    """Monotonic time in seconds; only differences are meaningful."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    chance: Callable[[], float] = random.random  # uniform in [0, 1)
+    random: Callable[[], float] = random.random  # uniform in [0, 1)

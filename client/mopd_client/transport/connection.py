@@ -1,4 +1,4 @@
-"""``Connection``: the way to one teacher's addresses; all that a client sends goes through it."""
+"""``Connection``: sends all requests to one teacher's replicas."""
 
 import asyncio
 import json
@@ -8,24 +8,21 @@ from typing import Any
 
 import httpx
 
-from mopd_client.transport.attempt import Attempts
 from mopd_client.transport.circuit_breaker import CircuitBreaker
 from mopd_client.transport.clock import Clock
 from mopd_client.transport.counters import Counters
-from mopd_client.transport.hedging import Hedging
 from mopd_client.transport.http_pools import HttpPools
-from mopd_client.transport.problem import problem_of
+from mopd_client.transport.outcome import problem_of
 from mopd_client.transport.replica import Replica, replicas_at
-from mopd_client.transport.retry import send_with_retries
-from mopd_protocol.errors import ConfigError, TeacherError
+from mopd_client.transport.retry import Attempts, send_with_retries
+from mopd_protocol.errors import ConfigError, InvalidResponseError, TeacherError
 
 
 class Connection:
-    """Sends to the replicas of one teacher: at most ``max_concurrency`` questions at once, each
-    tried again until it is answered or its deadline ends.
+    """Requests to one teacher: at most ``max_concurrency`` in flight, retried until the deadline.
 
     Raises:
-        ConfigError: on addresses, keys or limits that cannot work.
+        ConfigError: on an invalid address, key or limit.
     """
 
     def __init__(
@@ -37,7 +34,6 @@ class Connection:
         timeout_seconds: float,
         deadline_seconds: float,
         max_concurrency: int,
-        hedging: Hedging,
         transport: httpx.AsyncBaseTransport | None,
         clock: Clock,
     ) -> None:
@@ -49,26 +45,26 @@ class Connection:
         )
         if api_key and not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
             raise ConfigError(
-                f"teacher {teacher!r} has an api_key with characters that no header can carry; "
-                "expected printable ASCII without spaces or line ends"
+                f"teacher {teacher!r}: api_key has characters that are invalid in a header "
+                "(expected printable ASCII without spaces or line ends)",
+                key="api_key",
             )
         self.teacher = teacher
         self.replicas = replicas_at(teacher, urls)
         self.counters = Counters()
         self.deadline_seconds = deadline_seconds
-        self._timeout_seconds = timeout_seconds
         self._clock = clock
-        self._turns = asyncio.Semaphore(max_concurrency)
-        self._attempts = Attempts(
-            teacher, timeout_seconds, clock, counters=self.counters, hedging=hedging
-        )
+        self._slots = asyncio.Semaphore(max_concurrency)
+        self._attempts = Attempts(teacher, timeout_seconds, clock, self.counters)
+        # Requests about the teacher are not counted.
+        self._uncounted = Attempts(teacher, timeout_seconds, clock, Counters())
         self._http = HttpPools(
             max_concurrency,
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
             transport=transport,
         )
 
-    async def ask_replica(
+    async def send_to_replica(
         self,
         replica: Replica,
         path: str,
@@ -76,104 +72,110 @@ class Connection:
         body: object = None,
         deadline_seconds: float | None = None,
     ) -> httpx.Response:
-        """The answer of this one replica to a GET, or to a POST of JSON; 200 or not.
+        """Send a GET, or a POST of JSON, to one replica; return the response, 200 or not.
 
-        Who is not there yet is no failing replica: no breaker opens, and nothing is counted.
+        Neither counters nor the replica's breaker record a failure: it may still be starting.
 
         Raises:
-            TeacherError: when it does not answer.
+            TeacherUnavailableError: without a response before the deadline.
         """
         return await send_with_retries(
             [Replica(replica.url, breaker=CircuitBreaker(failures_to_open=sys.maxsize))],
             lambda replica: self._http.next().request(
                 "GET" if body is None else "POST", replica.url + path, json=body
             ),
-            attempts=Attempts(self.teacher, self._timeout_seconds, self._clock, Counters()),
+            attempts=self._uncounted,
             deadline_seconds=deadline_seconds or self.deadline_seconds,
         )
 
     async def get(self, path: str) -> httpx.Response:
-        """The answer of any replica to a question about the teacher, which is not counted.
+        """Send a GET to any replica, without counting it.
 
         Raises:
-            TeacherError: when none answers, or with another status than 200.
+            TeacherError: without a response, or on another status than 200.
         """
         response = await send_with_retries(
             self.replicas,
             lambda replica: self._http.next().get(replica.url + path),
-            attempts=Attempts(self.teacher, self._timeout_seconds, self._clock, Counters()),
+            attempts=self._uncounted,
             deadline_seconds=self.deadline_seconds,
         )
-        return self.answered(response)
+        return self.require_ok(response)
 
-    async def question(
+    async def post(
         self, path: str, body: bytes, headers: Mapping[str, str] | None = None
     ) -> httpx.Response:
-        """The answer of any replica to a question that costs the teacher work; it is counted.
+        """Send a scoring request to any replica, once a slot is free; counters record the request.
 
         Raises:
-            TeacherError: when none answers, or with another status than 200.
+            TeacherError: without a response, or on another status than 200.
         """
-        sent = {"content-type": "application/json", **(headers or {})}
-        async with self._turns:
+        all_headers = {"content-type": "application/json", **(headers or {})}
+        async with self._slots:
             started = self._clock.now()
             self.counters.requests += 1
-            response = await send_with_retries(
-                self.replicas,
-                lambda replica: self._http.next().post(
-                    replica.url + path, content=body, headers=sent
-                ),
-                attempts=self._attempts,
-                deadline_seconds=self.deadline_seconds,
+            response = self.require_ok(
+                await send_with_retries(
+                    self.replicas,
+                    lambda replica: self._http.next().post(
+                        replica.url + path, content=body, headers=all_headers
+                    ),
+                    attempts=self._attempts,
+                    deadline_seconds=self.deadline_seconds,
+                )
             )
-            answered = self.answered(response)
-            self.counters.received_bytes += len(answered.content)
+            self.counters.received_bytes += len(response.content)
             self.counters.seconds.append(self._clock.now() - started)
-            return answered
+            return response
 
-    def answered(self, response: httpx.Response) -> httpx.Response:
-        """The response, where it is one.
+    def require_ok(self, response: httpx.Response) -> httpx.Response:
+        """Return the response.
 
         Raises:
-            TeacherError: with what the teacher said, when its status is not 200.
+            TeacherError: if the status is not 200, with the problem that the teacher reports.
         """
         status = response.status_code
         if status == 200:
             return response
-        advice = "; is its api_key right?" if status in (401, 403) else ""
+        problem = problem_of(response)
+        if status in (401, 403):
+            problem = f"{problem.rstrip('.')}. Check its api_key"
         raise TeacherError(
-            f"teacher {self.teacher!r} answered {status}: {problem_of(response)}{advice}",
+            f"teacher {self.teacher!r} returned status {status}: {problem}",
             status=status,
         )
 
-    def document(self, response: httpx.Response, *, kind: str) -> dict[str, Any]:
-        """The JSON object in a response.
+    def json_object(self, response: httpx.Response, *, kind: str) -> dict[str, Any]:
+        """Parse the JSON object in a response.
 
         Args:
-            kind: what the address should be, for the sentence when it is not.
+            kind: expected kind of server, for the error message.
 
         Raises:
-            TeacherError: when there is none.
+            InvalidResponseError: if the body is not a JSON object.
         """
         try:
             body: Any = json.loads(response.content)
         except ValueError:
             body = None
         if not isinstance(body, dict):
-            raise TeacherError(
-                f"teacher {self.teacher!r} answered {response.url.path} with "
-                f"{response.headers.get('content-type', 'no content type')}; expected a JSON "
-                f"object; is this address a {kind}?",
+            raise InvalidResponseError(
+                f"teacher {self.teacher!r}: invalid response to {response.url.path} (found "
+                f"{response.headers.get('content-type', 'no content type')}, expected a JSON "
+                f"object). Check that this address is a {kind}",
                 status=response.status_code,
             )
         return body  # pyright: ignore[reportUnknownVariableType]
 
     async def aclose(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         await self._http.aclose()
 
 
 def _require_positive(teacher: str, **settings: float) -> None:
     for name, value in settings.items():
         if not value > 0:
-            raise ConfigError(f"teacher {teacher!r} has {name} {value}; expected more than 0")
+            raise ConfigError(
+                f"teacher {teacher!r}: {name} is invalid (found {value}, expected more than 0)",
+                key=name,
+            )

@@ -1,7 +1,7 @@
-"""``HttpPools``: the same HTTP client several times over, each with few connections.
+"""``HttpPools``: several httpx clients with few connections each, used in turn.
 
-httpx looks at every connection of a pool whenever a request begins or ends, and for each idle one
-at every other again: at 64 in one pool that took more of the client's time than all answers.
+httpx checks every connection of a pool when a request begins or ends, and for each idle connection
+every one again: with 64 in one pool these checks took most of the client's time.
 """
 
 import itertools
@@ -9,15 +9,14 @@ from collections.abc import Mapping
 
 import httpx
 
-#: Connections that one pool has where all are in use.
+#: Connections per pool when all are in use.
 CONNECTIONS_PER_POOL = 8
 
 
 class HttpPools:
-    """Clients that take turns, so that ``max_concurrency`` requests are spread evenly over them.
+    """Clients used in turn, so that ``max_concurrency`` requests are spread evenly.
 
-    Each attempt is limited as a whole and concurrency is limited by the caller: no pool has limits
-    of its own on either.
+    The caller limits the seconds of an attempt and the concurrency; pools have no such limits.
     """
 
     def __init__(
@@ -27,7 +26,7 @@ class HttpPools:
         headers: Mapping[str, str],
         transport: httpx.AsyncBaseTransport | None,
     ) -> None:
-        certificates = httpx.create_ssl_context()  # read from disk, once for all
+        certificates = httpx.create_ssl_context()  # loaded from disk once for all pools
         pools = 1 if transport else -(-max_concurrency // CONNECTIONS_PER_POOL)
         self._clients = [
             httpx.AsyncClient(
@@ -41,13 +40,13 @@ class HttpPools:
             )
             for _ in range(pools)
         ]
-        self._turns = itertools.cycle(self._clients)
+        self._cycle = itertools.cycle(self._clients)
 
     def next(self) -> httpx.AsyncClient:
-        """The client whose turn it is."""
-        return next(self._turns)
+        """Return the next client."""
+        return next(self._cycle)
 
     async def aclose(self) -> None:
-        """Closes all connections."""
+        """Close all connections."""
         for client in self._clients:
             await client.aclose()

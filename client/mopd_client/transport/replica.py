@@ -1,4 +1,4 @@
-"""``Replica``: one of the addresses at which a teacher answers, and the choice between them."""
+"""``Replica``: one of a teacher's addresses, and the choice between several."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,35 +11,43 @@ from mopd_protocol.errors import ConfigError
 
 @dataclass(eq=False)
 class Replica:
-    """One address of a teacher. All replicas of a teacher are one model with one manifest."""
+    """One address of a teacher. All replicas serve one model with one manifest."""
 
     url: str
     in_flight: int = 0
-    not_before: float = 0.0  # clock seconds; until then it asked to be left alone (Retry-After)
+    not_before: float = 0.0  # clock seconds, from a Retry-After header
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
 
     @property
-    def free_at(self) -> float:
-        """Clock seconds from which it may be asked; infinite while a probe is under way."""
-        return max(self.not_before, self.breaker.free_at)
+    def available_at(self) -> float:
+        """Earliest clock seconds of the next request; infinite while a probe is in flight."""
+        return max(self.not_before, self.breaker.available_at)
 
 
 def replicas_at(teacher: str, urls: Sequence[str]) -> tuple[Replica, ...]:
-    """One replica an address.
+    """Create one replica per address.
 
     Raises:
-        ConfigError: when there is none, one is given twice, or one is not an http address.
+        ConfigError: if there is no address, a duplicate, or one that is not an http address.
     """
     addresses = [] if isinstance(urls, str) else [url.rstrip("/") for url in urls]
     if not addresses:
-        raise ConfigError(f"teacher {teacher!r} has urls {urls!r}; expected a list of at least one")
+        raise ConfigError(
+            f"teacher {teacher!r}: url is empty or not a list (found {urls!r}, expected a list of "
+            "at least one address)",
+            key="url",
+        )
     for address in addresses:
         if not _is_address(address):
             raise ConfigError(
-                f"teacher {teacher!r} has url {address!r}; expected http://host:port or https://…"
+                f"teacher {teacher!r}: url {address!r} is invalid (expected http://host:port or "
+                "https://…)",
+                key="url",
             )
     if len(set(addresses)) != len(addresses):
-        raise ConfigError(f"teacher {teacher!r} has one url twice: {', '.join(addresses)}")
+        raise ConfigError(
+            f"teacher {teacher!r}: url has duplicates (found {', '.join(addresses)})", key="url"
+        )
     return tuple(Replica(address) for address in addresses)
 
 
@@ -48,23 +56,17 @@ def _is_address(address: str) -> bool:
         parsed = httpx.URL(address)
     except httpx.InvalidURL:
         return False
-    plain = not (parsed.query or parsed.fragment)  # a path is to follow
-    return parsed.scheme in ("http", "https") and bool(parsed.host) and plain
+    has_suffix = bool(parsed.query or parsed.fragment)  # paths are appended to the address
+    return parsed.scheme in ("http", "https") and bool(parsed.host) and not has_suffix
 
 
 def least_busy(replicas: Sequence[Replica], *, now: float, failed: Replica | None) -> Replica:
-    """The replica to ask next: free at once, not the one that just failed, least in flight."""
+    """Choose the next replica: earliest available, not the last failed, fewest in flight."""
     return min(
         replicas,
         key=lambda replica: (
-            max(0.0, replica.free_at - now),
+            max(0.0, replica.available_at - now),
             replica is failed,
             replica.in_flight,
         ),
     )
-
-
-def spare(replicas: Sequence[Replica], *, now: float, asked: Replica) -> Replica | None:
-    """Another replica that answers, for a second request; None where there is none."""
-    others = [r for r in replicas if r is not asked and r.breaker.closed and r.free_at <= now]
-    return least_busy(others, now=now, failed=None) if others else None

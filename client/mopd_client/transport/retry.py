@@ -1,89 +1,146 @@
-"""Sends one request until it is answered or its deadline ends; the only place that tries again.
+"""Send one request until a final response or the deadline; the only place that retries.
 
-Tried again are failures that say nothing about the request itself: no connection, a broken or
-late answer, 429, 502, 503 and 504. Any other status is the teacher's answer and is handed back.
+Retried are failures independent of the request: no connection, a broken or late response, 429, 502,
+503 and 504. Every other status is final and returned.
 """
 
 import asyncio
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 import httpx
 
-from mopd_client.transport.attempt import Attempts, Outcome, Send, is_answer
 from mopd_client.transport.clock import Clock
-from mopd_client.transport.problem import problem_of
+from mopd_client.transport.counters import Counters
+from mopd_client.transport.outcome import Outcome, is_final, problem_of, requested_pause
 from mopd_client.transport.replica import Replica, least_busy
-from mopd_protocol.errors import TeacherError
+from mopd_protocol.errors import TeacherUnavailableError
+
+logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 15.0
 
+Send = Callable[[Replica], Awaitable[httpx.Response]]
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """Single attempts to reach one teacher, and the settings that all attempts share."""
+
+    teacher: str
+    timeout_seconds: float  # for one attempt, from connecting to the last byte
+    clock: Clock
+    counters: Counters
+
+    async def attempt(self, replica: Replica, send: Send, deadline: float) -> Outcome:
+        """Send one request to one replica and record success or failure in its breaker.
+
+        Args:
+            deadline: clock seconds of the call's deadline.
+        """
+        seconds = min(self.timeout_seconds, deadline - self.clock.now())
+        probe = replica.breaker.begin()
+        replica.in_flight += 1
+        try:
+            # httpx limits each read, not their sum: a trickling response would never time out.
+            async with asyncio.timeout(seconds):
+                response = await send(replica)
+        except (httpx.RequestError, TimeoutError) as error:
+            # A timeout shortened by the call's deadline is no failure of the replica.
+            if not isinstance(error, TimeoutError) or seconds == self.timeout_seconds:
+                self._record_failure(replica, str(error) or type(error).__name__, probe)
+            elif probe:
+                replica.breaker.abandon()
+            return error
+        except BaseException:
+            if probe:
+                replica.breaker.abandon()
+            raise
+        finally:
+            replica.in_flight -= 1
+        replica.not_before = self.clock.now() + requested_pause(response)
+        if response.status_code >= 500:
+            failure = f"{response.status_code}: {problem_of(response)}"
+            self._record_failure(replica, failure, probe)
+        else:
+            replica.breaker.succeed()
+        return response
+
+    def _record_failure(self, replica: Replica, failure: str, probe: bool) -> None:
+        if replica.breaker.fail(self.clock.now(), failure, probe=probe):
+            self.counters.breaker_openings += 1
+            logger.warning(
+                "teacher %r: %s failed %d times in a row (%s); retrying every %g s",
+                self.teacher,
+                replica.url,
+                replica.breaker.failures,
+                failure,
+                replica.breaker.pause_seconds,
+            )
+
 
 async def send_with_retries(
-    replicas: Sequence[Replica],
-    send: Send,
-    *,
-    attempts: Attempts,
-    deadline_seconds: float,
+    replicas: Sequence[Replica], send: Send, *, attempts: Attempts, deadline_seconds: float
 ) -> httpx.Response:
-    """The first answer that is not a passing failure; each attempt may go to another replica.
+    """Return the first final response; each attempt may go to another replica.
 
-    ``deadline_seconds`` bounds all attempts and pauses together, and the wait for a replica that
-    is not left alone.
+    ``deadline_seconds`` limits all attempts, pauses and waiting for an available replica together.
 
     Raises:
-        TeacherError: when the deadline ends first; it tells the last failure.
+        TeacherUnavailableError: at the deadline, with the last failure.
     """
     clock = attempts.clock
-    ends = clock.now() + deadline_seconds
+    deadline = clock.now() + deadline_seconds
     last = _LastFailure(attempts.teacher, deadline_seconds)
     failed: Replica | None = None
     while True:
-        replica = await _free_replica(replicas, failed, ends, clock, last)
-        outcome = await attempts.first_answer(replicas, replica, send, ends=ends)
-        if isinstance(outcome, httpx.Response) and is_answer(outcome):
+        replica = await _available_replica(replicas, failed, deadline, clock, last)
+        outcome = await attempts.attempt(replica, send, deadline)
+        if isinstance(outcome, httpx.Response) and is_final(outcome):
             return outcome
-        last.remember(outcome)
+        last.record(outcome)
         failed = replica
-        following = least_busy(replicas, now=clock.now(), failed=failed).free_at - clock.now()
+        following = least_busy(replicas, now=clock.now(), failed=failed).available_at - clock.now()
         pause = _backoff(last.attempts, clock)
         if following < math.inf:
             pause = max(pause, following)
-        if clock.now() + pause >= ends:
-            raise last.told()
+        if clock.now() + pause >= deadline:
+            raise last.error()
         attempts.counters.retries += 1
         await clock.sleep(pause)
 
 
-async def _free_replica(
+async def _available_replica(
     replicas: Sequence[Replica],
     failed: Replica | None,
-    ends: float,
+    deadline: float,
     clock: Clock,
     last: "_LastFailure",
 ) -> Replica:
-    """The least busy replica, once one may be asked at all.
+    """Wait for an available replica and return the least busy.
 
     Raises:
-        TeacherError: when none may be within the deadline.
+        TeacherUnavailableError: if no replica becomes available before the deadline.
     """
     while True:
         now = clock.now()
         replica = least_busy(replicas, now=now, failed=failed)
-        if replica.free_at <= now:
+        if replica.available_at <= now:
             return replica
-        if replica.free_at == math.inf:
-            if not await _any_probe_end(replicas, ends - now):
-                raise last.told(replica.breaker.last_failure)
-        elif replica.free_at >= ends:
-            raise last.told(replica.breaker.last_failure)
+        if replica.available_at == math.inf:
+            if not await _any_probe_end(replicas, deadline - now):
+                raise last.error(replica.breaker.last_failure)
+        elif replica.available_at >= deadline:
+            raise last.error(replica.breaker.last_failure)
         else:
-            await clock.sleep(replica.free_at - now)
+            await clock.sleep(replica.available_at - now)
 
 
 async def _any_probe_end(replicas: Sequence[Replica], seconds: float) -> bool:
-    """Whether a probe ended, all replicas having one under way, before the time was over."""
+    """Wait for the end of a probe, one of which is in flight to each replica; False on timeout."""
     probes = [asyncio.create_task(replica.breaker.probe_end()) for replica in replicas]
     try:
         done, _ = await asyncio.wait(
@@ -96,13 +153,13 @@ async def _any_probe_end(replicas: Sequence[Replica], seconds: float) -> bool:
 
 
 def _backoff(attempt: int, clock: Clock) -> float:
-    """Seconds: doubled each time, then shortened by up to half so that callers spread out."""
+    """Return the pause in seconds: doubled per attempt, shortened by up to half at random."""
     longest = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** (attempt - 1))
-    return longest * (1.0 - 0.5 * clock.chance())
+    return longest * (1.0 - 0.5 * clock.random())
 
 
 class _LastFailure:
-    """Why a call is given up, in a sentence."""
+    """Number of failed attempts of a call and the last outcome, for the error message."""
 
     def __init__(self, teacher: str, deadline_seconds: float) -> None:
         self.attempts = 0
@@ -110,23 +167,25 @@ class _LastFailure:
         self._deadline_seconds = deadline_seconds
         self._outcome: Outcome | None = None
 
-    def remember(self, outcome: Outcome) -> None:
-        """Another attempt failed."""
+    def record(self, outcome: Outcome) -> None:
+        """Record another failed attempt."""
         self.attempts += 1
         self._outcome = outcome
 
-    def told(self, others: str = "") -> TeacherError:
-        """The error to raise; ``others`` is what earlier calls met, for a call never sent."""
+    def error(self, earlier_failure: str = "") -> TeacherUnavailableError:
+        """Build the error; ``earlier_failure`` is that of other calls, if this one was not sent."""
         outcome = self._outcome
-        tried = f"gave up after {self.attempts} attempts within {self._deadline_seconds:g} s"
+        attempts = f"{self.attempts} attempts within {self._deadline_seconds:g} s"
         if isinstance(outcome, httpx.Response):
-            status = outcome.status_code
-            return TeacherError(
-                f"teacher {self._teacher!r} answered {status}: {problem_of(outcome)} ({tried})",
-                status=status,
+            return TeacherUnavailableError(
+                f"teacher {self._teacher!r} is unavailable: status {outcome.status_code}: "
+                f"{problem_of(outcome)} (after {attempts})",
+                status=outcome.status_code,
             )
         if outcome is None:
-            what = f"{others or 'it asked to be left alone'}, as other calls found"
+            reason = f"{earlier_failure or 'Retry-After has not expired'}, as in earlier calls"
         else:
-            what = str(outcome) or type(outcome).__name__
-        return TeacherError(f"teacher {self._teacher!r} gave no answer: {what} ({tried})")
+            reason = str(outcome) or type(outcome).__name__
+        return TeacherUnavailableError(
+            f"teacher {self._teacher!r} is unreachable: {reason} (after {attempts})"
+        )

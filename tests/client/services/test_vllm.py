@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from mopd_client.score_cache import ScoreCache
+from mopd_client.score_store import ScoreStore
 from mopd_client.services.expectation import Expectation
 from mopd_client.services.vllm import PROBES, OpenAIService
 from mopd_client.teacher_client import TeacherClient
@@ -56,7 +56,7 @@ def client_of(server: ScriptedVllm, folder: str, **settings: Any) -> TeacherClie
 
 def questions(server: ScriptedVllm) -> list[Any]:
     """Bodies of scoring requests: the handshake's probes are texts."""
-    return [b for b in server.asked_for(COMPLETIONS) if not isinstance(b["prompt"][0], str)]
+    return [b for b in server.requests_to(COMPLETIONS) if not isinstance(b["prompt"][0], str)]
 
 
 async def test_a_handshake_makes_the_manifest_on_this_side(server, folder):
@@ -76,11 +76,11 @@ async def test_a_handshake_makes_the_manifest_on_this_side(server, folder):
     assert not manifest.features.candidate_ids
     assert not manifest.features.temperature
     assert manifest.features.messages
-    [probe] = server.asked_for(COMPLETIONS)
+    [probe] = server.requests_to(COMPLETIONS)
     assert probe["prompt"] == list(PROBES)
     assert probe["prompt_logprobs"] == 8
     assert probe["add_special_tokens"] is False
-    assert server.asked[0] == ("/health", None)
+    assert server.requests[0] == ("/health", None)
 
 
 async def test_scores_are_the_servers_distributions_row_by_row(server, folder):
@@ -198,14 +198,14 @@ async def test_a_second_handshake_does_not_forget_the_largest_top_k(server, fold
         ("/v1/models", httpx.Response(200, json={"data": [{"id": "x"}]}), TeacherError, "lists no"),
         ("/v1/models", httpx.Response(200, json={"data": []}), ConfigError, "serves nothing, exp"),
         ("/v1/models", httpx.Response(200, text="<html>"), TeacherError, "a vLLM server?"),
-        ("/v1/models", httpx.Response(401, json={}), TeacherError, "401.*is its api_key right"),
-        ("/version", httpx.Response(404, json={}), TeacherError, "answered 404"),
+        ("/v1/models", httpx.Response(401, json={}), TeacherError, "401.*api_key"),
+        ("/version", httpx.Response(404, json={}), TeacherError, "status 404"),
         (COMPLETIONS, httpx.Response(200, json={}), TeacherError, "answered nonsense: no choices"),
         (
             COMPLETIONS,
             httpx.Response(500, json={"error": {"message": "CUDA out of memory"}}),
             TeacherError,
-            "answered 500: CUDA out of memory",
+            "status 500: CUDA out of memory",
         ),
     ],
 )
@@ -278,7 +278,7 @@ async def test_an_answer_of_another_model_is_refused(server, folder):
     sequence = SequenceRequest(prompt_token_ids=[5], completion_token_ids=[8])
     async with client_of(server, folder) as client:
         await client.score([sequence], top_k=2)
-        other = json.loads(server.answer(_request(questions(server)[0])).content)
+        other = json.loads(server.respond(_request(questions(server)[0])).content)
         server.script(COMPLETIONS, httpx.Response(200, json={**other, "model": "org/other"}))
         with pytest.raises(DataError, match="teacher 'math' has changed"):
             await client.score([sequence], top_k=2)
@@ -379,14 +379,14 @@ async def test_when_one_question_fails_the_others_are_cancelled(server, folder):
                 pending.append("cancelled")
         if isinstance(body.get("prompt"), list) and body["prompt"][-1] == 9:
             return httpx.Response(400, json={"error": {"message": "no"}})
-        return server.answer(request)
+        return server.respond(request)
 
     sequences = [
         SequenceRequest(prompt_token_ids=[5], completion_token_ids=[last]) for last in (8, 9)
     ]
     transport = httpx.MockTransport(deliver)
     async with client_of(server, folder, transport=transport) as client:
-        with pytest.raises(TeacherError, match="answered 400: no"):
+        with pytest.raises(TeacherError, match="400: no"):
             await client.score(sequences, top_k=2)
         assert pending == ["waits", "cancelled"]
         assert client.replicas[0].in_flight == 0
@@ -404,7 +404,7 @@ async def test_passing_failures_are_tried_again(server, folder):
 async def test_scores_are_cached_like_those_of_any_teacher(server, folder, tmp_path):
     sequences = [SequenceRequest(messages=QUESTION, completion=str(n)) for n in range(3)]
     for _ in range(2):
-        cache = ScoreCache(tmp_path)
+        cache = ScoreStore(tmp_path)
         async with client_of(server, folder, revision="a", cache=cache) as client:
             await client.score(sequences, top_k=2)
     assert len(questions(server)) == 3
@@ -423,13 +423,13 @@ async def test_a_server_that_has_opened_it_is_asked_token_in_token_out(server, f
         [expected] = await client.score([SEQUENCE], top_k=4)
         assert client.path == COMPLETIONS
     server.scale_out = True
-    before = len(server.asked_for(COMPLETIONS))
+    before = len(server.requests_to(COMPLETIONS))
     async with client_of(server, folder) as client:
         manifest = await client.handshake(Expectation(top_k=4))
         [found] = await client.score([SEQUENCE], top_k=4)
         assert client.path == GENERATE
 
-    assert server.asked_for(GENERATE)[-1] == {
+    assert server.requests_to(GENERATE)[-1] == {
         "model": "org/served",
         "token_ids": [5, 6, 7, 8, 9, 10, 11],
         "sampling_params": {
@@ -439,7 +439,7 @@ async def test_a_server_that_has_opened_it_is_asked_token_in_token_out(server, f
             "detokenize": False,
         },
     }
-    assert len(server.asked_for(COMPLETIONS)) == before + 1  # the handshake's probes
+    assert len(server.requests_to(COMPLETIONS)) == before + 1  # the handshake's probes
     assert found.manifest_id == expected.manifest_id == manifest.manifest_id
     np.testing.assert_array_equal(found.topk.ids, expected.topk.ids)
     np.testing.assert_array_equal(found.topk.logprobs, expected.topk.logprobs)
@@ -452,7 +452,7 @@ async def test_completions_alone_never_tries_the_other_route(server, folder):
     async with client_of(server, folder, api="completions") as client:
         await client.score([SEQUENCE], top_k=4)
 
-    assert server.asked_for(GENERATE) == []
+    assert server.requests_to(GENERATE) == []
     assert len(questions(server)) == 1
 
 
@@ -489,7 +489,7 @@ async def test_a_route_that_is_not_usable_is_not_used_and_told_where_it_was_want
 async def test_one_replica_without_the_route_is_enough_for_completions(server, folder):
     def deliver(request: httpx.Request) -> httpx.Response:
         server.scale_out = request.url.host == "open"
-        return server.answer(request)
+        return server.respond(request)
 
     transport = httpx.MockTransport(deliver)
     urls = ["http://open", "http://closed"]
@@ -516,7 +516,7 @@ async def test_a_server_that_comes_back_without_the_route_is_asked_through_the_o
     async with client_of(server, folder, api="generate") as client:
         await client.handshake()
         server.scale_out = False
-        with pytest.raises(TeacherError, match="answered 403: Scale-out endpoints are disabled"):
+        with pytest.raises(TeacherError, match="status 403: Scale-out endpoints are disabled"):
             await client.score([SEQUENCE], top_k=4)
 
 
@@ -524,8 +524,8 @@ async def test_an_answer_of_another_model_is_refused_token_in_token_out_too(serv
     server.scale_out = True
     async with client_of(server, folder) as client:
         await client.score([SEQUENCE], top_k=4)
-        [_, asked] = server.asked_for(GENERATE)
-        answer = server.answer(httpx.Request("POST", f"http://vllm{GENERATE}", json=asked))
+        [_, asked] = server.requests_to(GENERATE)
+        answer = server.respond(httpx.Request("POST", f"http://vllm{GENERATE}", json=asked))
         other = {**json.loads(answer.content), "model": "org/other"}
         server.script(GENERATE, httpx.Response(200, json=other))
         with pytest.raises(DataError, match="teacher 'math' has changed"):

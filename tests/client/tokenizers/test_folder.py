@@ -15,7 +15,7 @@ from mopd_client.tokenizers.sequence_tokens import sequence_tokens
 from mopd_protocol.errors import ConfigError, DataError, TeacherError
 from mopd_protocol.requests import ControlToken, SequenceRequest
 from mopd_protocol.samples import Message
-from mopd_server.scoring.tokenization import TeacherTokenizer
+from mopd_server.scoring.tokenization import RequestTokenizer as TeacherTokenizer
 from mopd_server.service_error import ServiceError
 from tests import tiny_models
 from tests.protocol.unicode_text import any_text

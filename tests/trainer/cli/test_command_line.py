@@ -61,7 +61,7 @@ REFUSALS = [
         "prompts.jsonl:4: teacher 'history' is unknown; known teachers are code, math",
     ),
     (no_model, "nobody' cannot be loaded: "),
-    (no_teacher_there, "teacher 'math' gave no answer: "),
+    (no_teacher_there, "teacher 'math' is unreachable: "),
     (a_run_is_there, "already holds a run; set resume_from_checkpoint=true"),
 ]
 

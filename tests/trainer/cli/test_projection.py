@@ -270,7 +270,7 @@ def test_what_cannot_work_is_refused_in_a_sentence(
         (("inspect", built, student, teacher, teacher), "4 things to inspect; expected FILE"),
         (("build", student, "http://t", "--api-key-env", "NO_KEY"), "NO_KEY, which is not set"),
         (("build", student, "http://"), "expected http://host:port"),
-        (("build", student, "http://127.0.0.1:9"), "'http://127.0.0.1:9' gave no answer: "),
+        (("build", student, "http://127.0.0.1:9"), "'http://127.0.0.1:9' is unreachable: "),
     ):
         monkeypatch.setattr("mopd_trainer.cli.tokenizer_argument._DEADLINE_SECONDS", 0.05)
         assert sentence in refused(capsys, *arguments)

@@ -18,8 +18,8 @@ resources resume_from_checkpoint rollout.scoring rollout.vllm save_steps score_c
 student.gradient_checkpointing student.max_skipped_in_a_row student.model student.on_nonfinite
 student.revision student.rows_per_block student.sharding student.skip_grad_norm_above
 student.tokens_per_micro_batch student.trust_remote_code teacher_wait_seconds teachers.api_key_env
-teachers.deadline_seconds teachers.device teachers.dtype teachers.hedge_after_quantile
-teachers.hedge_after_seconds teachers.max_concurrency teachers.model teachers.on_error
+teachers.deadline_seconds teachers.device teachers.dtype teachers.max_concurrency teachers.model
+teachers.on_error
 teachers.placement teachers.require_all_replicas teachers.revision teachers.serve
 teachers.timeout_seconds teachers.tokenizer teachers.url
 """

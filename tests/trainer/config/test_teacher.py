@@ -35,10 +35,6 @@ def test_error_policies(policy: str) -> None:
     ("settings", "key"),
     [
         *(({"on_error": p}, "on_error") for p in ("", "ignore", "fallback", "fallback:", "Drop")),
-        (
-            {"hedge_after_seconds": 1.0, "hedge_after_quantile": 0.9},
-            "hedge_after_quantile",
-        ),
         ({"tokenizer": "x"}, "tokenizer"),
         ({"model": "x", "revision": "y"}, "model"),
         ({"api": "generate"}, "api"),

@@ -47,7 +47,7 @@ async def test_a_stock_server_judges_what_the_student_wrote(tmp_path: Path, loss
     [judgement] = example.judgements
     expected = [*tokenizer.encoder.encode("12 + 30 = 42"), 0]
     assert judgement.score.completion.token_ids.tolist() == expected
-    [asked] = [b["prompt"] for b in server.asked_for(COMPLETIONS) if len(b["prompt"]) != 4]
+    [asked] = [b["prompt"] for b in server.requests_to(COMPLETIONS) if len(b["prompt"]) != 4]
     prompt = asked[: -len(expected)]
     assert asked[len(prompt) :] == expected
     last = server.row(asked[:-1])

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from mopd_protocol.errors import DataError
+from mopd_protocol.errors import TeacherMismatchError
 from mopd_trainer.cli.check import check
 from mopd_trainer.config.loading import load_run
 from mopd_trainer.config.run import RunConfig
@@ -192,7 +192,7 @@ def test_a_finished_run_goes_on_only_with_the_teachers_that_it_had(
     again = {"max_steps": 3, "resume_from_checkpoint": True, "accept_changed_settings": True}
     config = RunConfig.model_validate({**swapped, **again})
     for command in (train, check):
-        with pytest.raises(DataError, match=r"teacher 'math' has manifest .*, expected "):
+        with pytest.raises(TeacherMismatchError, match="teacher 'math': manifest differs"):
             asyncio.run(command(config, Console(file=StringIO())))
     assert [line["step"] for line in journal(tmp_path / "run")] == [1, 2]
     run_here(swapped, **again, accept_changed_teachers=True)

@@ -34,7 +34,7 @@ def measured() -> dict[str, float]:
     losses["math"].add(LossOutput(torch.tensor([0.5])))
     losses["code"].add(LossOutput(torch.tensor([4.0])))
     counters = {name: Counters() for name in NAMES}
-    counters["math"] = Counters(2, 3, 0, 11, [1.0, 2.0, 9.0], hedges_won=4, fallbacks=5, waits=6)
+    counters["math"] = Counters(2, 3, 0, 11, [1.0, 2.0, 9.0], cache_misses=4, fallbacks=5, waits=6)
     return teacher_metrics(examples(), losses, counters)
 
 
@@ -80,7 +80,11 @@ def test_counters_are_told() -> None:
     found = measured()
     assert found["teacher/math/retries"] == 3
     assert found["teacher/math/scored_tokens"] == 11
-    assert [found[f"teacher/math/{n}"] for n in ("hedges_won", "fallbacks", "waits")] == [4, 5, 6]
+    assert [found[f"teacher/math/{n}"] for n in ("cache_misses", "fallbacks", "waits")] == [
+        4,
+        5,
+        6,
+    ]
     assert found["teacher/code/breaker_openings"] == found["teacher/code/cache_hits"] == 0
     assert found["teacher/math/score_seconds_p50"] == 2.0
     assert found["teacher/math/score_seconds_p95"] == pytest.approx(8.3)

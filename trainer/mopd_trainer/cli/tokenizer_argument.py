@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from mopd_client.sync import SyncTeacherClient
-from mopd_client.teacher_client import TeacherClient
+from mopd_client.teacher_client import ClientOptions
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenRoles, TokenTable, control_tokens
 from mopd_protocol.tokenizers.tokenizer_file import tokenizer_json
@@ -76,8 +76,8 @@ def read_tokenizer(name: str, *, api_key_env: str | None = None) -> NamedTokeniz
 
 
 def _of_teacher(url: str, api_key: str | None) -> NamedTokenizer:
-    client = TeacherClient(url, [url], api_key=api_key, deadline_seconds=_DEADLINE_SECONDS)
-    with SyncTeacherClient(client) as teacher:
+    options = ClientOptions(api_key=api_key, deadline_seconds=_DEADLINE_SECONDS)
+    with SyncTeacherClient(url, name=url, **options) as teacher:
         manifest, found = teacher.handshake(), teacher.tokenizer()
     return NamedTokenizer(url, found.table, found.encoder, manifest.logit_width)
 

@@ -34,10 +34,10 @@ class ServeConfig(Settings):
 class TeacherConfig(Settings):
     """A teacher: address, requests and loss.
 
-    Rejected: two hedging settings; a stock vLLM server without ``tokenizer`` or with unsupported
-    settings, and settings of one kind for another kind; a local teacher without ``model`` or with
-    settings of a service; ``support: student_topk`` with a loss that needs other rows; and
-    ``support: full`` for a service or a loss other than ``topk_kl``.
+    Rejected: a stock vLLM server without ``tokenizer`` or with unsupported settings, and settings
+    of one kind for another kind; a local teacher without ``model`` or with settings of a service;
+    ``support: student_topk`` with a loss that needs other rows; and ``support: full`` for a service
+    or a loss other than ``topk_kl``.
     """
 
     url: Incidental[tuple[str, ...]] = Field(min_length=1)
@@ -97,10 +97,6 @@ class TeacherConfig(Settings):
     """Timeout of a request, including all retries."""
     max_concurrency: Incidental[int] = Field(default=32, ge=1)
     """Maximum number of concurrent requests; further requests are queued."""
-    hedge_after_seconds: Incidental[float | None] = Field(default=None, gt=0)
-    """Send a request to a second replica after this time, and use the first response."""
-    hedge_after_quantile: Incidental[float | None] = Field(default=None, gt=0, lt=1)
-    """Send a request to a second replica after this quantile of the teacher's latencies (0.95)."""
     on_error: Incidental[str] = "fail"
     """If the teacher stays unavailable: ``fail`` ends the run; ``wait`` retries until the teacher
     is back; ``drop`` drops the samples; ``fallback:<teacher>`` scores the samples with another
@@ -146,10 +142,6 @@ class TeacherConfig(Settings):
                 "support",
                 "'full' needs a 'local' teacher with the student's tokenizer and loss 'topk_kl' "
                 f"(found placement {self.placement!r}, loss '{self.loss.type}')",
-            )
-        if self.hedge_after_seconds is not None and self.hedge_after_quantile is not None:
-            raise invalid(
-                "hedge_after_quantile", "hedge_after_seconds is set too. Remove one of them."
             )
         return self
 

@@ -22,8 +22,6 @@ _EVENTS = (
     "retries",
     "failures",
     "breaker_openings",
-    "hedges_won",
-    "hedges_lost",
     "cache_hits",
     "cache_misses",
     "cache_corrupt",

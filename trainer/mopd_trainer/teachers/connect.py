@@ -5,15 +5,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mopd_client.pool import AskedTeacher, TeacherPool
-from mopd_client.score_cache import ScoreCache
+from mopd_client.pool import ScoringClient, TeacherPool
+from mopd_client.score_store import ScoreStore
 from mopd_client.services.base import Service
 from mopd_client.services.expectation import Expectation
 from mopd_client.services.mopd import MopdService
 from mopd_client.services.vllm import OpenAIService
 from mopd_client.teacher_client import TeacherClient
 from mopd_client.tokenizers.teacher import TeacherTokenizer
-from mopd_client.transport.hedging import Hedging
 from mopd_losses.projection.cache import ProjectionCache
 from mopd_losses.projection.matrix import ProjectionMatrix
 from mopd_losses.projection.sides import find_projection
@@ -56,7 +55,7 @@ def teacher_pool(
     """
     cache = None
     if score_cache is not None:
-        cache = ScoreCache(score_cache.path, max_bytes=int(score_cache.max_gigabytes * 1e9))
+        cache = ScoreStore(score_cache.path, max_bytes=int(score_cache.max_gigabytes * 1e9))
     turn = turn or TeacherLock()
     return TeacherPool(
         {
@@ -68,7 +67,7 @@ def teacher_pool(
     )
 
 
-def _client(name: str, config: TeacherConfig, cache: ScoreCache | None) -> AskedTeacher:
+def _client(name: str, config: TeacherConfig, cache: ScoreStore | None) -> ScoringClient:
     return TeacherClient(
         name,
         config.url,
@@ -77,7 +76,6 @@ def _client(name: str, config: TeacherConfig, cache: ScoreCache | None) -> Asked
         timeout_seconds=config.timeout_seconds,
         deadline_seconds=config.deadline_seconds,
         max_concurrency=config.max_concurrency,
-        hedging=Hedging(config.hedge_after_seconds, config.hedge_after_quantile),
         require_all_replicas=config.require_all_replicas,
         cache=cache,
     )

@@ -10,12 +10,11 @@ from http import HTTPStatus
 import numpy as np
 
 from mopd_client.pool import TeacherPool
-from mopd_client.teacher_client import unavailable
 from mopd_client.transport.clock import Clock
 from mopd_client.transport.counters import Counters
 from mopd_losses.alignment.byte_alignment import Alignment, align, identity_alignment
 from mopd_losses.projection.matrix import ProjectionMatrix
-from mopd_protocol.errors import DataError, TeacherError
+from mopd_protocol.errors import DataError, TeacherError, TeacherUnavailableError
 from mopd_protocol.requests import SequenceRequest
 from mopd_protocol.samples import Rollout, TeacherScore
 from mopd_protocol.tokenizers.token_table import TokenTable
@@ -189,7 +188,8 @@ class RolloutScorer:
                     logprobs_dtype=teacher.config.logprobs_dtype,
                 )
             except TeacherError as error:
-                if teacher.config.on_error != "wait" or not unavailable(error):
+                unavailable = isinstance(error, TeacherUnavailableError)
+                if teacher.config.on_error != "wait" or not unavailable:
                     raise
                 counters.waits += 1
                 waiting.go_on(error)

@@ -15,7 +15,7 @@ from rich.console import Console
 from mopd_client.services.expectation import Expectation
 from mopd_client.teacher_client import TeacherClient
 from mopd_losses.topk.full_vocabulary import HiddenScore
-from mopd_protocol.errors import ConfigError, DataError, TeacherError
+from mopd_protocol.errors import ConfigError, TeacherError, TeacherMismatchError
 from mopd_protocol.requests import SequenceRequest
 from mopd_protocol.samples import Message
 from mopd_trainer.cli.check import check
@@ -262,9 +262,9 @@ def test_another_model_is_another_teacher(folders: dict[str, Path]) -> None:
     teacher = asked_of(local(folders["same"]))
     manifest = asyncio.run(teacher.handshake(Expectation(top_k=8, messages=True)))
     assert manifest.model == folders["same"].name
-    with pytest.raises(DataError, match="has manifest"):
+    with pytest.raises(TeacherMismatchError):
         asyncio.run(teacher.handshake(Expectation(manifest_id="0" * 32)))
-    with pytest.raises(ConfigError, match="serves a top_k of at most"):
+    with pytest.raises(ConfigError, match="top_k exceeds"):
         asyncio.run(teacher.handshake(Expectation(top_k=10_000)))
 
 
@@ -416,7 +416,7 @@ def test_a_resumed_run_knows_its_local_teacher(
     assert json.loads(manifests.read_text())["same"]["engine"] == "transformers"
     again = {"resume_from_checkpoint": True, "max_steps": 2}
     swapped = {**teacher, "model": str(models["student"])}
-    with pytest.raises(DataError, match="teacher 'same' has manifest"):
+    with pytest.raises(TeacherMismatchError, match="'same'"):
         run_here(values, teachers={"same": swapped}, **again)
     run_here(values, **again)
     assert [line["step"] for line in journal(tmp_path / "run")] == [1, 2]

@@ -45,7 +45,7 @@ class TeacherLock:
 
 
 class LocalTeacher:
-    """One local teacher: an ``AskedTeacher``. Its tokenizer and its checks are those that a stock
+    """One local teacher: an ``ScoringClient``. Its tokenizer and its checks are those that a stock
     server is asked with; its scores are not cached.
 
     Args:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mopd_client.score_cache import ScoreCache, ScoreKey
+from mopd_client.score_store import ScoreKey, ScoreStore
 from mopd_client.teacher_client import TeacherClient
 from mopd_client.transport.counters import Counters
 from mopd_protocol.errors import ConfigError
@@ -32,7 +32,7 @@ def asking(*token_ids: int, **fields: Any) -> SequenceRequest:
     return SequenceRequest(**{name: value for name, value in values.items() if value is not None})
 
 
-def client_of(teacher: ScriptedTeacher, cache: ScoreCache | None) -> TeacherClient:
+def client_of(teacher: ScriptedTeacher, cache: ScoreStore | None) -> TeacherClient:
     return TeacherClient(
         "math",
         ["http://math"],
@@ -46,7 +46,7 @@ def asked(teacher: ScriptedTeacher) -> list[list[int]]:
     """The completions of every sequence that was asked about."""
     return [
         sequence["completion_token_ids"]
-        for question in teacher.asked_for("/v1/logprobs")
+        for question in teacher.requests_to("/v1/logprobs")
         for sequence in question.body["sequences"]
     ]
 
@@ -64,7 +64,7 @@ def assert_same_scores(found: list[TeacherScore], expected: list[TeacherScore]) 
 async def test_what_was_answered_once_is_not_asked_again(tmp_path):
     teacher = ScriptedTeacher()
     for _ in range(2):  # a second client stands for a second run
-        async with client_of(teacher, ScoreCache(tmp_path)) as client:
+        async with client_of(teacher, ScoreStore(tmp_path)) as client:
             scores = await client.score([asking(70, 71), asking(72)], top_k=1)
         assert [score.completion.token_ids.tolist() for score in scores] == [[70, 71], [72]]
 
@@ -76,7 +76,7 @@ async def test_what_was_answered_once_is_not_asked_again(tmp_path):
 
 async def test_only_the_missing_sequences_are_asked_for_and_the_order_is_kept(tmp_path):
     teacher = ScriptedTeacher()
-    async with client_of(teacher, ScoreCache(tmp_path)) as client:
+    async with client_of(teacher, ScoreStore(tmp_path)) as client:
         await client.score([asking(71), asking(73)], top_k=1)
         wanted = [asking(70), asking(71), asking(72), asking(73), asking(70)]
         scores = await client.score(wanted, top_k=1)
@@ -94,7 +94,7 @@ async def test_only_the_missing_sequences_are_asked_for_and_the_order_is_kept(tm
 
 async def test_a_label_does_not_decide_the_answer(tmp_path):
     teacher = ScriptedTeacher()
-    async with client_of(teacher, ScoreCache(tmp_path)) as client:
+    async with client_of(teacher, ScoreStore(tmp_path)) as client:
         await client.score([asking(70, id="a")], top_k=1)
         await client.score([asking(70, id="b")], top_k=1)
 
@@ -142,7 +142,7 @@ def test_no_field_of_a_request_is_forgotten():
 async def test_another_teacher_is_asked_anew(tmp_path):
     one, other = ScriptedTeacher(), ScriptedTeacher(manifest(revision="r2"))
     for teacher in (one, other):
-        async with client_of(teacher, ScoreCache(tmp_path)) as client:
+        async with client_of(teacher, ScoreStore(tmp_path)) as client:
             [score] = await client.score([asking(70)], top_k=1)
         assert score.manifest_id == teacher.manifest.manifest_id
 
@@ -152,7 +152,7 @@ async def test_another_teacher_is_asked_anew(tmp_path):
 @pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "another's", "no file type"])
 async def test_a_damaged_file_is_a_miss_and_is_replaced_and_counted(tmp_path, damage):
     teacher = ScriptedTeacher()
-    async with client_of(teacher, ScoreCache(tmp_path)) as client:
+    async with client_of(teacher, ScoreStore(tmp_path)) as client:
         await client.score([asking(70)], top_k=1)
         [path] = tmp_path.glob("??/*.safetensors")
         body = path.read_bytes()
@@ -169,7 +169,7 @@ async def test_a_damaged_file_is_a_miss_and_is_replaced_and_counted(tmp_path, da
                 "no file type": b"x" * 100,
             }[damage]
         )
-        client.counters.take()
+        client.counters.pop()
         [score] = await client.score([asking(70)], top_k=1)
         assert score.completion.token_ids.tolist() == [70]
         assert (client.counters.cache_misses, client.counters.cache_corrupt) == (1, 1)
@@ -186,7 +186,7 @@ def test_no_flipped_bit_is_ever_believed(one_file, position, bit):
     at = position % len(body)
     cache.path_of(key).write_bytes(body[:at] + bytes([body[at] ^ (1 << bit)]) + body[at + 1 :])
     counters = Counters()
-    [found] = asyncio.run(cache.load([key], counters))
+    [found] = asyncio.run(cache.read([key], counters))
     if found is None:
         assert counters.cache_corrupt == 1
     else:
@@ -195,23 +195,23 @@ def test_no_flipped_bit_is_ever_believed(one_file, position, bit):
 
 @pytest.fixture(scope="module")
 def one_file(tmp_path_factory):
-    cache = ScoreCache(tmp_path_factory.mktemp("cache"))
+    cache = ScoreStore(tmp_path_factory.mktemp("cache"))
     sequence = asking(70, 71, 72)
     request = LogprobsRequest(sequences=[sequence], top_k=1)
     score = scores_for(request, manifest()).scores[0]
     key = ScoreKey.of(score.manifest_id, request, sequence)
-    asyncio.run(cache.store({key: score}, "float32", Counters()))
+    asyncio.run(cache.write({key: score}, "float32", Counters()))
     return cache, key, score, cache.path_of(key).read_bytes()
 
 
 async def test_the_least_recently_used_scores_go_when_there_is_no_room(tmp_path):
     teacher = ScriptedTeacher()
-    async with client_of(teacher, ScoreCache(tmp_path)) as client:
+    async with client_of(teacher, ScoreStore(tmp_path)) as client:
         await client.score([asking(70)], top_k=1)
     [path] = tmp_path.glob("??/*.safetensors")
     size = path.stat().st_size
 
-    cache = ScoreCache(tmp_path, max_bytes=4 * size)
+    cache = ScoreStore(tmp_path, max_bytes=4 * size)
     async with client_of(teacher, cache) as client:
         os.utime(path, ns=(0, 0))
         for token in (71, 72, 73):
@@ -231,10 +231,10 @@ async def test_the_least_recently_used_scores_go_when_there_is_no_room(tmp_path)
 
 async def test_a_cache_that_was_too_large_shrinks_with_the_next_score(tmp_path):
     teacher = ScriptedTeacher()
-    async with client_of(teacher, ScoreCache(tmp_path)) as client:
+    async with client_of(teacher, ScoreStore(tmp_path)) as client:
         await client.score([asking(token) for token in range(70, 90)], top_k=1)
     full = bytes_in(tmp_path)
-    async with client_of(teacher, ScoreCache(tmp_path, max_bytes=full // 4)) as client:
+    async with client_of(teacher, ScoreStore(tmp_path, max_bytes=full // 4)) as client:
         await client.score([asking(90)], top_k=1)
 
     assert 0 < bytes_in(tmp_path) <= full // 4
@@ -246,7 +246,7 @@ async def test_a_full_disk_costs_only_the_cache_and_leaves_no_half_file(tmp_path
     def broken(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    async with client_of(teacher, ScoreCache(tmp_path)) as client:
+    async with client_of(teacher, ScoreStore(tmp_path)) as client:
         with monkeypatch.context() as patched:
             patched.setattr(Path, "write_bytes", broken)
             assert len(await client.score([asking(70)], top_k=1)) == 1
@@ -261,10 +261,10 @@ async def test_a_full_disk_costs_only_the_cache_and_leaves_no_half_file(tmp_path
 
 def test_a_cache_that_cannot_be_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="may hold 0 bytes; expected more than 0"):
-        ScoreCache(tmp_path, max_bytes=0)
+        ScoreStore(tmp_path, max_bytes=0)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"score cache .*file: File exists"):
-        ScoreCache(tmp_path / "file")
+        ScoreStore(tmp_path / "file")
 
 
 @dataclass(frozen=True)
@@ -310,9 +310,9 @@ def sequences(draw) -> SequenceRequest:
 )
 @settings(max_examples=40, deadline=None)
 def test_a_cached_answer_is_the_answer_bit_for_bit(served, asked, top_k, temperature, dtype):
-    cache = ScoreCache(served.folder)
+    cache = ScoreStore(served.folder)
 
-    async def answer(kept: ScoreCache | None) -> tuple[list[TeacherScore], int]:
+    async def answer(kept: ScoreStore | None) -> tuple[list[TeacherScore], int]:
         transport = httpx.ASGITransport(create_app(served.teacher.service))
         async with TeacherClient("math", ["http://math"], transport=transport, cache=kept) as math:
             scores = await math.score(

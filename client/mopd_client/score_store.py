@@ -1,4 +1,4 @@
-"""``ScoreCache``: scores on disk, found by what was asked, so that nothing is asked twice.
+"""``ScoreStore``: scores on disk, found by what was asked, so that nothing is asked twice.
 
 A resumed run, and a second loss on the same completions, then cost their teachers nothing. One
 safetensors file a sequence, in the wire format, under a name that hashes everything that decides
@@ -59,7 +59,7 @@ class ScoreKey:
         return cls(hashlib.sha256(canonical.encode()).hexdigest(), manifest_id)
 
 
-class ScoreCache:
+class ScoreStore:
     """A folder of scores that holds at most ``max_bytes``; the least recently used go first.
 
     Several processes may share the folder: files are written whole or not at all.
@@ -80,11 +80,11 @@ class ScoreCache:
         self._bytes = sum(size for _, size, _ in self._files())
         self._writing = threading.Lock()
 
-    async def load(self, keys: Sequence[ScoreKey], counters: Counters) -> list[TeacherScore | None]:
+    async def read(self, keys: Sequence[ScoreKey], counters: Counters) -> list[TeacherScore | None]:
         """The score of each key, None where it is not here; hits and misses are counted."""
         return await asyncio.to_thread(lambda: [self._load(key, counters) for key in keys])
 
-    async def store(
+    async def write(
         self,
         scores: Mapping[ScoreKey, TeacherScore],
         logprobs_dtype: LogprobsDtype,
