@@ -3,7 +3,7 @@
 Test runs are forked from one process that has imported the large libraries.
 
 `make mutants` (`python -m tests.mutants`) prints `caught / total` and exits with status 1 if a
-fault survives. `-k TEXT` selects faults by id, `--jobs 2` runs two at a time, `--baseline` first
+fault survives. `-k PATTERN` selects faults by id, `--jobs 2` runs two at a time, `--baseline` first
 runs the selected tests without a fault. The faults are listed in `tests/mutants.toml`.
 """
 
@@ -204,7 +204,7 @@ def run_baseline(mutants: Sequence[Mutant], folder: Path) -> bool:
 def main(arguments: list[str] | None = None) -> int:
     """Run the selected faults and print how many the tests catch."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("-k", default="", metavar="TEXT", help="only faults whose id contains it")
+    parser.add_argument("-k", default="", metavar="PATTERN", help="only faults whose id matches")
     parser.add_argument("--tier", choices=TIERS, help="only faults of this tier")
     parser.add_argument("--jobs", type=int, default=1, help="faults tested at the same time")
     parser.add_argument("--baseline", action="store_true", help="first run the unchanged tests")
@@ -212,7 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
     mutants = [
         mutant
         for mutant in load_mutants()
-        if options.k in mutant.id and options.tier in (None, mutant.tier)
+        if re.search(options.k, mutant.id) and options.tier in (None, mutant.tier)
     ]
     preload()
     with tempfile.TemporaryDirectory(prefix="mopd-mutants-") as temporary:
