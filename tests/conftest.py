@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 
-# Before torch is imported: one thread, so that sums are rounded alike everywhere; no network.
+# Before torch is imported: one thread, so that sums are rounded identically everywhere; no network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

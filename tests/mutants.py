@@ -31,10 +31,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "tests" / "mutants.toml"
 IMPORT_FOLDERS = ("", "protocol", "server", "client", "losses", "trainer")
-# The tests that each tier runs, as a mark expression.
+# The tests that each tier runs, as a mark expression (see the Makefile).
 TIERS = {
-    "test": "not process and not slow and not vllm and not packaging and not gpu and not npu",
-    "test-all": "not packaging and not gpu and not npu",
+    "test": "smoke or not (process or slow or vllm or nightly or packaging or gpu or npu)",
+    "test-all": "not (nightly or packaging or gpu or npu)",
 }
 # Only ends a test that hangs because of its fault.
 TIMEOUT_SECONDS = 900
