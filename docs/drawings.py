@@ -1,15 +1,14 @@
-"""Writes the two drawings: how data flows, and what alignment and projection make of a sentence.
+"""Draw the data flow, and the alignment and projection of one sentence.
 
-The second is computed: two tokenizers, ``align`` and ``build_projection`` of this project.
+The second drawing is computed with two tokenizers, ``align`` and ``build_projection``.
 """
 
 import sys
-from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from docs.svg import box, drawing, line, text
 from mopd_losses.alignment.byte_alignment import align
 from mopd_losses.projection.matrix import build_projection
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
@@ -20,91 +19,28 @@ from tests import tiny_models
 
 PAGES = Path(__file__).parent / "pages"
 SENTENCE = "2045 items, Привет"
-_STUDENT, _TEACHER, _BOTH, _INK = "#3949ab", "#00897b", "#8e24aa", "#263238"
-
-
-def text(
-    x: float,
-    y: float,
-    words: str,
-    *,
-    size: int = 14,
-    fill: str = _INK,
-    anchor: str = "middle",
-    weight: str = "normal",
-) -> str:
-    """One line of text."""
-    return (
-        f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{fill}" text-anchor="{anchor}" '
-        f'font-weight="{weight}">{escape(words)}</text>'
-    )
-
-
-def box(x: float, y: float, width: float, height: float, color: str, *, fill: str = "white") -> str:
-    """A rounded rectangle."""
-    return (
-        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6" '
-        f'fill="{fill}" stroke="{color}" stroke-width="1.5"/>'
-    )
-
-
-def line(
-    x1: float,
-    y1: float,
-    x2: float,
-    y2: float,
-    color: str = _INK,
-    *,
-    arrow: bool = False,
-    dashed: bool = False,
-    width: float = 1.5,
-) -> str:
-    """A straight line."""
-    end = ' marker-end="url(#arrow)"' if arrow else ""
-    dash = ' stroke-dasharray="4 4"' if dashed else ""
-    return (
-        f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{color}" '
-        f'stroke-width="{width:g}"{dash}{end}/>'
-    )
-
-
-def drawing(width: int, height: int, title: str, parts: Sequence[str]) -> str:
-    """A whole SVG on white, so that it can be read on dark pages too."""
-    arrow = (
-        '<marker id="arrow" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="8" '
-        'markerHeight="8" orient="auto"><path d="M0 0L10 5L0 10z" fill="#263238"/></marker>'
-    )
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
-            f'font-family="system-ui, sans-serif"><title>{escape(title)}</title>',
-            f"<defs>{arrow}</defs>",
-            f'<rect width="{width}" height="{height}" fill="white"/>',
-            *parts,
-            "</svg>\n",
-        ]
-    )
+_STUDENT, _TEACHER, _BOTH = "#3949ab", "#00897b", "#8e24aa"
 
 
 def data_flow() -> str:
-    """Prompts, the student, the teachers, and the way back."""
+    """Draw prompts, student, teachers and the exchanged data."""
     parts = [
         box(15, 20, 410, 360, _STUDENT),
         text(30, 42, "the student's machine", anchor="start", fill=_STUDENT, weight="bold"),
     ]
     steps = [
-        ("prompts.jsonl", "a line names its teachers"),
-        ("student writes", "temperature 1, its own tokenizer"),
-        ("align by bytes", "spans end where both end a token"),
+        ("prompts.jsonl", "each line names its teachers"),
+        ("student samples", "temperature 1"),
+        ("align by bytes", "spans end at common token boundaries"),
         ("project and compare", "nats per student token, block by block"),
         ("one optimizer step", "divided once, by the step's tokens"),
     ]
-    for at, (title, told) in enumerate(steps):
+    for at, (title, detail) in enumerate(steps):
         y = 58 + at * 64
         parts += [
             box(35, y, 250, 48, _STUDENT, fill="#e8eaf6"),
             text(160, y + 20, title, weight="bold"),
-            text(160, y + 38, told, size=12),
+            text(160, y + 38, detail, size=12),
         ]
         if at:
             parts.append(line(160, y - 16, 160, y, arrow=True))
@@ -123,8 +59,8 @@ def data_flow() -> str:
             box(590, y, 215, 130, _TEACHER),
             text(697, y + 22, name, fill=_TEACHER, weight="bold"),
             text(697, y + 42, model, size=12),
-            text(697, y + 68, "its own chat template", size=12),
-            text(697, y + 86, "its own tokenizer", size=12),
+            text(697, y + 68, "the teacher's chat template", size=12),
+            text(697, y + 86, "the teacher's tokenizer", size=12),
             text(697, y + 104, "top-k logprobs and the tail", size=12),
         ]
         parts += [
@@ -162,15 +98,15 @@ def _shown(piece: bytes) -> str:
 
 
 def alignment() -> str:
-    """One sentence in two tokenizations, its spans, and where some student tokens are projected."""
+    """Draw one sentence in two tokenizations, its spans, and the projection of some tokens."""
     student_tokenizer = tiny_models.whole_number_tokenizer()
     teacher_tokenizer = tiny_models.digit_tokenizer()
     student, teacher = _table(student_tokenizer), _table(teacher_tokenizer)
-    ours = TextEncoder(student_tokenizer.backend_tokenizer, student)
-    theirs = TextEncoder(teacher_tokenizer.backend_tokenizer, teacher)
+    student_encoder = TextEncoder(student_tokenizer.backend_tokenizer, student)
+    teacher_encoder = TextEncoder(teacher_tokenizer.backend_tokenizer, teacher)
     sides = [
         table.sequence(encoder.encode(SENTENCE))
-        for table, encoder in ((student, ours), (teacher, theirs))
+        for table, encoder in ((student, student_encoder), (teacher, teacher_encoder))
     ]
     spans = align(*sides)
     step = 770 / len(SENTENCE.encode())
@@ -195,13 +131,13 @@ def alignment() -> str:
         text(
             405,
             220,
-            f"{len(spans)} spans end where both sides end a token; at the start "
-            "of each, both models have read the same bytes",
+            f"{len(spans)} spans end at common token boundaries; at the start "
+            "of each, both models have consumed the same bytes",
             size=13,
             fill=_BOTH,
         )
     )
-    parts += _projected(student, teacher, theirs)
+    parts += _projected(student, teacher, teacher_encoder)
     return drawing(820, 430, "Alignment and projection of one sentence", parts)
 
 
@@ -212,8 +148,8 @@ def _projected(student: TokenTable, teacher: TokenTable, encoder: TextEncoder) -
         text(
             20,
             262,
-            "Projection: a student token goes to the teacher's token of the same bytes, "
-            "or to its first piece",
+            "Projection: a student token is mapped to the teacher token with the same bytes, "
+            "or with its first bytes",
             size=13,
             anchor="start",
             weight="bold",
@@ -233,7 +169,7 @@ def _projected(student: TokenTable, teacher: TokenTable, encoder: TextEncoder) -
                 y + 9,
                 "same bytes"
                 if student.bytes_of(own) == teacher.bytes_of(target)
-                else "first piece",
+                else "first bytes",
                 size=11,
             ),
         ]
@@ -241,19 +177,22 @@ def _projected(student: TokenTable, teacher: TokenTable, encoder: TextEncoder) -
 
 
 def _examples(student: TokenTable, teacher: TokenTable, dense) -> list[tuple[int, int]]:
-    """Two tokens that both sides have, and two that only the student has: the longest of each."""
-    found: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+    """Return the two longest tokens of both sides, and the two longest of the student only."""
+    examples: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
     for own in range(student.size):
         piece = student.bytes_of(own)
         if piece and piece.isascii() and dense[own].any():
             target = int(dense[own].argmax())
-            found[piece == teacher.bytes_of(target)].append((own, target))
-    for pairs in found.values():
+            examples[piece == teacher.bytes_of(target)].append((own, target))
+    for pairs in examples.values():
         pairs.sort(key=lambda pair: (-len(student.bytes_of(pair[0])), pair[0]))
-    return [*found[True][:2], *found[False][:2]]
+    return [*examples[True][:2], *examples[False][:2]]
 
 
-DRAWINGS = {"data-flow.svg": data_flow, "alignment.svg": alignment}
+DRAWINGS = {
+    "data-flow.svg": data_flow,
+    "alignment.svg": alignment,
+}
 
 if __name__ == "__main__":
     for name, draw in DRAWINGS.items():

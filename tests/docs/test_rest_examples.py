@@ -18,7 +18,7 @@ _CURL = "curl() { command curl --silent --write-out '\\n%{http_code}' \"$@\"; }\
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of the page's teacher."""
+    """Return the folder of a tiny model."""
     tokenizer = tiny_models.digit_tokenizer()
     model = tiny_models.qwen(tokenizer)
     return tiny_models.save(model, tokenizer, tmp_path_factory.mktemp("model"))
@@ -26,29 +26,29 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def address(broker: Broker, model_folder: Path) -> str:
-    """The address of the page's teacher."""
+    """Return the address of a teacher."""
     return broker.serve({"math": model_folder})["math"]
 
 
 @pytest.mark.parametrize("place", range(len(EXAMPLES)))
-def test_an_example_is_answered_as_the_page_says(place: int, address: str, tmp_path: Path) -> None:
+def test_an_example_returns_the_documented_status(place: int, address: str, tmp_path: Path) -> None:
     text = EXAMPLES[place]
-    (expected,) = re.findall(r"^# answers (\d+)$", text, re.M)
+    (expected,) = re.findall(r"^# status: (\d+)$", text, re.M)
     assert "http://127.0.0.1:8101/" in text
     script = _CURL + text.replace("http://127.0.0.1:8101", address)
-    told = subprocess.run(
+    completed = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
         cwd=tmp_path,
         env={**os.environ, "MOPD_TEACHER_KEY": "any"},
         capture_output=True,
         text=True,
     )
-    assert told.stdout.rsplit("\n", 1)[-1] == expected, told.stdout + told.stderr
+    assert completed.stdout.rsplit("\n", 1)[-1] == expected, completed.stdout + completed.stderr
 
 
-def test_fields_on_the_page_are_those_of_an_answer(address: str, tmp_path: Path) -> None:
+def test_fields_of_a_response_are_documented(address: str, tmp_path: Path) -> None:
     script = EXAMPLES[0].replace("http://127.0.0.1:8101", address)
-    told = subprocess.run(
+    completed = subprocess.run(
         ["bash", "-c", script],
         env={**os.environ, "MOPD_TEACHER_KEY": "any"},
         capture_output=True,
@@ -56,6 +56,6 @@ def test_fields_on_the_page_are_those_of_an_answer(address: str, tmp_path: Path)
         check=True,
     ).stdout
     page = (PAGES / "rest.md").read_text()
-    keys = set(re.findall(r'"(\w+)": ?[\[{]', told.partition('"timings"')[0])) - {"sequences"}
+    keys = set(re.findall(r'"(\w+)": ?[\[{]', completed.partition('"timings"')[0])) - {"sequences"}
     assert {"token_ids", "byte_ends", "topk_ids", "topk_logprobs", "tail_logprobs"} <= keys
     assert {key for key in keys if f"`{key}`" not in page} == set()
