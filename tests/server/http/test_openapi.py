@@ -24,6 +24,7 @@ CHECKS = [
 ]
 
 schema = schemathesis.openapi.from_asgi("/openapi.json", APP)
+schema.config.update(request_timeout=600.0)  # 10 s unless set; a busy machine needs longer
 
 
 @schema.parametrize()
