@@ -30,10 +30,13 @@ def _add_demo(add_command: cli.AddCommand) -> None:
 
 
 def _demo(options: argparse.Namespace) -> None:
-    console = cli.make_console()
-    from mopd.demo.run import run_demo
+    from mopd_trainer.api import require_trainer_extra
 
-    run_demo(options.output_dir, seed=options.seed, steps=options.steps, console=console)
+    require_trainer_extra()
+    from mopd.demo.run import run_demo
+    from mopd_trainer.reporting.console import make_console
+
+    run_demo(options.output_dir, seed=options.seed, steps=options.steps, console=make_console())
 
 
 if __name__ == "__main__":  # torchrun --nproc-per-node N -m mopd train RUN.YAML

@@ -35,5 +35,5 @@ def serve(family: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The address of a real teacher service, reached without a network."""
     transport = httpx.ASGITransport(teacher_of_family(family).app)
     client = partial(SyncTeacherClient, transport=transport)
-    monkeypatch.setattr("mopd_trainer.cli.tokenizer_argument.SyncTeacherClient", client)
+    monkeypatch.setattr("mopd_trainer.inspection.tokenizers.SyncTeacherClient", client)
     return URL

@@ -164,7 +164,7 @@ def test_a_bug_beside_a_refusal_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -
 
         raise ExceptionGroup("both", [DataError("wrong data"), TypeError("our bug")])
 
-    monkeypatch.setattr("mopd_trainer.cli.main._check", broken)
+    monkeypatch.setattr("mopd_trainer.cli.run._check", broken)
     with pytest.raises(ExceptionGroup):
         main(["check", "run.yaml"])
 
@@ -177,7 +177,7 @@ def test_a_refusal_inside_a_group_is_told(
 
         raise ExceptionGroup("one", [ExceptionGroup("in one", [DataError("wrong data")])])
 
-    monkeypatch.setattr("mopd_trainer.cli.main._train", refused)
+    monkeypatch.setattr("mopd_trainer.cli.run._train", refused)
     with pytest.raises(SystemExit) as ended:
         main(["train", "run.yaml"])
     assert (ended.value.code, capsys.readouterr().err) == (2, "mopd: wrong data\n")
@@ -203,5 +203,5 @@ print(json.dumps(sorted(heavy & sys.modules.keys())))
     told = "\n".join(told)
     for command in ("train", "check", "demo"):
         assert f"usage: mopd {command} " in told
-    assert "distil a student from its teachers" in told
+    assert "train a student with its teachers" in told
     assert "RUN.YAML" in told

@@ -17,9 +17,9 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from mopd_protocol.errors import TeacherMismatchError
-from mopd_trainer.cli.check import check
 from mopd_trainer.config.loading import load_run
 from mopd_trainer.config.run import RunConfig
+from mopd_trainer.launch.preflight import check_run
 from mopd_trainer.loop import train
 from tests.trainer.runs import questions, run_values, write_lines, write_run
 from tests.trainer.students import QUESTION
@@ -103,7 +103,7 @@ def test_a_check_prints_who_teaches_and_writes_nothing(
 ) -> None:
     told = StringIO()
     before = sorted(tmp_path.rglob("*"))
-    asyncio.run(check(RunConfig.model_validate(values), Console(file=told, width=200)))
+    asyncio.run(check_run(RunConfig.model_validate(values), Console(file=told, width=200)))
     assert f"{STEPS} steps of 4 completions from 6 prompts" in told.getvalue()
     for name, address in addresses.items():
         assert f"teacher {name}" in told.getvalue()
@@ -119,7 +119,7 @@ def test_a_teachers_name_is_told_as_it_is(values: dict[str, Any]) -> None:
         teachers = {**values["teachers"], name: settings}
         told = StringIO()
         config = RunConfig.model_validate({**values, "teachers": teachers})
-        asyncio.run(check(config, Console(file=told, width=200)))
+        asyncio.run(check_run(config, Console(file=told, width=200)))
         assert f"teacher {name} " in told.getvalue()
 
 
@@ -191,7 +191,7 @@ def test_a_finished_run_goes_on_only_with_the_teachers_that_it_had(
     swapped["teachers"]["math"]["url"] = addresses["code"]
     again = {"max_steps": 3, "resume_from_checkpoint": True, "accept_changed_settings": True}
     config = RunConfig.model_validate({**swapped, **again})
-    for command in (train, check):
+    for command in (train, check_run):
         with pytest.raises(TeacherMismatchError, match="teacher 'math': manifest differs"):
             asyncio.run(command(config, Console(file=StringIO())))
     assert [line["step"] for line in journal(tmp_path / "run")] == [1, 2]

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from mopd_protocol.errors import DataError
 from mopd_protocol.samples import Message
-from mopd_trainer.cli.check import check
 from mopd_trainer.config.run import RunConfig
+from mopd_trainer.launch.preflight import check_run
 from mopd_trainer.student.student import Student
 from tests.reference.sampling import greedy
 from tests.trainer.runs import run_values, write_lines
@@ -157,7 +157,7 @@ def test_answers_that_are_too_long_are_dropped_and_counted(
 
 def plan_of(values: dict[str, Any]) -> str:
     told = StringIO()
-    asyncio.run(check(RunConfig.model_validate(values), Console(file=told, width=300)))
+    asyncio.run(check_run(RunConfig.model_validate(values), Console(file=told, width=300)))
     return told.getvalue()
 
 

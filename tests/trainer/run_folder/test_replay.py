@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from mopd_protocol.errors import ConfigError, DataError, MopdError
-from mopd_trainer.cli.check import check
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.data.prompts import read_prompts
+from mopd_trainer.launch.preflight import check_run
 from mopd_trainer.run_folder.recording import Recording, step_path
 from tests.trainer.runs import questions, run_values, write_lines
 from tests.trainer.students import table
@@ -74,7 +74,7 @@ def test_a_replay_with_the_same_loss_ends_with_the_same_weights(
             assert line[key] == other[key], key
     shown = [(tmp_path / name / "completions.jsonl").read_bytes() for name in ("run", "replay")]
     assert shown[0] == shown[1]
-    asyncio.run(check(RunConfig.model_validate(replayed(values, tmp_path / "x")), Console()))
+    asyncio.run(check_run(RunConfig.model_validate(replayed(values, tmp_path / "x")), Console()))
 
 
 def test_a_step_of_which_all_is_dropped_is_left_out_and_recorded_as_such(

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from mopd_protocol.errors import ConfigError, DataError
 from mopd_protocol.samples import Message, Prompt
-from mopd_trainer.cli.check import check
 from mopd_trainer.cli.main import main
 from mopd_trainer.config.fingerprint import RunIdentity
 from mopd_trainer.config.loading import write_resolved
 from mopd_trainer.config.run import RunConfig
+from mopd_trainer.launch.preflight import check_run
 from mopd_trainer.run_folder.checkpoint import Checkpoint, save_checkpoint, save_student
 from mopd_trainer.run_folder.retention import starting_checkpoint
 from mopd_trainer.student.identity import StudentIdentity
@@ -122,7 +122,7 @@ def test_a_run_and_its_check_tell_what_is_trained(tmp_path: Path, base: Path) ->
     values["student"]["distill_loss_weight"] = 0
     values["teachers"] = {}
     told = StringIO()
-    asyncio.run(check(RunConfig.model_validate(values), Console(file=told, width=400)))
+    asyncio.run(check_run(RunConfig.model_validate(values), Console(file=told, width=400)))
     folder, printed = run_here(values)
     trained = sum(value.numel() for value in load_file(folder / _WEIGHTS).values())
     whole = trained + sum(p.numel() for p in model_of("qwen").parameters())

@@ -1,1 +1,1 @@
-"""The commands of ``mopd``."""
+"""Command line of ``mopd``."""

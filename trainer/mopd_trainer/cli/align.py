@@ -1,245 +1,167 @@
-"""``mopd align``: how two tokenizers cut one text, side by side."""
+"""``mopd align``: show the tokens of two tokenizers side by side."""
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from mopd_losses.alignment.byte_alignment import Alignment
-from mopd_losses.alignment.byte_alignment import align as aligned
 from mopd_protocol.errors import ConfigError, DataError
-from mopd_protocol.tokenizers.token_sequence import TokenSequence
-from mopd_trainer.cli.readable_bytes import readable
-from mopd_trainer.cli.tokenizer_argument import NamedTokenizer, read_tokenizer
 
-#: One-to-one spans that share a line, at most.
-_SPANS_A_LINE = 12
+if TYPE_CHECKING:
+    from rich.table import Table
 
+    from mopd_trainer.inspection.alignment import Chunk, TextAlignment
 
-@dataclass(frozen=True)
-class _Stretch:
-    """Tokens ``[start, end)`` of both sides: a span, or what lies between two of them."""
-
-    student: tuple[int, int]
-    teacher: tuple[int, int]
-    in_span: bool
-
-    @property
-    def one_to_one(self) -> bool:
-        sizes = (self.student[1] - self.student[0], self.teacher[1] - self.teacher[0])
-        return self.in_span and sizes == (1, 1)
+TOKENIZERS = """\
+STUDENT and TEACHER are each a model folder, a Hugging Face hub name, the path of a
+tokenizer.json, or the URL of a running teacher (http://host:8101).
+"""
+#: Maximum number of one-to-one spans in a line.
+_SPANS_PER_LINE = 12
 
 
-def align(
-    student_name: str,
-    teacher_name: str,
-    *,
-    text: str,
-    rows: int,
-    as_json: bool,
-    api_key_env: str | None,
-    console: Console,
-) -> None:
-    """Prints the spans of a text as both tokenize it in the middle of a completion.
-
-    Args:
-        rows: lines to print at most; 0 for all.
-
-    Raises:
-        MopdError: when a tokenizer cannot be read, or the text is none.
-    """
-    if any("\ud800" <= character <= "\udfff" for character in text):  # of a shell's other bytes
-        raise DataError("--text is not UTF-8; give it as a file in UTF-8 (--file)")
-    student = read_tokenizer(student_name, api_key_env=api_key_env)
-    teacher = read_tokenizer(teacher_name, api_key_env=api_key_env)
-    left, right = (side.table.sequence(side.encoder.encode(text)) for side in (student, teacher))
-    alignment = aligned(left, right)
-    stretches = list(_stretches(alignment, left, right))
-    if as_json:
-        plain = _plain(alignment, stretches, (student, left), (teacher, right))
-        sys.stdout.write(json.dumps(plain, ensure_ascii=False) + "\n")
-        return
-    console.print(_side_by_side(stretches, left, right, rows))
-    console.print(_summary(alignment, (student, left), (teacher, right)))
+def add_parser(commands: Any) -> None:
+    """Add ``mopd align``."""
+    summary = "show how two tokenizers split a text, side by side"
+    parser = commands.add_parser(
+        "align",
+        help=summary,
+        description=summary,
+        epilog=TOKENIZERS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("student", metavar="STUDENT")
+    parser.add_argument("teacher", metavar="TEACHER")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--text", help="the text")
+    source.add_argument("--file", help="a UTF-8 file, or - for standard input")
+    parser.add_argument(
+        "--rows", type=row_count, default=100, help="maximum lines; 0 for all (default: 100)"
+    )
+    add_common_options(parser)
+    parser.set_defaults(run=_run)
 
 
-def text_of(file: str) -> str:
-    """The text of a UTF-8 file, or of standard input for ``-``; line ends stay as they are.
+def add_common_options(parser: argparse.ArgumentParser, *, with_json: bool = True) -> None:
+    """Add ``--json`` and ``--api-key-env``."""
+    if with_json:
+        parser.add_argument("--json", action="store_true", help="print all facts as JSON")
+    parser.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable with a teacher's API key"
+    )
+
+
+def row_count(text: str) -> int:
+    """Parse a number of lines."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"invalid number of lines (found {text!r}, expected 0+)")
+    return int(text)
+
+
+def read_text(file: str) -> str:
+    """Read a UTF-8 file, or standard input for ``-``, without changing line ends.
 
     Raises:
-        ConfigError: when there is no such file.
-        DataError: when it is not UTF-8.
+        ConfigError: if the file cannot be read.
+        DataError: if the content is not UTF-8.
     """
     try:
         content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{file}: reading failed: {error.strerror}", key=file) from error
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8: {error.reason} at byte {error.start}") from error
+        raise DataError(
+            f"{file}: not UTF-8 ({error.reason} at byte {error.start})", key=file
+        ) from error
 
 
-def _stretches(
-    alignment: Alignment, left: TokenSequence, right: TokenSequence
-) -> Iterator[_Stretch]:
-    """Every token of both sides once, in order."""
-    student_done = teacher_done = 0
-    columns = (
-        alignment.student_starts,
-        alignment.student_ends,
-        alignment.teacher_starts,
-        alignment.teacher_ends,
-    )
-    for s, s_end, t, t_end in zip(*(column.tolist() for column in columns), strict=True):
-        if s > student_done or t > teacher_done:
-            yield _Stretch((student_done, s), (teacher_done, t), in_span=False)
-        yield _Stretch((s, s_end), (t, t_end), in_span=True)
-        student_done, teacher_done = s_end, t_end
-    if student_done < len(left) or teacher_done < len(right):
-        yield _Stretch((student_done, len(left)), (teacher_done, len(right)), in_span=False)
+def _run(options: argparse.Namespace) -> None:
+    text = read_text(options.file) if options.text is None else options.text
+    from mopd_trainer.inspection.alignment import align
+    from mopd_trainer.reporting.console import make_console
+
+    console = make_console()
+    result = align(options.student, options.teacher, text, api_key_env=options.api_key_env)
+    if options.json:
+        sys.stdout.write(json.dumps(result.facts(), ensure_ascii=False) + "\n")
+        return
+    console.print(_side_by_side(result, options.rows))
+    console.print(_summary(result))
 
 
-def _side_by_side(
-    stretches: Sequence[_Stretch], left: TokenSequence, right: TokenSequence, rows: int
-) -> Table:
+def _side_by_side(result: "TextAlignment", rows: int) -> "Table":
+    from rich.table import Table
+    from rich.text import Text
+
+    from mopd_trainer.inspection.alignment import byte_start
+
     table = Table(box=None, padding=(0, 2, 0, 0), expand=False)
     table.add_column("byte", justify="right", style="dim", no_wrap=True)
     table.add_column("student", ratio=1, overflow="fold")
     table.add_column("teacher", ratio=1, overflow="fold")
     table.add_column("tokens", no_wrap=True)
-    lines = list(_lines(stretches))
+    lines = [*_lines(result.chunks)]
     for line in lines[: rows or None]:
         first, last = line[0], line[-1]
         student = (first.student[0], last.student[1])
         teacher = (first.teacher[0], last.teacher[1])
-        sizes = f"{student[1] - student[0]}-{teacher[1] - teacher[0]}"
-        style = "yellow" if first.in_span else "red"
+        style, label = "yellow", f"{student[1] - student[0]}-{teacher[1] - teacher[0]}"
         if first.one_to_one:
-            style, sizes = "green", "1-1" if len(line) == 1 else f"1-1 × {len(line)}"
-        table.add_row(
-            str(_start(left, student[0])),
-            _pieces(left, student, style),
-            _pieces(right, teacher, style),
-            Text(sizes if first.in_span else "apart", style=style),
+            style, label = "green", "1-1" if len(line) == 1 else f"1-1 × {len(line)}"
+        elif not first.in_span:
+            style, label = "red", "unaligned"
+        cells = (
+            Text(" ").join(
+                Text(piece, style=f"{style} dim" if index % 2 else style)
+                for index, piece in enumerate(result.pieces(side, tokens))
+            )
+            for side, tokens in enumerate((student, teacher))
         )
+        start = byte_start(result.sequences[0], student[0])
+        table.add_row(str(start), *cells, Text(label, style=style))
     if rows and len(lines) > rows:
         table.add_row("", Text(f"… {len(lines) - rows:,} more lines; --rows 0 shows all"), "", "")
     return table
 
 
-def _lines(stretches: Sequence[_Stretch]) -> Iterator[list[_Stretch]]:
-    """One-to-one spans that follow each other share a line."""
-    line: list[_Stretch] = []
-    for stretch in stretches:
-        joins = stretch.one_to_one and line and line[-1].one_to_one and len(line) < _SPANS_A_LINE
-        if not joins and line:
+def _lines(chunks: "Sequence[Chunk]") -> "Iterator[list[Chunk]]":
+    """Group consecutive one-to-one spans."""
+    line: list[Chunk] = []
+    for chunk in chunks:
+        joins = chunk.one_to_one and line and line[-1].one_to_one and len(line) < _SPANS_PER_LINE
+        if line and not joins:
             yield line
             line = []
-        line.append(stretch)
+        line.append(chunk)
     if line:
         yield line
 
 
-def _pieces(sequence: TokenSequence, tokens: tuple[int, int], style: str) -> Text:
-    """Tokens apart by a space; a space of the text is written as ``␣``."""
-    shown = Text()
-    for number, position in enumerate(range(*tokens)):
-        if number:
-            shown.append(" ")
-        shown.append(_shown(sequence, position), style=style if number % 2 == 0 else f"{style} dim")
-    return shown
+def _summary(result: "TextAlignment") -> "Table":
+    from rich.text import Text
 
+    from mopd_trainer.reporting.console import key_value_table
 
-def _shown(sequence: TokenSequence, position: int) -> str:
-    if position in sequence.marks:
-        return f"<{sequence.marks[position]}>"
-    return readable(sequence.text[_start(sequence, position) : int(sequence.byte_ends[position])])
-
-
-def _start(sequence: TokenSequence, position: int) -> int:
-    return int(sequence.byte_ends[position - 1]) if position else 0
-
-
-def _summary(
-    alignment: Alignment,
-    student: tuple[NamedTokenizer, TokenSequence],
-    teacher: tuple[NamedTokenizer, TokenSequence],
-) -> Table:
-    left = student[1]
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("", "")
-    for role, (side, sequence) in (("student", student), ("teacher", teacher)):
+    facts = result.facts()
+    rows: list[tuple[str, str | Text]] = [("", "")]
+    for role, tokenizer, sequence in zip(
+        ("student", "teacher"), result.tokenizers, result.sequences, strict=True
+    ):
         per_token = len(sequence.text) / len(sequence) if len(sequence) else 0.0
-        table.add_row(
-            role, Text(f"{side.name}: {len(sequence):,} tokens, {per_token:.2f} bytes each")
+        rows.append(
+            (role, f"{tokenizer.name}: {len(sequence):,} tokens, {per_token:.2f} bytes each")
         )
-    covered = alignment.aligned_bytes(left)
-    share = _share(covered, len(left.text))
-    complete = covered == len(left.text)
-    table.add_row(
-        "aligned",
-        Text(
-            f"{covered:,} of {len(left.text):,} bytes ({share:.2%})",
-            style="green" if complete else "red",
-        ),
+    complete = facts["aligned_bytes"] == facts["bytes"]
+    aligned = (
+        f"{facts['aligned_bytes']:,} of {facts['bytes']:,} bytes ({facts['aligned_share']:.2%})"
     )
-    exact = int(alignment.one_to_one.sum())
-    table.add_row("spans", f"{len(alignment):,}, {_share(exact, len(alignment)):.2%} one-to-one")
-    if left.text != teacher[1].text:
-        table.add_row(
-            "texts", Text("differ: one tokenizer normalizes, or has no way to write this", "red")
-        )
-    return table
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 1.0
-
-
-def _plain(
-    alignment: Alignment,
-    stretches: Sequence[_Stretch],
-    student: tuple[NamedTokenizer, TokenSequence],
-    teacher: tuple[NamedTokenizer, TokenSequence],
-) -> dict[str, object]:
-    left, right = student[1], teacher[1]
-    covered = alignment.aligned_bytes(left)
-    exact = int(alignment.one_to_one.sum())
-    return {
-        "student": _side(*student),
-        "teacher": _side(*teacher),
-        "bytes": len(left.text),
-        "aligned_bytes": covered,
-        "aligned_share": _share(covered, len(left.text)),
-        "spans": len(alignment),
-        "one_to_one_spans": exact,
-        "one_to_one_share": _share(exact, len(alignment)),
-        "same_text": left.text == right.text,
-        "stretches": [
-            {
-                "in_span": stretch.in_span,
-                "student_tokens": stretch.student,
-                "teacher_tokens": stretch.teacher,
-                "student_pieces": [_shown(left, n) for n in range(*stretch.student)],
-                "teacher_pieces": [_shown(right, n) for n in range(*stretch.teacher)],
-            }
-            for stretch in stretches
-        ],
-    }
-
-
-def _side(side: NamedTokenizer, sequence: TokenSequence) -> dict[str, object]:
-    return {
-        "name": side.name,
-        "fingerprint": side.table.fingerprint,
-        "token_ids": sequence.token_ids.tolist(),
-        "byte_ends": sequence.byte_ends.tolist(),
-    }
+    rows.append(("aligned", Text(aligned, style="green" if complete else "red")))
+    rows.append(("spans", f"{facts['spans']:,}, {facts['one_to_one_share']:.2%} one-to-one"))
+    if not facts["same_text"]:
+        reason = "texts differ: one tokenizer normalizes, or cannot represent this text"
+        rows.append(("texts", Text(reason, "red")))
+    return key_value_table(rows)

@@ -1,233 +1,221 @@
-"""``mopd projection``: builds the matrix between two vocabularies, and looks into it."""
+"""``mopd projection``: build or inspect the projection between two vocabularies."""
 
+import argparse
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from mopd_losses.config import ProjectionSettings
-from mopd_losses.projection.cache import cache_key
-from mopd_losses.projection.matrix import ProjectionMatrix, build_projection
 from mopd_protocol.errors import ConfigError
-from mopd_trainer.cli.projection_facts import Counts, Spelled, counts_of, spelled_of
-from mopd_trainer.cli.tokenizer_argument import NamedTokenizer, read_tokenizer
+from mopd_trainer.cli.align import TOKENIZERS, add_common_options, row_count
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from mopd_losses.projection.matrix import ProjectionMatrix
+
+Facts = dict[str, Any]
 
 
-def build(
-    student_name: str,
-    teacher_name: str,
-    *,
-    settings: ProjectionSettings,
-    output: Path | None,
-    api_key_env: str | None,
-    console: Console,
-) -> None:
-    """Writes the projection and says what it covers.
-
-    Raises:
-        MopdError: when a tokenizer cannot be read or the file cannot be written.
-    """
-    student, teacher = _both(student_name, teacher_name, api_key_env)
-    matrix = _built(student, teacher, settings)
-    path = output or Path()
-    if path.suffix != ".safetensors":
-        key = cache_key(
-            student.table, teacher.table, student_width=student.logit_width, settings=settings
+def add_parser(commands: Any) -> None:
+    """Add ``mopd projection build`` and ``mopd projection inspect``."""
+    summary = "build or inspect the projection matrix between two vocabularies"
+    projection = commands.add_parser("projection", help=summary, description=summary)
+    actions = projection.add_subparsers(title="actions", required=True, metavar="ACTION")
+    raw = argparse.RawDescriptionHelpFormatter
+    summary = "save the projection of two tokenizers"
+    build = actions.add_parser(
+        "build", help=summary, description=summary, epilog=TOKENIZERS, formatter_class=raw
+    )
+    build.add_argument("student", metavar="STUDENT")
+    build.add_argument("teacher", metavar="TEACHER")
+    build.add_argument(
+        "--output",
+        type=Path,
+        metavar="PATH",
+        help="a .safetensors file, or a folder (default: the current one), in which the file gets "
+        "the name that a run with this projection_cache expects",
+    )
+    build.set_defaults(run=_build)
+    summary = "show the coverage of a projection, and its worst rows"
+    inspect = actions.add_parser(
+        "inspect",
+        help=summary,
+        description=summary,
+        epilog=TOKENIZERS + "FILE shows numbers; FILE STUDENT TEACHER also shows tokens.\n",
+        formatter_class=raw,
+        usage="mopd projection inspect [options] FILE | STUDENT TEACHER | FILE STUDENT TEACHER",
+    )
+    inspect.add_argument("sources", nargs="+", metavar="FILE, STUDENT, TEACHER")
+    inspect.add_argument(
+        "--rows", type=row_count, default=10, help="maximum length of each list (default: 10)"
+    )
+    inspect.set_defaults(run=_inspect)
+    for action in (build, inspect):
+        action.add_argument(
+            "--weights",
+            choices=("first", "decay"),
+            default="first",
+            help="project a token that the teacher does not have to its first piece, or to its "
+            "first pieces with decaying weights (default: first)",
         )
+        add_common_options(action, with_json=action is inspect)
+
+
+def _build(options: argparse.Namespace) -> None:
+    from mopd_losses.config import ProjectionSettings
+    from mopd_losses.projection.cache import cache_key
+    from mopd_trainer.inspection.projection import project, token_facts
+    from mopd_trainer.inspection.tokenizers import load_tokenizer
+    from mopd_trainer.reporting.console import make_console
+
+    console, settings = make_console(), ProjectionSettings(weights=options.weights)
+    student, teacher = (
+        load_tokenizer(name, api_key_env=options.api_key_env)
+        for name in (options.student, options.teacher)
+    )
+    matrix = project(student, teacher, settings)
+    path = options.output or Path()
+    if path.suffix != ".safetensors":
+        width = student.logit_width
+        key = cache_key(student.table, teacher.table, student_width=width, settings=settings)
         path /= f"projection-{key}.safetensors"
     matrix.save(path)
-    spelled = spelled_of(matrix, student.table, teacher.table, rows=0)
-    console.print(_sides(student, teacher), _numbers(matrix, counts_of(matrix), spelled))
-    console.print(Text(f"\nwritten to {path}, {path.stat().st_size:,} bytes"), soft_wrap=True)
+    tokens = token_facts(matrix, student.table, teacher.table, rows=0)
+    _print_numbers(console, matrix, tokens, [student.summary, teacher.summary])
+    size = path.stat().st_size
+    console.print(f"\nsaved to {path}, {size:,} bytes", soft_wrap=True, markup=False)
 
 
-def inspect(
-    sources: Sequence[str],
-    *,
-    settings: ProjectionSettings,
-    rows: int,
-    as_json: bool,
-    api_key_env: str | None,
-    console: Console,
-) -> None:
-    """Prints what a projection covers and where it is poor.
+def _inspect(options: argparse.Namespace) -> None:
+    from mopd_losses.config import ProjectionSettings
+    from mopd_losses.projection.matrix import ProjectionMatrix
+    from mopd_trainer.inspection.projection import project, projection_facts, token_facts
+    from mopd_trainer.inspection.tokenizers import load_tokenizer
+    from mopd_trainer.reporting.console import make_console
 
-    Args:
-        sources: a projection file, or a student and a teacher, or all three.
-
-    Raises:
-        MopdError: when one of them cannot be read, or they do not belong together.
-    """
-    if len(sources) > 3:
+    sources: list[str] = options.sources
+    if len(sources) > 3 or (len(sources) == 2 and sources[0].endswith(".safetensors")):
         raise ConfigError(
-            f"{len(sources)} things to inspect; expected FILE, or STUDENT TEACHER, or "
-            "FILE STUDENT TEACHER"
+            f"{len(sources)} arguments, expected FILE, or STUDENT TEACHER, or FILE STUDENT TEACHER"
         )
-    if len(sources) == 2 and sources[0].endswith(".safetensors"):
-        raise ConfigError(f"{sources[0]} with one tokenizer; expected both after it, or none")
-    file = Path(sources[0]) if len(sources) != 2 else None
-    matrix = ProjectionMatrix.load(file) if file else None
-    student = teacher = spelled = None
+    console = make_console()
+    matrix = None if len(sources) == 2 else ProjectionMatrix.load(Path(sources[0]))
+    names: list[str] = []
+    tokens: Facts | None = None
     if len(sources) > 1:
-        student, teacher = _both(sources[-2], sources[-1], api_key_env)
+        student, teacher = (
+            load_tokenizer(name, api_key_env=options.api_key_env) for name in sources[-2:]
+        )
         if matrix is None:
-            matrix = _built(student, teacher, settings)
+            matrix = project(student, teacher, ProjectionSettings(weights=options.weights))
         matrix.require(student.table.fingerprint, teacher.table.fingerprint)
-        spelled = spelled_of(matrix, student.table, teacher.table, rows=rows)
+        tokens = token_facts(matrix, student.table, teacher.table, rows=options.rows)
+        names = [student.summary, teacher.summary]
     assert matrix is not None
-    if as_json:
-        sys.stdout.write(json.dumps(_plain(matrix, spelled), ensure_ascii=False) + "\n")
+    if tokens is None:
+        fingerprints = (matrix.student_fingerprint, matrix.teacher_fingerprint)
+        names = [f"tokenizer {fingerprint[:12]}" for fingerprint in fingerprints]
+    if options.json:
+        facts = {**projection_facts(matrix), "tokenizers": tokens}
+        sys.stdout.write(json.dumps(facts, ensure_ascii=False) + "\n")
         return
-    header = _sides(student, teacher) if student and teacher else _fingerprints(file, matrix)
-    console.print(header, _numbers(matrix, counts_of(matrix), spelled))
-    if spelled:
-        console.print(_details(spelled, rows))
+    _print_numbers(console, matrix, tokens, names)
+    if tokens is not None:
+        _print_tokens(console, tokens, options.rows)
     else:
         console.print(
-            "\n[dim]A file knows its tokenizers by fingerprint alone. Name them after it, as FILE "
-            "STUDENT TEACHER, to read rows, control tokens and roles.[/]"
+            "\nA file contains only the fingerprints of its tokenizers. FILE STUDENT TEACHER shows "
+            "rows, control tokens and roles.",
+            style="dim",
         )
 
 
-def _both(
-    student: str, teacher: str, api_key_env: str | None
-) -> tuple[NamedTokenizer, NamedTokenizer]:
-    return (
-        read_tokenizer(student, api_key_env=api_key_env),
-        read_tokenizer(teacher, api_key_env=api_key_env),
-    )
+def _print_numbers(
+    console: "Console", matrix: "ProjectionMatrix", tokens: Facts | None, names: list[str]
+) -> None:
+    from rich.text import Text
 
+    from mopd_trainer.inspection.projection import projection_facts
+    from mopd_trainer.reporting.console import key_value_table
 
-def _built(
-    student: NamedTokenizer, teacher: NamedTokenizer, settings: ProjectionSettings
-) -> ProjectionMatrix:
-    return build_projection(
-        student.table,
-        teacher.table,
-        teacher.encoder,
-        student_width=student.logit_width,
-        settings=settings,
-    )
-
-
-def _plain(matrix: ProjectionMatrix, spelled: Spelled | None) -> dict[str, object]:
-    return {
-        "student_fingerprint": matrix.student_fingerprint,
-        "teacher_fingerprint": matrix.teacher_fingerprint,
-        "settings": matrix.settings.model_dump(),
-        **asdict(counts_of(matrix)),
-        "unprojected_ids": matrix.unprojected_ids.tolist(),
-        "unsupported_ids": matrix.unsupported_ids.tolist(),
-        "tokenizers": asdict(spelled) if spelled else None,
-    }
-
-
-def _sides(student: NamedTokenizer, teacher: NamedTokenizer) -> RenderableType:
-    table = _columns()
-    table.add_row("student", Text(student.summary))
-    table.add_row("teacher", Text(teacher.summary))
-    return table
-
-
-def _fingerprints(file: Path | None, matrix: ProjectionMatrix) -> RenderableType:
-    table = _columns()
-    table.add_row("file", Text(str(file)))
-    table.add_row("student", Text(f"tokenizer {matrix.student_fingerprint[:12]}"))
-    table.add_row("teacher", Text(f"tokenizer {matrix.teacher_fingerprint[:12]}"))
-    return table
-
-
-def _numbers(matrix: ProjectionMatrix, counts: Counts, spelled: Spelled | None) -> RenderableType:
-    settings = matrix.settings
+    facts, settings = projection_facts(matrix), matrix.settings
     weights = "all on the first piece"
     if settings.weights == "decay":
         weights = f"on the first {settings.max_length} pieces, each {settings.decay:g} of the last"
-    table = _columns()
-    table.add_row("", "")
-    table.add_row("weights", weights)
-    table.add_row("student ids", _share(counts.projected, counts.student_ids, "projected"))
-    if spelled:
-        table.add_row(
-            "", _share(spelled.same_bytes, spelled.text_ids, "text ids to the same bytes")
-        )
-    table.add_row("", _share(counts.one_hot, counts.projected, "projected to one teacher id"))
-    table.add_row("", f"{counts.unprojected:,} without a target, left to the tail of a loss")
-    table.add_row("teacher ids", _share(counts.reached, counts.teacher_ids, "reached"))
-    unsupported = f"{counts.unsupported:,} out of the student's reach"
-    if spelled:
-        unsupported += f", {spelled.unsupported_text:,} of them text"
-    table.add_row("", unsupported)
-    table.add_row("", f"{counts.fed_by_several:,} reached from several student ids")
-    if counts.most_fed_by > 1:
-        name = (
-            f"{spelled.most_fed} (id {counts.most_fed_id})"
-            if spelled
-            else f"id {counts.most_fed_id}"
-        )
-        table.add_row("", Text(f"{counts.most_fed_by:,} student ids at most, at {name}"))
-    return table
+    unsupported = f"{facts['unsupported']:,} not reachable"
+    most = f"id {facts['most_fed_id']}"
+    if tokens is not None:
+        unsupported += f", {tokens['unsupported_text']:,} of them text"
+        most = f"{tokens['most_fed']} ({most})"
+    rows: list[tuple[str, str]] = [
+        ("student", names[0]),
+        ("teacher", names[1]),
+        ("", ""),
+        ("weights", weights),
+        ("student ids", _share(facts["projected"], facts["student_ids"], "projected")),
+    ]
+    if tokens is not None:
+        same = _share(tokens["same_bytes"], tokens["text_ids"], "text ids to the same bytes")
+        rows.append(("", same))
+    rows += [
+        ("", _share(facts["one_hot"], facts["projected"], "projected to one teacher id")),
+        ("", f"{facts['unprojected']:,} without a target (part of the loss tail)"),
+        ("teacher ids", _share(facts["reached"], facts["teacher_ids"], "reached")),
+        ("", unsupported),
+        ("", f"{facts['fed_by_several']:,} reached from several student ids"),
+    ]
+    if facts["most_fed_by"] > 1:
+        rows.append(("", f"at most {facts['most_fed_by']:,} student ids, for {most}"))
+    console.print(key_value_table([(key, Text(value)) for key, value in rows]))
 
 
-def _details(spelled: Spelled, rows: int) -> RenderableType:
-    parts: list[RenderableType] = [Text(""), _roles(spelled)]
-    for title, names in (
-        ("student tokens without a target", spelled.unprojected),
-        ("teacher control tokens that nothing reaches", spelled.unsupported_controls),
+def _print_tokens(console: "Console", tokens: Facts, rows: int) -> None:
+    from rich.text import Text
+
+    roles = [
+        (role["role"], role["student"] or "–", role["teacher"] or "–", role["target"] or "–")
+        for role in tokens["roles"]
+    ]
+    projected = f"{tokens['controls_projected']:,} of {tokens['controls']:,} projected"
+    roles.append(("all controls", projected, "", ""))
+    console.print("", _table(("role", "student", "teacher", "student's target"), roles))
+    for title, key in (
+        ("student tokens without a target", "unprojected"),
+        ("teacher control tokens without a source", "unsupported_controls"),
     ):
-        if names:
-            more = " …" if len(names) == rows else ""
-            parts += [Text(""), Text(title, style="bold"), Text("  ".join(names) + more)]
-    if spelled.worst:
-        parts += [Text(""), _worst(spelled)]
-    return Group(*parts)
+        if tokens[key]:
+            more = " …" if len(tokens[key]) == rows else ""
+            console.print(
+                "", Text(title, style="bold"), Text("  ".join(tokens[key]) + more), sep="\n"
+            )
+    if tokens["worst"]:
+        worst = [
+            (
+                str(row["student_id"]),
+                row["bytes"],
+                "  ".join(n if w == 1 else f"{n} {w:.4f}" for _, n, w in row["targets"]),
+                f"{row['first_share']:.0%} of bytes",
+            )
+            for row in tokens["worst"]
+        ]
+        title = Text("worst rows: the first piece covers the fewest bytes", style="bold")
+        console.print("", title, sep="\n")
+        console.print(_table(("student id", "bytes", "targets", "first piece"), worst))
 
 
-def _roles(spelled: Spelled) -> RenderableType:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("role", "student", "teacher", "student's goes to"):
-        table.add_column(name, overflow="fold", header_style="bold", justify="left")
-    for role in spelled.roles:
-        lost = role.student is not None and role.target is None
-        table.add_row(
-            role.role,
-            Text(role.student or "–"),
-            Text(role.teacher or "–"),
-            Text(role.target or ("nothing" if lost else "–"), style="yellow" if lost else ""),
-        )
-    named = f"{spelled.controls_projected:,} of {spelled.controls:,} have a counterpart"
-    table.add_row("all controls", named)
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> "Table":
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in header:
+        table.add_column(name, overflow="fold", max_width=34)
+    for row in rows:
+        table.add_row(*map(Text, row))
     return table
 
 
-def _worst(spelled: Spelled) -> RenderableType:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("student id", justify="right", header_style="bold")
-    table.add_column("spells", overflow="fold", header_style="bold", max_width=34)
-    table.add_column("goes to", overflow="fold", header_style="bold")
-    table.add_column("first piece", justify="right", header_style="bold")
-    for row in spelled.worst:
-        targets = "  ".join(
-            name if weight == 1 else f"{name} {weight:.4f}" for _, name, weight in row.targets
-        )
-        table.add_row(
-            str(row.student_id), Text(row.spells), Text(targets), f"{row.first_share:.0%} of bytes"
-        )
-    return Group(
-        Text("worst rows, whose first piece has the least of the token", style="bold"), table
-    )
-
-
-def _columns() -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True, min_width=11)
-    table.add_column(overflow="fold")
-    return table
-
-
-def _share(part: int, whole: int, what: str) -> str:
-    return f"{part:,} of {whole:,} {what} ({part / whole:.2%})" if whole else f"0 {what}"
+def _share(part: int, total: int, what: str) -> str:
+    return f"{part:,} of {total:,} {what} ({part / total:.2%})" if total else f"0 {what}"

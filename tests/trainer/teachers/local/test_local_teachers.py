@@ -18,10 +18,10 @@ from mopd_losses.topk.full_vocabulary import HiddenScore
 from mopd_protocol.errors import ConfigError, TeacherError, TeacherMismatchError
 from mopd_protocol.requests import SequenceRequest
 from mopd_protocol.samples import Message
-from mopd_trainer.cli.check import check
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.config.teacher import TeacherConfig
 from mopd_trainer.distributed.process_group import Ranks
+from mopd_trainer.launch.preflight import check_run
 from mopd_trainer.teachers.local.client import LocalTeacher, TeacherLock
 from mopd_trainer.teachers.local.model import LocalModel, LocalTask, Question
 from mopd_trainer.teachers.local.residency import LocalTeachers
@@ -429,7 +429,7 @@ def test_a_check_says_who_sleeps(
     own["same"] |= {"support": "full", "loss": {"type": "topk_kl"}}
     config = RunConfig.model_validate({**values, "teachers": own})
     told = StringIO()
-    asyncio.run(check(config, Console(file=told, width=300)))
+    asyncio.run(check_run(config, Console(file=told, width=300)))
     assert f"{folders['same']} in this process, asleep" in told.getvalue()
     assert "topk_kl forward_kl on all ids" in told.getvalue()
     assert "about 0.0 MB" in told.getvalue()

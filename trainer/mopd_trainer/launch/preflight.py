@@ -1,4 +1,4 @@
-"""``mopd check``: everything that a run does before its first step, and nothing after."""
+"""``check_run``: all checks of a run before its first step, without training."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,16 +20,16 @@ from mopd_trainer.student.prompt_checks import require_answerable
 from mopd_trainer.teachers.connect import connect_teachers, teacher_pool
 
 
-async def check(
+async def check_run(
     config: RunConfig, console: Console, *, prompts: Sequence[Prompt] | None = None
 ) -> None:
-    """Prints the plan of a run whose parts fit together; writes nothing into its folder.
+    """Resolve a run, contact its teachers and print the plan; nothing is written to the run folder.
 
     Args:
-        prompts: those of ``config.data``, where they have been read already.
+        prompts: prompts of ``config.data``, if they are loaded already.
 
     Raises:
-        MopdError: whatever would stop the run before its first step.
+        MopdError: any error that would end the run before its first step.
     """
     prompts = read_prompts(config.data, config.scoring_teachers) if prompts is None else prompts
     require_packages(config)
@@ -38,12 +38,13 @@ async def check(
     expected = checkpoint.manifest_ids if checkpoint else {}
     student = StudentIdentity.read(config.student)
     require_answerable(config, prompts, student)
+    contacted = config.contacted_teachers
     with TemporaryDirectory() as folder:
         cache = ProjectionCache(Path(folder))
-        async with teacher_pool(config.contacted_teachers, device=config.student.device) as pool:
+        async with teacher_pool(contacted, device=config.student.device) as pool:
             teachers = await connect_teachers(
                 pool,
-                config.contacted_teachers,
+                contacted,
                 student,
                 cache,
                 {} if config.accept_changed_teachers else expected,

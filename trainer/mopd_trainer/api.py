@@ -1,0 +1,137 @@
+"""Functions of the public API that run a whole command: ``train``, ``check``, ``report``.
+
+Heavy packages are imported inside the functions, so that invalid settings and data are reported
+before torch is loaded.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mopd_protocol.errors import MissingPackageError
+
+if TYPE_CHECKING:
+    from mopd_protocol.samples import Prompt
+    from mopd_trainer.config.run import RunConfig
+
+T = TypeVar("T")
+
+
+def train(run: "str | Path | RunConfig", overrides: Sequence[str] = (), **settings: Any) -> Path:
+    """Train the student of a run; blocks until the run is finished.
+
+    Runs in this process, as a rank of ``torchrun``, or on Ray if the run has ``resources``.
+
+    Args:
+        run: YAML file, or settings.
+        overrides: ``"teachers.math.top_k=32"``, dots for nesting.
+        settings: overrides as keyword arguments (``max_steps=100``).
+
+    Returns:
+        The folder of the trained model, in the format of Hugging Face.
+
+    Raises:
+        MopdError: for invalid settings or data, unavailable teachers, a full disk or a failed step,
+            possibly in an exception group; saved checkpoints stay complete.
+        Interrupted: after SIGINT, SIGTERM or SIGHUP, with a checkpoint of the finished steps.
+    """
+    config, prompts = _load(run, overrides, settings)
+    from mopd_trainer.reporting.console import make_console
+    from mopd_trainer.run_folder.checkpoint import FINAL
+
+    console = make_console()
+    if config.resources is not None:
+        from mopd_trainer.config.extras import RAY, require_package
+
+        require_package(RAY)
+        from mopd_trainer.launch.cluster import train_on_ray
+
+        folder = train_on_ray(config)
+    else:
+        from mopd_trainer.distributed.process_group import init_distributed
+        from mopd_trainer.launch.follower import follow
+        from mopd_trainer.loop import train as train_loop
+
+        with init_distributed(config.student.device) as ranks:
+            if ranks.rank > 0:
+                follow(config.student, ranks)
+                return config.output_dir / FINAL
+            folder = _wait(train_loop(config, console, prompts=prompts, ranks=ranks))
+    console.print(f"saved the model to {folder}", markup=False, soft_wrap=True)
+    return folder
+
+
+def check(
+    run: "str | Path | RunConfig", overrides: Sequence[str] = (), **settings: Any
+) -> "RunConfig":
+    """Validate a run without training: settings, data, packages, checkpoint, student and teachers.
+
+    Prints the resolved plan. Arguments as ``train``.
+
+    Returns:
+        The validated settings.
+
+    Raises:
+        MopdError: any error that would end the run before its first step.
+    """
+    config, prompts = _load(run, overrides, settings)
+    from mopd_trainer.launch.preflight import check_run
+    from mopd_trainer.reporting.console import make_console
+
+    console = make_console()
+    _wait(check_run(config, console, prompts=prompts))
+    console.print("configuration OK")
+    return config
+
+
+def report(run_folder: str | Path) -> Path:
+    """Write ``report.html`` of a finished or running run.
+
+    Args:
+        run_folder: ``output_dir`` of the run.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ConfigError: if the folder has no journal.
+        DiskError: if writing fails.
+    """
+    from mopd_trainer.reporting.report import write_report
+
+    return write_report(Path(run_folder))
+
+
+def require_trainer_extra() -> None:
+    """Raise MissingPackageError if packages of ``mopd[trainer]`` are not installed."""
+    packages = ("jaxtyping", "omegaconf", "rich", "torch", "transformers")
+    missing = [name for name in packages if not find_spec(name)]
+    if missing:
+        raise MissingPackageError(
+            f"packages not found: {', '.join(missing)}. Run pip install 'mopd[trainer]'.",
+            key=missing[0],
+        )
+
+
+def _load(
+    run: "str | Path | RunConfig", overrides: Sequence[str], settings: dict[str, Any]
+) -> "tuple[RunConfig, list[Prompt]]":
+    require_trainer_extra()
+    from mopd_trainer.config.loading import load_run
+    from mopd_trainer.data.prompts import read_prompts
+
+    config = load_run(run, overrides, **settings)
+    return config, read_prompts(config.data, config.scoring_teachers)
+
+
+def _wait(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine; in a notebook, whose thread has an event loop, in another thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        return executor.submit(asyncio.run, work).result()

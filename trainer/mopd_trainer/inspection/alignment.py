@@ -1,0 +1,129 @@
+"""``align``: align the tokens of two tokenizers on a text."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from mopd_losses.alignment.byte_alignment import Alignment
+from mopd_losses.alignment.byte_alignment import align as align_sequences
+from mopd_protocol.errors import DataError
+from mopd_protocol.tokenizers.token_sequence import TokenSequence
+from mopd_trainer.inspection.tokenizers import NamedTokenizer, load_tokenizer, readable
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens ``[start, end)`` of both sides: an aligned span, or unaligned tokens between spans."""
+
+    student: tuple[int, int]
+    teacher: tuple[int, int]
+    in_span: bool
+
+    @property
+    def one_to_one(self) -> bool:
+        """True for a span of one token on both sides."""
+        sizes = (self.student[1] - self.student[0], self.teacher[1] - self.teacher[0])
+        return self.in_span and sizes == (1, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class TextAlignment:
+    """A text in the tokens of student and teacher, aligned at common byte positions."""
+
+    tokenizers: tuple[NamedTokenizer, NamedTokenizer]
+    sequences: tuple[TokenSequence, TokenSequence]
+    alignment: Alignment
+
+    @cached_property
+    def chunks(self) -> Sequence[Chunk]:
+        """All tokens of both sides, in order."""
+        return [*self._chunks()]
+
+    def pieces(self, side: int, tokens: tuple[int, int]) -> list[str]:
+        """Return tokens of a side (0 student, 1 teacher) as visible text."""
+        sequence = self.sequences[side]
+        return [
+            f"<{sequence.marks[index]}>"
+            if index in sequence.marks
+            else readable(
+                sequence.text[byte_start(sequence, index) : int(sequence.byte_ends[index])]
+            )
+            for index in range(*tokens)
+        ]
+
+    def facts(self) -> dict[str, Any]:
+        """Return numbers, token ids and chunks as plain data."""
+        size, exact = len(self.sequences[0].text), int(self.alignment.one_to_one.sum())
+        aligned = self.alignment.aligned_bytes(self.sequences[0])
+        sides = {
+            role: {
+                "name": tokenizer.name,
+                "fingerprint": tokenizer.table.fingerprint,
+                "token_ids": sequence.token_ids.tolist(),
+                "byte_ends": sequence.byte_ends.tolist(),
+            }
+            for role, tokenizer, sequence in zip(
+                ("student", "teacher"), self.tokenizers, self.sequences, strict=True
+            )
+        }
+        return {
+            **sides,
+            "bytes": size,
+            "aligned_bytes": aligned,
+            "aligned_share": aligned / size if size else 1.0,
+            "spans": len(self.alignment),
+            "one_to_one_spans": exact,
+            "one_to_one_share": exact / len(self.alignment) if len(self.alignment) else 1.0,
+            "same_text": self.sequences[0].text == self.sequences[1].text,
+            "chunks": [
+                {
+                    "in_span": chunk.in_span,
+                    "student_tokens": chunk.student,
+                    "teacher_tokens": chunk.teacher,
+                    "student_pieces": self.pieces(0, chunk.student),
+                    "teacher_pieces": self.pieces(1, chunk.teacher),
+                }
+                for chunk in self.chunks
+            ],
+        }
+
+    def _chunks(self) -> Iterator[Chunk]:
+        student = teacher = 0
+        ends = [len(sequence) for sequence in self.sequences]
+        spans = self.alignment
+        columns = (spans.student_starts, spans.student_ends, spans.teacher_starts)
+        for s, s_end, t, t_end in zip(
+            *(column.tolist() for column in (*columns, spans.teacher_ends)), strict=True
+        ):
+            if s > student or t > teacher:
+                yield Chunk((student, s), (teacher, t), in_span=False)
+            yield Chunk((s, s_end), (t, t_end), in_span=True)
+            student, teacher = s_end, t_end
+        if student < ends[0] or teacher < ends[1]:
+            yield Chunk((student, ends[0]), (teacher, ends[1]), in_span=False)
+
+
+def align(
+    student: str, teacher: str, text: str, *, api_key_env: str | None = None
+) -> TextAlignment:
+    """Tokenize a text, as part of a completion, with two tokenizers, and align the tokens.
+
+    Args:
+        student: model folder, hub name, ``tokenizer.json`` or URL of a teacher.
+        teacher: the same.
+        api_key_env: environment variable with the API key of a teacher.
+
+    Raises:
+        MopdError: if a tokenizer cannot be loaded, or the text has no UTF-8 encoding.
+    """
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise DataError("text: no valid UTF-8 (found half a surrogate pair)", key="text")
+    first, second = (load_tokenizer(name, api_key_env=api_key_env) for name in (student, teacher))
+    left, right = (side.table.sequence(side.encoder.encode(text)) for side in (first, second))
+    return TextAlignment((first, second), (left, right), align_sequences(left, right))
+
+
+def byte_start(sequence: TokenSequence, token: int) -> int:
+    """Return the first byte of a token."""
+    return int(sequence.byte_ends[token - 1]) if token else 0
