@@ -237,7 +237,7 @@ def test_invalid_tokenizers_are_rejected(tmp_path: Path, monkeypatch: pytest.Mon
     text.write_text("no tokenizer")
     empty.mkdir()
     for name, kind, key in (
-        (str(tmp_path / "nobody"), ConfigError, str(tmp_path / "nobody")),
+        (str(tmp_path / "missing"), ConfigError, str(tmp_path / "missing")),
         ("missing.json", ConfigError, "missing.json"),
         (str(text), TokenizerError, str(text)),
         (str(empty), ConfigError, str(empty)),
