@@ -1,1 +1,147 @@
-"""Alignment of two tokenizations, projection between two vocabularies, and the losses on them."""
+"""Alignment, projection between vocabularies, and the losses between student and teacher."""
+
+from typing import TYPE_CHECKING
+
+from mopd_protocol.runtime.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from mopd_losses.alignment.byte_alignment import Alignment, align
+    from mopd_losses.build import build_loss
+    from mopd_losses.config import (
+        AlmConfig,
+        CtkdConfig,
+        GoldConfig,
+        HklConfig,
+        K2Config,
+        K3Config,
+        LossConfig,
+        PklParityConfig,
+        PolicyGradientConfig,
+        PrefixKlConfig,
+        ProjectionSettings,
+        SimctConfig,
+        TopKKlConfig,
+        UldConfig,
+        described,
+    )
+    from mopd_losses.core.blockwise_head import Head, LossTerm, blockwise_head
+    from mopd_losses.core.cross_entropy import SftLoss, label_targets
+    from mopd_losses.core.loss import AlignedPair, Loss, LossOutput
+    from mopd_losses.core.student_rows import DenseRows
+    from mopd_losses.prefix.loss import PrefixKlLoss
+    from mopd_losses.prefix.shared_units import SharedUnits
+    from mopd_losses.projection.cache import DeviceProjection, ProjectionCache
+    from mopd_losses.projection.matrix import ProjectionMatrix, build_projection
+    from mopd_losses.sampled.k2_k3 import K2Loss, K3Loss
+    from mopd_losses.sampled.policy_gradient import PolicyGradientLoss
+    from mopd_losses.spans.alm import AlmLoss
+    from mopd_losses.spans.gold import GoldLoss
+    from mopd_losses.spans.simct import SimctLoss
+    from mopd_losses.spans.uld import UldLoss
+    from mopd_losses.topk.full_vocabulary import FullVocabularyLoss
+    from mopd_losses.topk.pooled_ctkd import PooledCtkdLoss
+    from mopd_losses.topk.topk_divergence import TopKDivergenceLoss
+    from mopd_losses.topk.topk_targets import TopKTargets
+    from mopd_losses.xtoken.hkl import HklLoss
+    from mopd_losses.xtoken.pkl_parity import PklParityLoss
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "AlignedPair": "core.loss",
+            "Alignment": "alignment.byte_alignment",
+            "AlmConfig": "config",
+            "AlmLoss": "spans.alm",
+            "CtkdConfig": "config",
+            "DenseRows": "core.student_rows",
+            "DeviceProjection": "projection.cache",
+            "FullVocabularyLoss": "topk.full_vocabulary",
+            "GoldConfig": "config",
+            "GoldLoss": "spans.gold",
+            "Head": "core.blockwise_head",
+            "HklConfig": "config",
+            "HklLoss": "xtoken.hkl",
+            "K2Config": "config",
+            "K2Loss": "sampled.k2_k3",
+            "K3Config": "config",
+            "K3Loss": "sampled.k2_k3",
+            "Loss": "core.loss",
+            "LossConfig": "config",
+            "LossOutput": "core.loss",
+            "LossTerm": "core.blockwise_head",
+            "PklParityConfig": "config",
+            "PklParityLoss": "xtoken.pkl_parity",
+            "PolicyGradientConfig": "config",
+            "PolicyGradientLoss": "sampled.policy_gradient",
+            "PooledCtkdLoss": "topk.pooled_ctkd",
+            "PrefixKlConfig": "config",
+            "PrefixKlLoss": "prefix.loss",
+            "ProjectionCache": "projection.cache",
+            "ProjectionMatrix": "projection.matrix",
+            "ProjectionSettings": "config",
+            "SftLoss": "core.cross_entropy",
+            "SharedUnits": "prefix.shared_units",
+            "SimctConfig": "config",
+            "SimctLoss": "spans.simct",
+            "TopKDivergenceLoss": "topk.topk_divergence",
+            "TopKKlConfig": "config",
+            "TopKTargets": "topk.topk_targets",
+            "UldConfig": "config",
+            "UldLoss": "spans.uld",
+            "align": "alignment.byte_alignment",
+            "blockwise_head": "core.blockwise_head",
+            "build_loss": "build",
+            "build_projection": "projection.matrix",
+            "described": "config",
+            "label_targets": "core.cross_entropy",
+        },
+    )
+
+__all__ = [
+    "AlignedPair",
+    "Alignment",
+    "AlmConfig",
+    "AlmLoss",
+    "CtkdConfig",
+    "DenseRows",
+    "DeviceProjection",
+    "FullVocabularyLoss",
+    "GoldConfig",
+    "GoldLoss",
+    "Head",
+    "HklConfig",
+    "HklLoss",
+    "K2Config",
+    "K2Loss",
+    "K3Config",
+    "K3Loss",
+    "Loss",
+    "LossConfig",
+    "LossOutput",
+    "LossTerm",
+    "PklParityConfig",
+    "PklParityLoss",
+    "PolicyGradientConfig",
+    "PolicyGradientLoss",
+    "PooledCtkdLoss",
+    "PrefixKlConfig",
+    "PrefixKlLoss",
+    "ProjectionCache",
+    "ProjectionMatrix",
+    "ProjectionSettings",
+    "SftLoss",
+    "SharedUnits",
+    "SimctConfig",
+    "SimctLoss",
+    "TopKDivergenceLoss",
+    "TopKKlConfig",
+    "TopKTargets",
+    "UldConfig",
+    "UldLoss",
+    "align",
+    "blockwise_head",
+    "build_loss",
+    "build_projection",
+    "described",
+    "label_targets",
+]

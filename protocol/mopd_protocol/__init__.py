@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from mopd_protocol.runtime.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from mopd_protocol.codec import decode_json
     from mopd_protocol.errors import (
         CheckpointError,
         ConfigError,
@@ -23,20 +24,31 @@ if TYPE_CHECKING:
         WireFormatError,
     )
     from mopd_protocol.manifest import Manifest
-    from mopd_protocol.requests import LogprobsRequest
+    from mopd_protocol.requests import LogprobsDtype, LogprobsRequest, SequenceRequest
     from mopd_protocol.responses import LogprobsResponse
+    from mopd_protocol.runtime.atomic_file import replacing, replacing_folder
     from mopd_protocol.samples import Message, Prompt, Rollout, TeacherScore
     from mopd_protocol.tokenizers.token_sequence import TokenSequence
+    from mopd_protocol.tokenizers.token_table import (
+        TextEncoder,
+        TokenRoles,
+        TokenTable,
+        control_tokens,
+    )
+    from mopd_protocol.tokenizers.tokenizer_file import tokenizer_json
+    from mopd_protocol.tokenizers.tokenizer_roles import ChatTokenizer, roles_of
     from mopd_protocol.topk_logprobs import TopKLogprobs
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
+            "ChatTokenizer": "tokenizers.tokenizer_roles",
             "CheckpointError": "errors",
             "ConfigError": "errors",
             "DataError": "errors",
             "DiskError": "errors",
             "InvalidResponseError": "errors",
+            "LogprobsDtype": "requests",
             "LogprobsRequest": "requests",
             "LogprobsResponse": "responses",
             "Manifest": "manifest",
@@ -47,24 +59,36 @@ else:
             "RankError": "errors",
             "ResumeError": "errors",
             "Rollout": "samples",
+            "SequenceRequest": "requests",
             "TeacherError": "errors",
             "TeacherMismatchError": "errors",
             "TeacherScore": "samples",
             "TeacherUnavailableError": "errors",
+            "TextEncoder": "tokenizers.token_table",
+            "TokenRoles": "tokenizers.token_table",
             "TokenSequence": "tokenizers.token_sequence",
+            "TokenTable": "tokenizers.token_table",
             "TokenizerError": "errors",
             "TopKLogprobs": "topk_logprobs",
             "TrainingError": "errors",
             "WireFormatError": "errors",
+            "control_tokens": "tokenizers.token_table",
+            "decode_json": "codec",
+            "replacing": "runtime.atomic_file",
+            "replacing_folder": "runtime.atomic_file",
+            "roles_of": "tokenizers.tokenizer_roles",
+            "tokenizer_json": "tokenizers.tokenizer_file",
         },
     )
 
 __all__ = [
+    "ChatTokenizer",
     "CheckpointError",
     "ConfigError",
     "DataError",
     "DiskError",
     "InvalidResponseError",
+    "LogprobsDtype",
     "LogprobsRequest",
     "LogprobsResponse",
     "Manifest",
@@ -75,13 +99,23 @@ __all__ = [
     "RankError",
     "ResumeError",
     "Rollout",
+    "SequenceRequest",
     "TeacherError",
     "TeacherMismatchError",
     "TeacherScore",
     "TeacherUnavailableError",
+    "TextEncoder",
+    "TokenRoles",
     "TokenSequence",
+    "TokenTable",
     "TokenizerError",
     "TopKLogprobs",
     "TrainingError",
     "WireFormatError",
+    "control_tokens",
+    "decode_json",
+    "replacing",
+    "replacing_folder",
+    "roles_of",
+    "tokenizer_json",
 ]

@@ -1,0 +1,80 @@
+"""The public names of every package: pinned, sorted, importable, and light to import."""
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = {"torch", "transformers", "fastapi", "uvicorn", "ray", "vllm", "peft", "rich", "matplotlib"}
+SOURCES = {
+    # mopd
+    "mopd_client": ROOT / "client" / "mopd_client",
+    "mopd_losses": ROOT / "losses" / "mopd_losses",
+    "mopd_protocol": ROOT / "protocol" / "mopd_protocol",
+    "mopd_server": ROOT / "server" / "mopd_server",
+    # mopd_trainer
+}
+#: The public names. A change here is a change of the public API: record it in CHANGELOG.md.
+PINNED = (ROOT / "tests" / "mopd" / "public_names.txt").read_text()
+
+
+def pinned_names() -> dict[str, list[str]]:
+    """Return package -> public names, as recorded."""
+    lines = (line.split(": ") for line in PINNED.splitlines())
+    return {package: names.split() for package, names in lines}
+
+
+@pytest.mark.parametrize("package", SOURCES)
+def test_the_public_names_are_pinned_and_sorted(package: str) -> None:
+    names = import_module(package).__all__
+    assert names == sorted(names)
+    assert names == pinned_names()[package], "record the change in tests/mopd/public_names.txt"
+
+
+@pytest.mark.parametrize("package", SOURCES)
+def test_every_public_name_is_importable_and_listed(package: str) -> None:
+    module = import_module(package)
+    for name in module.__all__:
+        assert getattr(module, name) is getattr(module, name)
+        assert name in dir(module)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = module.nothing
+
+
+@pytest.mark.parametrize("package", SOURCES)
+def test_names_for_type_checkers_are_the_public_names(package: str) -> None:
+    body = ast.parse((SOURCES[package] / "__init__.py").read_text()).body
+    (block,) = (node for node in body if isinstance(node, ast.If))
+    imported = {
+        alias.asname or alias.name
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert imported == set(import_module(package).__all__) - {"__version__"}
+
+
+@pytest.mark.process
+def test_importing_the_packages_loads_nothing_heavy() -> None:
+    script = f"import sys, {', '.join(SOURCES)}; print(*({HEAVY!r} & sys.modules.keys()))"
+    completed = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert completed.stdout.split() == []
+
+
+@pytest.mark.process
+def test_the_help_of_the_command_line_does_not_load_torch() -> None:
+    completed = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "mopd", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert completed.stdout.startswith("usage: mopd")
+    imported = {line.rpartition("|")[2].strip() for line in completed.stderr.splitlines()}
+    assert not imported & HEAVY
