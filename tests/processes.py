@@ -1,7 +1,7 @@
 """Python programs in processes forked from one that has imported torch and transformers already.
 
 A fork starts in milliseconds, where a fresh interpreter needs seconds to import torch. It is a
-process of its own in every other respect: arguments, environment, folder, output and exit status.
+separate process in every other respect: arguments, environment, folder, output and exit status.
 """
 
 import multiprocessing
