@@ -1,20 +1,19 @@
-"""Where a training step's seconds go, and how much of its teacher's time is hidden.
+"""Seconds of a training step by phase, and the hidden share of its teacher's time.
 
     python -m bench.pipeline --json pipeline.json          minutes on two cores
-    python -m bench.pipeline --vllm --json pipeline.json   the same with vLLM writing, too
+    python -m bench.pipeline --vllm --json pipeline.json   also with vLLM as the rollout engine
 
-Whole runs of ``mopd train`` on a tiny student, with a teacher in a process of its own, one thread
-each. The teacher is made as fast as the student: it gets as many layers as it takes until reading a
-step's completions takes as long as writing them (calibrated first; what this came to in the
-sequential runs is told).
+Complete runs of ``mopd train`` on a tiny student, with a teacher in a separate process, one thread
+each. The number of the teacher's layers is calibrated first, so that scoring a step's completions
+takes as long as sampling them; the ratio in the sequential runs is reported.
 
-* sequential: teachers read when all is written (``scoring: after_rollout``), then it is trained
-* streaming: teachers read what is finished while the rest is written (``scoring: stream``)
-* ahead: streaming, and the next step is written while one is trained (``max_staleness: 1``)
+* sequential: completions are scored after the rollout (``scoring: after_rollout``)
+* streaming: finished completions are scored during the rollout (``scoring: stream``)
+* ahead: streaming, and the next step is sampled during training (``max_staleness: 1``)
 
-All ways take turns within each round, so that a noisy minute does not hit one alone. The first step
-of a run (warm-up) and the last (nothing is written ahead of it) are not counted. A share is hidden
-while the student writes: 1 - wait / score. Medians over all counted steps.
+All ways take turns within each round, so that a noisy minute affects all of them. The first step of
+a run (warm-up) and the last (which has no next step) are not counted. The share of scoring that is
+hidden behind sampling is 1 - wait / score. Figures are medians over all counted steps.
 """
 
 import argparse
@@ -54,7 +53,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %
 VOCABULARY = 2048
 TEACHER_HIDDEN = 128
 MOST_LAYERS = 400
-#: Of a teacher's seconds over the student's; nearer is not worth another calibration.
+#: Relative gap of teacher and student seconds at which calibration stops.
 CLOSE_ENOUGH = 0.1
 CALIBRATIONS = 4
 HIDDEN_BAR = 0.9
@@ -62,7 +61,7 @@ HIDDEN_BAR = 0.9
 
 @dataclass(frozen=True)
 class Size:
-    """How large a run is."""
+    """Size of a run."""
 
     steps: int
     prompts_per_step: int
@@ -72,7 +71,7 @@ class Size:
 
 @dataclass
 class Measured:
-    """One way: seconds of each phase and the hidden share, one of each a counted step."""
+    """Measurements of one way: seconds of each phase and hidden share, for each counted step."""
 
     engine: str
     way: str
@@ -81,25 +80,27 @@ class Measured:
     tokens_per_second: list[float]
 
     def median(self, phase: str) -> float:
-        """Seconds a step."""
+        """Return the median seconds of a step."""
         return statistics.median(self.seconds[phase])
 
 
 def main() -> None:
-    """Calibrates, measures, prints, writes."""
+    """Calibrate, measure, print and save."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="of a run (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=96, help="a step (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=4, help="generation batch (%(default)s)")
     parser.add_argument("--tokens", type=int, default=64, help="a completion (%(default)s)")
-    parser.add_argument("--vllm", action="store_true", help="also with vLLM writing (make vllm)")
+    parser.add_argument(
+        "--vllm", action="store_true", help="also with the vLLM rollout engine (make vllm)"
+    )
     options = parser.parse_args()
     if options.steps < 3:
-        parser.error("--steps: found less than 3; the first and the last are not counted")
+        parser.error("--steps: expected at least 3, as the first and the last are not counted")
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -108,7 +109,7 @@ def main() -> None:
     size = Size(options.steps, options.prompts, options.batch, options.tokens)
     console = Console()
     engines = ["transformers", *(["vllm"] if options.vllm else [])]
-    found: list[Measured] = []
+    all_measured: list[Measured] = []
     with TemporaryDirectory(prefix="mopd-bench-") as temporary:
         folder = Path(temporary)
         _make_model(folder / "student", layers=2, hidden=64)
@@ -116,8 +117,8 @@ def main() -> None:
         for engine in engines:
             layers = _calibrate(folder, size, engine, console)
             console.print(f"{engine}: the teacher has {layers} layers")
-            found += _measure(folder, size, engine, options.rounds, console)
-    _print(found, console)
+            all_measured += _measure(folder, size, engine, options.rounds, console)
+    _print(all_measured, console)
     if options.json:
         report = {
             "size": asdict(size),
@@ -126,28 +127,28 @@ def main() -> None:
             "cores": os.cpu_count(),
             "teacher_over_student_seconds": {
                 measured.engine: measured.median("score") / measured.median("sample")
-                for measured in found
+                for measured in all_measured
                 if measured.way == "sequential"
             },
-            "measurements": [asdict(measured) for measured in found],
+            "measurements": [asdict(measured) for measured in all_measured],
         }
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def _calibrate(folder: Path, size: Size, engine: str, console: Console) -> int:
-    """Makes the teacher; its layers.
+    """Create the teacher; return its number of layers.
 
-    Some of the seconds do not depend on layers, so the next teacher is on the line through the last
-    two that were tried (the first, on one through nothing); of all that were, the nearest is kept.
+    Some of the seconds do not depend on layers, so the next number is interpolated linearly from
+    the last two (the first one from the origin); the closest is used.
     """
     layers, seen, tried = 8, (0, 0.0), dict[int, float]()
     short = Size(4, size.prompts_per_step, size.generation_batch_size, size.max_new_tokens)
     for attempt in range(CALIBRATIONS):
         with console.status(f"{engine}: calibrating a teacher of {layers} layers"):
             _make_teacher(folder, layers)
-            with teacher_services({"teacher": folder / "teacher"}, folder / "logs") as found:
+            with teacher_services({"teacher": folder / "teacher"}, folder / "logs") as addresses:
                 name = f"calibration-{engine}-{attempt}"
-                lines = _run(folder, name, short, engine, WAYS["sequential"], found["teacher"])
+                lines = _run(folder, name, short, engine, WAYS["sequential"], addresses["teacher"])
         sample, score = (
             statistics.mean(line[f"time/{phase}"] for line in lines[1:])
             for phase in ("sample", "score")
@@ -171,14 +172,14 @@ def _measure(
 ) -> list[Measured]:
     measured = {way: Measured(engine, way, {phase: [] for phase in PHASES}, [], []) for way in WAYS}
     with (
-        teacher_services({"teacher": folder / "teacher"}, folder / "logs") as found,
+        teacher_services({"teacher": folder / "teacher"}, folder / "logs") as addresses,
         Progress(console=console, transient=True) as progress,
     ):
-        task = progress.add_task(f"{engine}: whole runs", total=rounds * len(WAYS))
+        task = progress.add_task(f"{engine}: complete runs", total=rounds * len(WAYS))
         for number in range(rounds):
             for way, rollout in WAYS.items():
                 name = f"{engine}-{way}-{number}"
-                lines = _run(folder, name, size, engine, rollout, found["teacher"])
+                lines = _run(folder, name, size, engine, rollout, addresses["teacher"])
                 _add(measured[way], lines[1:-1])
                 progress.advance(task)
     return list(measured.values())
@@ -192,7 +193,7 @@ def _run(
     rollout: Mapping[str, Any],
     address: str,
 ) -> list[dict[str, Any]]:
-    """The journal of a whole run."""
+    """Train a complete run; return its journal."""
     values = {
         "output_dir": folder / name,
         "max_steps": size.steps,
@@ -205,7 +206,7 @@ def _run(
             "max_new_tokens": size.max_new_tokens,
             **rollout,
         },
-        # The student's own tokens are sent: nothing that random weights babble is dropped.
+        # Token ids are sent, so that no completion of a random model is dropped.
         "teachers": {"teacher": {"url": [address], "top_k": 16, "loss": {"type": "topk_kl"}}},
         "logging": {"tensorboard": False, "completions": 0},
     }
@@ -237,9 +238,9 @@ def _write_prompts(path: Path, size: Size) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def _print(found: Sequence[Measured], console: Console) -> None:
-    for engine in dict.fromkeys(measured.engine for measured in found):
-        ways = {measured.way: measured for measured in found if measured.engine == engine}
+def _print(all_measured: Sequence[Measured], console: Console) -> None:
+    for engine in dict.fromkeys(measured.engine for measured in all_measured):
+        ways = {measured.way: measured for measured in all_measured if measured.engine == engine}
         table = Table(
             title=f"{engine}: seconds of a step by phase (medians; phases may overlap)",
             box=SIMPLE,
@@ -257,16 +258,14 @@ def _print(found: Sequence[Measured], console: Console) -> None:
                 f"{ways['sequential'].median('step') / measured.median('step'):.2f} ×",
             )
         console.print(table)
-        alone = ways["sequential"]
-        ratio = alone.median("score") / alone.median("sample")
-        console.print(
-            f"{engine}: the teacher reads in {ratio:.2f} × the seconds that the student writes in"
-        )
-    for measured in found:
+        sequential = ways["sequential"]
+        ratio = sequential.median("score") / sequential.median("sample")
+        console.print(f"{engine}: scoring takes {ratio:.2f} × the seconds of sampling")
+    for measured in all_measured:
         if measured.way != "sequential":
             hidden = statistics.median(measured.hidden)
             console.print(
-                f"{'met ' if hidden >= HIDDEN_BAR else 'MISSED'} {measured.engine}, "
+                f"{'reached' if hidden >= HIDDEN_BAR else 'MISSED '} {measured.engine}, "
                 f"{measured.way}: {hidden:.1%} of the teacher's time hidden "
                 f"(bar: at least {HIDDEN_BAR:.0%})"
             )

@@ -1,19 +1,19 @@
-"""Tokens trained a second by one student rank and by two, each sharding; and tokens written a
-second by the student itself, by one rollout worker on Ray and by two.
+"""Training throughput of one and two student ranks with each sharding, and sampling throughput of
+the student, one Ray rollout worker and two.
 
     python -m bench.scaling --json scaling.json
 
-Every way is started as a user would (``torchrun``), one after the other in each round, with as many
-threads a rank as ``--threads`` says; a way's first step warms up and is not counted. The examples
-are reference answers (cross entropy), so no teacher is waited for: this is the optimizer step
-alone, from the examples to the new weights, and the gathering of the weights on the first rank,
-which writes completions with them. Two ranks on one machine share its memory and, where it has no
-second core for them, its cores: the count is in the report, and a figure without it says nothing.
+Every way is started with ``torchrun``, one after the other in each round, with ``--threads`` for
+each rank; a way's first step is a warm-up and is not counted. The examples are reference answers
+(cross entropy), so that no teacher is needed: the optimizer step is measured from the examples to
+the new weights, and the gathering of the weights on rank 0, which samples with them. Two ranks on
+one machine share its memory and possibly its cores; the report includes the number of cores,
+without which a figure is meaningless.
 
-Completions are written by transformers, ``--tokens`` long or until they end, in batches of a
-quarter of ``--sequences``, with weights that are pushed before each step: the push into Ray's
-object store is told apart, and fetching them is a part of the step. Needs Ray; ``--no-workers``
-leaves it out.
+Completions are sampled by transformers, up to ``--tokens`` long, in batches of a quarter of
+``--sequences``, with weights that are pushed before each step: the push into Ray's object store is
+reported separately, and fetching the weights is a part of the step. Needs Ray, except with
+``--no-workers``.
 """
 
 import argparse
@@ -49,9 +49,9 @@ from mopd_trainer.rollouts.remote_sampler import RolloutWorkers, push_weights
 from mopd_trainer.student.student import Student
 from mopd_trainer.training.learner import Learner
 
-#: Ranks, and what becomes of the weights.
+#: Number of ranks, and sharding of the weights.
 WAYS = ((1, "none"), (2, "ddp"), (2, "fsdp"))
-QUESTION = Prompt(0, (Message(role="user", content="go on"),), {})
+PROMPT = Prompt(0, (Message(role="user", content="continue"),), {})
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.content }}"
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -60,35 +60,35 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Measurement:
-    """One way, over all rounds."""
+    """Measurements of one way over all rounds."""
 
     ranks: int
     sharding: str
     step_seconds: list[float]
     gather_seconds: list[float]
-    """Of the weights, to the first rank; next to nothing where it has all of them."""
+    """Gathering the weights on rank 0; close to 0 if the rank has all of them."""
     tokens_per_second: float  # in the median step
     speedup: float  # of the median step, over one rank
 
 
 @dataclass(frozen=True)
-class WritingMeasurement:
-    """One number of rollout workers, over all rounds; 0 is the student itself."""
+class SamplingMeasurement:
+    """Measurements of one number of rollout workers over all rounds; 0 is the student itself."""
 
     workers: int
     step_seconds: list[float]
     push_seconds: list[float]
-    """Into the object store; workers fetch them with their first batch."""
+    """Pushes into the object store; workers fetch the weights with their first batch."""
     tokens_per_second: float  # in the median step
     speedup: float  # of the median step, over one worker
 
 
 def main() -> None:
-    """Measures, prints, writes."""
+    """Measure, print and save."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or npu (default: cpu)")
     parser.add_argument("--threads", type=int, default=1, help="a rank (default: 1)")
     parser.add_argument("--hidden", type=int, default=256, help="of the student (default: 256)")
@@ -98,7 +98,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="a round, and one more (default: 4)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
     parser.add_argument("--no-workers", action="store_true", help="train only")
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # on a rank: the student's
+    parser.add_argument(
+        "--folder", type=Path, help=argparse.SUPPRESS
+    )  # on a rank: the student's folder
     parser.add_argument("--sharding", help=argparse.SUPPRESS)
     options = parser.parse_args()
     disable_progress_bar()
@@ -116,16 +118,16 @@ def main() -> None:
                 console.print(f"{ranks} x {sharding}: {statistics.median(steps):.2f} s a step")
                 seconds[ranks, sharding][0].extend(steps)
                 seconds[ranks, sharding][1].extend(gathers)
-        written = [] if options.no_workers else writing(folder, options, console)
+        written = [] if options.no_workers else measure_sampling(folder, options, console)
     tokens = options.sequences * options.tokens
-    alone = statistics.median(seconds[WAYS[0]][0])
-    found = [
-        Measurement(ranks, sharding, steps, gathers, tokens / median, alone / median)
+    one_rank = statistics.median(seconds[WAYS[0]][0])
+    measurements = [
+        Measurement(ranks, sharding, steps, gathers, tokens / median, one_rank / median)
         for (ranks, sharding), (steps, gathers) in seconds.items()
         for median in [statistics.median(steps)]
     ]
-    show(found, console)
-    show_writing(written, console)
+    show(measurements, console)
+    show_sampling(written, console)
     if options.json:
         report = {
             "device": options.device,
@@ -135,14 +137,14 @@ def main() -> None:
             "tokens_per_step": tokens,
             "machine": platform.platform(),
             "torch": torch.__version__,
-            "measurements": [asdict(measurement) for measurement in found],
+            "measurements": [asdict(measurement) for measurement in measurements],
             "writing": [asdict(measurement) for measurement in written],
         }
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def make_student(folder: Path, *, hidden: int, layers: int) -> int:
-    """Saves a Qwen3 of random weights with a chat template; its parameters."""
+    """Save a Qwen3 with random weights and a chat template; return its number of parameters."""
     make_small_teacher(folder, vocabulary=4096)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -165,19 +167,19 @@ def make_student(folder: Path, *, hidden: int, layers: int) -> int:
 
 
 def run(folder: Path, ranks: int, sharding: str) -> tuple[list[float], list[float]]:
-    """Seconds of each step, and of each gathering, on fresh processes."""
+    """Return the seconds of each step and of each gathering, in new processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launch = ["torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
     own = ["-m", "bench.scaling", *sys.argv[1:], f"--folder={folder}", f"--sharding={sharding}"]
     subprocess.run([sys.executable, "-m", *launch, *own], check=True)
-    told = json.loads((folder / "seconds.json").read_text())
-    return told["steps"], told["gathers"]
+    seconds = json.loads((folder / "seconds.json").read_text())
+    return seconds["steps"], seconds["gathers"]
 
 
 def work_on_a_rank(options: argparse.Namespace) -> None:
-    """Trains; the first rank writes down the seconds."""
+    """Train; rank 0 saves the seconds."""
     torch.set_num_threads(options.threads)
     config = StudentConfig(
         model=str(options.folder),
@@ -190,20 +192,20 @@ def work_on_a_rank(options: argparse.Namespace) -> None:
         if ranks.rank:
             follow(config, ranks)
         else:
-            told = measure(config, ranks, options)
-            (options.folder / "seconds.json").write_text(json.dumps(told))
+            seconds = measure(config, ranks, options)
+            (options.folder / "seconds.json").write_text(json.dumps(seconds))
 
 
 def measure(
     config: StudentConfig, ranks: Ranks, options: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """Seconds of the steps after the first, and of gathering the weights after each."""
+    """Return the seconds of the steps after the first, and of gathering the weights after each."""
     student = Student.load(config, ranks)
     learner = Learner(
         student, config, losses={}, teacher_weights={}, max_steps=options.steps + 1, seed=0
     )
-    examples = answers(student, options)
-    told: dict[str, list[float]] = {"steps": [], "gathers": []}
+    examples = reference_examples(student, options)
+    seconds: dict[str, list[float]] = {"steps": [], "gathers": []}
     for step in range(options.steps + 1):
         began = time.perf_counter()
         batches = pack(
@@ -213,15 +215,15 @@ def measure(
         trained = time.perf_counter()
         student.whole_model()
         if step:
-            told["steps"].append(trained - began)
-            told["gathers"].append(time.perf_counter() - trained)
-    return told
+            seconds["steps"].append(trained - began)
+            seconds["gathers"].append(time.perf_counter() - trained)
+    return seconds
 
 
-def writing(
+def measure_sampling(
     folder: Path, options: argparse.Namespace, console: Console
-) -> list[WritingMeasurement]:
-    """The student, one worker and two, each writing the same batches."""
+) -> list[SamplingMeasurement]:
+    """Measure the student, one worker and two, which sample the same batches."""
     import ray
 
     from mopd_trainer.launch.cluster import RayWorkers, worker_actor
@@ -233,13 +235,13 @@ def writing(
             "data": {"prompts": folder / "prompts.jsonl"},
             "student": {"model": str(folder), "device": options.device},
             "rollout": {"max_new_tokens": options.tokens},
-            "teachers": {"none": {"url": "http://nobody"}},
+            "teachers": {"none": {"url": "http://unused"}},
             "resources": {"device": options.device, "rollout_workers": 2},
         }
     )
     torch.set_num_threads(options.threads)
     student = Student.load(config.student)
-    prompt = student.prompt_token_ids(QUESTION.messages)
+    prompt = student.prompt_token_ids(PROMPT.messages)
     batches = [[prompt] * max(1, options.sequences // 4)] * 4
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
     try:
@@ -250,56 +252,56 @@ def writing(
         times: list[tuple[list[float], list[float]]] = []
         for count in (0, 1, 2):
             workers = RayWorkers(actors[:count], config) if count else None
-            told = asyncio.run(write_steps(student, config, workers, batches, options))
-            medians.append(statistics.median(told["steps"]))
-            rates.append(told["tokens"][0] / medians[-1])
-            times.append((told["steps"], told["pushes"]))
+            seconds = asyncio.run(sample_steps(student, config, workers, batches, options))
+            medians.append(statistics.median(seconds["steps"]))
+            rates.append(seconds["tokens"][0] / medians[-1])
+            times.append((seconds["steps"], seconds["pushes"]))
             console.print(f"{count} rollout workers: {medians[-1]:.2f} s a step")
     finally:
         ray.shutdown()
     return [
-        WritingMeasurement(count, *times[count], rates[count], medians[1] / medians[count])
+        SamplingMeasurement(count, *times[count], rates[count], medians[1] / medians[count])
         for count in (0, 1, 2)
     ]
 
 
-async def write_steps(
+async def sample_steps(
     student: Student,
     config: RunConfig,
     workers: RolloutWorkers | None,
     batches: Sequence[Sequence[Sequence[int]]],
     options: argparse.Namespace,
 ) -> dict[str, list[float]]:
-    """Seconds of each step after the first, and of each push; a step's tokens."""
-    told: dict[str, list[float]] = {"steps": [], "pushes": [], "tokens": []}
+    """Return the seconds of each step after the first and of each push, and a step's tokens."""
+    seconds: dict[str, list[float]] = {"steps": [], "pushes": [], "tokens": []}
     for step in range(options.rounds * options.steps + 1):
         began = time.perf_counter()
         if workers is not None:
             await push_weights(workers, student, step)
         pushed = time.perf_counter()
         if workers is None:
-            found = [
+            batches_sampled = [
                 student.generate(batch, config.rollout, seed=seed)
                 for seed, batch in enumerate(batches)
             ]
         else:
-            asked = [workers.write(batch, seed=seed) for seed, batch in enumerate(batches)]
-            found = [sampled for sampled, _ in await asyncio.gather(*asked)]
+            requests = [workers.write(batch, seed=seed) for seed, batch in enumerate(batches)]
+            batches_sampled = [sampled for sampled, _ in await asyncio.gather(*requests)]
         if step:
-            told["pushes"].append(pushed - began)
-            told["steps"].append(time.perf_counter() - pushed)
-            tokens = sum(len(sampled.token_ids) for batch in found for sampled in batch)
-            told["tokens"].append(float(tokens))
-    return told
+            seconds["pushes"].append(pushed - began)
+            seconds["steps"].append(time.perf_counter() - pushed)
+            tokens = sum(len(sampled.token_ids) for batch in batches_sampled for sampled in batch)
+            seconds["tokens"].append(float(tokens))
+    return seconds
 
 
-def answers(student: Student, options: argparse.Namespace) -> list[TrainingExample]:
-    """Reference answers without an end, of one length."""
-    prompt_ids = np.array(student.prompt_token_ids(QUESTION.messages), dtype=np.int32)
+def reference_examples(student: Student, options: argparse.Namespace) -> list[TrainingExample]:
+    """Return reference answers of equal length, without an ending token."""
+    prompt_ids = np.array(student.prompt_token_ids(PROMPT.messages), dtype=np.int32)
     return [
         TrainingExample(
             Rollout(
-                prompt=QUESTION,
+                prompt=PROMPT,
                 prompt_token_ids=prompt_ids,
                 completion=student.table.sequence(ids),
                 sampled_logprobs=None,
@@ -312,10 +314,10 @@ def answers(student: Student, options: argparse.Namespace) -> list[TrainingExamp
     ]
 
 
-def show(found: Sequence[Measurement], console: Console) -> None:
-    """As a table."""
+def show(measurements: Sequence[Measurement], console: Console) -> None:
+    """Print a table."""
     table = Table("ranks", "sharding", "s a step", "tokens/s", "over one rank", "s to gather")
-    for each in found:
+    for each in measurements:
         table.add_row(
             str(each.ranks),
             each.sharding,
@@ -327,12 +329,12 @@ def show(found: Sequence[Measurement], console: Console) -> None:
     console.print(table)
 
 
-def show_writing(found: Sequence[WritingMeasurement], console: Console) -> None:
-    """As a table, where it was measured."""
-    if not found:
+def show_sampling(measurements: Sequence[SamplingMeasurement], console: Console) -> None:
+    """Print a table of the sampling measurements, if there are any."""
+    if not measurements:
         return
     table = Table("rollout workers", "s a step", "tokens/s", "over one worker", "s to push")
-    for each in found:
+    for each in measurements:
         table.add_row(
             str(each.workers or "none"),
             f"{statistics.median(each.step_seconds):.3f}",

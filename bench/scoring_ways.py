@@ -1,6 +1,6 @@
-"""The ways to ask a teacher for top-k log-probabilities, each behind one call.
+"""Ways to request top-k log-probabilities from a teacher, each behind one call.
 
-A way answers when the caller holds the numbers: servers' answers are parsed, ours decoded.
+A call returns when the numbers are available: JSON responses are parsed, binary ones decoded.
 """
 
 import asyncio
@@ -20,31 +20,31 @@ from mopd_client.teacher_client import TeacherClient
 from mopd_protocol.codec import decode_json
 from mopd_protocol.requests import LogprobsDtype, SequenceRequest
 
-#: What every engine here is started with.
+#: Settings of every engine.
 MAX_MODEL_LEN = 1024
 MAX_BATCHED_TOKENS = 8192
 MAX_TOP_K = 128
 START_SECONDS = 240.0
-#: More than any bench asks for: the bench itself says how many requests are in flight.
+#: Above the concurrency of every benchmark, which limits its requests itself.
 MAX_CONCURRENCY = 64
 
 
 class Way(Protocol):
-    """Scores one sequence: of ``ids`` the first is the prompt, the others are scored."""
+    """Score one sequence: the first of ``ids`` is the prompt, the others are scored."""
 
     async def score(self, ids: Sequence[int], k: int) -> int:
-        """Bytes of the answer's body; 0 where nothing crosses a wire."""
+        """Return the bytes of the response body, or 0 without a network."""
         ...
 
 
 class StockServer:
-    """(a) vLLM's own server: ``/v1/completions`` with ``prompt_logprobs``, JSON parsed."""
+    """(a) vLLM's server: ``/v1/completions`` with ``prompt_logprobs``, JSON parsed."""
 
     def __init__(self, url: str, http: httpx.AsyncClient) -> None:
         self._url, self._http = url, http
 
     async def score(self, ids: Sequence[int], k: int) -> int:
-        """One completion request that generates one token."""
+        """Send one completion request that generates one token."""
         request = {
             "model": "teacher",
             "prompt": list(ids),
@@ -52,29 +52,29 @@ class StockServer:
             "max_tokens": 1,
             "temperature": 0,
         }
-        answer = await self._http.post(f"{self._url}/v1/completions", json=request)
-        answer.raise_for_status()
-        rows = json.loads(answer.content)["choices"][0]["prompt_logprobs"]
+        response = await self._http.post(f"{self._url}/v1/completions", json=request)
+        response.raise_for_status()
+        rows = json.loads(response.content)["choices"][0]["prompt_logprobs"]
         if len(rows) != len(ids):
             raise RuntimeError(f"{len(rows)} rows for {len(ids)} tokens")
-        return len(answer.content)
+        return len(response.content)
 
 
 class InProcess:
-    """(b), (c), (f) vLLM's ``AsyncLLM`` in this process: dictionaries, flat lists, or nothing."""
+    """(b), (c), (f) vLLM's ``AsyncLLM`` in this process: dictionaries, flat lists, no logprobs."""
 
     def __init__(self, engine: object, *, flat: bool | None) -> None:
         self._engine, self._flat = engine, flat
-        self._asked = 0
+        self._requests = 0
 
     async def score(self, ids: Sequence[int], k: int) -> int:
-        """One request; what comes back stays as the engine gives it."""
+        """Send one request; the engine's output is not converted."""
         from vllm import SamplingParams
 
-        wanted = {} if self._flat is None else {"prompt_logprobs": k, "flat_logprobs": self._flat}
-        parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, **wanted)
-        self._asked += 1
-        name = f"{self._flat}-{self._asked}"
+        logprobs = {} if self._flat is None else {"prompt_logprobs": k, "flat_logprobs": self._flat}
+        parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, **logprobs)
+        self._requests += 1
+        name = f"{self._flat}-{self._requests}"
         prompt = {"prompt_token_ids": list(ids)}
         async for output in self._engine.generate(prompt, parameters, name):
             last = output
@@ -84,14 +84,14 @@ class InProcess:
 
 
 class Service:
-    """(d), (g) our service through our client: binary, decoded and checked."""
+    """(d), (g) mopd service and client: binary, decoded and checked."""
 
     def __init__(self, client: TeacherClient, *, dtype: LogprobsDtype = "float32") -> None:
         self._client = client
         self._dtype: LogprobsDtype = dtype
 
     async def score(self, ids: Sequence[int], k: int) -> int:
-        """One scoring request of one sequence; bytes that came in meanwhile."""
+        """Send one scoring request of one sequence; return the received bytes."""
         sequence = SequenceRequest(
             prompt_token_ids=list(ids[:1]), completion_token_ids=list(ids[1:])
         )
@@ -101,20 +101,20 @@ class Service:
 
 
 class ServiceAsJson:
-    """(e) our service, asked and answered in JSON."""
+    """(e) mopd service with JSON requests and responses."""
 
     def __init__(self, url: str, http: httpx.AsyncClient) -> None:
         self._url, self._http = url, http
 
     async def score(self, ids: Sequence[int], k: int) -> int:
-        """One scoring request of one sequence."""
+        """Send one scoring request of one sequence."""
         sequence = {"prompt_token_ids": list(ids[:1]), "completion_token_ids": list(ids[1:])}
         request = {"sequences": [sequence], "top_k": k}
-        answer = await self._http.post(f"{self._url}/v1/logprobs", json=request)
-        answer.raise_for_status()
-        response = decode_json(json.loads(answer.content))
-        _require_rows(len(response.scores[0].completion), ids)
-        return len(answer.content)
+        response = await self._http.post(f"{self._url}/v1/logprobs", json=request)
+        response.raise_for_status()
+        scores = decode_json(json.loads(response.content)).scores
+        _require_rows(len(scores[0].completion), ids)
+        return len(response.content)
 
 
 def _require_rows(rows: int, ids: Sequence[int]) -> None:
@@ -124,7 +124,7 @@ def _require_rows(rows: int, ids: Sequence[int]) -> None:
 
 @asynccontextmanager
 async def all_ways(folder: Path, logs: Path) -> AsyncIterator[dict[str, Way]]:
-    """Every way on the model in ``folder``, all up at once so that rounds can take turns."""
+    """Start every way on the model in ``folder``, all at once so that rounds can take turns."""
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(
             httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
@@ -133,33 +133,33 @@ async def all_ways(folder: Path, logs: Path) -> AsyncIterator[dict[str, Way]]:
         stock = await stack.enter_async_context(
             _process(_stock_command(folder, stock_port), logs / "stock.log")
         )
-        ours = await stack.enter_async_context(
+        vllm_service = await stack.enter_async_context(
             _process(_service_command(folder, "vllm"), logs / "service-vllm.log")
         )
         plain = await stack.enter_async_context(
             _process(_service_command(folder, "transformers"), logs / "service-transformers.log")
         )
         engine = await stack.enter_async_context(_engine(folder))
-        ours_url = await _announced(ours, logs / "service-vllm.log")
+        vllm_url = await _announced(vllm_service, logs / "service-vllm.log")
         plain_url = await _announced(plain, logs / "service-transformers.log")
         stock_url = f"http://127.0.0.1:{stock_port}"
-        await _until_answered(http, f"{stock_url}/health", stock)
+        await _wait_for_health(http, f"{stock_url}/health", stock)
         clients = [
             await stack.enter_async_context(
                 TeacherClient("teacher", [url], max_concurrency=MAX_CONCURRENCY)
             )
-            for url in (ours_url, plain_url)
+            for url in (vllm_url, plain_url)
         ]
         for client in clients:
             await client.wait_until_ready(START_SECONDS)
-        ours_client, plain_client = clients
+        vllm_client, plain_client = clients
         yield {
             "a stock server, JSON": StockServer(stock_url, http),
             "b AsyncLLM, dictionaries": InProcess(engine, flat=False),
             "c AsyncLLM, flat lists": InProcess(engine, flat=True),
-            "d our service, float32": Service(ours_client),
-            "d our service, float16": Service(ours_client, dtype="float16"),
-            "e our service, JSON": ServiceAsJson(ours_url, http),
+            "d our service, float32": Service(vllm_client),
+            "d our service, float16": Service(vllm_client, dtype="float16"),
+            "e our service, JSON": ServiceAsJson(vllm_url, http),
             "f AsyncLLM, no logprobs": InProcess(engine, flat=None),
             "g transformers engine, float32": Service(plain_client),
         }
@@ -184,7 +184,7 @@ async def _engine(folder: Path) -> AsyncIterator[object]:
         yield engine
     finally:
         engine.shutdown()
-        # It would do that again while Python ends, when nothing of vLLM is left to do it with.
+        # The destructor would shut the engine down again after vLLM's modules are unloaded.
         del AsyncLLM.__del__
 
 
@@ -231,7 +231,7 @@ def _service_command(folder: Path, engine: str) -> list[str]:
 
 
 async def _announced(process: asyncio.subprocess.Process, log: Path) -> str:
-    """The address in a service's start message."""
+    """Return the address in a service's start message."""
     assert process.stdout is not None
     async with asyncio.timeout(START_SECONDS):
         async for line in process.stdout:
@@ -241,7 +241,7 @@ async def _announced(process: asyncio.subprocess.Process, log: Path) -> str:
     raise RuntimeError(f"a service did not start; its log is {log}")
 
 
-async def _until_answered(
+async def _wait_for_health(
     http: httpx.AsyncClient, url: str, process: asyncio.subprocess.Process
 ) -> None:
     async with asyncio.timeout(START_SECONDS):

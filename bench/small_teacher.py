@@ -1,4 +1,4 @@
-"""A small model with a real tokenizer, and text for it, made from what every Python carries."""
+"""A small random model with a tokenizer trained on Python's standard library, and text for it."""
 
 import sysconfig
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ HIDDEN = 64
 def make_small_teacher(
     folder: Path, *, vocabulary: int, layers: int = LAYERS, hidden: int = HIDDEN
 ) -> None:
-    """Saves a Qwen3 of random weights with a byte-level BPE trained on Python sources."""
+    """Save a Qwen3 with random weights and a byte-level BPE trained on Python sources."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -45,15 +45,17 @@ def make_small_teacher(
 
 
 def token_sequences(folder: Path, *, count: int, tokens: int) -> list[list[int]]:
-    """``count`` stretches of ``tokens`` ids each, of text that the tokenizer was trained on."""
+    """Return ``count`` sequences of ``tokens`` ids each, from the tokenizer's training text."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    found: list[list[int]] = []
+    sequences: list[list[int]] = []
     for text in _sources():
         ids = tokenizer.encode(text, add_special_tokens=False).ids
-        found.extend(ids[at : at + tokens] for at in range(0, len(ids) - tokens, tokens))
-        if len(found) >= count:
-            return found[:count]
-    raise RuntimeError(f"Python's sources hold only {len(found)} stretches of {tokens} tokens")
+        sequences.extend(ids[at : at + tokens] for at in range(0, len(ids) - tokens, tokens))
+        if len(sequences) >= count:
+            return sequences[:count]
+    raise RuntimeError(
+        f"Python's sources contain only {len(sequences)} stretches of {tokens} tokens"
+    )
 
 
 def _sources() -> Iterator[str]:

@@ -1,14 +1,14 @@
-"""Memory of a whole training step: what distillation needs beside plain cross entropy.
+"""Memory of a complete training step: distillation compared with plain cross entropy.
 
     python -m bench.step_memory --json step_memory.json              a 0.5 B student; minutes a step
     python -m bench.step_memory --layers 2 --json step_memory.json   the same head on a short body
 
 A student of the shape of Qwen2.5-0.5B (24 layers of 896, a tied head of 151,936 rows, random
 weights in float32) makes one step on one micro-batch of 4,096 completion tokens, with gradient
-checkpointing, as ``mopd train`` would: forward, backward, AdamW. Each way is a process of its own
-on the same text: cross entropy of the tokens, and a teacher of another vocabulary (K 64) with each
-of the losses. Bytes are resident memory over what there was with the weights loaded: the most up to
-the end of the backward pass, where losses differ, and of the whole step with AdamW's moments.
+checkpointing, as ``mopd train`` would: forward, backward, AdamW. Each way runs in a separate
+process on the same text: cross entropy of the tokens, and a teacher with another vocabulary (K 64)
+and each of the losses. Bytes are resident memory above that of the loaded weights: the peak up to
+the end of the backward pass, where losses differ, and of the complete step with AdamW's moments.
 """
 
 import argparse
@@ -45,7 +45,7 @@ BAR = 1.1
 
 
 def make_student(layers: int) -> Student:
-    """Random weights of the published shape, with a tokenizer of 131,072 ids."""
+    """Create a random student of the published shape with a tokenizer of 131,072 ids."""
     config = Qwen2Config(
         vocab_size=151_936,
         hidden_size=896,
@@ -67,18 +67,18 @@ def make_student(layers: int) -> Student:
 
 
 def text_to_train_on() -> list[AlignedPair]:
-    """Completions of ``TOKENS`` tokens in all, or a few less."""
-    found: list[AlignedPair] = []
+    """Return completions of ``TOKENS`` tokens in total, or slightly fewer."""
+    chosen: list[AlignedPair] = []
     tokens = 0
     for comparison in completions(STUDENT, TEACHER, 12):
         if tokens + len(comparison.student) <= TOKENS:
-            found.append(comparison)
+            chosen.append(comparison)
             tokens += len(comparison.student)
-    return found
+    return chosen
 
 
 def micro_batch_of(comparisons: list[AlignedPair], *, supervised: bool) -> MicroBatch:
-    """One row a completion, after a prompt of one token."""
+    """Return a micro-batch with one completion a row, after a prompt of one token."""
     lengths = [len(comparison.student) for comparison in comparisons]
     inputs = torch.zeros((len(lengths), max(lengths) + 1), dtype=torch.int64)
     mask = torch.zeros_like(inputs)
@@ -102,13 +102,13 @@ def micro_batch_of(comparisons: list[AlignedPair], *, supervised: bool) -> Micro
 
 
 def loss_of(name: str, student: Student) -> Loss:
-    """A loss with its defaults."""
+    """Build a loss with its defaults."""
     config: LossConfig = TypeAdapter(LossConfig).validate_python({"type": name})
     return build_loss(config, student.identity, real(TEACHER), student.device)
 
 
 def measure(way: str, layers: int, pipe: Connection) -> None:
-    """One step in a process of its own."""
+    """Measure one step in this process, and send the figures."""
     comparisons = text_to_train_on()
     student = make_student(layers)
     supervised = way == FLOOR
@@ -144,44 +144,46 @@ def measure(way: str, layers: int, pipe: Connection) -> None:
 
 
 def main() -> None:
-    """Measures one way after the other, prints, writes."""
+    """Measure one way after the other, print and save."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--layers", type=int, default=24, help="(default: %(default)s)")
     parser.add_argument("--losses", default="ctkd,prefix_kl,gold", help="(default: %(default)s)")
     options = parser.parse_args()
     console = Console()
     spawn = multiprocessing.get_context("spawn")
-    found: dict[str, dict[str, Any]] = {}
+    ways: dict[str, dict[str, Any]] = {}
     for way in (FLOOR, *options.losses.split(",")):
         near, far = spawn.Pipe()
         process = spawn.Process(target=measure, args=(way, options.layers, far))
         process.start()
         far.close()
         try:
-            found[way] = near.recv()
+            ways[way] = near.recv()
         except EOFError:
             raise SystemExit(f"{way} did not finish; out of memory?") from None
         process.join()
-        told = found[way]["until_update_bytes"] / 1e9, found[way]["step_bytes"] / 1e9
-        console.print(f"{way}: {told[0]:.2f} and {told[1]:.2f} GB, {found[way]['seconds']:.0f} s")
-    floor = found[FLOOR]
+        gigabytes = ways[way]["until_update_bytes"] / 1e9, ways[way]["step_bytes"] / 1e9
+        console.print(
+            f"{way}: {gigabytes[0]:.2f} and {gigabytes[1]:.2f} GB, {ways[way]['seconds']:.0f} s"
+        )
+    floor = ways[FLOOR]
     table = Table(
         title=f"{floor['parameters'] / 1e6:,.0f} M parameters, {floor['tokens']:,} tokens: GB over "
         f"the weights' {floor['weights_bytes'] / 1e9:.1f}; bar: {BAR} x cross entropy"
     )
-    for heading in ("way", "forward and backward", "x", "whole step", "x"):
+    for heading in ("way", "forward and backward", "x", "complete step", "x"):
         table.add_column(heading, justify="left" if heading == "way" else "right")
-    for way, measured in found.items():
+    for way, measured in ways.items():
         cells = [way]
         for name in ("until_update_bytes", "step_bytes"):
             cells += [f"{measured[name] / 1e9:.2f}", f"{measured[name] / floor[name]:.3f}"]
         table.add_row(*cells)
     console.print(table)
     if options.json:
-        report = {"layers": options.layers, "ways": found, "torch": torch.__version__}
+        report = {"layers": options.layers, "ways": ways, "torch": torch.__version__}
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 
 

@@ -1,12 +1,12 @@
-"""Tokens scored a second, and bytes a token, by every way to ask a teacher.
+"""Tokens scored a second, and bytes a token, of every way to request scores from a teacher.
 
     python bench/teacher_service.py --json teacher_service.json
 
-Needs vLLM (make vllm). One small model, loaded four times: in vLLM's own server, in this process,
-and in our service with either engine. Sequences are single requests, so many in flight at once as
-``--concurrency`` says; all ways take turns within each round, so that a noisy minute does not hit
-one alone. The first round warms up and is not counted. With one in flight only every eighth
-sequence is sent: a rate needs no more.
+Needs vLLM (make vllm). One small model is loaded four times: in vLLM's server, in this process, and
+in our service with either engine. Each sequence is one request, with ``--concurrency`` requests in
+flight; all ways take turns within each round, so that a noisy minute affects all of them. The first
+round is a warm-up and is not counted. With one request in flight only every eighth sequence is
+sent, which suffices for a rate.
 """
 
 import argparse
@@ -41,7 +41,7 @@ OURS, OURS_HALF = "d our service, float32", "d our service, float16"
 
 @dataclass(frozen=True)
 class Measurement:
-    """One way, one k, one number of requests in flight."""
+    """Measurements of one way with one k and one number of requests in flight."""
 
     way: str
     k: int
@@ -51,17 +51,17 @@ class Measurement:
 
     @property
     def median(self) -> float:
-        """Tokens scored a second."""
+        """Return the median of tokens scored a second."""
         return statistics.median(self.tokens_per_second)
 
 
 def main() -> None:
-    """Measures, prints, writes."""
+    """Measure, print and save."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    parser.add_argument("--plot", type=Path, help="where a PNG of them goes")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--plot", type=Path, help="PNG file for a plot")
     parser.add_argument("--sequences", type=int, default=64, help="(default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=500, help="scored a sequence (500)")
     parser.add_argument("--vocabulary", type=int, default=2048, help="(default: %(default)s)")
@@ -77,8 +77,8 @@ def main() -> None:
         folder = Path(temporary) / "model"
         make_small_teacher(folder, vocabulary=options.vocabulary)
         sequences = token_sequences(folder, count=options.sequences, tokens=options.tokens + 1)
-        found = asyncio.run(_measure_all(folder, sequences, cells, options.rounds, console))
-    _print(found, console)
+        measurements = asyncio.run(_measure_all(folder, sequences, cells, options.rounds, console))
+    _print(measurements, console)
     if options.json:
         report = {
             "sequences": options.sequences,
@@ -87,11 +87,11 @@ def main() -> None:
             "machine": platform.platform(),
             "cores": os.cpu_count(),
             "vllm": _vllm_version(),
-            "measurements": [asdict(measurement) for measurement in found],
+            "measurements": [asdict(measurement) for measurement in measurements],
         }
         options.json.write_text(json.dumps(report, indent=2) + "\n")
     if options.plot:
-        plot(found, options.plot)
+        plot(measurements, options.plot)
 
 
 async def _measure_all(
@@ -104,7 +104,7 @@ async def _measure_all(
     with console.status("starting two servers and three engines, about two minutes"):
         stack = all_ways(folder, folder.parent)
         ways = await stack.__aenter__()
-    found: list[Measurement] = []
+    measurements: list[Measurement] = []
     try:
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("measuring", total=len(cells) * (rounds + 1) * len(ways))
@@ -119,67 +119,69 @@ async def _measure_all(
                         if number:
                             speeds[name].append(speed)
                         progress.advance(task)
-                found += [Measurement(n, k, concurrency, speeds[n], sizes[n]) for n in ways]
+                measurements += [Measurement(n, k, concurrency, speeds[n], sizes[n]) for n in ways]
     finally:
         await stack.__aexit__(*sys.exc_info())
-    return found
+    return measurements
 
 
 async def _measure(
     way: Way, sequences: Sequence[Sequence[int]], k: int, concurrency: int
 ) -> tuple[float, float]:
-    """Tokens scored a second, and bytes a scored token."""
+    """Return tokens scored a second, and bytes a scored token."""
     turns = asyncio.Semaphore(concurrency)
 
-    async def one(ids: Sequence[int]) -> int:
+    async def score(ids: Sequence[int]) -> int:
         async with turns:
             return await way.score(ids, k)
 
     started = time.perf_counter()
-    sizes = await asyncio.gather(*[one(ids) for ids in sequences])
+    sizes = await asyncio.gather(*[score(ids) for ids in sequences])
     seconds = time.perf_counter() - started
     tokens = sum(len(ids) - 1 for ids in sequences)
     return tokens / seconds, sum(sizes) / tokens
 
 
-def _print(found: Sequence[Measurement], console: Console) -> None:
-    for k in dict.fromkeys(m.k for m in found):
-        console.print(_table([m for m in found if m.k == k], k))
-    main_cell = {m.way: m for m in found if (m.k, m.concurrency) == (MAIN_K, MAIN_CONCURRENCY)}
+def _print(measurements: Sequence[Measurement], console: Console) -> None:
+    for k in dict.fromkeys(m.k for m in measurements):
+        console.print(_table([m for m in measurements if m.k == k], k))
+    main_cell = {
+        m.way: m for m in measurements if (m.k, m.concurrency) == (MAIN_K, MAIN_CONCURRENCY)
+    }
     if not main_cell:
         return
-    for told, value, bar in _bars(main_cell):
+    for name, value, bar in _bars(main_cell):
         good = value >= bar if bar > 0 else value <= -bar
         console.print(
-            f"{'met ' if good else 'MISSED'} {told}: {value:.2f} "
+            f"{'reached' if good else 'MISSED '} {name}: {value:.2f} "
             f"(bar: {'at least' if bar > 0 else 'at most'} {abs(bar)})"
         )
 
 
-def _table(found: Sequence[Measurement], k: int) -> Table:
-    stock = {m.concurrency: m.median for m in found if m.way == STOCK}
+def _table(measurements: Sequence[Measurement], k: int) -> Table:
+    stock = {m.concurrency: m.median for m in measurements if m.way == STOCK}
     table = Table(title=f"tokens scored a second (median), and against (a): k {k}")
     table.add_column("requests in flight")
     for concurrency in stock:
         table.add_column(f"{concurrency}", justify="right")
     table.add_column("bytes/token", justify="right")
-    for name in dict.fromkeys(m.way for m in found):
-        mine = [m for m in found if m.way == name]
-        shown = [f"{m.median:,.0f}  {m.median / stock[m.concurrency]:.1f} ×" for m in mine]
-        size = mine[0].bytes_per_token
+    for name in dict.fromkeys(m.way for m in measurements):
+        of_way = [m for m in measurements if m.way == name]
+        shown = [f"{m.median:,.0f}  {m.median / stock[m.concurrency]:.1f} ×" for m in of_way]
+        size = of_way[0].bytes_per_token
         table.add_row(name, *shown, f"{size:,.0f}" if size else "—")
     return table
 
 
 def _bars(cell: dict[str, Measurement]) -> list[tuple[str, float, float]]:
-    """What is told, its value, and its bar; a negative bar is an upper one."""
+    """Return name, value and bar of each figure; a negative bar is an upper bound."""
     paired = zip(
         cell[OURS].tokens_per_second,
         cell[STOCK].tokens_per_second,
         cell[FLAT].tokens_per_second,
         strict=True,
     )
-    ratios = [(ours / stock, ours / flat) for ours, stock, flat in paired]
+    ratios = [(service / stock, service / flat) for service, stock, flat in paired]
     return [
         ("our service / stock server", statistics.median(r[0] for r in ratios), 12.0),
         ("our service / flat lists in process", statistics.median(r[1] for r in ratios), 0.85),
@@ -188,22 +190,24 @@ def _bars(cell: dict[str, Measurement]) -> list[tuple[str, float, float]]:
     ]
 
 
-def plot(found: Sequence[Measurement], path: Path) -> None:
-    """Rates over k, one panel for each number of requests in flight."""
+def plot(measurements: Sequence[Measurement], path: Path) -> None:
+    """Plot rates over k, one panel for each number of requests in flight."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    flights = sorted({m.concurrency for m in found})
+    flights = sorted({m.concurrency for m in measurements})
     figure, panels = pyplot.subplots(
         1, len(flights), figsize=(4.2 * len(flights), 4.4), sharey=True, squeeze=False
     )
     for panel, concurrency in zip(panels[0], flights, strict=True):
-        for name in dict.fromkeys(m.way for m in found):
-            mine = [m for m in found if m.way == name and m.concurrency == concurrency]
+        for name in dict.fromkeys(m.way for m in measurements):
+            of_way = [m for m in measurements if m.way == name and m.concurrency == concurrency]
             style = "-" if "our service" in name else "--"
-            panel.plot([m.k for m in mine], [m.median for m in mine], style, marker="o", label=name)
+            panel.plot(
+                [m.k for m in of_way], [m.median for m in of_way], style, marker="o", label=name
+            )
         panel.set_title(f"{concurrency} in flight")
         panel.set_xlabel("k")
         panel.set_xscale("log", base=2)

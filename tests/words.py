@@ -147,7 +147,7 @@ class Match:
 
 def matches_of_prose(text: str, line: int) -> Iterator[Match]:
     """Yield the matches in a text whose first line is number `line`; inline code is not counted."""
-    text = re.sub(r"(`+)[^`\n]+\1", lambda code: "`" * len(code[0]), text)
+    text = re.sub(r"(`+)[^`\n]+\1|<\|\w+\|>", lambda code: "`" * len(code[0]), text)
     for match in PATTERN.finditer(text):
         rule = NAMES[int((match.lastgroup or "r0")[1:])]
         around = text[max(0, match.start() - 30) : match.end() + 30]

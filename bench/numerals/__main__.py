@@ -1,12 +1,12 @@
-"""Which losses teach when one side's token covers several of the other's.
+"""Compare losses between tokenizers that split numbers differently.
 
     python -m bench.numerals --json OUT
     python -m bench.numerals --pairs digits_to_numerals --losses prefix_kl,gold,sft --seeds 1
 
-A teacher that knows how to add (or to reverse lists of words), a student that knows how an answer
-looks and nothing else, and one loss at a time between them: on what the student writes, without a
-right answer in any of them, at the same steps, prompts and learning rate. Cross entropy of right
-answers (``sft``) tells what the student can learn in that budget.
+A teacher is trained to add (or to reverse lists of words), a student only on the output format.
+Each loss distils the teacher on the student's samples, without reference answers, with the same
+steps, prompts and learning rate. Cross entropy on reference answers (``sft``) measures how much the
+student can learn in that budget.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from bench.numerals.report import summary, table
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs what is missing, prints, and writes."""
+    """Run the missing comparisons, print tables and save figures."""
     options = _parser().parse_args(arguments)
     console = Console()
     pairs = [shortened(PAIRS[name], options.steps, options.model_steps) for name in options.pairs]
@@ -33,18 +33,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runs = _runs(pairs, options.losses, options.seeds, options.evaluations)
     results = run_all(runs, folders, console, options.processes)
     teachers = {p.name: held_out_accuracy(p, "teacher", 0, folders.models) for p in pairs}
-    found = summary(results, pairs, teachers)
+    results_summary = summary(results, pairs, teachers)
     for pair in pairs:
-        console.print(table(found, pair.name))
+        console.print(table(results_summary, pair.name))
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(results_summary, indent=1) + "\n")
     picture = options.plot or (options.json or folders.root / "numerals").with_suffix(".png")
-    draw(found, picture)
+    draw(results_summary, picture)
     console.print(f"curves and bars in {picture}", soft_wrap=True)
 
 
 def _runs(pairs: Sequence[Pair], losses: Sequence[str], seeds: int, evaluations: int) -> list[Run]:
-    """Seed by seed, so that what there is after an interruption is whole."""
+    """List the runs seed by seed, so that an interruption leaves complete seeds."""
     return [
         Run(pair, loss, seed, evaluations)
         for seed in range(seeds)
@@ -60,8 +60,10 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    parser.add_argument("--plot", type=Path, help="where the picture goes (default: beside them)")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument(
+        "--plot", type=Path, help="file for the plot (default: next to the figures)"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="students a loss (default: 3)")
     parser.add_argument(
         "--losses",
@@ -98,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Names:
-    """An argument of names between commas."""
+    """Parser of comma-separated names."""
 
     def __init__(self, known: Sequence[str]) -> None:
         self._known = known

@@ -1,7 +1,7 @@
-"""One run: a warm student, one teacher, one loss; accuracy on held-out exercises as it goes.
+"""One run: a warm student, one teacher, one loss, with its accuracy curve on held-out exercises.
 
-Everything between prompt and optimizer step is the trainer's own. The teacher is the real service,
-asked by the real client, in this process instead of over a socket.
+Everything between prompt and optimizer step is the trainer's code. The teacher is the real service,
+called by the real client in this process instead of over a socket.
 """
 
 import asyncio
@@ -48,29 +48,29 @@ _WARM_UP_STEPS = 20
 _TEACHER = "teacher"
 _ADDRESS = "http://teacher"
 
-#: What is told of a step: steps done, the loss in nats per student token, the last accuracy.
+#: Progress callback: steps done, loss in nats per student token, last accuracy.
 Report = Callable[[int, float, float], None]
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is run."""
+    """Settings of one run."""
 
     pair: Pair
     loss: str
     seed: int
-    """Of the student's weights, of its warm start, of what it is asked and of what it writes."""
+    """Seed of the student's weights, its warm start, its prompts and its samples."""
     evaluations: int
-    """Over the run, besides one before the first step."""
+    """Number of evaluations over the run, besides one before the first step."""
 
     @property
     def name(self) -> str:
-        """Of the file that keeps the result."""
+        """Name of the result file."""
         return f"{self.pair.name}-{self.loss}-seed{self.seed}-steps{self.pair.steps}"
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All that decides the result, up to rounding, but for the code itself."""
+        """Everything that determines the result, up to rounding, except the code."""
         pair = self.pair
         return {
             "models": [model_key(pair, "teacher", 0), model_key(pair, "student", self.seed)],
@@ -85,7 +85,7 @@ class Run:
 
 
 def distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
-    """Runs it in this process; the curve, and where its processor seconds went."""
+    """Run the distillation in this process; return the curve and the processor seconds."""
     return asyncio.run(_distil(run, models, report))
 
 
@@ -140,7 +140,7 @@ async def _distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
 
 
 def student_config(run: Run, models: Path) -> StudentConfig:
-    """The student and its optimizer, the same for every loss."""
+    """Return the settings of the student and its optimizer, the same for every loss."""
     return StudentConfig(
         model=str(model_folder(run.pair, "student", run.seed, models)),
         device="cpu",
@@ -165,12 +165,12 @@ def _sampling(run: Run, student: Student, encoder: Encoder) -> tuple[Sampler, Pr
         max_new_tokens=run.pair.max_new_tokens,
     )
     if run.loss == SFT:
-        return RightAnswers(student, config, encoder, exercises), order
+        return ReferenceSampler(student, config, encoder, exercises), order
     return Sampler(student, config, seed=run.seed), order
 
 
-class RightAnswers(Sampler):
-    """In place of a student that writes: the right answers, as if it had written them."""
+class ReferenceSampler(Sampler):
+    """Sampler that returns the reference answers as the student's completions."""
 
     def __init__(
         self,
@@ -187,19 +187,19 @@ class RightAnswers(Sampler):
     def sample(self, prompts: Sequence[Prompt], *, step: int, batch: int) -> list[Rollout]:
         """See ``Sampler``."""
         del batch
-        answers = [self._encoder.answer(self._exercises[prompt.index]) for prompt in prompts]
+        completions = [self._encoder.answer(self._exercises[prompt.index]) for prompt in prompts]
         return [
             Rollout(
                 prompt=prompt,
                 prompt_token_ids=np.array(
                     self._own.prompt_token_ids(prompt.messages), dtype=np.int32
                 ),
-                completion=self._own.table.sequence(answer),
-                sampled_logprobs=np.zeros(len(answer), dtype=np.float32),
+                completion=self._own.table.sequence(completion),
+                sampled_logprobs=np.zeros(len(completion), dtype=np.float32),
                 finish_reason="stop",
                 policy_version=step,
             )
-            for prompt, answer in zip(prompts, answers, strict=True)
+            for prompt, completion in zip(prompts, completions, strict=True)
         ]
 
 
@@ -209,15 +209,15 @@ async def _teacher(
 ) -> AsyncGenerator[tuple[TeacherPool, Teacher]]:
     folder = model_folder(run.pair, "teacher", 0, models)
     service = load_service(TeacherSettings(model=str(folder), name=_TEACHER, device="cpu"))
-    await asyncio.to_thread(service.warm_up)  # it runs an event loop of its own
+    await asyncio.to_thread(service.warm_up)  # it runs an event loop
     config = TeacherConfig(url=(_ADDRESS,), top_k=run.pair.top_k, loss=loss_settings(run.loss))
     transport = httpx.ASGITransport(create_app(service))
     client = TeacherClient(_TEACHER, config.url, transport=transport)
     async with TeacherPool({_TEACHER: client}) as pool:
-        met = await connect_teachers(
+        teachers = await connect_teachers(
             pool, {_TEACHER: config}, student.identity, cache, {}, wait_seconds=60.0
         )
-        yield pool, met[_TEACHER]
+        yield pool, teachers[_TEACHER]
 
 
 def _loss(name: str, student: Student, teacher: Teacher, cache: ProjectionCache) -> Loss:
@@ -228,7 +228,7 @@ def _loss(name: str, student: Student, teacher: Teacher, cache: ProjectionCache)
 
 
 def _is_due(steps_done: int, run: Run) -> bool:
-    """Whether it is time to look: evenly over the run, at its end for certain."""
+    """Return whether to evaluate: evenly over the run and always at the end."""
     steps = run.pair.steps
     return steps_done * run.evaluations // steps > (steps_done - 1) * run.evaluations // steps
 
@@ -245,5 +245,5 @@ def _point(
 
 def _means(metrics: Sequence[Metrics]) -> Metrics:
     names = metrics[0] if metrics else {}
-    found = {name: math.fsum(m[name] for m in metrics) / len(metrics) for name in names}
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+    means = {name: math.fsum(m[name] for m in metrics) / len(metrics) for name in names}
+    return {name: value for name, value in means.items() if math.isfinite(value)}

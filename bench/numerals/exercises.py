@@ -1,4 +1,4 @@
-"""Sums below a hundred: which are trained on, which are held out, and what may be shown instead."""
+"""Sums below a hundred: the training set, the held-out set, and corrupted variants."""
 
 import hashlib
 from collections.abc import Sequence
@@ -24,42 +24,42 @@ _WORD_LISTS, _HELD_OUT_WORD_LISTS = 2_000, 250
 
 
 class Task(Protocol):
-    """Questions with one right answer each, for one tokenizer."""
+    """Exercises with one reference answer each, for one tokenizer."""
 
     def training(self, seed: int) -> Sequence[Exercise]:
-        """All questions that may be trained on."""
+        """Return the training exercises."""
         ...
 
     def held_out(self) -> Sequence[Exercise]:
-        """Questions that nobody has seen, the same for all runs."""
+        """Return the held-out exercises, the same for all runs."""
         ...
 
-    def in_form_alone(self, exercise: Exercise, random: Random) -> Exercise:
-        """The question with an answer that does not depend on the right one."""
+    def with_format_only(self, exercise: Exercise, random: Random) -> Exercise:
+        """Return the exercise with a reference answer that is independent of the correct one."""
         ...
 
     def wrong_ids(self, encoder: Encoder) -> list[int]:
-        """Tokens that a student might write in the place of a right one."""
+        """Return tokens that a student might sample in place of a correct one."""
         ...
 
 
 @dataclass(frozen=True)
 class Sums:
-    """``a+b=`` for ``ADDENDS``. The parts of an answer are what the tokenizer makes of it."""
+    """``a+b=`` for ``ADDENDS``; a reference answer is split as the tokenizer splits it."""
 
     whole_numbers: bool
 
     def training(self, seed: int) -> list[Exercise]:
         """See ``Task``."""
-        del seed  # these are all there are
+        del seed  # the list is complete
         return [self._exercise(a, b) for a, b in _pairs() if not _is_held_out(a, b)]
 
     def held_out(self) -> list[Exercise]:
         """See ``Task``."""
         return [self._exercise(a, b) for a, b in _pairs() if _is_held_out(a, b)]
 
-    def in_form_alone(self, exercise: Exercise, random: Random) -> Exercise:
-        """See ``Task``: the answer of another sum."""
+    def with_format_only(self, exercise: Exercise, random: Random) -> Exercise:
+        """See ``Task``: the result of a random sum."""
         other = random.choice(ADDENDS) + random.choice(ADDENDS)
         return Exercise("sums", exercise.question, self._parts(other))
 
@@ -77,7 +77,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class WordLists:
-    """The demo's lists of words, to be written backwards."""
+    """The demo's lists of words, to be reversed."""
 
     def training(self, seed: int) -> list[Exercise]:
         """See ``Task``."""
@@ -88,12 +88,12 @@ class WordLists:
         """See ``Task``."""
         return held_out_exercises("words", _HELD_OUT_WORD_LISTS, seed=0)
 
-    def in_form_alone(self, exercise: Exercise, random: Random) -> Exercise:
+    def with_format_only(self, exercise: Exercise, random: Random) -> Exercise:
         """See ``Task``: the same words in any order."""
         return with_random_answer(exercise, random)
 
     def wrong_ids(self, encoder: Encoder) -> list[int]:
-        """See ``Task``: words are replaced as a whole (``Side.corruption``)."""
+        """See ``Task``: complete words are replaced (``Side.corruption``)."""
         del encoder
         return []
 
@@ -103,6 +103,6 @@ def _pairs() -> list[tuple[int, int]]:
 
 
 def _is_held_out(a: int, b: int) -> bool:
-    """By a hash that knows no order: 13+14 in training would give away 14+13."""
+    """Return whether the hash of the unordered pair is held out: 13+14 would reveal 14+13."""
     digest = hashlib.sha256(f"{min(a, b)}+{max(a, b)}".encode()).digest()
     return int.from_bytes(digest[:4], "big") % _HELD_OUT_EVERY == 0

@@ -1,4 +1,4 @@
-"""The models before distillation: teachers that know the answers, students that know the form."""
+"""Models before distillation: teachers trained on the task, students on its format only."""
 
 import hashlib
 import json
@@ -25,19 +25,19 @@ Role = Literal["teacher", "student"]
 #: (steps done, steps in all)
 Report = Callable[[int, int], None]
 
-#: Raised when code that shapes a model changes in a way that no setting below tells.
+#: Incremented when code that determines a model changes without a change of these settings.
 _VERSION = 1
 _LARGEST_GRADIENT_NORM = 1.0
 _ACCURACY = "held_out_accuracy"
 
 
 def model_folder(pair: Pair, role: Role, seed: int, root: Path) -> Path:
-    """Where a model lies: a name from everything that decides its weights."""
+    """Return the folder of a model, named by everything that determines its weights."""
     return root / f"{role}-{model_key(pair, role, seed)}"
 
 
 def model_key(pair: Pair, role: Role, seed: int) -> str:
-    """16 hex digits over everything that decides a model's weights, up to rounding."""
+    """Return 16 hex digits of everything that determines a model's weights, up to rounding."""
     side = _side(pair, role)
     decisive = {
         "version": _VERSION,
@@ -57,12 +57,12 @@ def model_key(pair: Pair, role: Role, seed: int) -> str:
 
 
 def held_out_accuracy(pair: Pair, role: Role, seed: int, root: Path) -> float:
-    """Share of held-out exercises that a trained model answers to the letter."""
+    """Return the exact-match accuracy of a trained model on held-out exercises."""
     return float((model_folder(pair, role, seed, root) / _ACCURACY).read_text())
 
 
 def train_model(pair: Pair, role: Role, seed: int, root: Path, report: Report) -> Path:
-    """An ordinary Hugging Face folder of the model; trained now if it is not there yet."""
+    """Return the Hugging Face folder of the model, and train the model if the folder is missing."""
     folder = model_folder(pair, role, seed, root)
     if folder.is_dir():
         return folder
@@ -112,19 +112,19 @@ def _train(
 
 
 def misread(batch: Batch, wrong: Tensor, probability: float, end: int) -> Tensor:
-    """[examples, tokens]: the batch's ids, some tokens of the answers replaced by ``wrong`` ones.
+    """Return the batch's ids [examples, tokens], some completion tokens replaced by ``wrong`` ones.
 
-    Labels go on saying what is right. A teacher reads what students write, and a number that it has
-    never read would mean nothing to it.
+    The labels remain correct. A teacher scores samples of students, and would otherwise never have
+    seen most numbers in its context.
     """
     if not probability:
         return batch.token_ids
-    in_answer = (batch.labels != IGNORED) & (batch.labels != end)
-    chosen = in_answer & (torch.rand(batch.labels.shape) < probability)
+    in_completion = (batch.labels != IGNORED) & (batch.labels != end)
+    chosen = in_completion & (torch.rand(batch.labels.shape) < probability)
     drawn = wrong[torch.randint(len(wrong), batch.labels.shape)]
     return torch.where(chosen, drawn, batch.token_ids)
 
 
 def _shown(side: Side, role: Role, known: Sequence[Exercise], random: Random) -> Exercise:
     exercise = random.choice(known)
-    return exercise if role == "teacher" else side.task.in_form_alone(exercise, random)
+    return exercise if role == "teacher" else side.task.with_format_only(exercise, random)

@@ -1,6 +1,6 @@
-"""All runs of a comparison: models first, then every loss and seed, each in a process of its own.
+"""All runs of a comparison: models first, then every loss and seed, each in a separate process.
 
-A finished run is a file, so that an interrupted comparison goes on where it stopped.
+A finished run is saved to a file, so that an interrupted comparison can be resumed.
 """
 
 import json
@@ -31,7 +31,7 @@ from bench.numerals.pairs import Pair
 from mopd_protocol.runtime.atomic_file import replacing
 
 Result = dict[str, Any]
-#: What is under way, steps done, steps in all, and a word about it.
+#: Name of the work, steps done, total steps, and a note.
 _News = tuple[str, int, int, str]
 
 _POLL_SECONDS = 0.2
@@ -41,7 +41,7 @@ _NEWS_EVERY = 5
 
 @dataclass(frozen=True)
 class Folders:
-    """Where a comparison keeps what it has made."""
+    """Folders of a comparison's models and results."""
 
     root: Path
 
@@ -56,7 +56,7 @@ class Folders:
 
 
 def finished(run: Run, folders: Folders) -> Result | None:
-    """The result of a run of exactly these settings, if there is one."""
+    """Load the result of a run with exactly these settings, or return `None`."""
     path = folders.result(run)
     if not path.is_file():
         return None
@@ -67,7 +67,7 @@ def finished(run: Run, folders: Folders) -> Result | None:
 def run_all(
     runs: Sequence[Run], folders: Folders, console: Console, processes: int
 ) -> list[Result]:
-    """Results in the order of ``runs``; what is there already is not done again."""
+    """Run what is not finished; return the results in the order of ``runs``."""
     missing = [run for run in runs if finished(run, folders) is None]
     if missing:
         console.print(f"{len(runs) - len(missing)} of {len(runs)} runs are finished already")
@@ -83,7 +83,7 @@ def run_all(
 
 
 def _models(runs: Sequence[Run], folders: Folders) -> list[tuple[Pair, Role, int]]:
-    """What has to be trained before, each once."""
+    """List the models to train before the runs, each once."""
     needed: dict[Path, tuple[Pair, Role, int]] = {}
     for run in runs:
         roles: tuple[tuple[Role, int], ...] = (("teacher", 0), ("student", run.seed))
@@ -95,17 +95,19 @@ def _models(runs: Sequence[Run], folders: Folders) -> list[tuple[Pair, Role, int
 
 
 def _train(name: str, news: "Queue[_News]", pair: Pair, role: Role, seed: int, at: Folders) -> None:
-    _alone()
-    train_model(pair, role, seed, at.models, lambda done, steps: _tell(news, name, done, steps, ""))
+    _configure_process()
+    train_model(
+        pair, role, seed, at.models, lambda done, steps: _report(news, name, done, steps, "")
+    )
 
 
 def _distil(name: str, news: "Queue[_News]", run: Run, at: Folders) -> None:
-    _alone()
+    _configure_process()
     steps = run.pair.steps
     result = distil(
         run,
         at.models,
-        lambda done, loss, accuracy: _tell(
+        lambda done, loss, accuracy: _report(
             news, name, done, steps, f"loss {loss:.3f}  right {accuracy:.0%}"
         ),
     )
@@ -113,18 +115,18 @@ def _distil(name: str, news: "Queue[_News]", run: Run, at: Folders) -> None:
         unfinished.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def _alone() -> None:
+def _configure_process() -> None:
     torch.set_num_threads(1)  # models this small gain nothing from more
     transformers_logging.disable_progress_bar()  # it would draw over the bars of the comparison
 
 
-def _tell(news: "Queue[_News]", name: str, done: int, steps: int, word: str) -> None:
+def _report(news: "Queue[_News]", name: str, done: int, steps: int, word: str) -> None:
     if done % _NEWS_EVERY == 0 or done == steps:
         news.put((name, done, steps, word))
 
 
 class _Workers:
-    """Processes that do one thing each, and bars for those at work."""
+    """Single-task processes with progress bars."""
 
     def __init__(self, pool: ProcessPoolExecutor, news: "Queue[_News]", progress: Progress) -> None:
         self._pool = pool
@@ -138,11 +140,11 @@ class _Workers:
         work: Callable[..., None],
         *arguments: Any,
     ) -> Future[None]:
-        """``work(name, news, *arguments)`` in a process of its own."""
+        """Run ``work(name, news, *arguments)`` in a separate process."""
         return self._pool.submit(work, name, self._news, *arguments)
 
     def finish(self, futures: Sequence[Future[None]]) -> None:
-        """Waits for all, or for the first that fails."""
+        """Wait for all, or for the first failure."""
         everything = self._progress.add_task("all", total=len(futures), word="")
         while True:
             done = [future for future in futures if future.done()]

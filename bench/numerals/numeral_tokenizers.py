@@ -1,4 +1,4 @@
-"""Two tokenizers that agree on every text and disagree on what a number is made of."""
+"""Two tokenizers that differ only in the tokens of numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-#: Numbers up to here are tokens of their own in ``numeral_tokenizer``.
+#: The largest number that is one token of ``numeral_tokenizer``.
 LARGEST_NUMERAL = 999
 
 
 @dataclass(frozen=True)
 class ControlNames:
-    """What a tokenizer calls its control tokens; both sides of a pair may differ in that too."""
+    """Names of the control tokens, which may differ between the sides of a pair."""
 
     end: str
     padding: str
@@ -25,12 +25,12 @@ TEACHER_NAMES = ControlNames("<|im_end|>", "<|endoftext|>", "<|user|>", "<|assis
 
 
 def digit_tokenizer(names: ControlNames) -> PreTrainedTokenizerFast:
-    """Bytes, so that ``201`` is ``2``, ``0``, ``1``."""
+    """Return a tokenizer of bytes: ``201`` is ``2``, ``0``, ``1``."""
     return _tokenizer(_bytes(), [], names)
 
 
 def numeral_tokenizer(names: ControlNames) -> PreTrainedTokenizerFast:
-    """Bytes, and every number from 0 to 999 as one token."""
+    """Return a tokenizer of bytes, with each number from 0 to 999 as one token."""
     alphabet = _bytes()
     numerals = [str(number) for number in range(10, LARGEST_NUMERAL + 1)]
     known = {*alphabet, *numerals}
@@ -41,7 +41,7 @@ def numeral_tokenizer(names: ControlNames) -> PreTrainedTokenizerFast:
 
 
 def _bytes() -> list[str]:
-    """The 256 bytes as byte-level BPE writes them; digits are themselves."""
+    """List the 256 byte surfaces of byte-level BPE; a digit is its own surface."""
     return sorted(pre_tokenizers.ByteLevel.alphabet())
 
 

@@ -1,4 +1,4 @@
-"""What is compared: pairs of a teacher and a student, and the losses between them."""
+"""Compared pairs of teacher and student, and the losses between them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from mopd.demo.demo_tokenizers import student_tokenizer, words_teacher_tokenizer
 from mopd.demo.models import Family
 from mopd_losses.config import LossConfig
 
-#: The yardstick: cross entropy of right answers, in as many steps of as many prompts.
+#: The baseline: cross entropy on reference answers, with the same steps and prompts.
 SFT = "sft"
 
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -39,7 +39,7 @@ LOSSES: tuple[str, ...] = (*_SETTINGS, SFT)
 
 
 def loss_settings(name: str) -> LossConfig:
-    """The settings of one of ``LOSSES``; all are the defaults, but for those in its name."""
+    """Return the settings of one of ``LOSSES``: the defaults, except for those in its name."""
     adapter: TypeAdapter[LossConfig] = TypeAdapter(LossConfig)
     return adapter.validate_python(_SETTINGS.get(name, _SETTINGS["ctkd"]))
 
@@ -52,12 +52,12 @@ class Side:
     tokenizer: Callable[[], PreTrainedTokenizerFast]
     task: Task
     steps: int
-    """Of its own supervised training: to know the answers, or the form alone."""
+    """Steps of supervised training, on the task or only on its format."""
     examples_per_step: int
     corruption: float = 0.0
-    """Probability with which a part of an answer is another and still to be continued."""
+    """Probability of replacing a part of a reference answer that is then continued."""
     misreading: float = 0.0
-    """The same for a token of an answer, of which any number or digit may stand in its place."""
+    """Probability of replacing a completion token by any number or digit."""
     learning_rate: float = 2e-3
 
 

@@ -1,4 +1,4 @@
-"""A picture of a comparison: accuracy over steps, and bars of what was reached."""
+"""Plot of a comparison: accuracy over steps, and bars of the final accuracy."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ import numpy as np
 
 from bench.numerals.pairs import LOSSES, SFT
 
-mpl.use("Agg")  # a file is all that is wanted, also where there is no screen
+mpl.use("Agg")  # writes files, also without a display
 
 _COLOURS = mpl.color_sequences["tab10"]
 _PALETTE: Mapping[str, Any] = {
@@ -20,21 +20,21 @@ _PALETTE: Mapping[str, Any] = {
 }
 
 
-def draw(found: Mapping[str, Any], path: Path) -> None:
-    """Writes the picture of a ``report.summary``; seeds are thin lines, their mean a thick one."""
-    names = list(found["pairs"])
+def draw(summary: Mapping[str, Any], path: Path) -> None:
+    """Save the plot of a ``report.summary``: thin lines are seeds, thick lines their mean."""
+    names = list(summary["pairs"])
     figure, axes = plt.subplots(
         2, len(names), figsize=(4.4 * len(names), 7.2), squeeze=False, layout="constrained"
     )
     for column, name in enumerate(names):
-        pair = found["pairs"][name]
-        runs = [run for run in found["runs"] if run["pair"] == name]
+        pair = summary["pairs"][name]
+        runs = [run for run in summary["runs"] if run["pair"] == name]
         _draw_curves(axes[0, column], pair, runs)
         axes[0, column].set_title(fill(f"{name}: {pair['title']}", width=60), fontsize=8)
         _draw_bars(axes[1, column], pair)
     for row in axes:
         row[0].set_ylabel("accuracy on held-out exercises")
-    shown = [loss for loss in LOSSES if any(run["loss"] == loss for run in found["runs"])]
+    shown = [loss for loss in LOSSES if any(run["loss"] == loss for run in summary["runs"])]
     handles = [
         plt.Line2D([], [], color=_PALETTE[loss], linestyle=_style(loss), label=loss)
         for loss in shown
@@ -58,7 +58,7 @@ def _draw_curves(axis: Any, pair: Mapping[str, Any], runs: Sequence[Mapping[str,
 
 
 def _draw_bars(axis: Any, pair: Mapping[str, Any]) -> None:
-    bars = {loss: one["accuracy"] for loss, one in pair["losses"].items()}
+    bars = {loss: figures["accuracy"] for loss, figures in pair["losses"].items()}
     labels = ["teacher", "before", *bars]
     spreads = [pair["before"], *bars.values()]
     means = [pair["teacher"], *(spread["mean"] for spread in spreads)]

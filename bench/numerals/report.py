@@ -1,4 +1,4 @@
-"""What a comparison found: means over seeds, as tables and as JSON."""
+"""Results of a comparison: means over seeds, as tables and as JSON."""
 
 import os
 import platform
@@ -19,10 +19,10 @@ Summary = dict[str, Any]
 def summary(
     results: Sequence[Result], pairs: Sequence[Pair], teachers: Mapping[str, float]
 ) -> Summary:
-    """By pair and loss: mean, lowest and highest accuracy over the seeds, and every run.
+    """Return mean, lowest and highest accuracy over the seeds by pair and loss, and every run.
 
     Args:
-        teachers: pair's name -> the teacher's own accuracy on the held-out exercises.
+        teachers: pair's name -> the teacher's accuracy on the held-out exercises.
     """
     return {
         "machine": {
@@ -38,9 +38,9 @@ def summary(
                 "teacher": teachers[pair.name],
                 "before": _spread([r["before"] for r in _distinct_students(results, pair)]),
                 "losses": {
-                    loss: _loss_summary(found)
+                    loss: _loss_summary(matches)
                     for loss in LOSSES
-                    if (found := [r for r in results if _is_of(r, pair, loss)])
+                    if (matches := [r for r in results if _is_of(r, pair, loss)])
                 },
             }
             for pair in pairs
@@ -49,9 +49,9 @@ def summary(
     }
 
 
-def table(found: Summary, name: str) -> Table:
-    """One pair: the yardsticks, then the losses, the best first."""
-    pair = found["pairs"][name]
+def table(comparison: Summary, name: str) -> Table:
+    """Return the table of one pair: the baselines, then the losses, best first."""
+    pair = comparison["pairs"][name]
     shown = Table(
         title=f"\n{name}: {pair['title']}\n{pair['steps']:,} steps, accuracy on "
         f"{pair['held_out']} held-out exercises",
@@ -66,12 +66,12 @@ def table(found: Summary, name: str) -> Table:
     losses: Mapping[str, Summary] = pair["losses"]
     ranked = sorted(losses, key=lambda loss: (loss != SFT, -losses[loss]["accuracy"]["mean"]))
     for at, loss in enumerate(ranked):
-        one = losses[loss]
+        figures = losses[loss]
         shown.add_row(
-            "sft on right answers" if loss == SFT else loss,
-            *_accuracies(one["accuracy"]),
-            f"{one['first_loss']['mean']:.6f}",
-            f"{one['processor_seconds']:.0f}",
+            "sft on reference answers" if loss == SFT else loss,
+            *_accuracies(figures["accuracy"]),
+            f"{figures['first_loss']['mean']:.6f}",
+            f"{figures['processor_seconds']:.0f}",
             end_section=loss == SFT or at == len(ranked) - 1,
         )
     return shown
@@ -100,7 +100,7 @@ def _accuracies(spread: Summary) -> list[str]:
 
 
 def _distinct_students(results: Sequence[Result], pair: Pair) -> list[Result]:
-    """One run of every seed: all losses begin with the same student."""
+    """Return one run of every seed: all losses start from the same student."""
     return list({r["seed"]: r for r in results if r["pair"] == pair.name}.values())
 
 

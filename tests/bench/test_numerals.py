@@ -1,4 +1,4 @@
-"""The comparison of losses on numerals: its material, one step of it, and the whole, tiny."""
+"""Tests of the comparison of losses on numerals: tokenizers, exercises, runs and reports."""
 
 import json
 from dataclasses import replace
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.numerals.__main__ import main
-from bench.numerals.distillation import RightAnswers, Run, distil, student_config
+from bench.numerals.distillation import ReferenceSampler, Run, distil, student_config
 from bench.numerals.exercises import ADDENDS, Sums, WordLists
 from bench.numerals.material import Role, misread, train_model
 from bench.numerals.matrix import Folders, finished
@@ -24,13 +24,13 @@ from mopd_trainer.student.student import Student
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where models and results lie."""
+    """Folder of models and results."""
     torch.set_num_threads(1)
     return tmp_path_factory.mktemp("numerals")
 
 
 def trained(name: str, root: Path, *, steps: int = 2, model_steps: int = 2) -> Pair:
-    """A pair whose models have hardly been trained, and are in their folders."""
+    """Train the models of a pair for a few steps and return the pair."""
     pair = shortened(PAIRS[name], steps, model_steps)
     roles: tuple[Role, ...] = ("teacher", "student")
     for role in roles:
@@ -39,10 +39,10 @@ def trained(name: str, root: Path, *, steps: int = 2, model_steps: int = 2) -> P
 
 
 def silent(done: int, loss: float, accuracy: float) -> None:
-    """Nobody listens."""
+    """Ignore the progress."""
 
 
-def test_every_number_is_one_token_for_one_tokenizer_and_digits_for_the_other() -> None:
+def test_numbers_are_one_token_or_digits() -> None:
     digits, numerals = (
         Encoder(make(STUDENT_NAMES)) for make in (digit_tokenizer, numeral_tokenizer)
     )
@@ -52,29 +52,29 @@ def test_every_number_is_one_token_for_one_tokenizer_and_digits_for_the_other() 
         assert [digits.table.all_bytes[i] for i in digits.part(text)] == [c.encode() for c in text]
 
 
-def test_what_is_held_out_is_never_trained_on_not_even_the_other_way_round() -> None:
+def test_held_out_exercises_are_not_in_the_training_set_in_either_order() -> None:
     task = Sums(whole_numbers=True)
     known = {exercise.question for exercise in task.training(seed=3)}
     unseen = {exercise.question for exercise in task.held_out()}
     assert len(known) + len(unseen) == len(ADDENDS) ** 2
     assert 0.1 < len(unseen) / len(ADDENDS) ** 2 < 0.3
-    for question in unseen:
-        a, b = question.removesuffix("=").split("+")
+    for prompt in unseen:
+        a, b = prompt.removesuffix("=").split("+")
         assert not {f"{a}+{b}=", f"{b}+{a}="} & known
     lists = WordLists()
     assert not {e.question for e in lists.training(0)} & {e.question for e in lists.held_out()}
 
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-def test_the_form_alone_does_not_tell_the_answer(pair: Pair) -> None:
+def test_corrupted_exercise_keeps_the_prompt_but_not_the_reference_answer(pair: Pair) -> None:
     task, random = pair.student.task, Random(0)
     exercise = task.held_out()[0]
-    shown = [task.in_form_alone(exercise, random) for _ in range(200)]
-    assert {one.question for one in shown} == {exercise.question}
-    assert sum(one.answer == exercise.answer for one in shown) < 40
+    shown = [task.with_format_only(exercise, random) for _ in range(200)]
+    assert {corrupted.question for corrupted in shown} == {exercise.question}
+    assert sum(corrupted.answer == exercise.answer for corrupted in shown) < 40
 
 
-def test_a_teacher_reads_any_number_where_a_student_might_have_written_it() -> None:
+def test_misread_replaces_completion_tokens_by_any_number() -> None:
     side = PAIRS["numerals_to_digits"].teacher
     encoder = Encoder(side.tokenizer())
     batch = supervised_batch(encoder, side.task.training(0)[:300], 0.0, Random(0))
@@ -83,16 +83,16 @@ def test_a_teacher_reads_any_number_where_a_student_might_have_written_it() -> N
     torch.manual_seed(0)
     read = misread(batch, wrong, 0.5, encoder.end_of_turn)
     replaced = read != batch.token_ids
-    answers = (batch.labels != IGNORED) & (batch.labels != encoder.end_of_turn)
-    assert not (replaced & ~answers).any()
-    assert 0.4 < replaced.sum() / answers.sum() < 0.6
+    completion = (batch.labels != IGNORED) & (batch.labels != encoder.end_of_turn)
+    assert not (replaced & ~completion).any()
+    assert 0.4 < replaced.sum() / completion.sum() < 0.6
     assert torch.isin(read[replaced], wrong).all()
     assert torch.equal(misread(batch, wrong, 0.0, encoder.end_of_turn), batch.token_ids)
 
 
 @pytest.mark.slow
 def test_equal_tokenizers_give_all_kls_the_same_first_loss(root: Path) -> None:
-    pair = trained("equal", root, steps=1, model_steps=100)  # it writes digits by then
+    pair = trained("equal", root, steps=1, model_steps=100)  # the teacher samples digits by then
     losses = {
         name: distil(Run(pair, name, seed=0, evaluations=1), Folders(root).models, silent)
         for name in ("topk_kl", "ctkd", "prefix_kl")
@@ -103,7 +103,7 @@ def test_equal_tokenizers_give_all_kls_the_same_first_loss(root: Path) -> None:
         assert result["first_loss"] == pytest.approx(first, rel=1e-6)
 
 
-def test_right_answers_stand_in_for_what_the_student_would_write(root: Path) -> None:
+def test_reference_sampler_returns_the_reference_answers(root: Path) -> None:
     pair = trained("digits_to_numerals", root)
     run = Run(pair, "sft", seed=0, evaluations=1)
     student = Student.load(student_config(run, Folders(root).models))
@@ -113,22 +113,20 @@ def test_right_answers_stand_in_for_what_the_student_would_write(root: Path) -> 
         for at, exercise in enumerate(exercises)
     ]
     config = RolloutConfig(max_new_tokens=4)
-    written = RightAnswers(student, config, Encoder(pair.student.tokenizer()), exercises)
+    written = ReferenceSampler(student, config, Encoder(pair.student.tokenizer()), exercises)
     rollouts = written.sample(prompts, step=0, batch=0)
     assert [r.completion.text.decode() for r in rollouts] == [e.answer for e in exercises]
     assert all(rollout.completion.ends_turn for rollout in rollouts)
     assert all(len(rollout.completion) == 2 for rollout in rollouts)
 
 
-def test_every_loss_has_settings_of_its_own() -> None:
+def test_losses_have_distinct_settings() -> None:
     settings = [loss_settings(name).model_dump_json() for name in LOSSES if name != "sft"]
     assert len({*settings}) == len(settings)
 
 
 @pytest.mark.slow
-def test_an_interrupted_comparison_goes_on_where_it_stopped(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted_comparison_resumes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair, folders = trained("digits_to_numerals", root), Folders(root)
     done = Run(pair, "prefix_kl", seed=0, evaluations=2)
     result = distil(done, folders.models, silent)
@@ -140,24 +138,24 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(
     shorter = f"--steps 2 --model-steps 2 --processes 1 --runs {root} --json {root}/out.json"
     main([*options.split(), *shorter.split()])
 
-    found = json.loads((root / "out.json").read_text())
-    losses = found["pairs"]["digits_to_numerals"]["losses"]
+    report = json.loads((root / "out.json").read_text())
+    losses = report["pairs"]["digits_to_numerals"]["losses"]
     assert losses["prefix_kl"]["accuracy"] == {
         "mean": 0.625,
         "lowest": 0.625,
         "highest": 0.625,
         "seeds": 1,
     }
-    assert [run["loss"] for run in found["runs"]] == ["prefix_kl", "sft"]
+    assert [run["loss"] for run in report["runs"]] == ["prefix_kl", "sft"]
     assert losses["sft"]["first_loss"]["mean"] > 0
     assert (root / "out.png").read_bytes().startswith(b"\x89PNG")
-    told = capsys.readouterr().out
-    assert "1 of 2 runs are finished already" in told
-    assert "62.5%" in told
+    output = capsys.readouterr().out
+    assert "1 of 2 runs are finished already" in output
+    assert "62.5%" in output
     assert finished(replace(done, evaluations=1), folders) is None
 
 
-def test_a_summary_has_means_and_spreads_over_seeds() -> None:
+def test_summary_has_means_and_ranges_over_seeds() -> None:
     pair = PAIRS["equal"]
     runs = [
         {
@@ -171,12 +169,12 @@ def test_a_summary_has_means_and_spreads_over_seeds() -> None:
         }
         for seed, accuracy in enumerate([0.5, 0.75, 1.0])
     ]
-    found = summary(runs, [pair], {"equal": 0.99})["pairs"]["equal"]
-    assert found["losses"]["ctkd"]["accuracy"] == {
+    figures = summary(runs, [pair], {"equal": 0.99})["pairs"]["equal"]
+    assert figures["losses"]["ctkd"]["accuracy"] == {
         "mean": 0.75,
         "lowest": 0.5,
         "highest": 1.0,
         "seeds": 3,
     }
-    assert found["before"]["mean"] == pytest.approx(0.02)
+    assert figures["before"]["mean"] == pytest.approx(0.02)
     assert table(summary(runs, [pair], {"equal": 0.99}), "equal").row_count == 3
