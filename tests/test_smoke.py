@@ -1,4 +1,4 @@
-"""Whole runs over HTTP in processes of their own, on one rank and on two."""
+"""Whole runs over HTTP in separate processes, on one rank and on two."""
 
 from pathlib import Path
 
