@@ -1,6 +1,6 @@
-"""A stock vLLM server without a model: its routes and its JSON, as vLLM 0.32 was seen to answer.
+"""Stock vLLM server without a model, with the routes and JSON of vLLM 0.32.
 
-Its distributions are made up, but are distributions, and depend on everything before a token.
+Its distributions are random, normalised, and depend on all preceding tokens.
 """
 
 import json
@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 COMPLETIONS = "/v1/completions"
-GENERATE = "/inference/v1/generate"
 FINGERPRINT = "vllm-0.32.0-c24d2e65"
 
 
 @dataclass
 class ScriptedVllm:
-    """Answers as the server does, but for what is scripted for a path: that comes first."""
+    """Respond like the server; responses scripted for a path come first, once each."""
 
     tokenizer: Tokenizer
     width: int  # rows of the head
@@ -29,30 +28,28 @@ class ScriptedVllm:
     max_model_len: int = 256
     max_logprobs: int = 20
     fingerprint: str | None = FINGERPRINT
-    tells_token_ids: bool = True
-    scale_out: bool = False
-    """Started with ``--enable-scale-out``."""
-    template: tuple[str, str] = ("<|user|>", "<|assistant|>")  # around a user's message
+    returns_token_ids: bool = True
+    template: tuple[str, str] = ("<|user|>", "<|assistant|>")  # before and after a user's message
     scripts: dict[str, deque[httpx.Response]] = field(
         default_factory=dict[str, deque[httpx.Response]]
     )
     requests: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
 
-    def script(self, path: str, *answers: httpx.Response) -> None:
-        """The next answers to requests for ``path``."""
-        self.scripts.setdefault(path, deque()).extend(answers)
+    def script(self, path: str, *responses: httpx.Response) -> None:
+        """Add the next responses to requests for ``path``."""
+        self.scripts.setdefault(path, deque()).extend(responses)
 
     def requests_to(self, path: str) -> list[Any]:
-        """Bodies of requests for ``path``."""
+        """Return the bodies of requests for ``path``."""
         return [body for requested, body in self.requests if requested == path]
 
     @property
     def transport(self) -> httpx.MockTransport:
-        """A network with nothing but this server."""
+        """Network with this server only."""
         return httpx.MockTransport(self.respond)
 
     def respond(self, request: httpx.Request) -> httpx.Response:
-        """The next answer."""
+        """Return the next response."""
         path = request.url.path
         body = json.loads(request.content) if request.content else None
         self.requests.append((path, body))
@@ -64,12 +61,11 @@ class ScriptedVllm:
             "/v1/models": self._models,
             "/tokenize": lambda: self._tokenize(body),
             COMPLETIONS: lambda: self._complete(body),
-            GENERATE: lambda: self._generate(body),
         }
         return routes[path]() if path in routes else _error(404, "Not Found")
 
     def row(self, before: Sequence[int]) -> NDArray[np.float64]:
-        """[width] log-probabilities of the token after ``before``."""
+        """Return log-probabilities of the token after ``before``, [width]."""
         logits = np.random.default_rng([1, *before]).normal(size=self.width) * 3
         return logits - np.log(np.exp(logits).sum())
 
@@ -98,8 +94,8 @@ class ScriptedVllm:
                 f"Requested prompt logprobs of {body['prompt_logprobs']}, which is greater than "
                 f"max allowed: {self.max_logprobs}",
             )
-        given = body["prompt"]
-        prompts = [self._ids(text) for text in given] if isinstance(given[0], str) else [given]
+        prompt = body["prompt"]
+        prompts = [self._ids(text) for text in prompt] if isinstance(prompt[0], str) else [prompt]
         if max(len(prompt) for prompt in prompts) >= self.max_model_len:
             return _error(400, "max_tokens must be at least 1, got 0.")
         choices = [
@@ -110,7 +106,7 @@ class ScriptedVllm:
                 "finish_reason": "length",
                 "prompt_logprobs": self._prompt_logprobs(prompt, body["prompt_logprobs"]),
                 "prompt_token_ids": prompt
-                if body.get("return_token_ids") and self.tells_token_ids
+                if body.get("return_token_ids") and self.returns_token_ids
                 else None,
             }
             for index, prompt in enumerate(prompts)
@@ -125,36 +121,8 @@ class ScriptedVllm:
             },
         )
 
-    def _generate(self, body: Any) -> httpx.Response:
-        if not self.scale_out:
-            return _error(
-                403,
-                "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to "
-                "enable them.",
-            )
-        sampling = body["sampling_params"]
-        asked = {**sampling, "model": body["model"], "prompt": body["token_ids"]}
-        answer = self._complete(asked)
-        if answer.status_code != 200:
-            return answer
-        [choice] = json.loads(answer.content)["choices"]
-        told: list[Any] = choice["prompt_logprobs"]
-        for entry in told[1:] if not sampling["detokenize"] else []:
-            for candidate in entry.values():
-                candidate["decoded_token"] = None
-        return httpx.Response(
-            200,
-            json={
-                "request_id": "generate-tokens-0",
-                "model": self.model,
-                "prompt_logprobs": told,
-                "output_mode": "tokens",
-                "choices": [{"index": 0, "finish_reason": "length", "token_ids": [0]}],
-            },
-        )
-
     def _prompt_logprobs(self, prompt: Sequence[int], k: int) -> list[Any]:
-        """The prompt's own token first, then the k most likely; one entry where it is both."""
+        """Return the prompt's token and the k most likely, without duplicates, per position."""
         entries: list[Any] = [None]
         for position in range(1, len(prompt)):
             row = self.row(prompt[:position])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mopd_client.tokenizers.folder import read_folder_tokenizer
+from mopd_client.tokenizers.pretrained import load_tokenizer
 from tests import tiny_models
 from tests.broker import Broker
 from tests.client.scripted_vllm import ScriptedVllm
@@ -32,7 +32,7 @@ def recipe_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def stock_address(recipe_models: dict[str, Path]) -> Iterator[str]:
     """A stock vLLM server with the tokenizer of ``general``."""
-    served = read_folder_tokenizer(str(recipe_models["general"]))
+    served = load_tokenizer(str(recipe_models["general"]))
     # The recipe's own K, with which the server has to be started.
     with listening(ScriptedVllm(served.tokenizer, width=served.table.size, max_logprobs=64)) as url:
         yield url

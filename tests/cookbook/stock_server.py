@@ -27,7 +27,7 @@ def listening(server: ScriptedVllm) -> Generator[str]:
         def _answer(self) -> None:
             content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             url = f"http://{self.headers['Host']}{self.path}"
-            answer = server.answer(httpx.Request(self.command, url, content=content))
+            answer = server.respond(httpx.Request(self.command, url, content=content))
             self.send_response(answer.status_code)
             self.send_header("Content-Type", answer.headers.get("Content-Type", "text/plain"))
             self.send_header("Content-Length", str(len(answer.content)))

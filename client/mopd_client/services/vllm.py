@@ -1,8 +1,8 @@
-"""``OpenAIService``: a teacher that runs a stock ``vllm serve``.
+"""``VllmService``: a teacher served by a stock ``vllm serve``.
 
-Such a server takes token ids and returns ``prompt_logprobs``; everything else that a mopd service
-does happens here: tokens, templates, the manifest. It can therefore neither score chosen ids nor
-another temperature, and what it serves is known only by its name and its version.
+Such a server accepts token ids and returns ``prompt_logprobs`` through ``/v1/completions``. Tokens,
+chat template and manifest are made by this client. It supports neither ``candidate_ids`` nor a
+temperature, and its weights are known only by the model's name and the server's version.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import itertools
 import json
 import logging
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -17,14 +18,19 @@ import httpx
 
 from mopd_client.services.expectation import Expectation
 from mopd_client.services.vllm_logprobs import topk_of_prompt_logprobs
-from mopd_client.services.vllm_routes import COMPLETIONS, GENERATE, NOT_OPEN, Api, PromptRoute
-from mopd_client.tokenizers.folder import FolderTokenizer, read_folder_tokenizer
-from mopd_client.tokenizers.sequence_tokens import SequenceTokens, require_room, sequence_tokens
+from mopd_client.tokenizers.pretrained import PretrainedTokenizer, load_tokenizer
+from mopd_client.tokenizers.sequence_tokens import SequenceTokens, require_length, sequence_tokens
 from mopd_client.tokenizers.teacher import TeacherTokenizer
 from mopd_client.transport.connection import Connection
 from mopd_client.transport.outcome import problem_of
 from mopd_client.transport.replica import Replica
-from mopd_protocol.errors import ConfigError, DataError, TeacherError
+from mopd_protocol.errors import (
+    ConfigError,
+    DataError,
+    InvalidResponseError,
+    TeacherError,
+    TeacherMismatchError,
+)
 from mopd_protocol.manifest import Features, Manifest
 from mopd_protocol.requests import LogprobsRequest
 from mopd_protocol.responses import LogprobsResponse
@@ -35,52 +41,40 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _KIND = "vLLM server"
+_COMPLETIONS = "/v1/completions"
 
-#: Texts on which two tokenizers of one family disagree: bytes of all kinds, numbers, spaces.
+#: Texts that tokenizers of one family split differently: various scripts, numbers, spaces.
 PROBES = (
     "The 12 quick brown foxes cost 1999.50, don't they? ",
     "def add(a, b):\n    return a + b\r\n\n\tx\u00a0y",
     "Grüße, où, привет, γειά, 的漢字かな, 안녕하세요, שלום, नमस्ते, สวัสดี",
     "🙂 👨\u200d👩\u200d👧 ∑≤—…¿ \u0301e\u0301 \x00\x1b\u2028",
 )
-_QUESTION = ({"role": "user", "content": "3 + 4 ="},)
+_MESSAGES = ({"role": "user", "content": "3 + 4 ="},)
 
 
-class OpenAIService:
+class VllmService:
     """See ``Service``.
 
     Args:
-        tokenizer: a folder, or a hub id, with the tokenizer of the served model.
-        model: the name under which the server knows the model; not needed where it serves one.
-        revision: what the caller calls these weights; the server does not tell.
-        api: ``auto`` asks through ``/inference/v1/generate`` where every replica has opened it,
-            which is faster, else through ``/v1/completions``; the others ask in one way only.
+        tokenizer: folder or hub id of the served model's tokenizer.
+        model: name of the model on the server; optional if it serves only one.
+        revision: name for the served weights, which the server does not report.
     """
 
     ready_path = "/health"
+    path = _COMPLETIONS
 
     def __init__(
-        self,
-        tokenizer: str,
-        *,
-        model: str | None = None,
-        revision: str | None = None,
-        api: Api = "auto",
+        self, tokenizer: str, *, model: str | None = None, revision: str | None = None
     ) -> None:
         self._source = tokenizer
         self._model = model
         self._revision = revision
-        self._api: Api = api
-        self._route = COMPLETIONS if api == "completions" else GENERATE
-        self._tokenizer: FolderTokenizer | None = None
-        self._loading = asyncio.Lock()
-        self._top_k = 1  # the largest that a server has agreed to
-        self._manifests: dict[str | None, Manifest] = {}  # by the server's own fingerprint
-
-    @property
-    def path(self) -> str:
-        """Where sequences are asked for, once a handshake has shown what is open."""
-        return self._route.path
+        self._tokenizer: PretrainedTokenizer | None = None
+        self._load_lock = asyncio.Lock()
+        self._top_k = 1  # the largest that a server has accepted
+        self._manifests: dict[str | None, Manifest] = {}  # by the server's system_fingerprint
 
     async def manifest(
         self,
@@ -90,18 +84,17 @@ class OpenAIService:
         *,
         deadline_seconds: float | None,
     ) -> Manifest:
-        """See ``Service``; made here, of what the server tells and of the tokenizer's files.
+        """See ``Service``; made from the server's facts and the tokenizer's files.
 
-        A probe shows that the server's tokenizer is this one, and that it takes this ``top_k``.
+        Probes check that the server has this tokenizer and accepts this ``top_k``.
         """
-        tokenizer = await self._folder_tokenizer()
-        asker = _Asker(connection, replica, deadline_seconds)
-        card = _card(connection.teacher, await asker.get("/v1/models"), self._model)
-        version = str((await asker.get("/version")).get("version", "unknown"))
+        tokenizer = await self._load_tokenizer()
+        handshake = _Handshake(connection, replica, deadline_seconds)
+        card = _model_card(connection.teacher, await handshake.get("/v1/models"), self._model)
+        version = str((await handshake.get("/version")).get("version", "unknown"))
         top_k = max(self._top_k, 1 if expectation is None else expectation.top_k)
-        fingerprint = await self._probe(asker, card["id"], tokenizer, top_k)
-        await self._compare_templates(asker, card["id"], tokenizer)
-        await self._choose_route(asker, card["id"], tokenizer, top_k)
+        fingerprint = await self._probe(handshake, card["id"], tokenizer, top_k)
+        await self._compare_templates(handshake, card["id"], tokenizer)
         self._top_k = top_k
         manifest = Manifest(
             service=connection.teacher,
@@ -115,270 +108,228 @@ class OpenAIService:
             tokenizer_size=tokenizer.table.size,
             roles=tokenizer.table.roles,
             chat_template_hash=tokenizer.chat_template_hash,
-            max_model_len=int(card["max_model_len"]) - 1,  # it always writes one token itself
+            max_model_len=int(card["max_model_len"]) - 1,  # the server always generates one token
             max_top_k=top_k,
             features=Features(
-                candidate_ids=False, temperature=False, messages=tokenizer.template is not None
+                candidate_ids=False, temperature=False, messages=tokenizer.has_chat_template
             ),
         )
         self._manifests[fingerprint] = manifest
         return manifest
 
     async def tokenizer(self, connection: Connection, manifest: Manifest) -> TeacherTokenizer:
-        """See ``Service``; the one that was read from files."""
-        folder = await self._folder_tokenizer()
-        return TeacherTokenizer(folder.tokenizer, folder.table, folder.encoder)
+        """See ``Service``; the tokenizer of ``source``."""
+        return await self._load_tokenizer()
 
     async def score(
         self, connection: Connection, request: LogprobsRequest, manifest: Manifest
     ) -> LogprobsResponse:
-        """See ``Service``; one question a sequence, all at once."""
-        _require_plain(connection.teacher, request)
-        tokenizer = await self._folder_tokenizer()
+        """See ``Service``; one concurrent HTTP request per sequence."""
         teacher = connection.teacher
+        _require_supported(teacher, request)
+        tokenizer = await self._load_tokenizer()
         tokens = [sequence_tokens(teacher, tokenizer, sequence) for sequence in request.sequences]
         for sequence in tokens:
-            require_room(teacher, sequence, manifest)
-        answers = await _all_or_none(
-            [self._ask(connection, t, request.top_k, manifest) for t in tokens]
+            require_length(teacher, sequence, manifest)
+        scores = await _gather_or_cancel(
+            [self._score(connection, tokenizer, t, request.top_k, manifest) for t in tokens]
         )
-        others = [manifest_id for manifest_id, _ in answers if manifest_id != manifest.manifest_id]
+        changed = [s.manifest_id for s in scores if s.manifest_id != manifest.manifest_id]
         return LogprobsResponse(
-            manifest_id=others[0] if others else manifest.manifest_id,
+            manifest_id=changed[0] if changed else manifest.manifest_id,
             ids=tuple(sequence.id for sequence in request.sequences),
-            scores=tuple(score for _, score in answers),
+            scores=tuple(scores),
         )
 
-    async def _folder_tokenizer(self) -> FolderTokenizer:
-        async with self._loading:
+    async def _load_tokenizer(self) -> PretrainedTokenizer:
+        async with self._load_lock:
             if self._tokenizer is None:
                 self._tokenizer = await asyncio.to_thread(
-                    read_folder_tokenizer, self._source, self._revision
+                    load_tokenizer, self._source, self._revision
                 )
         return self._tokenizer
 
     async def _probe(
-        self, asker: "_Asker", model: str, tokenizer: FolderTokenizer, top_k: int
+        self, handshake: "_Handshake", model: str, tokenizer: PretrainedTokenizer, top_k: int
     ) -> str | None:
-        """The fingerprint that the server gives itself, once it has read the probes as we do."""
-        teacher, url = asker.connection.teacher, asker.replica.url
-        body: dict[str, Any] = {
-            "model": model,
-            "prompt": list(PROBES),
+        """Compare the server's tokenization of ``PROBES``; return its ``system_fingerprint``."""
+        body = {
+            **_completion_request(model, list(PROBES), top_k),
             "add_special_tokens": False,
-            "max_tokens": 1,
-            "temperature": 0,
-            "prompt_logprobs": top_k,
             "return_token_ids": True,
         }
-        response = await asker.post(COMPLETIONS.path, body)
+        response = await handshake.post(_COMPLETIONS, body)
         if response.status_code == HTTPStatus.BAD_REQUEST:
             raise ConfigError(
-                f"teacher {teacher!r} at {url} refuses prompt_logprobs of {top_k}: "
-                f"{problem_of(response)}; start it with --max-logprobs {top_k} or more, or lower "
-                "top_k"
+                f"{handshake.subject} rejects prompt_logprobs of {top_k}: {problem_of(response)}. "
+                f"Start it with --max-logprobs {top_k} or more, or lower top_k",
+                key="top_k",
             )
-        document = asker.document(response)
-        told = [choice.get("prompt_token_ids") for choice in _choices(teacher, document)]
-        found = [list[int](ids) for ids in told if ids is not None]
-        if len(found) != len(PROBES):
-            raise ConfigError(
-                f"teacher {teacher!r} at {url} does not tell how it tokenizes "
-                "(return_token_ids), so its tokenizer cannot be checked; run a newer vLLM"
-            )
-        for text, theirs in zip(PROBES, found, strict=True):
-            ours = tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
-            if ours != theirs:
-                at = _first_difference(ours, theirs)
-                raise DataError(
-                    f"teacher {teacher!r} at {url} has another tokenizer than {self._source!r}: "
-                    f"of {text!r} it makes {theirs[at : at + 4]} from token {at} on, expected "
-                    f"{ours[at : at + 4]}; give the tokenizer of the served model"
+        document = handshake.document(response)
+        try:
+            choices = {choice["index"]: choice for choice in document["choices"]}
+            server_ids = [list[int](choices[i]["prompt_token_ids"]) for i in range(len(PROBES))]
+        except (KeyError, TypeError) as error:
+            raise InvalidResponseError(
+                f"{handshake.subject}: prompt_token_ids not found in the response ({error!r}), "
+                "needed to compare tokenizers. Use a newer vLLM with return_token_ids",
+                status=response.status_code,
+                key="prompt_token_ids",
+            ) from error
+        for text, found in zip(PROBES, server_ids, strict=True):
+            expected = tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
+            if found != expected:
+                pairs = zip(found, expected, strict=False)
+                start = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+                raise TeacherMismatchError(
+                    f"{handshake.subject}: tokenizer differs from {self._source!r} on {text!r} "
+                    f"(found {found[start : start + 4]} from token {start} on, expected "
+                    f"{expected[start : start + 4]}). Set the tokenizer of the served model",
+                    status=response.status_code,
+                    key="tokenizer",
                 )
         return document.get("system_fingerprint")
 
     async def _compare_templates(
-        self, asker: "_Asker", model: str, tokenizer: FolderTokenizer
+        self, handshake: "_Handshake", model: str, tokenizer: PretrainedTokenizer
     ) -> None:
-        """Warns where the server would render messages otherwise; it may have its reasons."""
-        if tokenizer.template is None:
+        """Warn if the server renders messages differently, which may be intended."""
+        if not tokenizer.has_chat_template:
             return
-        response = await asker.post("/tokenize", {"model": model, "messages": list(_QUESTION)})
+        response = await handshake.post("/tokenize", {"model": model, "messages": list(_MESSAGES)})
         if response.status_code != HTTPStatus.OK:
-            return  # not every server has this route, and nothing needs it
-        rendered = tokenizer.template.render(_QUESTION, add_generation_prompt=True)
-        ours = tokenizer.tokenizer.encode(rendered, add_special_tokens=False).ids
-        if asker.document(response).get("tokens") != ours:
+            return  # an optional route, needed for this comparison only
+        rendered = tokenizer.render(_MESSAGES)
+        expected = tokenizer.tokenizer.encode(rendered, add_special_tokens=False).ids
+        if handshake.document(response).get("tokens") != expected:
             logger.warning(
-                "teacher %r at %s renders messages with another chat template than %r, which is "
-                "used; was it started with --chat-template?",
-                asker.connection.teacher,
-                asker.replica.url,
+                "%s: chat template differs from that of %r, which is used; check the server's "
+                "--chat-template",
+                handshake.subject,
                 self._source,
             )
 
-    async def _choose_route(
-        self, asker: "_Asker", model: str, tokenizer: FolderTokenizer, top_k: int
-    ) -> None:
-        """Tries ``/inference/v1/generate``, unless it is known that it is not to be used."""
-        if self._route is not GENERATE:
-            return
-        token_ids = tokenizer.tokenizer.encode(PROBES[0], add_special_tokens=False).ids
-        response = await asker.post(GENERATE.path, GENERATE.body(model, token_ids, top_k))
-        if response.status_code in NOT_OPEN:
-            found = problem_of(response)
-        elif _tells_prompt(asker.document(response), model, len(token_ids)):
-            return
-        else:
-            found = "its answer holds no prompt_logprobs of this model"
-        if self._api == "generate":
-            raise ConfigError(
-                f"teacher {asker.connection.teacher!r} at {asker.replica.url} cannot be asked "
-                f"through {GENERATE.path}: {found}; start vLLM 0.32 or newer with "
-                "--enable-scale-out, or set api to auto"
-            )
-        self._route = COMPLETIONS
-
-    async def _ask(
-        self, connection: Connection, tokens: SequenceTokens, top_k: int, manifest: Manifest
-    ) -> tuple[str, TeacherScore]:
-        """The manifest id of whoever answered, and the score."""
+    async def _score(
+        self,
+        connection: Connection,
+        tokenizer: PretrainedTokenizer,
+        tokens: SequenceTokens,
+        top_k: int,
+        manifest: Manifest,
+    ) -> TeacherScore:
         token_ids = tokens.token_ids
-        route, response = await self._respond(connection, manifest.model, token_ids, top_k)
-        # Megabytes of JSON, which other questions should not wait for.
+        body = json.dumps(_completion_request(manifest.model, token_ids, top_k)).encode()
+        response = await connection.post(_COMPLETIONS, body)
+        # In a thread, because the JSON has megabytes and would block other requests.
         document = await asyncio.to_thread(connection.json_object, response, kind=_KIND)
-        tokenizer = await self._folder_tokenizer()
         try:
+            [choice] = document["choices"]
             topk = await asyncio.to_thread(
                 topk_of_prompt_logprobs,
-                route.prompt_logprobs(document),
+                choice["prompt_logprobs"],
                 token_ids,
                 first=len(tokens.prompt_ids),
                 k=top_k,
                 known=tokenizer.table.present,
             )
         except (DataError, KeyError, TypeError, ValueError) as error:
-            raise TeacherError(
-                f"teacher {connection.teacher!r} answered nonsense: {error}",
+            raise InvalidResponseError(
+                f"teacher {connection.teacher!r}: invalid response: {error}",
                 status=response.status_code,
+                key="prompt_logprobs",
             ) from error
-        manifest_id = self._manifest_id(document, route, manifest)
-        return manifest_id, TeacherScore(manifest_id, tokens.completion, topk)
+        return TeacherScore(self._manifest_id(document, manifest), tokens.completion, topk)
 
-    async def _respond(
-        self, connection: Connection, model: str, token_ids: Sequence[int], top_k: int
-    ) -> tuple[PromptRoute, httpx.Response]:
-        """The answer of a server, and how it was asked."""
-        route = self._route
-        try:
-            body = json.dumps(route.body(model, token_ids, top_k)).encode()
-            return route, await connection.post(route.path, body)
-        except TeacherError as error:
-            if route is COMPLETIONS or self._api == "generate" or error.status not in NOT_OPEN:
-                raise
-        # A replica that was not there at the handshake, or came back without the option.
-        self._route = COMPLETIONS
-        body = json.dumps(COMPLETIONS.body(model, token_ids, top_k)).encode()
-        return COMPLETIONS, await connection.post(COMPLETIONS.path, body)
-
-    def _manifest_id(self, document: dict[str, Any], route: PromptRoute, manifest: Manifest) -> str:
-        """Of the server that answered, by what it says of itself with every answer."""
-        if not route.names_server and document.get("model") == manifest.model:
-            return manifest.manifest_id
-        same = self._manifests.get(document.get("system_fingerprint"))
-        if same is not None and document.get("model") == same.model:
-            return same.manifest_id
-        now = {
-            "model": str(document.get("model")),
-            "engine_version": str(document.get("system_fingerprint")),
-        }
-        return manifest.model_copy(update=now).manifest_id
+    def _manifest_id(self, document: dict[str, Any], manifest: Manifest) -> str:
+        """Return the manifest id of the responding server, by its model and fingerprint."""
+        model, fingerprint = document.get("model"), document.get("system_fingerprint")
+        known = self._manifests.get(fingerprint)
+        if known is not None and model == known.model:
+            return known.manifest_id
+        changes = {"model": str(model), "engine_version": str(fingerprint)}
+        return manifest.model_copy(update=changes).manifest_id
 
 
-class _Asker:
-    """Questions of a handshake, to one replica."""
+@dataclass(frozen=True)
+class _Handshake:
+    """Requests of a handshake with one replica."""
 
-    def __init__(
-        self, connection: Connection, replica: Replica, deadline_seconds: float | None
-    ) -> None:
-        self.connection = connection
-        self.replica = replica
-        self._deadline_seconds = deadline_seconds
+    connection: Connection
+    replica: Replica
+    deadline_seconds: float | None
+
+    @property
+    def subject(self) -> str:
+        """Subject of error messages."""
+        return f"teacher {self.connection.teacher!r} at {self.replica.url}"
 
     async def get(self, path: str) -> dict[str, Any]:
-        """The JSON object at a path."""
-        response = await self.connection.send_to_replica(
-            self.replica, path, deadline_seconds=self._deadline_seconds
+        """Return the JSON object at a path."""
+        return self.document(
+            await self.connection.send_to_replica(
+                self.replica, path, deadline_seconds=self.deadline_seconds
+            )
         )
-        return self.document(response)
 
     async def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        """The answer, 200 or not."""
+        """Send a POST of JSON and return the response, 200 or not."""
         return await self.connection.send_to_replica(
-            self.replica, path, body=body, deadline_seconds=self._deadline_seconds
+            self.replica, path, body=body, deadline_seconds=self.deadline_seconds
         )
 
     def document(self, response: httpx.Response) -> dict[str, Any]:
-        """The JSON object of an answer that must be one."""
+        """Return the JSON object of a successful response."""
         return self.connection.json_object(self.connection.require_ok(response), kind=_KIND)
 
 
-def _card(teacher: str, models: dict[str, Any], wanted: str | None) -> dict[str, Any]:
-    """The server's entry of the model that is asked."""
+def _completion_request(model: str, prompt: Sequence[int | str], top_k: int) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": 1,
+        "temperature": 0,
+        "prompt_logprobs": top_k,
+    }
+
+
+def _model_card(teacher: str, models: dict[str, Any], name: str | None) -> dict[str, Any]:
+    """Return the server's entry of the model."""
     try:
         cards = {str(card["id"]): card for card in models["data"]}
-        wanted = next(iter(cards)) if wanted is None and len(cards) == 1 else wanted
-        if wanted in cards and int(cards[wanted]["max_model_len"]) > 1:
-            return cards[wanted]
+        name = next(iter(cards)) if name is None and len(cards) == 1 else name
+        if name in cards and int(cards[name]["max_model_len"]) > 1:
+            return cards[name]
     except (KeyError, TypeError, ValueError) as error:
-        raise TeacherError(
-            f"teacher {teacher!r} lists no models with a max_model_len ({error!r}); is this "
-            f"address a {_KIND}?",
+        raise InvalidResponseError(
+            f"teacher {teacher!r}: max_model_len not found in the list of models ({error!r}). "
+            f"Check that this address is a {_KIND}",
             status=HTTPStatus.OK,
+            key="max_model_len",
         ) from error
-    asked = "one model and no name was given" if wanted is None else f"{wanted!r}"
+    expected = "one model, or a name" if name is None else repr(name)
     raise ConfigError(
-        f"teacher {teacher!r} serves {', '.join(sorted(cards)) or 'nothing'}, expected {asked}; "
-        "set the teacher's model to a name that it serves"
+        f"teacher {teacher!r}: model not found on the server (found "
+        f"{', '.join(sorted(cards)) or 'none'}, expected {expected}). Set the teacher's model to a "
+        "served name",
+        key="model",
     )
 
 
-def _choices(teacher: str, document: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was answered, in the order of what was asked."""
-    try:
-        return sorted(document["choices"], key=lambda choice: choice["index"])
-    except (KeyError, TypeError) as error:
+def _require_supported(teacher: str, request: LogprobsRequest) -> None:
+    """Raise TeacherError on ``candidate_ids`` or a temperature other than 1."""
+    candidates = any(sequence.candidate_ids is not None for sequence in request.sequences)
+    if request.temperature != 1.0 or candidates:
+        feature = "candidate_ids" if candidates else f"temperature {request.temperature:g}"
         raise TeacherError(
-            f"teacher {teacher!r} answered nonsense: no choices ({error!r})", status=HTTPStatus.OK
-        ) from error
-
-
-def _tells_prompt(document: dict[str, Any], model: str, tokens: int) -> bool:
-    """Whether an answer of ``GENERATE`` is one: older servers leave out what they do not know."""
-    told: Any = document.get("prompt_logprobs")
-    return document.get("model") == model and isinstance(told, list) and len(told) == tokens
-
-
-def _require_plain(teacher: str, request: LogprobsRequest) -> None:
-    """Raises TeacherError for what such a server cannot do."""
-    chosen = any(sequence.candidate_ids is not None for sequence in request.sequences)
-    if request.temperature != 1.0 or chosen:
-        what = "candidate_ids" if chosen else f"temperature {request.temperature:g}"
-        raise TeacherError(
-            f"teacher {teacher!r} is a {_KIND}, which cannot score {what}; serve it with "
-            "mopd-teacher, or do without",
+            f"teacher {teacher!r}: unsupported {feature} on a {_KIND}. Serve the model with "
+            "mopd-teacher",
             status=HTTPStatus.BAD_REQUEST,
+            key=feature.partition(" ")[0],
         )
 
 
-def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    pairs = zip(ours, theirs, strict=False)
-    equal = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
-    return sum(1 for _ in equal)
-
-
-async def _all_or_none(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Every result; at the first error the other calls are cancelled."""
+async def _gather_or_cancel(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return all results; cancel the remaining calls at the first error."""
     tasks = [asyncio.create_task(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)

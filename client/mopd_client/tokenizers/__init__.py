@@ -1,1 +1,1 @@
-"""The teacher's tokenizer and chat template on the client's side."""
+"""Tokenizers and chat templates of teachers on the client's side."""

@@ -1,4 +1,4 @@
-"""A stock vLLM server answers what our own service answers about the same model."""
+"""A stock vLLM server and a mopd service return the same scores of one model."""
 
 import os
 import subprocess
@@ -15,9 +15,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mopd_client.services.expectation import Expectation
-from mopd_client.services.vllm import OpenAIService
+from mopd_client.services.vllm import VllmService
 from mopd_client.teacher_client import TeacherClient
-from mopd_protocol.errors import ConfigError, DataError
+from mopd_protocol.errors import ConfigError, TeacherMismatchError
 from mopd_protocol.requests import ControlToken, SequenceRequest
 from mopd_protocol.samples import Message
 from mopd_server.app import create_app
@@ -39,7 +39,7 @@ SEQUENCES = [
 
 
 def model() -> Qwen3ForCausalLM:
-    """A model whose head has no padding: a stock server would give that a share of the mass."""
+    """A model without padding in its head, to which a stock server assigns mass."""
     tokenizer = tiny_models.digit_tokenizer()
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -49,13 +49,13 @@ def model() -> Qwen3ForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
-        head_dim=32,  # attention on a CPU takes no smaller one
+        head_dim=32,  # the minimum of attention on a CPU
         max_position_embeddings=256,
     )
-    made = Qwen3ForCausalLM(config).eval()
+    peaked = Qwen3ForCausalLM(config).eval()
     with torch.no_grad():
-        made.lm_head.weight.mul_(20)  # peaked, as a trained model's distributions are
-    return made
+        peaked.lm_head.weight.mul_(20)  # peaked, as a trained model's distributions are
+    return peaked
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +71,7 @@ def url(folder: Path) -> Iterator[str]:
     port = free_port()
     options = (
         f"--model {folder} --served-model-name tiny --host 127.0.0.1 --port {port} "
-        f"--dtype float32 --enforce-eager --max-model-len 128 --max-logprobs {TOP_K} "
-        "--enable-scale-out"
+        f"--dtype float32 --enforce-eager --max-model-len 128 --max-logprobs {TOP_K}"
     )
     process = subprocess.Popen(
         [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options.split()],
@@ -99,7 +98,7 @@ def url(folder: Path) -> Iterator[str]:
 
 
 def _read_until(process: "subprocess.Popen[str]", text: str) -> None:
-    """Returns when the server has written this; the rest is read, so that it may go on writing."""
+    """Wait for this text in the output, and drain the rest in a thread."""
     assert process.stdout is not None
     read: list[str] = []
     for line in process.stdout:
@@ -111,68 +110,61 @@ def _read_until(process: "subprocess.Popen[str]", text: str) -> None:
 
 
 def stock(url: str, tokenizer: Path, **settings: Any) -> TeacherClient:
-    return TeacherClient("math", [url], service=OpenAIService(str(tokenizer), **settings))
+    return TeacherClient("math", [url], service=VllmService(str(tokenizer), **settings))
 
 
-@pytest.mark.parametrize(
-    ("api", "path"),
-    [
-        ("auto", "/inference/v1/generate"),
-        ("completions", "/v1/completions"),
-    ],
-)
-async def test_a_stock_server_gives_the_scores_of_a_mopd_service(url, folder, api, path):
-    own = teacher_of(model(), tiny_models.digit_tokenizer())
-    transport = httpx.ASGITransport(create_app(own.service))
+async def test_a_stock_server_has_the_scores_of_a_mopd_service(url, folder):
+    teacher = teacher_of(model(), tiny_models.digit_tokenizer())
+    transport = httpx.ASGITransport(create_app(teacher.service))
     async with (
-        stock(url, folder, api=api) as theirs,
-        TeacherClient("math", ["http://own"], transport=transport) as ours,
+        stock(url, folder) as vllm,
+        TeacherClient("math", ["http://mopd"], transport=transport) as mopd,
     ):
-        manifest = await theirs.handshake(Expectation(top_k=TOP_K, messages=True))
-        expected_manifest = await ours.handshake()
-        found = await theirs.score(SEQUENCES, top_k=TOP_K)
-        expected = await ours.score(SEQUENCES, top_k=TOP_K)
+        manifest = await vllm.handshake(Expectation(top_k=TOP_K, messages=True))
+        expected_manifest = await mopd.handshake()
+        scores = await vllm.score(SEQUENCES, top_k=TOP_K)
+        expected_scores = await mopd.score(SEQUENCES, top_k=TOP_K)
 
-    assert theirs.path == path
     assert manifest.model == "tiny"
     assert manifest.max_model_len == 127
     assert manifest.tokenizer_fingerprint == expected_manifest.tokenizer_fingerprint
     assert manifest.chat_template_hash == expected_manifest.chat_template_hash
     assert manifest.roles == expected_manifest.roles
-    for one, other in zip(found, expected, strict=True):
-        assert one.completion.token_ids.tolist() == other.completion.token_ids.tolist()
-        assert one.completion.text == other.completion.text
-        assert one.completion.marks == other.completion.marks
-        np.testing.assert_allclose(one.topk.logprobs, other.topk.logprobs, atol=1e-5)
-        np.testing.assert_allclose(one.topk.token_logprobs, other.topk.token_logprobs, atol=1e-5)
+    for score, expected in zip(scores, expected_scores, strict=True):
+        assert score.completion.token_ids.tolist() == expected.completion.token_ids.tolist()
+        assert score.completion.text == expected.completion.text
+        assert score.completion.marks == expected.completion.marks
+        np.testing.assert_allclose(score.topk.logprobs, expected.topk.logprobs, atol=1e-5)
         np.testing.assert_allclose(
-            np.exp(one.topk.tail_logprobs), np.exp(other.topk.tail_logprobs), atol=1e-5
+            score.topk.token_logprobs, expected.topk.token_logprobs, atol=1e-5
+        )
+        np.testing.assert_allclose(
+            np.exp(score.topk.tail_logprobs), np.exp(expected.topk.tail_logprobs), atol=1e-5
         )
 
 
-@pytest.mark.parametrize("api", ["completions", "generate"])
-async def test_the_longest_sequence_that_the_manifest_allows_is_answered(url, folder, api):
-    async with stock(url, folder, api=api) as client:
+async def test_the_longest_sequence_of_the_manifest_is_scored(url, folder):
+    async with stock(url, folder) as client:
         limit = (await client.handshake()).max_model_len
         sequence = SequenceRequest(prompt_token_ids=[5], completion_token_ids=[6] * (limit - 1))
         [score] = await client.score([sequence], top_k=2)
     assert len(score.topk) == limit - 1
 
 
-async def test_a_stock_server_is_held_against_tokenizer_and_top_k(url, folder, tmp_path):
+async def test_a_stock_servers_tokenizer_limit_and_model_are_checked(url, folder, tmp_path):
     tiny_models.whole_number_tokenizer().save_pretrained(tmp_path)
     async with stock(url, tmp_path) as client:
-        with pytest.raises(DataError, match="has another tokenizer than"):
+        with pytest.raises(TeacherMismatchError):
             await client.handshake()
     async with stock(url, folder) as client:
-        with pytest.raises(ConfigError, match=f"start it with --max-logprobs {TOP_K + 1} or more"):
+        with pytest.raises(ConfigError, match=f"--max-logprobs {TOP_K + 1}"):
             await client.handshake(Expectation(top_k=TOP_K + 1))
     async with stock(url, folder, model="other") as client:
-        with pytest.raises(ConfigError, match="serves tiny, expected 'other'"):
+        with pytest.raises(ConfigError, match="found tiny, expected 'other'"):
             await client.handshake()
 
 
-async def test_a_stock_server_renders_messages_as_the_files_do(url, folder, caplog):
+async def test_a_stock_server_renders_messages_like_the_client(url, folder, caplog):
     async with stock(url, folder) as client:
         await client.handshake()
-    assert "another chat template" not in caplog.text
+    assert "chat template differs" not in caplog.text

@@ -31,7 +31,7 @@ CHANGES: list[tuple[Change, str]] = [
     (lambda v: v["teachers"]["math"].update(topk=3), "teachers.math.topk"),
     (lambda v: v["teachers"]["math"].update(loss={"type": "mse"}), "teachers.math.loss"),
     (lambda v: v["teachers"]["math"].update(url=[]), "teachers.math.url"),
-    (lambda v: v["teachers"]["math"].update(api="generate"), "teachers.math.api"),
+    (lambda v: v["teachers"]["math"].update(model="m"), "teachers.math.model"),
     (lambda v: v.pop("output_dir"), "output_dir"),
     (lambda v: v["rollout"].pop("max_new_tokens"), "rollout.max_new_tokens"),
     (lambda v: v.update(max_steps="many"), "max_steps"),

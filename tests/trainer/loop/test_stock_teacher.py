@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from mopd_client.pool import TeacherPool
-from mopd_client.services.vllm import OpenAIService
+from mopd_client.services.vllm import VllmService
 from mopd_client.teacher_client import TeacherClient
-from mopd_client.tokenizers.folder import read_folder_tokenizer
+from mopd_client.tokenizers.pretrained import load_tokenizer
 from mopd_losses.projection.cache import ProjectionCache
 from mopd_trainer.teachers.connect import connect_teachers
 from mopd_trainer.teachers.scoring import RolloutScorer
@@ -26,10 +26,10 @@ async def test_a_stock_server_judges_what_the_student_wrote(tmp_path: Path, loss
     same = loss == "topk_kl"
     own = tiny_models.digit_tokenizer() if same else tiny_models.whole_number_tokenizer()
     own.save_pretrained(tmp_path)
-    tokenizer = read_folder_tokenizer(str(tmp_path))
+    tokenizer = load_tokenizer(str(tmp_path))
     server = ScriptedVllm(tokenizer.tokenizer, width=tokenizer.table.size)
     config = teacher_config(kind="openai", tokenizer=str(tmp_path), loss={"type": loss})
-    service = OpenAIService(str(tmp_path))
+    service = VllmService(str(tmp_path))
     client = TeacherClient("math", config.url, service=service, transport=server.transport)
     rollouts = [
         rollout("digit", ids_of("digit", "12 + 30 = 42", "<|end|>"), index=0),

@@ -6,7 +6,6 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from mopd_client.services.vllm_routes import Api
 from mopd_losses.config import CtkdConfig, LossConfig, TopKKlConfig
 from mopd_protocol.requests import LogprobsDtype
 from mopd_trainer.config.settings import Incidental, Settings, invalid
@@ -51,7 +50,7 @@ class TeacherConfig(Settings):
     """The service to start, for ``placement: ray``."""
     kind: Literal["mopd", "openai"] = "mopd"
     """``mopd``: a ``mopd-teacher serve``; ``openai``: a stock ``vllm serve`` (start it with
-    ``--max-logprobs`` of at least ``top_k``, and with ``--enable-scale-out``, which is faster)."""
+    ``--max-logprobs`` of at least ``top_k``)."""
     tokenizer: Incidental[str | None] = None
     """``openai``: folder or hub name of the served model's tokenizer."""
     model: Incidental[str | None] = None
@@ -60,10 +59,6 @@ class TeacherConfig(Settings):
     revision: Incidental[str | None] = None
     """``openai``: a name for the served weights, which the server does not report; it identifies
     the teacher on resume and in the score cache. ``local``: commit, branch or tag of the hub."""
-    api: Api = "auto"
-    """``openai``: ``generate`` uses ``/inference/v1/generate`` (needs ``vllm serve
-    --enable-scale-out``); ``completions`` uses ``/v1/completions``, whose responses contain the
-    server's version; ``auto``: the first if every replica has it, else the second."""
     device: Incidental[str | None] = None
     """``local``: device for scoring. Default: the student's device."""
     dtype: Incidental[Literal["auto", "float32", "bfloat16", "float16"]] = "auto"
@@ -176,7 +171,6 @@ class TeacherConfig(Settings):
     def _validate_kind(self) -> "TeacherConfig":
         own = ("tokenizer", "model", "revision")
         names = [name for name in own if getattr(self, name) is not None]
-        names += ["api"] if self.api != "auto" else []
         if self.kind == "mopd" and names and not self.local:
             raise invalid(
                 names[0],

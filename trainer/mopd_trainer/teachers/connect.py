@@ -10,7 +10,7 @@ from mopd_client.score_store import ScoreStore
 from mopd_client.services.base import Service
 from mopd_client.services.expectation import Expectation
 from mopd_client.services.mopd import MopdService
-from mopd_client.services.vllm import OpenAIService
+from mopd_client.services.vllm import VllmService
 from mopd_client.teacher_client import TeacherClient
 from mopd_client.tokenizers.teacher import TeacherTokenizer
 from mopd_losses.projection.cache import ProjectionCache
@@ -148,9 +148,7 @@ def _service(config: TeacherConfig) -> Service:
     if config.kind == "mopd":
         return MopdService()
     assert config.tokenizer is not None  # its settings have been checked
-    return OpenAIService(
-        config.tokenizer, model=config.model, revision=config.revision, api=config.api
-    )
+    return VllmService(config.tokenizer, model=config.model, revision=config.revision)
 
 
 def _api_key(name: str, config: TeacherConfig) -> str | None:

@@ -238,7 +238,7 @@ def test_nobody_is_woken_for_nothing(folders: dict[str, Path]) -> None:
     assert models is not None
     models._models["math"].wake = lambda: pytest.fail("woken")
     assert asyncio.run(teacher.score([], top_k=2)) == []
-    with pytest.raises(TeacherError, match="tokens, the limit is 256") as refused:
+    with pytest.raises(TeacherError, match="expected at most 256") as refused:
         asyncio.run(teacher.score([sequence(completion="fox " * 300)], top_k=2))
     assert refused.value.status == 413
 

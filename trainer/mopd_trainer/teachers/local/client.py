@@ -12,7 +12,7 @@ from http import HTTPStatus
 import numpy as np
 
 from mopd_client.services.expectation import Expectation
-from mopd_client.tokenizers.sequence_tokens import SequenceTokens, require_room, sequence_tokens
+from mopd_client.tokenizers.sequence_tokens import SequenceTokens, require_length, sequence_tokens
 from mopd_client.tokenizers.teacher import TeacherTokenizer
 from mopd_client.transport.counters import Counters
 from mopd_losses.topk.full_vocabulary import HiddenScore
@@ -177,8 +177,8 @@ class LocalTeacher:
 
     def _tokens(self, sequence: SequenceRequest) -> SequenceTokens:
         assert self._identity is not None
-        tokens = sequence_tokens(self.name, self._identity.folder, sequence)
-        require_room(self.name, tokens, self._identity.manifest)
+        tokens = sequence_tokens(self.name, self._identity.tokenizer, sequence)
+        require_length(self.name, tokens, self._identity.manifest)
         return tokens
 
     def _task(self, sequence: SequenceRequest, tokens: SequenceTokens) -> LocalTask:
@@ -187,7 +187,7 @@ class LocalTeacher:
         if rows is not None:
             try:
                 for row in rows:
-                    self._identity.folder.table.require_known(np.array(row, dtype=np.int64))
+                    self._identity.tokenizer.table.require_known(np.array(row, dtype=np.int64))
             except DataError as error:
                 raise self._refusal(f"candidate_ids: {error}") from error
             if len(rows) != len(tokens.completion):

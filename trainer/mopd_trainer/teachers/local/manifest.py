@@ -8,8 +8,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mopd_client.tokenizers.folder import FolderTokenizer, read_folder_tokenizer
-from mopd_client.tokenizers.teacher import TeacherTokenizer
+from mopd_client.tokenizers.pretrained import PretrainedTokenizer, load_tokenizer
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.manifest import Features, Manifest
 from mopd_protocol.runtime.model_revision import name_of, revision_of
@@ -22,12 +21,7 @@ class LocalIdentity:
     wherever on this machine they are asked."""
 
     manifest: Manifest
-    folder: FolderTokenizer  # renders messages too
-
-    @property
-    def tokenizer(self) -> TeacherTokenizer:
-        """What the student's side knows of it."""
-        return TeacherTokenizer(self.folder.tokenizer, self.folder.table, self.folder.encoder)
+    tokenizer: PretrainedTokenizer
 
     @classmethod
     def read(cls, name: str, config: TeacherConfig, device: str) -> "LocalIdentity":
@@ -41,12 +35,12 @@ class LocalIdentity:
             DataError: for a tokenizer whose tokens do not spell bytes by themselves.
         """
         assert config.model is not None  # its settings have been checked
-        folder = read_folder_tokenizer(config.model, config.revision)
+        tokenizer = load_tokenizer(config.model, config.revision)
         settings = load(name, config, partial(AutoConfig.from_pretrained, config.model))
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(settings)
         width = int(model.get_output_embeddings().weight.shape[0])
-        real = folder.table.real_ids(width)
+        real = tokenizer.table.real_ids(width)
         longest = settings.get_text_config().to_dict().get("max_position_embeddings")
         if longest is None:
             raise ConfigError(
@@ -61,17 +55,17 @@ class LocalIdentity:
             engine_version=f"{transformers.__version__} (torch {torch.__version__})",
             dtype=str(dtype_of(config, settings, device)).removeprefix("torch."),
             logit_width=width,
-            tokenizer_fingerprint=folder.table.fingerprint,
-            tokenizer_size=folder.table.size,
-            roles=folder.table.roles,
-            chat_template_hash=folder.chat_template_hash,
+            tokenizer_fingerprint=tokenizer.table.fingerprint,
+            tokenizer_size=tokenizer.table.size,
+            roles=tokenizer.table.roles,
+            chat_template_hash=tokenizer.chat_template_hash,
             max_model_len=longest,
             max_top_k=int(real.sum()),
             features=Features(
-                candidate_ids=True, temperature=True, messages=folder.template is not None
+                candidate_ids=True, temperature=True, messages=tokenizer.has_chat_template
             ),
         )
-        return cls(manifest, folder)
+        return cls(manifest, tokenizer)
 
 
 def device_kind(device: str) -> str:
