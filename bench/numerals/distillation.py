@@ -187,7 +187,9 @@ class ReferenceSampler(Sampler):
     def sample(self, prompts: Sequence[Prompt], *, step: int, batch: int) -> list[Rollout]:
         """See ``Sampler``."""
         del batch
-        completions = [self._encoder.answer(self._exercises[prompt.index]) for prompt in prompts]
+        completions = [
+            self._encoder.completion(self._exercises[prompt.index]) for prompt in prompts
+        ]
         return [
             Rollout(
                 prompt=prompt,

@@ -21,7 +21,7 @@ from mopd.demo.tasks import (
     TaskName,
     draw_training,
     held_out_exercises,
-    with_random_answer,
+    with_random_completion,
 )
 from mopd.demo.teachers import train_model, train_models
 from mopd_protocol.tokenizers.token_table import TextEncoder
@@ -40,15 +40,15 @@ def ignore_progress(step: int, loss: float) -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_held_out_exercises_are_never_drawn_for_training(task: TaskName) -> None:
-    held_out = {exercise.question for exercise in held_out_exercises(task, 200, seed=0)}
+    held_out = {exercise.prompt for exercise in held_out_exercises(task, 200, seed=0)}
     assert len(held_out) == 200
-    assert held_out.isdisjoint(exercise.question for exercise in drawn(task, 5000))
+    assert held_out.isdisjoint(exercise.prompt for exercise in drawn(task, 5000))
 
 
 def test_a_held_out_sum_is_held_out_in_both_orders() -> None:
-    trained = {exercise.question for exercise in drawn("sums", 5000)}
+    trained = {exercise.prompt for exercise in drawn("sums", 5000)}
     for exercise in held_out_exercises("sums", 200, seed=0):
-        first, _, second, _ = exercise.question.split()
+        first, _, second, _ = exercise.prompt.split()
         assert f"{second} + {first} =" not in trained
 
 
@@ -64,25 +64,29 @@ def test_asking_for_more_held_out_exercises_than_there_are_is_refused() -> None:
 
 def test_the_answers_are_right() -> None:
     for exercise in drawn("sums"):
-        first, _, second, _ = exercise.question.split()
-        assert exercise.answer == str(int(first) + int(second))
+        first, _, second, _ = exercise.prompt.split()
+        assert exercise.completion == str(int(first) + int(second))
     for exercise in drawn("words"):
-        listed = exercise.question.removeprefix("reverse: ").split(" ")
-        assert exercise.answer.split(" ") == listed[::-1]
+        listed = exercise.prompt.removeprefix("reverse: ").split(" ")
+        assert exercise.completion.split(" ") == listed[::-1]
 
 
 def test_random_answers_have_the_form_of_right_ones_and_are_rarely_right() -> None:
     random = Random(0)
     for task in TASKS:
         exercises = drawn(task, 1000)
-        answers = [with_random_answer(exercise, random) for exercise in exercises]
+        answers = [with_random_completion(exercise, random) for exercise in exercises]
         for right, other in zip(exercises, answers, strict=True):
-            assert other.question == right.question
-            assert len(other.answer_parts) == len(right.answer_parts)
+            assert other.prompt == right.prompt
+            assert len(other.completion_parts) == len(right.completion_parts)
             if task == "sums":
-                assert len(other.answer) == len(right.answer) == len(str(int(other.answer)))
+                assert (
+                    len(other.completion)
+                    == len(right.completion)
+                    == len(str(int(other.completion)))
+                )
             else:
-                assert set(other.answer.split(" ")) <= set(WORDS)
+                assert set(other.completion.split(" ")) <= set(WORDS)
         lucky = sum(a == b for a, b in zip(exercises, answers, strict=True))
         assert lucky < 0.1 * len(exercises)
 
@@ -91,7 +95,7 @@ def test_random_answers_have_the_form_of_right_ones_and_are_rarely_right() -> No
 def test_a_tokenizer_spells_answers_and_other_text_back(recipe: Recipe) -> None:
     encoder = Encoder(recipe.tokenizer())
     continuations = TextEncoder(encoder.tokenizer.backend_tokenizer, encoder.table)
-    texts = [exercise.answer for task in TASKS for exercise in drawn(task, 50)]
+    texts = [exercise.completion for task in TASKS for exercise in drawn(task, 50)]
     for text in [*texts, "Grüße, 漢字 🙂\n\tand  more"]:
         assert encoder.table.sequence(continuations.encode(text)).text.decode() == text
 
@@ -103,7 +107,7 @@ def test_parts_are_tokenized_as_in_the_whole_answer(recipe: Recipe) -> None:
     for exercise in [*drawn("sums", 50), *drawn("words", 50)]:
         if recipe is WORDS_TEACHER and exercise.task == "sums":
             continue  # keeps numbers whole, and is never trained on sums
-        assert encoder.answer(exercise)[:-1] == continuations.encode(exercise.answer)
+        assert encoder.completion(exercise)[:-1] == continuations.encode(exercise.completion)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
@@ -136,7 +140,7 @@ def test_the_student_spells_every_word_in_one_token_and_the_words_teacher_does_n
 def test_the_student_and_the_sums_teacher_spell_answers_in_single_digits() -> None:
     for recipe in (STUDENT, SUMS_TEACHER):
         encoder = Encoder(recipe.tokenizer())
-        assert all(len(encoder.answer(exercise)) == 3 for exercise in drawn("sums", 50))
+        assert all(len(encoder.completion(exercise)) == 3 for exercise in drawn("sums", 50))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
