@@ -72,7 +72,7 @@ def test_a_run_on_ray_trains_what_one_process_trains(
     run = started(write_run(tmp_path, values))
     told, refused = run.communicate(timeout=800)
     assert run.returncode == 0, refused
-    assert told.count("the student is in ") == 1
+    assert told.count("saved the model to ") == 1
     del values["resources"]
     values["student"]["sharding"] = "none"
     values["teachers"] = {n: {"url": address, "top_k": 8} for n, address in addresses.items()}
