@@ -184,7 +184,7 @@ class ReferenceSampler(Sampler):
         self._encoder = encoder
         self._exercises = exercises
 
-    def sample(self, prompts: Sequence[Prompt], *, step: int, batch: int) -> list[Rollout]:
+    def sample_batch(self, prompts: Sequence[Prompt], *, step: int, batch: int) -> list[Rollout]:
         """See ``Sampler``."""
         del batch
         completions = [

@@ -23,7 +23,7 @@ from tests.trainer.whole_runs import assert_same_weights, journal, run_here
 
 ray = pytest.importorskip("ray")
 
-from mopd_trainer.launch.cluster import RayWorkers, worker_actor  # noqa: E402
+from mopd_trainer.launch.workers import RayWorkers, worker_actor  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
@@ -70,11 +70,11 @@ class Dying(RayWorkers):
 
     asked = 0
 
-    async def write(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Any:
+    async def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Any:
         self.asked += 1
         if self.asked == 6:
             os.kill(await self._actors[0].process_id.remote(), signal.SIGKILL)
-        return await super().write(prompts, seed=seed)
+        return await super().generate(prompts, seed=seed)
 
 
 def run_with(config: RunConfig, workers: RayWorkers, name: str) -> Path:
@@ -137,8 +137,8 @@ def test_a_worker_that_cannot_be_says_why(cluster: None, values: dict[str, Any])
 
     async def asked() -> None:
         workers = RayWorkers([actor], config)
-        await workers.push(0, {})
-        await workers.write([[5]], seed=0)
+        await workers.push_weights(0, {})
+        await workers.generate([[5]], seed=0)
 
     with pytest.raises(MopdError, match=r"worker refuses: student\.model '/nowhere"):
         asyncio.run(asked())

@@ -11,7 +11,8 @@ from transformers import GenerationConfig
 
 from mopd_protocol.errors import DataError
 from mopd_trainer.config.run import RolloutConfig
-from mopd_trainer.student.student import Generation, Student
+from mopd_trainer.student.generation import Generation
+from mopd_trainer.student.student import Student
 from tests.reference.sampling import greedy, nucleus
 from tests.reference.teacher_scores import next_token_logprobs
 from tests.trainer.students import CPU, FAMILIES, model_of, student_of, tokenizer

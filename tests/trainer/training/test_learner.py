@@ -108,7 +108,7 @@ def slow_loss(student: Student, chosen: list[TrainingExample]) -> Tensor:
             student.model(torch.tensor([[*prompt, *ids[:row]]])).logits[0, -1]
             for row in range(len(ids))
         ]
-        for judgement in one.judgements:
+        for judgement in one.scores:
             targets = topk_targets(judgement.alignment, judgement.score.topk)
             student_rows = DenseRows(torch.stack(rows), real_ids)
             output = losses[judgement.teacher](student_rows, targets)
@@ -175,7 +175,7 @@ def test_only_rows_that_predict_completion_tokens_have_a_gradient() -> None:
     trained = torch.zeros(batch.input_ids.shape, dtype=torch.bool)
     for row, one in enumerate(chosen):
         first = len(one.rollout.prompt_token_ids) - 1
-        starts = {int(at) for j in one.judgements for at in j.alignment.student_starts}
+        starts = {int(at) for j in one.scores for at in j.alignment.student_starts}
         trained[row, [first + at for at in starts]] = True
     assert torch.equal(gradient.abs().sum(dim=-1) > 0, trained)
     assert 0 < int(trained.sum()) < trained.numel()

@@ -108,7 +108,7 @@ def slow_step(chosen: list[TrainingExample], weight: float) -> tuple[float, list
         contexts = [torch.tensor([[*prompt, *ids[:row]]]) for row in range(len(ids))]
         rows = torch.stack([student.model(context).logits[0, -1] for context in contexts])
         distilled = None
-        for judgement in one.judgements:
+        for judgement in one.scores:
             targets = topk_targets(judgement.alignment, judgement.score.topk)
             output = losses[judgement.teacher](DenseRows(rows, real_ids), targets)
             share = judgement.weight * TEACHER_WEIGHTS[judgement.teacher] * output.per_token
@@ -198,7 +198,7 @@ def test_cross_entropy_is_measured_unweighted_per_token_of_answers() -> None:
 
 
 def test_an_answer_may_have_no_judge_and_a_rollout_may_not() -> None:
-    assert unjudged(answers())[0].judgements == ()
+    assert unjudged(answers())[0].scores == ()
     with pytest.raises(DataError, match="the rollout of prompt 0 has no judgement"):
         unjudged(rollouts())
 

@@ -53,7 +53,7 @@ class RecordedSample:
     """A completion, and who judged it."""
 
     rollout: Rollout
-    judgements: tuple[RecordedJudgement, ...]
+    scores: tuple[RecordedJudgement, ...]
 
 
 class Recorder:
@@ -244,7 +244,7 @@ def _sample(key: str, example: TrainingExample, arrays: Arrays) -> JSON:
         "policy_version": rollout.policy_version,
         "judgements": [
             _judgement(f"{key}.{at}", judgement, arrays)
-            for at, judgement in enumerate(example.judgements)
+            for at, judgement in enumerate(example.scores)
         ],
     }
 

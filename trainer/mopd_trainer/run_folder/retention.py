@@ -98,11 +98,6 @@ class CheckpointManager:
                 remove_folder(folder)
         self._prune()  # in case a kill interrupted the last one
 
-    def is_due(self, step: int) -> bool:
-        """Return True if the checkpoint of a step (from 1) is to be saved."""
-        every = self._config.save_steps
-        return step == self._config.max_steps or bool(every and step % every == 0)
-
     def observe(self, metrics: Metrics) -> None:
         """Record the metrics of a step."""
         value = metrics.get(self._config.best_checkpoint_metric or "", math.nan)
