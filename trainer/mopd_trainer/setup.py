@@ -96,7 +96,7 @@ async def open_run(
             coordinator = await _open_coordinator(
                 config, console, inputs, student, workers, timer, first_step, stack
             )
-        timer.take()  # the start of a rollout engine is not part of a step
+        timer.pop()  # the start of a rollout engine is not part of a step
         yield Run(
             config=config,
             ranks=ranks,

@@ -75,7 +75,7 @@ class StepLog:
         metrics |= teacher_metrics(examples, losses, self._counters())
         if self._workers is not None:
             metrics["rollout/worker_restarts"] = float(self._workers.take_restarts())
-        metrics |= timer.take()
+        metrics |= timer.pop()
         self._journal.write(step + 1, metrics)
         is_logged = (step + 1) % config.logging_steps == 0 or step + 1 == config.max_steps
         if is_logged or step == 0:
