@@ -107,7 +107,7 @@ def test_a_rank_that_dies_on_ray_ends_the_run_with_a_sentence(
     assert run.returncode == 2
     assert refused.count("mopd: ") == 1
     assert "student rank" in refused
-    assert "died" in refused
+    assert "crashed" in refused
     until(lambda: not processes(path, "ray::StudentRank"), None)
 
 

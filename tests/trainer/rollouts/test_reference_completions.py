@@ -109,5 +109,5 @@ async def test_answers_come_in_batches_in_order_and_once_each() -> None:
 
 
 def test_a_prompt_without_an_answer_is_no_answer() -> None:
-    with pytest.raises(DataError, match="prompt 4 has no reference answer"):
+    with pytest.raises(DataError, match="prompt 4: no reference answer"):
         reader_of().rollouts([prompt_of(None, 4)], step=0)

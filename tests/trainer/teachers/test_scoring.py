@@ -225,7 +225,7 @@ async def test_a_run_that_waits_keeps_asking_until_the_teacher_is_back(
     lines = [record.message for record in caplog.records if "waiting" in record.message]
     assert lines[0].startswith("waiting for teacher 'code', 0 s so far: teacher 'code' is unr")
     assert 2 <= len(lines) < 10  # one in a while, not one a call
-    assert "teacher 'code' is back after 1" in caplog.text
+    assert "teacher 'code' is available after 1" in caplog.text
 
 
 async def test_a_run_that_waits_ends_when_the_teacher_is_there_and_refuses() -> None:

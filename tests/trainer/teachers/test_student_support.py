@@ -233,7 +233,7 @@ async def test_a_teacher_that_scores_no_chosen_ids_is_refused(monkeypatch: Any) 
 async def test_a_rollout_without_the_students_ids_is_refused() -> None:
     teachers = {"math": (Recorded(service("digit").app), teacher_config(**SAME))}
     async with scorer_of(IDENTITY, teachers) as scorer:
-        with pytest.raises(DataError, match="the rollout of prompt 0 was made without"):
+        with pytest.raises(DataError, match="none in the rollout of prompt 0"):
             await scorer.score([rollout("digit", [70], teachers={"math": 1.0})])
 
 

@@ -199,7 +199,7 @@ def test_cross_entropy_is_measured_unweighted_per_token_of_answers() -> None:
 
 def test_an_answer_may_have_no_judge_and_a_rollout_may_not() -> None:
     assert unjudged(answers())[0].scores == ()
-    with pytest.raises(DataError, match="the rollout of prompt 0 has no judgement"):
+    with pytest.raises(DataError, match="prompt 0: the rollout has no score"):
         unjudged(rollouts())
 
 
@@ -208,5 +208,5 @@ def test_labels_are_the_tokens_of_answers_and_ignored_elsewhere() -> None:
     batch = micro_batch(chosen)
     answer, own = (one.rollout.completion.token_ids.tolist() for one in chosen)
     assert batch.labels.tolist() == [*answer, *[-100] * len(own)]
-    assert batch.answers
-    assert not micro_batch(rollouts()).answers
+    assert batch.has_labels
+    assert not micro_batch(rollouts()).has_labels

@@ -131,7 +131,7 @@ class LocalTeacher:
     async def aclose(self) -> None:
         """Do nothing: no connection is open."""
 
-    async def _known(self) -> LocalIdentity:
+    async def _loaded_identity(self) -> LocalIdentity:
         await self.wait_until_ready(0.0)
         assert self._identity is not None
         return self._identity
