@@ -59,9 +59,7 @@ class DistillationTrainer(Trainer):
     ) -> Any:
         """Nats per token of this batch, averaged over its tokens."""
         model.eval()  # sampling without dropout
-        rollouts = self.sampler.sample_batch(
-            inputs["prompts"], step=self.state.global_step, batch=0
-        )
+        rollouts = self.sampler.sample(inputs["prompts"], step=self.state.global_step, batch=0)
         model.train()
         examples = self.runner.run(self.scorer.score(rollouts))
         batch = micro_batch(examples)

@@ -92,18 +92,17 @@ def files_that_import(library: str, folder: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("library", "folder", "file"),
+    ("library", "folder", "files"),
     [
-        ("vllm", "server", "mopd_server/engines/vllm/engine.py"),
+        ("vllm", "server", "mopd_server/engines/vllm/"),
         ("vllm", "trainer", "mopd_trainer/rollouts/vllm/engine.py"),
+        ("ray", "trainer", "mopd_trainer/launch/cluster.py"),
         ("peft", "trainer", "mopd_trainer/student/lora.py"),
     ],
 )
-def test_optional_library_is_imported_by_one_file(library: str, folder: str, file: str) -> None:
-    assert files_that_import(library, folder) == {file}
-
-
-def test_only_the_launch_folder_imports_ray() -> None:
-    files = files_that_import("ray", "trainer")
-    assert files
-    assert {Path(file).parent.as_posix() for file in files} == {"mopd_trainer/launch"}
+def test_optional_library_is_imported_by_one_file_or_folder(
+    library: str, folder: str, files: str
+) -> None:
+    importers = files_that_import(library, folder)
+    assert importers
+    assert all(importer.startswith(files) for importer in importers)

@@ -29,9 +29,7 @@ from mopd_losses.core.cross_entropy import SftLoss
 from mopd_losses.core.loss import Loss
 from mopd_losses.projection.cache import ProjectionCache
 from mopd_protocol.samples import Prompt, Rollout
-from mopd_server.app import create_app
-from mopd_server.scoring.loading import load_service
-from mopd_server.settings import TeacherSettings
+from mopd_server import TeacherService, TeacherSettings, create_app
 from mopd_trainer.collection import collect
 from mopd_trainer.config.run import RolloutConfig, StudentConfig, TeacherConfig
 from mopd_trainer.data.packing import pack
@@ -184,12 +182,10 @@ class ReferenceSampler(Sampler):
         self._encoder = encoder
         self._exercises = exercises
 
-    def sample_batch(self, prompts: Sequence[Prompt], *, step: int, batch: int) -> list[Rollout]:
+    def sample(self, prompts: Sequence[Prompt], *, step: int, batch: int) -> list[Rollout]:
         """See ``Sampler``."""
         del batch
-        completions = [
-            self._encoder.completion(self._exercises[prompt.index]) for prompt in prompts
-        ]
+        completions = [self._encoder.answer(self._exercises[prompt.index]) for prompt in prompts]
         return [
             Rollout(
                 prompt=prompt,
@@ -210,7 +206,7 @@ async def _teacher(
     run: Run, student: Student, models: Path, cache: ProjectionCache
 ) -> AsyncGenerator[tuple[TeacherPool, Teacher]]:
     folder = model_folder(run.pair, "teacher", 0, models)
-    service = load_service(TeacherSettings(model=str(folder), name=_TEACHER, device="cpu"))
+    service = TeacherService.load(TeacherSettings(model=str(folder), name=_TEACHER, device="cpu"))
     await asyncio.to_thread(service.warm_up)  # it runs an event loop
     config = TeacherConfig(url=(_ADDRESS,), top_k=run.pair.top_k, loss=loss_settings(run.loss))
     transport = httpx.ASGITransport(create_app(service))

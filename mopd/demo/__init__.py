@@ -1,1 +1,1 @@
-"""``mopd demo``: two tasks, three tokenizers, two teachers and a student."""
+"""The material of ``make demo``: two tasks, three tokenizers, two teachers and a student."""

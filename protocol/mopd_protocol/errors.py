@@ -14,7 +14,9 @@ Every class has a ``code`` that a program can test; a ``key`` names the setting,
     │   ├── TeacherUnavailableError    teacher_unavailable
     │   ├── TeacherMismatchError       teacher_mismatch       key: the fact that differs
     │   ├── InvalidResponseError       invalid_response       key: the field of the response
-    │   └── ServiceError               by reason              in mopd_server
+    │   ├── ServiceError               by cause: queue_full   in mopd_server, as the classes below
+    │   ├── SelfCheckError             self_check_failed      key: the pair of scores that differ
+    │   └── EngineCrashError            engine_dead
     ├── RankError (RuntimeError)       rank_failed
     ├── TrainingError (RuntimeError)   training_failed
     └── DiskError (OSError)            disk_failed            key: the path
@@ -22,13 +24,11 @@ Every class has a ``code`` that a program can test; a ``key`` names the setting,
 A message has the form ``<subject>: <what is wrong> (found <x>, expected <y>). <Fix>.``
 """
 
-from typing import ClassVar
-
 
 class MopdError(Exception):
     """Base class of all errors that mopd raises on purpose; the message is one sentence."""
 
-    code: ClassVar[str] = "mopd_error"
+    code: str = "mopd_error"
 
     def __init__(self, message: str, *, key: str | None = None) -> None:
         super().__init__(message)

@@ -6,7 +6,6 @@ from mopd_protocol.runtime.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from mopd_server.app import create_app
-    from mopd_server.scoring.loading import load_service
     from mopd_server.scoring.service import TeacherService
     from mopd_server.settings import TeacherSettings
 else:
@@ -16,7 +15,6 @@ else:
             "TeacherService": "scoring.service",
             "TeacherSettings": "settings",
             "create_app": "app",
-            "load_service": "scoring.loading",
         },
     )
 
@@ -24,5 +22,4 @@ __all__ = [
     "TeacherService",
     "TeacherSettings",
     "create_app",
-    "load_service",
 ]

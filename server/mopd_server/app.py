@@ -1,4 +1,4 @@
-"""The HTTP routes of a teacher. Each endpoint is a plain function; ``create_app`` joins them."""
+"""HTTP routes of a teacher, joined by ``create_app``."""
 
 import asyncio
 import time
@@ -16,13 +16,13 @@ from mopd_protocol.codec import BINARY_MEDIA_TYPE, encode_binary, encode_json
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.requests import LogprobsDtype, LogprobsRequest
 from mopd_protocol.responses import LogprobsResponse
-from mopd_server.http.lifecycle import Lifecycle, RefuseUnlessOpen
-from mopd_server.http.middleware.authentication import ApiKeys, RequireApiKey
-from mopd_server.http.middleware.body_limit import LimitBody
+from mopd_server.http.lifecycle import Lifecycle, LifecycleMiddleware
+from mopd_server.http.middleware.authentication import ApiKeyMiddleware, ApiKeys
+from mopd_server.http.middleware.body_limit import BodyLimitMiddleware
 from mopd_server.http.middleware.disconnects import cancel_on_disconnect
-from mopd_server.http.middleware.observation import ObserveRequests
+from mopd_server.http.middleware.observation import ObservationMiddleware
 from mopd_server.http.middleware.quotas import KeyQuota, Quotas
-from mopd_server.http.middleware.response_limit import AnswerLimit
+from mopd_server.http.middleware.response_limit import ResponseLimit
 from mopd_server.http.problems import install_problem_handlers
 from mopd_server.http.request_body import scoring_request
 from mopd_server.http.request_record import current_record
@@ -35,13 +35,13 @@ router = APIRouter()
 
 
 class TokenizerFiles(BaseModel):
-    """Text files from which ``AutoTokenizer.from_pretrained`` makes the teacher's tokenizer."""
+    """Text files for ``AutoTokenizer.from_pretrained``."""
 
     files: dict[str, str]
 
 
 class State(BaseModel):
-    """Whether a service lives, or is ready."""
+    """Health or readiness of a service."""
 
     status: str
 
@@ -55,35 +55,35 @@ def create_app(
     body_timeout_seconds: float = ListenSettings.body_timeout_seconds,
     request_timeout_seconds: float = ListenSettings.request_timeout_seconds,
 ) -> FastAPI:
-    """The application of a teacher that is loaded, or that will be (a ``Lifecycle``).
+    """Create the application of a loaded teacher, or of one that is still loading (``Lifecycle``).
 
-    A loaded service that is started as a server (with its lifespan) is warmed up by the
-    application. Called in process without lifespan (``httpx.ASGITransport``), call
-    ``service.warm_up()`` first. Whoever hands over a ``Lifecycle`` does all that itself.
+    With its lifespan, the application warms up and closes a loaded service. Without (in process,
+    ``httpx.ASGITransport``), call ``service.warm_up()`` first. The owner of a ``Lifecycle`` does
+    both.
     """
     lifecycle = teacher if isinstance(teacher, Lifecycle) else Lifecycle(teacher)
     keys = api_keys if isinstance(api_keys, ApiKeys) else ApiKeys(api_keys)
     quotas = Quotas(quota or KeyQuota())
     app = FastAPI(
-        # Neither the teacher's name nor its model: this page needs no key.
+        # Without the name and model of the teacher: this page needs no key.
         title="mopd teacher",
-        summary="Reads completions and answers with this teacher's next-token distributions.",
+        summary="Scores completions with this teacher's next-token distributions.",
         lifespan=_lifespan if isinstance(teacher, TeacherService) else None,
-        redirect_slashes=False,  # a redirect of a POST is an empty answer to most who send one
+        redirect_slashes=False,  # most clients do not repeat the body of a redirected POST
     )
     app.state.lifecycle = lifecycle
     app.state.quotas = quotas
-    app.state.answers = AnswerLimit()
+    app.state.response_limit = ResponseLimit()
     app.state.request_timeout_seconds = request_timeout_seconds
     app.include_router(router)
     install_problem_handlers(app)
     install_openapi(app)
-    # The last one added is the first to see a request.
-    app.add_middleware(LimitBody, max_bytes=max_body_bytes, seconds=body_timeout_seconds)
-    app.add_middleware(RefuseUnlessOpen, lifecycle=lifecycle)
-    if keys.asked:
-        app.add_middleware(RequireApiKey, api_keys=keys, quotas=quotas)
-    app.add_middleware(ObserveRequests, lifecycle=lifecycle)
+    # The last one added is the outermost.
+    app.add_middleware(BodyLimitMiddleware, max_bytes=max_body_bytes, seconds=body_timeout_seconds)
+    app.add_middleware(LifecycleMiddleware, lifecycle=lifecycle)
+    if keys.required:
+        app.add_middleware(ApiKeyMiddleware, api_keys=keys, quotas=quotas)
+    app.add_middleware(ObservationMiddleware, lifecycle=lifecycle)
     return app
 
 
@@ -97,7 +97,7 @@ async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
 
 
 def lifecycle_of(app: FastAPI) -> Lifecycle:
-    """Whether the teacher behind ``app`` is loaded, ready or leaving."""
+    """Return the state of the teacher behind ``app``."""
     return app.state.lifecycle
 
 
@@ -105,17 +105,16 @@ def _lifecycle(request: Request) -> Lifecycle:
     return lifecycle_of(request.app)
 
 
-def service_of(request: Request) -> TeacherService:
-    """The service behind a request; 503 where it is not loaded."""
+def _service(request: Request) -> TeacherService:
     return _lifecycle(request).require_loaded()
 
 
-Service = Annotated[TeacherService, Depends(service_of)]
+Service = Annotated[TeacherService, Depends(_service)]
 Life = Annotated[Lifecycle, Depends(_lifecycle)]
 
 
 def _problems(*statuses: HTTPStatus) -> dict[int | str, dict[str, Any]]:
-    """How errors look, for the OpenAPI page."""
+    """Return the error responses of a route for the OpenAPI page."""
     return {
         int(status): {"description": status.phrase, "content": PROBLEM_CONTENT}
         for status in statuses
@@ -149,25 +148,28 @@ def _problems(*statuses: HTTPStatus) -> dict[int | str, dict[str, Any]]:
     openapi_extra=REQUEST_BODY,
 )
 async def score_completions(request: Request, life: Life, service: Service) -> Response:
-    """Row r of an answer is the teacher's distribution that predicts completion token r.
+    """Row r of a response is the teacher's distribution that predicts completion token r.
 
-    With ``Accept: application/vnd.mopd.safetensors`` the answer is one binary body, else JSON.
+    With ``Accept: application/vnd.mopd.safetensors`` the response is binary, else JSON.
     """
     service.require_ready()
     body = await scoring_request(request)
     binary = BINARY_MEDIA_TYPE in request.headers.get("accept", "")
     state = request.app.state
     try:
-        with state.answers.share(binary=binary) as reserve, life.ending() as ending:
+        with (
+            state.response_limit.reservation(binary=binary) as reserve,
+            life.abort_signal() as abort,
+        ):
             async with asyncio.timeout(state.request_timeout_seconds):
                 scoring = _score(service, body, state.quotas, reserve)
-                response = await cancel_on_disconnect(request, scoring, ending)
-            return await _encoded(service, response, body.logprobs_dtype, binary=binary)
+                response = await cancel_on_disconnect(request, scoring, abort)
+            return await _encode(service, response, body.logprobs_dtype, binary=binary)
     except TimeoutError as error:
         raise ServiceError(
             HTTPStatus.GATEWAY_TIMEOUT,
-            f"no answer within {state.request_timeout_seconds:g} s; send fewer or shorter "
-            "sequences at once",
+            f"no response within {state.request_timeout_seconds:g} s. Send fewer or shorter "
+            "sequences per request.",
         ) from error
 
 
@@ -177,8 +179,7 @@ async def _score(
     quotas: Quotas,
     reserve: Callable[[int], None],
 ) -> LogprobsResponse:
-    """The scores; their tokens are taken from the quota of the key that asked, their memory from
-    what answers may take."""
+    """Score within the quota of the API key and the memory limit of responses."""
     record = current_record()
 
     def admit(prompt_tokens: int, completion_tokens: int) -> None:
@@ -186,7 +187,7 @@ async def _score(
         reserve(completion_tokens * max(body.top_k, max(candidates, default=0)))
         if record is not None:
             if record.key_name is not None:
-                quotas.spend(record.key_name, prompt_tokens + completion_tokens)
+                quotas.charge(record.key_name, prompt_tokens + completion_tokens)
             record.sequences, record.top_k = len(body.sequences), body.top_k
             record.prompt_tokens, record.completion_tokens = prompt_tokens, completion_tokens
 
@@ -194,38 +195,38 @@ async def _score(
         return await service.score(body, admit=admit)
     except ServiceError:
         if record is not None and record.key_name is not None:
-            quotas.give_back(record.key_name, record.prompt_tokens + record.completion_tokens)
+            quotas.refund(record.key_name, record.prompt_tokens + record.completion_tokens)
         raise
 
 
-async def _encoded(
+async def _encode(
     service: TeacherService, response: LogprobsResponse, dtype: LogprobsDtype, *, binary: bool
 ) -> Response:
     started = time.monotonic()
-    answer = await asyncio.to_thread(_as_binary if binary else _as_json, response, dtype)
-    spent = time.monotonic() - started
-    service.metrics.phase_seconds.labels("encode").observe(spent)
+    encoded = await asyncio.to_thread(_as_binary if binary else _as_json, response, dtype)
+    seconds = time.monotonic() - started
+    service.metrics.phase_seconds.labels("encode").observe(seconds)
     if record := current_record():
-        record.phase_seconds = {**response.timings, "encode": spent}
-    return answer
+        record.phase_seconds = {**response.timings, "encode": seconds}
+    return encoded
 
 
-@router.get("/v1/manifest", summary="Who this teacher is")
+@router.get("/v1/manifest", summary="Identity of the teacher")
 async def manifest(service: Service) -> Manifest:
-    """Model, precision, vocabulary, limits, and a hash of all that affects scores."""
+    """Model, precision, vocabulary, limits, and a hash of everything that affects scores."""
     return service.manifest
 
 
-@router.get("/v1/tokenizer", summary="The tokenizer's files")
+@router.get("/v1/tokenizer", summary="Files of the tokenizer")
 async def tokenizer(service: Service) -> TokenizerFiles:
-    """What the student's side needs to know this teacher's tokens, without the hub."""
+    """Everything that a client needs to load this teacher's tokenizer without the hub."""
     return TokenizerFiles(files=dict(service.tokenizer_files))
 
 
 @router.head("/healthz", include_in_schema=False)
-@router.get("/healthz", summary="Whether the process should live")
+@router.get("/healthz", summary="Liveness probe")
 async def health(life: Life) -> State:
-    """200 unless the warm-up has failed for good; also while the model loads."""
+    """200 unless the warm-up has failed permanently; also while the model loads."""
     if life.service is not None and life.service.failure:
         life.require_ready()
     return State(status="alive")
@@ -234,22 +235,22 @@ async def health(life: Life) -> State:
 @router.head("/readyz", include_in_schema=False)
 @router.get(
     "/readyz",
-    summary="Whether requests are welcome",
+    summary="Readiness probe",
     responses=_problems(HTTPStatus.SERVICE_UNAVAILABLE),
 )
 async def readiness(life: Life) -> State:
-    """503 until a warm-up scoring has passed, and again when the teacher is shutting down."""
+    """503 before the warm-up has succeeded, and while the teacher is shutting down."""
     life.require_ready()
     return State(status="ready")
 
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=Response)
 async def metrics(life: Life) -> Response:
-    """Requests, refusals, tokens, time by phase, the queue's length, the process's memory."""
-    known = [life.metrics.exposition()]
+    """Requests, errors, tokens, time by phase, length of the queue, memory of the process."""
+    parts = [life.metrics.exposition()]
     if life.service is not None:
-        known.append(life.service.metrics.exposition())
-    return Response(b"".join(known), media_type=CONTENT_TYPE_LATEST)
+        parts.append(life.service.metrics.exposition())
+    return Response(b"".join(parts), media_type=CONTENT_TYPE_LATEST)
 
 
 def _as_binary(response: LogprobsResponse, dtype: LogprobsDtype) -> Response:
@@ -257,5 +258,5 @@ def _as_binary(response: LogprobsResponse, dtype: LogprobsDtype) -> Response:
 
 
 def _as_json(response: LogprobsResponse, dtype: LogprobsDtype) -> Response:
-    """JSON writes whole numbers: ``dtype`` is a matter of the binary wire."""
+    """Encode as JSON; ``dtype`` affects the binary form only."""
     return JSONResponse(encode_json(response))

@@ -1,4 +1,4 @@
-"""The parts of the OpenAPI page that FastAPI does not see: a body that is read by hand."""
+"""Parts of the OpenAPI page unknown to FastAPI: the body is parsed without its models."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ _REFERENCE = "#/components/schemas/{model}"
 
 
 class ScoredSequence(BaseModel):
-    """One scored completion; all rows are completion tokens, in order."""
+    """One scored completion; every row is a completion token, in order."""
 
     model_config = ConfigDict(extra="forbid")
 
     id: str | None
     text: str
     text_base64: str | None = None
-    """The bytes, where they are no valid UTF-8."""
+    """The bytes, if they are not valid UTF-8."""
     token_ids: list[int]
     byte_ends: list[int]
     marks: list[tuple[int, str]]
@@ -31,7 +31,7 @@ class ScoredSequence(BaseModel):
 
 
 class Scores(BaseModel):
-    """The JSON spelling of an answer."""
+    """The JSON form of a response."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -43,12 +43,12 @@ class Scores(BaseModel):
 
 
 def reference(model: type[BaseModel]) -> dict[str, str]:
-    """How a schema of the page is named from elsewhere in it."""
+    """Return a reference to the schema of a model on the page."""
     return {"$ref": _REFERENCE.format(model=model.__name__)}
 
 
 def install_openapi(app: FastAPI) -> None:
-    """Adds the schemas of the request, the answer and the problem document to the page."""
+    """Add the schemas of the request, the response and the problem document to the page."""
     generate = app.openapi
 
     def with_schemas() -> dict[str, Any]:

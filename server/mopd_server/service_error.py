@@ -1,33 +1,62 @@
-"""``ServiceError``: a request that this teacher does not answer, with the status that says why."""
+"""``ServiceError``: a request that fails, with an HTTP status and a code."""
+
+from http import HTTPStatus
 
 from mopd_protocol.errors import TeacherError
 
+#: nginx's status for a client that closed the connection; the standard has none.
+CLIENT_CLOSED_REQUEST = 499
+
+#: Codes of statuses that usually have one cause.
+_CODES = {
+    HTTPStatus.BAD_REQUEST: "malformed",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "too_large",
+    HTTPStatus.UNPROCESSABLE_ENTITY: "unprocessable_entity",
+    HTTPStatus.TOO_MANY_REQUESTS: "queue_full",
+    CLIENT_CLOSED_REQUEST: "client_closed_request",
+    HTTPStatus.SERVICE_UNAVAILABLE: "unavailable",
+    HTTPStatus.GATEWAY_TIMEOUT: "deadline",
+}
+
+
+def default_code(status: int) -> str:
+    """Return the code of an error without a more specific one: ``malformed``, ``not_found``."""
+    return _CODES.get(status) or HTTPStatus(status).phrase.lower().replace(" ", "_")
+
 
 class ServiceError(TeacherError):
-    """A refused request: one sentence and an HTTP status.
+    """A request failed.
 
-    ``retry_after_seconds`` is given where asking again later may help (429 and 503). ``reason`` is
-    the word under which it is counted on ``/metrics``; the status decides where it is absent.
+    ``code`` is also the ``reason`` in the metrics; ``key`` is the field of the request;
+    ``retry_after_seconds`` is set where a retry may succeed (429 and 503).
     """
+
+    status: int  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(
         self,
         status: int,
         message: str,
         *,
+        code: str | None = None,
+        key: str | None = None,
         retry_after_seconds: int | None = None,
-        reason: str | None = None,
     ) -> None:
-        super().__init__(message, status=status)
-        self.http_status = status
+        super().__init__(message, status=status, key=key)
+        self.code = code or default_code(status)
         self.retry_after_seconds = retry_after_seconds
-        self.reason = reason
 
-    def about(self, place: str) -> "ServiceError":
-        """The same refusal, saying which part of the request it is about."""
+    def in_field(self, field: str) -> "ServiceError":
+        """Return the same error with ``field`` in front of its message and key."""
         return ServiceError(
-            self.http_status,
-            f"{place}: {self}",
+            self.status,
+            f"{field}: {self}",
+            code=self.code,
+            key=f"{field}.{self.key}" if self.key else field,
             retry_after_seconds=self.retry_after_seconds,
-            reason=self.reason,
         )
+
+
+def invalid_field(field: str, problem: str, status: int = HTTPStatus.BAD_REQUEST) -> ServiceError:
+    """Return the error of an invalid field of a request."""
+    return ServiceError(status, f"{field}: {problem}", key=field)

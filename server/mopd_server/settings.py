@@ -1,6 +1,6 @@
-"""What a teacher is started with: the model and its limits, and where it listens.
+"""Settings of a teacher: model, limits, address.
 
-Plain dataclasses, so that ``mopd-teacher --help`` needs nothing heavier than the standard library.
+Plain dataclasses: ``mopd-teacher --help`` imports only the standard library.
 """
 
 from dataclasses import dataclass
@@ -9,77 +9,77 @@ from typing import Literal
 
 from mopd_protocol.runtime.model_revision import folder_name
 
-EngineName = Literal["auto", "vllm", "transformers"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LogFormat = Literal["text", "json"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherSettings:
-    """Which model answers, and how much it takes at once."""
+    """The model, its engine, and the limits of a batch."""
 
     model: str
     """Model folder or hub id."""
     name: str | None = None
-    """Name of this teacher in answers and logs; the model's last path component when absent."""
-    engine: EngineName = "auto"
-    """auto is vLLM where it is installed beside an accelerator that it can use."""
+    """Name of the teacher in responses and logs; default: the last component of ``model``."""
+    engine: str = "auto"
+    """A name of ``engines.registry.ENGINES``, or auto: vLLM if installed with a usable
+    accelerator, else transformers."""
     revision: str | None = None
     """Hub commit, branch or tag."""
     dtype: DtypeName = "auto"
-    """Precision of the forward pass; auto is float32 on CPU and the model's own elsewhere."""
+    """Precision of the forward pass; auto: float32 on a CPU, else that of the checkpoint."""
     device: str = "auto"
-    """A torch device; auto is the accelerator where there is one, else the CPU."""
+    """Torch device; auto: the accelerator if there is one, else the CPU."""
     max_model_len: int | None = None
-    """Longest prompt plus completion in tokens; the model's own limit when absent."""
+    """Maximum tokens of prompt plus completion; default: the limit of the model."""
     top_k_max: int = 1024
-    """Largest top_k (and candidates per token) that a request may ask for."""
+    """Maximum ``top_k`` (and candidates per token) of a request."""
     max_batch_tokens: int = 16_384
-    """Tokens in one forward pass, padding counted. transformers: a longer single sequence goes
-    alone; vLLM: sequences are cut where a pass is full, and the logits budget may allow less."""
+    """Tokens in one forward pass, padding included. transformers: a longer sequence runs as a
+    batch of one; vLLM: sequences are chunked, and the logits budget may allow less."""
     max_queue_tokens: int = 1_048_576
-    """Tokens that may wait before requests are answered with 429."""
+    """Tokens in the queue; requests beyond the limit get 429."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     tensor_parallel_size: int = 1
     """vLLM: accelerators that share each layer."""
     pipeline_parallel_size: int = 1
-    """vLLM: groups of accelerators that hold one part of the layers each."""
+    """vLLM: groups of accelerators, each with a part of the layers."""
     data_parallel_size: int = 1
     """vLLM: copies of the model that share the requests."""
     quantization: str | None = None
-    """vLLM: how weights are quantized on loading; what the checkpoint says when absent."""
+    """vLLM: quantization of the weights on loading; default: that of the checkpoint."""
     gpu_memory_utilization: float = 0.9
-    """vLLM: share of each accelerator's memory that the engine may take, logits and all."""
+    """vLLM: share of each accelerator's memory for the engine, logits included."""
     logits_budget_bytes: int = 4 * 1024 * 1024 * 1024
-    """vLLM: memory for the logits of one forward pass, which bounds its tokens."""
+    """vLLM: memory for the logits of one forward pass; limits the tokens of the pass."""
 
     @property
     def service_name(self) -> str:
-        """The name given, else the last component of the model's path."""
+        """``name``, or the last component of the model's path."""
         return self.name or folder_name(self.model)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListenSettings:
-    """Where the service listens, whom it lets in, and how large and slow a request may be."""
+    """Address, authentication, and limits of a request."""
 
     host: str = "127.0.0.1"
     port: int = 8101
-    """0 takes a free port."""
+    """0: any free port."""
     api_key_file: Path | None = None
-    """One key a line, ``KEY`` or ``NAME KEY``, read again when it changes; the environment variable
+    """One key per line, ``KEY`` or ``NAME KEY``, reloaded on change; the environment variable
     MOPD_API_KEYS adds comma-separated keys."""
     key_tokens_per_minute: int | None = None
-    """Prompt and completion tokens that each key may ask for; more gets 429."""
+    """Prompt and completion tokens per key and minute; requests beyond get 429."""
     key_requests_in_flight: int | None = None
-    """Requests that each key may have under way at once; more get 429."""
+    """Concurrent requests per key; requests beyond get 429."""
     max_body_bytes: int = 16 * 1024 * 1024
     body_timeout_seconds: float = 60.0
-    """From a request's head to the end of its body; a slower one gets 408."""
+    """From the request's headers to the end of its body; a slower body gets 408."""
     request_timeout_seconds: float = 600.0
     drain_seconds: float = 25.0
-    """After SIGTERM, for requests in flight; those left get 503. Supervisors often wait 30."""
+    """Time for requests in flight after SIGTERM; the rest get 503. Supervisors often wait 30."""
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     log_level: str = "info"

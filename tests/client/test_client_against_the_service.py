@@ -17,7 +17,6 @@ from mopd_protocol.requests import ControlToken, LogprobsRequest, SequenceReques
 from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.samples import Message
 from mopd_server.app import create_app
-from mopd_server.scoring.loading import load_service
 from mopd_server.scoring.service import TeacherService
 from mopd_server.settings import TeacherSettings
 from tests import tiny_models
@@ -46,7 +45,7 @@ def settings(request, tmp_path_factory) -> TeacherSettings:
 
 @pytest.fixture(scope="module")
 def service(settings: TeacherSettings) -> TeacherService:
-    service = load_service(settings)
+    service = TeacherService.load(settings)
     service.warm_up()
     return service
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mopd_protocol.errors import ConfigError
-from mopd_server.scoring.loading import load_service
+from mopd_server.scoring.service import TeacherService
 from mopd_server.settings import TeacherSettings
 from mopd_trainer.config.run import StudentConfig
 from mopd_trainer.student.student import Student
@@ -29,7 +29,7 @@ def _student(folder: Path, device: str) -> object:
 
 def _teacher(folder: Path, device: str) -> object:
     settings = TeacherSettings(model=str(folder), device=device, engine="transformers")
-    return load_service(settings)
+    return TeacherService.load(settings)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Teachers are made once: they are frozen, and asked from many tests."""
+"""Session-wide teachers: frozen, and shared by many tests."""
 
 import pytest
 
@@ -13,5 +13,5 @@ def teachers() -> dict[str, TinyTeacher]:
 
 @pytest.fixture(scope="session")
 def qwen_teacher(teachers: dict[str, TinyTeacher]) -> TinyTeacher:
-    """The teacher for tests to which the family does not matter."""
+    """The teacher for tests that do not depend on the family."""
     return teachers["qwen"]

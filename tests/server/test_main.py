@@ -1,4 +1,4 @@
-"""The command line, and a real process from its first line to SIGTERM."""
+"""Tests of the command line, and of a process from its start to SIGTERM."""
 
 import os
 import queue
@@ -32,24 +32,24 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.smoke
-def test_help_imports_nothing_heavy_and_teaches_by_example() -> None:
+def test_help_has_an_example_and_imports_no_heavy_library() -> None:
     program = (
         "import sys; from mopd_server.main import parser; text = parser().format_help();"
         f"assert not set({HEAVY!r}) & set(sys.modules), set({HEAVY!r}) & set(sys.modules);"
         "sys.stdout.write(text)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "mopd-teacher serve ./Qwen3-4B --name math" in done.stdout
-    assert "curl" in done.stdout
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert "mopd-teacher serve ./Qwen3-4B --name math" in process.stdout
+    assert "curl" in process.stdout
 
 
-def test_options_and_settings_have_the_same_defaults() -> None:
+def test_defaults_of_options_and_settings_are_equal() -> None:
     parsed = parser().parse_args(["serve", "some/model"])
     assert settings_of(parsed) == (TeacherSettings(model="some/model"), ListenSettings())
 
 
-def test_every_option_reaches_its_setting() -> None:
+def test_each_option_sets_its_setting() -> None:
     line = (
         "serve m --name n --engine transformers --revision r --dtype bfloat16 --device cuda:1 "
         "--max-model-len 9 --top-k-max 8 --max-batch-tokens 7 --max-queue-tokens 6 "
@@ -107,91 +107,90 @@ def test_every_option_reaches_its_setting() -> None:
         ["--drain-timeout", "inf"],
     ],
 )
-def test_a_wrong_option_is_explained(
+def test_invalid_option_is_a_usage_error(
     options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as caught:
         main(["serve", "m", *options])
-    assert left.value.code == 2
+    assert caught.value.code == 2
     assert options[0] in capsys.readouterr().err
 
 
 @pytest.fixture
 def signals_restored() -> Iterator[None]:
-    """``serve`` installs a handler of SIGTERM in this very process."""
-    before = signal.getsignal(signal.SIGTERM)
+    """``serve`` installs a handler of SIGTERM in this process."""
+    previous = signal.getsignal(signal.SIGTERM)
     yield
-    signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, previous)
 
 
 @pytest.mark.usefixtures("signals_restored")
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "text"),
     [
-        (["./no-such-model"], "there is no model folder './no-such-model'"),
-        (["FOLDER", "--api-key-file", "/no/keys"], "cannot read the API keys in /no/keys"),
-        (["FOLDER", "--host", "256.1.1.1.example"], "cannot listen on host"),
-        (["FOLDER", "--tls-key", "k"], "TLS needs both"),
-        (["FOLDER", "--max-model-len", "9999"], "more than the 256 positions"),
+        (["./no-such-model"], "'./no-such-model'"),
+        (["FOLDER", "--api-key-file", "/no/keys"], "/no/keys"),
+        (["FOLDER", "--host", "256.1.1.1.example"], "256.1.1.1.example"),
+        (["FOLDER", "--tls-key", "k"], "--tls-certificate"),
+        (["FOLDER", "--max-model-len", "9999"], "256"),
+        (["FOLDER", "--key-tokens-per-minute", "9"], "--api-key-file"),
     ],
 )
-def test_what_cannot_start_says_one_sentence(
-    options: list[str], sentence: str, model_folder: Path, capsys: pytest.CaptureFixture[str]
+def test_failed_start_is_status_1_with_a_message(
+    options: list[str], text: str, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [str(model_folder) if option == "FOLDER" else option for option in options]
-    port = [] if "--port" in arguments else ["--port", "0"]
-    assert main(["serve", *arguments, *port, "--device", "cpu"]) == 1
+    assert main(["serve", *arguments, "--port", "0", "--device", "cpu"]) == 1
     error = capsys.readouterr().err
-    assert sentence in error
+    assert error.startswith("mopd-teacher: ") or "\nmopd-teacher: " in error
+    assert text in error
     assert "Traceback" not in error
 
 
 @pytest.mark.usefixtures("signals_restored")
-def test_a_port_in_use_is_found_out_before_the_model_is_loaded(
+def test_port_in_use_is_detected_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
         assert main(["serve", "./no-such-model", "--port", port]) == 1
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
+    assert f"127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
 
 
 def line_with(process: "subprocess.Popen[str]", text: str) -> str:
-    """The next line of the process's output that holds ``text``; waits for it."""
+    """Wait for a line of the process's output with ``text``, and return it."""
     assert process.stdout is not None
-    seen: list[str] = []
+    lines: list[str] = []
     for line in process.stdout:
-        seen.append(line)
+        lines.append(line)
         if text in line:
             return line
-    raise AssertionError(f"the process ended without {text!r}:\n{''.join(seen)}")
+    raise AssertionError(f"the process exited without {text!r}:\n{''.join(lines)}")
 
 
-def test_a_signal_that_wakes_another_thread_is_heard_all_the_same() -> None:
-    """Python runs handlers in the main thread, which may be waiting for an event meanwhile."""
+def test_signal_delivered_to_another_thread_is_handled() -> None:
+    """Python runs handlers in the main thread, which may be blocked at that time."""
     events: Any = queue.SimpleQueue()
-    waiting = threading.main_thread().ident
-    assert waiting is not None
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
 
-    def take_the_signal() -> None:
-        while sys._current_frames()[waiting].f_code is not serving._next_event.__code__:
+    def receive_signal() -> None:
+        while sys._current_frames()[main_thread].f_code is not serving._next_event.__code__:
             threading.Event().wait(0.001)
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 
-    before = signal.signal(signal.SIGTERM, lambda number, frame: events.put("heard"))
-    other = threading.Thread(target=take_the_signal)
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: events.put("signal"))
+    thread = threading.Thread(target=receive_signal)
     try:
-        other.start()
-        assert serving._next_event(events) == "heard"
-        other.join()
+        thread.start()
+        assert serving._next_event(events) == "signal"
+        thread.join()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 @pytest.mark.smoke
-def test_a_real_process_serves_and_ends_cleanly_on_sigterm(
-    model_folder: Path, tmp_path: Path
-) -> None:
+def test_process_serves_and_exits_cleanly_on_sigterm(model_folder: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
     command = (
@@ -201,7 +200,7 @@ def test_a_real_process_serves_and_ends_cleanly_on_sigterm(
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     process = subprocess.Popen(
-        # The same command, with an engine that waits at a gate where 19 entries are asked for.
+        # The same command, with an engine that blocks at a gate if top_k is 19.
         [sys.executable, "-m", "tests.survival.unlucky_teacher", *command.split()],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -227,16 +226,16 @@ def test_a_real_process_serves_and_ends_cleanly_on_sigterm(
             manifest = client.get("/v1/manifest").json()
             assert (manifest["service"], manifest["model"]) == ("math", "tiny-qwen")
             body = {"sequences": [{"prompt": "the quick", "completion": " fox"}] * 6, "top_k": 19}
-            with ThreadPoolExecutor(max_workers=1) as other_client:
-                asked = other_client.submit(client.post, "/v1/logprobs", json=body)
+            with ThreadPoolExecutor(max_workers=1) as executor:
+                request = executor.submit(client.post, "/v1/logprobs", json=body)
                 while "mopd_requests_in_flight 1.0" not in client.get("/metrics").text:
-                    assert not asked.done(), "answered before the gate was open"
+                    assert not request.done(), "response before the gate is open"
                 process.send_signal(signal.SIGTERM)
                 while client.get("/readyz").status_code != 503:
                     pass
-                gate.write_text("go on")
-                response = asked.result()
-            assert response.status_code == 200  # what was under way is finished
+                gate.write_text("open")
+                response = request.result()
+            assert response.status_code == 200
             assert len(decode_json(response.json()).scores) == 6
         line_with(process, "stopped by SIGTERM")
         assert process.wait(timeout=600) == 0

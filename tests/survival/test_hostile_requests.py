@@ -98,7 +98,7 @@ REFUSED = {
     "id beyond the vocabulary": (
         sequence(prompt=None, prompt_token_ids=[10**6]),
         400,
-        "holds id 1000000",
+        "found 1000000",
     ),
     "id beyond 32 bits": (sequence(prompt=None, prompt_token_ids=[2**40]), 400, "id"),
     "id beyond 64 bits": (sequence(prompt=None, prompt_token_ids=[2**70]), 400, "id"),
@@ -114,7 +114,7 @@ REFUSED = {
     "an unknown control token": (
         sequence(completion=[{"control": "<" + "x" * 10**6}]),
         422,
-        "no control token",
+        "control token not found",
     ),
     "two million mistakes in ids": (
         b'{"sequences":[{"prompt":"a","completion_token_ids":[' + b"-1," * 2_000_000 + b"-1]}]}",
@@ -129,12 +129,12 @@ REFUSED = {
     "a million unknown keys": (
         b"{" + b",".join(b'"k%07d":1' % key for key in range(1_000_000)) + b"}",
         400,
-        "mistakes",
+        "errors",
     ),
     "a key of a million characters": (
         b'{"' + b"k" * MIB + b'": 1, "sequences": []}',
         400,
-        "an unknown key",
+        "the unknown key",
     ),
 }
 
@@ -205,7 +205,7 @@ def status_of(connection: socket.socket) -> int:
 
 
 def test_a_body_that_never_ends_is_given_up(teacher: RunningTeacher) -> None:
-    slow = 'mopd_refused_requests_total{reason="slow_body"}'
+    slow = 'mopd_request_errors_total{reason="slow_body"}'
     before = teacher.metric(slow)
     with connected(teacher) as announced, connected(teacher) as chunked:
         announced.sendall(head(1000) + b'{"sequences"')

@@ -27,7 +27,7 @@ IN_FLIGHT = 64
 VOCABULARY = 420  # of tiny_models.digit_tokenizer
 CHECKED_EACH = 50
 ALLOCATOR_MEBIBYTES = 64
-QUEUE_FULL = 'mopd_refused_requests_total{reason="queue_full"}'
+QUEUE_FULL = 'mopd_request_errors_total{reason="queue_full"}'
 
 
 def body(number: int) -> dict[str, Any]:

@@ -309,7 +309,7 @@ def test_json_logs_tell_each_request_and_neither_key_nor_text(
     assert scored["prompt_tokens"] > 0
     phases = [scored[f"{name}_seconds"] for name in ("tokenize", "queue", "prefill", "encode")]
     assert 0 < sum(phases) <= scored["seconds"]
-    (denied,) = [line for line in lines if line["message"] == "refused"]
+    (denied,) = [line for line in lines if line["message"] == "failed"]
     assert (denied["status"], denied["request_id"]) == (401, "run-7.step-3")
     assert "sesame" not in text
     assert "fox" not in text

@@ -12,7 +12,6 @@ from mopd_protocol.errors import DataError
 from mopd_protocol.requests import SequenceRequest
 from mopd_protocol.samples import TeacherScore
 from mopd_server.app import create_app
-from mopd_server.scoring.loading import load_service
 from mopd_server.scoring.service import TeacherService
 from mopd_server.settings import TeacherSettings
 from tests import tiny_models
@@ -35,7 +34,9 @@ def loaded(folder: Path, seed: int) -> TeacherService:
     """A teacher that differs from others of this test in its weights alone."""
     tokenizer = tiny_models.digit_tokenizer()
     tiny_models.save(tiny_models.qwen(tokenizer, seed=seed), tokenizer, folder)
-    service = load_service(TeacherSettings(model=str(folder), device="cpu", engine="transformers"))
+    service = TeacherService.load(
+        TeacherSettings(model=str(folder), device="cpu", engine="transformers")
+    )
     service.warm_up()
     return service
 

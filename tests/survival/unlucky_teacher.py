@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from mopd_protocol.topk_logprobs import TopKLogprobs
-from mopd_server.engines.base import EngineDead, ScoringTask
+from mopd_server.engines.base import EngineCrashError, ScoringTask
 from mopd_server.main import main
-from mopd_server.process import serving
-from mopd_server.scoring import loading
 from mopd_server.scoring.service import TeacherService
 from mopd_server.settings import TeacherSettings
+
+load_teacher = TeacherService.load
 
 
 def load(settings: TeacherSettings) -> TeacherService:
     """The service that was asked for, around an unlucky engine."""
     if gate := os.environ.get("LOADING_WAITS_FOR"):
         Path(gate).read_text()
-    service = loading.load_service(settings)
+    service = load_teacher(settings)
     engine: Any = service._engine
     score = engine.score
     batches = itertools.count()  # the first ones are the warm-up's
@@ -41,7 +41,7 @@ def load(settings: TeacherSettings) -> TeacherService:
             killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         if top_k == 13:
-            raise EngineDead("the accelerator fell off the bus at /opt/secret/driver.so")
+            raise EngineCrashError("the accelerator fell off the bus at /opt/secret/driver.so")
         if top_k == 19:
             Path(os.environ["ENGINE_WAITS_FOR"]).read_text()
         if top_k == 17:
@@ -53,5 +53,5 @@ def load(settings: TeacherSettings) -> TeacherService:
 
 
 if __name__ == "__main__":
-    serving.load_service = load
+    TeacherService.load = load  # type: ignore[method-assign]
     sys.exit(main())

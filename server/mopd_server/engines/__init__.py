@@ -1,1 +1,1 @@
-"""Inference engines."""
+"""Inference engines: token ids in, next-token distributions out."""

@@ -1,8 +1,8 @@
-"""What a teacher's engine does: token ids in, distributions over the next token out.
+"""Interfaces of engines: token ids in, next-token distributions out.
 
-An engine knows nothing of text, HTTP or queues. There are two kinds: an ``Engine`` is called with
-a batch and blocks until it is scored (``TransformersEngine``); an ``AsyncEngine`` takes sequences
-one by one and batches them by itself (``VllmEngine``).
+Engines handle neither text nor HTTP nor queues. There are two kinds: an ``Engine`` scores one
+batch per blocking call (``TransformersEngine``); an ``AsyncEngine`` receives single sequences and
+batches them internally (``VllmEngine``).
 """
 
 from abc import ABC, abstractmethod
@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from mopd_protocol.arrays import IntArray
+from mopd_protocol.errors import TeacherError
 from mopd_protocol.topk_logprobs import TopKLogprobs
 
 
@@ -20,8 +21,8 @@ from mopd_protocol.topk_logprobs import TopKLogprobs
 class ScoringTask:
     """One sequence to score.
 
-    ``prompt_ids`` is never empty: something must predict the first completion token.
-    ``candidate_ids`` are unique within a row; a row may hold none.
+    ``prompt_ids`` is never empty: the first completion token needs a position that predicts it.
+    ``candidate_ids`` are unique within a row; a row may be empty.
     """
 
     prompt_ids: IntArray  # [prompt tokens]
@@ -30,13 +31,13 @@ class ScoringTask:
 
     @property
     def tokens(self) -> int:
-        """Tokens of prompt and completion together."""
+        """Number of prompt and completion tokens."""
         return len(self.prompt_ids) + len(self.completion_ids)
 
 
 @dataclass(frozen=True)
 class EngineTimes:
-    """Seconds that one sequence waited, and that the engine worked on the batch it was in."""
+    """Seconds of one sequence in the engine's queue, and of the batch that contained it."""
 
     queue_seconds: float
     prefill_seconds: float
@@ -44,7 +45,7 @@ class EngineTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineDescription:
-    """What the manifest says about an engine and the model in it."""
+    """The manifest's facts about an engine and its model."""
 
     engine: str
     engine_version: str
@@ -57,73 +58,78 @@ class EngineDescription:
     temperature: bool
 
 
-class EngineDead(RuntimeError):
-    """The engine will never score again; the message is one sentence that says what ended it."""
+class EngineCrashError(TeacherError):
+    """The engine failed permanently; only a new process can score again."""
+
+    code = "engine_dead"
 
 
 class Engine(Protocol):
-    """Scores batches, one call at a time, on whatever thread it is called from."""
+    """Scores batches, one blocking call at a time, on any thread."""
 
     @property
     def description(self) -> EngineDescription:
-        """Who this engine is."""
+        """Facts for the manifest."""
         ...
 
     def score(
         self, batch: Sequence[ScoringTask], *, top_k: int, temperature: float
     ) -> list[TopKLogprobs]:
-        """One distribution per completion token of every task, in the order of ``batch``.
+        """Return one distribution per completion token of every task, in the order of ``batch``.
 
         Row ``r`` predicts completion token ``r``; an empty completion has no rows. Distributions
-        are over the ids that have a token: the head's padding rows hold no probability. With
-        ``candidate_ids`` exactly those entries are returned and ``top_k`` is not read.
+        cover the ids that have a token: padding rows of the head get no probability. With
+        ``candidate_ids``, exactly those entries are returned and ``top_k`` is ignored.
 
         Raises:
-            EngineDead: when no later call can succeed either.
+            EngineCrashError: if no later call can succeed.
         """
         ...
 
 
 class AsyncEngine(ABC):
-    """Scores sequences that arrive at any time, and batches them as it sees fit.
+    """Scores sequences as they arrive, and batches them internally.
 
-    May be used from any event loop, and from several after one another.
+    Usable from any event loop, and from several in succession.
     """
 
     @property
     @abstractmethod
     def description(self) -> EngineDescription:
-        """Who this engine is."""
+        """Facts for the manifest."""
 
     @abstractmethod
     async def score(
         self, task: ScoringTask, *, top_k: int, temperature: float
     ) -> tuple[TopKLogprobs, EngineTimes]:
-        """The distributions of one task, as ``Engine.score`` defines them.
-
-        Cancelling takes the sequence out of the engine.
+        """Score one task, as defined by ``Engine.score``; cancelling aborts the sequence.
 
         Raises:
-            EngineDead: when the engine has died.
+            EngineCrashError: if the engine has crashed.
         """
 
     @abstractmethod
-    def watch(self, on_death: Callable[[str], None]) -> None:
-        """Has ``on_death`` called once, from any thread, with one sentence, if the engine dies.
+    def on_crash(self, callback: Callable[[str], None]) -> None:
+        """Call ``callback`` once, from any thread, with the cause, if the engine crashes.
 
-        An engine that is closed has not died.
+        Closing the engine is not a crash.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the engine and its processes; a second call does nothing."""
+        """Shut down the engine and its processes; idempotent."""
 
 
-def no_rows(k: int) -> TopKLogprobs:
-    """The scores of an empty completion."""
+def empty_scores(k: int) -> TopKLogprobs:
+    """Return the scores of an empty completion: ``[0, k]``."""
     return TopKLogprobs(
         ids=np.zeros((0, k), dtype=np.int32),
         logprobs=np.zeros((0, k), dtype=np.float32),
         token_logprobs=np.zeros(0, dtype=np.float32),
         tail_logprobs=np.zeros(0, dtype=np.float32),
     )
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its class name if the message is empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

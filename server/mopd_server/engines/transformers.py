@@ -1,7 +1,7 @@
 """``TransformersEngine``: scores with a Hugging Face causal language model, on any torch device.
 
-The model's decoder runs over whole sequences, its head only over the rows that predict completion
-tokens, a few hundred rows at a time: the logits of a long batch never stand in memory at once.
+The decoder runs over full sequences; the head only over the rows that predict completion tokens,
+a few hundred rows per chunk, so that the logits of a long batch are never in memory at once.
 """
 
 import logging
@@ -21,28 +21,40 @@ from mopd_protocol.runtime.model_revision import name_of, revision_of
 from mopd_protocol.runtime.npu import import_backend
 from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_protocol.topk_logprobs import ABSENT_ID, TopKLogprobs
-from mopd_server.engines.base import EngineDead, EngineDescription, ScoringTask, no_rows
+from mopd_server.engines.base import (
+    EngineCrashError,
+    EngineDescription,
+    ScoringTask,
+    empty_scores,
+    first_line,
+)
 from mopd_server.engines.distributions import (
-    RowScores,
-    join_rows,
-    keep_candidates,
-    keep_top,
+    TruncatedRows,
+    concatenate,
     normalize,
+    select_candidates,
+    select_top_k,
 )
 from mopd_server.engines.length_buckets import length_buckets
 from mopd_server.settings import DtypeName, TeacherSettings
 
 logger = logging.getLogger(__name__)
 
-#: Rows that go through the head at once: 256 rows of 150 000 float32 logits are 150 MB.
+#: Rows per call of the head: 256 rows of 150 000 float32 logits are 150 MB.
 ROWS_PER_CHUNK = 256
 
 
-def load_transformers_engine(settings: TeacherSettings, table: TokenTable) -> "TransformersEngine":
-    """The engine for a model folder or hub id.
+def is_available(settings: TeacherSettings) -> bool:
+    """Return True: this engine runs on every device."""
+    return True
+
+
+def load_engine(settings: TeacherSettings, table: TokenTable) -> "TransformersEngine":
+    """Load the engine for a model folder or hub id.
 
     Raises:
-        ConfigError: when the model cannot be loaded, or does not fit the tokenizer or settings.
+        ConfigError: if the model cannot be loaded or does not fit the settings.
+        DataError: if the head is narrower than the tokenizer.
     """
     device = _device(settings.device)
     try:
@@ -54,8 +66,9 @@ def load_transformers_engine(settings: TeacherSettings, table: TokenTable) -> "T
         )
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
-            f"cannot load model {settings.model!r}: {_first_line(error)}; "
-            "expected a folder or hub id of a causal language model"
+            f"model {settings.model!r}: loading failed: {first_line(error)} (expected a folder or "
+            "hub id of a causal language model)",
+            key="model",
         ) from error
     torch.nn.Module.to(model, device)  # a model's own ``to`` is annotated as a decorator
     model.eval()
@@ -73,7 +86,7 @@ class TransformersEngine:
     """An ``Engine`` around a loaded model.
 
     Raises:
-        DataError: when the head is narrower than the tokenizer (``real_ids``).
+        DataError: if the head is narrower than the tokenizer (``real_ids``).
     """
 
     def __init__(
@@ -94,7 +107,7 @@ class TransformersEngine:
         self._padding = (~real).to(model.device)
         self._description = EngineDescription(
             engine="transformers",
-            # torch decides how sums are rounded, so it is part of what decides the scores.
+            # torch decides how sums are rounded, and so affects the scores.
             engine_version=f"{transformers.__version__} (torch {torch.__version__})",
             model=name,
             revision=revision,
@@ -107,7 +120,7 @@ class TransformersEngine:
 
     @property
     def description(self) -> EngineDescription:
-        """Who this engine is."""
+        """Facts for the manifest."""
         return self._description
 
     def score(
@@ -116,64 +129,64 @@ class TransformersEngine:
         """See ``Engine.score``."""
         try:
             return self._score_batch(batch, top_k, temperature)
-        except RuntimeError as error:  # torch's own errors are among them
-            if not _answers(self._model.device):
-                raise EngineDead(
+        except RuntimeError as error:  # includes torch's own errors
+            if not _is_working(self._model.device):
+                raise EngineCrashError(
                     f"device {str(self._model.device)!r} fails every call since "
-                    f"{type(error).__name__}: {_first_line(error)}"
+                    f"{type(error).__name__}: {first_line(error)}"
                 ) from error
             raise
 
     def _score_batch(
         self, batch: Sequence[ScoringTask], top_k: int, temperature: float
     ) -> list[TopKLogprobs]:
-        scores: list[TopKLogprobs] = [no_rows(0 if task.candidate_ids else top_k) for task in batch]
+        scores = [empty_scores(0 if task.candidate_ids else top_k) for task in batch]
         for with_candidates in (False, True):
-            positions = [
-                position
-                for position, task in enumerate(batch)
+            indices = [
+                index
+                for index, task in enumerate(batch)
                 if len(task.completion_ids) and (task.candidate_ids is not None) == with_candidates
             ]
-            lengths = [_input_length(batch[position]) for position in positions]
+            lengths = [_input_length(batch[index]) for index in indices]
             for bucket in length_buckets(lengths, self._max_batch_tokens):
-                chosen = [positions[member] for member in bucket]
-                tasks = [batch[position] for position in chosen]
-                for position, score in zip(
-                    chosen, self._score_bucket(tasks, top_k, temperature), strict=True
+                members = [indices[position] for position in bucket]
+                tasks = [batch[index] for index in members]
+                for index, score in zip(
+                    members, self._score_bucket(tasks, top_k, temperature), strict=True
                 ):
-                    scores[position] = score
+                    scores[index] = score
         return scores
 
     @torch.inference_mode()
     def _score_bucket(
         self, tasks: Sequence[ScoringTask], top_k: int, temperature: float
     ) -> list[TopKLogprobs]:
-        """Tasks of similar length, each with completion tokens; all with candidates or none."""
+        """Score tasks of similar length with non-empty completions, all or none with candidates."""
         device = self._model.device
         tokens = torch.from_numpy(np.concatenate([task.completion_ids for task in tasks]))
         tokens = tokens.long().to(device)
         candidates = _candidate_rows(tasks)
         candidates = None if candidates is None else candidates.to(device)
         rows = self._logits(_padded_inputs(tasks, device))
-        parts: list[RowScores] = []
+        chunks: list[TruncatedRows] = []
         for start in range(0, len(tokens), ROWS_PER_CHUNK):
             chunk = slice(start, start + ROWS_PER_CHUNK)
             logprobs = normalize(rows(chunk), self._padding, temperature)
             if candidates is None:
-                parts.append(keep_top(logprobs, tokens[chunk], top_k))
+                chunks.append(select_top_k(logprobs, tokens[chunk], top_k))
             else:
-                parts.append(keep_candidates(logprobs, tokens[chunk], candidates[chunk]))
-        return _split(join_rows(parts), tasks, top_k)
+                chunks.append(select_candidates(logprobs, tokens[chunk], candidates[chunk]))
+        return _split(concatenate(chunks), tasks, top_k)
 
 
 @dataclass(frozen=True, eq=False)
 class _Inputs:
-    """Sequences padded on the right, and which positions predict completion tokens."""
+    """Right-padded sequences, and the positions that predict completion tokens."""
 
     input_ids: Tensor  # [sequences, longest]
     attention_mask: Tensor  # [sequences, longest]
-    row_sequences: Tensor  # [rows], the sequence of each row
-    row_positions: Tensor  # [rows], its position there
+    row_sequences: Tensor  # [rows], sequence of each row
+    row_positions: Tensor  # [rows], position in that sequence
 
 
 #: Logits of a slice of the rows of some inputs.
@@ -181,15 +194,17 @@ _Rows = Callable[[slice], Tensor]
 
 
 def _input_length(task: ScoringTask) -> int:
-    """Tokens that the model reads: the last completion token is predicted, never read."""
+    """Return the number of input tokens: the last completion token is predicted only."""
     return task.tokens - 1
 
 
 def _padded_inputs(tasks: Sequence[ScoringTask], device: torch.device) -> _Inputs:
-    """The one place where the shift is applied: completion token ``r`` is predicted at position
-    ``prompt length + r - 1``, by the token before it."""
+    """Pad the sequences and apply the shift, which happens nowhere else.
+
+    Completion token ``r`` is predicted at position ``prompt length + r - 1``.
+    """
     longest = max(_input_length(task) for task in tasks)
-    input_ids = np.zeros((len(tasks), longest), dtype=np.int64)  # id 0 pads; the mask hides it
+    input_ids = np.zeros((len(tasks), longest), dtype=np.int64)  # padded with id 0, masked
     attention_mask = np.zeros_like(input_ids)
     for row, task in enumerate(tasks):
         length = _input_length(task)
@@ -209,18 +224,19 @@ def _padded_inputs(tasks: Sequence[ScoringTask], device: torch.device) -> _Input
 
 
 def _candidate_rows(tasks: Sequence[ScoringTask]) -> Tensor | None:
-    """[rows, widest] candidate ids of all tasks, -1 where a row has fewer; None without any."""
+    """Return the candidate ids of all tasks, [rows, widest], padded with -1; None without any."""
     rows = [row for task in tasks for row in task.candidate_ids or ()]
     if not rows:
         return None
     padded = np.full((len(rows), max(map(len, rows))), ABSENT_ID, dtype=np.int64)
-    for position, row in enumerate(rows):
-        padded[position, : len(row)] = row
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
     return torch.from_numpy(padded)
 
 
 def _split(joined: TopKLogprobs, tasks: Sequence[ScoringTask], top_k: int) -> list[TopKLogprobs]:
-    """Each task's rows, as wide as the task asked: its company must not show in its answer."""
+    """Split rows by task, in the task's own width: the rest of the batch must not affect a
+    result."""
     scores: list[TopKLogprobs] = []
     start = 0
     for task in tasks:
@@ -241,60 +257,61 @@ def _split(joined: TopKLogprobs, tasks: Sequence[ScoringTask], top_k: int) -> li
 
 @dataclass(frozen=True, eq=False)
 class _Probe:
-    """One short forward pass, watched: what the head was given, made, and what came out."""
+    """Tensors of one short forward pass; None where the model has no separate head."""
 
-    head_input: Tensor | None
-    head_output: Tensor | None
-    decoder_output: Tensor | None
     logits: Tensor
+    head_input: Tensor | None = None
+    head_output: Tensor | None = None
+    decoder_output: Tensor | None = None
 
 
 @torch.inference_mode()
 def _probe(model: PreTrainedModel, table: TokenTable) -> _Probe:
     generator = np.random.default_rng(0)
     embeddings = cast(torch.nn.Embedding, model.get_input_embeddings())
-    # A tokenizer of another model may have ids that this one cannot read; the head's width tells.
-    readable = np.flatnonzero(table.present[: embeddings.weight.shape[0]])
-    input_ids = generator.choice(readable, size=(1, 8))
-    input_ids = torch.from_numpy(input_ids).to(model.device)
+    # The tokenizer of another model may have ids beyond the embeddings; the width of the head
+    # reveals that later.
+    valid_ids = np.flatnonzero(table.present[: embeddings.weight.shape[0]])
+    input_ids = torch.from_numpy(generator.choice(valid_ids, size=(1, 8))).to(model.device)
     head = model.get_output_embeddings()
-    seen: list[tuple[Tensor, Tensor]] = []
+    calls: list[tuple[Tensor, Tensor]] = []
     if head is None:
-        return _Probe(None, None, None, model(input_ids).logits)
+        return _Probe(model(input_ids).logits)
 
-    def watch(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        seen.append((inputs[0], output))
+    def record(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        calls.append((inputs[0], output))
 
-    hook = head.register_forward_hook(watch)
+    hook = head.register_forward_hook(record)
     logits = model(input_ids, use_cache=False).logits
     hook.remove()
-    if len(seen) != 1 or model.base_model is model:
-        return _Probe(None, None, None, logits)
+    if len(calls) != 1 or model.base_model is model:
+        return _Probe(logits)
     hidden = model.base_model(input_ids, use_cache=False).last_hidden_state
-    return _Probe(*seen[0], hidden, logits)
+    return _Probe(logits, *calls[0], hidden)
 
 
 def _row_logits(model: PreTrainedModel, probe: _Probe) -> Callable[[_Inputs], _Rows]:
-    """How this model's logits are computed: by its head on chosen rows, or all of them at once.
+    """Return how to compute logits: by the head on selected rows, or by the full model.
 
     Some families do more than apply the head (soft-cap or scale logits, scale hidden states).
-    There, logits are taken from the whole model, one sequence at a time.
+    Their logits come from the full model, one sequence at a time.
     """
     if _is_decoder_then_head(probe):
         return lambda inputs: _rows_by_head(model, inputs)
     logger.info(
-        "%s changes hidden states or logits around its head: full logits are computed for one "
-        "sequence at a time, which takes more memory",
+        "%s changes hidden states or logits around its head: computing full logits, one sequence "
+        "at a time, which needs more memory",
         type(model).__name__,
     )
-    return lambda inputs: _rows_by_whole_model(model, inputs)
+    return lambda inputs: _rows_by_full_model(model, inputs)
 
 
 def _is_decoder_then_head(probe: _Probe) -> bool:
     if probe.head_input is None or probe.head_output is None or probe.decoder_output is None:
         return False
-    # Logits are compared bit for bit: a soft-cap moves the small logits of a probe very little,
-    # and large ones a lot. Hidden states come from a second pass, so kernels may round otherwise.
+    # Logits are compared bit for bit: a soft-cap changes the small logits of a probe very little,
+    # and large ones a lot. Hidden states come from a second pass, whose kernels may round
+    # differently.
     return torch.equal(probe.head_output.float(), probe.logits.float()) and torch.allclose(
         probe.head_input.float(), probe.decoder_output.float(), rtol=1e-2, atol=1e-3
     )
@@ -313,7 +330,7 @@ def _rows_by_head(model: PreTrainedModel, inputs: _Inputs) -> _Rows:
     return rows
 
 
-def _rows_by_whole_model(model: PreTrainedModel, inputs: _Inputs) -> _Rows:
+def _rows_by_full_model(model: PreTrainedModel, inputs: _Inputs) -> _Rows:
     rows: list[Tensor] = []
     for sequence, mask in enumerate(inputs.attention_mask):
         input_ids = inputs.input_ids[sequence : sequence + 1, : int(mask.sum())]
@@ -332,14 +349,15 @@ def _device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
-            f"device {name!r} cannot be used: {_first_line(error)}; expected one such as cpu, "
-            "cuda, cuda:1 or npu"
+            f"device {name!r}: not available: {first_line(error)} (expected a torch device such as "
+            "cpu, cuda, cuda:1 or npu)",
+            key="device",
         ) from error
     return device
 
 
-def _answers(device: torch.device) -> bool:
-    """Whether a device still computes: after some errors it fails every call of this process."""
+def _is_working(device: torch.device) -> bool:
+    """Return False if the device fails all calls of this process, as it does after some errors."""
     try:
         return torch.ones(1, device=device).add_(1).item() == 2.0
     except RuntimeError:
@@ -352,22 +370,19 @@ def _dtype(name: DtypeName, device: torch.device) -> torch.dtype | str:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def _max_model_len(model: PreTrainedModel, asked: int | None) -> int:
-    own: int | None = model.config.get_text_config().to_dict().get("max_position_embeddings")
-    if asked is None and own is None:
+def _max_model_len(model: PreTrainedModel, requested: int | None) -> int:
+    positions: int | None = model.config.get_text_config().to_dict().get("max_position_embeddings")
+    if requested is not None and positions is not None and requested > positions:
         raise ConfigError(
-            f"{type(model).__name__} does not say how long its sequences may be; "
-            "say it with --max-model-len"
+            f"--max-model-len: above the limit of the model (found {requested}, expected at most "
+            f"{positions} positions)",
+            key="max_model_len",
         )
-    if asked is not None and own is not None and asked > own:
+    longest = requested or positions
+    if longest is None:
         raise ConfigError(
-            f"--max-model-len {asked} is more than the {own} positions of this model; "
-            f"expected at most {own}"
+            f"{type(model).__name__}: max_position_embeddings not found in its config. "
+            "Set --max-model-len.",
+            key="max_model_len",
         )
-    longest = asked or own
-    assert longest is not None
     return longest
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

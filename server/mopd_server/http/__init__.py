@@ -1,1 +1,1 @@
-"""HTTP: problem documents, request bodies, logs, metrics."""
+"""HTTP: problem documents, request bodies, lifecycle, logs, metrics."""

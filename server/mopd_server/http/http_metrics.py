@@ -1,4 +1,4 @@
-"""What ``/metrics`` says about requests and the process, from before a model is loaded."""
+"""Prometheus metrics of requests and the process, available before a model is loaded."""
 
 import platform
 from collections.abc import Callable
@@ -15,93 +15,77 @@ from prometheus_client import (
     generate_latest,
 )
 
-from mopd_server.http.problems import CLIENT_CLOSED_REQUEST
 from mopd_server.http.request_record import RequestRecord
 from mopd_server.scoring.metrics import PHASE_BUCKETS
+from mopd_server.service_error import CLIENT_CLOSED_REQUEST, default_code
 
-#: Label of every path that is no route of ours, so that strangers cannot make new time series.
+#: Label of all unknown paths: clients must not be able to create new time series.
 _OTHER_PATH = "other"
 SCORING_PATH = "/v1/logprobs"
 _PATHS = frozenset(
     {SCORING_PATH, "/v1/manifest", "/v1/tokenizer", "/healthz", "/readyz", "/metrics"}
 )
 
-#: Where a status has one usual cause, its name; else the status' own phrase.
-_REASONS = {
-    HTTPStatus.BAD_REQUEST: "malformed",
-    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "too_large",
-    HTTPStatus.TOO_MANY_REQUESTS: "queue_full",
-    HTTPStatus.SERVICE_UNAVAILABLE: "unavailable",
-    HTTPStatus.GATEWAY_TIMEOUT: "deadline",
-}
-
 
 class HttpMetrics:
-    """Counters of one application, in a registry of their own.
+    """Metrics of one application, in a registry per application.
 
-    There is no counter of engine deaths: a dead engine ends the process, and a counter would begin
-    at zero with the next one. ``changes(process_start_time_seconds[1h])`` counts restarts.
+    There is no counter of crashes: a crashed engine ends the process, and the counter would
+    restart at zero. ``changes(process_start_time_seconds[1h])`` counts restarts.
     """
 
     def __init__(self, *, ready: Callable[[], bool]) -> None:
-        self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
-        build = Info("mopd_build", "What is running.", registry=self.registry)
+        self.registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        build = Info("mopd_build", "Versions of mopd and Python.", registry=registry)
         build.info({"version": _version(), "python": platform.python_version()})
         self._requests = Counter(
             "mopd_requests",
-            "Answered requests by path and HTTP status.",
+            "Finished requests by path and HTTP status.",
             ["path", "status"],
-            registry=self.registry,
+            registry=registry,
         )
-        self._refused = Counter(
-            "mopd_refused_requests",
-            "Requests that were answered with an error, by reason.",
+        self._errors = Counter(
+            "mopd_request_errors",
+            "Requests with an error response, by the code of the error.",
             ["reason"],
-            registry=self.registry,
+            registry=registry,
         )
         self._cancelled = Counter(
             "mopd_cancelled_requests",
-            "Requests whose client closed the connection before the answer.",
-            registry=self.registry,
+            "Requests whose client disconnected before the response.",
+            registry=registry,
         )
         self._seconds = Histogram(
             "mopd_request_seconds",
-            "Time of answered scoring requests, from the request's head to the whole answer.",
+            "Duration of successful scoring requests, from the headers to the end of the response.",
             buckets=PHASE_BUCKETS,
-            registry=self.registry,
+            registry=registry,
         )
         self.in_flight = Gauge(
-            "mopd_requests_in_flight",
-            "Scoring requests that are being read or answered.",
-            registry=self.registry,
+            "mopd_requests_in_flight", "Scoring requests in progress.", registry=registry
         )
         Gauge(
-            "mopd_ready", "1 while requests are welcome, else 0.", registry=self.registry
+            "mopd_ready", "1 while the teacher accepts scoring requests, else 0.", registry=registry
         ).set_function(lambda: float(ready()))
 
     def count(self, path: str, status: int, record: RequestRecord, seconds: float) -> None:
-        """One answered request."""
+        """Count one finished request."""
         self._requests.labels(path if path in _PATHS else _OTHER_PATH, str(status)).inc()
         if status == CLIENT_CLOSED_REQUEST:
             self._cancelled.inc()
         elif status >= HTTPStatus.BAD_REQUEST:
-            self._refused.labels(record.reason or _reason(status)).inc()
+            self._errors.labels(record.reason or default_code(status)).inc()
         elif path == SCORING_PATH:
             self._seconds.observe(seconds)
 
     def exposition(self) -> bytes:
-        """All of it in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
-
-
-def _reason(status: int) -> str:
-    usual = _REASONS.get(HTTPStatus(status))
-    return usual or HTTPStatus(status).phrase.lower().replace(" ", "_")
 
 
 def _version() -> str:
     try:
         return version("mopd")
-    except PackageNotFoundError:  # run from a folder that was never installed
+    except PackageNotFoundError:  # a source tree that was never installed
         return "unknown"

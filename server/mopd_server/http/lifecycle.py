@@ -1,7 +1,7 @@
-"""``Lifecycle``: what a teacher process is ready to do, from taking the port to its end.
+"""``Lifecycle``: the state of a teacher process, from binding the port to its exit.
 
-loading -> warming up -> ready -> draining -> gone. Everything here runs on the event loop's thread,
-but for reading ``in_flight`` and for giving the loaded service.
+loading -> warming up -> ready -> draining -> drained. Everything here runs on the event loop's
+thread, except reading ``in_flight`` and setting the loaded service.
 """
 
 import asyncio
@@ -12,93 +12,87 @@ from http import HTTPStatus
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mopd_server.http.http_metrics import SCORING_PATH, HttpMetrics
-from mopd_server.http.problems import refusal_response
+from mopd_server.http.problems import error_response
 from mopd_server.scoring.service import TeacherService
 from mopd_server.service_error import ServiceError
 
-#: Probes must see a process that loads or drains, so these answer at any time.
+#: Probes must respond while the process loads or drains.
 ALWAYS_OPEN = frozenset({"/healthz", "/readyz", "/metrics"})
 
-_LOADING_RETRY_SECONDS = 2
-#: A drained teacher is gone first and then loads again, if a supervisor restarts it at all.
-_DRAINING_RETRY_SECONDS = 5
+#: Code -> message and Retry-After in seconds. Probes need no key, so the messages contain neither
+#: the teacher's name nor the cause of a failure. A drained teacher must restart and load first.
+_UNAVAILABLE: dict[str, tuple[str, int | None]] = {
+    "loading": ("this teacher is loading its model. Retry later.", 2),
+    "warming_up": ("this teacher is warming up. Retry later.", 2),
+    "failed": ("this teacher cannot score. See its log, and restart it.", None),
+    "draining": ("this teacher is shutting down. Use another replica, or retry later.", 5),
+    "drained": ("this teacher has shut down. Use another replica, or retry later.", 5),
+    "engine_dead": (
+        "the engine of this teacher has crashed. Use another replica, or retry later.",
+        5,
+    ),
+}
+
+
+def unavailable(code: str) -> ServiceError:
+    """Return the 503 error of a state of the teacher."""
+    message, seconds = _UNAVAILABLE[code]
+    return ServiceError(
+        HTTPStatus.SERVICE_UNAVAILABLE, message, code=code, retry_after_seconds=seconds
+    )
 
 
 class Lifecycle:
-    """The service once it is loaded, and whether requests are welcome."""
+    """The service once it is loaded, and whether the process accepts requests."""
 
     def __init__(self, service: TeacherService | None = None) -> None:
         self.service = service
         """``None`` while the model loads."""
         self.in_flight = 0
-        """Requests that were let in and are not answered yet."""
-        self._end: ServiceError | None = None
-        self._abandoned: ServiceError | None = None
+        """Accepted requests without a complete response."""
+        self._closed: str | None = None  # code of the state in which no request is accepted
+        self._aborted: str | None = None  # code of the state in which requests are aborted
         self._on_idle: Callable[[], None] | None = None
-        self._endings: set[asyncio.Future[None]] = set()
+        self._aborts: set[asyncio.Future[None]] = set()
         self.metrics = HttpMetrics(ready=lambda: self.ready)
 
     @property
     def draining(self) -> bool:
-        """Whether no further request is let in."""
-        return self._end is not None
+        """True if no further request is accepted."""
+        return self._closed is not None
 
     @property
     def ready(self) -> bool:
-        """Whether scoring requests are welcome."""
+        """True if scoring requests are accepted."""
         return self.service is not None and self.service.ready and not self.draining
 
-    def require_open(self) -> None:
-        """Whether another request may come in.
+    def require_open(self) -> TeacherService:
+        """Return the service if the process accepts requests.
 
         Raises:
-            ServiceError: 503 while the model loads, while draining, after the engine died.
+            ServiceError: 503 while loading or draining, or if the engine has crashed.
         """
-        if self._end is not None:
-            raise self._end
-        self.require_loaded()
+        if self._closed is not None:
+            raise unavailable(self._closed)
+        return self.require_loaded()
 
     def require_ready(self) -> None:
-        """Whether another scoring request may come in. Told to probes, which carry no key, so it
-        says neither who the teacher is nor what failed.
-
-        Raises:
-            ServiceError: 503, as ``require_open``, and during warm-up or after its failure.
-        """
-        self.require_open()
-        service = self.require_loaded()
+        """Raise ServiceError 503 as ``require_open``, and before or after a failed warm-up."""
+        service = self.require_open()
         if service.failure:
-            raise ServiceError(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                "this teacher cannot score, and its log says why; restart it",
-                reason="failed",
-            )
+            raise unavailable("failed")
         if not service.ready:
-            raise ServiceError(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                "this teacher is still warming up; ask again later",
-                retry_after_seconds=_LOADING_RETRY_SECONDS,
-                reason="warming_up",
-            )
+            raise unavailable("warming_up")
 
     def require_loaded(self) -> TeacherService:
-        """The service, for a request that has been let in.
-
-        Raises:
-            ServiceError: 503 while it loads.
-        """
+        """Return the service, or raise ServiceError 503 while it loads."""
         if self.service is None:
-            raise ServiceError(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                "this teacher is loading its model; ask again later",
-                retry_after_seconds=_LOADING_RETRY_SECONDS,
-                reason="loading",
-            )
+            raise unavailable("loading")
         return self.service
 
     @contextmanager
-    def under_way(self) -> Generator[None]:
-        """Counts a request that was let in until the block ends."""
+    def request(self) -> Generator[None]:
+        """Count an accepted request until the block ends."""
         self.in_flight += 1
         try:
             yield
@@ -108,70 +102,59 @@ class Lifecycle:
                 self._on_idle()
 
     @contextmanager
-    def ending(self) -> Generator[asyncio.Future[None]]:
-        """A future that raises the refusal which ends every request, should that come.
+    def abort_signal(self) -> Generator[asyncio.Future[None]]:
+        """Yield a future that raises the error of ``abort``.
 
         Raises:
-            ServiceError: when it has come already.
+            ServiceError: if ``abort`` was called before.
         """
-        if self._abandoned is not None:
-            raise self._abandoned
-        ending: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._endings.add(ending)
+        if self._aborted is not None:
+            raise unavailable(self._aborted)
+        signal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._aborts.add(signal)
         try:
-            yield ending
+            yield signal
         finally:
-            self._endings.discard(ending)
-            ending.cancel()
+            self._aborts.discard(signal)
+            signal.cancel()
 
     def drain(self, on_idle: Callable[[], None]) -> None:
-        """Lets nothing more in; ``on_idle`` is called when the last request has been answered."""
-        self._end = ServiceError(
-            HTTPStatus.SERVICE_UNAVAILABLE,
-            "this teacher is shutting down; ask another replica, or again later",
-            retry_after_seconds=_DRAINING_RETRY_SECONDS,
-            reason="draining",
-        )
+        """Accept no more requests; call ``on_idle`` after the last response."""
+        self._closed = "draining"
         self._on_idle = on_idle
         if not self.in_flight:
             on_idle()
 
-    def abandon(self, reason: str, sentence: str) -> None:
-        """Answers every request, those in flight and those to come, with 503."""
-        refusal = ServiceError(
-            HTTPStatus.SERVICE_UNAVAILABLE,
-            sentence,
-            retry_after_seconds=_DRAINING_RETRY_SECONDS,
-            reason=reason,
-        )
-        self._end = self._abandoned = refusal
-        for ending in self._endings:
-            if not ending.done():
-                ending.set_exception(refusal)
+    def abort(self, code: str) -> None:
+        """Respond with 503 to all requests, current and future."""
+        self._closed = self._aborted = code
+        for signal in self._aborts:
+            if not signal.done():
+                signal.set_exception(unavailable(code))
 
 
-class RefuseUnlessOpen:
-    """ASGI middleware: 503 before anything of a request is read that cannot be answered now."""
+class LifecycleMiddleware:
+    """ASGI middleware: 503 before any of the body is read if the process accepts no requests."""
 
     def __init__(self, app: ASGIApp, lifecycle: Lifecycle) -> None:
         self._app = app
         self._lifecycle = lifecycle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Counts what it lets in, so that a drain knows when the last answer has been given."""
+        """Count accepted requests, so that a drain detects the last response."""
         if scope["type"] != "http" or scope["path"] in ALWAYS_OPEN:
             await self._app(scope, receive, send)
             return
         try:
             self._lifecycle.require_open()
-        except ServiceError as refusal:
-            await refusal_response(refusal)(scope, receive, send)
+        except ServiceError as error:
+            await error_response(error)(scope, receive, send)
             return
         in_flight = self._lifecycle.metrics.in_flight
         scoring = scope["path"] == SCORING_PATH
         in_flight.inc(scoring)
         try:
-            with self._lifecycle.under_way():
+            with self._lifecycle.request():
                 await self._app(scope, receive, send)
         finally:
             in_flight.dec(scoring)

@@ -1,4 +1,4 @@
-"""Log lines: text for people, one JSON object a line for machines. Both name the request."""
+"""Log formats: text, or one JSON object per line. Both include the id of the request."""
 
 import json
 import logging
@@ -11,13 +11,13 @@ from typing import Any
 from mopd_server.http.request_record import current_record
 from mopd_server.settings import LogFormat
 
-#: Attribute of a log record that carries its named values: ``extra={FIELDS: {"status": 200}}``.
+#: Attribute of a log record with named values: ``extra={FIELDS: {"status": 200}}``.
 FIELDS = "fields"
 
 
 def configure_logs(level: str, log_format: LogFormat) -> None:
-    """Sends every logger's lines to stderr, from ``level`` on. Call it before heavy imports."""
-    if log_format == "json":  # progress bars are no JSON
+    """Log to stderr from ``level`` on. Call before heavy imports."""
+    if log_format == "json":  # progress bars are not JSON
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
@@ -31,7 +31,7 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line, with the named values behind it."""
+        """Return the line with the named values at its end."""
         values = " ".join(f"{name}={value}" for name, value in _fields(record).items())
         line = super().formatMessage(record)
         return f"{line} {values}" if values else line
@@ -41,7 +41,7 @@ class JsonFormatter(logging.Formatter):
     """``{"time": ..., "level": ..., "logger": ..., "message": ..., named values}``."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, whatever the message holds."""
+        """Return one line for any message."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -55,6 +55,6 @@ class JsonFormatter(logging.Formatter):
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    given: Mapping[str, Any] = getattr(record, FIELDS, {})
+    fields: Mapping[str, Any] = getattr(record, FIELDS, {})
     request = current_record()
-    return {**({"request_id": request.id} if request else {}), **given}
+    return {**({"request_id": request.id} if request else {}), **fields}

@@ -1,4 +1,4 @@
-"""Every error as an RFC 9457 problem document (``application/problem+json``)."""
+"""Errors as RFC 9457 problem documents (``application/problem+json``)."""
 
 import re
 import reprlib
@@ -15,23 +15,23 @@ from starlette.exceptions import HTTPException
 from mopd_protocol.requests import ControlToken, LogprobsRequest, SequenceRequest
 from mopd_protocol.samples import Message
 from mopd_server.http.request_record import current_record
-from mopd_server.service_error import ServiceError
+from mopd_server.service_error import CLIENT_CLOSED_REQUEST, ServiceError, default_code
 
 PROBLEM_MEDIA_TYPE = "application/problem+json"
 
-#: nginx's number for a client that closed the connection; the standard has none.
-CLIENT_CLOSED_REQUEST = 499
-
-#: A problem quotes what it found, and what it found may be a megabyte.
-_LONGEST_DETAIL = 2000
-_LONGEST_QUOTE = 200
-_MOST_FIELDS = 10
+#: Limits of quoted input, which may have megabytes.
+_MAX_DETAIL = 2000
+_MAX_QUOTE = 200
+_MAX_FIELDS = 10
 
 _PATH = re.compile(r"(?<![\w.)])(?:~|[A-Za-z]:)?[/\\][^\s'\"<>|,;]+")
 
+#: Messages of the protocol's own validators.
+_FOUND_EXPECTED = re.compile(r"\(?found (.*?)[,;] expected (.*?)\)?\.?", re.DOTALL)
+
 
 class FieldProblem(BaseModel):
-    """What is wrong with one field of a request's body."""
+    """An invalid field of a request's body."""
 
     field: str
     found: str
@@ -39,34 +39,38 @@ class FieldProblem(BaseModel):
 
 
 class Problem(BaseModel):
-    """An error, told in one sentence (``detail``)."""
+    """An error response; ``detail`` is its message."""
 
     type: str = "about:blank"
     title: str
     status: int
+    code: str
+    """Stable name of the error: ``queue_full``, ``warming_up``, ``malformed``."""
     detail: str
     instance: str | None = None
-    """Id of the request, as in the answer's header X-Request-Id and in the teacher's log."""
+    """Id of the request, as in the header X-Request-Id and in the teacher's log."""
     errors: list[FieldProblem] | None = None
-    """Only for bodies that are not well-formed requests: one entry a field."""
+    """Only for malformed bodies: one entry per field."""
 
 
 def problem_response(
     status: int,
     detail: str,
     *,
+    code: str | None = None,
     errors: Sequence[FieldProblem] | None = None,
     headers: Mapping[str, str] | None = None,
-    reason: str | None = None,
 ) -> JSONResponse:
-    """The problem document for ``status``; ``reason`` is how the refusal is counted."""
+    """Return the problem document of ``status``; metrics and log get its code."""
+    code = code or default_code(status)
     record = current_record()
     if record is not None:
-        record.reason = reason
+        record.reason = code
     problem = Problem(
         title=_title(status),
         status=status,
-        detail=_shortened(detail, _LONGEST_DETAIL),
+        code=code,
+        detail=_shorten(detail, _MAX_DETAIL),
         instance=record.id if record else None,
         errors=list(errors) if errors else None,
     )
@@ -78,43 +82,43 @@ def problem_response(
     )
 
 
-def refusal_response(refusal: ServiceError) -> JSONResponse:
-    """The problem document of a refusal, with ``Retry-After`` where it names a time."""
-    seconds = refusal.retry_after_seconds
+def error_response(error: ServiceError) -> JSONResponse:
+    """Return the problem document of an error, with ``Retry-After`` if it has a time."""
+    seconds = error.retry_after_seconds
     headers = None if seconds is None else {"Retry-After": str(seconds)}
-    detail = str(refusal)
-    if refusal.http_status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+    detail = str(error)
+    if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         detail = _without_paths(detail)
-    return problem_response(refusal.http_status, detail, headers=headers, reason=refusal.reason)
+    return problem_response(error.status, detail, code=error.code, headers=headers)
 
 
 def install_problem_handlers(app: FastAPI) -> None:
-    """Makes every error that leaves a route of ``app`` a problem document."""
-    app.add_exception_handler(ServiceError, _on_refusal)
+    """Respond with a problem document to every error of a route of ``app``."""
+    app.add_exception_handler(ServiceError, _on_service_error)
     app.add_exception_handler(RequestValidationError, _on_malformed_body)
     app.add_exception_handler(HTTPException, _on_http_exception)
 
 
-async def _on_refusal(request: Request, error: Exception) -> JSONResponse:
+async def _on_service_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ServiceError)
-    return refusal_response(error)
+    return error_response(error)
 
 
 async def _on_malformed_body(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    problems = [_field_problem(found) for found in error.errors()[:_MOST_FIELDS]]
-    sentences = [f"{p.field}: found {p.found}; expected {p.expected}" for p in problems]
-    return problem_response(HTTPStatus.BAD_REQUEST, ". ".join(sentences), errors=problems)
+    problems = [_field_problem(details) for details in error.errors()[:_MAX_FIELDS]]
+    messages = [f"{p.field}: found {p.found}, expected {p.expected}" for p in problems]
+    return problem_response(HTTPStatus.BAD_REQUEST, ". ".join(messages), errors=problems)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    detail = error.detail
+    detail, path = error.detail, _shorten(request.url.path, _MAX_QUOTE)
     if error.status_code == HTTPStatus.NOT_FOUND:
-        detail = f"there is no {_quoted(request)} here; /docs lists what there is"
+        detail = f"{path}: not found. See /docs."
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = (error.headers or {}).get("Allow", "another method")
-        detail = f"{_quoted(request)} does not take {request.method}; expected {allowed}"
+        detail = f"{path}: method not allowed (found {request.method}, expected {allowed})"
     return problem_response(error.status_code, detail, headers=error.headers)
 
 
@@ -128,12 +132,11 @@ _FIELDS = frozenset(name for model in _MODELS for name in model.model_fields)
 
 def _field_problem(error: Mapping[str, Any]) -> FieldProblem:
     location: tuple[int | str, ...] = tuple(error["loc"])
-    found, expected = _found_and_expected(location, error)
-    field = _path(location[:-1] if error["type"] == "extra_forbidden" else location)
+    value, expected = _found_and_expected(location, error)
     return FieldProblem(
-        field=field,
-        found=_shortened(found, _LONGEST_QUOTE),
-        expected=_shortened(expected, _LONGEST_QUOTE),
+        field=_path(location[:-1] if error["type"] == "extra_forbidden" else location),
+        found=_shorten(value, _MAX_QUOTE),
+        expected=_shorten(expected, _MAX_QUOTE),
     )
 
 
@@ -141,40 +144,39 @@ def _found_and_expected(
     location: tuple[int | str, ...], error: Mapping[str, Any]
 ) -> tuple[str, str]:
     context: Mapping[str, Any] = error.get("ctx", {})
-    if error["type"] == "json_invalid":
-        return f"invalid JSON ({context['error']})", "JSON"
-    if error["type"] == "not_json":
-        return "another type of content", "JSON with the header Content-Type: application/json"
-    if error["type"] == "too_many":
-        return f"{context['found']} mistakes", "a scoring request as /docs explains it"
-    if error["type"] == "extra_forbidden":
-        return f"an unknown key {location[-1]!r}", f"only {', '.join(_keys_beside(location))}"
-    if error["type"] == "too_long":  # not quoted: it is long
-        most = context["max_length"]
-        return f"more than {most}", f"at most {most}; send fewer at once"
-    if error["type"] == "missing":
-        return "nothing", "a value"
-    if error["type"] == "value_error":  # our own validators already say found and expected
-        found, _, expected = str(context["error"]).partition("; expected ")
-        return found.removeprefix("found "), expected
+    match error["type"]:
+        case "json_invalid":
+            return f"invalid JSON ({context['error']})", "JSON"
+        case "not_json":
+            return "another content type", "JSON with the header Content-Type: application/json"
+        case "too_many":
+            return f"{context['found']} errors", "a scoring request as documented at /docs"
+        case "extra_forbidden":
+            return f"the unknown key {location[-1]!r}", f"only {', '.join(_known_keys(location))}"
+        case "too_long":  # not quoted
+            limit = context["max_length"]
+            return f"more than {limit}", f"at most {limit}. Split the request"
+        case "missing":
+            return "nothing", "a value"
+        case "value_error":
+            if message := _FOUND_EXPECTED.fullmatch(str(context["error"])):
+                return message[1], message[2]
+        case _:
+            pass
     return reprlib.repr(error["input"]), str(error["msg"]).removeprefix("Input should be ")
 
 
 def _without_paths(detail: str) -> str:
-    """The first line, without what names a file: an engine's failure may tell where it lives."""
+    """Return the first line with file paths replaced: engine errors may contain private paths."""
     return _PATH.sub("(a path)", (detail.splitlines() or [""])[0])
 
 
-def _shortened(text: str, longest: int) -> str:
-    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+def _shorten(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
-def _quoted(request: Request) -> str:
-    return _shortened(request.url.path, _LONGEST_QUOTE)
-
-
-def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
-    """The keys that are known where an unknown one was found."""
+def _known_keys(location: tuple[int | str, ...]) -> list[str]:
+    """Return the valid keys of the object with an unknown key."""
     if "messages" in location:
         return list(Message.model_fields)
     if "completion" in location:
@@ -183,7 +185,7 @@ def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
 
 
 def _path(location: Sequence[int | str]) -> str:
-    """``sequences[0].completion``; pydantic's names for the branches of a union are left out."""
+    """Return ``sequences[0].completion``, without pydantic's names of the branches of a union."""
     path = ""
     for step in location:
         if isinstance(step, int):

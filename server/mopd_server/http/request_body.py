@@ -1,4 +1,4 @@
-"""Reads a scoring request from a body. What is wrong with it costs no more to find than to read."""
+"""Parsing of a scoring request. Invalid bodies cost no more than reading them."""
 
 from email.message import Message as MimeHeader
 
@@ -8,46 +8,45 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 
 from mopd_protocol.requests import LogprobsRequest
-from mopd_server.http.problems import CLIENT_CLOSED_REQUEST
-from mopd_server.service_error import ServiceError
+from mopd_server.service_error import CLIENT_CLOSED_REQUEST, ServiceError
 
-#: Beyond this many mistakes (a body of nothing but unknown keys) they are only counted: a list of
-#: millions would fill the memory.
-_MOST_MISTAKES = 1000
+#: Above this number of errors (a body of unknown keys) only the number is reported: a list of
+#: millions would exhaust the memory.
+_MAX_ERRORS = 1000
 
 
 async def scoring_request(request: Request) -> LogprobsRequest:
-    """The body of ``request``, checked.
+    """Return the validated body of ``request``.
 
     Raises:
-        RequestValidationError: when it is no scoring request.
-        ServiceError: 499, which nobody will read, when the client leaves before it is whole.
+        RequestValidationError: if the body is not a scoring request.
+        ServiceError: 499 if the client disconnects before the end of the body.
     """
     if not _is_json(request.headers.get("content-type", "")):
         raise RequestValidationError([{"type": "not_json", "loc": (), "input": None}])
     body = bytearray()
     try:
-        async for piece in request.stream():
-            body += piece
+        async for chunk in request.stream():
+            body += chunk
     except ClientDisconnect as error:
         raise ServiceError(
-            CLIENT_CLOSED_REQUEST, "the client left before its body was whole"
+            CLIENT_CLOSED_REQUEST, "the client disconnected before the end of the body"
         ) from error
     try:
         return LogprobsRequest.model_validate_json(bytes(body))
     except ValidationError as error:
-        found = error.error_count()
-        if found > _MOST_MISTAKES:
-            mistakes = [{"type": "too_many", "loc": (), "input": None, "ctx": {"found": found}}]
+        count = error.error_count()
+        if count > _MAX_ERRORS:
+            errors = [{"type": "too_many", "loc": (), "input": None, "ctx": {"found": count}}]
         else:
-            mistakes = error.errors(include_url=False)
-        raise RequestValidationError(mistakes) from error
+            errors = error.errors(include_url=False)
+        raise RequestValidationError(errors) from error
 
 
 def _is_json(content_type: str) -> bool:
     header = MimeHeader()
     header["content-type"] = content_type
-    kind = header.get_content_subtype()
+    subtype = header.get_content_subtype()
     return header.get_content_maintype() == "application" and (
-        kind == "json" or kind.endswith("+json")
+        subtype == "json" or subtype.endswith("+json")
     )

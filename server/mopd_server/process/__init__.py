@@ -1,1 +1,1 @@
-"""The service's processes and sockets."""
+"""Process and sockets of the service."""

@@ -1,8 +1,8 @@
-"""``BoundedConnection``: an HTTP/1.1 connection on which no phase lasts for ever.
+"""``BoundedConnection``: an HTTP/1.1 connection with a timeout for every phase.
 
-The server below answers requests; it does not mind a client that never ends its request's head,
-never ends a body that nobody reads any more, or never reads its answer. Many of those are an
-attack that costs a line of shell, so each of the three has a time here.
+uvicorn limits the idle time between two requests only. A client that never completes the headers
+of its request, never completes a body after an early response, or never reads its response would
+keep a socket forever; nothing else in the service limits these three phases.
 """
 
 import asyncio
@@ -15,82 +15,81 @@ from mopd_server.http.problems import PROBLEM_MEDIA_TYPE, Problem
 
 logger = logging.getLogger(__name__)
 
-#: From connecting, or from the first byte of a further request, to the end of its head.
-HEAD_SECONDS = 20.0
-#: After an early answer (413), for the rest of a body. It is thrown away, but read: a connection
-#: cut at once would often take the answer with it.
-REST_OF_BODY_SECONDS = 20.0
-#: An answer of which the client takes nothing for so long is thrown away.
-STUCK_ANSWER_SECONDS = 60.0
+#: From connecting, or from the first byte of a further request, to the end of its headers.
+HEADER_SECONDS = 20.0
+#: After an early response (413), for the rest of a body, which is read and discarded: closing
+#: immediately would often lose the response.
+DISCARD_SECONDS = 20.0
+#: A response of which the client reads nothing for this time is dropped.
+STALLED_RESPONSE_SECONDS = 60.0
 
 
 class BoundedConnection(H11Protocol):
-    """uvicorn's connection, with those three times."""
+    """uvicorn's connection with the timeouts above."""
 
-    _late: asyncio.TimerHandle | None = None
-    _stuck: asyncio.TimerHandle | None = None
+    _request_timer: asyncio.TimerHandle | None = None
+    _response_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The first head is awaited from here."""
+        """Start the timeout of the first headers."""
         super().connection_made(transport)
-        self._set_late()
+        self._update_request_timer()
 
     def data_received(self, data: bytes) -> None:
-        """A head that has begun must end; one that has ended sets the client free."""
+        """Start or stop the timeout of the headers."""
         super().data_received(data)
-        self._set_late()
+        self._update_request_timer()
 
     def on_response_complete(self) -> None:
-        """What is left of the body must come, and the answer must be taken."""
+        """Start the timeouts of the rest of the body and of the response."""
         super().on_response_complete()
-        self._set_late()
-        self._watch_answer(left_before=-1)
+        self._update_request_timer()
+        self._check_response(previous_size=-1)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is waited for any more."""
-        for timer in (self._late, self._stuck):
+        """Stop all timeouts."""
+        for timer in (self._request_timer, self._response_timer):
             if timer is not None:
                 timer.cancel()
-        self._late = self._stuck = None
+        self._request_timer = self._response_timer = None
         super().connection_lost(exc)
 
-    def _set_late(self) -> None:
-        """One timer for what the client owes. It is never set back by single bytes."""
-        waits_for = self._owed()
-        if waits_for is None:
-            if self._late is not None:
-                self._late.cancel()
-                self._late = None
-        elif self._late is None:
-            seconds = HEAD_SECONDS if waits_for is h11.IDLE else REST_OF_BODY_SECONDS
-            self._late = self.loop.call_later(seconds, self._client_is_late)
+    def _update_request_timer(self) -> None:
+        """Start one timer per phase; received bytes do not restart it."""
+        phase = self._pending_phase()
+        if phase is None:
+            if self._request_timer is not None:
+                self._request_timer.cancel()
+                self._request_timer = None
+        elif self._request_timer is None:
+            seconds = HEADER_SECONDS if phase is h11.IDLE else DISCARD_SECONDS
+            self._request_timer = self.loop.call_later(seconds, self._on_request_timeout)
 
-    def _owed(self) -> object | None:
-        """The part that the client is to send now; ``None`` while it may wait for an answer."""
+    def _pending_phase(self) -> object | None:
+        """Return the phase that the client must complete; ``None`` while a response is pending."""
         state: object = self.conn.their_state
-        if state is h11.IDLE and not self._is_kept_alive():
+        # Between two requests, uvicorn's shorter keep-alive timeout applies.
+        if state is h11.IDLE and self.timeout_keep_alive_task is None:
             return state
-        # A body has a head before it, so there is a cycle.
+        # A body follows headers, so there is a cycle.
         return state if state is h11.SEND_BODY and self.cycle.response_complete else None
 
-    def _is_kept_alive(self) -> bool:
-        """Between two requests, where uvicorn's own, shorter time runs."""
-        return self.timeout_keep_alive_task is not None
-
-    def _client_is_late(self) -> None:
-        self._late = None
+    def _on_request_timeout(self) -> None:
+        self._request_timer = None
         if self.transport.is_closing():
             return
-        logger.info("closed a connection whose client did not end its request")
+        logger.info("closed a connection: incomplete request")
         if self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE:
-            self._refuse_head()
+            self._send_timeout_response()
         self.transport.close()
 
-    def _refuse_head(self) -> None:
+    def _send_timeout_response(self) -> None:
         problem = Problem(
             title="Request Timeout",
             status=408,
-            detail=f"the request's head was not whole after {HEAD_SECONDS:g} s; send it faster",
+            code="slow_headers",
+            detail=f"the headers of the request are incomplete after {HEADER_SECONDS:g} s. Send "
+            "the request faster.",
         )
         body = problem.model_dump_json(exclude_none=True).encode()
         headers = [
@@ -105,16 +104,18 @@ class BoundedConnection(H11Protocol):
         ):
             self.transport.write(self.conn.send(event) or b"")
 
-    def _watch_answer(self, left_before: int) -> None:
-        """Looks again and again whether the client has taken some of its answer."""
-        if self._stuck is not None:
-            self._stuck.cancel()
-            self._stuck = None
-        left = self.transport.get_write_buffer_size()
-        if not left:
+    def _check_response(self, previous_size: int) -> None:
+        """Abort if the client has read nothing since the previous check; else check later."""
+        if self._response_timer is not None:
+            self._response_timer.cancel()
+            self._response_timer = None
+        size = self.transport.get_write_buffer_size()
+        if not size:
             return
-        if left == left_before:
-            logger.info("dropped an answer whose client does not read it")
+        if size == previous_size:
+            logger.info("closed a connection: response not read")
             self.transport.abort()
             return
-        self._stuck = self.loop.call_later(STUCK_ANSWER_SECONDS, self._watch_answer, left)
+        self._response_timer = self.loop.call_later(
+            STALLED_RESPONSE_SECONDS, self._check_response, size
+        )

@@ -1,4 +1,4 @@
-"""``HttpServer``: answers HTTP on a thread of its own, while the main thread loads the model."""
+"""``HttpServer``: HTTP in its own thread, while the main thread loads the model."""
 
 import asyncio
 import contextlib
@@ -14,25 +14,25 @@ from mopd_protocol.errors import ConfigError
 from mopd_server.process.connection import BoundedConnection
 from mopd_server.settings import ListenSettings
 
-#: A connection without a request is closed after this. Longer than clients (httpx: 5 s) and proxies
-#: (60 s) keep one, so that the end that asks is the end that closes, and no request meets a
-#: connection on its way out.
+#: Idle time before a connection is closed. Longer than in clients (httpx: 5 s) and proxies (60 s):
+#: if the client closes first, no request is lost on a closing connection.
 IDLE_SECONDS = 75
 
-#: For the last bytes of the last answers.
+#: For the last bytes of the last responses.
 _FLUSH_SECONDS = 5
-#: A request's head; what it asks for stands in its body.
-_LARGEST_HEAD_BYTES = 64 * 1024
+_MAX_HEADER_BYTES = 64 * 1024
 
 
 class HttpServer:
-    """uvicorn around ``app``. ``on_end`` is called, from its thread, when it has stopped.
+    """uvicorn around ``app``; ``on_stopped`` is called from its thread.
 
     Raises:
-        ConfigError: when the TLS files cannot be used.
+        ConfigError: if the TLS files are invalid.
     """
 
-    def __init__(self, app: FastAPI, listen: ListenSettings, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, app: FastAPI, listen: ListenSettings, on_stopped: Callable[[], None]
+    ) -> None:
         config = uvicorn.Config(
             app,
             http=BoundedConnection,
@@ -46,36 +46,37 @@ class HttpServer:
             ssl_keyfile=listen.tls_key,
             timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=_FLUSH_SECONDS,
-            h11_max_incomplete_event_size=_LARGEST_HEAD_BYTES,
+            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         )
         try:
             config.load()
         except ssl.SSLError as error:
             raise ConfigError(
-                f"the TLS files {listen.tls_certificate} and {listen.tls_key} cannot be used: "
-                f"{error.reason or error}; expected a certificate and its private key, both PEM"
+                f"TLS files {listen.tls_certificate} and {listen.tls_key}: invalid: "
+                f"{error.reason or error} (expected a certificate and its private key, both PEM)",
+                key="tls_certificate",
             ) from error
         self._server = uvicorn.Server(config)
-        self._on_end = on_end
+        self._on_stopped = on_stopped
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._begun = threading.Event()
+        self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def start(self, bound: socket.socket) -> None:
-        """Listens from here on."""
-        bound.listen()  # connections made before the loop accepts them wait instead of failing
+        """Listen on a bound socket; early connections wait until the event loop accepts."""
+        bound.listen()
         self._bound = bound
         self._thread.start()
-        self._begun.wait()
+        self._started.wait()
 
     def call(self, function: Callable[[], None]) -> None:
-        """Runs ``function`` on the event loop, soon; nothing where that has ended."""
+        """Schedule ``function`` on the event loop; ignored after its end."""
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # closed meanwhile
+        with contextlib.suppress(RuntimeError):  # loop closed
             self._loop.call_soon_threadsafe(function)
 
     def stop(self) -> None:
-        """Closes the port and all connections, after the last bytes of answers."""
+        """Close the port and all connections, after the last bytes of responses."""
         self._server.should_exit = True
         if self._thread.is_alive():
             self._thread.join(timeout=2 * _FLUSH_SECONDS)
@@ -84,10 +85,10 @@ class HttpServer:
         try:
             asyncio.run(self._serve())
         finally:
-            self._begun.set()
-            self._on_end()
+            self._started.set()
+            self._on_stopped()
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._begun.set()
+        self._started.set()
         await self._server.serve(sockets=[self._bound])

@@ -1,1 +1,1 @@
-"""Scoring requests: tokenization, batching, engine loading."""
+"""Scoring of requests: tokenization, queue, batching, self-check."""

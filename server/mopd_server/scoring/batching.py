@@ -1,8 +1,8 @@
-"""``Batcher``: merges sequences that arrive together into batches for a synchronous engine.
+"""``Batcher``: batches sequences of several requests for a blocking engine.
 
-One thread runs the engine. While it works, sequences wait; when it is free, whatever waits under
-the same settings is taken together, up to a token budget. So a lonely request waits for nobody,
-and a busy teacher gets full batches.
+One thread runs the engine. When the engine is idle, queued sequences with equal settings form the
+next batch, up to a token budget: a single request never waits for others, and a busy teacher runs
+full batches.
 """
 
 import asyncio
@@ -15,35 +15,27 @@ from dataclasses import dataclass
 from itertools import islice
 
 from mopd_protocol.topk_logprobs import TopKLogprobs
-from mopd_server.engines.base import Engine, EngineDead, EngineTimes, ScoringTask
-from mopd_server.scoring.scorer import failure_of
+from mopd_server.engines.base import Engine, EngineCrashError, EngineTimes, ScoringTask
+from mopd_server.scoring.scorer import Scorer, as_service_error
 from mopd_server.scoring.token_queue import TokenQueue
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """What must be equal for two sequences to share a batch."""
-
-    top_k: int
-    temperature: float
-
-
 @dataclass(frozen=True, eq=False)
-class _Waiting:
+class _Entry:
     task: ScoringTask
-    settings: _Settings
+    settings: tuple[int, float]  # top_k and temperature: equal within a batch
     submitted: float  # time.monotonic()
-    scored: asyncio.Future[tuple[TopKLogprobs, EngineTimes]]
+    result: asyncio.Future[tuple[TopKLogprobs, EngineTimes]]
 
 
-class Batcher:
-    """A ``SequenceScorer`` around an engine that blocks.
+class Batcher(Scorer[_Entry]):
+    """A ``Scorer`` around a blocking engine.
 
-    The worker is a task that ends when nothing waits, so there is nothing to start. A batch that
-    the engine has begun is finished even if its clients leave; ``on_cancelled`` is told how many
-    sequences were given up by them.
+    The worker task ends when the queue is empty, so there is no start method. A running batch is
+    finished even if its clients disconnect; ``on_cancelled`` receives the number of sequences that
+    a cancelled request drops.
     """
 
     def __init__(
@@ -52,140 +44,126 @@ class Batcher:
         *,
         max_batch_tokens: int,
         max_queue_tokens: int,
-        on_death: Callable[[str], None],
+        on_crash: Callable[[str], None],
         on_cancelled: Callable[[int], None],
     ) -> None:
+        super().__init__(TokenQueue(lambda entry: entry.task.tokens, max_tokens=max_queue_tokens))
         self._engine = engine
         self._max_batch_tokens = max_batch_tokens
-        self._on_death = on_death
-        self._death: EngineDead | None = None
+        self._on_crash = on_crash
+        self._crash: EngineCrashError | None = None
         self._on_cancelled = on_cancelled
-        self._waiting: TokenQueue[_Waiting] = TokenQueue(
-            lambda entry: entry.task.tokens, max_tokens=max_queue_tokens
-        )
         self._worker: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
-
-    @property
-    def waiting_sequences(self) -> int:
-        """Sequences that no batch has taken yet."""
-        return len(self._waiting)
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Their tokens, prompts included."""
-        return self._waiting.tokens
 
     async def score(
         self, tasks: Sequence[ScoringTask], *, top_k: int, temperature: float
     ) -> list[tuple[TopKLogprobs, EngineTimes]]:
-        """See ``SequenceScorer.score``. Cancelling takes those still waiting off the queue."""
-        loop = asyncio.get_running_loop()
-        settings = _Settings(top_k, temperature)
-        entries = [
-            _Waiting(task, settings, time.monotonic(), loop.create_future()) for task in tasks
-        ]
-        self._waiting.enter(entries)
+        """See ``Scorer.score``; cancelling removes the queued sequences."""
+        loop, now = asyncio.get_running_loop(), time.monotonic()
+        settings = (top_k, temperature)
+        entries = [_Entry(task, settings, now, loop.create_future()) for task in tasks]
+        self._queue.add(entries)
         if self._worker is None or self._worker.done():
-            # In a context of its own: its log lines are not about the request that woke it.
+            # In a new context: its log records do not belong to the request that starts it.
             self._worker = asyncio.create_task(self._work(), context=contextvars.Context())
         try:
-            return list(await asyncio.gather(*(entry.scored for entry in entries)))
+            return list(await asyncio.gather(*(entry.result for entry in entries)))
         except asyncio.CancelledError:
-            self._on_cancelled(sum(entry.scored.cancelled() for entry in entries))
+            self._on_cancelled(sum(entry.result.cancelled() for entry in entries))
             raise
         finally:
             for entry in entries:
-                self._waiting.leave(entry)
-                entry.scored.cancel()
+                self._queue.remove(entry)
+                entry.result.cancel()
 
     def close(self) -> None:
-        """Lets the engine's thread end after the batch that it is on."""
+        """Stop the engine's thread after its current batch."""
         self._thread.shutdown(wait=True)
 
-    def _take(self) -> list[_Waiting]:
-        """The longest waiting sequence and others like it, off the queue; empty when none waits."""
-        first = next(iter(self._waiting), None)
+    def _next_batch(self) -> list[_Entry]:
+        """Remove the oldest entry and others with equal settings from the queue."""
+        first = next(iter(self._queue), None)
         if first is None:
             return []
-        taken = [first]
+        batch = [first]
         tokens = first.task.tokens
-        for entry in islice(self._waiting, 1, None):
+        for entry in islice(self._queue, 1, None):
             if entry.settings == first.settings:
                 tokens += entry.task.tokens
                 if tokens > self._max_batch_tokens:
                     break
-                taken.append(entry)
-        for entry in taken:
-            self._waiting.leave(entry)
-        return taken
+                batch.append(entry)
+        for entry in batch:
+            self._queue.remove(entry)
+        return batch
 
     async def _work(self) -> None:
-        while batch := self._take():
-            if self._death is None:
+        while batch := self._next_batch():
+            if self._crash is None:
                 await self._score_batch(batch)
-            else:  # nothing that it says now is to be trusted
-                _refuse(batch, self._death)
+            else:  # results of a crashed engine cannot be trusted
+                _set_error(batch, self._crash)
 
-    async def _score_batch(self, batch: Sequence[_Waiting]) -> None:
-        """Scores a batch; where that fails, its halves, so that only what cannot be scored fails.
+    async def _score_batch(self, batch: Sequence[_Entry]) -> None:
+        """Score a batch; if that fails, score its halves, so that only the cause fails.
 
-        One sequence on which the precision overflows, or one batch too many for the memory, is no
-        matter of the other clients whose sequences happened to wait beside it.
+        One sequence that overflows the precision, or a batch too large for the memory, must not
+        fail the requests of other clients.
         """
         started = time.monotonic()
         loop = asyncio.get_running_loop()
         try:
             scores = await loop.run_in_executor(self._thread, self._run_engine, batch)
         except Exception as error:
-            if len(batch) == 1 or isinstance(error, EngineDead):
+            if len(batch) == 1 or isinstance(error, EngineCrashError):
                 self._fail(batch, error)
                 return
             logger.warning(
-                "the engine failed on a batch of %d sequences with %s; its halves are tried",
+                "the engine failed on a batch of %d sequences with %s; retrying its halves",
                 len(batch),
                 type(error).__name__,
             )
         else:
-            self._answer(batch, scores, started)
+            self._set_results(batch, scores, started)
             return
         half = len(batch) // 2
         for part in (batch[:half], batch[half:]):
-            # A request that has failed already, or whose client has gone, needs no more work.
-            if wanted := [entry for entry in part if not entry.scored.done()]:
-                await self._score_batch(wanted)
+            # Skip entries of requests that have failed or were cancelled.
+            if pending := [entry for entry in part if not entry.result.done()]:
+                await self._score_batch(pending)
 
-    def _answer(
-        self, batch: Sequence[_Waiting], scores: Sequence[TopKLogprobs], started: float
+    def _set_results(
+        self, batch: Sequence[_Entry], scores: Sequence[TopKLogprobs], started: float
     ) -> None:
         seconds = time.monotonic() - started
-        self._waiting.worked(sum(entry.task.tokens for entry in batch), seconds)
+        self._queue.record(sum(entry.task.tokens for entry in batch), seconds)
         for entry, score in zip(batch, scores, strict=True):
-            if not entry.scored.done():  # its client may have gone meanwhile
+            if not entry.result.done():  # cancelled meanwhile
                 times = EngineTimes(started - entry.submitted, seconds)
-                entry.scored.set_result((score, times))
+                entry.result.set_result((score, times))
 
-    def _fail(self, batch: Sequence[_Waiting], error: Exception) -> None:
+    def _fail(self, batch: Sequence[_Entry], error: Exception) -> None:
         logger.error("the engine failed on a batch of %d sequences", len(batch), exc_info=error)
-        _refuse(batch, error)
-        if isinstance(error, EngineDead):
-            self._death = error
-            self._on_death(str(error))
+        _set_error(batch, error)
+        if isinstance(error, EngineCrashError):
+            self._crash = error
+            self._on_crash(str(error))
 
-    def _run_engine(self, batch: Sequence[_Waiting]) -> list[TopKLogprobs]:
-        settings = batch[0].settings
-        scores = self._engine.score(
-            [entry.task for entry in batch],
-            top_k=settings.top_k,
-            temperature=settings.temperature,
-        )
+    def _run_engine(self, batch: Sequence[_Entry]) -> list[TopKLogprobs]:
+        top_k, temperature = batch[0].settings
+        tasks = [entry.task for entry in batch]
+        scores = self._engine.score(tasks, top_k=top_k, temperature=temperature)
         if len(scores) != len(batch):
-            raise RuntimeError(f"the engine answered {len(scores)} of {len(batch)} sequences")
+            raise RuntimeError(
+                f"the engine returned the wrong number of results (found {len(scores)}, expected "
+                f"{len(batch)})"
+            )
         return scores
 
 
-def _refuse(batch: Sequence[_Waiting], error: Exception) -> None:
-    refusal = failure_of(error)
+def _set_error(batch: Sequence[_Entry], error: Exception) -> None:
+    converted = as_service_error(error)
     for entry in batch:
-        if not entry.scored.done():
-            entry.scored.set_exception(refusal)
+        if not entry.result.done():
+            entry.result.set_exception(converted)

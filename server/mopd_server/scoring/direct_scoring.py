@@ -1,6 +1,6 @@
-"""``DirectScorer``: hands every sequence to an asynchronous engine the moment it arrives.
+"""``DirectScorer``: passes every sequence to an asynchronous engine on arrival.
 
-The engine batches by itself, so nothing is held back here and nobody waits for a batch to end.
+The engine batches internally; no sequence waits for the end of a batch.
 """
 
 import asyncio
@@ -10,17 +10,16 @@ from collections.abc import Callable, Sequence
 
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_server.engines.base import AsyncEngine, EngineTimes, ScoringTask
-from mopd_server.scoring.scorer import failure_of
+from mopd_server.scoring.scorer import Scorer, as_service_error
 from mopd_server.scoring.token_queue import TokenQueue
 
 logger = logging.getLogger(__name__)
 
 
-class DirectScorer:
-    """A ``SequenceScorer`` in which a sequence counts as waiting until it is scored.
+class DirectScorer(Scorer[ScoringTask]):
+    """A ``Scorer`` whose queue contains the sequences in the engine.
 
-    Which sequences an engine works on is its own business; what is bounded here is how much it has
-    been given. ``on_cancelled`` is told how many sequences were taken out of it unscored.
+    ``on_cancelled`` receives the number of sequences that a cancelled request aborts.
     """
 
     def __init__(
@@ -28,61 +27,49 @@ class DirectScorer:
         engine: AsyncEngine,
         *,
         max_queue_tokens: int,
-        on_death: Callable[[str], None],
+        on_crash: Callable[[str], None],
         on_cancelled: Callable[[int], None],
     ) -> None:
+        super().__init__(TokenQueue(lambda task: task.tokens, max_tokens=max_queue_tokens))
         self._engine = engine
         self._on_cancelled = on_cancelled
-        self._unscored: TokenQueue[ScoringTask] = TokenQueue(
-            lambda task: task.tokens, max_tokens=max_queue_tokens
-        )
-        self._worked_until = 0.0  # time.monotonic() up to which work has been counted
-        engine.watch(on_death)
-
-    @property
-    def waiting_sequences(self) -> int:
-        """Sequences in the engine."""
-        return len(self._unscored)
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Their tokens, prompts included."""
-        return self._unscored.tokens
+        self._recorded_until = 0.0  # time.monotonic() of the last record of the speed
+        engine.on_crash(on_crash)
 
     async def score(
         self, tasks: Sequence[ScoringTask], *, top_k: int, temperature: float
     ) -> list[tuple[TopKLogprobs, EngineTimes]]:
-        """See ``SequenceScorer.score``. If one sequence fails, its request is cancelled."""
-        if not self._unscored:
-            self._worked_until = time.monotonic()
-        self._unscored.enter(tasks)
-        scoring = [asyncio.create_task(self._score_one(task, top_k, temperature)) for task in tasks]
+        """See ``Scorer.score``; if one sequence fails, the rest of the request is aborted."""
+        if not self._queue:
+            self._recorded_until = time.monotonic()
+        self._queue.add(tasks)
+        running = [asyncio.create_task(self._score_one(task, top_k, temperature)) for task in tasks]
         try:
-            return list(await asyncio.gather(*scoring))
+            return list(await asyncio.gather(*running))
         except Exception as error:
-            refusal = failure_of(error)
-            logger.error("%s", refusal, exc_info=error)
-            raise refusal from error
+            converted = as_service_error(error)
+            logger.error("%s", converted, exc_info=error)
+            raise converted from error
         except asyncio.CancelledError:
-            self._on_cancelled(sum(ended.cancelled() for ended in scoring))
+            self._on_cancelled(sum(task.cancelled() for task in running))
             raise
         finally:
-            for running in scoring:
-                running.cancel()
-            await asyncio.gather(*scoring, return_exceptions=True)
+            for scoring in running:
+                scoring.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
             for task in tasks:
-                self._unscored.leave(task)
+                self._queue.remove(task)
 
     def close(self) -> None:
-        """Ends the engine."""
+        """Shut down the engine."""
         self._engine.close()
 
     async def _score_one(
         self, task: ScoringTask, top_k: int, temperature: float
     ) -> tuple[TopKLogprobs, EngineTimes]:
-        scored = await self._engine.score(task, top_k=top_k, temperature=temperature)
-        self._unscored.leave(task)
+        result = await self._engine.score(task, top_k=top_k, temperature=temperature)
+        self._queue.remove(task)
         now = time.monotonic()
-        self._unscored.worked(task.tokens, now - self._worked_until)
-        self._worked_until = now
-        return scored
+        self._queue.record(task.tokens, now - self._recorded_until)
+        self._recorded_until = now
+        return result

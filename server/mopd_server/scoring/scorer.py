@@ -1,52 +1,60 @@
-"""``SequenceScorer``: a queue and an engine behind it, as the service sees them."""
+"""``Scorer``: a queue and an engine behind one interface."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Protocol
+from typing import Generic
 
 from mopd_protocol.topk_logprobs import TopKLogprobs
-from mopd_server.engines.base import EngineDead, EngineTimes, ScoringTask
+from mopd_server.engines.base import EngineCrashError, EngineTimes, ScoringTask
+from mopd_server.scoring.token_queue import Entry, TokenQueue
 from mopd_server.service_error import ServiceError
 
 
-class SequenceScorer(Protocol):
+class Scorer(ABC, Generic[Entry]):
     """Used from one event loop at a time."""
 
-    @property
-    def waiting_sequences(self) -> int:
-        """Sequences that nobody works on yet, as far as can be seen from here."""
-        ...
+    def __init__(self, queue: TokenQueue[Entry]) -> None:
+        self._queue = queue
 
     @property
-    def waiting_tokens(self) -> int:
-        """Their tokens, prompts included."""
-        ...
+    def queued_sequences(self) -> int:
+        """Sequences in the queue."""
+        return len(self._queue)
 
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt and completion tokens in the queue."""
+        return self._queue.tokens
+
+    @abstractmethod
     async def score(
         self, tasks: Sequence[ScoringTask], *, top_k: int, temperature: float
     ) -> list[tuple[TopKLogprobs, EngineTimes]]:
-        """The scores of ``tasks``, in order. Cancelling gives up those that are not scored yet.
+        """Score ``tasks``, in order; cancelling drops those that are not scored yet.
 
         Raises:
-            ServiceError: 429 if the queue is full, 500 if the engine fails, 503 if it died.
+            ServiceError: 429 if the queue is full, 500 if the engine fails, 503 if it has crashed.
         """
-        ...
 
+    @abstractmethod
     def close(self) -> None:
-        """Ends the engine; a second call does nothing."""
-        ...
+        """Shut down the engine; idempotent."""
 
 
-def failure_of(error: Exception) -> ServiceError:
-    """How a request is answered whose scoring ended with ``error``."""
+def as_service_error(error: Exception) -> ServiceError:
+    """Convert an engine's error into the error of a request."""
     if isinstance(error, ServiceError):
         return error
-    if isinstance(error, EngineDead):
-        refusal = ServiceError(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}; ask another replica")
+    if isinstance(error, EngineCrashError):
+        converted = ServiceError(
+            HTTPStatus.SERVICE_UNAVAILABLE, f"{error}. Use another replica.", code=error.code
+        )
     else:
-        refusal = ServiceError(
+        converted = ServiceError(
             HTTPStatus.INTERNAL_SERVER_ERROR,
             f"the engine failed on this batch with {type(error).__name__}: {error}",
+            code="engine_failed",
         )
-    refusal.__cause__ = error
-    return refusal
+    converted.__cause__ = error
+    return converted

@@ -1,88 +1,94 @@
-"""Whether an engine scores the same sequence alike alone and in company, asked before it serves.
+"""Self-check at startup: a sequence must get equal scores in any batch.
 
-Batching is where scores go wrong silently: rows of a neighbour, a shift by one, padding that is
-read. The sequences are random tokens, whose rows differ from each other by far more than rounding.
+Faults of batching are silent: rows of another sequence, a shift by one, padding that is attended
+to. The sequences are random tokens, whose rows differ by far more than rounding.
 """
+
+from typing import Any
 
 import numpy as np
 
 from mopd_protocol.arrays import FloatArray, IntArray
+from mopd_protocol.errors import TeacherError
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_server.engines.base import EngineDescription, ScoringTask
-from mopd_server.scoring.scorer import SequenceScorer
+from mopd_server.scoring.scorer import Scorer
 
-#: Largest difference, in nats, that batches of other shapes may make by rounding alone. Logits of
-#: 16 to 32 are 1/8 apart in bfloat16 and 1/64 in float16; float32 may pass through TF32 kernels.
+#: Maximum difference in nats from rounding in batches of different shapes. The spacing of logits
+#: from 16 to 32 is 1/8 in bfloat16 and 1/64 in float16; float32 may use TF32 kernels.
 TOLERANCES = {"float32": 1e-2, "float16": 1e-1, "bfloat16": 5e-1}
 
 _PROBE_TOKENS = 24
-_NEIGHBOUR_TOKENS = (9, 40, 17)
+_BATCH_TOKENS = (9, 40, 17)
 _TOP_K = 8
 
 
-class SelfCheckError(RuntimeError):
-    """The engine contradicts itself."""
+class SelfCheckError(TeacherError):
+    """Two scores of one sequence differ; ``key`` names the pair."""
+
+    code = "self_check_failed"
 
 
 async def check_engine(
-    scorer: SequenceScorer, about: EngineDescription, real_ids: IntArray, *, max_top_k: int
+    scorer: Scorer[Any], description: EngineDescription, real_ids: IntArray, *, max_top_k: int
 ) -> None:
-    """Scores a known sequence alone and inside a batch, and its likeliest ids as candidates.
+    """Score a known sequence unbatched, in a batch, and with its most likely ids as candidates.
 
     Args:
-        scorer: the engine, behind its queue.
-        about: its dtype decides the tolerance, its features what is asked.
-        real_ids: ``[ids]``, those that have a token.
-        max_top_k: the largest ``top_k`` that the engine takes.
+        scorer: the engine behind its queue.
+        description: its dtype selects the tolerance, its features the checks.
+        real_ids: ``[ids]``, the ids that have a token.
+        max_top_k: maximum ``top_k`` of the engine.
 
     Raises:
-        SelfCheckError: when two answers about one sequence differ by more than the tolerance.
-        ServiceError: when the engine fails.
+        SelfCheckError: if two scores of the sequence differ by more than the tolerance.
+        ServiceError: if the engine fails.
     """
-    draw = np.random.default_rng(0)
-    probe, *neighbours = (
-        _sequence(draw, real_ids, min(tokens, about.max_model_len))
-        for tokens in (_PROBE_TOKENS, *_NEIGHBOUR_TOKENS)
+    generator = np.random.default_rng(0)
+    probe, *others = (
+        _sequence(generator, real_ids, min(tokens, description.max_model_len))
+        for tokens in (_PROBE_TOKENS, *_BATCH_TOKENS)
     )
     top_k = min(_TOP_K, max_top_k)
-    tolerance = TOLERANCES.get(about.dtype, max(TOLERANCES.values()))
-    ((alone, _),) = await scorer.score([probe], top_k=top_k, temperature=1.0)
-    _, (in_company, _), *_ = await scorer.score(
-        [neighbours[0], probe, *neighbours[1:]], top_k=top_k, temperature=1.0
+    tolerance = TOLERANCES.get(description.dtype, max(TOLERANCES.values()))
+    ((single, _),) = await scorer.score([probe], top_k=top_k, temperature=1.0)
+    _, (batched, _), *_ = await scorer.score(
+        [others[0], probe, *others[1:]], top_k=top_k, temperature=1.0
     )
-    _require_close(alone, in_company, tolerance, "alone and inside a batch")
-    if about.candidate_ids:
-        candidates = tuple(np.sort(row[row >= 0]) for row in alone.ids)
-        asked = ScoringTask(probe.prompt_ids, probe.completion_ids, candidates)
-        ((chosen, _),) = await scorer.score([asked], top_k=top_k, temperature=1.0)
-        _require_close(alone, chosen, tolerance, "by top_k and by candidate_ids")
+    _require_close(single, batched, tolerance, "batching")
+    if description.candidate_ids:
+        candidates = tuple(np.sort(row[row >= 0]) for row in single.ids)
+        task = ScoringTask(probe.prompt_ids, probe.completion_ids, candidates)
+        ((by_candidates, _),) = await scorer.score([task], top_k=top_k, temperature=1.0)
+        _require_close(single, by_candidates, tolerance, "candidate_ids")
 
 
-def _sequence(draw: np.random.Generator, real_ids: IntArray, tokens: int) -> ScoringTask:
-    """A third is prompt, and at least one token."""
-    ids = draw.choice(real_ids, size=tokens).astype(np.int32)
+def _sequence(generator: np.random.Generator, real_ids: IntArray, tokens: int) -> ScoringTask:
+    """Return random tokens, a third of them (at least one) as the prompt."""
+    ids = generator.choice(real_ids, size=tokens).astype(np.int32)
     prompt = max(1, tokens // 3)
     return ScoringTask(ids[:prompt], ids[prompt:])
 
 
-def _require_close(first: TopKLogprobs, second: TopKLogprobs, tolerance: float, ways: str) -> None:
+def _require_close(first: TopKLogprobs, second: TopKLogprobs, tolerance: float, key: str) -> None:
     difference = max(
-        _largest_difference(one, other)
-        for one, other in (
+        _max_difference(left, right)
+        for left, right in (
             (first.token_logprobs, second.token_logprobs),
-            # Ids are not compared: rounding may swap two that are nearly as likely.
+            # Ids are not compared: rounding may swap two of nearly equal probability.
             (first.logprobs, second.logprobs),
         )
     )
     if not difference <= tolerance:
         raise SelfCheckError(
-            f"the engine scored one sequence {ways}, and the log-probabilities differ by "
-            f"{difference:.3g} nats; expected at most {tolerance:g}, which rounding explains"
+            f"self-check of {key}: log-probabilities of one sequence differ (found "
+            f"{difference:.3g} nats, expected at most {tolerance:g}, which rounding explains)",
+            key=key,
         )
 
 
-def _largest_difference(one: FloatArray, other: FloatArray) -> float:
-    if one.shape != other.shape:
+def _max_difference(left: FloatArray, right: FloatArray) -> float:
+    if left.shape != right.shape:
         return float("inf")
     with np.errstate(invalid="ignore"):  # -inf minus -inf
-        return float(np.where(one == other, 0.0, np.abs(one - other)).max(initial=0.0))
+        return float(np.where(left == right, 0.0, np.abs(left - right)).max(initial=0.0))

@@ -1,6 +1,6 @@
 """``TeacherService``: a teacher without HTTP, from a request to a response.
 
-check limits -> tokenize -> queue and score -> answer. This is the file to read first.
+Validate limits -> tokenize -> queue and score -> respond. The first file to read.
 """
 
 import asyncio
@@ -10,35 +10,38 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
+from typing import Any
 
 import numpy as np
 
 from mopd_protocol.manifest import Features, Manifest
-from mopd_protocol.requests import ControlToken, LogprobsRequest
+from mopd_protocol.requests import ControlToken, LogprobsRequest, SequenceRequest
 from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.samples import TeacherScore
 from mopd_server.engines.base import AsyncEngine, Engine, EngineTimes, ScoringTask
+from mopd_server.engines.registry import load_engine
 from mopd_server.scoring.batching import Batcher
 from mopd_server.scoring.direct_scoring import DirectScorer
 from mopd_server.scoring.metrics import ServiceMetrics
-from mopd_server.scoring.scorer import SequenceScorer
+from mopd_server.scoring.scorer import Scorer
 from mopd_server.scoring.self_check import check_engine
 from mopd_server.scoring.tokenization import RequestTokenizer, TokenizedSequence
-from mopd_server.service_error import ServiceError
+from mopd_server.scoring.tokenizer_loading import load_tokenizer
+from mopd_server.service_error import ServiceError, invalid_field
 from mopd_server.settings import TeacherSettings
 
 logger = logging.getLogger(__name__)
 
-#: Outside this range float32 softmax is one-hot or uniform, or not a number at all.
+#: Outside this range, a float32 softmax is one-hot, uniform or NaN.
 TEMPERATURE_RANGE = (0.01, 100.0)
 
-#: Characters of one request beyond which it is tokenized when no other such request is: a body of
-#: 15 MiB takes 2.5 GB on the way to its refusal.
+#: Requests with more characters are tokenized one at a time: tokenizing a body of 15 MiB takes
+#: 2.5 GB before the request is rejected.
 LARGE_TEXT = 2**20
 
 
 class TeacherService:
-    """One teacher: its tokenizer, its engine, the queue between them, and its identity card."""
+    """One teacher: tokenizer, engine, the queue between the two, and the manifest."""
 
     def __init__(
         self,
@@ -50,39 +53,52 @@ class TeacherService:
         self._engine = engine
         self.manifest = _manifest(tokenizer, engine, settings)
         self.metrics = ServiceMetrics(
-            waiting_sequences=lambda: self._scorer.waiting_sequences,
-            waiting_tokens=lambda: self._scorer.waiting_tokens,
+            queued_sequences=lambda: self._scorer.queued_sequences,
+            queued_tokens=lambda: self._scorer.queued_tokens,
         )
         self.failure: str | None = None
-        """Why this teacher will never score (again): its warm-up failed, or its engine died."""
+        """Cause of a permanent failure: of the warm-up, or of the engine."""
         self._warm = False
-        self._cause_of_death: str | None = None
-        self._on_engine_death: Callable[[str], None] | None = None
-        self._dying = threading.Lock()
-        self._scorer = self._scorer_of(engine, settings)
-        # One thread, which is busy for as long as it works also when the client has left.
+        self._crash_cause: str | None = None
+        self._on_engine_crash: Callable[[str], None] | None = None
+        self._crash_lock = threading.Lock()
+        self._scorer = self._create_scorer(engine, settings)
+        # One thread; its work continues after the client has disconnected.
         self._large_texts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="large-texts")
+
+    @classmethod
+    def load(cls, settings: TeacherSettings) -> "TeacherService":
+        """Load the tokenizer and the model; the service is not warmed up.
+
+        The tokenizer is loaded and validated first: it takes a moment, the model may take minutes.
+
+        Raises:
+            ConfigError: if the model, its tokenizer or a setting is invalid.
+            DataError: if the tokenizer is unsupported, or wider than the head of the model.
+        """
+        tokenizer = RequestTokenizer(load_tokenizer(settings))
+        return cls(tokenizer, load_engine(settings, tokenizer.table), settings)
 
     @property
     def ready(self) -> bool:
-        """Whether the warm-up has passed and the engine lives."""
+        """True after a successful warm-up, until the engine has crashed."""
         return self._warm and self.failure is None
 
     @property
-    def on_engine_death(self) -> Callable[[str], None] | None:
-        """Called once, from any thread, with one sentence, when the engine has died.
+    def on_engine_crash(self) -> Callable[[str], None] | None:
+        """Callback with the cause, called once from any thread when the engine has crashed.
 
-        Set after that, it is called at once.
+        If the engine has crashed already, setting the callback calls it immediately.
         """
-        return self._on_engine_death
+        return self._on_engine_crash
 
-    @on_engine_death.setter
-    def on_engine_death(self, hook: Callable[[str], None] | None) -> None:
-        with self._dying:
-            self._on_engine_death = hook
-            cause = self._cause_of_death
-        if hook is not None and cause is not None:
-            hook(cause)
+    @on_engine_crash.setter
+    def on_engine_crash(self, callback: Callable[[str], None] | None) -> None:
+        with self._crash_lock:
+            self._on_engine_crash = callback
+            cause = self._crash_cause
+        if callback is not None and cause is not None:
+            callback(cause)
 
     @property
     def tokenizer_files(self) -> Mapping[str, str]:
@@ -90,10 +106,10 @@ class TeacherService:
         return self._tokenizer.files
 
     def warm_up(self) -> None:
-        """Scores a few tokens, which compiles and allocates what is lazy, and checks the answers.
+        """Run the self-check, which also compiles and allocates lazily created objects.
 
-        Blocks; a failure is kept in ``failure`` and logged, because a service that cannot score
-        should say so on ``/readyz``, not vanish.
+        Blocks. A failure is logged and stored in ``failure``: ``/readyz`` reports it while the
+        process keeps running.
         """
         started = time.monotonic()
         ids = np.flatnonzero(self._tokenizer.table.present).astype(np.int32)
@@ -103,39 +119,42 @@ class TeacherService:
         try:
             asyncio.run(check)
         except Exception as error:
-            self.failure = self.failure or f"its warm-up failed with {_told(error)}"
-            logger.exception("teacher %r failed its warm-up", self.manifest.service)
+            message = error if isinstance(error, ServiceError) else _with_class(error)
+            self.failure = self.failure or f"its warm-up failed with {message}"
+            logger.exception("teacher %r: warm-up failed", self.manifest.service)
             return
         self._warm = True
         seconds = time.monotonic() - started
         logger.info("teacher %r is ready, warmed up in %.1f s", self.manifest.service, seconds)
 
     def require_ready(self) -> None:
-        """Raises ServiceError 503 until a warm-up has passed, and after the engine has died."""
+        """Raise ServiceError 503 before a successful warm-up, and if the engine has crashed."""
         if self.ready:
             return
         name = self.manifest.service
         if self.failure:
             raise ServiceError(
                 HTTPStatus.SERVICE_UNAVAILABLE,
-                f"teacher {name!r} cannot score: {self.failure}; restart it",
+                f"teacher {name!r} cannot score: {self.failure}. Restart it.",
+                code="failed",
             )
         raise ServiceError(
             HTTPStatus.SERVICE_UNAVAILABLE,
-            f"teacher {name!r} is still warming up; ask again later",
+            f"teacher {name!r} is warming up. Retry later.",
+            code="warming_up",
             retry_after_seconds=1,
         )
 
     async def score(
         self, request: LogprobsRequest, *, admit: Callable[[int, int], None] | None = None
     ) -> LogprobsResponse:
-        """The teacher's view of every completion of ``request``.
+        """Score every completion of ``request``.
 
-        ``admit`` is told the tokens of prompts and completions before they are queued, and may
-        refuse them.
+        ``admit`` is called with the number of prompt and completion tokens before the sequences
+        are queued, and may raise ServiceError.
 
         Raises:
-            ServiceError: when any sequence cannot be scored; nothing is scored in part.
+            ServiceError: if any sequence cannot be scored; there are no partial results.
         """
         self.require_ready()
         self._require_within_limits(request)
@@ -144,65 +163,69 @@ class TeacherService:
         loop = asyncio.get_running_loop()
         sequences = await loop.run_in_executor(threads, self._tokenize, request)
         tokenize_seconds = time.monotonic() - started
+        prompt_tokens = sum(len(sequence.prompt_ids) for sequence in sequences)
+        completion_tokens = sum(len(sequence.completion) for sequence in sequences)
         if admit is not None:
-            admit(
-                sum(len(sequence.prompt_ids) for sequence in sequences),
-                sum(len(sequence.completion) for sequence in sequences),
-            )
-        scored = await self._scorer.score(
+            admit(prompt_tokens, completion_tokens)
+        results = await self._scorer.score(
             [sequence.task for sequence in sequences],
             top_k=request.top_k,
             temperature=request.temperature,
         )
-        timings = _timings(tokenize_seconds, [times for _, times in scored])
-        self._count(sequences, timings)
+        timings = _timings(tokenize_seconds, [times for _, times in results])
+        self.metrics.tokens_scored.inc(completion_tokens)
+        self.metrics.prompt_tokens.inc(prompt_tokens)
+        for phase, seconds in timings.items():
+            self.metrics.phase_seconds.labels(phase).observe(seconds)
         return LogprobsResponse(
             manifest_id=self.manifest.manifest_id,
             ids=tuple(sequence.id for sequence in request.sequences),
             scores=tuple(
                 TeacherScore(self.manifest.manifest_id, sequence.completion, topk)
-                for sequence, (topk, _) in zip(sequences, scored, strict=True)
+                for sequence, (topk, _) in zip(sequences, results, strict=True)
             ),
             timings=timings,
         )
 
     def close(self) -> None:
-        """Ends the engine."""
+        """Shut down the engine."""
         self._large_texts.shutdown(wait=False, cancel_futures=True)
         self._scorer.close()
 
-    def _scorer_of(self, engine: Engine | AsyncEngine, settings: TeacherSettings) -> SequenceScorer:
+    def _create_scorer(
+        self, engine: Engine | AsyncEngine, settings: TeacherSettings
+    ) -> Scorer[Any]:
         if isinstance(engine, AsyncEngine):
             return DirectScorer(
                 engine,
                 max_queue_tokens=settings.max_queue_tokens,
-                on_death=self._engine_died,
+                on_crash=self._engine_crashed,
                 on_cancelled=self.metrics.cancelled_sequences.inc,
             )
         return Batcher(
             engine,
             max_batch_tokens=settings.max_batch_tokens,
             max_queue_tokens=settings.max_queue_tokens,
-            on_death=self._engine_died,
+            on_crash=self._engine_crashed,
             on_cancelled=self.metrics.cancelled_sequences.inc,
         )
 
-    def _engine_died(self, cause: str) -> None:
-        with self._dying:
-            if self._cause_of_death is not None:
+    def _engine_crashed(self, cause: str) -> None:
+        with self._crash_lock:
+            if self._crash_cause is not None:
                 return
-            self._cause_of_death = self.failure = cause
-            hook = self._on_engine_death
-        logger.error("teacher %r cannot go on: %s", self.manifest.service, cause)
-        if hook is not None:
-            hook(cause)
+            self._crash_cause = self.failure = cause
+            callback = self._on_engine_crash
+        logger.error("teacher %r failed permanently: %s", self.manifest.service, cause)
+        if callback is not None:
+            callback(cause)
 
     def _require_within_limits(self, request: LogprobsRequest) -> None:
         limit = self.manifest.max_top_k
         if request.top_k > limit:
-            raise ServiceError(
-                HTTPStatus.BAD_REQUEST,
-                f"top_k: found {request.top_k}, expected at most {limit} (max_top_k in the "
+            raise invalid_field(
+                "top_k",
+                f"found {request.top_k}, expected at most {limit} (max_top_k in the "
                 "manifest of this teacher)",
             )
         features = self.manifest.features
@@ -211,26 +234,31 @@ class TeacherService:
             expected = (
                 f"{lowest:g} to {highest:g}"
                 if features.temperature
-                else "1, the only one at which this teacher's engine scores"
+                else "1, the only temperature that the engine of this teacher supports"
             )
-            raise ServiceError(
-                HTTPStatus.BAD_REQUEST,
-                f"temperature: found {request.temperature}, expected {expected}",
+            raise invalid_field(
+                "temperature",
+                f"found {request.temperature}, expected {expected}",
             )
         for index, sequence in enumerate(request.sequences):
-            widest = max(map(len, sequence.candidate_ids or ()), default=0)
-            if sequence.candidate_ids is not None and not features.candidate_ids:
-                raise ServiceError(
-                    HTTPStatus.BAD_REQUEST,
-                    f"sequences[{index}].candidate_ids: this teacher's engine scores only its own "
-                    "top_k (features in the manifest)",
-                )
-            if widest > limit:
-                raise ServiceError(
-                    HTTPStatus.BAD_REQUEST,
-                    f"sequences[{index}].candidate_ids: found {widest} ids for one token, "
-                    f"expected at most {limit} (max_top_k in the manifest of this teacher)",
-                )
+            self._require_valid_candidates(f"sequences[{index}].candidate_ids", sequence, limit)
+
+    def _require_valid_candidates(self, key: str, sequence: SequenceRequest, limit: int) -> None:
+        if sequence.candidate_ids is None:
+            return
+        if not self.manifest.features.candidate_ids:
+            raise invalid_field(
+                key,
+                "not supported by the engine of this teacher (features in the manifest). "
+                "Use top_k.",
+            )
+        widest = max(map(len, sequence.candidate_ids), default=0)
+        if widest > limit:
+            raise invalid_field(
+                key,
+                f"found {widest} ids for one token, expected at most {limit} (max_top_k in "
+                "the manifest of this teacher)",
+            )
 
     def _tokenize(self, request: LogprobsRequest) -> list[TokenizedSequence]:
         tokenized: list[TokenizedSequence] = []
@@ -238,8 +266,8 @@ class TeacherService:
             try:
                 tokenized.append(self._tokenizer.tokenize(sequence))
                 self._require_short_enough(tokenized[-1].task)
-            except ServiceError as refusal:
-                raise refusal.about(f"sequences[{index}]") from refusal
+            except ServiceError as error:
+                raise error.in_field(f"sequences[{index}]") from error
         return tokenized
 
     def _require_short_enough(self, task: ScoringTask) -> None:
@@ -247,35 +275,29 @@ class TeacherService:
         if task.tokens > limit:
             raise ServiceError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"found {task.tokens} tokens ({len(task.prompt_ids)} of prompt and "
-                f"{len(task.completion_ids)} of completion), expected at most {limit} "
-                "(max_model_len in the manifest of this teacher)",
+                f"the sequence is too long (found {task.tokens} tokens, {len(task.prompt_ids)} of "
+                f"prompt and {len(task.completion_ids)} of completion, expected at most {limit}: "
+                "max_model_len in the manifest of this teacher)",
             )
-
-    def _count(self, sequences: list[TokenizedSequence], timings: Mapping[str, float]) -> None:
-        self.metrics.tokens_scored.inc(sum(len(sequence.completion) for sequence in sequences))
-        self.metrics.prompt_tokens.inc(sum(len(sequence.prompt_ids) for sequence in sequences))
-        for phase, seconds in timings.items():
-            self.metrics.phase_seconds.labels(phase).observe(seconds)
 
 
 def _characters(request: LogprobsRequest) -> int:
-    """Of all that is to be tokenized."""
-    texts: list[str] = []
-    for sequence in request.sequences:
-        completion = sequence.completion or ""
-        texts += [completion] if isinstance(completion, str) else _texts(completion)
-        texts += [message.content for message in sequence.messages or ()]
-        texts.append(sequence.prompt or "")
-    return sum(map(len, texts))
+    """Return the number of characters to tokenize."""
+    return sum(
+        len(sequence.prompt or "")
+        + sum(len(message.content) for message in sequence.messages or ())
+        + sum(len(part) for part in _parts(sequence) if isinstance(part, str))
+        for sequence in request.sequences
+    )
 
 
-def _texts(parts: Sequence[str | ControlToken]) -> list[str]:
-    return [part for part in parts if isinstance(part, str)]
+def _parts(sequence: SequenceRequest) -> Sequence[str | ControlToken]:
+    completion = sequence.completion or ""
+    return [completion] if isinstance(completion, str) else completion
 
 
 def _timings(tokenize_seconds: float, times: list[EngineTimes]) -> dict[str, float]:
-    """Seconds by phase; of a request in several batches, the longest wait and the slowest batch."""
+    """Return seconds by phase: of several batches, the longest wait and the slowest batch."""
     return {
         "tokenize": tokenize_seconds,
         "queue": max(time.queue_seconds for time in times),
@@ -283,31 +305,31 @@ def _timings(tokenize_seconds: float, times: list[EngineTimes]) -> dict[str, flo
     }
 
 
-def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, ServiceError) else f"{type(error).__name__}: {error}"
+def _with_class(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _manifest(
     tokenizer: RequestTokenizer, engine: Engine | AsyncEngine, settings: TeacherSettings
 ) -> Manifest:
-    about, table = engine.description, tokenizer.table
+    description, table = engine.description, tokenizer.table
     return Manifest(
         service=settings.service_name,
-        model=about.model,
-        revision=about.revision,
-        engine=about.engine,
-        engine_version=about.engine_version,
-        dtype=about.dtype,
-        logit_width=about.logit_width,
+        model=description.model,
+        revision=description.revision,
+        engine=description.engine,
+        engine_version=description.engine_version,
+        dtype=description.dtype,
+        logit_width=description.logit_width,
         tokenizer_fingerprint=table.fingerprint,
         tokenizer_size=table.size,
         roles=table.roles,
         chat_template_hash=tokenizer.template_hash,
-        max_model_len=about.max_model_len,
+        max_model_len=description.max_model_len,
         max_top_k=min(settings.top_k_max, int(table.present.sum())),
         features=Features(
-            candidate_ids=about.candidate_ids,
-            temperature=about.temperature,
+            candidate_ids=description.candidate_ids,
+            temperature=description.temperature,
             messages=tokenizer.renders_messages,
         ),
     )

@@ -1,6 +1,6 @@
-"""Requests -> token ids of the teacher: its own chat template, its own tokenizer.
+"""Requests -> token ids of the teacher, by its chat template and tokenizer.
 
-Prompt and completion are tokenized apart, so that the seam between them is a byte boundary.
+Prompt and completion are tokenized separately, so that a token boundary lies between the two.
 """
 
 import hashlib
@@ -33,12 +33,12 @@ from mopd_protocol.tokenizers.tokenizer_file import tokenizer_json
 from mopd_protocol.tokenizers.tokenizer_roles import ChatTokenizer, roles_of
 from mopd_server.engines.base import ScoringTask
 from mopd_server.scoring.tokenizer_loading import TOKENIZER_FILE, tokenizer_files
-from mopd_server.service_error import ServiceError
+from mopd_server.service_error import ServiceError, invalid_field
 
 
 @dataclass(frozen=True, eq=False)
 class TokenizedSequence:
-    """A sequence of a request, in the teacher's tokens, checked and ready to score."""
+    """A validated sequence of a request in the teacher's tokens."""
 
     prompt_ids: IntArray  # [prompt tokens], at least one
     completion: TokenSequence
@@ -46,7 +46,7 @@ class TokenizedSequence:
 
     @property
     def task(self) -> ScoringTask:
-        """What the engine is given."""
+        """Input of the engine."""
         return ScoringTask(self.prompt_ids, self.completion.token_ids, self.candidate_ids)
 
 
@@ -54,14 +54,14 @@ class RequestTokenizer:
     """A teacher's tokenizer, its chat template and its table of token bytes.
 
     Raises:
-        DataError: for a tokenizer whose tokens do not spell bytes by themselves.
-        ConfigError: for a chat template that cannot render a question and an answer.
+        DataError: if single tokens of the tokenizer have no bytes.
+        ConfigError: if the chat template cannot render a user and an assistant message.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._chat = tokenizer
         self.files = tokenizer_files(tokenizer)
-        # What is served is what is used. A copy also keeps threads apart: the Hugging Face wrapper
+        # The served file is the one in use. The copy is also thread-safe: the Hugging Face wrapper
         # changes settings of its tokenizer on every call.
         self._tokenizer = Tokenizer.from_str(self.files[TOKENIZER_FILE])
         self._tokenizer.no_padding()
@@ -71,12 +71,12 @@ class RequestTokenizer:
 
     @property
     def renders_messages(self) -> bool:
-        """Whether there is a chat template."""
+        """True if there is a chat template."""
         return bool(self._chat.chat_template)
 
     @property
     def template_hash(self) -> str | None:
-        """32 hex digits of the chat template."""
+        """Hash of the chat template, 32 hex digits."""
         template = self._chat.chat_template
         if not template:
             return None
@@ -84,17 +84,17 @@ class RequestTokenizer:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def tokenize(self, sequence: SequenceRequest) -> TokenizedSequence:
-        """The sequence in this teacher's tokens.
+        """Convert a sequence to this teacher's tokens.
 
         Raises:
-            ServiceError: when this teacher has no such ids, control tokens, roles or ending.
+            ServiceError: if this teacher lacks an id, control token, role or end-of-turn token.
         """
         prompt_ids = self._prompt_ids(sequence)
         if not prompt_ids:
-            raise ServiceError(
-                HTTPStatus.BAD_REQUEST,
-                "the prompt has no tokens, so nothing predicts the first completion token; "
-                "expected at least one token, such as the beginning-of-text token",
+            raise invalid_field(
+                "prompt",
+                "the prompt has no tokens, so that nothing predicts the first completion token "
+                "(expected at least one, such as the beginning-of-text token)",
             )
         completion_ids = self._completion_ids(sequence)
         return TokenizedSequence(
@@ -108,11 +108,10 @@ class RequestTokenizer:
             self._require_known("prompt_token_ids", sequence.prompt_token_ids)
             return sequence.prompt_token_ids
         if sequence.messages is not None:
-            # The template writes the special tokens itself.
             for message in sequence.messages:
                 _require_unicode("messages", message.role + message.content)
-            rendered = self._render(sequence.messages)
-            return encode_text(self._tokenizer, rendered)
+            # The rendered text contains the special tokens.
+            return encode_text(self._tokenizer, self._render(sequence.messages))
         assert sequence.prompt is not None
         _require_unicode("prompt", sequence.prompt)
         begin = [] if self.table.roles.bos is None else [self.table.roles.bos]
@@ -120,10 +119,10 @@ class RequestTokenizer:
 
     def _render(self, messages: Sequence[Message]) -> str:
         if not self.renders_messages:
-            raise ServiceError(
+            raise invalid_field(
+                "messages",
+                "this teacher has no chat template (expected prompt or prompt_token_ids)",
                 HTTPStatus.UNPROCESSABLE_ENTITY,
-                "this teacher has no chat template, so it cannot take messages; "
-                "expected prompt or prompt_token_ids",
             )
         try:
             rendered = self._chat.apply_chat_template(
@@ -133,9 +132,10 @@ class RequestTokenizer:
             )
         except (TemplateError, TypeError, ValueError) as error:
             roles = ", ".join(message.role for message in messages)
-            raise ServiceError(
+            raise invalid_field(
+                "messages",
+                f"this teacher's chat template does not support the roles {roles}: {error}",
                 HTTPStatus.UNPROCESSABLE_ENTITY,
-                f"this teacher's chat template refuses messages with the roles {roles}: {error}",
             ) from error
         assert isinstance(rendered, str)
         return rendered
@@ -146,41 +146,44 @@ class RequestTokenizer:
             ids = sequence.completion_token_ids
         else:
             ids = self._encode(_parts(sequence))
-        return [*ids, self._ending(ids)] if sequence.finished else ids
+        return [*ids, self._end_of_turn(ids)] if sequence.finished else ids
 
     def _encode(self, parts: Sequence[str | ControlToken]) -> list[int]:
-        """Neighbouring texts are one text: only control tokens are seams."""
+        """Encode adjacent texts as one text: only control tokens are boundaries."""
         ids: list[int] = []
-        for is_text, run in groupby(parts, key=lambda part: isinstance(part, str)):
+        for is_text, group in groupby(parts, key=lambda part: isinstance(part, str)):
             if is_text:
-                text = "".join(part for part in run if isinstance(part, str))
+                text = "".join(part for part in group if isinstance(part, str))
                 _require_unicode("completion", text)
                 ids += self._completions.encode(text)
             else:
-                ids += [self._control(part) for part in run if isinstance(part, ControlToken)]
+                ids += [self._control(part) for part in group if isinstance(part, ControlToken)]
         return ids
 
     def _control(self, part: ControlToken) -> int:
         if part.control not in self.table.controls:
             known = ", ".join(sorted(self.table.controls)[:16]) or "none"
-            raise ServiceError(
+            raise invalid_field(
+                "completion",
+                f"control token not found in this teacher's tokenizer (found "
+                f"{part.control!r}, expected one of {known})",
                 HTTPStatus.UNPROCESSABLE_ENTITY,
-                f"this teacher has no control token {part.control!r}; it has {known}",
             )
         return self.table.controls[part.control]
 
-    def _ending(self, ids: Sequence[int]) -> int:
+    def _end_of_turn(self, ids: Sequence[int]) -> int:
         end_of_turn = self.table.roles.end_of_turn
         if end_of_turn is None:
-            raise ServiceError(
+            raise invalid_field(
+                "finished",
+                "this teacher has no end-of-turn token (found true, expected false)",
                 HTTPStatus.UNPROCESSABLE_ENTITY,
-                "this teacher has no end-of-turn token to score; expected finished: false",
             )
         if ids and ids[-1] in self.table.roles.ending:
-            raise ServiceError(
-                HTTPStatus.BAD_REQUEST,
-                f"the completion already ends with ending token {ids[-1]} and finished: true would "
-                "add another; expected a completion without its ending token",
+            raise invalid_field(
+                "finished",
+                f"the completion already ends with end-of-turn token {ids[-1]}, and "
+                "finished: true would append another. Remove the token from the completion.",
             )
         return end_of_turn
 
@@ -191,48 +194,50 @@ class RequestTokenizer:
         if rows is None:
             return None
         if len(rows) != completion_tokens:
-            raise ServiceError(
-                HTTPStatus.BAD_REQUEST,
-                f"candidate_ids has {len(rows)} rows, expected {completion_tokens}: one per "
-                "completion token of this teacher, the end-of-turn token included",
+            raise invalid_field(
+                "candidate_ids",
+                f"wrong number of rows (found {len(rows)}, expected "
+                f"{completion_tokens}: one per completion token of this teacher, the end-of-turn "
+                "token included)",
             )
         self._require_known("candidate_ids", list(chain.from_iterable(rows)))
         return tuple(np.array(list(dict.fromkeys(row)), dtype=np.int32) for row in rows)
 
     def _require_known(self, field: str, ids: Sequence[int]) -> None:
         highest = max(ids, default=0)
-        if highest >= self.table.size:  # said here because such an id may not even fit an array
-            raise ServiceError(
-                HTTPStatus.BAD_REQUEST,
-                f"{field} holds id {highest}, but this teacher's tokenizer has {self.table.size} "
-                "ids; were ids of another tokenizer (the student's) sent? send text instead",
+        if highest >= self.table.size:  # checked first: such an id may overflow an array
+            raise invalid_field(
+                field,
+                f"id outside this teacher's vocabulary (found {highest}, expected less "
+                f"than {self.table.size}). Send text instead of the ids of another tokenizer.",
             )
         try:
             self.table.require_known(np.array(ids, dtype=np.int64))
         except DataError as error:
-            raise ServiceError(HTTPStatus.BAD_REQUEST, f"{field}: {error}") from error
+            raise ServiceError(HTTPStatus.BAD_REQUEST, f"{field}: {error}", key=field) from error
 
 
 def _roles(chat: PreTrainedTokenizerFast, tokenizer: Tokenizer) -> TokenRoles:
     try:
-        # Its ids are attributes made at run time, which no type checker sees.
+        # The ids are attributes made at run time, unknown to type checkers.
         return roles_of(cast(ChatTokenizer, chat), control_tokens(tokenizer_json(tokenizer)))
     except TemplateError as error:
         raise ConfigError(
-            f"the chat template cannot render a question and an answer: {error}; "
-            "expected a template for messages of the roles user and assistant"
+            f"chat template: rendering a conversation failed: {error} (expected a template for "
+            "messages of the roles user and assistant)",
+            key="chat_template",
         ) from error
 
 
 def _require_unicode(field: str, text: str) -> None:
-    """JSON can spell half of a character (a lone surrogate), which has no bytes."""
+    """Reject lone surrogates, which JSON can encode and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ServiceError(
-            HTTPStatus.BAD_REQUEST,
-            f"{field} holds {text[error.start]!a} at character {error.start}, a lone surrogate; "
-            "expected Unicode text",
+        raise invalid_field(
+            field,
+            f"invalid Unicode (found the lone surrogate {text[error.start]!a} at character "
+            f"{error.start})",
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Loads a model's tokenizer and writes down the files from which the other side can load it."""
+"""Loading of a model's tokenizer, and the files from which the client loads the same one."""
 
 import tempfile
 from collections.abc import Mapping
@@ -7,45 +7,46 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mopd_protocol.errors import ConfigError
+from mopd_server.engines.base import first_line
 from mopd_server.settings import TeacherSettings
 
 TOKENIZER_FILE = "tokenizer.json"
 
-#: What tokenizers are read from: the fast file itself, or one that is converted to it.
+#: Files of a tokenizer: the fast one, or one that transformers converts.
 _VOCABULARY_PATTERNS = (TOKENIZER_FILE, "vocab.*", "*.model", "*.tiktoken")
 
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt")
 
 
 def load_tokenizer(settings: TeacherSettings) -> PreTrainedTokenizerFast:
-    """The fast tokenizer of a model folder or hub id.
+    """Load the fast tokenizer of a model folder or hub id.
 
     Raises:
-        ConfigError: when there is none.
+        ConfigError: if there is none.
     """
-    _require_model(settings.model)
+    model = settings.model
+    _require_model(model)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            settings.model,
-            revision=settings.revision,
-            trust_remote_code=settings.trust_remote_code,
+            model, revision=settings.revision, trust_remote_code=settings.trust_remote_code
         )
-    except Exception as error:  # the tokenizers library raises the bare class
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    except Exception as error:  # the tokenizers library raises the base class
         raise ConfigError(
-            f"cannot load the tokenizer of {settings.model!r}: {first_line}; "
-            f"expected an existing folder or a hub id with a {TOKENIZER_FILE}"
+            f"model {model!r}: loading the tokenizer failed: {first_line(error)} (expected an "
+            f"existing folder or a hub id with a {TOKENIZER_FILE})",
+            key="model",
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError(
-            f"the tokenizer of {settings.model!r} is a {type(tokenizer).__name__}, which is not a "
-            f"fast tokenizer; expected one with a {TOKENIZER_FILE}"
+            f"model {model!r}: not a fast tokenizer (found {type(tokenizer).__name__}, expected "
+            f"one with a {TOKENIZER_FILE})",
+            key="model",
         )
     return tokenizer
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerFast) -> Mapping[str, str]:
-    """File name -> text of everything that ``AutoTokenizer.from_pretrained`` reads."""
+    """Return file name -> text of all files for ``AutoTokenizer.from_pretrained``."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tokenizer.save_pretrained(folder)
@@ -57,16 +58,18 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerFast) -> Mapping[str, str]:
 
 
 def _require_model(model: str) -> None:
-    """A path that does not exist is told apart from a hub id before anything asks the network."""
+    """Distinguish a missing path from a hub id before any network access."""
     path = Path(model).expanduser()
+    expected = "a model folder or a hub id"
     if path.is_dir():
-        # transformers would make an empty tokenizer out of the model's type.
-        if not any(any(path.glob(pattern)) for pattern in _VOCABULARY_PATTERNS):
-            raise ConfigError(
-                f"model folder {model!r} holds no tokenizer; expected a {TOKENIZER_FILE}"
-            )
+        # transformers would create an empty tokenizer from the model type.
+        if any(any(path.glob(pattern)) for pattern in _VOCABULARY_PATTERNS):
+            return
+        problem, expected = "contains no tokenizer", f"a {TOKENIZER_FILE}"
+    elif path.is_file():
+        problem = "is a file"
+    elif path.is_absolute() or model.startswith((".", "~")) or len(path.parts) > 2:
+        problem = "not found"
+    else:
         return
-    if path.is_file():
-        raise ConfigError(f"model {model!r} is a file; expected a folder or a hub id")
-    if path.is_absolute() or model.startswith((".", "~")) or len(path.parts) > 2:
-        raise ConfigError(f"there is no model folder {model!r}; expected a folder or a hub id")
+    raise ConfigError(f"model {model!r}: {problem} (expected {expected})", key="model")

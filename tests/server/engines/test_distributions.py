@@ -1,4 +1,4 @@
-"""Truncating rows of logits: nothing is lost between what is kept and the tail."""
+"""Tests of the truncation of rows of logits: kept mass and tail sum to one."""
 
 import math
 
@@ -6,7 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mopd_server.engines.distributions import join_rows, keep_candidates, keep_top, normalize
+from mopd_server.engines.distributions import (
+    concatenate,
+    normalize,
+    select_candidates,
+    select_top_k,
+)
 
 WIDTH = 12
 logits = st.lists(
@@ -14,15 +19,19 @@ logits = st.lists(
 )
 
 
+def normalized(*rows: list[float]) -> torch.Tensor:
+    return normalize(torch.tensor(rows), torch.zeros(len(rows[0]), dtype=torch.bool), 1.0)
+
+
 @given(logits, st.integers(1, 9), st.floats(0.25, 4.0))
-def test_kept_mass_and_tail_are_the_whole_and_padding_has_none(
+def test_top_k_and_tail_equal_the_softmax_without_padding(
     rows: list[list[float]], top_k: int, temperature: float
 ) -> None:
     padding = torch.zeros(WIDTH, dtype=torch.bool)
     padding[9:] = True
     logprobs = normalize(torch.tensor(rows), padding, temperature)
     tokens = torch.zeros(len(rows), dtype=torch.long)
-    scores = join_rows([keep_top(logprobs, tokens, top_k)])
+    scores = concatenate([select_top_k(logprobs, tokens, top_k)])
     for row, values in enumerate(rows):
         weights = [math.exp((v - max(values[:9])) / temperature) for v in values[:9]]
         expected = sorted((math.log(w / math.fsum(weights)) for w in weights), reverse=True)
@@ -34,27 +43,24 @@ def test_kept_mass_and_tail_are_the_whole_and_padding_has_none(
         assert scores.ids[row].max() < 9
 
 
-def test_a_small_tail_keeps_its_precision() -> None:
-    """One minus the kept mass would be zero in float32, and noise at best."""
-    rows = normalize(torch.tensor([[0.0, -30.0]]), torch.zeros(2, dtype=torch.bool), 1.0)
-    scores = join_rows([keep_top(rows, torch.tensor([0]), 1)])
+def test_small_tail_keeps_its_precision() -> None:
+    """One minus the kept mass would be zero in float32."""
+    scores = concatenate([select_top_k(normalized([0.0, -30.0]), torch.tensor([0]), 1)])
     assert math.isclose(scores.tail_logprobs[0], -30.0, rel_tol=1e-6)
 
 
-def test_an_id_without_probability_is_absent() -> None:
-    rows = torch.tensor([[0.0, -torch.inf, 1.0]])
-    logprobs = normalize(rows, torch.zeros(3, dtype=torch.bool), 1.0)
-    scores = join_rows([keep_top(logprobs, torch.tensor([1]), 3)])
+def test_id_without_probability_is_missing() -> None:
+    logprobs = normalized([0.0, -math.inf, 1.0])
+    scores = concatenate([select_top_k(logprobs, torch.tensor([1]), 3)])
     assert scores.ids.tolist() == [[2, 0, -1]]
     assert scores.token_logprobs[0] == -torch.inf
 
 
-def test_absent_candidates_do_not_take_id_0_out_of_the_tail() -> None:
-    rows = torch.tensor([[3.0, 1.0, 0.0], [3.0, 1.0, 0.0]])
+def test_padding_of_candidates_does_not_remove_id_0_from_the_tail() -> None:
+    logprobs = normalized([3.0, 1.0, 0.0], [3.0, 1.0, 0.0])
     candidates = torch.tensor([[1, -1], [-1, 0]])
-    logprobs = normalize(rows, torch.zeros(3, dtype=torch.bool), 1.0)
     expected = logprobs[0].double()
-    scores = join_rows([keep_candidates(logprobs, torch.tensor([0, 0]), candidates)])
+    scores = concatenate([select_candidates(logprobs, torch.tensor([0, 0]), candidates)])
     assert scores.ids.tolist() == [[1, -1], [0, -1]]
     tails = torch.stack([expected[[0, 2]].logsumexp(0), expected[[1, 2]].logsumexp(0)])
     torch.testing.assert_close(torch.tensor(scores.tail_logprobs), tails.float())

@@ -1,6 +1,7 @@
-"""The engine's rows against a slow reference, and what must not change them."""
+"""Tests of the transformers engine against a slow reference, and of its invariances."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,13 +11,18 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, Granite
 from mopd_protocol.errors import ConfigError, DataError
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_server.engines import transformers as transformers_engine
-from mopd_server.engines.base import EngineDead, ScoringTask
-from mopd_server.engines.transformers import TransformersEngine
-from mopd_server.scoring.loading import load_service
+from mopd_server.engines.base import EngineCrashError, ScoringTask
+from mopd_server.scoring.service import TeacherService
 from mopd_server.settings import TeacherSettings
 from tests import tiny_models
 from tests.reference.teacher_scores import completion_logprobs, tail_logprob
-from tests.server.tiny_teachers import FAMILIES, TinyTeacher, teacher_of, teacher_of_family
+from tests.server.tiny_teachers import (
+    FAMILIES,
+    TinyTeacher,
+    short_task,
+    teacher_of,
+    teacher_of_family,
+)
 
 PROMPT, COMPLETION = [40, 9, 77, 120], [55, 300, 8, 8, 201, 31]
 TOP_K = 7
@@ -27,7 +33,6 @@ def task(
     completion: Sequence[int] = COMPLETION,
     candidates: Sequence[Sequence[int]] | None = None,
 ) -> ScoringTask:
-    """A scoring task from plain lists."""
     rows = candidates and tuple(np.array(row, dtype=np.int32) for row in candidates)
     return ScoringTask(
         np.array(prompt, dtype=np.int32), np.array(completion, dtype=np.int32), rows or None
@@ -40,34 +45,36 @@ def score(
     return teacher.engine.score(tasks, top_k=TOP_K, temperature=temperature)
 
 
-def assert_rows_are(
-    rows: TopKLogprobs, expected: list[dict[int, float]], tokens: list[int]
-) -> None:
-    """Every kept entry, token and tail of ``rows`` is what the reference says."""
+def reference(
+    teacher: TinyTeacher, prompt: list[int] = PROMPT, temperature: float = 1.0
+) -> list[dict[int, float]]:
+    return completion_logprobs(teacher.model, prompt, COMPLETION, teacher.real_ids, temperature)
+
+
+def assert_rows_equal(rows: TopKLogprobs, expected: list[dict[int, float]]) -> None:
+    """Compare entries, token and tail of every row with its distribution."""
     assert len(rows) == len(expected)
     for row, distribution in enumerate(expected):
         ids = rows.ids[row].tolist()
         best = sorted(distribution.values(), reverse=True)[: rows.k]
         np.testing.assert_allclose(rows.logprobs[row], best, atol=2e-5)
         np.testing.assert_allclose(rows.logprobs[row], [distribution[i] for i in ids], atol=2e-5)
-        np.testing.assert_allclose(rows.token_logprobs[row], distribution[tokens[row]], atol=2e-5)
+        np.testing.assert_allclose(
+            rows.token_logprobs[row], distribution[COMPLETION[row]], atol=2e-5
+        )
         np.testing.assert_allclose(
             rows.tail_logprobs[row], tail_logprob(distribution, ids), atol=2e-5
         )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_are_what_the_slow_reference_says(
-    teachers: dict[str, TinyTeacher], family: str
-) -> None:
-    teacher = teachers[family]
-    (rows,) = score(teacher, task())
-    expected = completion_logprobs(teacher.model, PROMPT, COMPLETION, teacher.real_ids)
-    assert_rows_are(rows, expected, COMPLETION)
+def test_rows_equal_the_slow_reference(teachers: dict[str, TinyTeacher], family: str) -> None:
+    (rows,) = score(teachers[family], task())
+    assert_rows_equal(rows, reference(teachers[family]))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_sequence_scores_alone_as_it_scores_among_others(
+def test_scores_do_not_depend_on_the_rest_of_the_batch(
     teachers: dict[str, TinyTeacher], family: str
 ) -> None:
     teacher = teachers[family]
@@ -76,37 +83,31 @@ def test_a_sequence_scores_alone_as_it_scores_among_others(
         task(generator.integers(0, 400, prompt), generator.integers(0, 400, completion))
         for prompt, completion in ((3, 20), (1, 1), (30, 2), (5, 5), (2, 0), (9, 14), (90, 40))
     ]
-    together = score(teacher, *tasks)
-    for position, one in enumerate(tasks):
-        (alone,) = score(teacher, one)
-        assert together[position].ids.tolist() == alone.ids.tolist()
+    for sequence, batched in zip(tasks, score(teacher, *tasks), strict=True):
+        (single,) = score(teacher, sequence)
+        assert batched.ids.tolist() == single.ids.tolist()
         for field in ("logprobs", "token_logprobs", "tail_logprobs"):
-            np.testing.assert_allclose(
-                getattr(together[position], field), getattr(alone, field), atol=1e-5
-            )
+            np.testing.assert_allclose(getattr(batched, field), getattr(single, field), atol=1e-5)
 
 
-def test_row_r_predicts_token_r_from_the_tokens_before_it(qwen_teacher: TinyTeacher) -> None:
+def test_row_r_predicts_token_r_from_the_previous_tokens(qwen_teacher: TinyTeacher) -> None:
     (rows,) = score(qwen_teacher, task())
     for changed in range(len(COMPLETION)):
         completion = [*COMPLETION]
         completion[changed] += 1
-        (others,) = score(qwen_teacher, task(completion=completion))
-        same = np.isclose(rows.logprobs, others.logprobs, atol=1e-6).all(axis=1)
-        assert same[: changed + 1].all()  # the row of the token itself is made before it is seen
-        assert not same[changed + 1 :].any()
+        (changed_rows,) = score(qwen_teacher, task(completion=completion))
+        equal = np.isclose(rows.logprobs, changed_rows.logprobs, atol=1e-6).all(axis=1)
+        assert equal[: changed + 1].all()
+        assert not equal[changed + 1 :].any()
 
 
 def test_temperature_divides_the_logits(qwen_teacher: TinyTeacher) -> None:
     (rows,) = score(qwen_teacher, task(), temperature=0.25)
-    expected = completion_logprobs(
-        qwen_teacher.model, PROMPT, COMPLETION, qwen_teacher.real_ids, temperature=0.25
-    )
-    assert_rows_are(rows, expected, COMPLETION)
+    assert_rows_equal(rows, reference(qwen_teacher, temperature=0.25))
 
 
 @pytest.mark.parametrize("garbage", [1e30, float("inf"), float("nan")])
-def test_padding_rows_of_the_head_change_nothing(garbage: float) -> None:
+def test_padding_rows_of_the_head_have_no_effect(garbage: float) -> None:
     tokenizer = tiny_models.digit_tokenizer()
     clean = teacher_of(tiny_models.qwen(tokenizer), tokenizer)
     model = tiny_models.qwen(tokenizer)
@@ -115,10 +116,10 @@ def test_padding_rows_of_the_head_change_nothing(garbage: float) -> None:
     dirty = teacher_of(model, tokenizer)
     assert dirty.engine.description.logit_width > len(tokenizer)
     candidates = [[5, 6]] * len(COMPLETION)
-    for one in (task(), task(candidates=candidates)):
-        (expected,), (rows,) = score(clean, one), score(dirty, one)
+    for sequence in (task(), task(candidates=candidates)):
+        (expected,), (rows,) = score(clean, sequence), score(dirty, sequence)
         assert rows.ids.tolist() == expected.ids.tolist()
-        # Not bit for bit: where two models lie in memory decides how a kernel adds up.
+        # Not bit for bit: the memory alignment of a model affects the order of sums in kernels.
         np.testing.assert_allclose(rows.logprobs, expected.logprobs, rtol=0, atol=1e-5)
         np.testing.assert_allclose(rows.tail_logprobs, expected.tail_logprobs, rtol=0, atol=1e-5)
 
@@ -126,21 +127,20 @@ def test_padding_rows_of_the_head_change_nothing(garbage: float) -> None:
 def test_candidates_are_scored_exactly_and_sorted(qwen_teacher: TinyTeacher) -> None:
     candidates = [[0, 17, 33], [55], [], [419, 0], [1, 2, 3], [8]]
     (rows,) = score(qwen_teacher, task(candidates=candidates))
-    expected = completion_logprobs(qwen_teacher.model, PROMPT, COMPLETION, qwen_teacher.real_ids)
     assert rows.k == 3
-    for row, (asked, distribution) in enumerate(zip(candidates, expected, strict=True)):
-        ids = rows.ids[row].tolist()
-        assert ids == sorted(asked, key=distribution.__getitem__, reverse=True) + [-1] * (
-            3 - len(asked)
-        )
-        kept = rows.logprobs[row, : len(asked)]
-        np.testing.assert_allclose(kept, [distribution[i] for i in ids[: len(asked)]], atol=2e-5)
+    for row, (ids, distribution) in enumerate(
+        zip(candidates, reference(qwen_teacher), strict=True)
+    ):
+        ranked = sorted(ids, key=distribution.__getitem__, reverse=True)
+        assert rows.ids[row].tolist() == ranked + [-1] * (3 - len(ids))
+        logprobs = rows.logprobs[row, : len(ids)]
+        np.testing.assert_allclose(logprobs, [distribution[i] for i in ranked], atol=2e-5)
         np.testing.assert_allclose(
-            rows.tail_logprobs[row], tail_logprob(distribution, asked), atol=2e-5
+            rows.tail_logprobs[row], tail_logprob(distribution, ids), atol=2e-5
         )
 
 
-def test_candidates_and_own_top_k_share_a_batch(qwen_teacher: TinyTeacher) -> None:
+def test_candidates_and_top_k_share_a_batch(qwen_teacher: TinyTeacher) -> None:
     mixed = score(
         qwen_teacher, task(), task(candidates=[[9]] * 6), task(), task(candidates=[[]] * 6)
     )
@@ -148,7 +148,7 @@ def test_candidates_and_own_top_k_share_a_batch(qwen_teacher: TinyTeacher) -> No
     assert mixed[1].ids.tolist() == [[9]] * 6
 
 
-def test_the_whole_vocabulary_leaves_no_tail(qwen_teacher: TinyTeacher) -> None:
+def test_full_vocabulary_has_no_tail(qwen_teacher: TinyTeacher) -> None:
     vocabulary = len(qwen_teacher.real_ids)
     (rows,) = qwen_teacher.engine.score([task()], top_k=vocabulary, temperature=1.0)
     assert sorted(rows.ids[0].tolist()) == qwen_teacher.real_ids
@@ -156,135 +156,108 @@ def test_the_whole_vocabulary_leaves_no_tail(qwen_teacher: TinyTeacher) -> None:
     np.testing.assert_allclose(np.exp(rows.logprobs).sum(axis=1), 1.0, atol=1e-5)
 
 
-def test_an_empty_completion_has_no_rows(qwen_teacher: TinyTeacher) -> None:
+def test_empty_completion_has_no_rows(qwen_teacher: TinyTeacher) -> None:
     (rows,) = score(qwen_teacher, task(completion=[]))
     assert rows.ids.shape == (0, TOP_K)
 
 
-def test_chunks_of_rows_join_without_a_seam(
+def test_chunks_of_rows_do_not_affect_the_scores(
     qwen_teacher: TinyTeacher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (whole,) = score(qwen_teacher, task())
+    (rows,) = score(qwen_teacher, task())
     monkeypatch.setattr(transformers_engine, "ROWS_PER_CHUNK", 4)
     (chunked,) = score(qwen_teacher, task())
-    assert chunked.ids.tolist() == whole.ids.tolist()
-    np.testing.assert_allclose(chunked.token_logprobs, whole.token_logprobs, atol=1e-6)
+    assert chunked.ids.tolist() == rows.ids.tolist()
+    np.testing.assert_allclose(chunked.token_logprobs, rows.token_logprobs, atol=1e-6)
 
 
-def gemma2() -> Gemma2ForCausalLM:
-    """Caps its logits after the head."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 448, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
-    return Gemma2ForCausalLM(
-        Gemma2Config(
-            **sizes,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            final_logit_softcapping=0.05,
-        )
-    ).eval()
+SIZES: dict[str, Any] = {
+    "vocab_size": 448,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 
 
-def granite() -> GraniteForCausalLM:
-    """Scales its logits after the head."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 448, "hidden_size": 32, "intermediate_size": 64}
-    return GraniteForCausalLM(
-        GraniteConfig(
-            **sizes,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            logits_scaling=0.1,
-        )
-    ).eval()
-
-
-@pytest.mark.parametrize("make_model", [gemma2, granite])
-def test_a_model_that_changes_logits_after_its_head_is_noticed(
-    make_model: type, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (Gemma2ForCausalLM, Gemma2Config(**SIZES, head_dim=16, final_logit_softcapping=0.05)),
+        (GraniteForCausalLM, GraniteConfig(**SIZES, logits_scaling=0.1)),
+    ],
+)
+def test_model_that_changes_logits_after_its_head_is_detected(
+    kind: type, config: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    teacher = teacher_of(make_model(), tiny_models.digit_tokenizer())
+    torch.manual_seed(0)
+    teacher = teacher_of(kind(config).eval(), tiny_models.digit_tokenizer())
     assert "full logits" in caplog.text
-    rows, longer = score(teacher, task(), task(prompt=[*PROMPT, 3, 4, 5]))
-    expected = completion_logprobs(teacher.model, PROMPT, COMPLETION, teacher.real_ids)
-    assert_rows_are(rows, expected, COMPLETION)
-    expected = completion_logprobs(teacher.model, [*PROMPT, 3, 4, 5], COMPLETION, teacher.real_ids)
-    assert_rows_are(longer, expected, COMPLETION)
+    prompt = [*PROMPT, 3, 4, 5]
+    rows, longer = score(teacher, task(), task(prompt=prompt))
+    assert_rows_equal(rows, reference(teacher))
+    assert_rows_equal(longer, reference(teacher, prompt))
 
 
-def test_an_ordinary_model_uses_its_head_on_chosen_rows_only(
-    qwen_teacher: TinyTeacher, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows_seen: list[int] = []
+def test_head_of_an_ordinary_model_runs_on_completion_rows_only(qwen_teacher: TinyTeacher) -> None:
+    row_counts: list[int] = []
     head = qwen_teacher.model.get_output_embeddings()
-    hook = head.register_forward_hook(lambda module, args, out: rows_seen.append(out.shape[0]))
+    hook = head.register_forward_hook(lambda module, args, out: row_counts.append(out.shape[0]))
     score(qwen_teacher, task(), task(prompt=PROMPT * 5))
     hook.remove()
-    assert sum(rows_seen) == 2 * len(COMPLETION)
+    assert sum(row_counts) == 2 * len(COMPLETION)
 
 
-def test_a_head_narrower_than_the_tokenizer_is_refused() -> None:
+def test_head_narrower_than_the_tokenizer_is_an_error() -> None:
     model = tiny_models.qwen(tiny_models.digit_tokenizer(300))
-    with pytest.raises(DataError, match="cannot serve a tokenizer of 420 ids"):
+    with pytest.raises(DataError, match="420"):
         teacher_of(model, tiny_models.digit_tokenizer(420))
 
 
-def test_a_model_folder_is_loaded_in_float32_on_cpu(tmp_path) -> None:
+def test_model_folder_is_loaded_in_float32_on_a_cpu(tmp_path) -> None:
     tokenizer = tiny_models.whole_number_tokenizer()
     model = tiny_models.gpt_neox(tokenizer).bfloat16()
     folder = tiny_models.save(model, tokenizer, tmp_path / "tiny-teacher")
     settings = TeacherSettings(model=str(folder), device="cpu", max_model_len=99)
-    manifest = load_service(settings).manifest
-    assert (manifest.service, manifest.model, manifest.dtype) == ("tiny-teacher",) * 2 + (
-        "float32",
-    )
-    assert (manifest.max_model_len, manifest.logit_width) == (99, 512)
-    as_it_is = TeacherSettings(model=str(folder), device="cpu", dtype="bfloat16")
-    assert load_service(as_it_is).manifest.dtype == "bfloat16"
+    manifest = TeacherService.load(settings).manifest
+    assert (manifest.service, manifest.model) == ("tiny-teacher", "tiny-teacher")
+    assert (manifest.dtype, manifest.max_model_len, manifest.logit_width) == ("float32", 99, 512)
+    explicit = TeacherSettings(model=str(folder), device="cpu", dtype="bfloat16")
+    assert TeacherService.load(explicit).manifest.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(
-    ("setting", "sentence"),
-    [
-        ({"max_model_len": 257}, "--max-model-len 257 is more than the 256 positions"),
-        ({"device": "toaster"}, "device 'toaster' cannot be used"),
-    ],
+    ("key", "value", "text"), [("max_model_len", 257, "256"), ("device", "toaster", "toaster")]
 )
-def test_a_setting_that_does_not_fit_the_model_is_refused(tmp_path, setting, sentence) -> None:
+def test_setting_that_does_not_fit_the_model_is_an_error(
+    key: str, value: object, text: str, tmp_path
+) -> None:
     tokenizer = tiny_models.digit_tokenizer()
     folder = tiny_models.save(tiny_models.qwen(tokenizer), tokenizer, tmp_path / "m")
-    with pytest.raises(ConfigError, match=sentence):
-        load_service(TeacherSettings(model=str(folder), **setting))
+    with pytest.raises(ConfigError) as caught:
+        TeacherService.load(TeacherSettings(model=str(folder), **{key: value}))
+    assert caught.value.key == key
+    assert text in str(caught.value)
 
 
-def test_the_engine_satisfies_the_interface(qwen_teacher: TinyTeacher) -> None:
-    assert isinstance(qwen_teacher.engine, TransformersEngine)
-    description = qwen_teacher.engine.description
-    assert description.engine == "transformers"
-    assert description.candidate_ids
-    assert description.temperature
-
-
-def test_an_error_of_one_batch_is_not_the_death_of_the_device() -> None:
+def test_error_of_one_batch_is_not_a_crash() -> None:
     teacher = teacher_of_family("qwen")
 
-    def fail(*ignored: object) -> None:
+    def fail(*arguments: object) -> None:
         raise RuntimeError("out of memory")
 
     hook = teacher.model.base_model.register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="out of memory") as raised:
+    with pytest.raises(RuntimeError, match="out of memory") as caught:
         score(teacher, task())
-    assert not isinstance(raised.value, EngineDead)
+    assert not isinstance(caught.value, EngineCrashError)
     hook.remove()
     assert len(score(teacher, task())[0]) == len(COMPLETION)
 
 
-def test_a_device_that_computes_nothing_any_more_is_dead() -> None:
+def test_device_that_fails_every_call_is_a_crash() -> None:
     teacher = teacher_of_family("qwen")
-    teacher.model.to("meta")  # a device on which nothing has a value
-    task = ScoringTask(np.array([3], dtype=np.int32), np.array([1], dtype=np.int32))
-    with pytest.raises(EngineDead, match="device 'meta' fails every call since"):
-        teacher.engine.score([task], top_k=1, temperature=1.0)
+    teacher.model.to("meta")  # a device without values
+    with pytest.raises(EngineCrashError, match="device 'meta'"):
+        teacher.engine.score([short_task(3)], top_k=1, temperature=1.0)

@@ -1,9 +1,10 @@
-"""What surrounds every request: its id, its log line, its metrics, and the end of the service."""
+"""Tests of request ids, logs, metrics, lifecycle, and the memory limits of all requests."""
 
 import asyncio
 import json
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -13,56 +14,83 @@ from mopd_protocol.codec import BINARY_MEDIA_TYPE
 from mopd_server.app import create_app
 from mopd_server.http.lifecycle import Lifecycle
 from mopd_server.http.logs import FIELDS, JsonFormatter, TextFormatter
-from mopd_server.http.middleware import response_limit as answer_limit
-from mopd_server.http.middleware.body_limit import HELD_BODIES
+from mopd_server.http.middleware import response_limit
+from mopd_server.http.middleware.body_limit import CONCURRENT_BODIES
 from mopd_server.service_error import ServiceError
-from tests.server.tiny_teachers import TinyTeacher, get, post, request_async, teacher_of_family
+from tests.server.tiny_teachers import (
+    SMALL,
+    TinyTeacher,
+    get,
+    post,
+    post_async,
+    problem,
+    request_async,
+    send_raw,
+    teacher_of_family,
+)
 
-SMALL = {"sequences": [{"prompt_token_ids": [1, 2], "completion_token_ids": [3]}], "top_k": 1}
+
+class Gate:
+    """Blocks a function until it is opened; create inside the event loop."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.started, self._open = asyncio.Event(), asyncio.Event()
+        self._function = function
+        self.cancelled = False
+
+    async def __call__(self, *arguments: Any, **options: Any) -> object:
+        self.started.set()
+        try:
+            await self._open.wait()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+        return await self._function(*arguments, **options)
+
+    def open(self) -> None:
+        self._open.set()
 
 
-def test_a_sane_request_id_is_kept_and_every_answer_has_one(qwen_teacher: TinyTeacher) -> None:
+def test_safe_request_id_is_kept_and_every_response_has_one(qwen_teacher: TinyTeacher) -> None:
     app = qwen_teacher.app
-    mine = {"X-Request-Id": "run-1.step_2"}
-    assert post(app, SMALL, mine).headers["x-request-id"] == "run-1.step_2"
-    assert post(app, "{", mine).json()["instance"] == "run-1.step_2"
-    made = {get(app, "/healthz").headers["x-request-id"] for _ in range(3)}
-    assert len(made) == 3
+    header = {"X-Request-Id": "run-1.step_2"}
+    assert post(app, SMALL, header).headers["x-request-id"] == "run-1.step_2"
+    assert post(app, "{", header).json()["instance"] == "run-1.step_2"
+    assert len({get(app, "/healthz").headers["x-request-id"] for _ in range(3)}) == 3
     assert post(app, "{", {"X-Request-Id": "a b"}).json()["instance"] not in ("a b", "")
 
 
-def test_an_unforeseen_error_is_logged_under_its_request(
+def test_unexpected_error_is_logged_with_its_request_id(
     qwen_teacher: TinyTeacher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def broken(*arguments: object, **options: object) -> None:
+    async def fail(*arguments: object, **options: object) -> None:
         raise KeyError("/opt/secret")
 
-    app = qwen_teacher.app
-    monkeypatch.setattr(qwen_teacher.service, "score", broken)
+    monkeypatch.setattr(qwen_teacher.service, "score", fail)
     formatter = JsonFormatter()
     lines: list[str] = []
     with caplog.at_level(logging.INFO, logger="mopd_server"):
         monkeypatch.setattr(
             caplog.handler, "emit", lambda record: lines.append(formatter.format(record))
         )
-        answer = post(app, SMALL, {"X-Request-Id": "seven"})
-    assert answer.status_code == 500
-    assert answer.headers["x-request-id"] == answer.json()["instance"] == "seven"
-    assert "secret" not in answer.text
-    failed, refused = map(json.loads, lines)
-    assert "KeyError: '/opt/secret'" in failed["exception"]
-    assert refused["status"] == 500
-    assert failed["request_id"] == refused["request_id"] == "seven"
+        response = post(qwen_teacher.app, SMALL, {"X-Request-Id": "seven"})
+    document = problem(response, 500, "internal_server_error")
+    assert response.headers["x-request-id"] == document["instance"] == "seven"
+    assert "secret" not in response.text
+    error, request = map(json.loads, lines)
+    assert "KeyError: '/opt/secret'" in error["exception"]
+    assert (request["status"], request["reason"]) == (500, "internal_server_error")
+    assert error["request_id"] == request["request_id"] == "seven"
 
 
 def log_record(message: str, **fields: Any) -> logging.LogRecord:
-    """What ``logger.info(message, extra={FIELDS: fields})`` hands to a formatter."""
+    """Return the record of ``logger.info(message, extra={FIELDS: fields})``."""
     return logging.makeLogRecord(
         {"name": "n", "levelname": "INFO", "levelno": 20, "msg": message, FIELDS: fields}
     )
 
 
-def test_a_json_line_is_one_line_of_json_whatever_it_holds() -> None:
+def test_json_log_is_one_line_for_any_message() -> None:
     record = log_record('two\nlines and a "quote"', status=200, path=logging)
     try:
         raise ValueError("a\nb")
@@ -70,197 +98,160 @@ def test_a_json_line_is_one_line_of_json_whatever_it_holds() -> None:
         record.exc_info = sys.exc_info()
     line = JsonFormatter().format(record)
     assert "\n" not in line
-    read = json.loads(line)
-    assert (read["message"], read["status"]) == ('two\nlines and a "quote"', 200)
-    assert "ValueError" in read["exception"]
-    assert (
-        TextFormatter().format(log_record("done", status=200, k=1)).endswith("done status=200 k=1")
-    )
+    parsed = json.loads(line)
+    assert (parsed["message"], parsed["status"]) == ('two\nlines and a "quote"', 200)
+    assert "ValueError" in parsed["exception"]
+    text = TextFormatter().format(log_record("done", status=200, k=1))
+    assert text.endswith("done status=200 k=1")
 
 
-def test_metrics_tell_the_process_the_refusals_and_the_whole_time() -> None:
-    teacher = teacher_of_family("qwen")
-    app = create_app(teacher.service, api_keys=["one"])
+def test_metrics_count_requests_tokens_phases_and_errors() -> None:
+    app = create_app(teacher_of_family("qwen").service, api_keys=["one"])
     key = {"Authorization": "Bearer one"}
-    assert post(app, SMALL, key).status_code == 200
-    assert post(app, SMALL).status_code == 401
-    assert post(app, {"sequences": []}, key).status_code == 400
+    body = {"sequences": [{"prompt_token_ids": [4, 5, 6], "completion_token_ids": [7, 8]}]}
+    for request, headers, status in (
+        ({**body, "top_k": 1}, key, 200), (SMALL, {}, 401), ({"sequences": []}, key, 400),
+    ):  # fmt: skip
+        assert post(app, request, headers).status_code == status
+    assert get(app, "/wp-login.php").status_code == 404
     lines = get(app, "/metrics").text.splitlines()
     names = {line.split("{")[0].split(" ")[0] for line in lines}
     assert {"process_resident_memory_bytes", "process_open_fds", "mopd_build_info"} <= names
     assert "process_start_time_seconds" in names
-    assert 'mopd_refused_requests_total{reason="unauthorized"} 1.0' in lines
-    assert 'mopd_refused_requests_total{reason="malformed"} 1.0' in lines
-    assert "mopd_request_seconds_count 1.0" in lines
-    assert "mopd_requests_in_flight 0.0" in lines
-    assert "mopd_ready 1.0" in lines
-    assert len(lines) == len(set(lines)), "one registry repeats another"
+    assert {
+        'mopd_requests_total{path="/v1/logprobs",status="200"} 1.0',
+        'mopd_requests_total{path="/v1/logprobs",status="400"} 1.0',
+        'mopd_requests_total{path="other",status="404"} 1.0',
+        'mopd_request_errors_total{reason="unauthorized"} 1.0',
+        'mopd_request_errors_total{reason="malformed"} 1.0',
+        "mopd_tokens_scored_total 2.0",
+        "mopd_prompt_tokens_total 3.0",
+        "mopd_queue_sequences 0.0",
+        "mopd_request_seconds_count 1.0",
+        "mopd_requests_in_flight 0.0",
+        "mopd_ready 1.0",
+        *(
+            f'mopd_phase_seconds_count{{phase="{phase}"}} 1.0'
+            for phase in ("tokenize", "queue", "prefill", "encode")
+        ),
+    } <= {*lines}
+    assert len(lines) == len(set(lines)), "a metric is in both registries"
 
 
-def test_a_service_that_is_not_loaded_answers_probes_only() -> None:
+def test_loading_service_responds_to_probes_only() -> None:
     app = create_app(Lifecycle(), api_keys=["one"])
     key = {"Authorization": "Bearer one"}
     assert get(app, "/healthz").status_code == 200
     assert "mopd_ready 0.0" in get(app, "/metrics").text
-    for answer in (
+    for response in (
         get(app, "/readyz"),
         get(app, "/v1/manifest", key),
         get(app, "/docs"),
         post(app, SMALL, key),
     ):
-        assert answer.status_code == 503
-        assert "loading its model" in answer.json()["detail"]
-        assert int(answer.headers["retry-after"]) >= 1
-    assert post(app, SMALL).status_code == 401  # who has no key is not even told that
+        problem(response, 503, "loading")
+        assert int(response.headers["retry-after"]) >= 1
+    problem(post(app, SMALL), 401, "unauthorized")
 
 
-def test_a_drain_lets_nothing_in_and_says_when_the_last_answer_is_given(
+def test_drain_accepts_no_request_and_reports_the_last_response(
     qwen_teacher: TinyTeacher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lifecycle = Lifecycle(qwen_teacher.service)
     app = create_app(lifecycle)
-    score = qwen_teacher.service.score
     idle: list[int] = []
 
     async def scenario() -> list[httpx.Response]:
-        begun, let_go = asyncio.Event(), asyncio.Event()
-
-        async def held(*arguments: Any, **options: Any) -> object:
-            begun.set()
-            await let_go.wait()
-            return await score(*arguments, **options)
-
-        monkeypatch.setattr(qwen_teacher.service, "score", held)
-        accepted = asyncio.create_task(ask())
-        await begun.wait()
+        gate = Gate(qwen_teacher.service.score)
+        monkeypatch.setattr(qwen_teacher.service, "score", gate)
+        accepted = asyncio.create_task(post_async(app, SMALL))
+        await gate.started.wait()
         lifecycle.drain(lambda: idle.append(lifecycle.in_flight))
-        refused, ready = await ask(), await request_async(app, "GET", "/readyz")
+        rejected = [await post_async(app, SMALL), await request_async(app, "GET", "/readyz")]
         assert idle == []
-        let_go.set()
-        return [await accepted, refused, ready, await request_async(app, "GET", "/healthz")]
+        gate.open()
+        return [*rejected, await accepted, await request_async(app, "GET", "/healthz")]
 
-    async def ask() -> httpx.Response:
-        return await request_async(app, "POST", "/v1/logprobs", SMALL)
-
-    accepted, refused, ready, alive = asyncio.run(scenario())
-    assert [a.status_code for a in (accepted, refused, ready, alive)] == [200, 503, 503, 200]
+    responses = asyncio.run(scenario())
+    for response in responses[:2]:
+        problem(response, 503, "draining")
+    assert [response.status_code for response in responses[2:]] == [200, 200]
     assert idle == [0]
-    assert {a.headers["connection"] for a in (accepted, refused, ready, alive)} == {"close"}
+    assert {response.headers["connection"] for response in responses} == {"close"}
 
 
-def test_an_abandoned_service_answers_what_is_in_flight(
+def test_abort_ends_requests_in_flight_with_503(
     qwen_teacher: TinyTeacher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lifecycle = Lifecycle(qwen_teacher.service)
     app = create_app(lifecycle)
-    cancelled: list[bool] = []
 
     async def scenario() -> httpx.Response:
-        begun = asyncio.Event()
+        gate = Gate(qwen_teacher.service.score)
+        monkeypatch.setattr(qwen_teacher.service, "score", gate)
+        request = asyncio.create_task(post_async(app, SMALL))
+        await gate.started.wait()
+        lifecycle.abort("engine_dead")
+        response = await request
+        assert gate.cancelled
+        return response
 
-        async def hangs(*arguments: Any, **options: Any) -> None:
-            begun.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                cancelled.append(True)
-
-        monkeypatch.setattr(qwen_teacher.service, "score", hangs)
-        asked = asyncio.create_task(request_async(app, "POST", "/v1/logprobs", SMALL))
-        await begun.wait()
-        lifecycle.abandon("engine_dead", "the engine of this teacher has died")
-        return await asked
-
-    answer = asyncio.run(scenario())
-    assert (answer.status_code, answer.json()["detail"]) == (
-        503,
-        "the engine of this teacher has died",
-    )
-    assert cancelled == [True]
-    assert "has died" in get(app, "/readyz").json()["detail"]
+    problem(asyncio.run(scenario()), 503, "engine_dead")
+    problem(get(app, "/readyz"), 503, "engine_dead")
 
     async def late() -> None:
-        with pytest.raises(ServiceError, match="has died"), lifecycle.ending():
-            pytest.fail("a request that was let in before must not begin to wait")
+        with pytest.raises(ServiceError) as caught, lifecycle.abort_signal():
+            pytest.fail("a request accepted before the abort starts to wait")
+        assert caught.value.code == "engine_dead"
 
     asyncio.run(late())
 
 
-def test_bodies_that_are_held_are_bounded_together(qwen_teacher: TinyTeacher) -> None:
-    """One body after the other is left unfinished; the one that is too many is told to wait."""
-    limit = 100
-    app = create_app(qwen_teacher.service, max_body_bytes=limit)
-
-    async def unfinished(begun: asyncio.Event, over: asyncio.Event) -> None:
-        messages = [{"type": "http.request", "body": b" " * limit, "more_body": True}]
-
-        async def receive() -> dict[str, Any]:
-            if messages:
-                return messages.pop()
-            begun.set()
-            await over.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: dict[str, Any]) -> None:
-            """Nobody listens."""
-
-        headers = [(b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": "/v1/logprobs", "query_string": b""}
-        await app({**scope, "raw_path": b"/v1/logprobs", "headers": headers}, receive, send)
+def test_bodies_of_all_requests_are_limited_together(qwen_teacher: TinyTeacher) -> None:
+    app = create_app(qwen_teacher.service, max_body_bytes=100)
 
     async def scenario() -> list[httpx.Response]:
-        over = asyncio.Event()
+        disconnect = asyncio.Event()
         async with asyncio.TaskGroup() as group:
-            for _ in range(HELD_BODIES):
-                begun = asyncio.Event()
-                group.create_task(unfinished(begun, over))
-                await begun.wait()
-            too_many = await request_async(app, "POST", "/v1/logprobs", SMALL)
-            over.set()
-        return [too_many, await request_async(app, "POST", "/v1/logprobs", SMALL)]
+            for _ in range(CONCURRENT_BODIES):
+                sent = asyncio.Event()
+                group.create_task(send_raw(app, b" " * 100, sent, disconnect, more_body=True))
+                await sent.wait()
+            rejected = await post_async(app, SMALL)
+            disconnect.set()
+        return [rejected, await post_async(app, SMALL)]
 
-    too_many, later = asyncio.run(scenario())
-    assert too_many.status_code == 503
-    assert "fill the 1600 bytes" in too_many.json()["detail"]
-    assert too_many.headers["retry-after"] == "1"
+    rejected, later = asyncio.run(scenario())
+    assert "1600 bytes" in problem(rejected, 503, "bodies")["detail"]
+    assert rejected.headers["retry-after"] == "1"
     assert later.status_code == 200
 
 
-def test_answers_are_bounded_one_by_one_and_together(
+def test_entries_of_responses_are_limited_each_and_together(
     qwen_teacher: TinyTeacher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answer_limit, "LARGEST_JSON_ANSWER", 3)
-    monkeypatch.setattr(answer_limit, "LARGEST_BINARY_ANSWER", 5)
-    monkeypatch.setattr(answer_limit, "HELD_ENTRIES", 7)
+    monkeypatch.setattr(response_limit, "MAX_JSON_ENTRIES", 3)
+    monkeypatch.setattr(response_limit, "MAX_BINARY_ENTRIES", 5)
+    monkeypatch.setattr(response_limit, "MAX_TOTAL_ENTRIES", 7)
     app, binary = qwen_teacher.app, {"Accept": BINARY_MEDIA_TYPE}
-    assert post(app, {**SMALL, "top_k": 3}).status_code == 200
-    refused = post(app, {**SMALL, "top_k": 4})
-    assert refused.status_code == 413
-    assert "would have 4 entries" in refused.json()["detail"]
-    assert "or for the binary answer" in refused.json()["detail"]
-    assert post(app, {**SMALL, "top_k": 5}, binary).status_code == 200
-    assert post(app, {**SMALL, "top_k": 6}, binary).status_code == 413
-    score = qwen_teacher.service._scorer.score
+    for headers, limit in (({}, 3), (binary, 5)):
+        assert post(app, {**SMALL, "top_k": limit}, headers).status_code == 200
+        rejected = post(app, {**SMALL, "top_k": limit + 1}, headers)
+        assert f"found {limit + 1} entries" in problem(rejected, 413, "too_large")["detail"]
+
+    async def request(k: int) -> httpx.Response:
+        return await post_async(app, {**SMALL, "top_k": k}, binary)
 
     async def scenario() -> list[httpx.Response]:
-        begun, let_go = asyncio.Event(), asyncio.Event()
+        gate = Gate(qwen_teacher.service._scorer.score)
+        monkeypatch.setattr(qwen_teacher.service._scorer, "score", gate)
+        first = asyncio.create_task(request(5))
+        await gate.started.wait()
+        second = await request(3)
+        gate.open()
+        return [second, await first, await request(3)]
 
-        async def held(*arguments: Any, **options: Any) -> object:
-            begun.set()
-            await let_go.wait()
-            return await score(*arguments, **options)
-
-        monkeypatch.setattr(qwen_teacher.service._scorer, "score", held)
-        first = asyncio.create_task(ask(5))
-        await begun.wait()
-        second = await ask(3)
-        let_go.set()
-        return [second, await first, await ask(3)]
-
-    async def ask(k: int) -> httpx.Response:
-        return await request_async(app, "POST", "/v1/logprobs", {**SMALL, "top_k": k}, binary)
-
-    answers = asyncio.run(scenario())
-    assert [answer.status_code for answer in answers] == [503, 200, 200]
-    assert "5 entries of other answers" in answers[0].json()["detail"]
-    assert answers[0].headers["retry-after"] == "1"
+    rejected, *accepted = asyncio.run(scenario())
+    assert "found 5 entries" in problem(rejected, 503, "responses")["detail"]
+    assert rejected.headers["retry-after"] == "1"
+    assert [response.status_code for response in accepted] == [200, 200]

@@ -1,333 +1,308 @@
-"""Every error: its status, and a sentence that says what was found and what was expected."""
+"""Tests of error responses: status, code, field and numbers."""
 
 import asyncio
 import re
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
-from mopd_protocol.requests import MOST_SEQUENCES, SequenceRequest
+from mopd_protocol.requests import SequenceRequest
 from mopd_server.app import create_app
-from mopd_server.http.problems import PROBLEM_MEDIA_TYPE
 from mopd_server.scoring.service import LARGE_TEXT
 from tests.server.tiny_teachers import (
     TinyTeacher,
     get,
     post,
+    post_async,
+    problem,
     request_async,
+    send_raw,
     teacher_of_family,
 )
 
 SEQUENCE = {"prompt": "the quick", "completion": " fox"}
-
-
-def problem(answer: httpx.Response, status: int) -> dict[str, Any]:
-    """The problem document of an answer, which must have this status."""
-    assert answer.status_code == status, answer.text
-    assert answer.headers["content-type"] == PROBLEM_MEDIA_TYPE
-    body = answer.json()
-    assert body["status"] == status
-    assert body["title"]
-    return body
+BODY = {"sequences": [SEQUENCE]}
+MAX_SEQUENCES = 4096
 
 
 @pytest.mark.parametrize(
-    ("body", "sentence"),
+    ("body", "field", "text"),
     [
-        ({"sequences": [SEQUENCE], "topk": 4}, "body: found an unknown key 'topk'; expected only"),
-        (
-            {"sequences": [{**SEQUENCE, "text": "a"}]},
-            "sequences[0]: found an unknown key 'text'; expected only id, messages, prompt",
-        ),
+        ({**BODY, "topk": 4}, "body", "'topk'"),
+        ({"sequences": [{**SEQUENCE, "text": "a"}]}, "sequences[0]", "id, messages, prompt"),
         (
             {"sequences": [{"messages": [{"role": "user", "content": "", "name": "x"}]}]},
-            "sequences[0].messages[0]: found an unknown key 'name'; expected only role, content",
+            "sequences[0].messages[0]",
+            "role, content",
         ),
         (
             {"sequences": [SEQUENCE, {**SEQUENCE, "prompt_token_ids": [1]}]},
-            "sequences[1]: found prompt and prompt_token_ids; expected exactly one of messages, "
-            "prompt, prompt_token_ids",
+            "sequences[1]",
+            "exactly one of messages, prompt, prompt_token_ids",
         ),
         (
             {"sequences": [{"prompt": "a"}]},
-            "sequences[0]: found no completion; expected exactly one of completion, "
-            "completion_token_ids",
+            "sequences[0]",
+            "exactly one of completion, completion_token_ids",
         ),
-        ({"sequences": [SEQUENCE], "top_k": 0}, "top_k: found 0; expected greater than or equal"),
-        ({"sequences": [SEQUENCE], "temperature": 0}, "temperature: found 0; expected greater"),
-        ({"top_k": 4}, "sequences: found nothing; expected a value"),
-        ({"sequences": []}, "sequences: found []; expected"),
+        ({**BODY, "top_k": 0}, "top_k", "found 0"),
+        ({**BODY, "temperature": 0}, "temperature", "found 0"),
+        ({"top_k": 4}, "sequences", "found nothing"),
+        ({"sequences": []}, "sequences", "found []"),
         (
-            {"sequences": [{"prompt": "a", "completion": ""}] * (MOST_SEQUENCES + 1)},
-            f"sequences: found more than {MOST_SEQUENCES}; expected at most {MOST_SEQUENCES}; send",
+            {"sequences": [{"prompt": "a", "completion": ""}] * (MAX_SEQUENCES + 1)},
+            "sequences",
+            f"at most {MAX_SEQUENCES}",
         ),
         (
             {"sequences": [{"prompt_token_ids": [-1], "completion": ""}]},
-            "sequences[0].prompt_token_ids[0]: found -1; expected greater than or equal to 0",
+            "sequences[0].prompt_token_ids[0]",
+            "found -1",
         ),
-        ("{", "body: found invalid JSON"),
+        ("{", "body", "invalid JSON"),
     ],
 )
-def test_a_malformed_body_is_told_field_found_and_expected(
-    qwen_teacher: TinyTeacher, body: Any, sentence: str
+def test_malformed_body_is_a_400_with_fields(
+    qwen_teacher: TinyTeacher, body: Any, field: str, text: str
 ) -> None:
-    answer = problem(post(qwen_teacher.app, body), 400)
-    assert sentence in answer["detail"]
-    assert all(set(error) == {"field", "found", "expected"} for error in answer["errors"])
+    document = problem(post(qwen_teacher.app, body), 400, "malformed")
+    assert document["detail"].startswith(f"{field}: ")
+    assert text in document["detail"]
+    assert document["errors"][0]["field"] == field
+    assert all(set(error) == {"field", "found", "expected"} for error in document["errors"])
 
 
-def test_a_body_that_is_not_called_json_is_told_the_header(qwen_teacher: TinyTeacher) -> None:
-    answer = post(qwen_teacher.app, '{"sequences": []}', {"Content-Type": "text/plain"})
-    assert "Content-Type: application/json" in problem(answer, 400)["detail"]
+def test_wrong_content_type_is_a_400_with_the_header(qwen_teacher: TinyTeacher) -> None:
+    response = post(qwen_teacher.app, '{"sequences": []}', {"Content-Type": "text/plain"})
+    assert "Content-Type: application/json" in problem(response, 400, "malformed")["detail"]
 
 
 @pytest.mark.parametrize(
-    ("change", "status", "sentence"),
+    ("body", "field", "numbers"),
     [
-        ({"top_k": 421}, 400, "top_k: found 421, expected at most 420"),
-        ({"temperature": 1e-9}, 400, "temperature: found 1e-09, expected 0.01 to 100"),
+        ({**BODY, "top_k": 421}, "top_k", ["421", "420"]),
+        ({**BODY, "temperature": 1e-9}, "temperature", ["1e-09", "0.01 to 100"]),
+        (
+            {"sequences": [SEQUENCE, {"prompt_token_ids": [99999], "completion": ""}]},
+            "sequences[1]: prompt_token_ids",
+            ["99999", "420"],
+        ),
+        ({"sequences": [SEQUENCE, {"prompt": "", "completion": "a"}]}, "sequences[1]: prompt", []),
     ],
 )
-def test_settings_beyond_this_teacher_are_refused(
-    qwen_teacher: TinyTeacher, change: dict[str, Any], status: int, sentence: str
+def test_value_outside_the_limits_of_the_teacher_is_a_400(
+    qwen_teacher: TinyTeacher, body: dict[str, Any], field: str, numbers: list[str]
 ) -> None:
-    answer = post(qwen_teacher.app, {"sequences": [SEQUENCE], **change})
-    assert sentence in problem(answer, status)["detail"]
+    detail = problem(post(qwen_teacher.app, body), 400, "malformed")["detail"]
+    assert detail.startswith(f"{field}: ")
+    assert all(number in detail for number in numbers)
 
 
-@pytest.mark.parametrize(
-    ("sequence", "status", "sentence"),
-    [
-        (
-            {"prompt_token_ids": [1] * 250, "completion_token_ids": [2] * 7},
-            413,
-            "sequences[1]: found 257 tokens (250 of prompt and 7 of completion), "
-            "expected at most 256",
-        ),
-        (
-            {"prompt_token_ids": [99999], "completion": ""},
-            400,
-            "sequences[1]: prompt_token_ids holds id 99999",
-        ),
-        ({"prompt": "", "completion": "a"}, 400, "sequences[1]: the prompt has no tokens"),
-        (
-            {"prompt": "a", "completion": [{"control": "<x>"}]},
-            422,
-            "sequences[1]: this teacher has no control token '<x>'",
-        ),
-    ],
-)
-def test_a_sequence_that_cannot_be_scored_is_named(
-    qwen_teacher: TinyTeacher, sequence: dict[str, Any], status: int, sentence: str
-) -> None:
-    answer = post(qwen_teacher.app, {"sequences": [SEQUENCE, sequence]})
-    assert sentence in problem(answer, status)["detail"]
+def test_unknown_control_token_is_a_422(qwen_teacher: TinyTeacher) -> None:
+    sequence = {"prompt": "a", "completion": [{"control": "<x>"}]}
+    response = post(qwen_teacher.app, {"sequences": [SEQUENCE, sequence]})
+    detail = problem(response, 422, "unprocessable_entity")["detail"]
+    assert detail.startswith("sequences[1]: completion: ")
+    assert "'<x>'" in detail
 
 
-def test_exactly_the_longest_sequence_is_scored(qwen_teacher: TinyTeacher) -> None:
+def test_longest_sequence_is_scored_and_a_longer_one_is_a_413(qwen_teacher: TinyTeacher) -> None:
     sequence = {"prompt_token_ids": [1] * 250, "completion_token_ids": [2] * 6}
+    longer = {**sequence, "completion_token_ids": [2] * 7}
     assert post(qwen_teacher.app, {"sequences": [sequence]}).status_code == 200
+    response = post(qwen_teacher.app, {"sequences": [SEQUENCE, longer]})
+    detail = problem(response, 413, "too_large")["detail"]
+    assert detail.startswith("sequences[1]: ")
+    assert all(number in detail for number in ("257", "250", "7", "256"))
 
 
-def test_too_many_candidates_are_refused() -> None:
+def test_too_many_candidates_are_a_400() -> None:
     app = teacher_of_family("qwen", top_k_max=2).app
-    sequence = {**SEQUENCE, "candidate_ids": [[1, 2, 3]]}
-    answer = problem(post(app, {"sequences": [sequence], "top_k": 1}), 400)
-    assert "sequences[0].candidate_ids: found 3 ids for one token" in answer["detail"]
+    body = {"sequences": [{**SEQUENCE, "candidate_ids": [[1, 2, 3]]}], "top_k": 1}
+    detail = problem(post(app, body), 400, "malformed")["detail"]
+    assert detail.startswith("sequences[0].candidate_ids: found 3")
 
 
-def test_unknown_paths_and_methods_are_problems_too(qwen_teacher: TinyTeacher) -> None:
-    assert "/docs" in problem(get(qwen_teacher.app, "/v2/logprobs"), 404)["detail"]
-    answer = get(qwen_teacher.app, "/v1/logprobs")
-    assert "does not take GET; expected POST" in problem(answer, 405)["detail"]
-    assert answer.headers["allow"] == "POST"
-    slash = asyncio.run(request_async(qwen_teacher.app, "POST", "/v1/logprobs/", {}))
-    assert "there is no /v1/logprobs/ here" in problem(slash, 404)["detail"]
+def test_unknown_path_and_method(qwen_teacher: TinyTeacher) -> None:
+    app = qwen_teacher.app
+    assert "/docs" in problem(get(app, "/v2/logprobs"), 404, "not_found")["detail"]
+    response = get(app, "/v1/logprobs")
+    assert "POST" in problem(response, 405, "method_not_allowed")["detail"]
+    assert response.headers["allow"] == "POST"
+    slash = asyncio.run(request_async(app, "POST", "/v1/logprobs/", {}))
+    assert "/v1/logprobs/" in problem(slash, 404, "not_found")["detail"]
 
 
-def test_a_large_body_is_refused_announced_or_not(qwen_teacher: TinyTeacher) -> None:
+def test_large_body_is_a_413_with_and_without_content_length(qwen_teacher: TinyTeacher) -> None:
     app = create_app(qwen_teacher.service, max_body_bytes=100)
-    detail = problem(post(app, "x" * 101), 413)["detail"]
-    assert "101 bytes, above this teacher's limit of 100" in detail
+    detail = problem(post(app, "x" * 101), 413, "too_large")["detail"]
+    assert "101 bytes" in detail
+    assert "100" in detail
 
-    async def in_pieces() -> httpx.Response:
-        async def pieces():
+    async def chunked() -> httpx.Response:
+        async def chunks():
             for _ in range(11):
                 yield b" " * 10
 
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
             headers = {"Content-Type": "application/json"}
-            return await client.post("/v1/logprobs", content=pieces(), headers=headers)
+            return await client.post("/v1/logprobs", content=chunks(), headers=headers)
 
-    assert "limit of 100" in problem(asyncio.run(in_pieces()), 413)["detail"]
-    assert problem(post(app, "x" * 100), 400)  # as large as allowed: read, and found wanting
+    assert "100" in problem(asyncio.run(chunked()), 413, "too_large")["detail"]
+    problem(post(app, "x" * 100), 400, "malformed")
 
 
 @pytest.mark.parametrize("header", [None, "Bearer wrong", "Bearer ", "Basic right", "Bearer righ"])
-def test_a_teacher_with_keys_answers_only_to_them(
+def test_request_without_a_valid_key_is_a_401(
     qwen_teacher: TinyTeacher, header: str | None
 ) -> None:
     app = create_app(qwen_teacher.service, api_keys=["other", "right"])
     headers = {"Authorization": header} if header else {}
-    for answer in (
-        post(app, {"sequences": [SEQUENCE]}, headers),
+    for response in (
+        post(app, BODY, headers),
         get(app, "/v1/manifest", headers),
         get(app, "/v1/tokenizer", headers),
     ):
-        assert "Authorization: Bearer KEY" in problem(answer, 401)["detail"]
-        assert answer.headers["www-authenticate"] == "Bearer"
+        detail = problem(response, 401, "unauthorized")["detail"]
+        assert "Authorization: Bearer KEY" in detail
+        assert response.headers["www-authenticate"] == "Bearer"
     for path in ("/healthz", "/readyz", "/metrics"):
         assert get(app, path, headers).status_code == 200
 
 
-def test_a_known_key_opens(qwen_teacher: TinyTeacher) -> None:
+@pytest.mark.parametrize("key", ["other", "right"])
+def test_request_with_a_valid_key_is_scored(qwen_teacher: TinyTeacher, key: str) -> None:
     app = create_app(qwen_teacher.service, api_keys=["other", "right"])
-    for key in ("other", "right"):
-        headers = {"Authorization": f"Bearer {key}"}
-        assert post(app, {"sequences": [SEQUENCE]}, headers).status_code == 200
+    assert post(app, BODY, {"Authorization": f"Bearer {key}"}).status_code == 200
 
 
-def test_a_teacher_is_not_ready_before_its_warm_up_has_passed() -> None:
+def test_teacher_is_not_ready_before_its_warm_up() -> None:
     teacher = teacher_of_family("qwen", warm=False)
     app = teacher.app
-    for answer in (get(app, "/readyz"), post(app, {"sequences": [SEQUENCE]})):
-        assert "is still warming up" in problem(answer, 503)["detail"]
-        assert int(answer.headers["retry-after"]) >= 1
-    assert "math" not in get(app, "/readyz").text  # who asks shows no key
+    for response in (get(app, "/readyz"), post(app, BODY)):
+        problem(response, 503, "warming_up")
+        assert int(response.headers["retry-after"]) >= 1
+    assert "math" not in get(app, "/readyz").text  # needs no key
     assert get(app, "/healthz").status_code == 200
+    heads = [asyncio.run(request_async(app, "HEAD", path)) for path in ("/healthz", "/readyz")]
+    assert [head.status_code for head in heads] == [200, 503]
     teacher.service.warm_up()
     assert get(app, "/readyz").json() == {"status": "ready"}
-    assert post(app, {"sequences": [SEQUENCE]}).status_code == 200
+    assert asyncio.run(request_async(app, "HEAD", "/readyz")).status_code == 200
+    assert post(app, BODY).status_code == 200
 
 
-def test_probes_may_ask_for_the_head_alone() -> None:
-    teacher = teacher_of_family("qwen", warm=False)
+def test_lifespan_of_the_application_warms_up_the_service() -> None:
+    app = teacher_of_family("qwen", warm=False).app
 
-    def status(path: str) -> int:
-        return asyncio.run(request_async(teacher.app, "HEAD", path)).status_code
-
-    assert [status(path) for path in ("/healthz", "/readyz")] == [200, 503]
-    teacher.service.warm_up()
-    assert status("/readyz") == 200
-
-
-def test_a_started_application_warms_itself_up() -> None:
-    teacher = teacher_of_family("qwen", warm=False)
-    app = teacher.app
-
-    async def started() -> int:
+    async def scenario() -> int:
         async with app.router.lifespan_context(app):
-            while (answer := await request_async(app, "GET", "/readyz")).status_code == 503:
+            while (response := await request_async(app, "GET", "/readyz")).status_code == 503:
                 await asyncio.sleep(0)
-            return answer.status_code
+            return response.status_code
 
-    assert asyncio.run(started()) == 200
+    assert asyncio.run(scenario()) == 200
 
 
-def broken_engine(*arguments: object, **options: object) -> None:
+def fail(*arguments: object, **options: object) -> None:
     raise RuntimeError("out of memory in /opt/models/secret/model.py")
 
 
-def test_a_failed_warm_up_makes_the_process_unhealthy_and_tells_strangers_nothing(
+def test_failed_warm_up_is_unhealthy_without_private_details(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     teacher = teacher_of_family("qwen", warm=False)
-    monkeypatch.setattr(teacher.engine, "score", broken_engine)
+    monkeypatch.setattr(teacher.engine, "score", fail)
     teacher.service.warm_up()
     for path in ("/readyz", "/healthz"):
-        answer = get(teacher.app, path)
-        assert "its log says why; restart it" in problem(answer, 503)["detail"]
-        assert not re.search("memory|secret|math", answer.text)
+        response = get(teacher.app, path)
+        problem(response, 503, "failed")
+        assert not re.search("memory|secret|math", response.text)
 
 
-def test_an_engine_failure_is_a_500_and_the_next_request_is_answered(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("owner", "method", "code"),
+    [("engine", "score", "engine_failed"), ("tokenizer", "tokenize", "internal_server_error")],
+)
+def test_unexpected_error_is_a_500_and_the_next_request_is_scored(
+    owner: str, method: str, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     teacher = teacher_of_family("qwen")
     with monkeypatch.context() as patch:
-        patch.setattr(teacher.engine, "score", broken_engine)
-        answer = post(teacher.app, {"sequences": [SEQUENCE]})
-        assert "failed on this batch with RuntimeError" in problem(answer, 500)["detail"]
-        assert not re.search("secret|opt|Traceback", answer.text)
-    assert post(teacher.app, {"sequences": [SEQUENCE]}).status_code == 200
+        patch.setattr(getattr(teacher, owner), method, fail)
+        response = post(teacher.app, BODY)
+        assert "RuntimeError" in problem(response, 500, code)["detail"]
+        assert not re.search("secret|opt|Traceback", response.text)
+    assert post(teacher.app, BODY).status_code == 200
 
 
-def test_an_error_that_nobody_foresaw_is_a_problem_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    teacher = teacher_of_family("qwen")
-    monkeypatch.setattr(teacher.tokenizer, "tokenize", broken_engine)
-    answer = post(teacher.app, {"sequences": [SEQUENCE]})
-    assert "failed with RuntimeError; its log says more" in problem(answer, 500)["detail"]
+class BlockedEngine:
+    """Blocks the engine of a teacher until ``gate`` is set."""
+
+    def __init__(self, teacher: TinyTeacher, patch: pytest.MonkeyPatch) -> None:
+        self.started, self.gate = threading.Event(), threading.Event()
+        self._score = teacher.engine.score
+        patch.setattr(teacher.engine, "score", self._blocked)
+
+    def _blocked(self, *arguments: Any, **options: Any) -> Any:
+        self.started.set()
+        assert self.gate.wait(timeout=300), "the gate is closed after a failed test"
+        return self._score(*arguments, **options)
 
 
-def held_engine(
-    teacher: TinyTeacher,
-) -> tuple[Callable[..., Any], threading.Event, threading.Event]:
-    """The teacher's ``score``, which says when it has begun and waits until it is let go."""
-    score, begun, let_go = teacher.engine.score, threading.Event(), threading.Event()
-
-    def held(*arguments: Any, **options: Any) -> Any:
-        begun.set()
-        assert let_go.wait(timeout=300), "a failed test did not let go"
-        return score(*arguments, **options)
-
-    return held, begun, let_go
+async def wait_until_queued(app: Any) -> None:
+    while "mopd_queue_sequences 1.0" not in (await request_async(app, "GET", "/metrics")).text:
+        await asyncio.sleep(0)
 
 
-def test_a_full_queue_answers_429_with_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_queue_is_a_429_with_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
     teacher = teacher_of_family("qwen", max_queue_tokens=1)
-    app, body = teacher.app, {"sequences": [SEQUENCE]}
-    held, begun, let_go = held_engine(teacher)
-    monkeypatch.setattr(teacher.engine, "score", held)
+    app, engine = teacher.app, BlockedEngine(teacher, monkeypatch)
 
     async def scenario() -> list[httpx.Response]:
-        first = asyncio.create_task(request_async(app, "POST", "/v1/logprobs", body))
-        await asyncio.to_thread(begun.wait)
-        second = asyncio.create_task(request_async(app, "POST", "/v1/logprobs", body))
-        while "mopd_queue_sequences 1.0" not in (await request_async(app, "GET", "/metrics")).text:
-            await asyncio.sleep(0)
-        third = await request_async(app, "POST", "/v1/logprobs", body)
-        let_go.set()
+        first = asyncio.create_task(post_async(app, BODY))
+        await asyncio.to_thread(engine.started.wait)
+        second = asyncio.create_task(post_async(app, BODY))
+        await wait_until_queued(app)
+        third = await post_async(app, BODY)
+        engine.gate.set()
         return [await first, await second, third]
 
-    first, second, third = asyncio.run(scenario())
-    assert (first.status_code, second.status_code) == (200, 200)
-    assert "ask again later" in problem(third, 429)["detail"]
-    assert int(third.headers["retry-after"]) >= 1
+    *scored, rejected = asyncio.run(scenario())
+    assert [response.status_code for response in scored] == [200, 200]
+    problem(rejected, 429, "queue_full")
+    assert int(rejected.headers["retry-after"]) >= 1
 
 
-def test_a_request_past_its_time_is_a_504(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_request_is_a_504(monkeypatch: pytest.MonkeyPatch) -> None:
     teacher = teacher_of_family("qwen")
     app = create_app(teacher.service, request_timeout_seconds=0)
-    held, _, let_go = held_engine(teacher)
-    monkeypatch.setattr(teacher.engine, "score", held)
-    answer = post(app, {"sequences": [SEQUENCE]})
-    let_go.set()
-    assert "no answer within 0 s" in problem(answer, 504)["detail"]
+    engine = BlockedEngine(teacher, monkeypatch)
+    response = post(app, BODY)
+    engine.gate.set()
+    assert "0 s" in problem(response, 504, "deadline")["detail"]
 
 
-def test_work_for_a_client_that_has_gone_leaves_the_queue(
+def test_request_of_a_disconnected_client_leaves_the_queue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     teacher = teacher_of_family("qwen")
-    app, body = teacher.app, {"sequences": [SEQUENCE]}
-    held, begun, let_go = held_engine(teacher)
-    monkeypatch.setattr(teacher.engine, "score", held)
+    app, engine = teacher.app, BlockedEngine(teacher, monkeypatch)
 
     async def scenario() -> str:
-        first = asyncio.create_task(request_async(app, "POST", "/v1/logprobs", body))
-        await asyncio.to_thread(begun.wait)
-        leaving = asyncio.Event()
-        second = asyncio.create_task(call_and_leave(app, leaving))
-        while "mopd_queue_sequences 1.0" not in (await request_async(app, "GET", "/metrics")).text:
-            await asyncio.sleep(0)
-        leaving.set()
+        first = asyncio.create_task(post_async(app, BODY))
+        await asyncio.to_thread(engine.started.wait)
+        disconnect = asyncio.Event()
+        body = b'{"sequences": [{"prompt": "a", "completion": "b"}]}'
+        second = asyncio.create_task(send_raw(app, body, asyncio.Event(), disconnect))
+        await wait_until_queued(app)
+        disconnect.set()
         await second
         metrics = await request_async(app, "GET", "/metrics")
-        let_go.set()
+        engine.gate.set()
         assert (await first).status_code == 200
         return metrics.text
 
@@ -336,94 +311,68 @@ def test_work_for_a_client_that_has_gone_leaves_the_queue(
     assert 'mopd_requests_total{path="/v1/logprobs",status="499"} 1.0' in metrics
 
 
-@pytest.mark.parametrize("part", ["prompt", "messages", "completion"])
-def test_probes_are_answered_while_a_text_of_megabytes_is_tokenized(
-    monkeypatch: pytest.MonkeyPatch, part: str
+@pytest.mark.parametrize("field", ["prompt", "messages", "completion"])
+def test_probes_are_not_delayed_by_the_tokenization_of_megabytes(
+    monkeypatch: pytest.MonkeyPatch, field: str
 ) -> None:
-    """Its tokenizer works for seconds, as other teachers' do for a moment."""
     teacher = teacher_of_family("qwen")
     tokenize, text = teacher.tokenizer.tokenize, "a" * 2**20
-    given = [{"role": "user", "content": text}] if part == "messages" else text
-    sequence = {"messages": None, **SEQUENCE, part: given}
-    if part == "messages":
+    value = [{"role": "user", "content": text}] if field == "messages" else text
+    sequence = {**SEQUENCE, field: value}
+    if field == "messages":
         del sequence["prompt"]
 
     async def scenario() -> httpx.Response:
-        loop, begun = asyncio.get_running_loop(), asyncio.Event()
+        loop, started = asyncio.get_running_loop(), asyncio.Event()
 
-        def telling(request: Any) -> Any:
-            loop.call_soon_threadsafe(begun.set)
+        def observed(request: Any) -> Any:
+            loop.call_soon_threadsafe(started.set)
             return tokenize(request)
 
-        monkeypatch.setattr(teacher.tokenizer, "tokenize", telling)
-        body = {"sequences": [sequence]}
-        asked = asyncio.create_task(request_async(teacher.app, "POST", "/v1/logprobs", body))
-        await begun.wait()
+        monkeypatch.setattr(teacher.tokenizer, "tokenize", observed)
+        request = asyncio.create_task(post_async(teacher.app, {"sequences": [sequence]}))
+        await started.wait()
         probes = 0
-        while not asked.done():
+        while not request.done():
             assert (await request_async(teacher.app, "GET", "/healthz")).status_code == 200
             probes += 1
-        assert probes > 15, "they had to wait for the text"
-        return await asked
+        assert probes > 15, "probes were delayed"
+        return await request
 
-    problem(asyncio.run(scenario()), 413)
+    problem(asyncio.run(scenario()), 413, "too_large")
 
 
-def test_large_texts_are_tokenized_one_at_a_time_and_small_ones_beside_them(
+def test_large_texts_are_tokenized_sequentially_and_do_not_delay_small_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     teacher = teacher_of_family("qwen")
-    tokenize, let_go = teacher.tokenizer.tokenize, threading.Event()
-    begun: list[str] = []
+    tokenize, gate = teacher.tokenizer.tokenize, threading.Event()
+    started: list[str] = []
 
-    def held(sequence: SequenceRequest) -> Any:
-        begun.append(sequence.id or "")
+    def blocked(sequence: SequenceRequest) -> Any:
+        started.append(sequence.id or "")
         if sequence.id != "small":
-            assert let_go.wait(timeout=300), "a failed test did not let go"
+            assert gate.wait(timeout=300), "the gate is closed after a failed test"
         return tokenize(sequence)
 
-    monkeypatch.setattr(teacher.tokenizer, "tokenize", held)
+    monkeypatch.setattr(teacher.tokenizer, "tokenize", blocked)
 
     async def scenario() -> list[httpx.Response]:
-        def ask(name: str, **fields: Any) -> "asyncio.Task[httpx.Response]":
+        def request(name: str, **fields: Any) -> "asyncio.Task[httpx.Response]":
             body = {"sequences": [{**SEQUENCE, "id": name, **fields}]}
-            return asyncio.create_task(request_async(teacher.app, "POST", "/v1/logprobs", body))
+            return asyncio.create_task(post_async(teacher.app, body))
 
         half = "a" * (LARGE_TEXT // 2)
-        large = [ask("first", prompt="a" + half + half)]
-        while not begun:
+        large = [request("first", prompt="a" + half + half)]
+        while not started:
             await asyncio.sleep(0)
-        large.append(ask("second", prompt=half, completion=["a" + half, {"control": "<|end|>"}]))
+        parts = ["a" + half, {"control": "<|end|>"}]
+        large.append(request("second", prompt=half, completion=parts))
         for _ in range(3):
-            assert (await ask("small")).status_code == 200
-        assert begun == ["first", "small", "small", "small"]
-        let_go.set()
-        return [await asked for asked in large]
+            assert (await request("small")).status_code == 200
+        assert started == ["first", "small", "small", "small"]
+        gate.set()
+        return [await response for response in large]
 
-    assert [answer.status_code for answer in asyncio.run(scenario())] == [413, 413]
-
-
-async def call_and_leave(app: Any, leaving: asyncio.Event) -> None:
-    """A scoring request whose client closes the connection when ``leaving`` is set."""
-    body = [
-        {"type": "http.request", "body": b'{"sequences": [{"prompt": "a", "completion": "b"}]}'}
-    ]
-
-    async def receive() -> dict[str, Any]:
-        if body:
-            return body.pop()
-        await leaving.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: dict[str, Any]) -> None:
-        """Nobody listens."""
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/logprobs",
-        "raw_path": b"/v1/logprobs",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-    }
-    await app(scope, receive, send)
+    for response in asyncio.run(scenario()):
+        problem(response, 413, "too_large")

@@ -1,4 +1,4 @@
-"""Sockets whose other end does not do its part, against the HTTP server itself."""
+"""Tests of the timeouts of connections, with sockets to the HTTP server."""
 
 import asyncio
 import socket
@@ -15,26 +15,25 @@ from mopd_server.process.http_server import HttpServer
 from mopd_server.process.serving import bound_socket
 from mopd_server.settings import ListenSettings
 
-#: Far longer than any time under test; reached only when the server waits for ever.
-PATIENCE_SECONDS = 300.0
+#: Limit of a failed test.
+TIMEOUT_SECONDS = 300.0
 LARGE = 64 * 2**20
 
 
 @pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Makes one of the connection's times short, for what begins afterwards. The others stay as
-    long as they are: a machine may be slow."""
+def shorten(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Shorten one timeout; the others stay long for slow machines."""
     return lambda name: monkeypatch.setattr(connection, name, 0.1)
 
 
 @contextmanager
-def served() -> Iterator[tuple[HttpServer, socket.socket]]:
-    """A server with a quick route, one that reads, one that answers at length; a connection."""
+def connected() -> Iterator[tuple[HttpServer, socket.socket]]:
+    """Yield a server with three routes, and a connection."""
     app = FastAPI()
 
     @app.post("/early")
     async def early() -> Response:
-        return Response("too early", 413)
+        return Response("early", 413)
 
     @app.post("/reads")
     async def reads(request: Request) -> Response:
@@ -45,118 +44,120 @@ def served() -> Iterator[tuple[HttpServer, socket.socket]]:
         return Response(b" " * LARGE)
 
     listen = ListenSettings(port=0)
-    server = HttpServer(app, listen, on_end=lambda: None)
+    server = HttpServer(app, listen, on_stopped=lambda: None)
     with bound_socket(listen.host, listen.port) as bound:
         server.start(bound)
         try:
-            with socket.create_connection(bound.getsockname(), timeout=PATIENCE_SECONDS) as client:
+            with socket.create_connection(bound.getsockname(), timeout=TIMEOUT_SECONDS) as client:
                 yield server, client
         finally:
             server.stop()
 
 
-def all_that_comes(client: socket.socket) -> bytes:
-    """Everything until the server closes."""
+def receive_all(client: socket.socket) -> bytes:
+    """Receive until the server closes the connection."""
     received = bytearray()
     try:
-        while piece := client.recv(65536):
-            received += piece
+        while chunk := client.recv(65536):
+            received += chunk
     except ConnectionResetError:
         pass
     return bytes(received)
 
 
 def request(path: str, *lines: str) -> bytes:
-    """The head of a request."""
+    """Return the headers of a request."""
     return "\r\n".join([f"POST {path} HTTP/1.1", "Host: t", *lines, "", ""]).encode()
 
 
-@pytest.mark.parametrize("begun", [b"", b"POST /early HT", request("/early")[:-2]])
-def test_a_head_that_does_not_end_is_refused(begun: bytes, soon: Callable[[str], None]) -> None:
-    soon("HEAD_SECONDS")
-    with served() as (_, client):
-        client.sendall(begun)
-        answer = all_that_comes(client)
-    assert answer.startswith(b"HTTP/1.1 408 ")
-    assert b"application/problem+json" in answer
-    assert b"head was not whole" in answer
+@pytest.mark.parametrize("start", [b"", b"POST /early HT", request("/early")[:-2]])
+def test_incomplete_headers_are_a_408(start: bytes, shorten: Callable[[str], None]) -> None:
+    shorten("HEADER_SECONDS")
+    with connected() as (_, client):
+        client.sendall(start)
+        response = receive_all(client)
+    assert response.startswith(b"HTTP/1.1 408 ")
+    assert b"application/problem+json" in response
+    assert b'"code":"slow_headers"' in response
 
 
-def test_a_second_head_that_does_not_end_is_refused_too(soon: Callable[[str], None]) -> None:
-    with served() as (_, client):
+def test_incomplete_headers_of_a_second_request_are_a_408(
+    shorten: Callable[[str], None],
+) -> None:
+    with connected() as (_, client):
         client.sendall(request("/reads", "Content-Length: 2") + b"ab")
-        first = client.recv(65536)
-        assert first.startswith(b"HTTP/1.1 200 ")
-        soon("HEAD_SECONDS")
+        assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
+        shorten("HEADER_SECONDS")
         client.sendall(b"POST /ear")
-        assert b"HTTP/1.1 408 " in all_that_comes(client)
+        assert b"HTTP/1.1 408 " in receive_all(client)
 
 
-def test_a_head_in_pieces_is_a_head() -> None:
-    with served() as (_, client):
+def test_request_may_arrive_byte_by_byte() -> None:
+    with connected() as (_, client):
         for byte in request("/reads", "Content-Length: 2", "Connection: close") + b"ab":
             client.sendall(bytes([byte]))
-        assert all_that_comes(client).endswith(b"\r\n\r\n2")
+        assert receive_all(client).endswith(b"\r\n\r\n2")
 
 
-def test_the_rest_of_a_refused_body_is_not_awaited_for_ever(soon: Callable[[str], None]) -> None:
-    soon("REST_OF_BODY_SECONDS")
-    with served() as (_, client):
+def test_rest_of_a_body_after_an_early_response_has_a_timeout(
+    shorten: Callable[[str], None],
+) -> None:
+    shorten("DISCARD_SECONDS")
+    with connected() as (_, client):
         client.sendall(request("/early", "Content-Length: 99999") + b"a")
-        assert all_that_comes(client).endswith(b"too early")
+        assert receive_all(client).endswith(b"early")
 
 
-def test_a_refused_body_that_is_sent_in_time_leaves_a_connection_that_works() -> None:
-    with served() as (_, client):
+def test_connection_is_reused_if_the_rest_of_a_body_arrives_in_time() -> None:
+    with connected() as (_, client):
         client.sendall(request("/early", "Content-Length: 4") + b"a")
         assert client.recv(65536).startswith(b"HTTP/1.1 413 ")
         client.sendall(b"bcd" + request("/reads", "Content-Length: 1", "Connection: close") + b"e")
-        assert all_that_comes(client).endswith(b"\r\n\r\n1")
+        assert receive_all(client).endswith(b"\r\n\r\n1")
 
 
-def test_an_answer_that_nobody_takes_is_thrown_away(soon: Callable[[str], None]) -> None:
-    soon("STUCK_ANSWER_SECONDS")
-    with served() as (server, client):
+def test_response_that_is_not_read_is_dropped(shorten: Callable[[str], None]) -> None:
+    shorten("STALLED_RESPONSE_SECONDS")
+    with connected() as (server, client):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.sendall(b"GET /large HTTP/1.1\r\nHost: t\r\n\r\n")
         assert client.recv(16, socket.MSG_PEEK)
         while server._server.server_state.connections:
-            threading.Event().wait(0.01)  # the server's thread is at work
+            threading.Event().wait(0.01)  # for the server's thread
 
 
-def test_an_answer_that_is_taken_slowly_arrives_whole() -> None:
-    """Some of it is taken before each look at what is left; the looks come when they are told."""
-    with served() as (server, client):
-        # What the kernel holds for the client is a small part of the answer.
+def test_response_that_is_read_slowly_is_complete() -> None:
+    """Read some bytes before each check of the timer; the test triggers the checks."""
+    with connected() as (server, client):
+        # The kernel's buffer is a small part of the response.
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         client.sendall(b"GET /large HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n")
-        taken = len(client.recv(16))
-        (watched,) = server._server.server_state.connections
-        assert isinstance(watched, connection.BoundedConnection)
-        while watched._stuck is None:
-            threading.Event().wait(0.01)  # the server's thread is at work
-        looks: list[bool] = []
+        received = len(client.recv(16))
+        (protocol,) = server._server.server_state.connections
+        assert isinstance(protocol, connection.BoundedConnection)
+        while protocol._response_timer is None:
+            threading.Event().wait(0.01)  # for the server's thread
+        checks: list[bool] = []
         for _ in range(3):
-            left = watched.transport.get_write_buffer_size()
-            while left and watched.transport.get_write_buffer_size() == left:
-                taken += len(client.recv(65536))
-            looking = asyncio.run_coroutine_threadsafe(look_now(watched), watched.loop)
-            looks.append(looking.result())
-        assert looks[0]
-        assert taken + len(all_that_comes(client)) > LARGE
+            size = protocol.transport.get_write_buffer_size()
+            while size and protocol.transport.get_write_buffer_size() == size:
+                received += len(client.recv(65536))
+            check = asyncio.run_coroutine_threadsafe(check_response(protocol), protocol.loop)
+            checks.append(check.result())
+        assert checks[0]
+        assert received + len(receive_all(client)) > LARGE
 
 
-async def look_now(watched: connection.BoundedConnection) -> bool:
-    """What is due after STUCK_ANSWER_SECONDS; in the server's event loop. False when all of the
-    answer is on its way."""
-    if watched._stuck is None:
+async def check_response(protocol: connection.BoundedConnection) -> bool:
+    """Run the timer in the server's event loop; False if no bytes are left in its buffer."""
+    if protocol._response_timer is None:
         return False
-    watched._stuck._run()
+    protocol._response_timer._run()
     return True
 
 
-def test_an_idle_connection_is_closed_by_the_client_and_not_under_its_next_request() -> None:
-    kept = httpx.Limits().keepalive_expiry
-    assert kept is not None
-    with served() as (server, _):
-        assert server._server.config.timeout_keep_alive > 2 * kept
+def test_clients_close_idle_connections_before_the_server() -> None:
+    expiry = httpx.Limits().keepalive_expiry
+    assert expiry is not None
+    with connected() as (server, _):
+        assert server._server.config.timeout_keep_alive > 2 * expiry

@@ -1,4 +1,4 @@
-"""A real teacher process on vLLM, from its first line to the end of every process it started."""
+"""Test of a teacher process with vLLM, from its start to the exit of all its processes."""
 
 import os
 import signal
@@ -18,9 +18,9 @@ pytestmark = needs_vllm
 __all__ = ("model_folder",)
 
 
-@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
-def test_a_vllm_teacher_answers_and_leaves_nothing_behind(
-    ending: signal.Signals, model_folder: Path
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_vllm_teacher_serves_and_exits_with_all_its_processes(
+    number: signal.Signals, model_folder: Path
 ) -> None:
     psutil = pytest.importorskip("psutil", reason="comes with vLLM")
     command = f"serve {model_folder} --engine vllm --name math --port 0 --max-batch-tokens 64"
@@ -36,25 +36,25 @@ def test_a_vllm_teacher_answers_and_leaves_nothing_behind(
             "VLLM_CPU_KVCACHE_SPACE": "1",
         },
     )
-    started = []
+    children = []
     try:
-        assert "one step" in line_with(process, "limits: 64 tokens")
+        assert "per step" in line_with(process, "limits: 64 tokens")
         address = line_with(process, "address").split()[1]
         line_with(process, "'math' is ready")
         with httpx.Client(base_url=address, timeout=600) as client:
             body = {"sequences": [{"prompt": "the quick", "completion": " fox"}], "top_k": 3}
-            answer = client.post("/v1/logprobs", json=body)
-            assert answer.status_code == 200, answer.text
+            response = client.post("/v1/logprobs", json=body)
+            assert response.status_code == 200, response.text
             assert client.get("/v1/manifest").json()["engine"] == "vllm"
-        started = psutil.Process(process.pid).children(recursive=True)
-        assert any("EngineCore" in child.name() for child in started)
-        process.send_signal(ending)
-        assert process.wait(timeout=600) == (0 if ending == signal.SIGTERM else -signal.SIGKILL)
-        _, left = psutil.wait_procs(started, timeout=600)
-        assert not left
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert any("EngineCore" in child.name() for child in children)
+        process.send_signal(number)
+        assert process.wait(timeout=600) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+        _, alive = psutil.wait_procs(children, timeout=600)
+        assert not alive
     finally:
         process.kill()
         process.wait()
-        for child in started:
+        for child in children:
             if child.is_running():
                 child.kill()

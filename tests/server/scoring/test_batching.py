@@ -1,4 +1,4 @@
-"""Merging requests into batches, with an engine that records and waits when it is told to."""
+"""Tests of batching with an engine that records its batches and blocks at a gate."""
 
 import asyncio
 import threading
@@ -8,257 +8,241 @@ import numpy as np
 import pytest
 
 from mopd_protocol.topk_logprobs import TopKLogprobs
-from mopd_server.engines.base import EngineDead, EngineDescription, ScoringTask
+from mopd_server.engines.base import EngineCrashError, EngineDescription, ScoringTask
 from mopd_server.scoring.batching import Batcher
 from mopd_server.service_error import ServiceError
+from tests.server.tiny_teachers import short_task as task
 
 
 class ScriptedEngine:
-    """Answers each task with its first completion id in every row, when the gate is open."""
+    """Returns the name of each task as the id of its row, when the gate is open."""
 
     def __init__(self) -> None:
-        self.batches: list[tuple[list[int], int, float]] = []  # prompts' first ids, top_k, T
+        self.batches: list[tuple[list[int], int, float]] = []  # names, top_k, temperature
         self.gate = threading.Event()
         self.gate.set()
-        self.begun = threading.Semaphore(0)
+        self.started = threading.Semaphore(0)
         self.error: Exception | None = None
-        self.unfit: set[int] = set()  # names on which it fails
+        self.failing_names: set[int] = set()
 
     @property
     def description(self) -> EngineDescription:
-        raise NotImplementedError("the batcher asks an engine for scores only")
+        raise NotImplementedError
+
+    @property
+    def names(self) -> list[list[int]]:
+        return [names for names, _, _ in self.batches]
 
     def score(
         self, batch: Sequence[ScoringTask], *, top_k: int, temperature: float
     ) -> list[TopKLogprobs]:
         self.batches.append(([int(t.prompt_ids[0]) for t in batch], top_k, temperature))
-        self.begun.release()
-        assert self.gate.wait(timeout=300), "a failed test left the gate closed"
+        self.started.release()
+        assert self.gate.wait(timeout=300), "the gate is closed after a failed test"
         if self.error is not None:
             raise self.error
-        if self.unfit.intersection(self.batches[-1][0]):
+        if self.failing_names.intersection(self.names[-1]):
             raise FloatingPointError("overflow")
+        zeros = np.zeros(1, dtype=np.float32)
         return [
-            TopKLogprobs(
-                ids=task.completion_ids[:, None],
-                logprobs=np.zeros((len(task.completion_ids), 1), dtype=np.float32),
-                token_logprobs=np.zeros(len(task.completion_ids), dtype=np.float32),
-                tail_logprobs=np.full(len(task.completion_ids), -np.inf, dtype=np.float32),
-            )
+            TopKLogprobs(task.completion_ids[:, None], zeros[:, None], zeros, zeros - np.inf)
             for task in batch
         ]
 
 
-def task(name: int, tokens: int = 10) -> ScoringTask:
-    """A task whose prompt begins with ``name``, of ``tokens`` tokens in all."""
-    return ScoringTask(np.full(tokens - 1, name, dtype=np.int32), np.array([name], dtype=np.int32))
+class Trial:
+    """A batcher, its engine and its callbacks."""
+
+    def __init__(self, batch_tokens: int = 100, queue_tokens: int = 1000) -> None:
+        self.engine = ScriptedEngine()
+        self.crashes: list[str] = []
+        self.cancelled: list[int] = []
+        self.batcher = Batcher(
+            self.engine,
+            max_batch_tokens=batch_tokens,
+            max_queue_tokens=queue_tokens,
+            on_crash=self.crashes.append,
+            on_cancelled=self.cancelled.append,
+        )
+
+    @property
+    def queue(self) -> tuple[int, int]:
+        """Sequences and tokens in the queue."""
+        return self.batcher.queued_sequences, self.batcher.queued_tokens
+
+    async def score(
+        self, *tasks: ScoringTask, top_k: int = 1, temperature: float = 1.0
+    ) -> list[int]:
+        results = await self.batcher.score(tasks, top_k=top_k, temperature=temperature)
+        return [int(topk.ids[0, 0]) for topk, _ in results]
+
+    def start(self, *tasks: ScoringTask) -> "asyncio.Task[list[int]]":
+        return asyncio.create_task(self.score(*tasks))
+
+    async def block(self) -> "asyncio.Task[list[int]]":
+        """Occupy the engine with task 0 until the gate opens."""
+        self.engine.gate.clear()
+        first = self.start(task(0))
+        await asyncio.to_thread(self.engine.started.acquire)
+        return first
+
+    async def queued(self, sequences: int) -> None:
+        """Wait for ``sequences`` in the queue."""
+        while self.batcher.queued_sequences < sequences:
+            await asyncio.sleep(0)
 
 
-def batcher(
-    engine: ScriptedEngine,
-    batch_tokens: int = 100,
-    queue_tokens: int = 1000,
-    deaths: list[str] | None = None,
-    cancelled: list[int] | None = None,
-) -> Batcher:
-    return Batcher(
-        engine,
-        max_batch_tokens=batch_tokens,
-        max_queue_tokens=queue_tokens,
-        on_death=([] if deaths is None else deaths).append,
-        on_cancelled=([] if cancelled is None else cancelled).append,
-    )
-
-
-async def score(
-    queue: Batcher, *tasks: ScoringTask, top_k: int = 1, temperature: float = 1.0
-) -> list[int]:
-    scored = await queue.score(tasks, top_k=top_k, temperature=temperature)
-    return [int(topk.ids[0, 0]) for topk, _ in scored]
-
-
-async def behind_a_closed_gate(engine: ScriptedEngine, queue: Batcher) -> "asyncio.Task[list[int]]":
-    """Keeps the engine busy with task 0 until the gate opens."""
-    engine.gate.clear()
-    first = asyncio.create_task(score(queue, task(0)))
-    await asyncio.to_thread(engine.begun.acquire)
-    return first
-
-
-async def queued(queue: Batcher, sequences: int) -> None:
-    """Returns once ``sequences`` wait."""
-    while queue.waiting_sequences < sequences:
-        await asyncio.sleep(0)
-
-
-def test_what_waits_together_is_scored_together_and_answered_apart() -> None:
-    engine = ScriptedEngine()
-    queue = batcher(engine)
+def test_queued_sequences_are_batched_and_results_returned_to_their_requests() -> None:
+    trial = Trial()
 
     async def scenario() -> list[list[int]]:
-        first = await behind_a_closed_gate(engine, queue)
-        others = [asyncio.create_task(score(queue, task(n), task(n + 10))) for n in (1, 2, 3)]
-        await queued(queue, 6)
-        assert queue.waiting_tokens == 60
-        engine.gate.set()
+        first = await trial.block()
+        others = [trial.start(task(n), task(n + 10)) for n in (1, 2, 3)]
+        await trial.queued(6)
+        assert trial.queue == (6, 60)
+        trial.engine.gate.set()
         return await asyncio.gather(first, *others)
 
     assert asyncio.run(scenario()) == [[0], [1, 11], [2, 12], [3, 13]]
-    assert [names for names, _, _ in engine.batches] == [[0], [1, 11, 2, 12, 3, 13]]
-    assert (queue.waiting_sequences, queue.waiting_tokens) == (0, 0)
+    assert trial.engine.names == [[0], [1, 11, 2, 12, 3, 13]]
+    assert trial.queue == (0, 0)
 
 
-def test_requests_that_arrive_at_once_need_no_busy_engine_to_be_merged() -> None:
-    engine = ScriptedEngine()
-    queue = batcher(engine)
-
-    async def scenario() -> None:
-        await asyncio.gather(score(queue, task(1)), score(queue, task(2)))
-
-    asyncio.run(scenario())
-    assert [names for names, _, _ in engine.batches] == [[1, 2]]
-
-
-def test_a_batch_ends_at_the_token_budget_and_a_giant_goes_alone() -> None:
-    engine = ScriptedEngine()
-    queue = batcher(engine, batch_tokens=25)
-    asyncio.run(score(queue, task(1), task(2), task(3), task(4, 90), task(5)))
-    assert [names for names, _, _ in engine.batches] == [[1, 2], [3], [4], [5]]
-
-
-def test_other_settings_make_other_batches() -> None:
-    engine = ScriptedEngine()
-    queue = batcher(engine)
+def test_concurrent_requests_with_equal_settings_share_a_batch() -> None:
+    trial = Trial()
 
     async def scenario() -> None:
         await asyncio.gather(
-            score(queue, task(1), top_k=5),
-            score(queue, task(2), top_k=6),
-            score(queue, task(3), top_k=5, temperature=0.5),
-            score(queue, task(4), top_k=5),
+            trial.score(task(1), top_k=5),
+            trial.score(task(2), top_k=6),
+            trial.score(task(3), top_k=5, temperature=0.5),
+            trial.score(task(4), top_k=5),
         )
 
     asyncio.run(scenario())
-    assert engine.batches == [([1, 4], 5, 1.0), ([2], 6, 1.0), ([3], 5, 0.5)]
+    assert trial.engine.batches == [([1, 4], 5, 1.0), ([2], 6, 1.0), ([3], 5, 0.5)]
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
-    engine = ScriptedEngine()
-    queue = batcher(engine, queue_tokens=35)
+def test_batch_ends_at_the_token_budget_and_longer_sequences_run_unbatched() -> None:
+    trial = Trial(batch_tokens=25)
+    asyncio.run(trial.score(task(1), task(2), task(3), task(4, 90), task(5)))
+    assert trial.engine.names == [[1, 2], [3], [4], [5]]
+
+
+def test_full_queue_is_a_429_with_retry_after() -> None:
+    trial = Trial(queue_tokens=35)
 
     async def scenario() -> ServiceError:
-        first = await behind_a_closed_gate(engine, queue)
-        second = asyncio.create_task(score(queue, task(1, 30)))
-        await queued(queue, 1)
-        with pytest.raises(ServiceError, match="30 tokens wait already and 10 more") as raised:
-            await score(queue, task(2))
-        fits = asyncio.create_task(score(queue, task(3, 5)))
-        await queued(queue, 2)
-        engine.gate.set()
-        await asyncio.gather(first, second, fits)
-        return raised.value
+        first = await trial.block()
+        second = trial.start(task(1, 30))
+        await trial.queued(1)
+        with pytest.raises(ServiceError) as caught:
+            await trial.score(task(2))
+        third = trial.start(task(3, 5))
+        await trial.queued(2)
+        trial.engine.gate.set()
+        await asyncio.gather(first, second, third)
+        return caught.value
 
-    refused = asyncio.run(scenario())
-    assert refused.http_status == 429
-    assert refused.retry_after_seconds is not None
-    assert refused.retry_after_seconds >= 1
-    assert 2 not in [name for names, _, _ in engine.batches for name in names]
-
-
-def test_a_request_larger_than_the_queue_is_taken_when_nothing_waits() -> None:
-    assert asyncio.run(score(batcher(ScriptedEngine(), queue_tokens=5), task(1))) == [1]
+    error = asyncio.run(scenario())
+    assert (error.status, error.code) == (429, "queue_full")
+    assert error.retry_after_seconds is not None
+    assert error.retry_after_seconds >= 1
+    assert all(2 not in names for names in trial.engine.names)
 
 
-def test_a_request_that_is_given_up_leaves_the_queue_and_is_counted() -> None:
-    engine = ScriptedEngine()
-    cancelled: list[int] = []
-    queue = batcher(engine, cancelled=cancelled)
+def test_request_above_the_limit_is_accepted_by_an_empty_queue() -> None:
+    assert asyncio.run(Trial(queue_tokens=5).score(task(1))) == [1]
+
+
+def test_cancelled_request_leaves_the_queue_and_is_counted() -> None:
+    trial = Trial()
 
     async def scenario() -> None:
-        first = await behind_a_closed_gate(engine, queue)
-        gone = asyncio.create_task(score(queue, task(1), task(2)))
-        stays = asyncio.create_task(score(queue, task(3)))
-        await queued(queue, 3)
-        gone.cancel()
-        await asyncio.wait({gone})
-        assert (queue.waiting_sequences, queue.waiting_tokens) == (1, 10)
-        assert cancelled == [2]
-        engine.gate.set()
-        assert await asyncio.gather(first, stays) == [[0], [3]]
-        assert sum(cancelled) == 2
+        first = await trial.block()
+        cancelled, second = trial.start(task(1), task(2)), trial.start(task(3))
+        await trial.queued(3)
+        cancelled.cancel()
+        await asyncio.wait({cancelled})
+        assert trial.queue == (1, 10)
+        assert trial.cancelled == [2]
+        trial.engine.gate.set()
+        assert await asyncio.gather(first, second) == [[0], [3]]
+        assert sum(trial.cancelled) == 2
 
     asyncio.run(scenario())
-    assert [names for names, _, _ in engine.batches] == [[0], [3]]
+    assert trial.engine.names == [[0], [3]]
 
 
-def test_a_request_that_is_given_up_in_the_engine_does_not_stop_the_next() -> None:
-    engine = ScriptedEngine()
-    queue = batcher(engine)
+def test_request_cancelled_in_the_engine_does_not_block_the_next() -> None:
+    trial = Trial()
 
     async def scenario() -> list[int]:
-        gone = await behind_a_closed_gate(engine, queue)
-        gone.cancel()
-        await asyncio.wait({gone})
-        engine.gate.set()
-        return await score(queue, task(4))
+        cancelled = await trial.block()
+        cancelled.cancel()
+        await asyncio.wait({cancelled})
+        trial.engine.gate.set()
+        return await trial.score(task(4))
 
     assert asyncio.run(scenario()) == [4]
 
 
-def test_an_engine_that_fails_fails_its_batch_and_then_works_on() -> None:
-    engine = ScriptedEngine()
-    deaths: list[str] = []
-    queue = batcher(engine, deaths=deaths)
-    engine.error = RuntimeError("out of memory")
+def test_failed_batch_is_retried_in_halves_and_the_engine_stays_usable() -> None:
+    trial = Trial()
+    trial.engine.error = RuntimeError("out of memory")
 
     async def scenario() -> list[int]:
-        refusals = await asyncio.gather(
-            score(queue, task(1)), score(queue, task(2)), return_exceptions=True
-        )
-        for refused in refusals:
-            assert isinstance(refused, ServiceError)
-            assert refused.http_status == 500
-            assert "RuntimeError: out of memory" in str(refused)
-        engine.error = None
-        return await score(queue, task(3))
+        requests = (trial.score(task(1)), trial.score(task(2)))
+        for error in await asyncio.gather(*requests, return_exceptions=True):
+            assert isinstance(error, ServiceError)
+            assert (error.status, error.code) == (500, "engine_failed")
+            assert "RuntimeError: out of memory" in str(error)
+        trial.engine.error = None
+        return await trial.score(task(3))
 
     assert asyncio.run(scenario()) == [3]
-    assert [names for names, _, _ in engine.batches] == [[1, 2], [1], [2], [3]]
-    assert deaths == []
+    assert trial.engine.names == [[1, 2], [1], [2], [3]]
+    assert trial.crashes == []
 
 
-def test_a_sequence_that_cannot_be_scored_fails_its_own_request_only() -> None:
-    engine = ScriptedEngine()
-    engine.unfit = {5}
-    cancelled: list[int] = []
-    queue = batcher(engine, cancelled=cancelled)
+def test_sequence_that_cannot_be_scored_fails_only_its_request() -> None:
+    trial = Trial()
+    trial.engine.failing_names = {5}
 
     async def scenario() -> list[list[int] | BaseException]:
-        first = await behind_a_closed_gate(engine, queue)
-        others = [score(queue, task(1), task(2)), score(queue, task(5), task(6))]
-        asked = [asyncio.create_task(call) for call in (*others, score(queue, task(7)))]
-        await queued(queue, 5)
-        engine.gate.set()
-        return await asyncio.gather(first, *asked, return_exceptions=True)
+        first = await trial.block()
+        requests = [trial.start(*map(task, names)) for names in ((1, 2), (5, 6), (7,))]
+        await trial.queued(5)
+        trial.engine.gate.set()
+        return await asyncio.gather(first, *requests, return_exceptions=True)
 
-    first, before, unfit, after = asyncio.run(scenario())
-    assert (first, before, after) == ([0], [1, 2], [7])
-    assert isinstance(unfit, ServiceError)
-    assert "FloatingPointError: overflow" in str(unfit)
-    assert cancelled == []  # no client has left
-    assert [names for names, _, _ in engine.batches[1:4]] == [[1, 2, 5, 6, 7], [1, 2], [5, 6, 7]]
-
-
-def test_an_engine_that_dies_is_told_apart_from_one_that_fails() -> None:
-    engine = ScriptedEngine()
-    deaths: list[str] = []
-    engine.error = EngineDead("the device is gone")
-    with pytest.raises(ServiceError, match="the device is gone; ask another replica") as raised:
-        asyncio.run(score(batcher(engine, deaths=deaths), task(1)))
-    assert raised.value.http_status == 503
-    assert deaths == ["the device is gone"]
+    first, second, error, last = asyncio.run(scenario())
+    assert (first, second, last) == ([0], [1, 2], [7])
+    assert isinstance(error, ServiceError)
+    assert "FloatingPointError: overflow" in str(error)
+    assert trial.cancelled == []  # no client disconnected
+    assert trial.engine.names[1:4] == [[1, 2, 5, 6, 7], [1, 2], [5, 6, 7]]
 
 
-def test_a_batcher_serves_one_event_loop_after_another() -> None:
-    queue = batcher(ScriptedEngine())
-    assert [asyncio.run(score(queue, task(n))) for n in (1, 2)] == [[1], [2]]
+def test_engine_crash_is_reported_and_later_requests_do_not_reach_the_engine() -> None:
+    trial = Trial()
+    trial.engine.error = EngineCrashError("the device is lost")
+
+    async def scenario() -> None:
+        first = await trial.block()
+        queued = trial.start(task(1))
+        await trial.queued(1)
+        trial.engine.gate.set()
+        for error in await asyncio.gather(first, queued, return_exceptions=True):
+            assert isinstance(error, ServiceError)
+            assert (error.status, error.code) == (503, "engine_dead")
+            assert "the device is lost" in str(error)
+
+    asyncio.run(scenario())
+    assert trial.crashes == ["the device is lost"]
+    assert trial.engine.names == [[0]]
+
+
+def test_batcher_supports_successive_event_loops() -> None:
+    trial = Trial()
+    assert [asyncio.run(trial.score(task(n))) for n in (1, 2)] == [[1], [2]]

@@ -1,75 +1,75 @@
-"""The queue that is bounded by tokens, and the time after which it says to come back."""
+"""Tests of the queue: its limit in tokens, and its Retry-After seconds."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mopd_server.scoring.token_queue import LONGEST_RETRY_SECONDS, TokenQueue
+from mopd_server.scoring.token_queue import MAX_RETRY_SECONDS, TokenQueue
 from mopd_server.service_error import ServiceError
 
-#: Entries are names of ten letters at most; a name has as many tokens as letters.
+#: Entries are names of at most ten letters, with one token per letter.
 names = st.text(alphabet="ab", min_size=1, max_size=10)
 
 
-def queue(max_tokens: int = 10) -> TokenQueue[str]:
-    return TokenQueue(len, max_tokens=max_tokens)
+def full_queue(tokens: int) -> TokenQueue[str]:
+    queue: TokenQueue[str] = TokenQueue(len, max_tokens=100)
+    queue.add(["x" * tokens])
+    return queue
 
 
-def retry_after(waiting: TokenQueue[str]) -> int:
-    """Seconds that one entry too many is told."""
-    with pytest.raises(ServiceError) as raised:
-        waiting.enter(["x" * 1000])
-    assert raised.value.http_status == 429
-    assert raised.value.retry_after_seconds is not None
-    return raised.value.retry_after_seconds
+def retry_after(queue: TokenQueue[str]) -> int | None:
+    with pytest.raises(ServiceError) as caught:
+        queue.add(["x" * 1000])
+    assert (caught.value.status, caught.value.code) == (429, "queue_full")
+    return caught.value.retry_after_seconds
 
 
 @given(st.lists(st.tuples(st.booleans(), st.lists(names, max_size=3, unique=True))))
-def test_it_counts_what_is_in_it_and_takes_a_request_whole_or_not_at_all(
+def test_tokens_are_counted_and_requests_added_completely_or_not_at_all(
     steps: list[tuple[bool, list[str]]],
 ) -> None:
-    waiting, inside = queue(), list[str]()
-    for leave, entries in steps:
-        if leave:
+    queue: TokenQueue[str] = TokenQueue(len, max_tokens=10)
+    expected: list[str] = []
+    for remove, entries in steps:
+        if remove:
             for entry in entries:
-                waiting.leave(entry)
-                inside = [other for other in inside if other != entry]
-        elif not set(entries) & set(inside):
+                queue.remove(entry)
+            expected = [entry for entry in expected if entry not in entries]
+        elif not set(entries) & set(expected):
             tokens = sum(map(len, entries))
-            fits = not inside or sum(map(len, inside)) + tokens <= 10
+            fits = not expected or sum(map(len, expected)) + tokens <= 10
             try:
-                waiting.enter(entries)
+                queue.add(entries)
             except ServiceError:
                 assert not fits
             else:
                 assert fits
-                inside += entries
-        assert list(waiting) == inside
-        assert (len(waiting), waiting.tokens) == (len(inside), sum(map(len, inside)))
+                expected += entries
+        assert list(queue) == expected
+        assert (len(queue), queue.tokens) == (len(expected), sum(map(len, expected)))
 
 
-def test_the_wait_is_what_is_in_the_queue_divided_by_the_speed() -> None:
-    waiting = queue(max_tokens=100)
-    waiting.enter(["x" * 90])
-    assert retry_after(waiting) == 1  # nothing is known yet
-    waiting.worked(tokens=6, seconds=2.0)
-    assert retry_after(waiting) == 30
-    waiting.worked(tokens=0, seconds=1000.0)
-    assert retry_after(waiting) == LONGEST_RETRY_SECONDS
+def test_retry_after_is_queued_tokens_divided_by_speed() -> None:
+    queue = full_queue(90)
+    assert retry_after(queue) == 1  # speed unknown
+    queue.record(tokens=6, seconds=2.0)
+    assert retry_after(queue) == 30
+    queue.record(tokens=0, seconds=1000.0)
+    assert retry_after(queue) == MAX_RETRY_SECONDS
 
 
-def test_recent_work_counts_most() -> None:
-    waiting = queue(max_tokens=100)
-    waiting.enter(["x" * 100])
-    waiting.worked(tokens=1, seconds=50.0)  # a slow start
+def test_recent_work_dominates_the_speed() -> None:
+    queue = full_queue(100)
+    queue.record(tokens=1, seconds=50.0)
     for _ in range(3):
-        waiting.worked(tokens=1000, seconds=20.0)
-    assert retry_after(waiting) <= 3
+        queue.record(tokens=1000, seconds=20.0)
+    seconds = retry_after(queue)
+    assert seconds is not None
+    assert seconds <= 3
 
 
-def test_entries_that_end_together_share_the_time() -> None:
-    waiting = queue(max_tokens=100)
-    waiting.enter(["x" * 40])
-    waiting.worked(tokens=10, seconds=10.0)
-    waiting.worked(tokens=30, seconds=0.0)
-    assert retry_after(waiting) == 10
+def test_sequences_that_finish_together_share_their_time() -> None:
+    queue = full_queue(40)
+    queue.record(tokens=10, seconds=10.0)
+    queue.record(tokens=30, seconds=0.0)
+    assert retry_after(queue) == 10

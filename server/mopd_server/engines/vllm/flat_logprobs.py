@@ -1,8 +1,8 @@
-"""vLLM's flat lists of prompt log-probabilities -> ``TopKLogprobs``, a whole sequence at a time.
+"""vLLM's prompt log-probabilities -> ``TopKLogprobs``, one sequence per call.
 
-vLLM gives, for every position of what it read, the log-probabilities of the token that stands
-there and of the k most likely ones. Here is the one place where its positions become our rows: the
-entries at position ``prompt length + r`` are the distribution that predicts completion token ``r``.
+For every position of the prompt, vLLM returns the log-probabilities of its token and of the k most
+likely ids. The entries at position ``prompt length + r`` are the distribution that predicts
+completion token ``r``: the shift is applied in this module only.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,11 @@ Int32 = NDArray[np.int32]
 
 
 class FlatLogprobs(Protocol):
-    """The lists of ``vllm.logprobs.FlatLogprobs`` that are read.
+    """The lists of ``vllm.logprobs.FlatLogprobs``.
 
-    Position ``i`` owns the entries from ``start_indices[i]`` to ``end_indices[i]``. Position 0,
-    which nothing predicts, owns none. Every other one owns its own token first; then the k most
-    likely, with or without that token: k + 1 entries. Where vLLM drops the repetition of a token
-    that is among the k, there are k.
+    Position ``i`` has the entries from ``start_indices[i]`` to ``end_indices[i]``: none at position
+    0, which nothing predicts; else its own token, followed by the k most likely ids. vLLM may drop
+    the repetition of a token that is among the k, so that there are k entries instead of k + 1.
     """
 
     start_indices: list[int]
@@ -33,79 +32,78 @@ class FlatLogprobs(Protocol):
     logprobs: list[float]
 
 
-def topk_of_flat(
+def topk_from_lists(
     flat: FlatLogprobs, completion_ids: NDArray[np.int32], *, top_k: int, real_ids: int
 ) -> TopKLogprobs:
-    """The rows of the last ``len(completion_ids)`` positions of ``flat``.
+    """Convert the last ``len(completion_ids)`` positions of ``flat``.
 
     Args:
-        flat: of a whole sequence, prompt and completion.
-        completion_ids: ``[rows]``, at least one: the tokens that stand at those positions.
-        top_k: as it was asked of vLLM.
-        real_ids: ids that can hold probability at all; with that many entries there is no tail.
+        flat: entries of a full sequence, prompt and completion.
+        completion_ids: ``[rows]``, at least one: the tokens at those positions.
+        top_k: as requested from vLLM.
+        real_ids: number of ids with a token; a row with that many entries has no tail.
 
     Raises:
-        ValueError: when the lists do not have the form above, or hold NaN.
+        ValueError: if the lists do not have the form above, or contain NaN.
     """
     rows = len(completion_ids)
     starts = np.array(flat.start_indices[-rows:], dtype=np.int64)
     counts = np.array(flat.end_indices[-rows:], dtype=np.int64) - starts
     if len(starts) < rows or not np.isin(counts, (max(top_k, 1), top_k + 1)).all():
         raise ValueError(
-            f"vLLM gave {sorted(set(counts.tolist()))} entries for {len(starts)} positions; "
-            f"expected {top_k} or {top_k + 1} for {rows}"
+            f"vLLM returned log-probabilities of the wrong size (found "
+            f"{sorted(set(counts.tolist()))} entries for {len(starts)} positions, expected {top_k} "
+            f"or {top_k + 1} for {rows})"
         )
     first = int(starts[0])
     ids = np.array(flat.token_ids[first:], dtype=np.int64)
     logprobs = np.array(flat.logprobs[first:], dtype=np.float32)
-    if not np.array_equal(ids[starts - first], completion_ids):
-        raise ValueError("vLLM's first entries are not the tokens that it was given to read")
+    _require_tokens(ids[starts - first], completion_ids)
     top = (starts - first + counts - top_k)[:, None] + np.arange(top_k)
-    return truncated(
+    return truncate(
         ids[top], logprobs[top], completion_ids, logprobs[starts - first], real_ids=real_ids
     )
 
 
 @dataclass(frozen=True, eq=False)
 class PromptArrays:
-    """What vLLM's engine sends for positions 1, 2, …, before vLLM makes lists of it.
+    """Arrays of vLLM's engine for positions 1, 2, …, before vLLM converts them to lists.
 
     Raises:
-        ValueError: when the shapes are not one.
+        ValueError: if the shapes differ.
     """
 
-    token_ids: NDArray[np.integer]  # [positions - 1, 1 + k]: a position's own token, then the top k
+    token_ids: NDArray[np.integer]  # [positions - 1, 1 + k]: own token, then the top k
     logprobs: Float32  # [positions - 1, 1 + k], nats
 
     def __post_init__(self) -> None:
         if self.token_ids.ndim != 2 or self.token_ids.shape != self.logprobs.shape:
             raise ValueError(
-                f"vLLM gave ids of shape {self.token_ids.shape} and log-probabilities of shape "
-                f"{self.logprobs.shape}; expected one shape [positions, 1 + k]"
+                f"vLLM returned arrays of different shapes (found ids {self.token_ids.shape} and "
+                f"log-probabilities {self.logprobs.shape}, expected [positions, 1 + k])"
             )
 
 
-def topk_of_arrays(
+def topk_from_arrays(
     arrays: PromptArrays, completion_ids: NDArray[np.int32], *, top_k: int, real_ids: int
 ) -> TopKLogprobs:
-    """As ``topk_of_flat``, which it equals, without an object for each candidate.
+    """Convert arrays with the result of ``topk_from_lists``, without an object per candidate.
 
     Raises:
-        ValueError: when the arrays do not have the form above, or hold NaN.
+        ValueError: if the arrays do not have the form above, or contain NaN.
     """
     rows = len(completion_ids)
     ids, logprobs = arrays.token_ids[-rows:], arrays.logprobs[-rows:]
     if ids.shape != (rows, top_k + 1):
         raise ValueError(
-            f"vLLM gave {ids.shape[1]} entries for {len(ids)} positions; expected {top_k + 1} for "
-            f"{rows}"
+            f"vLLM returned log-probabilities of the wrong size (found {ids.shape[1]} entries for "
+            f"{len(ids)} positions, expected {top_k + 1} for {rows})"
         )
-    if not np.array_equal(ids[:, 0], completion_ids):
-        raise ValueError("vLLM's first entries are not the tokens that it was given to read")
-    return truncated(ids[:, 1:], logprobs[:, 1:], completion_ids, logprobs[:, 0], real_ids=real_ids)
+    _require_tokens(ids[:, 0], completion_ids)
+    return truncate(ids[:, 1:], logprobs[:, 1:], completion_ids, logprobs[:, 0], real_ids=real_ids)
 
 
-def truncated(
+def truncate(
     ids: NDArray[np.integer],
     logprobs: Float32,
     tokens: NDArray[np.integer],
@@ -113,51 +111,54 @@ def truncated(
     *,
     real_ids: int,
 ) -> TopKLogprobs:
-    """Sorted rows with their tails, from entries in any order.
+    """Sort entries in any order, and compute their tails.
 
     Args:
-        ids: ``[rows, k]``; ``-1`` where a row has fewer entries.
-        logprobs: ``[rows, k]`` nats; ``-inf`` there, and where a token is impossible.
-        tokens: ``[rows]``, the tokens that are really there.
-        token_logprobs: ``[rows]``, their nats.
-        real_ids: ids that can hold probability at all.
+        ids: ``[rows, k]``; ``-1`` where missing.
+        logprobs: ``[rows, k]`` nats; ``-inf`` where missing or impossible.
+        tokens: ``[rows]``, the completion tokens.
+        token_logprobs: ``[rows]``, nats.
+        real_ids: number of ids with a token.
 
     Raises:
         ValueError: on NaN.
     """
     if np.isnan(logprobs).any() or np.isnan(token_logprobs).any():
-        raise ValueError(
-            "the engine computed NaN; are the weights sound, and the precision enough?"
-        )
+        raise ValueError("the engine computed NaN. Check the weights and the dtype.")
     complete = (ids >= 0).sum(axis=1) >= real_ids
     order = np.argsort(-logprobs, axis=1, kind="stable")
     ids = np.take_along_axis(ids, order, axis=1)
     logprobs = np.take_along_axis(logprobs, order, axis=1)
     ids = np.where(np.isneginf(logprobs), ABSENT_ID, ids)
-    elsewhere = np.where((ids == tokens[:, None]).any(axis=1), -np.inf, token_logprobs)
+    lower_bounds = np.where((ids == tokens[:, None]).any(axis=1), -np.inf, token_logprobs)
     return TopKLogprobs(
         ids=ids.astype(np.int32),
         logprobs=logprobs,
         token_logprobs=token_logprobs,
-        tail_logprobs=np.where(complete, -np.inf, _tails(logprobs, elsewhere)),
+        tail_logprobs=np.where(complete, -np.inf, _tails(logprobs, lower_bounds)),
     )
 
 
-def _tails(logprobs: Float32, elsewhere: NDArray[np.floating]) -> NDArray[np.float64]:
-    """``log(1 - sum of p)`` of each row, in float64, and never less than what is known to be there.
+def _require_tokens(ids: NDArray[np.integer], completion_ids: NDArray[np.int32]) -> None:
+    if not np.array_equal(ids, completion_ids):
+        raise ValueError("vLLM's first entries are not the tokens of its prompt")
 
-    What float32 entries leave of one is known to about 1e-7. ``elsewhere`` ``[rows]`` is the
-    log-probability of a token that is not among the entries, so the tail holds at least that.
+
+def _tails(logprobs: Float32, lower_bounds: NDArray[np.floating]) -> NDArray[np.float64]:
+    """Return ``log(1 - sum of p)`` of each row in float64, at least ``lower_bounds``.
+
+    One minus float32 entries is known to about 1e-7. ``lower_bounds`` ``[rows]`` is the
+    log-probability of a token outside the entries, which is a part of the tail.
     """
     kept = np.exp(logprobs.astype(np.float64)).sum(axis=1)
-    with np.errstate(divide="ignore"):  # log(0): nothing is left
+    with np.errstate(divide="ignore"):  # log(0)
         tails = np.log1p(-np.minimum(kept, 1.0))
-    return np.maximum(tails, elsewhere)
+    return np.maximum(tails, lower_bounds)
 
 
-def padded_rows(rows: Sequence[NDArray[np.integer]], width: int) -> Int32:
-    """``[rows, width]``, ``-1`` where a row has fewer ids."""
+def pad_rows(rows: Sequence[NDArray[np.integer]], width: int) -> Int32:
+    """Return ``[rows, width]``, padded with ``-1``."""
     padded = np.full((len(rows), width), ABSENT_ID, dtype=np.int32)
-    for position, row in enumerate(rows):
-        padded[position, : len(row)] = row
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
     return padded

@@ -1,9 +1,8 @@
-"""What vLLM may take at once, derived from the memory that its logits may use.
+"""Limits of vLLM's steps, derived from the memory budget of its logits.
 
-vLLM computes log-probabilities of prompts from the logits of every token that it schedules in one
-step, next to the memory that its own profile run measured. So the number of tokens in a step is
-what a stated budget has room for, and the budget is taken off the share of the accelerator that
-vLLM may plan with.
+vLLM computes prompt log-probabilities from the logits of every token of a step, in addition to the
+memory that its own profile run measures. The budget limits the tokens of a step, and is subtracted
+from the share of the accelerator that vLLM plans with.
 """
 
 from dataclasses import dataclass
@@ -11,33 +10,33 @@ from dataclasses import dataclass
 from mopd_protocol.errors import ConfigError
 from mopd_server.settings import TeacherSettings
 
-#: Bytes of one entry of the log-softmax, which vLLM takes in float32 beside the logits themselves.
+#: Bytes of one entry of the log-softmax, which vLLM stores in float32 next to the logits.
 _LOG_SOFTMAX_BYTES = 4
 
-#: vLLM's own default number of sequences in one step.
+#: vLLM's default number of sequences in one step.
 _MAX_SEQUENCES = 256
 
-#: Less of an accelerator than this holds no model worth serving.
-_LEAST_UTILIZATION = 0.05
+#: A smaller share of an accelerator is too small for any useful model.
+_MIN_UTILIZATION = 0.05
 
 _MEBIBYTE = 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class VllmLimits:
-    """The sizes that vLLM is started with."""
+    """Sizes that vLLM is started with."""
 
     max_model_len: int
-    """Tokens of a sequence as vLLM counts them: with the one that it always writes."""
+    """Tokens of a sequence as counted by vLLM, including the one that it always generates."""
     max_num_batched_tokens: int
     max_num_seqs: int
     max_logprobs: int
     gpu_memory_utilization: float | None
-    """Share of the accelerator's memory that vLLM plans with; None on a CPU."""
+    """Share of the accelerator's memory for vLLM; None on a CPU."""
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of prompt and completion that can be scored."""
+        """Maximum tokens of prompt and completion."""
         return self.max_model_len - 1
 
 
@@ -49,26 +48,26 @@ def derive_limits(
     model_positions: int,
     accelerator_bytes: int | None,
 ) -> VllmLimits:
-    """The limits of a model whose head has ``logit_width`` rows.
+    """Derive the limits of a model.
 
     Args:
-        settings: what the user asked for.
+        settings: the user's limits and budgets.
         logit_width: rows of the language-model head.
-        logit_bytes: bytes of one logit as the head computes it.
-        model_positions: tokens that the model can tell apart by position.
+        logit_bytes: bytes of one logit in the dtype of the head.
+        model_positions: maximum positions of the model.
         accelerator_bytes: memory of one accelerator; None on a CPU, whose memory is not planned.
 
     Raises:
-        ConfigError: when the budget has no room for one token, or the model none for the budget,
-            or sequences are asked for that are longer than the model's.
+        ConfigError: if the budget is below one token, or leaves no memory for the model, or
+            ``max_model_len`` exceeds the model.
     """
     bytes_per_token = (logit_bytes + _LOG_SOFTMAX_BYTES) * logit_width
     tokens = settings.logits_budget_bytes // bytes_per_token
     if tokens < 1:
         raise ConfigError(
-            f"a logits budget of {settings.logits_budget_bytes} bytes has no room for the "
-            f"{logit_width} logits of one token; expected at least {bytes_per_token} "
-            "(--logits-mebibytes)"
+            f"--logits-mebibytes: too small for the {logit_width} logits of one token (found "
+            f"{settings.logits_budget_bytes} bytes, expected at least {bytes_per_token})",
+            key="logits_budget_bytes",
         )
     tokens = min(tokens, settings.max_batch_tokens)
     return VllmLimits(
@@ -81,40 +80,42 @@ def derive_limits(
 
 
 def describe(limits: VllmLimits, settings: TeacherSettings) -> str:
-    """The limits in one sentence, for the log."""
+    """Return the log message of the limits."""
     memory = (
         ""
         if limits.gpu_memory_utilization is None
-        else f"; vLLM plans with {limits.gpu_memory_utilization:.3f} of the accelerator's memory "
-        f"({settings.gpu_memory_utilization:g} less that budget)"
+        else f"; gpu_memory_utilization {limits.gpu_memory_utilization:.3f} "
+        f"({settings.gpu_memory_utilization:g} less the budget)"
     )
     return (
-        f"limits: {limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} sequences in "
-        f"one step (logits budget {settings.logits_budget_bytes // _MEBIBYTE} MiB, "
-        f"--max-batch-tokens {settings.max_batch_tokens}), {limits.longest_sequence} tokens a "
-        f"sequence, {limits.max_logprobs} log-probabilities a token{memory}"
+        f"limits: {limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} sequences per "
+        f"step (logits budget {settings.logits_budget_bytes // _MEBIBYTE} MiB, "
+        f"--max-batch-tokens {settings.max_batch_tokens}), {limits.longest_sequence} tokens per "
+        f"sequence, {limits.max_logprobs} log-probabilities per token{memory}"
     )
 
 
-def _engine_length(asked: int | None, positions: int) -> int:
-    """vLLM writes one token after what it reads, so a sequence may hold one position less."""
-    if asked is not None and asked > positions - 1:
+def _engine_length(requested: int | None, positions: int) -> int:
+    """Add the token that vLLM always generates: a scored sequence has one position less."""
+    if requested is not None and requested > positions - 1:
         raise ConfigError(
-            f"--max-model-len {asked} is more than vLLM can score of the {positions} positions of "
-            f"this model, of which it keeps one to write to; expected at most {positions - 1}"
+            f"--max-model-len: above the limit of the model (found {requested}, expected at most "
+            f"{positions - 1}: vLLM needs one of the {positions} positions to generate a token)",
+            key="max_model_len",
         )
-    return positions if asked is None else asked + 1
+    return positions if requested is None else requested + 1
 
 
 def _utilization(settings: TeacherSettings, accelerator_bytes: int | None) -> float | None:
     if accelerator_bytes is None:
         return None
-    left = settings.gpu_memory_utilization - settings.logits_budget_bytes / accelerator_bytes
-    if left < _LEAST_UTILIZATION:
+    share = settings.gpu_memory_utilization - settings.logits_budget_bytes / accelerator_bytes
+    if share < _MIN_UTILIZATION:
         raise ConfigError(
-            f"a logits budget of {settings.logits_budget_bytes // _MEBIBYTE} MiB leaves vLLM "
-            f"{left:.2f} of this accelerator's {accelerator_bytes // _MEBIBYTE} MiB; expected at "
-            f"least {_LEAST_UTILIZATION} (lower --logits-mebibytes or raise "
-            "--gpu-memory-utilization)"
+            f"--logits-mebibytes: leaves too little of the accelerator's "
+            f"{accelerator_bytes // _MEBIBYTE} MiB for vLLM (found a share of {share:.2f} with "
+            f"{settings.logits_budget_bytes // _MEBIBYTE} MiB, expected at least "
+            f"{_MIN_UTILIZATION}). Lower --logits-mebibytes or raise --gpu-memory-utilization.",
+            key="logits_budget_bytes",
         )
-    return left
+    return share

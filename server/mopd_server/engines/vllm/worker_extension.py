@@ -1,8 +1,8 @@
-"""What the teacher adds to vLLM's worker processes.
+"""Extension of vLLM's worker processes.
 
-vLLM normalizes over every row of the head, also those that a model has only to make its width a
-round number. The teacher's distributions are over ids that have a token, so those logits become
-``-inf`` before anything is normalized, which is exact.
+vLLM normalizes over every row of the head, including padding rows. The teacher's distributions
+cover ids that have a token, so the logits of padding rows become ``-inf`` before the softmax,
+which is exact.
 """
 
 from typing import Any
@@ -14,28 +14,25 @@ from mopd_protocol.runtime.engine_end import end_engine_with
 
 
 class ScoringWorkerExtension:
-    """Mixed into vLLM's worker class by name (``worker_extension_cls``), called through its RPC."""
+    """Mixed into vLLM's worker class by name (``worker_extension_cls``), called by its RPC."""
 
     model_runner: Any  # vLLM's, on any platform
     device: torch.device | None
 
     def mask_head(self, padding: list[int]) -> int:
-        """Masks these rows in all logits that the worker's model computes from now on.
-
-        Returns how many they are.
-        """
+        """Mask these rows in all later logits of the worker's model; return their number."""
         model = self.model_runner.model
         compute_logits = model.compute_logits
         rows = torch.tensor(padding, dtype=torch.int64, device=self.device)
 
-        def masked(*inputs: Any, **options: Any) -> Tensor | None:
+        def compute_masked_logits(*inputs: Any, **options: Any) -> Tensor | None:
             logits: Tensor | None = compute_logits(*inputs, **options)
-            # Of several workers that share a head, only one gets its logits.
+            # Only one of the workers that share a head has its logits.
             return None if logits is None else logits.index_fill_(-1, rows, -torch.inf)
 
-        model.compute_logits = masked
+        model.compute_logits = compute_masked_logits
         return len(padding)
 
-    def end_with(self, server: int) -> bool:
+    def exit_with(self, server: int) -> bool:
         """See ``end_engine_with``."""
         return end_engine_with(server)

@@ -1,1 +1,1 @@
-"""ASGI middleware."""
+"""ASGI middleware and per-request limits."""

@@ -1,4 +1,4 @@
-"""Refuses bodies that are too large or too slow, announced or not, before they fill the memory."""
+"""Limits of the size and duration of bodies, announced or not."""
 
 import asyncio
 from http import HTTPStatus
@@ -6,82 +6,83 @@ from http import HTTPStatus
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mopd_server.http.problems import refusal_response
+from mopd_server.http.problems import error_response
 from mopd_server.service_error import ServiceError
 
-#: Bodies of all requests together may take this many times the largest single one.
-HELD_BODIES = 16
+#: Limit of the bodies of all requests in flight, as a multiple of the largest single body.
+CONCURRENT_BODIES = 16
 
 
-class LimitBody:
-    """ASGI middleware: 413 for more than ``max_bytes``, 408 for more than ``seconds``.
+class BodyLimitMiddleware:
+    """ASGI middleware: 413 above ``max_bytes``, 408 after ``seconds``.
 
-    The bodies of all requests in flight together are bounded too: 503 beyond that.
+    The bodies of all requests in flight are limited together: 503 above the sum.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._seconds = seconds
-        self._held_bytes = 0
+        self._total_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Looks at the announced length first, then counts what really arrives."""
+        """Check the announced length first, then count the received bytes."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        announced = Headers(scope=scope).get("content-length", "")
-        expected = int(announced) if announced.isdecimal() and len(announced) < 20 else 0
+        header = Headers(scope=scope).get("content-length", "")
+        announced = int(header) if header.isdecimal() and len(header) < 20 else 0
         try:
-            self._require_room(expected, f"{expected} bytes", more=expected)
-        except ServiceError as refusal:
-            await refusal_response(refusal)(scope, receive, send)
+            self._require_room(announced, f"{announced} bytes", additional=announced)
+        except ServiceError as error:
+            await error_response(error)(scope, receive, send)
             return
-        arrived = 0
-        whole = False
+        received = 0
+        complete = False
         deadline = asyncio.get_running_loop().time() + self._seconds
 
-        async def count() -> Message:
-            nonlocal arrived, whole
-            if whole:  # what comes now is only the end of the connection
+        async def limited_receive() -> Message:
+            nonlocal received, complete
+            if complete:  # the next message is the disconnect
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError as error:
-                raise self._too_slow(arrived) from error
-            more = len(message.get("body", b""))
-            arrived += more
-            self._held_bytes += more
-            self._require_room(arrived, f"over {arrived} bytes", more=0)
-            whole = not message.get("more_body", False)
+                raise self._timeout_error(received) from error
+            size = len(message.get("body", b""))
+            received += size
+            self._total_bytes += size
+            self._require_room(received, f"over {received} bytes", additional=0)
+            complete = not message.get("more_body", False)
             return message
 
         try:
-            await self._app(scope, count, send)
+            await self._app(scope, limited_receive, send)
         finally:
-            self._held_bytes -= arrived
+            self._total_bytes -= received
 
-    def _require_room(self, size: int, found: str, *, more: int) -> None:
+    def _require_room(self, size: int, size_text: str, *, additional: int) -> None:
         if size > self._max_bytes:
             raise ServiceError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"the body has {found}, above this teacher's limit of {self._max_bytes}; "
-                "send fewer sequences at once",
+                f"the body is too large (found {size_text}, expected at most {self._max_bytes}). "
+                "Send fewer sequences per request.",
             )
-        if self._held_bytes + more > self._max_bytes * HELD_BODIES:
+        limit = self._max_bytes * CONCURRENT_BODIES
+        if self._total_bytes + additional > limit:
             raise ServiceError(
                 HTTPStatus.SERVICE_UNAVAILABLE,
-                f"the bodies of other requests fill the {self._max_bytes * HELD_BODIES} bytes "
-                "that this teacher keeps for them; ask again later",
+                f"the bodies of other requests fill this teacher's limit of {limit} bytes. Retry "
+                "later.",
+                code="bodies",
                 retry_after_seconds=1,
-                reason="bodies",
             )
 
-    def _too_slow(self, arrived: int) -> ServiceError:
+    def _timeout_error(self, received: int) -> ServiceError:
         return ServiceError(
             HTTPStatus.REQUEST_TIMEOUT,
-            f"the body was not whole after {self._seconds:g} s ({arrived} bytes of it arrived); "
-            "send it faster, or fewer sequences at once",
-            reason="slow_body",
+            f"the body is incomplete after {self._seconds:g} s (found {received} bytes). Send the "
+            "body faster, or fewer sequences per request.",
+            code="slow_body",
         )

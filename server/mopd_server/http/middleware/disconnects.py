@@ -1,4 +1,4 @@
-"""Stops work for a client that has gone."""
+"""Cancellation of work for disconnected clients."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -6,36 +6,35 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
-from mopd_server.http.problems import CLIENT_CLOSED_REQUEST
-from mopd_server.service_error import ServiceError
+from mopd_server.service_error import CLIENT_CLOSED_REQUEST, ServiceError
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 async def cancel_on_disconnect(
-    request: Request, work: Coroutine[Any, Any, Answer], ending: asyncio.Future[None]
-) -> Answer:
-    """The result of ``work``, which is cancelled when the client closes its connection first.
+    request: Request, work: Coroutine[Any, Any, Result], abort: asyncio.Future[None]
+) -> Result:
+    """Return the result of ``work``; cancel ``work`` if the client disconnects.
 
-    The request's body must have been read. ``ending`` raises when the whole service stops.
+    The request's body must be complete. ``abort`` raises when the service stops.
 
     Raises:
-        ServiceError: 499, which nobody will read, but which is counted; or that of ``ending``.
+        ServiceError: 499, for metrics and log; or the error of ``abort``.
     """
     working = asyncio.create_task(work)
-    watching = asyncio.create_task(_departure(request))
+    watching = asyncio.create_task(_disconnect(request))
     try:
-        await asyncio.wait({working, watching, ending}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, watching, abort}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        if ending.done():
-            ending.result()
-        raise ServiceError(CLIENT_CLOSED_REQUEST, "the client closed the connection")
+        if abort.done():
+            abort.result()
+        raise ServiceError(CLIENT_CLOSED_REQUEST, "the client disconnected")
     finally:
         working.cancel()
         watching.cancel()
 
 
-async def _departure(request: Request) -> None:
+async def _disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""Watches every request go by: its id, its count, its line in the log, and what nobody foresaw."""
+"""Id, metrics and log line of every request; problem documents for unexpected errors."""
 
 import logging
 import time
@@ -18,67 +18,67 @@ logger = logging.getLogger(__name__)
 REQUEST_ID_HEADER = "X-Request-Id"
 
 
-class ObserveRequests:
-    """ASGI middleware, the outermost: nothing is answered that it has not seen."""
+class ObservationMiddleware:
+    """ASGI middleware, the outermost: sees every request and response."""
 
     def __init__(self, app: ASGIApp, lifecycle: Lifecycle) -> None:
         self._app = app
         self._lifecycle = lifecycle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers 500 where an error was left to it; an answer already begun is broken off."""
+        """Respond with 500 to unexpected errors; abort a response that has started."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         record = begin_record(Headers(scope=scope).get(REQUEST_ID_HEADER, ""))
         status: int | None = None
 
-        async def watch(message: Message) -> None:
+        async def observed_send(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers[REQUEST_ID_HEADER] = record.id
-                if self._lifecycle.draining:  # or a pooled connection would be cut in mid-request
+                if self._lifecycle.draining:  # the connection will be closed
                     headers["Connection"] = "close"
             await send(message)
 
         try:
-            await self._app(scope, receive, watch)
+            await self._app(scope, receive, observed_send)
         except Exception as error:
             logger.exception("%s %s failed", scope["method"], scope["path"])
             if status is not None:
                 raise
-            refused = problem_response(
+            response = problem_response(
                 HTTPStatus.INTERNAL_SERVER_ERROR,
-                f"the teacher failed with {type(error).__name__}; its log says more",
+                f"the teacher failed with {type(error).__name__}. See its log.",
             )
-            await refused(scope, receive, watch)
+            await response(scope, receive, observed_send)
         finally:
-            self._count(scope["path"], status or HTTPStatus.INTERNAL_SERVER_ERROR, record)
+            self._finish(scope["path"], status or HTTPStatus.INTERNAL_SERVER_ERROR, record)
 
-    def _count(self, path: str, status: int, record: RequestRecord) -> None:
+    def _finish(self, path: str, status: int, record: RequestRecord) -> None:
         seconds = time.monotonic() - record.started
         self._lifecycle.metrics.count(path, status, record, seconds)
         if path == SCORING_PATH:
-            logger.info(
-                "scored" if status < 400 else "refused", extra=_told(status, record, seconds)
-            )
+            message = "scored" if status < 400 else "failed"
+            logger.info(message, extra={FIELDS: _log_fields(status, record, seconds)})
 
 
-def _told(status: int, record: RequestRecord, seconds: float) -> dict[str, object]:
-    """The named values of a log line: never a key, never a text."""
-    known: dict[str, object] = {"status": status, "seconds": round(seconds, 6)}
+def _log_fields(status: int, record: RequestRecord, seconds: float) -> dict[str, object]:
+    """Return the named values of a log line, without keys and texts."""
+    fields: dict[str, object] = {"status": status, "seconds": round(seconds, 6)}
     if record.key_name:
-        known["key"] = record.key_name
+        fields["key"] = record.key_name
     if record.reason:
-        known["reason"] = record.reason
+        fields["reason"] = record.reason
     if record.sequences:
-        known |= {
+        fields |= {
             "sequences": record.sequences,
             "prompt_tokens": record.prompt_tokens,
             "tokens": record.completion_tokens,
             "top_k": record.top_k,
         }
-    known |= {f"{phase}_seconds": round(spent, 6) for phase, spent in record.phase_seconds.items()}
-    return {FIELDS: known}
+    return fields | {
+        f"{phase}_seconds": round(spent, 6) for phase, spent in record.phase_seconds.items()
+    }

@@ -1,4 +1,4 @@
-"""Bounds what answers take in memory, one by one and all together, before they are computed."""
+"""Limit of the memory of responses, each and all together, checked before scoring."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -6,51 +6,53 @@ from http import HTTPStatus
 
 from mopd_server.service_error import ServiceError
 
-#: Entries (an id and its logprob: 8 bytes as binary) of one answer.
-LARGEST_BINARY_ANSWER = 32 * 2**20
-#: As JSON an entry takes some hundred bytes on the way.
-LARGEST_JSON_ANSWER = 2 * 2**20
-#: Entries of all answers that are under way.
-HELD_ENTRIES = 8 * LARGEST_BINARY_ANSWER
+#: Entries (id and logprob: 8 bytes in binary) of one response.
+MAX_BINARY_ENTRIES = 32 * 2**20
+#: An entry of JSON needs about a hundred bytes during encoding.
+MAX_JSON_ENTRIES = 2 * 2**20
+#: Entries of all responses in progress.
+MAX_TOTAL_ENTRIES = 8 * MAX_BINARY_ENTRIES
 
 
-class AnswerLimit:
-    """Knows how many entries the answers under way will have."""
+class ResponseLimit:
+    """Counts the entries of all responses in progress."""
 
     def __init__(self) -> None:
-        self._held = 0
+        self._total = 0
 
     @contextmanager
-    def share(self, *, binary: bool) -> Generator[Callable[[int], None]]:
-        """Within the block, the function that this gives reserves entries for one answer.
+    def reservation(self, *, binary: bool) -> Generator[Callable[[int], None]]:
+        """Yield a function that reserves the entries of one response until the block ends.
 
-        It raises ServiceError: 413 if the response is too large, 503 if others leave no room.
+        The function raises ServiceError: 413 if the response is too large, 503 if others leave no
+        room.
         """
         reserved = 0
 
         def reserve(entries: int) -> None:
             nonlocal reserved
-            largest = LARGEST_BINARY_ANSWER if binary else LARGEST_JSON_ANSWER
-            if entries > largest:
+            limit = MAX_BINARY_ENTRIES if binary else MAX_JSON_ENTRIES
+            if entries > limit:
                 raise ServiceError(
                     HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                    f"the answer would have {entries} entries (completion tokens times top_k), "
-                    f"expected at most {largest} {'in binary' if binary else 'as JSON'}; send "
-                    "fewer sequences at once, or ask for a smaller top_k"
-                    + ("" if binary else ", or for the binary answer"),
+                    f"the response is too large (found {entries} entries, completion tokens times "
+                    f"top_k, expected at most {limit} {'in binary' if binary else 'as JSON'}). "
+                    "Send fewer sequences per request, or request a smaller top_k"
+                    + ("." if binary else ", or a binary response."),
                 )
-            if self._held + entries > HELD_ENTRIES:
+            if self._total + entries > MAX_TOTAL_ENTRIES:
                 raise ServiceError(
                     HTTPStatus.SERVICE_UNAVAILABLE,
-                    f"{self._held} entries of other answers are under way and {entries} more would "
-                    f"be above this teacher's {HELD_ENTRIES}; ask again later",
+                    f"other responses fill this teacher's limit (found {self._total} entries in "
+                    f"progress and {entries} requested, expected at most {MAX_TOTAL_ENTRIES}). "
+                    "Retry later.",
+                    code="responses",
                     retry_after_seconds=1,
-                    reason="answers",
                 )
-            self._held += entries
+            self._total += entries
             reserved = entries
 
         try:
             yield reserve
         finally:
-            self._held -= reserved
+            self._total -= reserved

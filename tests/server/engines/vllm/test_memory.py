@@ -1,4 +1,4 @@
-"""The sizes that vLLM is started with, by arithmetic."""
+"""Tests of vLLM's limits, derived from the budget of the logits."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ GIB = 1024**3
 
 
 def limits(accelerator_bytes: int | None = None, **settings: Any) -> VllmLimits:
-    """For a head of 150,000 rows in bfloat16 and 32,768 positions."""
+    """Limits of a head of 150,000 rows in bfloat16 and 32,768 positions."""
     return derive_limits(
         TeacherSettings(model="m", **settings),
         logit_width=150_000,
@@ -22,55 +22,60 @@ def limits(accelerator_bytes: int | None = None, **settings: Any) -> VllmLimits:
     )
 
 
-def test_a_step_holds_as_many_tokens_as_the_budget_has_room_for_their_logits() -> None:
-    # Each token: 150,000 logits of 2 bytes and as many log-probabilities of 4.
-    assert limits(logits_budget_bytes=900_000 * 700).max_num_batched_tokens == 700
-    assert limits(logits_budget_bytes=900_000 * 700 - 1).max_num_batched_tokens == 699
-
-
-def test_an_explicit_number_of_tokens_is_an_upper_bound() -> None:
-    generous = limits(logits_budget_bytes=10**12, max_batch_tokens=100)
-    assert (generous.max_num_batched_tokens, generous.max_num_seqs) == (100, 100)
-    assert limits(logits_budget_bytes=10**12).max_num_seqs == 256
-
-
-def test_the_budget_is_taken_off_what_the_engine_plans_with() -> None:
-    planned = limits(accelerator_bytes=80 * GIB, logits_budget_bytes=8 * GIB)
-    assert planned.gpu_memory_utilization == pytest.approx(0.8)
-    assert limits().gpu_memory_utilization is None
-
-
-def test_vllm_needs_a_position_to_write_to() -> None:
-    assert (limits().max_model_len, limits().longest_sequence) == (32_768, 32_767)
-    asked = limits(max_model_len=1000)
-    assert (asked.max_model_len, asked.longest_sequence) == (1001, 1000)
-    assert limits(max_model_len=32_767).longest_sequence == 32_767
-    with pytest.raises(ConfigError, match=r"max-model-len 32768 is more .* at most 32767"):
-        limits(max_model_len=32_768)
-
-
-def test_top_k_is_bounded_by_the_head() -> None:
-    assert limits(top_k_max=64).max_logprobs == 64
-    assert limits(top_k_max=10**6).max_logprobs == 150_000
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # Each token: 150,000 logits of 2 bytes and as many log-probabilities of 4.
+        ({"logits_budget_bytes": 900_000 * 700}, {"max_num_batched_tokens": 700}),
+        ({"logits_budget_bytes": 900_000 * 700 - 1}, {"max_num_batched_tokens": 699}),
+        (
+            {"logits_budget_bytes": 10**12, "max_batch_tokens": 100},
+            {"max_num_batched_tokens": 100, "max_num_seqs": 100},
+        ),
+        ({"logits_budget_bytes": 10**12}, {"max_num_seqs": 256}),
+        # The budget is subtracted from the share of the accelerator.
+        (
+            {"accelerator_bytes": 80 * GIB, "logits_budget_bytes": 8 * GIB},
+            {"gpu_memory_utilization": pytest.approx(0.8)},
+        ),
+        ({}, {"gpu_memory_utilization": None}),
+        # vLLM generates a token at the last position.
+        ({}, {"max_model_len": 32_768, "longest_sequence": 32_767}),
+        ({"max_model_len": 1000}, {"max_model_len": 1001, "longest_sequence": 1000}),
+        ({"max_model_len": 32_767}, {"longest_sequence": 32_767}),
+        # top_k is limited by the head.
+        ({"top_k_max": 64}, {"max_logprobs": 64}),
+        ({"top_k_max": 10**6}, {"max_logprobs": 150_000}),
+    ],
+)
+def test_limits(settings: dict[str, Any], expected: dict[str, Any]) -> None:
+    derived = limits(**settings)
+    assert {name: getattr(derived, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("settings", "key", "numbers"),
     [
-        ({"logits_budget_bytes": 899_999}, "no room for the 150000 logits .* at least 900000"),
-        ({"logits_budget_bytes": 8 * GIB, "accelerator_bytes": 9 * GIB}, "leaves vLLM 0.01"),
+        ({"logits_budget_bytes": 899_999}, "logits_budget_bytes", ("150000", "900000")),
+        (
+            {"logits_budget_bytes": 8 * GIB, "accelerator_bytes": 9 * GIB},
+            "logits_budget_bytes",
+            ("9216", "8192", "0.01", "0.05"),
+        ),
+        ({"max_model_len": 32_768}, "max_model_len", ("32768", "32767")),
     ],
 )
-def test_what_does_not_fit_is_refused(settings: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+def test_impossible_settings_are_an_error(
+    settings: dict[str, Any], key: str, numbers: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
         limits(**settings)
+    assert caught.value.key == key
+    assert all(number in str(caught.value) for number in numbers)
 
 
-def test_the_limits_are_told_in_a_sentence() -> None:
+def test_log_message_contains_all_limits() -> None:
     settings = TeacherSettings(model="m", logits_budget_bytes=GIB, top_k_max=64)
-    told = describe(limits(100 * GIB, logits_budget_bytes=GIB, top_k_max=64), settings)
-    assert told == (
-        "limits: 1193 tokens and 256 sequences in one step (logits budget 1024 MiB, "
-        "--max-batch-tokens 16384), 32767 tokens a sequence, 64 log-probabilities a token; "
-        "vLLM plans with 0.890 of the accelerator's memory (0.9 less that budget)"
-    )
+    message = describe(limits(100 * GIB, logits_budget_bytes=GIB, top_k_max=64), settings)
+    for number in ("1193 tokens", "256 sequences", "1024 MiB", "16384", "32767", "64", "0.890"):
+        assert number in message

@@ -1,4 +1,4 @@
-"""Who is let in, how that changes while a teacher runs, and how much each may ask."""
+"""Tests of API keys, their reload, and their quotas."""
 
 import asyncio
 import os
@@ -9,82 +9,84 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mopd_protocol.errors import ConfigError
 from mopd_server.app import create_app
 from mopd_server.http.middleware.authentication import ApiKeys
 from mopd_server.http.middleware.quotas import KeyQuota, Quotas
 from mopd_server.service_error import ServiceError
-from tests.server.tiny_teachers import TinyTeacher, get, post, request_async
-
-SMALL = {"sequences": [{"prompt_token_ids": [1, 2], "completion_token_ids": [3]}], "top_k": 1}
+from tests.server.tiny_teachers import (
+    SMALL,
+    TinyTeacher,
+    get,
+    post,
+    post_async,
+    problem,
+    request_async,
+)
 
 
 def bearer(key: str) -> dict[str, str]:
-    """The header that shows a key."""
     return {"Authorization": f"Bearer {key}"}
 
 
-def test_keys_come_from_a_file_and_the_environment(
+def test_keys_of_a_file_and_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "keys"
     file.write_text("one\n\n two \nalice: three\nbob\tfour\n# five\n")
-    keys = ApiKeys.read(file)
+    keys = ApiKeys.load(file)
     names = [keys.name_of(key) for key in ("one", "two", "three", "four", "five", "alice")]
     assert names == ["key-1", "key-2", "alice", "bob", None, None]
     assert len(keys) == 4
     monkeypatch.setenv("MOPD_API_KEYS", "six, carol:seven,")
-    assert ApiKeys.read(None).name_of("seven") == ApiKeys.read(file).name_of("seven") == "carol"
-    assert not ApiKeys().asked
+    assert ApiKeys.load(None).name_of("seven") == ApiKeys.load(file).name_of("seven") == "carol"
+    assert not ApiKeys().required
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [(b"\n#\n", "holds no API key"), (b"\xff\n", "not UTF-8"), (None, "cannot read the API keys")],
-)
-def test_a_file_without_keys_keeps_a_teacher_from_starting(
-    tmp_path: Path, content: bytes | None, sentence: str
-) -> None:
+@pytest.mark.parametrize("content", [b"\n#\n", b"\xff\n", None])
+def test_file_without_keys_is_a_config_error(tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "keys"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(ValueError, match=sentence):
-        ApiKeys.read(file)
+    with pytest.raises(ConfigError) as caught:
+        ApiKeys.load(file)
+    assert caught.value.key == "api_key_file"
 
 
 @pytest.mark.parametrize(
     "line", ["alice sesame  # of team a", "bob@corp sesame", "sesamé", "alice sesamé", "\x00sesame"]
 )
-def test_a_line_that_would_open_to_nobody_is_told_and_not_the_key(
+def test_invalid_line_is_a_config_error_without_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
     file = tmp_path / "keys"
     file.write_text(f"# keys\none\n{line}\n")
-    with pytest.raises(ValueError, match="keys, line 3 is no API key: it has characters") as told:
-        ApiKeys.read(file)
-    assert "sesam" not in str(told.value)
+    with pytest.raises(ConfigError, match="keys, line 3") as caught:
+        ApiKeys.load(file)
+    assert "sesam" not in str(caught.value)
     if "\x00" not in line:
         monkeypatch.setenv("MOPD_API_KEYS", f"one,{line}")
-        with pytest.raises(ValueError, match="MOPD_API_KEYS, key 2 is no API key"):
-            ApiKeys.read(None)
+        with pytest.raises(ConfigError, match="MOPD_API_KEYS, key 2"):
+            ApiKeys.load(None)
 
 
-def test_the_mark_at_the_beginning_of_a_file_is_no_part_of_its_first_key(tmp_path: Path) -> None:
+def test_byte_order_mark_is_not_part_of_the_first_key(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_bytes(b"\xef\xbb\xbfone\r\nbob two\r\n")
-    keys = ApiKeys.read(file)
+    keys = ApiKeys.load(file)
     assert [keys.name_of(key) for key in ("one", "two")] == ["key-1", "bob"]
 
 
-def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path: Path) -> None:
+def test_changed_file_is_reloaded_and_an_unreadable_one_is_ignored(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("alice one\n")
-    keys = ApiKeys.read(file)
+    keys = ApiKeys.load(file)
 
     def rewrite(content: bytes) -> None:
         file.write_bytes(content)
-        os.utime(file, ns=(0, next(moments)))  # a clock may be too coarse for a quick test
+        os.utime(file, ns=(0, next(times)))  # the clock may be too coarse
 
-    moments = iter(range(1, 99))
+    times = iter(range(1, 99))
     rewrite(b"alice two\n")
     assert (keys.name_of("one"), keys.name_of("two")) == (None, "alice")
     rewrite(b"\xff")
@@ -93,59 +95,58 @@ def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path:
     assert keys.name_of("two") == "alice"
     rewrite(b"")
     assert keys.name_of("two") is None
-    assert keys.asked
+    assert keys.required
 
 
 @settings(deadline=None)
-@given(tokens=st.lists(st.integers(1, 400), max_size=30), pauses=st.data())
-def test_a_key_never_gets_more_than_its_quota_and_one_request(
-    tokens: list[int], pauses: st.DataObject
+@given(requests=st.lists(st.integers(1, 400), max_size=30), pauses=st.data())
+def test_usage_is_at_most_the_quota_and_one_request(
+    requests: list[int], pauses: st.DataObject
 ) -> None:
-    """What was spent is never above the full bucket, what it earned since, and one request."""
-    now, spent, rate = 0.0, 0, 120
+    """Usage never exceeds the full bucket, the tokens earned since, and one request."""
+    now, used, rate = 0.0, 0, 120
     quotas = Quotas(KeyQuota(tokens_per_minute=rate), now=lambda: now)
-    for wanted in tokens:
+    for tokens in requests:
         try:
-            quotas.spend("alice", wanted)
-            spent += wanted
-        except ServiceError as refusal:
-            now += refusal.retry_after_seconds or 0
-            quotas.spend("alice", wanted)  # who comes back when told to is let in
-            spent += wanted
-        assert spent <= rate + now * rate / 60 + max(0, wanted - rate) + 1e-3  # of rounding
+            quotas.charge("alice", tokens)
+        except ServiceError as error:
+            now += error.retry_after_seconds or 0
+            quotas.charge("alice", tokens)  # accepted after Retry-After seconds
+        used += tokens
+        assert used <= rate + now * rate / 60 + max(0, tokens - rate) + 1e-3  # rounding
         now += pauses.draw(st.sampled_from([0.0, 0.5, 30.0, 600.0]))
 
 
-def test_tokens_of_a_refused_request_are_given_back() -> None:
+def test_refunded_tokens_can_be_used_again() -> None:
     quotas = Quotas(KeyQuota(tokens_per_minute=10), now=lambda: 0.0)
-    quotas.spend("alice", 10)
-    with pytest.raises(ServiceError, match="key 'alice' has 0 tokens left of its quota of 10"):
-        quotas.spend("alice", 1)
-    quotas.spend("bob", 10)
-    quotas.give_back("alice", 4)
-    quotas.spend("alice", 4)
+    quotas.charge("alice", 10)
+    with pytest.raises(ServiceError) as caught:
+        quotas.charge("alice", 1)
+    assert (caught.value.status, caught.value.code) == (429, "quota_tokens")
+    quotas.charge("bob", 10)
+    quotas.refund("alice", 4)
+    quotas.charge("alice", 4)
     with pytest.raises(ServiceError):
-        quotas.spend("alice", 1)
+        quotas.charge("alice", 1)
 
 
-def test_a_request_refused_by_the_queue_costs_no_quota(
+def test_request_rejected_by_the_queue_is_refunded(
     qwen_teacher: TinyTeacher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app = create_app(
-        qwen_teacher.service, api_keys=["alice one"], quota=KeyQuota(tokens_per_minute=3)
-    )
+    quota = KeyQuota(tokens_per_minute=3)
+    app = create_app(qwen_teacher.service, api_keys=["alice one"], quota=quota)
 
     async def full(*arguments: object, **options: object) -> None:
         raise ServiceError(429, "the queue is full", retry_after_seconds=1)
 
     with monkeypatch.context() as patch:
         patch.setattr(qwen_teacher.service._scorer, "score", full)
-        assert "queue is full" in post(app, SMALL, bearer("one")).text
+        problem(post(app, SMALL, bearer("one")), 429, "queue_full")
     assert post(app, SMALL, bearer("one")).status_code == 200
-    assert "quota of 3 a minute" in post(app, SMALL, bearer("one")).text
+    problem(post(app, SMALL, bearer("one")), 429, "quota_tokens")
 
 
-def test_requests_beyond_a_keys_turns_are_refused_while_others_are_answered(
+def test_requests_in_flight_are_limited_per_key(
     qwen_teacher: TinyTeacher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = create_app(
@@ -156,27 +157,25 @@ def test_requests_beyond_a_keys_turns_are_refused_while_others_are_answered(
     score = qwen_teacher.service.score
 
     async def scenario() -> list[httpx.Response]:
-        begun, let_go = asyncio.Event(), asyncio.Event()
+        started, gate = asyncio.Event(), asyncio.Event()
 
-        async def held(*arguments: object, **options: object) -> object:
-            begun.set()
-            await let_go.wait()
+        async def blocked(*arguments: object, **options: object) -> object:
+            started.set()
+            await gate.wait()
             return await score(*arguments, **options)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(qwen_teacher.service, "score", held)
-        first = asyncio.create_task(ask("one"))
-        await begun.wait()
-        second = await ask("one")
-        other = asyncio.create_task(ask("two"))
+        monkeypatch.setattr(qwen_teacher.service, "score", blocked)
+        first = asyncio.create_task(post_async(app, SMALL, bearer("one")))
+        await started.wait()
+        second = await post_async(app, SMALL, bearer("one"))
+        other_key = asyncio.create_task(post_async(app, SMALL, bearer("two")))
         manifest = await request_async(app, "GET", "/v1/manifest", headers=bearer("one"))
-        let_go.set()
-        return [await first, second, await other, manifest, await ask("one")]
+        gate.set()
+        last = post_async(app, SMALL, bearer("one"))
+        return [second, await first, await other_key, manifest, await last]
 
-    async def ask(key: str) -> httpx.Response:
-        return await request_async(app, "POST", "/v1/logprobs", SMALL, bearer(key))
-
-    answers = asyncio.run(scenario())
-    assert [answer.status_code for answer in answers] == [200, 429, 200, 200, 200]
-    assert "key 'alice' has 1 requests in flight" in answers[1].json()["detail"]
-    assert answers[1].headers["retry-after"] == "1"
-    assert 'mopd_refused_requests_total{reason="quota_in_flight"} 1.0' in get(app, "/metrics").text
+    second, *others = asyncio.run(scenario())
+    assert "'alice'" in problem(second, 429, "quota_in_flight")["detail"]
+    assert second.headers["retry-after"] == "1"
+    assert [response.status_code for response in others] == [200] * 4
+    assert 'mopd_request_errors_total{reason="quota_in_flight"} 1.0' in get(app, "/metrics").text

@@ -1,0 +1,145 @@
+"""Start of the vLLM engine: settings -> vLLM's arguments -> ``VllmEngine``."""
+
+# vLLM need not be installed where this is checked.
+# pyright: reportMissingImports=false, reportUnknownParameterType=false
+
+import logging
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import ModelConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+
+from mopd_protocol.errors import ConfigError, DataError
+from mopd_protocol.runtime.model_revision import name_of, revision_of
+from mopd_protocol.tokenizers.token_table import TokenTable
+from mopd_server.engines.base import EngineCrashError, EngineDescription, first_line
+from mopd_server.engines.vllm.engine import VllmEngine
+from mopd_server.engines.vllm.memory import VllmLimits, derive_limits, describe
+from mopd_server.engines.vllm.worker_extension import ScoringWorkerExtension
+from mopd_server.settings import TeacherSettings
+
+logger = logging.getLogger(__name__)
+
+#: vLLM's worker processes import the extension by name.
+_WORKER_EXTENSION = f"{ScoringWorkerExtension.__module__}.{ScoringWorkerExtension.__qualname__}"
+
+#: Seconds for sequences in flight if a signal to the server also reaches vLLM's processes.
+_DRAIN_SECONDS = 60
+
+
+def supports_device(device: str) -> bool:
+    """Return whether the installed vLLM runs on an accelerator, and ``device`` allows that one."""
+    if current_platform.is_cpu() or current_platform.is_unspecified():
+        return False
+    return _is_own_device(device)
+
+
+def start_engine(settings: TeacherSettings, table: TokenTable) -> VllmEngine:
+    """Start the engine for a model folder or hub id.
+
+    Raises:
+        ConfigError: if vLLM cannot load the model with these settings.
+        DataError: if the head is narrower than the tokenizer.
+    """
+    _require_device(settings.device)
+    try:
+        model = AsyncEngineArgs(**_model_arguments(settings)).create_model_config()
+        real_ids = table.real_ids(model.get_vocab_size())
+        limits = _limits(settings, model)
+        logger.info("%s", describe(limits, settings))
+        return VllmEngine(
+            AsyncEngineArgs(**_model_arguments(settings), **_size_arguments(settings, limits)),
+            real_ids,
+            _description(settings, model, limits),
+        )
+    except (ConfigError, DataError):
+        raise
+    except (OSError, ValueError, RuntimeError, ImportError, EngineCrashError) as error:
+        raise ConfigError(
+            f"model {settings.model!r}: vLLM cannot load the model: {first_line(error)}. See its "
+            "log above, or try --engine transformers.",
+            key="model",
+        ) from error
+
+
+def _model_arguments(settings: TeacherSettings) -> dict[str, Any]:
+    dtype = "float32" if settings.dtype == "auto" and current_platform.is_cpu() else settings.dtype
+    return {
+        "model": settings.model,
+        "revision": settings.revision,
+        "dtype": dtype,
+        "quantization": settings.quantization,
+        "trust_remote_code": settings.trust_remote_code,
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "generation_config": "vllm",  # the model's own concerns sampling only
+    }
+
+
+def _size_arguments(settings: TeacherSettings, limits: VllmLimits) -> dict[str, Any]:
+    memory = limits.gpu_memory_utilization
+    return {
+        "max_model_len": limits.max_model_len,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "max_num_seqs": limits.max_num_seqs,
+        "max_logprobs": limits.max_logprobs,
+        "enable_chunked_prefill": True,  # a sequence may be longer than a step
+        # vLLM does not use cached prefixes for requests with prompt log-probabilities.
+        "enable_prefix_caching": False,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
+        "data_parallel_size": settings.data_parallel_size,
+        "worker_extension_cls": _WORKER_EXTENSION,
+        # Compiling pays off where a step is short compared to its launches: not on a CPU.
+        "enforce_eager": current_platform.is_cpu(),
+        "disable_log_stats": False,  # source of the times of each sequence
+        "shutdown_timeout": _DRAIN_SECONDS,
+        **({} if memory is None else {"gpu_memory_utilization": memory}),
+    }
+
+
+def _limits(settings: TeacherSettings, model: ModelConfig) -> VllmLimits:
+    on_cpu = current_platform.is_cpu()
+    return derive_limits(
+        settings,
+        logit_width=model.get_vocab_size(),
+        logit_bytes=model.dtype.itemsize,
+        model_positions=model.max_model_len,
+        accelerator_bytes=None if on_cpu else current_platform.get_device_total_memory(),
+    )
+
+
+def _description(
+    settings: TeacherSettings, model: ModelConfig, limits: VllmLimits
+) -> EngineDescription:
+    # torch and quantization decide how numbers are rounded, and so affect the scores.
+    build = [f"torch {torch.__version__}"]
+    if model.quantization:
+        build.append(f"{model.quantization} weights")
+    return EngineDescription(
+        engine="vllm",
+        engine_version=f"{vllm.__version__} ({', '.join(build)})",
+        model=name_of(settings.model),
+        revision=revision_of(settings.model, model.hf_config, asked=settings.revision),
+        dtype=str(model.dtype).removeprefix("torch."),
+        logit_width=model.get_vocab_size(),
+        max_model_len=limits.longest_sequence,
+        candidate_ids=False,
+        temperature=False,  # prompt log-probabilities ignore the temperature
+    )
+
+
+def _is_own_device(device: str) -> bool:
+    return device in ("auto", current_platform.device_type)
+
+
+def _require_device(device: str) -> None:
+    if not _is_own_device(device):
+        own = current_platform.device_type
+        raise ConfigError(
+            f"--device: not supported by this vLLM, which uses all visible devices (found "
+            f"{device!r}, expected auto or {own}). Select devices with CUDA_VISIBLE_DEVICES.",
+            key="device",
+        )
