@@ -208,8 +208,11 @@ def joined(node: ast.JoinedStr) -> str:
     )
 
 
-def python_matches(source: str) -> Iterator[Match]:
-    """Yield the matches of a Python file."""
+def python_matches(source: str, *, is_product: bool = True) -> Iterator[Match]:
+    """Yield the matches of a Python file.
+
+    Outside the product, a string without a space is a value that tests use, and is not counted.
+    """
     tree = ast.parse(source)
     docstrings: set[int] = set()
     inner: set[int] = set()
@@ -231,7 +234,8 @@ def python_matches(source: str) -> Iterator[Match]:
             text = node.value
             if id(node) in docstrings:
                 yield from fragment(text, node.lineno)
-            yield from matches_of_prose(text, node.lineno)
+            if is_product or " " in text:
+                yield from matches_of_prose(text, node.lineno)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield from matches_of_name(node.name, node.lineno)
         elif isinstance(node, ast.arg):
@@ -289,7 +293,7 @@ def json_matches(source: str) -> Iterator[Match]:
 def matches_of_file(path: str, source: str) -> list[Match]:
     """List the matches of one file, its name included, by line."""
     if path.endswith(".py"):
-        unsorted = python_matches(source)
+        unsorted = python_matches(source, is_product=not path.startswith(("tests/", "bench/")))
     elif path.endswith(".md"):
         unsorted = markdown_matches(source)
     elif path.endswith(".json"):
