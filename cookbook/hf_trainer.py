@@ -1,7 +1,7 @@
 """The losses inside a transformers ``Trainer``: its optimizer, schedule, logging and checkpoints.
 
-`compute_loss` lets the student answer the batch's questions, asks the teachers, and returns the
-mean loss of the batch's tokens. One process, one device; `mopd train` has what is missing here.
+`compute_loss` samples a completion for each prompt of the batch, requests the teachers' scores, and
+returns the mean loss of the batch's tokens. One process, one device; `mopd train` does more.
 
     python cookbook/hf_trainer.py STUDENT NAME=URL [NAME=URL ...] --max-steps 10
 """
@@ -26,11 +26,11 @@ from mopd_trainer.student.student import Student
 from mopd_trainer.teachers.connect import connect_teachers, teacher_pool
 from mopd_trainer.teachers.scoring import RolloutScorer
 
-QUESTIONS = ["12 + 30 =", "7 + 8 =", "201 + 45 =", "99 + 1 ="]
+EXERCISES = ["12 + 30 =", "7 + 8 =", "201 + 45 =", "99 + 1 ="]
 
 
 class DistillationTrainer(Trainer):
-    """A ``Trainer`` whose loss is what the teachers make of the student's own answers."""
+    """A ``Trainer`` whose loss compares student and teachers on the student's completions."""
 
     def __init__(self, student: Student, teachers: dict[str, TeacherConfig], **settings: Any):
         super().__init__(model=student.model, **settings)
@@ -39,10 +39,10 @@ class DistillationTrainer(Trainer):
         self.runner = asyncio.Runner()  # one event loop for all steps: the pool belongs to it
         self.pool = teacher_pool(teachers)
         cache = ProjectionCache()
-        met = self.runner.run(
+        connected = self.runner.run(
             connect_teachers(self.pool, teachers, student.identity, cache, {}, wait_seconds=60.0)
         )
-        self.scorer = RolloutScorer(self.pool, met, student.table)
+        self.scorer = RolloutScorer(self.pool, connected, student.table)
         self.losses = {
             name: build_loss(
                 teacher.config.loss,
@@ -51,13 +51,13 @@ class DistillationTrainer(Trainer):
                 student.device,
                 cache=cache,
             )
-            for name, teacher in met.items()
+            for name, teacher in connected.items()
         }
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Nats per token of this batch, averaged over its tokens."""
+        """Return the loss in nats per token, averaged over the tokens of this batch."""
         model.eval()  # sampling without dropout
         rollouts = self.sampler.sample(inputs["prompts"], step=self.state.global_step, batch=0)
         model.train()
@@ -77,39 +77,39 @@ class DistillationTrainer(Trainer):
         return (total, {}) if return_outputs else total
 
     def close(self) -> None:
-        """Closes the connections to the teachers."""
+        """Close the connections to the teachers."""
         self.runner.run(self.pool.aclose())
         self.runner.close()
 
 
-def together(lines: Sequence[dict[str, Prompt]]) -> dict[str, list[Prompt]]:
-    """A batch is a list of questions; there is nothing to pad before the student has answered."""
+def collate(lines: Sequence[dict[str, Prompt]]) -> dict[str, list[Prompt]]:
+    """Return the prompts of a batch; padding follows after sampling."""
     return {"prompts": [line["prompt"] for line in lines]}
 
 
 def main(arguments: Sequence[str] | None = None) -> DistillationTrainer:
-    """Reads the command line and trains."""
+    """Parse the command line and train."""
     parser = argparse.ArgumentParser(description="On-policy distillation in a Trainer.")
     parser.add_argument("student", help="a Hugging Face model folder")
     parser.add_argument("teachers", nargs="+", metavar="NAME=URL")
     parser.add_argument("--max-steps", type=int, default=10)
     parser.add_argument("--output-dir", default="runs/hf-trainer")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     teachers = {
         name: TeacherConfig.model_validate({"url": url, "top_k": 32})
-        for name, url in (teacher.split("=", 1) for teacher in given.teachers)
+        for name, url in (teacher.split("=", 1) for teacher in options.teachers)
     }
     prompts = [
-        Prompt(at, (Message(role="user", content=question),), dict.fromkeys(teachers, 1.0))
-        for at, question in enumerate(QUESTIONS)
+        Prompt(at, (Message(role="user", content=exercise),), dict.fromkeys(teachers, 1.0))
+        for at, exercise in enumerate(EXERCISES)
     ]
-    student = Student.load(StudentConfig(model=given.student))
+    student = Student.load(StudentConfig(model=options.student))
     trainer = DistillationTrainer(
         student,
         teachers,
         args=TrainingArguments(
-            output_dir=given.output_dir,
-            max_steps=given.max_steps,
+            output_dir=options.output_dir,
+            max_steps=options.max_steps,
             per_device_train_batch_size=4,
             learning_rate=1e-3,
             logging_steps=1,
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> DistillationTrainer:
             use_cpu=student.device.type == "cpu",
         ),
         train_dataset=[{"prompt": prompt} for prompt in prompts],
-        data_collator=together,
+        data_collator=collate,
     )
     trainer.train()
     trainer.close()

@@ -1,10 +1,10 @@
-"""Multi-teacher on-policy distillation by hand: from a question to an optimizer step, in one file.
+"""Multi-teacher on-policy distillation by hand: from a prompt to an optimizer step, in one file.
 
-The student writes an answer; every teacher reads it as text, over HTTP, with its own tokenizer; the
-two tokenizations are aligned by bytes; a loss compares the two models where they have read the same
-text; one optimizer step. `mopd train` does this in batches, with checkpoints and a journal.
+The student samples a completion; every teacher scores the text over HTTP with its tokenizer; the
+two tokenizations are aligned by bytes; a loss compares the two models on the aligned tokens; the
+optimizer takes one step. `mopd train` does this in batches, with checkpoints and a journal.
 
-    mopd demo --steps 1        # makes tiny models, for trying this on a CPU
+    mopd demo --steps 1        # trains tiny models for a CPU
     mopd-teacher serve runs/demo/models/sums-teacher --name sums --port 8101 &
     python cookbook/loop_by_hand.py runs/demo/models/student sums=http://127.0.0.1:8101
 """
@@ -32,22 +32,22 @@ from mopd_trainer.data.teacher_input import text_view
 from mopd_trainer.student.identity import StudentIdentity
 
 TOP_K = 32
-QUESTIONS = ["12 + 30 =", "7 + 8 =", "201 + 45 =", "99 + 1 ="]
+EXERCISES = ["12 + 30 =", "7 + 8 =", "201 + 45 =", "99 + 1 ="]
 
 
 @torch.no_grad()
 def sample(model, student: StudentIdentity, prompt: Prompt, longest: int) -> Rollout:
-    """One answer at temperature 1, token by token."""
+    """Sample one completion at temperature 1, token by token."""
     ids = prompt_ids = student.prompt_token_ids(prompt.messages)
     real = torch.tensor(student.table.real_ids(student.logit_width))
-    answer: list[int] = []
+    sampled: list[int] = []
     logprobs: list[float] = []
-    while len(answer) < longest and (not answer or answer[-1] not in student.table.roles.ending):
-        row = model(torch.tensor([ids + answer])).logits[0, -1].float()
+    while len(sampled) < longest and (not sampled or sampled[-1] not in student.table.roles.ending):
+        row = model(torch.tensor([ids + sampled])).logits[0, -1].float()
         row = row.masked_fill(~real, -torch.inf).log_softmax(dim=0)  # no token for padding rows
-        answer.append(int(torch.multinomial(row.exp(), 1)))
-        logprobs.append(float(row[answer[-1]]))
-    completion = student.table.sequence(answer)
+        sampled.append(int(torch.multinomial(row.exp(), 1)))
+        logprobs.append(float(row[sampled[-1]]))
+    completion = student.table.sequence(sampled)
     return Rollout(
         prompt=prompt,
         prompt_token_ids=np.array(prompt_ids, dtype=np.int32),
@@ -65,7 +65,7 @@ async def loss_of(teacher: ScoringClient, student: StudentIdentity) -> tuple[Los
 
 
 def completion_rows(model, student: StudentIdentity, rollout: Rollout) -> DenseRows:
-    """Row r predicts completion token r: what the model says one position before it."""
+    """Row r predicts completion token r: it is the model's output one position earlier."""
     ids = [*rollout.prompt_token_ids, *rollout.completion.token_ids]
     logits: Tensor = model(torch.tensor([ids])).logits[0]
     first = len(rollout.prompt_token_ids) - 1
@@ -74,14 +74,14 @@ def completion_rows(model, student: StudentIdentity, rollout: Rollout) -> DenseR
 
 
 async def distil(folder: str, urls: dict[str, str], *, steps: int, learning_rate: float) -> None:
-    """The loop. Every teacher reads every answer; their losses are averaged."""
+    """Train: every teacher scores every completion, and their losses are averaged."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     student = StudentIdentity.of(model, AutoTokenizer.from_pretrained(folder))
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     share = dict.fromkeys(urls, 1.0)
     prompts = [
-        Prompt(at, (Message(role="user", content=question),), share)
-        for at, question in enumerate(QUESTIONS)
+        Prompt(at, (Message(role="user", content=exercise),), share)
+        for at, exercise in enumerate(EXERCISES)
     ]
     async with TeacherPool(
         {name: TeacherClient(name, [url]) for name, url in urls.items()}
@@ -100,28 +100,30 @@ async def distil(folder: str, urls: dict[str, str], *, steps: int, learning_rate
                 scores = await pool.score(name, requests, top_k=TOP_K)
                 for rollout, view, score in zip(rollouts, views, scores, strict=True):
                     alignment = align(view.completion, score.completion)
-                    said = AlignedPair(view.completion, rollout.sampled_logprobs, score, alignment)
+                    pair = AlignedPair(view.completion, rollout.sampled_logprobs, score, alignment)
                     rows = completion_rows(model, student, rollout)
-                    nats = loss(rows, loss.targets([said], [0])).per_token
+                    nats = loss(rows, loss.targets([pair], [0])).per_token
                     mean = nats.sum() * rollout.prompt.teachers[name] / tokens
                     mean.backward()
                     total += float(mean.detach())
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            written = student.tokenizer.decode(rollouts[0].completion.token_ids)
-            print(f"step {step + 1}: {total:.4f} nats a token; wrote {written!r}")  # noqa: T201
+            text = student.tokenizer.decode(rollouts[0].completion.token_ids)
+            print(f"step {step + 1}: {total:.4f} nats a token; sampled {text!r}")  # noqa: T201
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line."""
+    """Parse the command line and train."""
     parser = argparse.ArgumentParser(description="On-policy distillation by hand.")
     parser.add_argument("student", help="a Hugging Face model folder")
     parser.add_argument("teachers", nargs="+", metavar="NAME=URL")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    given = parser.parse_args(arguments)
-    urls = dict(teacher.split("=", 1) for teacher in given.teachers)
-    asyncio.run(distil(given.student, urls, steps=given.steps, learning_rate=given.learning_rate))
+    options = parser.parse_args(arguments)
+    urls = dict(teacher.split("=", 1) for teacher in options.teachers)
+    asyncio.run(
+        distil(options.student, urls, steps=options.steps, learning_rate=options.learning_rate)
+    )
 
 
 if __name__ == "__main__":
