@@ -37,7 +37,7 @@ TIERS = {
     "test-all": "not (nightly or packaging or gpu or npu)",
 }
 # Only ends a test that hangs because of its fault.
-TIMEOUT_SECONDS = 900
+TIMEOUT_SECONDS = 240
 OUTPUT = "mutants-output.txt"
 
 

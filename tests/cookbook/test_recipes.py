@@ -70,7 +70,7 @@ def test_a_recipe_resolves_and_runs(
     assert [line["step"] for line in steps] == [1, 2]
     assert all(line["loss"] > 0 for line in steps)
     run = load_run(COOKBOOK / recipe / "run.yaml")
-    for name in run.judges:
+    for name in run.scoring_teachers:
         assert any(f"teacher/{name}/loss_per_token" in line for line in steps)
     weights = "model" if run.student.lora is None else "adapter_model"
     assert (tmp_path / "run" / "final" / f"{weights}.safetensors").is_file()
@@ -95,8 +95,8 @@ def test_a_recipe_says_the_same_in_its_three_files(recipe: str, tmp_path: Path) 
 def test_the_data_of_a_recipe_can_be_read(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     run = load_run(COOKBOOK / recipe / "run.yaml")
-    prompts = read_prompts(run.data, run.judges)
-    assert {name for prompt in prompts for name in prompt.teachers} == set(run.judges)
+    prompts = read_prompts(run.data, run.scoring_teachers)
+    assert {name for prompt in prompts for name in prompt.teachers} == set(run.scoring_teachers)
     assert all((prompt.answer is not None) == run.data.uses_reference_answers for prompt in prompts)
 
 
