@@ -81,7 +81,7 @@ RULES = {
     ),
     "what it says -> its value": r"what (?:it|they|he|she) \w+",
     "answer -> completion, response": (
-        r"(?<!reference\s)(?<!final\s)(?<!correct\s)(?<!expected\s)(?<!gold\s)(?<!right\s)(?<!source:\s)"
+        r"(?<!reference\s)(?<!final\s)(?<!correct\s)(?<!expected\s)(?<!gold\s)(?<!right\s)(?<!source:\s)(?<!')"
         r"(?:answer|answers|answered|answering)(?! keys?\b)"
     ),
     "question -> request, prompt": r"questions?(?! keys?\b)",
@@ -347,7 +347,7 @@ def recorded() -> dict[str, int]:
     for line in RECORD.read_text().splitlines():
         if line and not line.startswith("#"):
             count, path = line.split(maxsplit=1)
-            record[path] = int(count)
+            record[path] = min(int(count), record.get(path, int(count)))
     return record
 
 
