@@ -260,7 +260,7 @@ def test_missing_model_folder_is_an_error(model: str) -> None:
     ("model", "content", "problem"),
     [
         (".", None, "contains no tokenizer"),
-        (".", "nonsense", "loading the tokenizer failed"),
+        (".", "not JSON", "loading the tokenizer failed"),
         (".", '{"model": {"type": "of the future"}}', "loading the tokenizer failed"),
         ("config.json", None, "is a file"),
     ],
