@@ -241,7 +241,7 @@ def test_invalid_tokenizers_are_rejected(tmp_path: Path, monkeypatch: pytest.Mon
         ("missing.json", ConfigError, "missing.json"),
         (str(text), TokenizerError, str(text)),
         (str(empty), ConfigError, str(empty)),
-        ("http://", ConfigError, None),
+        ("http://", ConfigError, "url"),
         ("http://127.0.0.1:9", TeacherError, None),
     ):
         with pytest.raises(kind) as caught:

@@ -108,7 +108,7 @@ def test_a_check_prints_who_teaches_and_writes_nothing(
     for name, address in addresses.items():
         assert f"teacher {name}" in told.getvalue()
         assert address in told.getvalue()
-    assert "ctkd reverse_kl on its top 8, weight 1, 3 prompts" in told.getvalue()
+    assert "ctkd reverse_kl on the teacher's top 8, weight 1, 3 prompts" in told.getvalue()
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -165,18 +165,17 @@ def test_a_check_says_who_completes_and_who_is_not_asked(
     values: dict[str, Any], addresses: dict[str, str]
 ) -> None:
     told = plan_of(values)
-    assert "every prompt with a reference answer: cross entropy (SFT), read by no teacher" in told
-    assert "about 0.0 MB of scores a step" in told
+    assert "100% of prompts with reference answers: cross entropy only (SFT)" in told
+    assert "about 0.0 MB of scores per step" in told
     nobody = {"math": {"url": "http://127.0.0.1:9"}}  # to contact it would fail
     assert "math not contacted (student.distill_loss_weight is 0)" in plan_of(
         {**values, "teachers": nobody}
     )
     told = plan_of(mixed(values, addresses))
     assert (
-        "50% of prompts with a reference answer: cross entropy 0.6, distillation 0.4; the others "
-        "with the student's own: distillation alone"
+        "50% of prompts with reference answers: cross entropy 0.6, distillation 0.4; 50% on-policy"
     ) in told
-    assert "ctkd forward_kl on its top 16, weight 1, 2 prompts" in told
+    assert "ctkd forward_kl on the teacher's top 16, weight 1, 2 prompts" in told
 
 
 def test_a_prompt_that_the_student_cannot_read_ends_a_run_before_its_first_step(

@@ -1,4 +1,4 @@
-"""``report.html`` tells what the journal tells, and shows completions as text."""
+"""``report.html`` shows the metrics of the journal, and completions as text."""
 
 import json
 import re
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mopd_protocol.errors import ConfigError, DataError
+from mopd_protocol.errors import ConfigError, DiskError
 from mopd_trainer.reporting.line_chart import HEIGHT, WIDTH, line_chart
 from mopd_trainer.reporting.report import write_report
 from mopd_trainer.run_folder.journal import COMPLETIONS, JOURNAL
@@ -40,16 +40,16 @@ def steps(*losses: float | None, **more: float) -> list[dict[str, Any]]:
 
 
 def points(drawing: str) -> list[list[tuple[float, float]]]:
-    found: list[list[tuple[float, float]]] = []
+    lines: list[list[tuple[float, float]]] = []
     for text in re.findall(r'points="([^"]*)"', drawing):
         pairs = [pair.split(",") for pair in text.split()]
-        found.append([(float(x), float(y)) for x, y in pairs])
-    return found
+        lines.append([(float(x), float(y)) for x, y in pairs])
+    return lines
 
 
 @given(values=st.lists(numbers, min_size=2, max_size=20))
 @example([0.0, 2.2250738585072014e-308])
-def test_a_curve_is_in_its_box_and_higher_values_are_higher(values: list[float]) -> None:
+def test_curve_is_inside_the_chart_and_monotonic(values: list[float]) -> None:
     (line,) = points(line_chart({"loss": [*enumerate(values, 1)]}))
     assert len(line) == len(values)
     assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in line)
@@ -58,32 +58,32 @@ def test_a_curve_is_in_its_box_and_higher_values_are_higher(values: list[float])
     assert [y for _, y in by_value] == sorted((y for _, y in line), reverse=True)
 
 
-def test_what_was_not_measured_is_a_gap() -> None:
+def test_missing_value_is_a_gap() -> None:
     curve = [(1, 1.0), (2, 2.0), (3, None), (4, 3.0)]
     assert [len(piece) for piece in points(line_chart({"loss": curve}))] == [2, 2]
     assert line_chart({"loss": [(1, None)]}) == ""
     assert line_chart({}) == ""
 
 
-def test_every_teacher_has_its_curve_and_its_row(tmp_path: Path) -> None:
+def test_every_teacher_has_a_curve_and_a_row(tmp_path: Path) -> None:
     journal = steps(
         0.5, 0.4, **{"teacher/a/b/loss_per_token": 0.3, "teacher/a/b/tokens": 7.0, "dropped/x": 2.0}
     )
     page = write_report(run_folder(tmp_path / "run", journal)).read_text()
-    drawn = page.split("teachers: loss, nats a token")[1].split("</figure>")[0]
-    assert re.findall("<title>(.*?)</title>", drawn) == ["math", "a/b"]
+    chart = page.split("teachers: loss, nats per token")[1].split("</figure>")[0]
+    assert re.findall("<title>(.*?)</title>", chart) == ["math", "a/b"]
     assert "<td>a/b</td><td>14</td>" in page
     assert "<td>x</td><td>4</td>" in page
 
 
-def test_what_a_student_wrote_is_text_and_never_markup(tmp_path: Path) -> None:
+def test_completion_is_never_markup(tmp_path: Path) -> None:
     hostile = "</pre><script>alert(1)</script>"
     page = write_report(run_folder(tmp_path / "run", steps(0.5), hostile)).read_text()
     assert "<script" not in page
     assert "&lt;script&gt;alert(1)" in page
 
 
-def test_what_ends_a_line_of_text_ends_none_of_the_file(tmp_path: Path) -> None:
+def test_unicode_line_ends_do_not_split_a_line(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", steps(0.5))
     line = json.loads((run / COMPLETIONS).read_text())
     lines = [{**line, "completion": "\u2028 \x85"}, {**line, "step": 2, "completion": "the last"}]
@@ -92,34 +92,36 @@ def test_what_ends_a_line_of_text_ends_none_of_the_file(tmp_path: Path) -> None:
     assert "the last" in write_report(run).read_text()
 
 
-def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+def test_incomplete_last_line_is_ignored(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", steps(0.5, 0.4))
     with (run / JOURNAL).open("a") as journal:
         journal.write('{"step": 3, "loss": 0.')
-    assert "2 steps, the last one is 2" in write_report(run).read_text()
+    assert "2 steps, up to step 2" in write_report(run).read_text()
 
 
 @pytest.mark.parametrize("damage", ['{"step": 2, "lo', "5", "{}", "\0\0\0"])
-def test_a_damaged_line_is_told_and_hides_none_after_it(tmp_path: Path, damage: str) -> None:
+def test_damaged_lines_are_listed_and_skipped(tmp_path: Path, damage: str) -> None:
     run = run_folder(tmp_path / "run", steps(0.5))
     (completion,) = (run / COMPLETIONS).read_text().splitlines()
     (run / COMPLETIONS).write_text(f"{damage}\n{completion}\n")
     with (run / JOURNAL).open("a") as journal:
         journal.write(f'{damage}\n{{"step": 3, "loss": 0.25}}\n')
     page = write_report(run).read_text()
-    assert "2 steps, the last one is 3" in page
-    assert "Damaged and left out: journal.jsonl:2, completions.jsonl:1." in page
+    assert "2 steps, up to step 3" in page
+    assert "journal.jsonl:2, completions.jsonl:1." in page
     assert "2 + 2 =" in page
 
 
-def test_a_page_that_cannot_be_written_is_told_in_one_sentence(tmp_path: Path) -> None:
+def test_failed_write_is_reported(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", steps(0.5))
     (run / "report.html").mkdir()
-    with pytest.raises(DataError, match=r"report\.html cannot be written: Is a directory"):
+    with pytest.raises(DiskError) as caught:
         write_report(run)
+    assert caught.value.key == str(run / "report.html")
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected the output_dir of a run"):
+def test_folder_without_a_run_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
         write_report(tmp_path)
+    assert caught.value.key == str(tmp_path)
     assert not [*tmp_path.iterdir()]

@@ -66,7 +66,7 @@ def test_a_replay_with_the_same_loss_ends_with_the_same_weights(
 ) -> None:
     live, _ = run_here(values)
     again, told = run_here(replayed(values, tmp_path))
-    assert f"every completion and its scores as {tmp_path / 'run'} recorded them" in told
+    assert f"replay: completions and scores recorded by {tmp_path / 'run'}" in told
     assert_same_weights(again, live)
     assert losses(tmp_path / "replay") == losses(tmp_path / "run")
     for line, other in zip(journal(tmp_path / "replay"), journal(tmp_path / "run"), strict=True):
@@ -89,7 +89,7 @@ def test_a_step_of_which_all_is_dropped_is_left_out_and_recorded_as_such(
     assert [line["update/skipped_empty"] for line in found] == [0, 1, 0]
     assert [line["loss"] is None for line in found] == [False, True, False]
     assert [line.get("dropped/prompt_too_long", 0) for line in found] == [0, 12, 0]
-    assert "step 2/3  nothing to learn from, left out" in told
+    assert "step 2/3  step skipped" in told
     again, _ = run_here(replayed(values, tmp_path))
     assert_same_weights(again, live)
     assert losses(tmp_path / "replay") == losses(tmp_path / "run")

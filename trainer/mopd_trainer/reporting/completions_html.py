@@ -1,85 +1,195 @@
-"""Completions of ``completions.jsonl`` as HTML, each token coloured by what it cost.
+"""Completions of ``completions.jsonl`` as HTML, with tokens coloured by their loss.
 
-Without scripts: which teacher's colours are seen is a choice of radio buttons, and style rules.
+Without scripts: radio buttons and style rules select the teacher whose losses are shown.
 """
 
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
+from math import isfinite
 from typing import Any
 
-from mopd_trainer.reporting.colour_scale import SHADES, ColourScale, scale_style
-from mopd_trainer.reporting.token_texts import token_texts
+import numpy as np
 
 Line = Mapping[str, Any]
 
-#: Of each of the steps that are shown.
-_COMPLETIONS_A_STEP = 4
+#: Completions shown of each step.
+_COMPLETIONS_PER_STEP = 4
+#: Background and text colours from small to large losses, on a light page.
+LIGHT = (
+    ("#fff6ed", "#1a1a1a"),
+    ("#fee6ce", "#1a1a1a"),
+    ("#fdcb9b", "#1a1a1a"),
+    ("#fba762", "#1a1a1a"),
+    ("#ee7f2f", "#000000"),
+    ("#b94e06", "#ffffff"),
+    ("#7a3003", "#ffffff"),
+)
+#: The same on a dark page.
+DARK = (
+    ("#2a1c12", "#f2f2f2"),
+    ("#472a14", "#f2f2f2"),
+    ("#693914", "#f2f2f2"),
+    ("#8f4a10", "#ffffff"),
+    ("#d27a2c", "#000000"),
+    ("#f4a560", "#000000"),
+    ("#ffd7ad", "#000000"),
+)
+SHADES = len(LIGHT)
+#: Losses above this percentile have the last shade.
+_TOP_PERCENTILE = 97
+#: Bidirectional classes of characters that change the direction of text.
+_DIRECTION = frozenset({"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"})
+
+
+@dataclass(frozen=True)
+class ColourScale:
+    """Lower bounds, in nats, of all shades but the first; increasing.
+
+    The bounds grow quadratically, because most tokens have a small loss.
+    """
+
+    bounds: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> "ColourScale":
+        """Return a scale for losses; missing and non-finite values are ignored."""
+        finite = [value for value in values if value is not None and isfinite(value)]
+        top = float(np.percentile(finite, _TOP_PERCENTILE)) if finite else 0.0
+        top = top if top > 0 else 1.0
+        bounds = (top * (shade / (SHADES - 1)) ** 2 for shade in range(1, SHADES))
+        return cls(tuple(float(f"{bound:.2g}") for bound in bounds))
+
+    def shade(self, nats: float) -> int:
+        """Return the shade of a loss, from 0; negative losses have the first."""
+        return sum(nats >= bound for bound in self.bounds)
+
+    def legend(self, teacher: str) -> str:
+        """Return the shades and their ranges as HTML."""
+        ranges = [
+            f"below {self.bounds[0]:g}",
+            *(f"{low:g} to {high:g}" for low, high in pairwise(self.bounds)),
+            f"{self.bounds[-1]:g} and above",
+        ]
+        swatches = (f'<span class="s{shade}">{text}</span>' for shade, text in enumerate(ranges))
+        return f'<p class="legend">{escape(teacher)}, nats per token: {" ".join(swatches)}</p>'
 
 
 def completions_page(lines: Sequence[Line]) -> str:
-    """Those of the first step that was written down, one in the middle, and the last."""
+    """Return completions of the first, the middle and the last logged step."""
     steps = [
-        (step, list(found)[:_COMPLETIONS_A_STEP])
-        for step, found in groupby(lines, lambda line: line["step"])
+        (step, list(group)[:_COMPLETIONS_PER_STEP])
+        for step, group in groupby(lines, lambda line: line["step"])
     ]
-    chosen = [steps[at] for at in sorted({0, len(steps) // 2, len(steps) - 1})] if steps else []
-    shown = [line for _, found in chosen for line in found]
-    names = list(dict.fromkeys(name for line in shown for name in _nats(line)))
-    scales = {name: ColourScale.of(_values(shown, name)) for name in names}
-    parts = ["<h2>Completions</h2>", *_legend(scales)]
+    chosen = [steps[i] for i in sorted({0, len(steps) // 2, len(steps) - 1})] if steps else []
+    shown = [line for _, group in chosen for line in group]
+    names = dict.fromkeys(name for line in shown for name in _nats(line))
+    scales = {
+        name: ColourScale.of(nats for line in shown for nats in _nats(line).get(name, ()))
+        for name in names
+    }
+    parts = ["<h2>Completions</h2>"]
+    if scales:
+        parts.append(
+            "<p>The colour of a token is the loss of the student against the teacher, before "
+            "weighting; tokens without colour were not compared. Hover over a token for "
+            "numbers.</p>"
+        )
+    parts += [scale.legend(name) for name, scale in scales.items()]
     number = 0
-    for step, found in chosen:
+    for step, group in chosen:
         parts.append(f"<h3>step {step:,}</h3><section>")
-        for line in found:
-            parts.append(_completion(line, scales, number))
+        for line in group:
+            parts.append(_article(line, scales, number))
             number += 1
         parts.append("</section>")
     return "".join(parts)
 
 
 def completions_style(lines: Sequence[Line]) -> str:
-    """CSS for ``completions_page`` of the same lines."""
+    """Return CSS for ``completions_page`` of the same lines."""
     most = max((len(_nats(line)) for line in lines), default=0)
     rules = (
-        f".tokens.k{at} .k{at}s{shade}, .k{at}:checked ~ .tokens .k{at}s{shade} "
+        f".tokens.k{k} .k{k}s{shade}, .k{k}:checked ~ .tokens .k{k}s{shade} "
         f"{{ background: var(--s{shade}); color: var(--t{shade}); }}"
-        for at in range(most)
+        for k in range(most)
         for shade in range(SHADES)
     )
     return scale_style() + "\n".join(rules) + _STYLE
 
 
-def _nats(line: Line) -> Mapping[str, Sequence[float | None]]:
-    """By teacher; a run of an older version has none."""
-    return line.get("nats", {})
+def scale_style() -> str:
+    """Return CSS variables of the shades: ``--s0`` is a background, ``--t0`` its text colour."""
 
-
-def _values(lines: Iterable[Line], teacher: str) -> list[float | None]:
-    return [value for line in lines for value in _nats(line).get(teacher, ())]
-
-
-def _legend(scales: Mapping[str, ColourScale]) -> Iterable[str]:
-    if scales:
-        yield (
-            "<p>A token's colour says how far the student was from the teacher there, before any "
-            "weight; one without colour was not compared. Point at a token for its numbers.</p>"
+    def variables(shades: Iterable[tuple[str, str]]) -> str:
+        return " ".join(
+            f"--s{number}:{background};--t{number}:{text};"
+            for number, (background, text) in enumerate(shades)
         )
-    for name, scale in scales.items():
-        yield scale.legend(name)
 
-
-def _completion(line: Line, scales: Mapping[str, ColourScale], number: int) -> str:
-    judges = ", ".join(f"{name} {weight:g}" for name, weight in line["teachers"].items())
-    told = f"{line['source']}, {line['finish_reason']}; {judges}"
-    asked = "\n".join(f"{m['role']}: {m['content']}" for m in line["prompt"])
+    classes = "\n".join(
+        f".s{shade} {{ background: var(--s{shade}); color: var(--t{shade}); }}"
+        for shade in range(SHADES)
+    )
     return (
-        f'<article><p>{escape(told)}</p><pre class="prompt">{escape(asked)}</pre>'
-        f"{_answer(line, scales, number)}</article>"
+        f":root {{ {variables(LIGHT)} }}\n"
+        f"@media (prefers-color-scheme: dark) {{ :root {{ {variables(DARK)} }} }}\n{classes}\n"
     )
 
 
-def _answer(line: Line, scales: Mapping[str, ColourScale], number: int) -> str:
+def token_texts(tokens: Sequence[bytes]) -> list[str]:
+    """Return one visible string per token; joined, the strings are the text.
+
+    A character that spans several tokens belongs to the last of them. Bytes outside characters are
+    ``\\xe7``, control and direction characters are escaped, and line ends have a visible mark.
+    """
+    characters = b"".join(tokens).decode("utf-8", "surrogateescape")
+    lengths = (1 if _is_byte(character) else len(character.encode()) for character in characters)
+    character_ends = [*accumulate(lengths)]
+    texts: list[str] = []
+    position = 0
+    for start, end in pairwise([0, *accumulate(len(token) for token in tokens)]):
+        first = position
+        while position < len(characters) and start < character_ends[position] <= end:
+            position += 1
+        texts.append("".join(map(_visible, characters[first:position])))
+    return texts
+
+
+def _is_byte(character: str) -> bool:
+    """Return True for a byte outside any character (``surrogateescape``)."""
+    return 0xDC80 <= ord(character) <= 0xDCFF
+
+
+def _visible(character: str) -> str:
+    if character == "\n":
+        return "↵\n"
+    if _is_byte(character):
+        return f"\\x{ord(character) - 0xDC00:02x}"
+    control = unicodedata.category(character) == "Cc" and character != "\t"
+    if control or unicodedata.bidirectional(character) in _DIRECTION:
+        return character.encode("unicode_escape").decode()
+    return character
+
+
+def _nats(line: Line) -> Mapping[str, Sequence[float | None]]:
+    """Return the losses by teacher; empty in runs of earlier versions."""
+    return line.get("nats", {})
+
+
+def _article(line: Line, scales: Mapping[str, ColourScale], number: int) -> str:
+    teachers = ", ".join(f"{name} {weight:g}" for name, weight in line["teachers"].items())
+    heading = f"{line['source']}, {line['finish_reason']}; {teachers}"
+    prompt = "\n".join(f"{m['role']}: {m['content']}" for m in line["prompt"])
+    return (
+        f'<article><p>{escape(heading)}</p><pre class="prompt">{escape(prompt)}</pre>'
+        f"{_completion(line, scales, number)}</article>"
+    )
+
+
+def _completion(line: Line, scales: Mapping[str, ColourScale], number: int) -> str:
     nats = _nats(line)
     if not nats:
         return f'<pre class="tokens">{escape(line["completion"])}</pre>'
@@ -88,46 +198,46 @@ def _answer(line: Line, scales: Mapping[str, ColourScale], number: int) -> str:
     if len(nats) == 1:
         return f'<pre class="tokens k0">{tokens}</pre><p>{escape(means[0])}</p>'
     switch = "".join(
-        f'<input type="radio" name="c{number}" id="c{number}k{at}" class="k{at}"'
-        f'{"" if at else " checked"}><label for="c{number}k{at}">{escape(mean)}</label>'
-        for at, mean in enumerate(means)
+        f'<input type="radio" name="c{number}" id="c{number}k{k}" class="k{k}"'
+        f'{"" if k else " checked"}><label for="c{number}k{k}">{escape(mean)}</label>'
+        for k, mean in enumerate(means)
     )
     return f'{switch}<pre class="tokens">{tokens}</pre>'
 
 
 def _mean(values: Sequence[float | None]) -> str:
-    measured = [value for value in values if value is not None]
-    if not measured:
-        return "compared nothing"
-    mean = sum(measured) / len(measured)
-    return f"{mean:.3g} nats, mean of {len(measured):,} of {len(values):,} tokens"
+    compared = [value for value in values if value is not None]
+    if not compared:
+        return "not compared"
+    mean = sum(compared) / len(compared)
+    return f"{mean:.3g} nats, mean of {len(compared):,} of {len(values):,} tokens"
 
 
 def _tokens(line: Line, scales: Sequence[ColourScale]) -> Iterable[str]:
     nats, tokens = _nats(line), line["tokens"]
-    spelled = [bytes.fromhex(each) for each in tokens["bytes"]]
-    texts = token_texts(spelled)
-    for at, (token_id, token, text) in enumerate(zip(tokens["ids"], spelled, texts, strict=True)):
-        mark = tokens["marks"].get(str(at))
-        values = [column[at] for column in nats.values()]
-        shades = [
-            f"k{which}s{scale.shade(value)}"
-            for which, (scale, value) in enumerate(zip(scales, values, strict=True))
+    pieces = [bytes.fromhex(piece) for piece in tokens["bytes"]]
+    texts = token_texts(pieces)
+    for index, (token_id, piece, text) in enumerate(zip(tokens["ids"], pieces, texts, strict=True)):
+        mark = tokens["marks"].get(str(index))
+        values = [column[index] for column in nats.values()]
+        classes = [
+            f"k{k}s{scale.shade(value)}"
+            for k, (scale, value) in enumerate(zip(scales, values, strict=True))
             if value is not None
         ]
         if mark is not None:
-            shades.append("mark")
+            classes.append("mark")
             text = mark
-        elif not text and token:
-            shades.append("part")  # of a character, which a later token shows
+        elif not text and piece:
+            classes.append("part")  # of a character that a later token shows
         numbers = [
             f"{name}: {'not compared' if value is None else f'{value:g} nats'}"
             for name, value in zip(nats, values, strict=True)
         ]
-        title = "\n".join([f"id {token_id}", f"bytes {token.hex(' ') or 'none'}", *numbers])
-        yield f'<span class="{" ".join(shades)}" title="{escape(title)}">{escape(text)}</span>'
+        title = "\n".join([f"id {token_id}", f"bytes {piece.hex(' ') or 'none'}", *numbers])
+        yield f'<span class="{" ".join(classes)}" title="{escape(title)}">{escape(text)}</span>'
     if tokens["count"] > len(texts):
-        yield f"… and {tokens['count'] - len(texts):,} tokens more"
+        yield f"… and {tokens['count'] - len(texts):,} more tokens"
 
 
 _STYLE = """

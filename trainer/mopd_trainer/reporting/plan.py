@@ -1,4 +1,4 @@
-"""The plan of a run, for reading before it starts: who, which hashes, from what, how much."""
+"""Resolved plan of a run: student, teachers with their hashes, losses, data and volume."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from mopd_trainer.config.run import RunConfig, StudentConfig
 from mopd_trainer.student.identity import StudentIdentity
 from mopd_trainer.teachers.connect import Teacher
 
-#: Bytes on the wire for one candidate: an int32 id and its logprob.
+#: Bytes per candidate in a response: an int32 id and a logprob.
 _CANDIDATE_BYTES = {"float32": 8, "float16": 6}
 
 
@@ -23,7 +23,7 @@ def describe_plan(
     student: StudentIdentity,
     teachers: Mapping[str, Teacher],
 ) -> Group:
-    """The plan as something that ``rich`` prints."""
+    """Return the plan as a renderable of ``rich``."""
     table = [_teacher_table(config, prompts, student, teachers)] if teachers else []
     return Group(
         _student_line(config, student),
@@ -65,28 +65,29 @@ def _teacher_table(
     table.add_column(overflow="fold")
     for name, teacher in teachers.items():
         facts = _teacher_facts(teacher, student, lines[name])
-        table.add_row(Text(f"teacher {name}"), Text(facts))  # a name is no markup
+        table.add_row(Text(f"teacher {name}"), Text(facts))  # Text: names are not markup
     return table
 
 
 def _teacher_facts(teacher: Teacher, student: StudentIdentity, prompts: int) -> str:
     manifest, settings = teacher.manifest, teacher.config
     same = manifest.tokenizer_fingerprint == student.table.fingerprint
+    sharing = "shared with the student" if same else "different from the student's"
     reached = 1 - len(teacher.projection.unsupported_ids) / manifest.tokenizer_size
     temperature = "" if settings.temperature == 1 else f" at temperature {settings.temperature:g}"
     where = ", ".join(settings.url) + ("" if teacher.path is None else f" through {teacher.path}")
     if settings.local:
-        where = f"{settings.model} in this process, asleep while the student writes and learns"
+        where = f"{settings.model} in this process, offloaded during sampling and training"
     support = {
-        "teacher_topk": f"its top {settings.top_k}",
+        "teacher_topk": f"the teacher's top {settings.top_k}",
         "student_topk": f"the student's top {settings.top_k}",
         "full": "all ids",
     }[settings.support]
     return (
         f"{manifest.model} at {where}, manifest {manifest.manifest_id[:12]}\n"
         f"{manifest.engine} {manifest.engine_version}, {manifest.dtype}, tokenizer "
-        f"{manifest.tokenizer_fingerprint[:12]} {'is' if same else 'is not'} the student's; "
-        f"{reached:.0%} of its {manifest.tokenizer_size:,} ids in the student's reach\n"
+        f"{manifest.tokenizer_fingerprint[:12]} {sharing}; "
+        f"{reached:.0%} of {manifest.tokenizer_size:,} teacher ids map to student ids\n"
         f"{described(settings.loss)}{temperature} on {support}, "
         f"weight {settings.weight:g}, {prompts:,} prompts"
     )
@@ -95,43 +96,42 @@ def _teacher_facts(teacher: Teacher, student: StudentIdentity, prompts: int) -> 
 def _source_line(config: RunConfig) -> Text:
     share, weight = config.data.rollout_share, config.student.distill_loss_weight
     if config.replay is not None:
-        return Text(f"every completion and its scores as {config.replay} recorded them")
+        return Text(f"replay: completions and scores recorded by {config.replay}")
     if share == 1:
-        return Text("every completion is the student's own")
-    whose = "every prompt" if share == 0 else f"{1 - share:.0%} of prompts"
-    learnt = f"cross entropy {1 - weight:g}, distillation {weight:g}"
+        return Text("100 % on-policy")
+    objective = f"cross entropy {1 - weight:g}, distillation {weight:g}"
     if weight in (0, 1):
-        learnt = "distillation alone" if weight else "cross entropy (SFT), read by no teacher"
-    line = f"{whose} with a reference answer: {learnt}"
+        objective = "distillation only" if weight else "cross entropy only (SFT)"
+    line = f"{1 - share:.0%} of prompts with reference answers: {objective}"
     if share > 0:
-        line += "; the others with the student's own: distillation alone"
-    unasked = ", ".join(name for name in config.teachers if name not in config.scoring_teachers)
-    if unasked:
-        line += f"; {unasked} not contacted (student.distill_loss_weight is 0)"
+        line += f"; {share:.0%} on-policy: distillation only"
+    unused = ", ".join(name for name in config.teachers if name not in config.scoring_teachers)
+    if unused:
+        line += f"; {unused} not contacted (student.distill_loss_weight is 0)"
     return Text(line)
 
 
 def _volume_line(config: RunConfig, prompts: Sequence[Prompt]) -> Text:
     rollout, share = config.rollout, config.data.rollout_share
-    written = rollout.prompts_per_step * share * rollout.samples_per_prompt
-    answers = rollout.prompts_per_step * (1 - share)
-    judged = written + (answers if config.scores_reference_answers else 0)
-    # Teachers may need more or fewer tokens for the same text: the student's count is the estimate.
+    sampled = rollout.prompts_per_step * share * rollout.samples_per_prompt
+    references = rollout.prompts_per_step * (1 - share)
+    scored = sampled + (references if config.scores_reference_answers else 0)
+    # An estimate: teachers may need more or fewer tokens than the student.
     shares = Counter(name for prompt in prompts for name in prompt.teachers)
-    asked = {
+    services = {
         name: teacher for name, teacher in config.scoring_teachers.items() if not teacher.local
     }
     wire = sum(
-        judged
+        scored
         * rollout.max_new_tokens
         * (shares[name] / len(prompts))
         * teacher.top_k
         * _CANDIDATE_BYTES[teacher.logprobs_dtype]
-        for name, teacher in asked.items()
+        for name, teacher in services.items()
     )
-    samples = round(written + answers)
+    samples = round(sampled + references)
     return Text(
         f"{config.max_steps:,} steps of {samples:,} completions from {len(prompts):,} prompts: at "
         f"most {samples * rollout.max_new_tokens:,} tokens and about {wire / 1e6:,.1f} MB of "
-        f"scores a step; output in {config.output_dir}"
+        f"scores per step; output in {config.output_dir}"
     )

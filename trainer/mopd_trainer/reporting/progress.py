@@ -1,4 +1,4 @@
-"""What a person watches: a progress bar with an estimate, and one dense line a step."""
+"""Progress bar with an estimate of the remaining time, and one line per step."""
 
 import math
 from types import TracebackType
@@ -18,7 +18,7 @@ from mopd_trainer.metrics.step_metrics import Metrics
 
 
 class RunProgress:
-    """A bar over the run's steps; on a terminal it stays at the bottom, below the lines."""
+    """Progress bar over the steps of a run, at the bottom of a terminal."""
 
     def __init__(self, console: Console, *, name: str, done: int, total: int) -> None:
         self._console = console
@@ -36,7 +36,7 @@ class RunProgress:
         self._task = self._progress.add_task(name, completed=done, total=total)
 
     def advance(self, step: int, metrics: Metrics, *, show: bool) -> None:
-        """A step is done; steps count from 1."""
+        """Show that a step (from 1) is finished."""
         self._progress.update(self._task, completed=step)
         if show:
             self._console.print(
@@ -57,8 +57,8 @@ class RunProgress:
 
 
 def step_line(step: int, total: int, metrics: Metrics) -> str:
-    """One line: the loss by teacher (and of cross entropy, ``sft``) in nats per token, tokens, and
-    where the time went."""
+    """Return one line: loss by teacher (``sft`` for cross entropy) in nats per token, tokens and
+    seconds by phase."""
     suffix = "/loss_per_token"
     by_teacher = [
         f"{key.removeprefix('teacher/').removesuffix(suffix)} {value:.4f}"
@@ -70,9 +70,9 @@ def step_line(step: int, total: int, metrics: Metrics) -> str:
         f"step {step:>{len(str(total))}}/{total}",
         f"loss {metrics['loss']:.4f} nats ({', '.join(by_teacher)})"
         if metrics["tokens/trained"]
-        else "nothing to learn from, left out",
+        else "step skipped: no samples",
         f"{metrics['tokens/trained']:.0f} tokens in {metrics['time/step']:.2f} s",
-        f"write {metrics['time/sample']:.2f}, wait for teachers {metrics['time/wait']:.2f}, "
+        f"sample {metrics['time/sample']:.2f}, wait for teachers {metrics['time/wait']:.2f}, "
         f"train {metrics['time/train']:.2f}",
     ]
     if dropped:

@@ -1,7 +1,7 @@
-"""``report.html``: a run's curves, timings, dropped samples and completions on one page.
+"""``report.html``: curves, timings, dropped samples and completions of a run on one page.
 
-Made from what the run has written (``journal.jsonl``, ``completions.jsonl``, ``config.yaml``), so
-also of a run that is still going on, and readable without a network: no scripts, no libraries.
+Generated from ``journal.jsonl``, ``completions.jsonl`` and ``config.yaml``, also during a run, and
+readable without a network: no scripts, no libraries.
 """
 
 import json
@@ -10,24 +10,24 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from mopd_protocol.errors import ConfigError, DataError
+from mopd_protocol.errors import ConfigError, DiskError
 from mopd_protocol.runtime.atomic_file import replacing
 from mopd_trainer.reporting.completions_html import Line, completions_page, completions_style
 from mopd_trainer.reporting.line_chart import COLOURS, Curve, line_chart
 from mopd_trainer.run_folder.journal import COMPLETIONS, JOURNAL
 
 REPORT = "report.html"
-_NAMED = 4  # damaged lines in one sentence
+_LISTED = 4  # damaged lines
 
-#: Heading -> the keys of the journal that are drawn together; those of teachers by their last part.
-_OF_THE_RUN = {
-    "loss, nats a token": ("loss", "sft/loss_per_token"),
+#: Title of a chart -> keys of the journal.
+_RUN_CHARTS = {
+    "loss, nats per token": ("loss", "sft/loss_per_token"),
     "gradient norm": ("grad_norm",),
     "learning rate": ("learning_rate",),
-    "completion tokens a step": ("tokens/trained",),
-    "share of completions that ended by themselves": ("rollout/finished_share",),
+    "completion tokens per step": ("tokens/trained",),
+    "completions finished with EOS": ("rollout/finished_share",),
     "staleness, steps": ("staleness/mean", "staleness/max"),
-    "seconds of a step, by phase (they may overlap)": (
+    "seconds per step, by phase (phases may overlap)": (
         "time/step",
         "time/sample",
         "time/score",
@@ -36,59 +36,62 @@ _OF_THE_RUN = {
         "time/push",
     ),
 }
-_OF_TEACHERS = {
-    "teachers: loss, nats a token": "loss_per_token",
-    "teachers: share of the step's tokens": "token_fraction",
-    "teachers: bytes in spans over bytes": "alignment_ratio",
-    "teachers: mass that their top-k holds": "teacher_mass_mean",
-    "teachers: the student's mass on it": "student_mass_mean",
-    "teachers: seconds of an answer, 95th percentile": "score_seconds_p95",
+#: Title of a chart -> last part of a teacher's key; one curve per teacher.
+_TEACHER_CHARTS = {
+    "teachers: loss, nats per token": "loss_per_token",
+    "teachers: fraction of the step's tokens": "token_fraction",
+    "teachers: alignment ratio (aligned bytes / bytes)": "alignment_ratio",
+    "teachers: teacher top-k coverage": "teacher_mass_mean",
+    "teachers: student mass on the teacher's top-k": "student_mass_mean",
+    "teachers: seconds per response, 95th percentile": "score_seconds_p95",
 }
 
 
 def write_report(run: Path) -> Path:
-    """Writes ``report.html`` into a run's folder, whole or not at all; its path.
+    """Write ``report.html`` to a run folder, completely or not at all; return its path.
 
     Raises:
-        ConfigError: when the folder holds no journal of a run.
-        DataError: when the page cannot be written.
+        ConfigError: if the folder has no journal.
+        DiskError: if writing fails.
     """
     journal, journal_damage = _lines(run / JOURNAL)
     if not journal:
         raise ConfigError(
-            f"{run} holds no {JOURNAL} with a finished step; expected the output_dir of a run"
+            f"{run}: no {JOURNAL} with a finished step found, expected the output_dir of a run",
+            key=str(run),
         )
     completions, damage = _lines(run / COMPLETIONS)
-    page = _page(run, journal, completions, _told(journal_damage + damage))
+    page = _page(run, journal, completions, _damage_note(journal_damage + damage))
     try:
         with replacing(run / REPORT) as unfinished:
             unfinished.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise DataError(
-            f"{run / REPORT} cannot be written: {error.strerror or error}; what the run has "
-            "written is as it was"
+        raise DiskError(
+            f"{run / REPORT}: writing failed: {error.strerror or error}. Other files of the run "
+            "are unchanged.",
+            key=str(run / REPORT),
         ) from error
     return run / REPORT
 
 
 def _lines(path: Path) -> tuple[list[Line], list[str]]:
-    """All whole lines, and where there are others; the last one may be under way."""
-    found: list[Line] = []
+    """Return valid lines, and ``file:line`` of damaged ones; an incomplete last line is ignored."""
+    lines: list[Line] = []
     damaged: list[str] = []
     if path.is_file():
-        # Not splitlines: a completion may hold what ends a line for text, and not for JSONL.
-        whole = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-        for number, text in enumerate(whole, 1):
+        # Not splitlines: a completion may contain line ends of text that are none of JSONL.
+        complete = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+        for number, text in enumerate(complete, 1):
             line = _line(text)
             if line is None:
                 damaged.append(f"{path.name}:{number}")
             else:
-                found.append(line)
-    return found, damaged
+                lines.append(line)
+    return lines, damaged
 
 
 def _line(text: str) -> Line | None:
-    """What a line says; None where it is damaged."""
+    """Parse a line; None if it is damaged."""
     try:
         line: Any = json.loads(text)
     except ValueError:
@@ -96,11 +99,11 @@ def _line(text: str) -> Line | None:
     return line if isinstance(line, dict) and "step" in line else None
 
 
-def _told(damaged: Sequence[str]) -> str:
+def _damage_note(damaged: Sequence[str]) -> str:
     if not damaged:
         return ""
-    more = f" and {len(damaged) - _NAMED:,} more" if len(damaged) > _NAMED else ""
-    return f"<p>Damaged and left out: {', '.join(damaged[:_NAMED])}{more}.</p>"
+    more = f" and {len(damaged) - _LISTED:,} more" if len(damaged) > _LISTED else ""
+    return f"<p>Skipped damaged lines: {', '.join(damaged[:_LISTED])}{more}.</p>"
 
 
 def _page(run: Path, journal: Sequence[Line], completions: Sequence[Line], damage: str) -> str:
@@ -109,7 +112,7 @@ def _page(run: Path, journal: Sequence[Line], completions: Sequence[Line], damag
     config = run / "config.yaml"
     settings = escape(config.read_text(encoding="utf-8")) if config.is_file() else ""
     body = [
-        f"<h1>{name}</h1><p>{len(journal):,} steps, the last one is {journal[-1]['step']:,}.</p>",
+        f"<h1>{name}</h1><p>{len(journal):,} steps, up to step {journal[-1]['step']:,}.</p>",
         damage,
         "<section>",
         *_charts(journal, keys),
@@ -125,9 +128,9 @@ def _page(run: Path, journal: Sequence[Line], completions: Sequence[Line], damag
 
 
 def _charts(journal: Sequence[Line], keys: Sequence[str]) -> Iterable[str]:
-    for heading, wanted in _OF_THE_RUN.items():
-        yield _chart(heading, {key: _curve(journal, key) for key in wanted if key in keys})
-    for heading, last in _OF_TEACHERS.items():
+    for heading, names in _RUN_CHARTS.items():
+        yield _chart(heading, {key: _curve(journal, key) for key in names if key in keys})
+    for heading, last in _TEACHER_CHARTS.items():
         curves = {name: _curve(journal, f"teacher/{name}/{last}") for name in _teachers(keys)}
         yield _chart(heading, curves)
 
@@ -148,7 +151,7 @@ def _curve(journal: Sequence[Line], key: str) -> Curve:
 
 
 def _teachers(keys: Sequence[str]) -> list[str]:
-    # A name may hold a slash; what is measured of it does not.
+    # A teacher's name may contain a slash; the metric after it does not.
     names = (key.removeprefix("teacher/") for key in keys if key.startswith("teacher/"))
     return [*dict.fromkeys(name.rsplit("/", 1)[0] for name in names)]
 
@@ -159,7 +162,7 @@ def _teachers_table(journal: Sequence[Line], keys: Sequence[str]) -> str:
         [name, *(f"{_sum(journal, f'teacher/{name}/{column}'):,.0f}" for column in columns)]
         for name in _teachers(keys)
     ]
-    return _table("Teachers, over all steps", ("teacher", *columns), rows)
+    return _table("Teachers, sums over all steps", ("teacher", *columns), rows)
 
 
 def _dropped_table(journal: Sequence[Line], keys: Sequence[str]) -> str:
@@ -169,7 +172,7 @@ def _dropped_table(journal: Sequence[Line], keys: Sequence[str]) -> str:
         for key in reasons
         if (total := _sum(journal, key))
     ]
-    return _table("Samples that were not learnt from", ("reason", "samples"), rows)
+    return _table("Dropped samples", ("reason", "samples"), rows)
 
 
 def _sum(journal: Sequence[Line], key: str) -> float:
