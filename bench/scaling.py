@@ -42,10 +42,9 @@ from bench.small_teacher import make_small_teacher, token_sequences
 from mopd_protocol.samples import Message, Prompt, Rollout
 from mopd_trainer.config.run import RunConfig, StudentConfig
 from mopd_trainer.data.examples import TrainingExample
-from mopd_trainer.data.packing import pack
+from mopd_trainer.data.packing import pack, split
 from mopd_trainer.distributed.process_group import Ranks, init_distributed
-from mopd_trainer.launch.follower import follow
-from mopd_trainer.rollouts.remote_sampler import RolloutWorkers, push_weights
+from mopd_trainer.rollouts.remote_sampler import RolloutWorkers, push_to_workers
 from mopd_trainer.student.student import Student
 from mopd_trainer.training.learner import Learner
 
@@ -179,7 +178,7 @@ def run(folder: Path, ranks: int, sharding: str) -> tuple[list[float], list[floa
 
 
 def work_on_a_rank(options: argparse.Namespace) -> None:
-    """Train; rank 0 saves the seconds."""
+    """Train on this rank; rank 0 saves the seconds."""
     torch.set_num_threads(options.threads)
     config = StudentConfig(
         model=str(options.folder),
@@ -189,10 +188,8 @@ def work_on_a_rank(options: argparse.Namespace) -> None:
         tokens_per_micro_batch=4 * options.tokens,
     )
     with init_distributed(config.device) as ranks:
-        if ranks.rank:
-            follow(config, ranks)
-        else:
-            seconds = measure(config, ranks, options)
+        seconds = measure(config, ranks, options)
+        if ranks.is_rank_zero:
             (options.folder / "seconds.json").write_text(json.dumps(seconds))
 
 
@@ -208,12 +205,12 @@ def measure(
     seconds: dict[str, list[float]] = {"steps": [], "gathers": []}
     for step in range(options.steps + 1):
         began = time.perf_counter()
-        batches = pack(
-            examples, tokens_per_micro_batch=config.tokens_per_micro_batch, ranks=ranks.size
-        )
-        learner.update(batches, tokens=options.sequences * options.tokens, step=step)
+        budget = config.tokens_per_micro_batch
+        batches = list(pack(examples, tokens_per_micro_batch=budget, ranks=ranks.size))
+        own_batches = ranks.scatter(split(batches, ranks.size))
+        learner.update(own_batches, tokens=options.sequences * options.tokens, step=step)
         trained = time.perf_counter()
-        student.whole_model()
+        student.gather()
         if step:
             seconds["steps"].append(trained - began)
             seconds["gathers"].append(time.perf_counter() - trained)
@@ -226,7 +223,7 @@ def measure_sampling(
     """Measure the student, one worker and two, which sample the same batches."""
     import ray
 
-    from mopd_trainer.launch.cluster import RayWorkers, worker_actor
+    from mopd_trainer.launch.workers import RayWorkers, worker_actor
 
     config = RunConfig.model_validate(
         {
@@ -277,7 +274,7 @@ async def sample_steps(
     for step in range(options.rounds * options.steps + 1):
         began = time.perf_counter()
         if workers is not None:
-            await push_weights(workers, student, step)
+            await push_to_workers(workers, student, step)
         pushed = time.perf_counter()
         if workers is None:
             batches_sampled = [
@@ -285,8 +282,8 @@ async def sample_steps(
                 for seed, batch in enumerate(batches)
             ]
         else:
-            requests = [workers.write(batch, seed=seed) for seed, batch in enumerate(batches)]
-            batches_sampled = [sampled for sampled, _ in await asyncio.gather(*requests)]
+            calls = [workers.generate(batch, seed=seed) for seed, batch in enumerate(batches)]
+            batches_sampled = [sampled for sampled, _ in await asyncio.gather(*calls)]
         if step:
             seconds["pushes"].append(pushed - began)
             seconds["steps"].append(time.perf_counter() - pushed)

@@ -59,7 +59,9 @@ class DistillationTrainer(Trainer):
     ) -> Any:
         """Return the loss in nats per token, averaged over the tokens of this batch."""
         model.eval()  # sampling without dropout
-        rollouts = self.sampler.sample(inputs["prompts"], step=self.state.global_step, batch=0)
+        rollouts = self.sampler.sample_batch(
+            inputs["prompts"], step=self.state.global_step, batch=0
+        )
         model.train()
         examples = self.runner.run(self.scorer.score(rollouts))
         batch = micro_batch(examples)

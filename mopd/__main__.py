@@ -1,4 +1,4 @@
-"""``mopd`` and ``python -m mopd``: the commands of the trainer, and the demo."""
+"""``mopd`` and ``python -m mopd``: the trainer's commands and the demo."""
 
 import argparse
 from collections.abc import Sequence
@@ -16,16 +16,14 @@ def _add_demo(add_command: cli.AddCommand) -> None:
     demo = add_command(
         "demo",
         help="two teachers, two services, one student, on this machine",
-        description="Trains two tiny teachers with different tokenizers (once), serves each over "
-        "HTTP, and distils a student with a third tokenizer from both.",
+        description="Train two tiny teachers with different tokenizers (cached), serve both over "
+        "HTTP, and distil a student with a third tokenizer from them.",
     )
     demo.add_argument(
         "--output-dir", type=Path, default=Path("runs/demo"), help="default: runs/demo"
     )
     demo.add_argument("--seed", type=int, default=0, help="default: 0")
-    demo.add_argument(
-        "--steps", type=int, default=None, help="distillation steps; fewer to look around"
-    )
+    demo.add_argument("--steps", type=int, default=None, help="distillation steps")
     demo.set_defaults(run=_demo)
 
 

@@ -182,10 +182,12 @@ class ReferenceSampler(Sampler):
         self._encoder = encoder
         self._exercises = exercises
 
-    def sample(self, prompts: Sequence[Prompt], *, step: int, batch: int) -> list[Rollout]:
+    def sample_batch(self, prompts: Sequence[Prompt], *, step: int, batch: int) -> list[Rollout]:
         """See ``Sampler``."""
         del batch
-        completions = [self._encoder.answer(self._exercises[prompt.index]) for prompt in prompts]
+        completions = [
+            self._encoder.completion(self._exercises[prompt.index]) for prompt in prompts
+        ]
         return [
             Rollout(
                 prompt=prompt,

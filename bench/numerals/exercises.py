@@ -12,7 +12,7 @@ from mopd.demo.tasks import (
     Exercise,
     draw_training,
     held_out_exercises,
-    with_random_answer,
+    with_random_completion,
 )
 
 #: What is added.
@@ -61,7 +61,7 @@ class Sums:
     def with_format_only(self, exercise: Exercise, random: Random) -> Exercise:
         """See ``Task``: the result of a random sum."""
         other = random.choice(ADDENDS) + random.choice(ADDENDS)
-        return Exercise("sums", exercise.question, self._parts(other))
+        return Exercise("sums", exercise.prompt, self._parts(other))
 
     def wrong_ids(self, encoder: Encoder) -> list[int]:
         """See ``Task``: all numbers, or all digits."""
@@ -90,7 +90,7 @@ class WordLists:
 
     def with_format_only(self, exercise: Exercise, random: Random) -> Exercise:
         """See ``Task``: the same words in any order."""
-        return with_random_answer(exercise, random)
+        return with_random_completion(exercise, random)
 
     def wrong_ids(self, encoder: Encoder) -> list[int]:
         """See ``Task``: complete words are replaced (``Side.corruption``)."""

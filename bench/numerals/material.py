@@ -97,7 +97,7 @@ def _train(
     for step in range(side.steps):
         exercises = [_shown(side, role, known, random) for _ in range(side.examples_per_step)]
         batch = supervised_batch(encoder, exercises, side.corruption, random)
-        read = misread(batch, wrong, side.misreading, encoder.end_of_turn)
+        read = replace_tokens(batch, wrong, side.misreading, encoder.end_of_turn)
         logits: Tensor = model(input_ids=read, attention_mask=batch.attention).logits
         loss = torch.nn.functional.cross_entropy(
             logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=IGNORED
@@ -111,7 +111,7 @@ def _train(
     model.eval()
 
 
-def misread(batch: Batch, wrong: Tensor, probability: float, end: int) -> Tensor:
+def replace_tokens(batch: Batch, wrong: Tensor, probability: float, end: int) -> Tensor:
     """Return the batch's ids [examples, tokens], some completion tokens replaced by ``wrong`` ones.
 
     The labels remain correct. A teacher scores samples of students, and would otherwise never have

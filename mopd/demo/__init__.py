@@ -1,1 +1,1 @@
-"""The material of ``make demo``: two tasks, three tokenizers, two teachers and a student."""
+"""``mopd demo``: two tasks, three tokenizers, two teachers and a student."""

@@ -1,4 +1,4 @@
-"""The text from which the demo's tokenizers learn their vocabularies."""
+"""Training text of the demo's tokenizers."""
 
 from random import Random
 
@@ -18,16 +18,12 @@ SENTENCES = (
     "in the garden a rabbit sat under the walnut tree near the bridge",
 )
 
-
-#: Lists of words, and as many sums, in a corpus.
+#: Number of word lists, and of sums, in a corpus.
 LISTS = 400
 
 
 def demo_corpus(seed: int) -> list[str]:
-    """Lines as they occur in prompts and answers, between ordinary sentences.
-
-    Another seed counts words differently, hence merges in another order.
-    """
+    """Return lines of prompts and completions, and sentences; a seed decides the merge order."""
     random = Random(seed)
     lines: list[str] = list(SENTENCES)
     for _ in range(LISTS):

@@ -1,8 +1,4 @@
-"""Three tokenizers, one for each model of the demo, that agree on most words and little else.
-
-Agreement matters because a distribution can only be carried over where both sides spell the same
-bytes; disagreement matters because otherwise there would be nothing to demonstrate.
-"""
+"""Three tokenizers that agree on most words and differ elsewhere, one per model of the demo."""
 
 import json
 
@@ -11,14 +7,12 @@ from transformers import PreTrainedTokenizerFast
 
 from mopd.demo.corpus import demo_corpus
 
-#: Sizes are tuned with the word list: the student's is large enough to keep every word whole, at
-#: the start of an answer and after a space.
+#: The student's vocabulary has every word as one token, with and without a leading space.
 SUMS_TEACHER_SIZE = 400
 WORDS_TEACHER_SIZE = 680
 STUDENT_SIZE = 900
-#: Words that the words teacher spells in two pieces, as a vocabulary learned elsewhere would. Each
-#: begins with a piece of its own: two words that begin with one piece could not be told apart by
-#: what is said about that piece.
+#: Words that the words teacher splits in two. Each first piece is unique: words with a common first
+#: piece could not be distinguished by a distribution over first pieces.
 WORDS_TEACHER_PIECES = {
     "bridge": ("bri", "dge"),
     "koala": ("ko", "ala"),
@@ -48,7 +42,7 @@ _STUDENT_TEMPLATE = (
 
 
 def sums_teacher_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE with single digits and ChatML; a turn ends with ``<|im_end|>``."""
+    """Return a byte-level BPE with single digits and ChatML; turns end with ``<|im_end|>``."""
     tokenizer = _byte_level(
         demo_corpus(seed=1), SUMS_TEACHER_SIZE, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     )
@@ -56,7 +50,7 @@ def sums_teacher_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def words_teacher_tokenizer() -> PreTrainedTokenizerFast:
-    """SentencePiece-like BPE with an invented leading space; a turn ends with ``</s>``."""
+    """Return a SentencePiece-like BPE with a leading space; turns end with ``</s>``."""
     tokenizer = _sentencepiece_like(
         demo_corpus(seed=2),
         WORDS_TEACHER_SIZE,
@@ -73,7 +67,7 @@ def words_teacher_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def student_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE with single digits and names of its own; a turn ends with ``<|over|>``."""
+    """Return a byte-level BPE with single digits; turns end with ``<|over|>``."""
     tokenizer = _byte_level(
         demo_corpus(seed=3), STUDENT_SIZE, ["<|over|>", "<|blank|>", "<|question|>", "<|answer|>"]
     )
@@ -101,8 +95,8 @@ def _byte_level(corpus: list[str], size: int, special: list[str]) -> Tokenizer:
 
 def _sentencepiece_like(corpus: list[str], size: int, special: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token=special[0], fuse_unk=True))
-    # Training sees pieces apart, the first of a word with its space: there is no pre-tokenizer to
-    # cut lines into words, and no merge may reach over a space.
+    # Pieces are separate training lines: no pre-tokenizer splits words, and no merge may cross a
+    # space.
     pieces = [
         f"{'▁' if position and not within else ''}{piece}"
         for line in corpus
@@ -128,7 +122,7 @@ def _sentencepiece_like(corpus: list[str], size: int, special: list[str]) -> Tok
         ]
     )
     description = json.loads(tokenizer.to_str())
-    # In SentencePiece the bytes are ordinary vocabulary entries, not special tokens.
+    # SentencePiece bytes are ordinary vocabulary entries, not special tokens.
     description["added_tokens"] = [
         token for token in description["added_tokens"] if token["content"] in special
     ]

@@ -1,7 +1,7 @@
-"""Turns exercises into padded tensors of token ids, as the teacher services will tokenize them.
+"""Padded token ids of exercises, with the tokenization of the teacher services.
 
-A prompt is what the chat template renders; an answer is a continuation without an invented
-space, part by part; the token that ends a turn follows it.
+A prompt is rendered by the chat template; a completion is encoded as a continuation, part by part,
+and followed by the end-of-turn token.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from mopd.demo.tasks import Exercise, random_part
-from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
-from mopd_protocol.tokenizers.tokenizer_roles import ChatTokenizer, roles_of
+from mopd_protocol import ChatTokenizer, TextEncoder, TokenTable, roles_of
 
 #: Label of a position that is not trained (what torch's cross entropy ignores).
 IGNORED = -100
@@ -25,7 +24,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded examples; labels stand at the position of the token they name."""
+    """Right-padded examples; labels have the positions of their tokens."""
 
     token_ids: Tensor  # [examples, tokens]
     attention: Tensor  # [examples, tokens], 1 for tokens and 0 for padding
@@ -34,26 +33,26 @@ class Batch:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Prompts and answers in one tokenizer."""
+    """Prompts and completions in one tokenizer."""
 
     tokenizer: PreTrainedTokenizerFast
 
     @cached_property
     def table(self) -> TokenTable:
-        """The bytes and roles of the tokenizer."""
+        """Bytes and roles of the tokenizer."""
         backend = self.tokenizer.backend_tokenizer
         controls = TokenTable.from_tokenizer(backend).controls
-        # transformers makes the names of token ids up at run time, so no checker can see them.
+        # transformers creates the attributes of token ids at run time.
         chat_tokenizer = cast(ChatTokenizer, self.tokenizer)
         return TokenTable.from_tokenizer(backend, roles_of(chat_tokenizer, controls))
 
     @cached_property
     def end_of_turn(self) -> int:
-        """The id that ends an answer."""
+        """Id of the end-of-turn token."""
         return self.table.roles.ending[0]
 
     def prompts(self, exercises: Sequence[Exercise]) -> list[list[int]]:
-        """Token ids of each prompt, up to where the answer begins."""
+        """Return the token ids of each prompt, generation prompt included."""
         rendered = [self._render(exercise) for exercise in exercises]
         encodings = self.tokenizer.backend_tokenizer.encode_batch(
             rendered, add_special_tokens=False
@@ -61,14 +60,14 @@ class Encoder:
         return [encoding.ids for encoding in encodings]
 
     def part(self, text: str) -> list[int]:
-        """Token ids of one part of an answer, as a continuation."""
+        """Return the token ids of one part of a completion, encoded as a continuation."""
         if text not in self._parts:
             self._parts[text] = self._continuations.encode(text)
         return self._parts[text]
 
-    def answer(self, exercise: Exercise) -> list[int]:
-        """Token ids of the right answer, the end of turn included."""
-        parts = (self.part(part) for part in exercise.answer_parts)
+    def completion(self, exercise: Exercise) -> list[int]:
+        """Return the token ids of the correct completion, end of turn included."""
+        parts = (self.part(part) for part in exercise.completion_parts)
         return [*chain.from_iterable(parts), self.end_of_turn]
 
     @cached_property
@@ -90,39 +89,38 @@ class Encoder:
 def supervised_batch(
     encoder: Encoder, exercises: Sequence[Exercise], corruption: float, random: Random
 ) -> Batch:
-    """Prompts with their answers; only answers are trained.
+    """Return prompts with their completions; prompts have no labels.
 
-    ``corruption`` is the probability with which a part of the answer is replaced by a random one
-    while the labels keep saying what is right: a teacher reads wrong beginnings, written by a
-    student, and must still know how the answer goes on.
+    ``corruption`` is the probability that the input of a part is random while its labels stay
+    correct: a teacher scores a student's wrong prefixes, and must continue them correctly.
     """
     rows: list[tuple[list[int], list[int]]] = []
     for prompt, exercise in zip(encoder.prompts(exercises), exercises, strict=True):
-        read, right = _read_and_right(encoder, exercise, corruption, random)
-        rows.append((prompt + read, [IGNORED] * len(prompt) + right))
-    longest = max(len(read) for read, _ in rows)
+        inputs, labels = _inputs_and_labels(encoder, exercise, corruption, random)
+        rows.append((prompt + inputs, [IGNORED] * len(prompt) + labels))
+    longest = max(len(inputs) for inputs, _ in rows)
     padding = encoder.table.roles.pad or 0
     return Batch(
-        token_ids=torch.tensor([read + [padding] * (longest - len(read)) for read, _ in rows]),
-        attention=torch.tensor([[1] * len(read) + [0] * (longest - len(read)) for read, _ in rows]),
-        labels=torch.tensor([right + [IGNORED] * (longest - len(right)) for _, right in rows]),
+        token_ids=torch.tensor([ids + [padding] * (longest - len(ids)) for ids, _ in rows]),
+        attention=torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids, _ in rows]),
+        labels=torch.tensor([ids + [IGNORED] * (longest - len(ids)) for _, ids in rows]),
     )
 
 
-def _read_and_right(
+def _inputs_and_labels(
     encoder: Encoder, exercise: Exercise, corruption: float, random: Random
 ) -> tuple[list[int], list[int]]:
-    """Ids as they are read and ids as they should be, of one answer with its end."""
-    read: list[int] = []
-    right: list[int] = []
-    for position, part in enumerate(exercise.answer_parts):
+    """Return input ids and labels of one completion, end of turn included."""
+    inputs: list[int] = []
+    labels: list[int] = []
+    for position, part in enumerate(exercise.completion_parts):
         ids = encoder.part(part)
         if random.random() < corruption:
-            written = encoder.part(random_part(exercise, random, position))
-            # The first piece should have been another; once begun, a wrong word goes on as such.
-            right += [ids[0], *written[1:]]
-            read += written
+            corrupted = encoder.part(random_part(exercise, random, position))
+            # The first label is correct; after a wrong first piece the wrong word continues.
+            labels += [ids[0], *corrupted[1:]]
+            inputs += corrupted
         else:
-            right += ids
-            read += ids
-    return [*read, encoder.end_of_turn], [*right, encoder.end_of_turn]
+            labels += ids
+            inputs += ids
+    return [*inputs, encoder.end_of_turn], [*labels, encoder.end_of_turn]

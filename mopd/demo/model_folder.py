@@ -1,4 +1,4 @@
-"""A trained model as an ordinary Hugging Face folder that appears whole or not at all."""
+"""Save a trained model atomically as a Hugging Face folder."""
 
 import json
 from pathlib import Path
@@ -6,13 +6,13 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mopd.demo.recipes import Recipe
-from mopd_protocol.runtime.atomic_file import replacing_folder
+from mopd_protocol import replacing_folder
 
 _KEY_FILE = "demo_recipe.json"
 
 
 def is_cached(recipe: Recipe, folder: Path) -> bool:
-    """Whether ``folder`` holds a model of exactly this recipe."""
+    """Return True if ``folder`` contains a model of this recipe."""
     key_file = folder / _KEY_FILE
     if not key_file.is_file():
         return False
@@ -22,7 +22,7 @@ def is_cached(recipe: Recipe, folder: Path) -> bool:
 def save_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, folder: Path
 ) -> None:
-    """Writes the folder under a temporary name beside it, then renames it into place."""
+    """Save to a temporary folder and rename it."""
     with replacing_folder(folder) as unfinished:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)

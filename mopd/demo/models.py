@@ -1,4 +1,4 @@
-"""Tiny models of three families, each with a head that is wider than its tokenizer."""
+"""Tiny models of three families, with heads wider than their tokenizers."""
 
 from typing import Any, Literal
 
@@ -19,14 +19,14 @@ Family = Literal["qwen3", "llama", "gpt_neox"]
 HIDDEN_SIZE = 96
 LAYERS = 3
 HEADS = 4
-#: Published models pad their heads; so do these, by one row at the least.
+#: Heads are padded to a multiple of this, by at least one row, as in published models.
 HEAD_MULTIPLE = 64
 #: Longest prompt plus completion, in tokens.
 MAX_TOKENS = 128
 
 
 def build_model(family: Family, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
-    """A randomly initialised causal model for ``tokenizer``."""
+    """Return a randomly initialized causal model for ``tokenizer``."""
     torch.manual_seed(seed)
     if family == "qwen3":
         return Qwen3ForCausalLM(
@@ -44,8 +44,7 @@ def build_model(family: Family, tokenizer: PreTrainedTokenizerFast, seed: int) -
     return GPTNeoXForCausalLM(
         GPTNeoXConfig(
             **_sizes(tokenizer),
-            # The family turns a quarter of each head; of 24 numbers that is too little to tell
-            # places apart quickly.
+            # The family's default rotates a quarter of each head: too little for 24 dimensions.
             rope_parameters={
                 "rope_type": "default",
                 "rope_theta": 10000.0,
@@ -56,7 +55,7 @@ def build_model(family: Family, tokenizer: PreTrainedTokenizerFast, seed: int) -
 
 
 def head_width(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Rows of the head: the next multiple above the tokenizer's size."""
+    """Return the rows of the head: the next multiple above the tokenizer's size."""
     return (len(tokenizer) // HEAD_MULTIPLE + 1) * HEAD_MULTIPLE
 
 

@@ -1,15 +1,12 @@
-"""The demo's list task with one loss after the other, and a table of what each taught.
+"""Compare pairings of teachers and losses on the demo's word lists.
 
     python -m mopd.demo.pairings --output-dir runs/pairings
 
-Two teachers that can reverse lists of words, one with the student's tokenizer and one with another,
-and a student that knows the form and not the answers. Every pairing begins with that student and
-sees the same prompts; a run takes a fixed number of steps.
+Two teachers reverse word lists, one with the student's tokenizer and one with another; the student
+was trained on the form only. Every pairing starts from this student and has the same prompts.
 """
 
 import argparse
-import asyncio
-import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -19,34 +16,39 @@ from random import Random
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
 from mopd.demo.recipes import STUDENT, WORDS_TEACHER, Recipe
-from mopd.demo.run import EXERCISES, accuracy, distillation
+from mopd.demo.run import (
+    EXERCISES,
+    accuracy,
+    distillation,
+    read_journal,
+    result_table,
+    write_json,
+    write_prompts,
+)
 from mopd.demo.services import teacher_services
 from mopd.demo.tasks import draw_training
 from mopd.demo.teachers import train_models
-from mopd_protocol.runtime.atomic_file import replacing
-from mopd_trainer.loop import train
-from mopd_trainer.run_folder.journal import JOURNAL
+from mopd_trainer import train
 
-#: A teacher of the student's own family, with its tokenizer.
+#: A teacher of the student's family, with the student's tokenizer.
 OWN_TEACHER = replace(WORDS_TEACHER, name="own-teacher", family=STUDENT.family)
 PROMPTS = 2_000
 STEPS = 120
-#: Steps at the end whose mean loss is told.
+#: The reported loss is the mean of this many steps at the end.
 _LAST_STEPS = 10
 
 
 @dataclass(frozen=True)
 class Pairing:
-    """Which teachers judge every completion, and with which loss each."""
+    """Teachers that score every completion, each with a loss."""
 
     name: str
-    losses: Mapping[str, Mapping[str, str]]  # ``own`` has the student's tokenizer, ``other`` not
+    losses: Mapping[str, Mapping[str, str]]  # ``own`` has the student's tokenizer
 
 
 PAIRINGS = (
@@ -65,31 +67,31 @@ PAIRINGS = (
 
 
 @dataclass(frozen=True)
-class Taught:
-    """One line of the table."""
+class PairingResult:
+    """One row of the table."""
 
     pairing: str
     losses: str
-    accuracy_before: float  # share of held-out exercises answered exactly
+    accuracy_before: float  # exact match on held-out exercises
     accuracy_after: float
     loss: float  # nats per token, the mean of the last steps
-    seconds: float  # of the run, without its models and without the exercises
-    tokens: int  # that were trained
+    seconds: float  # of the distillation only
+    tokens: int  # trained
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Trains what is not cached, runs every pairing, prints the table, writes ``summary.json``."""
+    """Train missing models, run every pairing, print the table and save ``summary.json``."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output-dir", type=Path, default=Path("runs/pairings"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"a pairing (default: {STEPS})")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"per pairing (default: {STEPS})")
     parser.add_argument(
         "--exercises", type=int, default=EXERCISES, help=f"held out (default: {EXERCISES})"
     )
     parser.add_argument(
-        "--model-steps", type=int, help="for each model, fewer than its own; to look around"
+        "--model-steps", type=int, help="upper bound on the training steps of each model"
     )
     options = parser.parse_args(arguments)
     transformers_logging.disable_progress_bar()
@@ -111,31 +113,37 @@ def run_pairings(
     exercises: int,
     model_steps: int | None,
     console: Console,
-) -> list[Taught]:
-    """One run after the other; their lines of the table."""
+) -> list[PairingResult]:
+    """Run the pairings one after the other and return the rows of the table."""
     torch.set_num_threads(1)
-    began = time.perf_counter()
+    started = time.perf_counter()
     recipes = {
         name: replace(recipe, seed=seed, steps=min(recipe.steps, model_steps or recipe.steps))
         for name, recipe in (("own", OWN_TEACHER), ("other", WORDS_TEACHER), ("student", STUDENT))
     }
-    console.print("[bold]Two teachers of lists of words, and a student that knows their form")
-    made = train_models(list(recipes.values()), output_dir / "models", console, processes=2)
-    folders = {name: made[recipe.name] for name, recipe in recipes.items()}
+    console.print(
+        "[bold]Two teachers of word lists, and a student that was trained on the form only"
+    )
+    trained = train_models(list(recipes.values()), output_dir / "models", console, processes=2)
+    folders = {name: trained[recipe.name] for name, recipe in recipes.items()}
     prompts = output_dir / "prompts.jsonl"
     before = accuracy(recipes["student"], folders["student"], "words", seed, exercises)
-    console.print(f"models after {time.perf_counter() - began:.0f} s; the student has {before:.1%}")
-    found: list[Taught] = []
+    console.print(f"models: {time.perf_counter() - started:.0f} s; student accuracy {before:.1%}")
+    results: list[PairingResult] = []
     with teacher_services(
         {name: folders[name] for name in ("own", "other")}, output_dir / "logs"
     ) as addresses:
         for number, pairing in enumerate(PAIRINGS, start=1):
             console.print(f"[bold]{number}/{len(PAIRINGS)} {pairing.name}")
-            _write_prompts(prompts, pairing, seed)
+            random = Random(seed)
+            routing = dict.fromkeys(pairing.losses, 1.0)
+            write_prompts(
+                prompts, ((draw_training("words", random), routing) for _ in range(PROMPTS))
+            )
             teachers = {n: {"url": addresses[n], "loss": v} for n, v in pairing.losses.items()}
             folder = output_dir / "distillation" / pairing.name.replace(" ", "-").lower()
-            found.append(
-                _taught(
+            results.append(
+                _run(
                     pairing,
                     folder,
                     {"prompts": prompts, "student": folders["student"], "teachers": teachers},
@@ -144,20 +152,19 @@ def run_pairings(
                     steps=steps,
                     seed=seed,
                     exercises=exercises,
-                    console=console,
                 )
             )
-    console.print(_table(found))
-    seconds = time.perf_counter() - began
-    with replacing(output_dir / "summary.json") as temporary:
-        lines = [asdict(taught) for taught in found]
-        report = {"seed": seed, "steps": steps, "exercises": exercises, "seconds": round(seconds)}
-        temporary.write_text(json.dumps({**report, "pairings": lines}, indent=2) + "\n")
-    console.print(f"seed {seed}, {steps} steps a pairing, {seconds:.0f} s; in {output_dir}")
-    return found
+    console.print(_table(results))
+    seconds = time.perf_counter() - started
+    settings = {"seed": seed, "steps": steps, "exercises": exercises, "seconds": round(seconds)}
+    write_json(output_dir / "summary.json", {**settings, "pairings": list(map(asdict, results))})
+    console.print(
+        f"seed {seed}, {steps} steps per pairing, {seconds:.0f} s; results in {output_dir}"
+    )
+    return results
 
 
-def _taught(
+def _run(
     pairing: Pairing,
     folder: Path,
     parts: Mapping[str, Any],
@@ -167,55 +174,38 @@ def _taught(
     steps: int,
     seed: int,
     exercises: int,
-    console: Console,
-) -> Taught:
-    """A pairing's run, from its beginning to its exercises."""
+) -> PairingResult:
+    """Distil one pairing and measure the student."""
     shutil.rmtree(folder, ignore_errors=True)
     config = distillation(folder, **parts, steps=steps, seed=seed)
-    began = time.perf_counter()
-    final = asyncio.run(train(config, console))
-    seconds = time.perf_counter() - began
-    lines = [json.loads(line) for line in (folder / JOURNAL).read_text().splitlines()]
-    last = [line["loss"] for line in lines[-_LAST_STEPS:]]
-    return Taught(
+    started = time.perf_counter()
+    final = train(config)
+    seconds = time.perf_counter() - started
+    journal = read_journal(folder)
+    losses = [step["loss"] for step in journal[-_LAST_STEPS:]]
+    return PairingResult(
         pairing=pairing.name,
         losses=", ".join(loss["type"] for loss in pairing.losses.values()),
         accuracy_before=before,
         accuracy_after=accuracy(student, final, "words", seed, exercises),
-        loss=sum(last) / len(last),
+        loss=sum(losses) / len(losses),
         seconds=round(seconds, 1),
-        tokens=round(sum(line["tokens/trained"] for line in lines)),
+        tokens=round(sum(step["tokens/trained"] for step in journal)),
     )
 
 
-def _write_prompts(path: Path, pairing: Pairing, seed: int) -> None:
-    """The same lists for every pairing, without answers, with its teachers in equal shares."""
-    random = Random(seed)
-    routing = dict.fromkeys(pairing.losses, 1)
-    exercises = (draw_training("words", random) for _ in range(PROMPTS))
-    lines = (
-        {"messages": [m.model_dump() for m in exercise.messages], "teacher": routing}
-        for exercise in exercises
-    )
-    with replacing(path) as temporary:
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def _table(found: Sequence[Taught]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("pairing")
-    table.add_column("losses")
-    for heading in ("before", "after", "nats/token", "seconds", "tokens"):
-        table.add_column(heading, justify="right")
-    for taught in found:
+def _table(results: Sequence[PairingResult]) -> Table:
+    headings = ("before", "after", "nats/token", "seconds", "tokens")
+    table = result_table("pairing", "losses", *headings)
+    for result in results:
         table.add_row(
-            taught.pairing,
-            taught.losses,
-            f"{taught.accuracy_before:.1%}",
-            f"{taught.accuracy_after:.1%}",
-            f"{taught.loss:.4f}",
-            f"{taught.seconds:.0f}",
-            f"{taught.tokens:,}",
+            result.pairing,
+            result.losses,
+            f"{result.accuracy_before:.1%}",
+            f"{result.accuracy_after:.1%}",
+            f"{result.loss:.4f}",
+            f"{result.seconds:.0f}",
+            f"{result.tokens:,}",
         )
     return table
 

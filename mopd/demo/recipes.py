@@ -1,8 +1,4 @@
-"""What to train for the demo, and with which settings; a cache key names the outcome.
-
-The numbers were tuned on two CPU cores: both teachers together in two minutes, the student's
-warm start in seconds.
-"""
+"""Training recipes of the demo's models; tuned to two minutes on two CPU cores."""
 
 import hashlib
 import json
@@ -15,16 +11,16 @@ from transformers import PreTrainedTokenizerFast
 from mopd.demo import demo_tokenizers, models, tasks
 from mopd.demo.models import Family
 
-#: ``format`` shows prompts of both tasks with random answers: the form without the content.
+#: ``format`` trains prompts of both tasks with random completions: the form without the content.
 Curriculum = Literal["sums", "words", "format"]
 
-#: Raised when code that shapes a result changes in a way that no setting below tells.
+#: Incremented when code changes a result without changing a setting below.
 _VERSION = 1
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the weights of one model of the demo, up to rounding."""
+    """Everything that determines the weights of one model, up to rounding."""
 
     name: str
     family: Family
@@ -32,23 +28,23 @@ class Recipe:
     steps: int
     examples_per_step: int
     learning_rate: float
-    corruption: float  # probability with which a part of an answer is shown wrong
+    corruption: float  # probability that the input of a completion part is random
     seed: int = 0
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """The tokenizer of this model."""
+        """Return the tokenizer of this model."""
         return _TOKENIZERS[self.family]()
 
     def cache_key(self) -> str:
-        """32 hex digits over the settings, the sizes, the tokenizer and the tasks."""
-        decisive = {
+        """Return 32 hex digits over settings, sizes, tokenizer and tasks."""
+        determining = {
             "version": _VERSION,
             "recipe": asdict(self),
             "sizes": [models.HIDDEN_SIZE, models.LAYERS, models.HEADS],
             "tokenizer": self.tokenizer().backend_tokenizer.to_str(),
             "tasks": [list(tasks.NUMBERS), tasks.WORDS_PER_LIST, tasks.WORDS],
         }
-        canonical = json.dumps(decisive, sort_keys=True)
+        canonical = json.dumps(determining, sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()[:32]
 
 

@@ -1,11 +1,10 @@
-"""``mopd demo``: from nothing to a student distilled from two teachers, and a table of it."""
+"""``mopd demo``: train two teachers, distil a student from both, and print a table."""
 
-import asyncio
 import json
 import shutil
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,69 +19,80 @@ from mopd.demo.accuracy import exact_match
 from mopd.demo.examples import Encoder
 from mopd.demo.recipes import RECIPES, Recipe
 from mopd.demo.services import teacher_services
-from mopd.demo.tasks import TASKS, TaskName, draw_training, held_out_exercises
+from mopd.demo.tasks import TASKS, Exercise, TaskName, draw_training, held_out_exercises
 from mopd.demo.teachers import train_models
-from mopd_losses.config import described
-from mopd_protocol.runtime.atomic_file import replacing
-from mopd_trainer.config.loading import parse_run
-from mopd_trainer.config.run import RunConfig
-from mopd_trainer.loop import train
-from mopd_trainer.run_folder.journal import JOURNAL
+from mopd_losses import described
+from mopd_protocol import replacing
+from mopd_trainer import RunConfig, train
 
-#: Held-out exercises a task. A share of 200 has a standard error of at most 3.5 points.
+#: Held-out exercises per task. A share of 200 has a standard error of at most 3.5 points.
 EXERCISES = 200
-#: Training prompts, without answers. Sums are the harder task: three prompts for one of words.
+#: Training prompts, without completions; sums are the harder task.
 PROMPTS: Mapping[TaskName, int] = {"sums": 6_000, "words": 2_000}
-#: Sums stay where they are for 200 to 400 steps, by seed and processor, and then rise: after 500 of
-#: them one seed had 46 % and another 94 %.
+#: Sums improve after 200 to 400 steps, by seed and processor: after 500 steps one seed had reached
+#: 46 % and another 94 %.
 STEPS = 800
+#: One direction of the KL per teacher.
+DIVERGENCES = {"sums": "forward_kl", "words": "reverse_kl"}
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """One line of the table: shares of held-out exercises answered exactly."""
+    """One row of the table: shares of held-out exercises with an exact match."""
 
+    loss: str
     teacher_accuracy: float
     student_before: float
     student_after: float
-    scored_tokens_per_second: float  # teacher tokens over the seconds that requests took
+    scored_tokens_per_second: float
+    """Teacher tokens divided by the seconds of scoring requests."""
 
 
 def run_demo(output_dir: Path, *, seed: int, steps: int | None, console: Console) -> None:
-    """Trains what is not cached, serves, distils, prints the table and writes ``summary.json``."""
+    """Train missing models, serve, distil, print the table and save ``summary.json``."""
     torch.set_num_threads(1)
     started = time.perf_counter()
     recipes = [replace(recipe, seed=seed) for recipe in RECIPES]
     sums, words, student = recipes
-    console.print("[bold]1. Two tiny teachers and a student that knows the form, not the answers")
+    console.print("[bold]1. Two tiny teachers, and a student that was trained on the form only")
     folders = train_models(recipes, output_dir / "models", console, processes=2)
     models_done = time.perf_counter()
-    console.print("[bold]2. Distillation: the student writes, both teachers read it over HTTP")
+    console.print("[bold]2. Distillation: the student samples, both teachers score over HTTP")
     run_folder = output_dir / "distillation"
     shutil.rmtree(run_folder, ignore_errors=True)
-    prompts = _write_prompts(output_dir / "prompts.jsonl", seed)
+    prompts = output_dir / "prompts.jsonl"
+    random = Random(seed)
+    write_prompts(
+        prompts,
+        ((draw_training(task, random), task) for task in TASKS for _ in range(PROMPTS[task])),
+    )
     teachers = {"sums": folders[sums.name], "words": folders[words.name]}
     with teacher_services(teachers, output_dir / "logs") as addresses:
-        config = demo_config(
+        config = distillation(
             run_folder,
             prompts=prompts,
             student=folders[student.name],
-            addresses=addresses,
+            teachers={
+                name: {"url": url, "loss": {"type": "ctkd", "divergence": DIVERGENCES[name]}}
+                for name, url in addresses.items()
+            },
             steps=steps or STEPS,
             seed=seed,
         )
-        final = asyncio.run(train(config, console))
+        final = train(config)
     distilled = time.perf_counter()
-    console.print(f"[bold]3. {EXERCISES} held-out exercises a task, greedy, right to the letter")
-    rates = _scoring_rates(run_folder / JOURNAL)
-    results: dict[TaskName, TaskResult] = {}
-    for task, teacher in zip(TASKS, (sums, words), strict=True):
-        results[task] = TaskResult(
+    console.print(f"[bold]3. Exact match on {EXERCISES} held-out exercises per task, greedy")
+    rates = _scoring_rates(read_journal(run_folder))
+    results: dict[TaskName, TaskResult] = {
+        task: TaskResult(
+            loss=described(config.teachers[task].loss),
             teacher_accuracy=accuracy(teacher, folders[teacher.name], task, seed),
             student_before=accuracy(student, folders[student.name], task, seed),
             student_after=accuracy(student, final, task, seed),
-            scored_tokens_per_second=rates[task],
+            scored_tokens_per_second=round(rates[task], 1),
         )
+        for task, teacher in zip(TASKS, (sums, words), strict=True)
+    }
     ended = time.perf_counter()
     seconds = {
         "models": models_done - started,
@@ -90,34 +100,24 @@ def run_demo(output_dir: Path, *, seed: int, steps: int | None, console: Console
         "evaluation": ended - distilled,
         "total": ended - started,
     }
-    console.print(_table(results, config))
+    console.print(_table(results))
     summary = output_dir / "summary.json"
-    _write_summary(summary, results, config, seconds)
+    write_json(
+        summary,
+        {
+            "seed": seed,
+            "steps": config.max_steps,
+            "exercises_per_task": EXERCISES,
+            "tasks": {task: asdict(result) for task, result in results.items()},
+            "wall_seconds": {phase: round(value, 1) for phase, value in seconds.items()},
+        },
+    )
     console.print(
         f"seed {seed}, {config.max_steps} steps of {config.rollout.prompts_per_step} completions, "
         f"{seconds['total']:.0f} s ({seconds['models']:.0f} models, "
         f"{seconds['distillation']:.0f} distillation, {seconds['evaluation']:.0f} evaluation); "
-        f"numbers in {summary}, the student in {final}",
+        f"results in {summary}, student in {final}",
         soft_wrap=True,
-    )
-
-
-def demo_config(
-    output_dir: Path,
-    *,
-    prompts: Path,
-    student: Path,
-    addresses: Mapping[str, str],
-    steps: int,
-    seed: int,
-) -> RunConfig:
-    """The run, as a YAML file would say it: one CTKD loss in each direction of the KL."""
-    teachers = {
-        "sums": {"url": addresses["sums"], "loss": {"type": "ctkd", "divergence": "forward_kl"}},
-        "words": {"url": addresses["words"], "loss": {"type": "ctkd", "divergence": "reverse_kl"}},
-    }
-    return distillation(
-        output_dir, prompts=prompts, student=student, teachers=teachers, steps=steps, seed=seed
     )
 
 
@@ -130,7 +130,7 @@ def distillation(
     steps: int,
     seed: int,
 ) -> RunConfig:
-    """A run with the demo's sizes and learning rate, and any teachers."""
+    """Return a run with the demo's sizes and learning rate."""
     values: dict[str, Any] = {
         "exp_name": "demo",
         "seed": seed,
@@ -152,34 +152,41 @@ def distillation(
         "rollout": {"prompts_per_step": 64, "max_new_tokens": 12, "generation_batch_size": 32},
         "teachers": {name: {"top_k": 16, **settings} for name, settings in teachers.items()},
     }
-    return parse_run(values, source="demo")
+    return RunConfig.model_validate(values)
 
 
-def _write_prompts(path: Path, seed: int) -> Path:
-    """Prompts of both tasks, each with its teacher's name and without an answer."""
-    random = Random(seed)
-    lines = [
-        {"messages": [m.model_dump() for m in exercise.messages], "teacher": task}
-        for task in TASKS
-        for exercise in (draw_training(task, random) for _ in range(PROMPTS[task]))
-    ]
+def write_prompts(path: Path, routed: Iterable[tuple[Exercise, str | Mapping[str, float]]]) -> None:
+    """Save prompts with their teachers, without completions, as JSON lines."""
+    lines = (
+        {"messages": [m.model_dump() for m in exercise.messages], "teacher": teachers}
+        for exercise, teachers in routed
+    )
     with replacing(path) as temporary:
         temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Save values as indented JSON."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def read_journal(run_folder: Path) -> list[dict[str, float]]:
+    """Load the metrics of every step."""
+    return [json.loads(line) for line in (run_folder / "journal.jsonl").read_text().splitlines()]
 
 
 def accuracy(
     recipe: Recipe, folder: Path, task: TaskName, seed: int, exercises: int = EXERCISES
 ) -> float:
-    """The share of held-out exercises that the model in a folder answers exactly."""
+    """Return the exact-match accuracy of a model folder on held-out exercises."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     return exact_match(
         model, Encoder(recipe.tokenizer()), held_out_exercises(task, exercises, seed)
     )
 
 
-def _scoring_rates(journal: Path) -> dict[TaskName, float]:
-    steps = [json.loads(line) for line in journal.read_text().splitlines()]
+def _scoring_rates(steps: list[dict[str, float]]) -> dict[TaskName, float]:
     return {
         task: sum(step[f"teacher/{task}/scored_tokens"] for step in steps)
         / sum(step[f"teacher/{task}/score_seconds_total"] for step in steps)
@@ -187,16 +194,13 @@ def _scoring_rates(journal: Path) -> dict[TaskName, float]:
     }
 
 
-def _table(results: Mapping[TaskName, TaskResult], config: RunConfig) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("task")
-    table.add_column("loss")
-    for heading in ("teacher", "student before", "student after", "teacher tokens/s"):
-        table.add_column(heading, justify="right")
+def _table(results: Mapping[TaskName, TaskResult]) -> Table:
+    headings = ("teacher", "student before", "student after", "teacher tokens/s")
+    table = result_table("task", "loss", *headings)
     for task, result in results.items():
         table.add_row(
             task,
-            described(config.teachers[task].loss),
+            result.loss,
             f"{result.teacher_accuracy:.1%}",
             f"{result.student_before:.1%}",
             f"{result.student_after:.1%}",
@@ -205,27 +209,9 @@ def _table(results: Mapping[TaskName, TaskResult], config: RunConfig) -> Table:
     return table
 
 
-def _write_summary(
-    path: Path,
-    results: Mapping[TaskName, TaskResult],
-    config: RunConfig,
-    seconds: Mapping[str, float],
-) -> None:
-    summary = {
-        "seed": config.seed,
-        "steps": config.max_steps,
-        "exercises_per_task": EXERCISES,
-        "tasks": {
-            task: {
-                "loss": described(config.teachers[task].loss),
-                "teacher_accuracy": result.teacher_accuracy,
-                "student_before": result.student_before,
-                "student_after": result.student_after,
-                "scored_tokens_per_second": round(result.scored_tokens_per_second, 1),
-            }
-            for task, result in results.items()
-        },
-        "wall_seconds": {phase: round(value, 1) for phase, value in seconds.items()},
-    }
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(summary, indent=2) + "\n")
+def result_table(first: str, second: str, *numbers: str) -> Table:
+    """Return an empty table with two text columns and right-aligned numbers."""
+    table = Table(first, second, box=box.SIMPLE_HEAD)
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    return table

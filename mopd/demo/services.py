@@ -1,4 +1,4 @@
-"""Teacher services as separate processes, started together and always stopped."""
+"""Teacher services as subprocesses, started in parallel and always stopped."""
 
 import os
 import subprocess
@@ -11,36 +11,37 @@ from http import HTTPStatus
 from pathlib import Path
 from urllib.error import HTTPError
 
-from mopd_protocol.errors import ConfigError, TeacherError
+from mopd_protocol import MissingPackageError, TeacherError
 
 _ADDRESS = "address"
 _STOP_SECONDS = 20.0
-_ANSWER_SECONDS = 5.0
+_PROBE_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 
 
 @contextmanager
 def teacher_services(models: Mapping[str, Path], log_folder: Path) -> Generator[dict[str, str]]:
-    """Teacher name -> address, one ``mopd-teacher serve`` each, on free ports of this machine.
+    """Start one ``mopd-teacher serve`` per model on free ports; yield teacher name -> address.
 
-    All are ready to score when the block begins. Every process has ended when it is left, however
-    it is left.
+    All services are ready to score inside the block and stopped on exit.
 
     Raises:
-        TeacherError: when one does not start; the end of its log is told.
+        TeacherError: if a service does not start, with the last line of its log.
     """
     log_folder.mkdir(parents=True, exist_ok=True)
     logs = {name: log_folder / f"{name}.log" for name in models}
     with ExitStack() as stack:
-        # All are started before any is waited for: loading a model takes seconds.
-        started = {
+        # Start all before waiting: loading a model takes seconds.
+        processes = {
             name: stack.enter_context(_process(name, folder, logs[name]))
             for name, folder in models.items()
         }
-        found = {name: _address(name, process, logs[name]) for name, process in started.items()}
-        for name, process in started.items():
-            _wait_until_ready(name, process, found[name], logs[name])
-        yield found
+        addresses = {
+            name: _address(name, process, logs[name]) for name, process in processes.items()
+        }
+        for name, process in processes.items():
+            _wait_until_ready(name, process, addresses[name], logs[name])
+        yield addresses
 
 
 @contextmanager
@@ -53,7 +54,7 @@ def _process(name: str, folder: Path, log: Path) -> Generator[subprocess.Popen[s
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            # One thread each: the student and its teachers share a small machine.
+            # One thread each: student and teachers share a small machine.
             env={**os.environ, "OMP_NUM_THREADS": "1", "MOPD_API_KEYS": ""},
         ) as process,
     ):
@@ -68,7 +69,7 @@ def _process(name: str, folder: Path, log: Path) -> Generator[subprocess.Popen[s
 
 
 def _address(name: str, process: subprocess.Popen[str], log: Path) -> str:
-    """Reads the start message up to the line that tells the address."""
+    """Return the address from the startup message."""
     assert process.stdout is not None
     for line in process.stdout:
         words = line.split()
@@ -78,22 +79,22 @@ def _address(name: str, process: subprocess.Popen[str], log: Path) -> str:
 
 
 def _wait_until_ready(name: str, process: subprocess.Popen[str], address: str, log: Path) -> None:
-    """A teacher tells its address before its warm-up, and refuses requests until that is over."""
+    """Wait for the warm-up, which ends after the address is printed."""
     while process.poll() is None:
         if _status(f"{address}/readyz") == HTTPStatus.OK:
             return
         if _status(f"{address}/healthz") == HTTPStatus.SERVICE_UNAVAILABLE:
-            break  # its warm-up has failed, and it will never be ready
+            break  # the warm-up failed
         time.sleep(_POLL_SECONDS)
     raise _not_started(name, log)
 
 
 def _status(url: str) -> int | None:
-    """None: no answer."""
-    directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    """Return the HTTP status; None if unreachable."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with directly.open(url, timeout=_ANSWER_SECONDS) as answer:
-            return answer.status
+        with opener.open(url, timeout=_PROBE_SECONDS) as response:
+            return response.status
     except HTTPError as error:
         return error.code
     except OSError:
@@ -101,17 +102,16 @@ def _status(url: str) -> int | None:
 
 
 def _not_started(name: str, log: Path) -> TeacherError:
-    told = log.read_text(encoding="utf-8").strip().splitlines()
-    return TeacherError(
-        f"teacher {name!r} did not start: {told[-1] if told else 'it said nothing'} (log: {log})"
-    )
+    lines = log.read_text(encoding="utf-8").strip().splitlines()
+    last = lines[-1] if lines else "empty log"
+    return TeacherError(f"teacher {name!r}: failed to start (found {last!r}). See {log}.")
 
 
 def _executable() -> Path:
-    found = Path(sys.executable).parent / "mopd-teacher"
-    if not found.exists():
-        raise ConfigError(
-            "mopd-teacher is not installed beside this Python; the demo needs the server extra: "
-            "pip install 'mopd[server,trainer]'"
+    executable = Path(sys.executable).parent / "mopd-teacher"
+    if not executable.exists():
+        raise MissingPackageError(
+            "mopd-teacher: not found next to this Python. Run pip install 'mopd[server,trainer]'.",
+            key="mopd-teacher",
         )
-    return found
+    return executable

@@ -1,7 +1,6 @@
-"""The demo's two tasks: adding numbers and reversing lists of words, each with exact answers.
+"""The demo's two tasks: adding numbers and reversing lists of words.
 
-Whether an exercise is held out is decided by a hash of the exercise, not by a list: whatever
-draws from the training side, now or later, can never meet a held-out one.
+A hash of the exercise decides if it is held out, so no training set can contain it.
 """
 
 import hashlib
@@ -10,13 +9,12 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from mopd_protocol.errors import DataError
-from mopd_protocol.samples import Message
+from mopd_protocol import DataError, Message
 
 TaskName = Literal["sums", "words"]
 TASKS: tuple[TaskName, ...] = ("sums", "words")
 
-#: What is added: two digits each, and two digits in every sum, so that places stay in place.
+#: Addends: they and all sums have two digits.
 NUMBERS = range(10, 50)
 WORDS_PER_LIST = 4
 # fmt: off
@@ -35,63 +33,66 @@ _HELD_OUT_EVERY = 5
 
 @dataclass(frozen=True)
 class Exercise:
-    """A prompt, and its only right answer in parts (digits, words), each written after the last."""
+    """A prompt and its only correct completion, in parts (digits, words)."""
 
     task: TaskName
-    question: str
-    answer_parts: tuple[str, ...]
+    prompt: str
+    completion_parts: tuple[str, ...]
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The prompt as a conversation of one turn."""
-        return (Message(role="user", content=self.question),)
+        """Prompt as a conversation of one turn."""
+        return (Message(role="user", content=self.prompt),)
 
     @property
-    def answer(self) -> str:
-        """The right answer, without the token that ends the turn."""
-        return "".join(self.answer_parts)
+    def completion(self) -> str:
+        """Correct completion, without the end-of-turn token."""
+        return "".join(self.completion_parts)
 
 
 def draw_training(task: TaskName, random: Random) -> Exercise:
-    """A random exercise of the training side."""
+    """Draw a random exercise that is not held out."""
     return _draw(task, random, lambda key: not _is_held_out(key))
 
 
 def held_out_exercises(task: TaskName, count: int, seed: int) -> list[Exercise]:
-    """``count`` different exercises that no training ever sees.
+    """Return ``count`` different held-out exercises.
 
     Raises:
-        DataError: when there are not that many; sums are few.
+        DataError: if there are fewer.
     """
     if task == "sums" and count > _held_out_sums():
-        raise DataError(f"asked for {count} held-out sums, but there are {_held_out_sums()}")
+        raise DataError(
+            f"held-out sums: too few (found {_held_out_sums()}, expected at least {count}). "
+            "Request fewer exercises."
+        )
     random = Random(seed)
-    found: dict[str, Exercise] = {}
-    while len(found) < count:
+    exercises: dict[str, Exercise] = {}
+    while len(exercises) < count:
         exercise = _draw(task, random, _is_held_out)
-        found[exercise.question] = exercise
-    return list(found.values())
+        exercises[exercise.prompt] = exercise
+    return list(exercises.values())
 
 
 def random_part(exercise: Exercise, random: Random, position: int) -> str:
-    """Any digit or word of the right form for this position of the answer."""
+    """Return a random digit or word for this position of a completion."""
     if exercise.task == "sums":
         return random.choice("0123456789")
     return _spaced(random.choice(WORDS), position)
 
 
-def with_random_answer(exercise: Exercise, random: Random) -> Exercise:
-    """The same prompt with an answer of the right form that does not depend on the right one.
+def with_random_completion(exercise: Exercise, random: Random) -> Exercise:
+    """Return the prompt with a random completion of the correct form.
 
-    Sums become any number of as many digits; lists become their own words in any order.
+    Sums become a random number with the same number of digits; lists are shuffled.
     """
     if exercise.task == "sums":
-        digits = len(exercise.answer_parts)
+        digits = len(exercise.completion_parts)
         number = random.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
-        return Exercise("sums", exercise.question, tuple(str(number)))
-    words = [part.strip() for part in exercise.answer_parts]
+        return Exercise("sums", exercise.prompt, tuple(str(number)))
+    words = [part.strip() for part in exercise.completion_parts]
     random.shuffle(words)
-    return Exercise("words", exercise.question, _word_parts(words))
+    return Exercise("words", exercise.prompt, _word_parts(words))
 
 
 def _draw(task: TaskName, random: Random, accept: Callable[[str], bool]) -> Exercise:
@@ -109,7 +110,7 @@ def _draw_sum(random: Random) -> tuple[str, Exercise]:
 
 
 def _sum_key(first: int, second: int) -> str:
-    """One key for both orders: 13 + 14 in training would give away 14 + 13."""
+    """Return one key for both orders: 13 + 14 in training would reveal 14 + 13."""
     return f"{min(first, second)} {max(first, second)}"
 
 
@@ -119,8 +120,8 @@ def _held_out_sums() -> int:
 
 def _draw_words(random: Random) -> tuple[str, Exercise]:
     words = random.sample(WORDS, WORDS_PER_LIST)
-    listed = " ".join(words)
-    return listed, Exercise("words", f"reverse: {listed}", _word_parts(words[::-1]))
+    key = " ".join(words)
+    return key, Exercise("words", f"reverse: {key}", _word_parts(words[::-1]))
 
 
 def _word_parts(words: Sequence[str]) -> tuple[str, ...]:

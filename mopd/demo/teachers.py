@@ -1,7 +1,4 @@
-"""Trains the demo's models where they are not cached yet: each in a process, one progress bar each.
-
-The student's warm start is made here too: it differs from a teacher by its recipe alone.
-"""
+"""Train the demo's models that are not cached, one process and one progress bar each."""
 
 import multiprocessing
 from collections.abc import Callable, Sequence
@@ -36,7 +33,7 @@ _POLL_SECONDS = 0.2
 
 
 def train_model(recipe: Recipe, folder: Path, report: Report) -> None:
-    """Trains one model in this process and writes ``folder``; does nothing if it is cached."""
+    """Train one model in this process and save it to ``folder``; no-op if cached."""
     if is_cached(recipe, folder):
         return
     tokenizer = recipe.tokenizer()
@@ -49,9 +46,9 @@ def train_model(recipe: Recipe, folder: Path, report: Report) -> None:
 def train_models(
     recipes: Sequence[Recipe], root: Path, console: Console, processes: int
 ) -> dict[str, Path]:
-    """Recipe name -> model folder under ``root``; what is missing is trained at the same time.
+    """Train the missing models in parallel and return recipe name -> model folder.
 
-    Each of the ``processes`` computes with one thread: models this small gain little from two.
+    Every process uses one thread: models of this size gain little from two.
     """
     folders = {recipe.name: root / recipe.name for recipe in recipes}
     missing = [recipe for recipe in recipes if not is_cached(recipe, folders[recipe.name])]
@@ -65,16 +62,16 @@ def train_models(
     ):
         reports = _queue(manager)
         bars = {r.name: progress.add_task(r.name, total=r.steps, loss="") for r in missing}
-        running = [pool.submit(_train_apart, r, folders[r.name], reports) for r in missing]
+        running = [pool.submit(_train_in_subprocess, r, folders[r.name], reports) for r in missing]
         _show(progress, bars, reports, running)
         for training in running:
             training.result()
     return folders
 
 
-def _train_apart(recipe: Recipe, folder: Path, reports: "Queue[_Progress]") -> None:
+def _train_in_subprocess(recipe: Recipe, folder: Path, reports: "Queue[_Progress]") -> None:
     torch.set_num_threads(1)
-    transformers_logging.disable_progress_bar()  # it would draw over the bars of this demo
+    transformers_logging.disable_progress_bar()  # would overwrite the demo's bars
     train_model(recipe, folder, lambda step, loss: reports.put((recipe.name, step, loss)))
 
 
@@ -88,13 +85,13 @@ def _show(
     reports: "Queue[_Progress]",
     running: Sequence[Future[None]],
 ) -> None:
-    """Moves the bars until every training has ended, well or badly."""
+    """Update the bars until every training has finished or failed."""
     while True:
-        ended = all(training.done() for training in running)
+        finished = all(training.done() for training in running)
         try:
             name, step, loss = reports.get(timeout=_POLL_SECONDS)
         except Empty:
-            if ended:
+            if finished:
                 return
             continue
         progress.update(bars[name], completed=step, loss=f"loss {loss:.3f} nats")

@@ -1,4 +1,4 @@
-"""Supervised training of one small model, as a stream of losses."""
+"""Supervised training of one small model."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 
 from mopd.demo.examples import IGNORED, Batch, Encoder, supervised_batch
 from mopd.demo.recipes import Curriculum, Recipe
-from mopd.demo.tasks import TASKS, Exercise, draw_training, with_random_answer
+from mopd.demo.tasks import TASKS, Exercise, draw_training, with_random_completion
 
 _WARM_UP_STEPS = 40
-_LARGEST_GRADIENT_NORM = 1.0
+_MAX_GRADIENT_NORM = 1.0
 
 
 def training_losses(model: PreTrainedModel, encoder: Encoder, recipe: Recipe) -> Iterator[float]:
-    """Trains ``model`` as it is read: one loss a step, in nats per trained token."""
+    """Train ``model`` and yield the loss of each step in nats per trained token."""
     random = Random(recipe.seed)
     optimizer = AdamW(
         model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
@@ -31,7 +31,7 @@ def training_losses(model: PreTrainedModel, encoder: Encoder, recipe: Recipe) ->
         loss = _loss(model, supervised_batch(encoder, exercises, recipe.corruption, random))
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), _LARGEST_GRADIENT_NORM)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRADIENT_NORM)
         optimizer.step()
         schedule.step()
         yield loss.item()
@@ -39,7 +39,7 @@ def training_losses(model: PreTrainedModel, encoder: Encoder, recipe: Recipe) ->
 
 
 def warm_up_and_cosine(steps: int) -> Callable[[int], float]:
-    """Step -> factor of the learning rate: a straight line up, then half a cosine down to 0."""
+    """Return step -> learning-rate factor: linear warm-up, then half a cosine to 0."""
 
     def factor(step: int) -> float:
         rising = (step + 1) / _WARM_UP_STEPS
@@ -51,7 +51,7 @@ def warm_up_and_cosine(steps: int) -> Callable[[int], float]:
 def _draw(curriculum: Curriculum, random: Random) -> Exercise:
     if curriculum != "format":
         return draw_training(curriculum, random)
-    return with_random_answer(draw_training(random.choice(TASKS), random), random)
+    return with_random_completion(draw_training(random.choice(TASKS), random), random)
 
 
 def _loss(model: PreTrainedModel, batch: Batch) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from bench.numerals.__main__ import main
 from bench.numerals.distillation import ReferenceSampler, Run, distil, student_config
 from bench.numerals.exercises import ADDENDS, Sums, WordLists
-from bench.numerals.material import Role, misread, train_model
+from bench.numerals.material import Role, replace_tokens, train_model
 from bench.numerals.matrix import Folders, finished
 from bench.numerals.numeral_tokenizers import STUDENT_NAMES, digit_tokenizer, numeral_tokenizer
 from bench.numerals.pairs import LOSSES, PAIRS, Pair, loss_settings, shortened
@@ -54,15 +54,15 @@ def test_numbers_are_one_token_or_digits() -> None:
 
 def test_held_out_exercises_are_not_in_the_training_set_in_either_order() -> None:
     task = Sums(whole_numbers=True)
-    known = {exercise.question for exercise in task.training(seed=3)}
-    unseen = {exercise.question for exercise in task.held_out()}
+    known = {exercise.prompt for exercise in task.training(seed=3)}
+    unseen = {exercise.prompt for exercise in task.held_out()}
     assert len(known) + len(unseen) == len(ADDENDS) ** 2
     assert 0.1 < len(unseen) / len(ADDENDS) ** 2 < 0.3
     for prompt in unseen:
         a, b = prompt.removesuffix("=").split("+")
         assert not {f"{a}+{b}=", f"{b}+{a}="} & known
     lists = WordLists()
-    assert not {e.question for e in lists.training(0)} & {e.question for e in lists.held_out()}
+    assert not {e.prompt for e in lists.training(0)} & {e.prompt for e in lists.held_out()}
 
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
@@ -70,24 +70,24 @@ def test_corrupted_exercise_keeps_the_prompt_but_not_the_reference_answer(pair: 
     task, random = pair.student.task, Random(0)
     exercise = task.held_out()[0]
     shown = [task.with_format_only(exercise, random) for _ in range(200)]
-    assert {corrupted.question for corrupted in shown} == {exercise.question}
-    assert sum(corrupted.answer == exercise.answer for corrupted in shown) < 40
+    assert {corrupted.prompt for corrupted in shown} == {exercise.prompt}
+    assert sum(corrupted.completion == exercise.completion for corrupted in shown) < 40
 
 
-def test_misread_replaces_completion_tokens_by_any_number() -> None:
+def test_replace_tokens_replaces_completion_tokens_by_any_number() -> None:
     side = PAIRS["numerals_to_digits"].teacher
     encoder = Encoder(side.tokenizer())
     batch = supervised_batch(encoder, side.task.training(0)[:300], 0.0, Random(0))
     wrong = torch.tensor(side.task.wrong_ids(encoder))
     assert len({*wrong.tolist()}) == 1_000
     torch.manual_seed(0)
-    read = misread(batch, wrong, 0.5, encoder.end_of_turn)
+    read = replace_tokens(batch, wrong, 0.5, encoder.end_of_turn)
     replaced = read != batch.token_ids
     completion = (batch.labels != IGNORED) & (batch.labels != encoder.end_of_turn)
     assert not (replaced & ~completion).any()
     assert 0.4 < replaced.sum() / completion.sum() < 0.6
     assert torch.isin(read[replaced], wrong).all()
-    assert torch.equal(misread(batch, wrong, 0.0, encoder.end_of_turn), batch.token_ids)
+    assert torch.equal(replace_tokens(batch, wrong, 0.0, encoder.end_of_turn), batch.token_ids)
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_reference_sampler_returns_the_reference_answers(root: Path) -> None:
     config = RolloutConfig(max_new_tokens=4)
     written = ReferenceSampler(student, config, Encoder(pair.student.tokenizer()), exercises)
     rollouts = written.sample(prompts, step=0, batch=0)
-    assert [r.completion.text.decode() for r in rollouts] == [e.answer for e in exercises]
+    assert [r.completion.text.decode() for r in rollouts] == [e.completion for e in exercises]
     assert all(rollout.completion.ends_turn for rollout in rollouts)
     assert all(len(rollout.completion) == 2 for rollout in rollouts)
 

@@ -63,7 +63,7 @@ def test_a_recipe_resolves_and_runs(
     changes = (*SMALL, *WITHOUT_RAY) if recipe == "ray_cluster" else SMALL
     check = shell_line(recipe, tmp_path, {**variables, "COMMAND": "check"}, *changes)
     main(check)
-    assert "all of this fits together" in capsys.readouterr().out
+    assert "configuration OK" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
     main(["train", *check[1:]])
     steps = journal(tmp_path / "run")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mopd_protocol.errors import DataError
 from mopd_trainer.config.run import RolloutConfig
 from mopd_trainer.data.examples import TrainingExample
-from mopd_trainer.pipeline import Collected, pipeline
+from mopd_trainer.pipeline import Collected, run_pipeline
 from tests.trainer.students import ids_of, rollout
 
 pytestmark = pytest.mark.anyio
@@ -64,13 +64,15 @@ async def test_steps_are_begun_as_far_ahead_as_is_allowed_and_no_further(
     writer = Writer(version=3)
     further = max_staleness + (on_stale == "drop")
     config = rules(max_staleness, on_stale)
-    async with pipeline(writer.collect, writer.push, config, range(3, 13)) as ahead:
+    async with run_pipeline(writer.collect, writer.push, config, range(3, 13)) as ahead:
         for step in range(3, 7):
             await until_idle()
-            begun = step + further - (step > 3)  # until it is asked for, the last is not trained
-            assert {step for step, _ in writer.begun} == set(range(3, begun + 1))
-            await ahead.examples(step)
-            assert writer.version == step
+            assert {step for step, _ in writer.begun} == set(range(3, step + further + 1))
+            await ahead.collect(step)
+            await until_idle()
+            assert {step for step, _ in writer.begun} == set(range(3, step + further + 1))
+            await ahead.push_weights(step + 1)
+            assert writer.version == step + 1
 
 
 @given(max_staleness=st.integers(0, 4), pauses=st.lists(st.booleans(), min_size=12, max_size=12))
@@ -81,11 +83,12 @@ def test_nothing_that_is_trained_on_is_older_than_allowed(
     async def run() -> None:
         writer = Writer()
         config = rules(max_staleness)
-        async with pipeline(writer.collect, writer.push, config, range(12)) as ahead:
+        async with run_pipeline(writer.collect, writer.push, config, range(12)) as ahead:
             for step, pause in enumerate(pauses):
-                examples, dropped = await ahead.examples(step)
+                examples, dropped = await ahead.collect(step)
                 assert not dropped
                 assert 0 <= step - examples[0].rollout.policy_version <= max_staleness
+                await ahead.push_weights(step + 1)
                 if pause:
                     await until_idle()
         assert [step for step, _ in writer.begun] == list(range(12))
@@ -100,12 +103,13 @@ async def test_what_is_too_old_is_dropped_and_counted() -> None:
         written.set()
         return [example_of(version) for version in versions.popleft()], {"dropped/total": 1.0}
 
-    async with pipeline(collect, Writer().push, rules(1, "drop"), range(3)) as ahead:
+    async with run_pipeline(collect, Writer().push, rules(1, "drop"), range(3)) as ahead:
         kept: list[list[int]] = []
         told: list[dict[str, float]] = []
         for step in range(3):
-            examples, dropped = await ahead.examples(step)
+            examples, dropped = await ahead.collect(step)
             kept.append([example.rollout.policy_version for example in examples])
+            await ahead.push_weights(step + 1)
             told.append(dropped)
     assert kept == [[0, 0], [0, 1], [1, 2, 1]]
     assert told[0] == told[1] == {"dropped/total": 1.0}
@@ -114,11 +118,12 @@ async def test_what_is_too_old_is_dropped_and_counted() -> None:
 
 async def test_a_step_of_which_nothing_is_left_is_written_again() -> None:
     writer = Writer()
-    async with pipeline(writer.collect, writer.push, rules(1, "drop"), range(3)) as ahead:
+    async with run_pipeline(writer.collect, writer.push, rules(1, "drop"), range(3)) as ahead:
         await until_idle()  # all three steps are written with the first weights
         for step in range(2):
-            await ahead.examples(step)
-        examples, dropped = await ahead.examples(2)
+            await ahead.collect(step)
+            await ahead.push_weights(step + 1)
+        examples, dropped = await ahead.collect(2)
     assert [example.rollout.policy_version for example in examples] == [2]
     assert dropped == {"dropped/stale": 1.0, "dropped/total": 1.0}
     assert writer.begun == [(0, 0), (1, 0), (2, 0), (2, 2)]
@@ -139,10 +144,10 @@ async def test_a_failure_is_told_when_its_step_is_asked_for_and_nothing_goes_on(
         return [example_of(0)], {}
 
     before = asyncio.all_tasks()
-    async with pipeline(collect, Writer().push, rules(2), range(9)) as ahead:
-        await ahead.examples(0)
+    async with run_pipeline(collect, Writer().push, rules(2), range(9)) as ahead:
+        await ahead.collect(0)
         await until_idle()
         with pytest.raises(DataError, match="every sample was dropped"):
-            await ahead.examples(1)
+            await ahead.collect(1)
     assert stopped == [0, 2]
     assert asyncio.all_tasks() == before

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.loop import train
+from mopd_trainer.metrics.table import metric_row
 from mopd_trainer.training.learner import Learner
 
 
@@ -40,8 +41,11 @@ def run_cut_off(values: dict[str, Any], *, in_step: int, **changes: Any) -> None
 
 
 def journal(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's journal."""
-    return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+    """Return the lines of a run's journal; every metric must be in the table of metrics."""
+    lines = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+    names = {name for line in lines for name in line} - {"step"}
+    assert not [name for name in names if metric_row(name) is None]
+    return lines
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -40,7 +40,6 @@ def train(run: "str | Path | RunConfig", overrides: Sequence[str] = (), **settin
     """
     config, prompts = _load(run, overrides, settings)
     from mopd_trainer.reporting.console import make_console
-    from mopd_trainer.run_folder.checkpoint import FINAL
 
     console = make_console()
     if config.resources is not None:
@@ -52,14 +51,12 @@ def train(run: "str | Path | RunConfig", overrides: Sequence[str] = (), **settin
         folder = train_on_ray(config)
     else:
         from mopd_trainer.distributed.process_group import init_distributed
-        from mopd_trainer.launch.follower import follow
         from mopd_trainer.loop import train as train_loop
 
         with init_distributed(config.student.device) as ranks:
-            if ranks.rank > 0:
-                follow(config.student, ranks)
-                return config.output_dir / FINAL
             folder = _wait(train_loop(config, console, prompts=prompts, ranks=ranks))
+        if not ranks.is_rank_zero:
+            return folder
     console.print(f"saved the model to {folder}", markup=False, soft_wrap=True)
     return folder
 

@@ -1,4 +1,4 @@
-"""One step's examples: completions are scored while others are being written, or after all."""
+"""Collect the examples of a step: sample completions, score them, align tokens."""
 
 import asyncio
 from collections.abc import Sequence
@@ -20,48 +20,50 @@ async def collect(
     step: int,
     *,
     scoring: Literal["stream", "after_rollout"] = "stream",
-    clock: StepTimer | None = None,
-    written: asyncio.Event | None = None,
+    timer: StepTimer | None = None,
+    sampled: asyncio.Event | None = None,
 ) -> tuple[list[TrainingExample], Metrics]:
-    """The step's examples, in the order of its prompts, and what was dropped: all of it, at worst.
+    """Return the examples of a step in the order of its prompts, and the dropped samples.
 
-    What is dropped while several steps are collected is told with the one that ends first.
+    When several steps are collected at once, samples dropped meanwhile are counted in the step that
+    is complete first.
 
     Args:
-        written: set when the last completion is, and its teachers may still be at work.
+        scoring: score batches while others are sampled, or after the last one.
+        sampled: set after the last completion, while some may still be scored.
     """
-    clock = clock or StepTimer()
-    asked: list[tuple[int, asyncio.Task[list[TrainingExample]]]] = []
+    timer = timer or StepTimer()
+    scores: list[tuple[int, asyncio.Task[list[TrainingExample]]]] = []
     async with asyncio.TaskGroup() as group:
 
-        def ask(completed: CompletionBatch) -> None:
-            task = group.create_task(_score(scorer, completed.rollouts, clock))
-            asked.append((completed.place, task))
+        def score(batch: CompletionBatch) -> None:
+            task = group.create_task(_score(scorer, batch.rollouts, timer))
+            scores.append((batch.place, task))
 
-        held: list[CompletionBatch] = []
-        with clock.phase("sample"):
-            async with aclosing(source.complete(prompts, step=step)) as finished:
-                async for completed in finished:
+        deferred: list[CompletionBatch] = []
+        with timer.phase("sample"):
+            async with aclosing(source.sample(prompts, step=step)) as batches:
+                async for batch in batches:
                     if scoring == "stream":
-                        ask(completed)
+                        score(batch)
                     else:
-                        held.append(completed)
-        if written is not None:
-            written.set()
-        for completed in held:
-            ask(completed)
-    in_order = sorted(asked, key=lambda each: each[0])
+                        deferred.append(batch)
+        if sampled is not None:
+            sampled.set()
+        for batch in deferred:
+            score(batch)
+    in_order = sorted(scores, key=lambda each: each[0])
     examples = [example for _, task in in_order for example in task.result()]
-    incomplete, dropped = source.pop_dropped(), scorer.pop_dropped()
-    dropped["total"] += incomplete.total()  # the scorer has counted its own samples, once each
-    dropped.update(incomplete)
+    not_sampled, dropped = source.pop_dropped(), scorer.pop_dropped()
+    dropped["total"] += not_sampled.total()  # the scorer's total counts its own samples once each
+    dropped.update(not_sampled)
     return examples, {f"dropped/{reason}": float(n) for reason, n in (+dropped).items()}
 
 
 async def _score(
-    scorer: RolloutScorer, rollouts: Sequence[Rollout], clock: StepTimer
+    scorer: RolloutScorer, rollouts: Sequence[Rollout], timer: StepTimer
 ) -> list[TrainingExample]:
     if not any(rollout.prompt.teachers for rollout in rollouts):
-        return await scorer.score(rollouts)  # nobody is asked
-    with clock.phase("score"):
+        return await scorer.score(rollouts)  # no request, no scoring time
+    with timer.phase("score"):
         return await scorer.score(rollouts)

@@ -1,4 +1,4 @@
-"""``Interruption``: Ctrl-C, SIGTERM and SIGHUP as a wish to stop where nothing is lost."""
+"""``Interruption``: graceful shutdown on SIGINT, SIGTERM and SIGHUP."""
 
 import asyncio
 import signal
@@ -9,71 +9,80 @@ from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
 
-#: What is a wish to stop; ranks that follow leave all of it to the first.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(Exception):
-    """A step was abandoned, before it changed anything, because a signal came."""
+    """A signal cancelled the current work before it changed any weight."""
 
 
 class Interrupted(Exception):
-    """A run was ended by a signal; what it had learnt is in a checkpoint."""
+    """A signal ended the run; a checkpoint holds its last step."""
 
     def __init__(self, message: str, *, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-        """129 for SIGHUP, 130 for SIGINT, 143 for SIGTERM, as shells have it."""
+        """129 for SIGHUP, 130 for SIGINT, 143 for SIGTERM, as in shells."""
 
 
 class Interruption:
-    """Within its block, the first signal is remembered; a second one acts as it would have.
+    """Handle the first signal within the block; a second one has its default effect.
 
-    A terminal that goes away sends SIGHUP, often twice: once it came, more of them do nothing. It
-    is left alone where it is ignored, as under ``nohup``. Outside the main thread, all signals are
-    left as they are.
+    A closed terminal sends SIGHUP, often twice: after the first one SIGHUP is ignored. A SIGHUP
+    ignored from the start, as under ``nohup``, stays ignored. Outside the main thread no handler is
+    installed.
+
+    Args:
+        ignored: ignore all signals, on non-zero ranks: rank 0 stops the run.
     """
 
-    def __init__(self) -> None:
-        self._asked = asyncio.Event()
+    def __init__(self, *, ignored: bool = False) -> None:
+        self._ignored = ignored
+        self._requested = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._signal = signal.SIGINT
-        self._heard: list[signal.Signals] = []
+        self._handled: list[signal.Signals] = []
 
-    async def unless_asked(self, work: Coroutine[Any, Any, T]) -> T:
-        """What ``work`` returns, or raises; it is cancelled when a signal comes first.
+    async def cancel_on_signal(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of ``work``; cancel it when a signal arrives.
 
         Raises:
-            Stopped: when a signal came.
+            Stopped: after a signal, also one before this call.
         """
-        if self._asked.is_set():
+        if self._requested.is_set():
             work.close()
             raise Stopped
-        task, asked = asyncio.create_task(work), asyncio.create_task(self._asked.wait())
+        task = asyncio.create_task(work)
+        requested = asyncio.create_task(self._requested.wait())
         try:
-            await asyncio.wait((task, asked), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, requested), return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
         finally:
-            for unfinished in (task, asked):
+            for unfinished in (task, requested):
                 unfinished.cancel()
-            await asyncio.gather(task, asked, return_exceptions=True)
+            await asyncio.gather(task, requested, return_exceptions=True)
         raise Stopped
 
-    def told(self, *, step: int, checkpoint: str) -> Interrupted:
-        """What the run ends with after ``step`` steps."""
+    def error(self, *, step: int, checkpoint: str) -> Interrupted:
+        """Return the error that ends the run after ``step`` steps."""
         return Interrupted(
-            f"{self._signal.name} after step {step}; {checkpoint}; go on with "
+            f"{self._signal.name} after step {step}; {checkpoint}; resume with "
             "resume_from_checkpoint=true",
             exit_code=128 + self._signal,
         )
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            left = signal.getsignal(signal.SIGHUP) != signal.SIG_DFL
-            self._heard = [one for one in SIGNALS if one != signal.SIGHUP or not left]
-            for one in self._heard:
-                self._loop.add_signal_handler(one, self._ask, one)
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        if self._ignored:
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+            return self
+        hangup_ignored = signal.getsignal(signal.SIGHUP) != signal.SIG_DFL
+        self._handled = [n for n in SIGNALS if n != signal.SIGHUP or not hangup_ignored]
+        for number in self._handled:
+            self._loop.add_signal_handler(number, self._request, number)
         return self
 
     def __exit__(
@@ -82,18 +91,18 @@ class Interruption:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._let_go()
-        if signal.SIGHUP in self._heard:
+        self._remove_handlers()
+        if signal.SIGHUP in self._handled:
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-    def _ask(self, one: signal.Signals) -> None:
-        self._signal = one
-        self._asked.set()
-        self._let_go()
-        if one == signal.SIGHUP:
-            signal.signal(one, signal.SIG_IGN)
+    def _request(self, number: signal.Signals) -> None:
+        self._signal = number
+        self._requested.set()
+        self._remove_handlers()
+        if number == signal.SIGHUP:
+            signal.signal(number, signal.SIG_IGN)
 
-    def _let_go(self) -> None:
+    def _remove_handlers(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            for one in self._heard:
-                self._loop.remove_signal_handler(one)
+            for number in self._handled:
+                self._loop.remove_signal_handler(number)

@@ -1,8 +1,8 @@
-"""``Pipeline``: the examples of the next steps are collected while the student is trained.
+"""``Pipeline``: collect the examples of the next steps while the student is trained.
 
-How far ahead is said in policy versions: a version is the number of steps behind the weights. Step
-``s`` (from 0) trains version ``s``, so what it learns from is ``s - version`` steps old, at most
-``max_staleness``. With 0 a step is only begun when all before it are trained.
+The policy version of weights is the number of steps behind them. Step ``s`` (from 0) trains version
+``s``; its examples are ``s - version`` steps old, at most ``max_staleness``. With 0, a step is
+collected after the weights of the previous step have been pushed.
 """
 
 import asyncio
@@ -17,15 +17,15 @@ from mopd_trainer.metrics.step_metrics import Metrics
 
 Collected = tuple[list[TrainingExample], Metrics]
 
-#: Collects a step; sets the event when all of it is written, though not all of it scored.
+#: Collect a step; set the event once all of it is sampled, though not all of it is scored.
 Collect = Callable[[int, asyncio.Event], Coroutine[Any, Any, Collected]]
 
-#: Has the weights of now write from here on: those of this version.
+#: Push the current weights to the sampler, as this policy version.
 Push = Callable[[int], Awaitable[None]]
 
 
 class Pipeline:
-    """Hands on one step's examples after the other's, collected as far ahead as is allowed."""
+    """Collect steps in order, at most as far ahead of the pushed weights as the settings allow."""
 
     def __init__(
         self, collect: Collect, push: Push, config: RolloutConfig, *, version: int
@@ -35,23 +35,27 @@ class Pipeline:
         self._max_staleness = config.max_staleness
         self._steps_ahead = config.max_staleness + (config.on_stale == "drop")
         self._version = version
-        self._moved = asyncio.Event()
-        self._begun: asyncio.Queue[asyncio.Task[Collected]] = asyncio.Queue()
-        self._running: set[asyncio.Task[Collected]] = set()
+        self._pushed = asyncio.Event()
+        self._started: asyncio.Queue[asyncio.Task[Collected]] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[Collected]] = set()
 
-    async def examples(self, step: int) -> Collected:
-        """The next step's examples, none of them too old, and what was dropped of it.
-
-        To ask is to say that all steps before it are trained: their weights are pushed first.
+    async def push_weights(self, version: int) -> None:
+        """Push the weights after ``version`` steps; later steps are collected with these weights.
 
         Raises:
-            MopdError: what collecting it has raised, alone or in an exception group.
+            MopdError: when the sampler does not load the weights.
         """
-        if step > self._version:
-            await self._push(step)
-            self._version = step
-            self._moved.set()
-        examples, dropped = await (await self._begun.get())
+        await self._push(version)
+        self._version = version
+        self._pushed.set()
+
+    async def collect(self, step: int) -> Collected:
+        """Return the examples of the next step, without stale ones, and the dropped samples.
+
+        Raises:
+            MopdError: from collecting the step, alone or in an exception group.
+        """
+        examples, dropped = await (await self._started.get())
         fresh = [
             example
             for example in examples
@@ -63,43 +67,43 @@ class Pipeline:
         dropped = _sums(dropped, {"dropped/stale": stale, "dropped/total": stale})
         if fresh:
             return fresh, dropped
-        again, then_dropped = await self._collect(step, asyncio.Event())
-        return again, _sums(dropped, then_dropped)
+        examples, dropped_again = await self._collect(step, asyncio.Event())
+        return examples, _sums(dropped, dropped_again)
 
-    async def write_ahead(self, steps: range) -> None:
-        """Begins one step after the other; each when the one before it is written."""
+    async def run(self, steps: range) -> None:
+        """Start collecting the steps, each after the previous one is sampled."""
         for step in steps:
             while step - self._version > self._steps_ahead:
-                self._moved.clear()
-                await self._moved.wait()
-            written = asyncio.Event()
-            collecting = asyncio.create_task(self._collect(step, written))
-            collecting.add_done_callback(lambda _, told=written: told.set())
-            self._running.add(collecting)
-            self._begun.put_nowait(collecting)
-            await written.wait()
+                self._pushed.clear()
+                await self._pushed.wait()
+            sampled = asyncio.Event()
+            task = asyncio.create_task(self._collect(step, sampled))
+            task.add_done_callback(lambda _, event=sampled: event.set())
+            self._tasks.add(task)
+            self._started.put_nowait(task)
+            await sampled.wait()
 
-    async def give_up(self) -> None:
-        """Stops what is still being collected."""
-        for collecting in self._running:
-            collecting.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+    async def cancel(self) -> None:
+        """Cancel the steps that are still being collected."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 @asynccontextmanager
-async def pipeline(
+async def run_pipeline(
     collect: Collect, push: Push, config: RolloutConfig, steps: range
 ) -> AsyncGenerator[Pipeline]:
-    """A pipeline at work on these steps; at the end it leaves nothing behind that goes on."""
-    made = Pipeline(collect, push, config, version=steps.start)
-    writing = asyncio.create_task(made.write_ahead(steps))
+    """Collect these steps in the background; all tasks are cancelled on exit."""
+    pipeline = Pipeline(collect, push, config, version=steps.start)
+    running = asyncio.create_task(pipeline.run(steps))
     try:
-        yield made
+        yield pipeline
     finally:
-        writing.cancel()
-        await asyncio.gather(writing, return_exceptions=True)
-        await made.give_up()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await pipeline.cancel()
 
 
-def _sums(ours: Metrics, theirs: Metrics) -> Metrics:
-    return {**(Counter(ours) + Counter(theirs))}
+def _sums(first: Metrics, second: Metrics) -> Metrics:
+    return {**(Counter(first) + Counter(second))}

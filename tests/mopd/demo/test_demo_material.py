@@ -1,4 +1,4 @@
-"""The demo's tasks, tokenizers, models and cache, without training anything to speak of."""
+"""The demo's tasks, tokenizers, models and cache, with two training steps at most."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,15 +21,15 @@ from mopd.demo.tasks import (
     TaskName,
     draw_training,
     held_out_exercises,
-    with_random_answer,
+    with_random_completion,
 )
 from mopd.demo.teachers import train_model, train_models
-from mopd_protocol.tokenizers.token_table import TextEncoder
+from mopd_protocol import DataError, TextEncoder
 
 TINY = replace(SUMS_TEACHER, steps=2, examples_per_step=4)
 
 
-def drawn(task: TaskName, count: int = 200) -> list[Exercise]:
+def exercises_of(task: TaskName, count: int = 200) -> list[Exercise]:
     random = Random(5)
     return [draw_training(task, random) for _ in range(count)]
 
@@ -40,15 +40,15 @@ def ignore_progress(step: int, loss: float) -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_held_out_exercises_are_never_drawn_for_training(task: TaskName) -> None:
-    held_out = {exercise.question for exercise in held_out_exercises(task, 200, seed=0)}
+    held_out = {exercise.prompt for exercise in held_out_exercises(task, 200, seed=0)}
     assert len(held_out) == 200
-    assert held_out.isdisjoint(exercise.question for exercise in drawn(task, 5000))
+    assert held_out.isdisjoint(exercise.prompt for exercise in exercises_of(task, 5000))
 
 
 def test_a_held_out_sum_is_held_out_in_both_orders() -> None:
-    trained = {exercise.question for exercise in drawn("sums", 5000)}
+    trained = {exercise.prompt for exercise in exercises_of("sums", 5000)}
     for exercise in held_out_exercises("sums", 200, seed=0):
-        first, _, second, _ = exercise.question.split()
+        first, _, second, _ = exercise.prompt.split()
         assert f"{second} + {first} =" not in trained
 
 
@@ -57,59 +57,63 @@ def test_the_same_seed_draws_the_same_exercises() -> None:
     assert held_out_exercises("words", 20, seed=1) != held_out_exercises("words", 20, seed=2)
 
 
-def test_asking_for_more_held_out_exercises_than_there_are_is_refused() -> None:
-    with pytest.raises(ValueError, match="held-out sums"):
+def test_requesting_too_many_held_out_exercises_raises() -> None:
+    with pytest.raises(DataError):
         held_out_exercises("sums", 100_000, seed=0)
 
 
-def test_the_answers_are_right() -> None:
-    for exercise in drawn("sums"):
-        first, _, second, _ = exercise.question.split()
-        assert exercise.answer == str(int(first) + int(second))
-    for exercise in drawn("words"):
-        listed = exercise.question.removeprefix("reverse: ").split(" ")
-        assert exercise.answer.split(" ") == listed[::-1]
+def test_the_completions_are_correct() -> None:
+    for exercise in exercises_of("sums"):
+        first, _, second, _ = exercise.prompt.split()
+        assert exercise.completion == str(int(first) + int(second))
+    for exercise in exercises_of("words"):
+        listed = exercise.prompt.removeprefix("reverse: ").split(" ")
+        assert exercise.completion.split(" ") == listed[::-1]
 
 
-def test_random_answers_have_the_form_of_right_ones_and_are_rarely_right() -> None:
+def test_random_completions_have_the_correct_form_and_are_rarely_correct() -> None:
     random = Random(0)
     for task in TASKS:
-        exercises = drawn(task, 1000)
-        answers = [with_random_answer(exercise, random) for exercise in exercises]
-        for right, other in zip(exercises, answers, strict=True):
-            assert other.question == right.question
-            assert len(other.answer_parts) == len(right.answer_parts)
+        exercises = exercises_of(task, 1000)
+        replaced = [with_random_completion(exercise, random) for exercise in exercises]
+        for right, other in zip(exercises, replaced, strict=True):
+            assert other.prompt == right.prompt
+            assert len(other.completion_parts) == len(right.completion_parts)
             if task == "sums":
-                assert len(other.answer) == len(right.answer) == len(str(int(other.answer)))
+                assert (
+                    len(other.completion)
+                    == len(right.completion)
+                    == len(str(int(other.completion)))
+                )
             else:
-                assert set(other.answer.split(" ")) <= set(WORDS)
-        lucky = sum(a == b for a, b in zip(exercises, answers, strict=True))
-        assert lucky < 0.1 * len(exercises)
+                assert set(other.completion.split(" ")) <= set(WORDS)
+        correct = sum(a == b for a, b in zip(exercises, replaced, strict=True))
+        assert correct < 0.1 * len(exercises)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
-def test_a_tokenizer_spells_answers_and_other_text_back(recipe: Recipe) -> None:
+def test_a_tokenizer_round_trips_completions_and_other_text(recipe: Recipe) -> None:
     encoder = Encoder(recipe.tokenizer())
     continuations = TextEncoder(encoder.tokenizer.backend_tokenizer, encoder.table)
-    texts = [exercise.answer for task in TASKS for exercise in drawn(task, 50)]
+    texts = [exercise.completion for task in TASKS for exercise in exercises_of(task, 50)]
     for text in [*texts, "Grüße, 漢字 🙂\n\tand  more"]:
         assert encoder.table.sequence(continuations.encode(text)).text.decode() == text
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
-def test_parts_are_tokenized_as_in_the_whole_answer(recipe: Recipe) -> None:
+def test_parts_are_tokenized_as_in_the_completion(recipe: Recipe) -> None:
     encoder = Encoder(recipe.tokenizer())
     continuations = TextEncoder(encoder.tokenizer.backend_tokenizer, encoder.table)
-    for exercise in [*drawn("sums", 50), *drawn("words", 50)]:
+    for exercise in [*exercises_of("sums", 50), *exercises_of("words", 50)]:
         if recipe is WORDS_TEACHER and exercise.task == "sums":
-            continue  # keeps numbers whole, and is never trained on sums
-        assert encoder.answer(exercise)[:-1] == continuations.encode(exercise.answer)
+            continue  # has tokens of several digits, and is never trained on sums
+        assert encoder.completion(exercise)[:-1] == continuations.encode(exercise.completion)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
-def test_prompts_are_what_the_chat_template_makes_of_them(recipe: Recipe) -> None:
+def test_prompts_are_rendered_by_the_chat_template(recipe: Recipe) -> None:
     encoder = Encoder(recipe.tokenizer())
-    exercise = drawn("words", 1)[0]
+    exercise = exercises_of("words", 1)[0]
     conversation = [message.model_dump() for message in exercise.messages]
     rendered = encoder.tokenizer.apply_chat_template(
         conversation, add_generation_prompt=True, return_dict=True
@@ -117,26 +121,26 @@ def test_prompts_are_what_the_chat_template_makes_of_them(recipe: Recipe) -> Non
     assert encoder.prompts([exercise]) == [rendered["input_ids"]]
 
 
-def test_the_three_tokenizers_differ_and_end_turns_by_different_names() -> None:
+def test_the_three_tokenizers_differ_and_have_different_end_of_turn_tokens() -> None:
     encoders = [Encoder(recipe.tokenizer()) for recipe in RECIPES]
     assert len({encoder.table.fingerprint for encoder in encoders}) == 3
     assert len({e.tokenizer.convert_ids_to_tokens(e.end_of_turn) for e in encoders}) == 3
 
 
-def test_the_student_spells_every_word_in_one_token_and_the_words_teacher_does_not() -> None:
+def test_every_word_is_one_token_of_the_student_but_not_of_the_words_teacher() -> None:
     spellings = [word for name in WORDS for word in (name, f" {name}")]
     student, teacher = Encoder(STUDENT.tokenizer()), Encoder(WORDS_TEACHER.tokenizer())
     assert all(len(student.part(spelling)) == 1 for spelling in spellings)
     lengths = {spelling: len(teacher.part(spelling)) for spelling in spellings}
     assert 0.05 < sum(length > 1 for length in lengths.values()) / len(lengths) < 0.25
     first_pieces = [teacher.part(spelling)[0] for spelling in spellings]
-    assert len(set(first_pieces)) == len(spellings), "two words could not be told apart"
+    assert len(set(first_pieces)) == len(spellings), "two words have a common first piece"
 
 
-def test_the_student_and_the_sums_teacher_spell_answers_in_single_digits() -> None:
+def test_the_student_and_the_sums_teacher_have_single_digits() -> None:
     for recipe in (STUDENT, SUMS_TEACHER):
         encoder = Encoder(recipe.tokenizer())
-        assert all(len(encoder.answer(exercise)) == 3 for exercise in drawn("sums", 50))
+        assert all(len(encoder.completion(exercise)) == 3 for exercise in exercises_of("sums", 50))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
@@ -148,14 +152,14 @@ def test_heads_are_wider_than_tokenizers(recipe: Recipe) -> None:
     assert width % 64 == 0
 
 
-def test_a_corrupted_answer_is_read_wrong_and_taught_right() -> None:
+def test_corrupted_inputs_have_correct_labels() -> None:
     encoder = Encoder(STUDENT.tokenizer())
-    exercises = drawn("words", 50)
+    exercises = exercises_of("words", 50)
     clean = supervised_batch(encoder, exercises, corruption=0.0, random=Random(0))
     trained = clean.labels != IGNORED
     assert torch.equal(clean.token_ids[trained], clean.labels[trained])
     corrupted = supervised_batch(encoder, exercises, corruption=0.5, random=Random(0))
-    # Words are single tokens here, so labels stay the same whatever is read.
+    # Words are single tokens, so the labels do not depend on the inputs.
     assert torch.equal(corrupted.labels, clean.labels)
     wrong = (corrupted.token_ids != clean.token_ids).sum() / (4 * len(exercises))
     assert 0.35 < float(wrong) < 0.6
@@ -175,7 +179,7 @@ def test_the_cache_key_changes_with_every_setting() -> None:
     assert len(keys) == 1 + len(changed)
 
 
-def test_two_steps_write_a_loadable_folder_and_are_not_repeated(tmp_path: Path) -> None:
+def test_a_trained_model_is_saved_once(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     steps: list[int] = []
     train_model(TINY, folder, lambda step, loss: steps.append(step))
@@ -190,24 +194,24 @@ def test_two_steps_write_a_loadable_folder_and_are_not_repeated(tmp_path: Path) 
     assert exact_match(model, encoder, held_out_exercises("sums", 8, seed=0)) <= 1.0
 
 
-def test_nothing_half_written_is_left_after_a_failure(
+def test_a_failed_save_leaves_no_partial_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "model"
     train_model(TINY, folder, ignore_progress)
 
     def fail(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-        assert list(folder.iterdir()), "the model's files are written before the tokenizer's"
+        assert list(folder.iterdir()), "the model is saved before the tokenizer"
         raise OSError("no space left on device")
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", fail)
     with pytest.raises(OSError, match="no space"):
         train_model(replace(TINY, seed=1), folder, ignore_progress)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    assert is_cached(TINY, folder), "the folder that was there is still whole"
+    assert is_cached(TINY, folder), "the previous folder is unchanged"
 
 
-def test_models_are_trained_apart_and_reported(tmp_path: Path) -> None:
+def test_models_are_trained_in_subprocesses_and_reported(tmp_path: Path) -> None:
     recipes = [TINY, replace(WORDS_TEACHER, steps=2, examples_per_step=4)]
     with open(tmp_path / "console.txt", "w") as file:
         folders = train_models(recipes, tmp_path / "models", Console(file=file), processes=2)

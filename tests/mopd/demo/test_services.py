@@ -1,4 +1,4 @@
-"""Services as separate processes: there for the block, all of it."""
+"""Services run as subprocesses for the duration of the block."""
 
 import sys
 from pathlib import Path
@@ -7,19 +7,21 @@ import pytest
 
 from mopd.demo import services
 from mopd.demo.services import teacher_services
-from mopd_protocol.errors import TeacherError
+from mopd_protocol import TeacherError
 
-#: A teacher that tells its address at once, and is asked three times before it is ready.
+pytestmark = pytest.mark.process
+
+#: Prints its address at once, and is ready at the third probe.
 SLOW = """
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
-        asked = Path(__file__).with_name("asked")
+        probes = Path(__file__).with_name("probes")
         if self.path == "/readyz":
-            asked.write_text((asked.read_text() if asked.exists() else "") + "once more, ")
-        ready = self.path == "/healthz" or asked.read_text().count("once more") == 3
+            probes.write_text((probes.read_text() if probes.exists() else "") + "x")
+        ready = self.path == "/healthz" or probes.read_text().count("x") == 3
         self.send_response(200 if ready else 503)
         self.end_headers()
 
@@ -27,9 +29,9 @@ http = HTTPServer(("127.0.0.1", 0), Handler)
 print(f"  address    http://127.0.0.1:{http.server_port}  (documentation)", flush=True)
 http.serve_forever()
 """
-#: One whose warm-up fails, and that stays.
+#: Fails its warm-up and keeps running.
 UNHEALTHY = SLOW.replace('self.path == "/healthz" or', "False and")
-#: One that ends.
+#: Exits.
 BROKEN = """
 import sys
 print("  address    http://127.0.0.1:1", flush=True)
@@ -37,28 +39,28 @@ sys.exit("mopd-teacher: no memory left")
 """
 
 
-def stand_in(folder: Path, text: str, patched: pytest.MonkeyPatch) -> None:
-    """Has this program be ``mopd-teacher``."""
+def replace_program(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run this program instead of ``mopd-teacher``."""
     program = folder / "mopd-teacher"
     program.write_text(f"#!{sys.executable}\n{text}")
     program.chmod(0o755)
-    patched.setattr(services, "_executable", lambda: program)
+    monkeypatch.setattr(services, "_executable", lambda: program)
 
 
 def test_services_are_ready_when_the_block_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in(tmp_path, SLOW, monkeypatch)
-    with teacher_services({"math": tmp_path}, tmp_path / "logs") as found:
-        assert found["math"].startswith("http://127.0.0.1:")
-        assert (tmp_path / "asked").read_text() == "once more, " * 3
+    replace_program(tmp_path, SLOW, monkeypatch)
+    with teacher_services({"math": tmp_path}, tmp_path / "logs") as addresses:
+        assert addresses["math"].startswith("http://127.0.0.1:")
+        assert (tmp_path / "probes").read_text() == "x" * 3
 
 
-@pytest.mark.parametrize("text", [BROKEN, UNHEALTHY], ids=["ends", "stays"])
-def test_a_service_that_will_not_be_ready_says_why(
+@pytest.mark.parametrize("text", [BROKEN, UNHEALTHY], ids=["exits", "keeps-running"])
+def test_a_failed_start_raises_with_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    stand_in(tmp_path, text, monkeypatch)
-    told = pytest.raises(TeacherError, match=r"'math' did not start: .*(no memory left|HTTP/1\.1)")
-    with told, teacher_services({"math": tmp_path}, tmp_path / "logs"):
-        raise AssertionError("nobody is there")
+    replace_program(tmp_path, text, monkeypatch)
+    error = pytest.raises(TeacherError, match=r"'math'.*(no memory left|HTTP/1\.1)")
+    with error, teacher_services({"math": tmp_path}, tmp_path / "logs"):
+        raise AssertionError("the service is not ready")

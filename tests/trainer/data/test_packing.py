@@ -98,7 +98,7 @@ def test_weights_and_targets_go_with_their_tokens(
     for one in examples:
         prompt = one.rollout.prompt_token_ids.tolist()
         ids = one.rollout.completion.token_ids.tolist()
-        for judgement in one.judgements:
+        for judgement in one.scores:
             alignment = judgement.alignment
             rows = dict(
                 zip(
@@ -130,7 +130,7 @@ def test_who_comes_first_among_equals_does_not_depend_on_arrival() -> None:
 def test_targets_keep_their_values() -> None:
     [one] = examples_of([(2, 3)])
     [batch] = packed([one], 100)
-    topk = one.judgements[0].score.topk
+    topk = one.scores[0].score.topk
     targets = targets_of(batch.teachers["math"])
     np.testing.assert_array_equal(targets.logprobs.numpy(), topk.logprobs)
     np.testing.assert_array_equal(targets.tail_logprobs.numpy(), topk.tail_logprobs)

@@ -1,4 +1,4 @@
-"""One student on two ranks: the step of a single rank, whatever is sharded and however packed."""
+"""A student on two ranks makes the steps of a single rank, for any sharding and packing."""
 
 import math
 import os
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mopd_trainer.config.fingerprint import RunIdentity
 from mopd_trainer.config.run import RolloutConfig, RunConfig
-from mopd_trainer.data.packing import pack
+from mopd_trainer.data.packing import pack, split
 from mopd_trainer.distributed.process_group import Ranks
 from mopd_trainer.run_folder.checkpoint import Checkpoint, save_checkpoint
 from mopd_trainer.student.student import Student
@@ -22,7 +22,7 @@ from mopd_trainer.training.learner import Learner
 from tests import tiny_models
 from tests.trainer.judged import losses_for
 from tests.trainer.lora_students import LORA
-from tests.trainer.ranked import led, on_ranks
+from tests.trainer.ranked import on_ranks
 from tests.trainer.runs import run_values
 from tests.trainer.students import model_of, tokenizer
 from tests.trainer.training.test_learner import TEACHER_WEIGHTS, examples
@@ -30,19 +30,19 @@ from tests.trainer.training.test_learner import TEACHER_WEIGHTS, examples
 pytestmark = pytest.mark.slow
 
 PROMPTS = [[5, 6, 7], [8, 9]]
-WRITTEN = RolloutConfig(max_new_tokens=6)
+SAMPLING = RolloutConfig(max_new_tokens=6)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, what becomes of it, and what it is trained on."""
+    """A model, its sharding, and its training data."""
 
     model: str
     sharding: str
     budget: int = 45
-    examples: int = 4  # of those there are, the first
+    examples: int = 4  # number of training examples
     steps: int = 2
-    resume: str | None = None  # the name of the case whose checkpoint is gone on from
+    resume: str | None = None  # name of the case whose checkpoint is resumed
     lora: bool = False
 
     @property
@@ -51,8 +51,8 @@ class Case:
         return f"{kind}{self.model}-{self.sharding}-{self.budget}-{self.examples}-{self.steps}"
 
 
-#: A head of its own and one that is the embedding (of an odd number of rows); micro-batches that
-#: two ranks can share evenly and not; a step with one example, of which one rank has nothing.
+#: Tied and untied heads (of an odd number of rows); even and uneven numbers of micro-batches per
+#: rank; a step with one example, which leaves a rank without one.
 CASES = [
     Case("untied", "ddp"),
     Case("untied", "fsdp", budget=30),
@@ -99,38 +99,56 @@ def learner_of(config: RunConfig, student: Student) -> Learner:
     )
 
 
-def step_of(config: RunConfig, learner: Learner, ranks: int, case: Case, step: int) -> Any:
-    """Told by the step: metrics, each teacher's nats, and those of some completions' tokens."""
+def step_of(config: RunConfig, learner: Learner, ranks: Ranks, case: Case, step: int) -> Any:
+    """Make a step; return metrics, each teacher's nats, and the losses of the tokens."""
     chosen = examples()[: case.examples]
     budget = config.student.tokens_per_micro_batch
-    batches = pack(chosen, tokens_per_micro_batch=budget, ranks=ranks, shown=chosen[-3:])
+    batches = list(pack(chosen, tokens_per_micro_batch=budget, ranks=ranks.size))
     tokens = sum(len(example.rollout.completion) for example in chosen)
-    metrics, losses = learner.update(batches, tokens=tokens, step=step)
-    of_tokens = {
-        f"{name}/shown/{number}/{at}": nats if math.isfinite(nats) else -1.0
+    own = ranks.scatter(split(batches, ranks.size))
+    metrics, losses = learner.update(own, tokens=tokens, step=step)
+    token_losses = {
+        f"{name}/tokens/{example}/{token}": nats if math.isfinite(nats) else -1.0
         for name, loss in losses.items()
-        for number, values in loss.shown.items()
-        for at, nats in enumerate(values.tolist())
+        for example, values in loss.per_example.items()
+        for token, nats in enumerate(values.tolist())
     }
-    assert ranks > 1 or of_tokens
-    return metrics | of_tokens | {name: loss.nats for name, loss in losses.items()}
+    assert ranks.rank or token_losses
+    return metrics | token_losses | {name: loss.nats for name, loss in losses.items()}
 
 
 def trained(folder: Path, case: Case, ranks: Ranks | None = None) -> dict[str, Any]:
-    """The case's steps, completions before and after, and a checkpoint."""
+    """Train a case and save a checkpoint; return metrics, completions and state (on rank 0)."""
     config = config_of(folder, case)
+    ranks = ranks or Ranks()
     student = Student.load(config.student, ranks)
     learner = learner_of(config, student)
     done = 0
     if case.resume is not None:
         checkpoint = Checkpoint.open(folder / case.resume / "checkpoints" / "step-00000002")
-        checkpoint.restore(student, learner.optimizer)
+        if ranks.is_rank_zero:
+            checkpoint.restore(student, learner.optimizer)
+        else:
+            student.load_weights(None)
+            learner.optimizer.load_state_dict({})
         done = checkpoint.step
-    told: list[Any] = []
-    written = [[w.token_ids for w in student.generate(PROMPTS, WRITTEN, seed=3)]]
+    metrics: list[Any] = []
+    completions: list[list[list[int]]] = []
+
+    def sample() -> None:
+        student.gather()
+        if ranks.is_rank_zero:
+            generated = student.generate(PROMPTS, SAMPLING, seed=3)
+            completions.append([generation.token_ids for generation in generated])
+
+    sample()
     for step in range(done, case.steps):
-        told.append(step_of(config, learner, student.ranks.size, case, step))
-        written.append([w.token_ids for w in student.generate(PROMPTS, WRITTEN, seed=3)])
+        metrics.append(step_of(config, learner, ranks, case, step))
+        sample()
+    moments = learner.optimizer.state_dict()["state"]
+    if not ranks.is_rank_zero:
+        learner.optimizer.state_dict()  # takes part in saving
+        return {}
     save_checkpoint(
         config,
         step=case.steps,
@@ -140,26 +158,23 @@ def trained(folder: Path, case: Case, ranks: Ranks | None = None) -> dict[str, A
         identity=RunIdentity.of(config, []),
     )
     return {
-        "told": told,
-        "written": written,
-        "moments": learner.optimizer.state_dict()["state"],
-        "weights": {k: v.clone() for k, v in student.whole_model().state_dict().items()},
+        "metrics": metrics,
+        "completions": completions,
+        "moments": moments,
+        "weights": {k: v.clone() for k, v in student.full_model().state_dict().items()},
     }
 
 
 def train_on_ranks(ranks: Ranks, folder: Path, cases: list[Case]) -> None:
     for case in cases:
-
-        def work(case: Case = case) -> None:
-            found = trained(folder, case, ranks)
-            torch.save(found, folder / f"{case.name}.pt")
-
-        led(ranks, config_of(folder, case).student, work)
+        state = trained(folder, case, ranks)
+        if ranks.is_rank_zero:
+            torch.save(state, folder / f"{case.name}.pt")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the students are, and a checkpoint that one rank made."""
+    """Students, and checkpoints of a single rank."""
     folder = tmp_path_factory.mktemp("ranks")
     tiny_models.save(model_of("qwen"), tokenizer("digit"), folder / "untied")
     tied = model_of("qwen", 1)
@@ -173,8 +188,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> dict[Case, dict[str, Any]]:
-    """What two ranks made of every case."""
+def results(folder: Path) -> dict[Case, dict[str, Any]]:
+    """Every case on two ranks."""
     cases = [*CASES, *[case for case in RESUMED if case.sharding != "none"]]
     assert on_ranks(2, train_on_ranks, folder, cases) == ([0, 0], [])
     return {case: torch.load(folder / f"{case.name}.pt", weights_only=False) for case in cases}
@@ -182,46 +197,46 @@ def found(folder: Path) -> dict[Case, dict[str, Any]]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_two_ranks_make_the_steps_of_one(
-    folder: Path, found: dict[Case, dict[str, Any]], case: Case
+    folder: Path, results: dict[Case, dict[str, Any]], case: Case
 ) -> None:
-    alone = Case(case.model, "none", budget=10_000, examples=case.examples, lora=case.lora)
-    assert_same(found[case], trained(folder, alone))
+    single = Case(case.model, "none", budget=10_000, examples=case.examples, lora=case.lora)
+    assert_same(results[case], trained(folder, single))
 
 
 @pytest.mark.parametrize("case", RESUMED, ids=lambda case: f"{case.resume} on {case.sharding}")
-def test_a_checkpoint_does_not_know_how_many_ranks_made_it(
-    folder: Path, found: dict[Case, dict[str, Any]], case: Case
+def test_a_checkpoint_fits_any_number_of_ranks(
+    folder: Path, results: dict[Case, dict[str, Any]], case: Case
 ) -> None:
-    resumed = found[case] if case in found else trained(folder, case)
+    resumed = results[case] if case in results else trained(folder, case)
     straight = trained(folder, Case("tied", "none", steps=3, budget=10_000, lora=case.lora))
-    for name in ("told", "written"):
+    for name in ("metrics", "completions"):
         straight[name] = straight[name][2:]
     assert_same(resumed, straight)
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """To 1e-5, and the same completions."""
-    for ours, theirs in zip(found["told"], expected["told"], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
-    assert found["written"] == expected["written"]
-    assert_close(found["weights"], expected["weights"])
-    assert found["moments"].keys() == expected["moments"].keys()
+def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Compare numbers to 1e-5, and completions exactly."""
+    for metrics, other in zip(actual["metrics"], expected["metrics"], strict=True):
+        assert metrics == pytest.approx(other, rel=1e-5)
+    assert actual["completions"] == expected["completions"]
+    assert_close(actual["weights"], expected["weights"])
+    assert actual["moments"].keys() == expected["moments"].keys()
     for number, moments in expected["moments"].items():
-        assert_close(found["moments"][number], moments)
+        assert_close(actual["moments"][number], moments)
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5, msg=name)
+        torch.testing.assert_close(actual[name], value, rtol=1e-5, atol=1e-5, msg=name)
 
 
 def lose_a_rank(ranks: Ranks, folder: Path, how: str) -> None:
-    """Rank 1 fails in the middle of the second step."""
+    """Rank 1 fails during the second micro-batch."""
     case = Case("untied", "fsdp")
     config = config_of(folder, case)
     if ranks.rank:
-        honest, calls = Student.losses, [0]
+        losses, calls = Student.losses, [0]
 
         def failing(self: Student, *arguments: Any, **settings: Any) -> Any:
             calls[0] += 1
@@ -229,17 +244,14 @@ def lose_a_rank(ranks: Ranks, folder: Path, how: str) -> None:
                 if how == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise RuntimeError("no memory left\nand more")
-            return honest(self, *arguments, **settings)
+            return losses(self, *arguments, **settings)
 
         Student.losses = failing
 
-    def work() -> None:
-        student = Student.load(config.student, ranks)
-        learner = learner_of(config, student)
-        step_of(config, learner, 2, case, 0)
-        step_of(config, learner, 2, case, 1)
-
-    led(ranks, config.student, work)
+    student = Student.load(config.student, ranks)
+    learner = learner_of(config, student)
+    for step in range(2):
+        step_of(config, learner, ranks, case, step)
 
 
 @pytest.mark.parametrize(
@@ -249,14 +261,14 @@ def lose_a_rank(ranks: Ranks, folder: Path, how: str) -> None:
         (
             "killed",
             [2, -signal.SIGKILL],
-            r"a student rank is gone \(.*last checkpoint is whole",
+            r"a student rank was lost \(.*last checkpoint, which is complete",
         ),
     ],
 )
-def test_a_rank_that_fails_ends_all_with_one_sentence(
+def test_a_failing_rank_ends_all_with_one_message(
     folder: Path, how: str, codes: list[int], sentence: str
 ) -> None:
-    ended, told = on_ranks(2, lose_a_rank, folder, how)
-    assert ended == codes
-    assert len(told) == 1
-    assert re.fullmatch(sentence, told[0])
+    exit_codes, messages = on_ranks(2, lose_a_rank, folder, how)
+    assert exit_codes == codes
+    assert len(messages) == 1
+    assert re.fullmatch(sentence, messages[0])

@@ -72,7 +72,7 @@ def test_a_run_on_ray_trains_what_one_process_trains(
     run = started(write_run(tmp_path, values))
     told, refused = run.communicate(timeout=800)
     assert run.returncode == 0, refused
-    assert told.count("the student is in ") == 1
+    assert told.count("saved the model to ") == 1
     del values["resources"]
     values["student"]["sharding"] = "none"
     values["teachers"] = {n: {"url": address, "top_k": 8} for n, address in addresses.items()}
@@ -102,20 +102,20 @@ def test_a_rank_that_dies_on_ray_ends_the_run_with_a_sentence(
     path = write_run(tmp_path, values)
     run = started(path)
     until(lambda: (tmp_path / "run" / "journal.jsonl").exists(), run)
-    os.kill(processes(path, "ray::_StudentRank")[-1], signal.SIGKILL)
+    os.kill(processes(path, "ray::StudentRank")[-1], signal.SIGKILL)
     _, refused = run.communicate(timeout=800)
     assert run.returncode == 2
     assert refused.count("mopd: ") == 1
     assert "student rank" in refused
-    assert "died" in refused
-    until(lambda: not processes(path, "ray::_StudentRank"), None)
+    assert "crashed" in refused
+    until(lambda: not processes(path, "ray::StudentRank"), None)
 
 
 def test_a_teacher_service_that_dies_is_started_again_where_it_was() -> None:
-    from mopd_trainer.launch.cluster import _TeacherServices
+    from mopd_trainer.launch.services import TeacherServices
 
     waits = [sys.executable, "-c", "import time; time.sleep(600)"]
-    services = _TeacherServices({"math": waits}, {"math": ""})
+    services = TeacherServices({"math": waits}, {"math": ""})
     try:
         assert services.start().keys() == {"math"}
         until(lambda: services.starts() == {"math": 1} and bool(services.process_ids()), None)

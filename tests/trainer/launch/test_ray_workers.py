@@ -23,7 +23,7 @@ from tests.trainer.whole_runs import assert_same_weights, journal, run_here
 
 ray = pytest.importorskip("ray")
 
-from mopd_trainer.launch.cluster import RayWorkers, worker_actor  # noqa: E402
+from mopd_trainer.launch.workers import RayWorkers, worker_actor  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
@@ -70,11 +70,11 @@ class Dying(RayWorkers):
 
     asked = 0
 
-    async def write(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Any:
+    async def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Any:
         self.asked += 1
         if self.asked == 6:
             os.kill(await self._actors[0].process_id.remote(), signal.SIGKILL)
-        return await super().write(prompts, seed=seed)
+        return await super().generate(prompts, seed=seed)
 
 
 def run_with(config: RunConfig, workers: RayWorkers, name: str) -> Path:
@@ -115,10 +115,11 @@ def test_workers_write_what_the_student_would_have_written(
         assert sum(restarts) == (kind is Dying)
     for actor in actors:
         ray.kill(actor)
-    told = [record.getMessage() for record in caplog.records if "died" in record.getMessage()]
-    assert len(told) == 1
-    assert "rollout worker 1 of 2 died" in told[0]
-    assert "written again with the same seeds" in told[0]
+    messages = [record.getMessage() for record in caplog.records]
+    crashes = [message for message in messages if "crashed" in message]
+    assert len(crashes) == 1
+    assert "rollout worker 1 of 2 crashed" in crashes[0]
+    assert "with the same seeds" in crashes[0]
 
 
 def test_a_run_ends_when_no_worker_is_left(cluster: None, values: dict[str, Any]) -> None:
@@ -127,7 +128,7 @@ def test_a_run_ends_when_no_worker_is_left(cluster: None, values: dict[str, Any]
     with pytest.raises((BaseExceptionGroup, MopdError)) as ended:
         run_with(config, Dying(actors, config), "dying")
     told = sentence(ended.value)
-    assert "no rollout worker is left: rollout worker 1 of 1 died more often" in told
+    assert "none is left: rollout worker 1 of 1 crashed more often" in told
 
 
 def test_a_worker_that_cannot_be_says_why(cluster: None, values: dict[str, Any]) -> None:
@@ -137,10 +138,10 @@ def test_a_worker_that_cannot_be_says_why(cluster: None, values: dict[str, Any])
 
     async def asked() -> None:
         workers = RayWorkers([actor], config)
-        await workers.push(0, {})
-        await workers.write([[5]], seed=0)
+        await workers.push_weights(0, {})
+        await workers.generate([[5]], seed=0)
 
-    with pytest.raises(MopdError, match=r"worker refuses: student\.model '/nowhere"):
+    with pytest.raises(MopdError, match=r"rollout worker failed: .*/nowhere"):
         asyncio.run(asked())
     ray.kill(actor)
 

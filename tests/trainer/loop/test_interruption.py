@@ -105,7 +105,7 @@ def test_an_interrupted_run_saves_what_it_learnt_and_goes_on(
     told = capsys.readouterr().err
     folder = tmp_path / "run" / "checkpoints" / "step-00000002"
     assert told == (
-        f"mopd: {number.name} after step 2; its checkpoint is {folder}; go on with "
+        f"mopd: {number.name} after step 2; the checkpoint is {folder}; resume with "
         "resume_from_checkpoint=true\n"
     )
     assert [signal.getsignal(one) for one in HEARD] == before
@@ -149,7 +149,7 @@ async def test_a_second_hangup_does_nothing_and_one_under_nohup_neither() -> Non
     with Interruption() as interruption:
         os.kill(os.getpid(), signal.SIGHUP)
         with pytest.raises(Stopped):
-            await interruption.unless_asked(asyncio.sleep(1e9))
+            await interruption.cancel_on_signal(asyncio.sleep(1e9))
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -167,10 +167,10 @@ async def test_a_second_signal_is_not_held_back() -> None:
         held = signal.getsignal(signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(Stopped):
-            await interruption.unless_asked(asyncio.sleep(1e9))
+            await interruption.cancel_on_signal(asyncio.sleep(1e9))
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL != held
         with pytest.raises(Stopped):  # nothing is begun any more
-            await interruption.unless_asked(asyncio.sleep(0))
+            await interruption.cancel_on_signal(asyncio.sleep(0))
 
 
 @pytest.mark.anyio
@@ -179,6 +179,6 @@ async def test_work_that_fails_fails_as_itself() -> None:
         raise RuntimeError("broken")
 
     with Interruption() as interruption:
-        assert await interruption.unless_asked(asyncio.sleep(0, result=7)) == 7
+        assert await interruption.cancel_on_signal(asyncio.sleep(0, result=7)) == 7
         with pytest.raises(RuntimeError, match="broken"):
-            await interruption.unless_asked(fail())
+            await interruption.cancel_on_signal(fail())

@@ -44,7 +44,7 @@ async def test_a_stock_server_judges_what_the_student_wrote(tmp_path: Path, loss
 
     assert met["math"].path == COMPLETIONS
     assert scorer.dropped == {"math/too_long": 1, "total": 1}
-    [judgement] = example.judgements
+    [judgement] = example.scores
     expected = [*tokenizer.encoder.encode("12 + 30 = 42"), 0]
     assert judgement.score.completion.token_ids.tolist() == expected
     [asked] = [b["prompt"] for b in server.requests_to(COMPLETIONS) if len(b["prompt"]) != 4]

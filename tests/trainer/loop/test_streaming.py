@@ -35,11 +35,11 @@ class WaitsForATeacher(Sampler):
         super().__init__(student, config, seed=0)
         self._asked = asked
 
-    def sample(self, prompts: Sequence[Prompt], *, step: int, batch: int) -> list[Rollout]:
+    def sample_batch(self, prompts: Sequence[Prompt], *, step: int, batch: int) -> list[Rollout]:
         """As ``Sampler``; gives up on the teachers after five minutes."""
         if batch == 2:
             assert self._asked.wait(300), "no teacher was asked before the last batch was written"
-        return super().sample(prompts, step=step, batch=batch)
+        return super().sample_batch(prompts, step=step, batch=batch)
 
 
 @asynccontextmanager
@@ -105,9 +105,11 @@ async def test_after_rollout_no_teacher_is_asked_before_all_is_written() -> None
     seen: list[bool] = []
 
     class Watches(Sampler):
-        def sample(self, prompts: Sequence[Prompt], *, step: int, batch: int) -> list[Rollout]:
+        def sample_batch(
+            self, prompts: Sequence[Prompt], *, step: int, batch: int
+        ) -> list[Rollout]:
             seen.append(asked.is_set())
-            return super().sample(prompts, step=step, batch=batch)
+            return super().sample_batch(prompts, step=step, batch=batch)
 
     student = student_of()
     async with scorer_for(student, transport) as scorer:
@@ -127,7 +129,7 @@ async def test_examples_are_in_the_order_of_the_prompts_whatever_is_finished_fir
         async def complete(
             self, prompts: Sequence[Prompt], *, step: int
         ) -> AsyncGenerator[CompletionBatch]:
-            found = [each async for each in super().complete(prompts, step=step)]
+            found = [each async for each in super().sample(prompts, step=step)]
             for each in reversed(found):
                 yield each
 

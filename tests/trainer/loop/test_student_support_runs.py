@@ -124,7 +124,7 @@ def places(sample: RecordedSample, name: str) -> list[tuple[int, int]]:
     if name == "digit":
         return [(row, row) for row in range(len(sample.rollout.completion))]
     # A text that the teacher reads, ended by its own token where the student has ended it.
-    alignment = align(sample.rollout.completion, sample.judgements[0].score.completion)
+    alignment = align(sample.rollout.completion, sample.scores[0].score.completion)
     return list(
         zip(alignment.student_starts.tolist(), alignment.teacher_starts.tolist(), strict=True)
     )
@@ -169,7 +169,7 @@ def test_a_run_asks_about_the_students_ids_and_learns_from_them(
         own = own_ids(sample.rollout)
         assert sample.rollout.student_topk_ids is not None
         assert sample.rollout.student_topk_ids.tolist() == own
-        rows: list[list[int]] = [[] for _ in range(len(sample.judgements[0].score.completion))]
+        rows: list[list[int]] = [[] for _ in range(len(sample.scores[0].score.completion))]
         for row, teacher_row in places(sample, name):
             rows[teacher_row] = own[row] if name == "digit" else counterparts(own[row], dense)
         wanted.append(rows)
@@ -195,7 +195,7 @@ def divergence(
     name: str,
 ) -> float:
     """Nats: the sum over what is compared, from both whole distributions on the asked ids."""
-    rollout, scored = sample.rollout, sample.judgements[0].score.completion
+    rollout, scored = sample.rollout, sample.scores[0].score.completion
     real = student().table.real_ids(student().identity.logit_width).tolist()
     prompt, ids = rollout.prompt_token_ids.tolist(), rollout.completion.token_ids.tolist()
     theirs = rendered(sample, name)

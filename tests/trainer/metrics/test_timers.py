@@ -28,7 +28,7 @@ def test_teachers_are_waited_for_while_nothing_is_written() -> None:
         now.seconds += 1  # a wait
     with clock.phase("train"):
         now.seconds += 2
-    assert clock.take() == {
+    assert clock.pop() == {
         "time/sample": 3.0,
         "time/score": 4.0,
         "time/wait": 1.0,
@@ -37,7 +37,7 @@ def test_teachers_are_waited_for_while_nothing_is_written() -> None:
         "time/step": 7.0,
         "time/hidden_share": 0.75,
     }
-    assert math.isnan(clock.take()["time/hidden_share"])
+    assert math.isnan(clock.pop()["time/hidden_share"])
 
 
 def test_a_phase_that_goes_on_is_shared_between_two_questions() -> None:
@@ -45,9 +45,9 @@ def test_a_phase_that_goes_on_is_shared_between_two_questions() -> None:
     clock = StepTimer(now)
     with clock.phase("sample"):
         now.seconds += 2
-        assert clock.take()["time/sample"] == 2
+        assert clock.pop()["time/sample"] == 2
         now.seconds += 5
-    assert clock.take()["time/sample"] == 5
+    assert clock.pop()["time/sample"] == 5
 
 
 PHASES = st.sampled_from(("sample", "score", "train"))
@@ -70,7 +70,7 @@ def test_a_phase_lasts_as_long_as_the_union_of_its_spans(
             if second == start + length:
                 held[at].__exit__(None, None, None)
         now.seconds += 1
-    found = clock.take()
+    found = clock.pop()
     for name, seconds in covered.items():
         assert found[f"time/{name}"] == len(seconds)
     assert found["time/wait"] == len(covered["score"] - covered["sample"])

@@ -1,4 +1,4 @@
-"""The losses of a shown completion's tokens, however it was packed, and how they are written."""
+"""Losses per token of each completion, for any packing, and their JSON."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from tests.trainer.training.test_learner import double_student, examples, learne
 
 
 def by_hand(student: Student, one: TrainingExample) -> dict[str, list[float]]:
-    """Teacher -> nats of each token of an example, one context at a time; NaN inside spans."""
+    """Return nats per token by teacher, one context at a time; NaN inside spans."""
     losses = losses_for(student, {"code": "reverse_kl"})
     real_ids = torch.tensor(student.table.real_ids(student.identity.logit_width))
     prompt = one.rollout.prompt_token_ids.tolist()
@@ -31,59 +31,54 @@ def by_hand(student: Student, one: TrainingExample) -> dict[str, list[float]]:
         student.model(torch.tensor([[*prompt, *ids[:row]]])).logits[0, -1]
         for row in range(len(ids))
     ]
-    found: dict[str, list[float]] = {}
-    for judgement in one.judgements:
-        targets = topk_targets(judgement.alignment, judgement.score.topk)
-        values = losses[judgement.teacher](DenseRows(torch.stack(rows), real_ids), targets)
-        starts = set(judgement.alignment.student_starts.tolist())
-        found[judgement.teacher] = [
-            value if at in starts else math.nan
-            for at, value in enumerate(values.per_token.tolist())
+    expected: dict[str, list[float]] = {}
+    for score in one.scores:
+        targets = topk_targets(score.alignment, score.score.topk)
+        values = losses[score.teacher](DenseRows(torch.stack(rows), real_ids), targets)
+        starts = set(score.alignment.student_starts.tolist())
+        expected[score.teacher] = [
+            value if token in starts else math.nan
+            for token, value in enumerate(values.per_token.tolist())
         ]
-    return found
+    return expected
 
 
-def shown_losses(
-    student: Student, chosen: list[TrainingExample], shown: list[TrainingExample], budget: int
+def step_losses(
+    student: Student, chosen: list[TrainingExample], budget: int
 ) -> list[dict[str, TokenLosses]]:
-    """Of each shown example, by teacher, as a step tells them."""
-    batches = pack(chosen, tokens_per_micro_batch=budget, shown=shown)
+    """Make a step; return the losses of each example by teacher."""
+    batches = pack(chosen, tokens_per_micro_batch=budget)
     tokens = sum(len(one.rollout.completion) for one in chosen)
     _, losses = learner_of(student).update(batches, tokens=tokens, step=0)
     return [
-        {name: loss.shown[number] for name, loss in losses.items() if number in loss.shown}
-        for number in range(len(shown))
+        {n: loss.per_example[index] for n, loss in losses.items() if index in loss.per_example}
+        for index in range(len(chosen))
     ]
 
 
 @pytest.mark.parametrize("budget", [1, 60, 10_000])
-def test_a_shown_token_has_its_own_loss_by_each_of_its_teachers(budget: int) -> None:
+def test_each_token_has_its_loss_by_each_of_its_teachers(budget: int) -> None:
     chosen = examples()
-    shown = [chosen[2], chosen[0], chosen[3]]
-    expected = [by_hand(double_student(), one) for one in shown]
-    found = shown_losses(double_student(), chosen, shown, budget)
+    expected = [by_hand(double_student(), one) for one in chosen]
+    actual = step_losses(double_student(), chosen, budget)
 
-    assert [set(told) for told in found] == [{"math", "code"}, {"math"}, {"code"}]
-    for told, wanted in zip(found, expected, strict=True):
-        for name, values in wanted.items():
-            np.testing.assert_allclose(told[name], values, rtol=1e-5)
-    inside = [math.isnan(value) for value in found[0]["code"].tolist()]
+    for losses, other in zip(actual, expected, strict=True):
+        assert losses.keys() == other.keys()
+        for name, values in other.items():
+            np.testing.assert_allclose(losses[name], values, rtol=1e-5)
+    inside = [math.isnan(value) for value in actual[2]["code"].tolist()]
     assert any(inside), "a character of several tokens should be one span for the other tokenizer"
     assert not all(inside)
 
 
-def test_nothing_is_kept_of_what_is_not_shown() -> None:
-    assert shown_losses(double_student(), examples(), [], 60) == []
-
-
-def test_models_that_agree_to_the_last_bit_were_compared() -> None:
+def test_identical_models_were_compared() -> None:
     one = example(rollout("digit", ids_of("digit", "12 + 30"), teachers={"code": 1.0}))
-    [batch] = pack([one], tokens_per_micro_batch=60, shown=[one])
-    nothing = LossOutput(torch.zeros(batch.slots))
-    told = token_losses(nothing, batch.teachers["code"], batch.shown)[0]
+    [batch] = pack([one], tokens_per_micro_batch=60)
+    zero = LossOutput(torch.zeros(batch.slots))
+    losses = token_losses(zero, batch.teachers["code"], batch)[0]
 
-    # The student spells 1, 2, " +", " ", 3, 0, and the teacher 12, " +", " 30".
-    assert [math.isnan(value) for value in told.tolist()] == [True, True, False, True, True, True]
+    # The student's tokens are 1, 2, " +", " ", 3, 0, and the teacher's 12, " +", " 30".
+    assert [math.isnan(value) for value in losses.tolist()] == [True, True, False, True, True, True]
 
 
 def test_four_digits_are_kept() -> None:

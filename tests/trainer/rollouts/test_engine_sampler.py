@@ -8,8 +8,8 @@ import pytest
 from mopd_protocol.samples import Prompt
 from mopd_trainer.config.run import RolloutConfig
 from mopd_trainer.data.seeds import derived_seed
-from mopd_trainer.rollouts.engine_sampler import StreamedSampler
-from mopd_trainer.student.student import Generation
+from mopd_trainer.rollouts.engine_sampler import EngineSampler
+from mopd_trainer.student.generation import Generation
 from tests.trainer.students import QUESTION, student_of
 
 pytestmark = pytest.mark.anyio
@@ -40,19 +40,19 @@ class HeldEngine:
             raise
         return Generation([number + 10], [-1.0])
 
-    async def push(self) -> None:
+    async def push_weights(self) -> None:
         """Counts it."""
         assert all(held.done() for held in self.held)
         self.pushes += 1
 
 
-def sampler_of(engine: HeldEngine) -> StreamedSampler:
-    return StreamedSampler(engine, STUDENT, CONFIG, seed=7)
+def sampler_of(engine: HeldEngine) -> EngineSampler:
+    return EngineSampler(engine, STUDENT, CONFIG, seed=7)
 
 
 async def test_a_completion_goes_on_when_it_is_finished_and_knows_its_place() -> None:
     engine = HeldEngine()
-    completed = sampler_of(engine).complete(PROMPTS, step=4)
+    completed = sampler_of(engine).sample(PROMPTS, step=4)
     found: list[tuple[int, int, int]] = []
     first = asyncio.ensure_future(anext(completed))
     await asyncio.sleep(0.0)
@@ -73,17 +73,17 @@ async def test_a_completion_goes_on_when_it_is_finished_and_knows_its_place() ->
 async def test_weights_are_pushed_when_nothing_is_being_written() -> None:
     engine = HeldEngine()
     sampler = sampler_of(engine)
-    completed = sampler.complete(PROMPTS[:1], step=0)
+    completed = sampler.sample(PROMPTS[:1], step=0)
     first = asyncio.ensure_future(anext(completed))
     while len(engine.held) < 2:
         await asyncio.sleep(0.0)
-    pushing = asyncio.create_task(sampler.push(3))
+    pushing = asyncio.create_task(sampler.push_weights(3))
     for held in engine.held:
         held.set_result(None)
     old = [await first, *[each async for each in completed]]
     await pushing
     assert engine.pushes == 1
-    engine_again = sampler.complete(PROMPTS[:1], step=1)
+    engine_again = sampler.sample(PROMPTS[:1], step=1)
     new = asyncio.ensure_future(anext(engine_again))
     while len(engine.held) < 4:
         await asyncio.sleep(0.0)
@@ -97,7 +97,7 @@ async def test_weights_are_pushed_when_nothing_is_being_written() -> None:
 async def test_a_prompt_without_room_is_counted_and_not_asked_for() -> None:
     engine = HeldEngine()
     config = CONFIG.model_copy(update={"max_new_tokens": 1000})
-    sampler = StreamedSampler(engine, STUDENT, config, seed=7)
-    assert [each async for each in sampler.complete(PROMPTS, step=0)] == []
+    sampler = EngineSampler(engine, STUDENT, config, seed=7)
+    assert [each async for each in sampler.sample(PROMPTS, step=0)] == []
     assert sampler.pop_dropped() == {"prompt_too_long": 6}
     assert not engine.seeds

@@ -30,7 +30,7 @@ class Told:
         self.asked: dict[int, list[int]] = {}
         self.version = 0
 
-    async def complete(
+    async def sample(
         self, prompts: Sequence[Prompt], *, step: int
     ) -> AsyncGenerator[CompletionBatch]:
         """A batch a prompt."""
@@ -38,7 +38,7 @@ class Told:
         for place in range(len(prompts)):
             yield CompletionBatch(place, [written(self._reason)])
 
-    async def push(self, version: int) -> None:
+    async def push_weights(self, version: int) -> None:
         """Remembers it."""
         self.version = version
 
@@ -56,7 +56,7 @@ def asked(
 
     async def complete() -> None:
         for step in steps:
-            async for _ in mixture.complete(PROMPTS[:count], step=step):
+            async for _ in mixture.sample(PROMPTS[:count], step=step):
                 pass
 
     asyncio.run(complete())
@@ -92,7 +92,7 @@ def test_no_place_in_a_step_belongs_to_one_source() -> None:
 @pytest.mark.parametrize("share", [0.25, 0.75])
 async def test_answers_come_before_what_has_to_be_written(share: float) -> None:
     mixture = Mixture(Told("own"), Told("given"), rollout_share=share, seed=0)
-    found = [each async for each in mixture.complete(PROMPTS, step=0)]
+    found = [each async for each in mixture.sample(PROMPTS, step=0)]
     told = [each.rollouts[0].completion.text.decode() for each in found]
     assert told == sorted(told)
     assert [each.place for each in found] == list(range(12))

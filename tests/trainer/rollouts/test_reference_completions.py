@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mopd_protocol.errors import DataError
 from mopd_protocol.samples import Prompt, Rollout
 from mopd_trainer.config.run import RolloutConfig
-from mopd_trainer.rollouts.reference_completions import AnswerReader
+from mopd_trainer.rollouts.reference_completions import ReferenceCompletions
 from mopd_trainer.student.student import Student
 from tests import tiny_models
 from tests.trainer.students import CPU, QUESTION, model_of, student_of
@@ -24,14 +24,16 @@ def prompt_of(answer: str | None, index: int = 0) -> Prompt:
 
 
 def reader_of(
-    family: str = "qwen", *, judged: bool = True, max_length: int | None = None, **settings: Any
-) -> AnswerReader:
+    family: str = "qwen", *, scored: bool = True, max_length: int | None = None, **settings: Any
+) -> ReferenceCompletions:
     config = RolloutConfig.model_validate({"max_new_tokens": 200, **settings})
-    return AnswerReader(STUDENTS[family].identity, config, max_length=max_length, judged=judged)
+    return ReferenceCompletions(
+        STUDENTS[family].identity, config, max_length=max_length, scored=scored
+    )
 
 
 def read(answer: str, family: str = "qwen") -> Rollout:
-    [rollout] = reader_of(family).read([prompt_of(answer)], step=3)
+    [rollout] = reader_of(family).rollouts([prompt_of(answer)], step=3)
     return rollout
 
 
@@ -53,8 +55,10 @@ def test_an_answer_ends_with_the_end_of_a_turn_not_of_the_text() -> None:
     own.eos_token = "<|pad|>"
     identity = Student(model_of("qwen"), own, CPU).identity
     assert len(identity.table.roles.ending) == 2
-    reader = AnswerReader(identity, RolloutConfig(max_new_tokens=9), max_length=None, judged=True)
-    [rollout] = reader.read([prompt_of("7")], step=0)
+    reader = ReferenceCompletions(
+        identity, RolloutConfig(max_new_tokens=9), max_length=None, scored=True
+    )
+    [rollout] = reader.rollouts([prompt_of("7")], step=0)
     assert int(rollout.completion.token_ids[-1]) == own.convert_tokens_to_ids("<|end|>")
 
 
@@ -62,7 +66,7 @@ def test_an_answer_was_sampled_from_nothing() -> None:
     rollout = read("7")
     assert rollout.sampled_logprobs is None
     assert (rollout.source, rollout.policy_version) == ("answers", 3)
-    [unread] = reader_of(judged=False).read([prompt_of("7")], step=3)
+    [unread] = reader_of(scored=False).rollouts([prompt_of("7")], step=3)
     assert (dict(rollout.prompt.teachers), dict(unread.prompt.teachers)) == ({"math": 1.0}, {})
 
 
@@ -81,7 +85,7 @@ def test_a_longer_answer_than_a_rollout_may_be_is_dropped_and_counted() -> None:
     prompts = [prompt_of("12 + 30 = 42", 0), prompt_of("7", 1)]
     for longest, kept in ((tokens, [0, 1]), (tokens - 1, [1])):
         reader = reader_of(max_new_tokens=longest)
-        assert [r.prompt.index for r in reader.read(prompts, step=0)] == kept
+        assert [r.prompt.index for r in reader.rollouts(prompts, step=0)] == kept
         assert reader.pop_dropped() == ({} if len(kept) == 2 else {"answer_too_long": 1})
         assert reader.pop_dropped() == {}
 
@@ -90,7 +94,7 @@ def test_an_answer_that_the_student_has_no_room_for_is_dropped_and_counted() -> 
     room = len(STUDENTS["qwen"].prompt_token_ids(QUESTION)) + len(read("12 + 30").completion)
     for limit, dropped in ((room, 0), (room - 1, 1)):
         reader = reader_of(max_length=limit)
-        assert len(reader.read([prompt_of("12 + 30")], step=0)) == 1 - dropped
+        assert len(reader.rollouts([prompt_of("12 + 30")], step=0)) == 1 - dropped
         assert reader.pop_dropped()["answer_too_long"] == dropped
 
 
@@ -98,12 +102,12 @@ def test_an_answer_that_the_student_has_no_room_for_is_dropped_and_counted() -> 
 async def test_answers_come_in_batches_in_order_and_once_each() -> None:
     reader = reader_of(generation_batch_size=2, samples_per_prompt=5)
     prompts = [prompt_of(str(index), index) for index in range(5)]
-    batches = [batch async for batch in reader.complete(prompts, step=1)]
+    batches = [batch async for batch in reader.sample(prompts, step=1)]
     found = [[rollout.completion.text for rollout in batch.rollouts] for batch in batches]
     assert found == [[b"0", b"1"], [b"2", b"3"], [b"4"]]
     assert [batch.place for batch in batches] == [0, 2, 4]
 
 
 def test_a_prompt_without_an_answer_is_no_answer() -> None:
-    with pytest.raises(DataError, match="prompt 4 has no reference answer"):
-        reader_of().read([prompt_of(None, 4)], step=0)
+    with pytest.raises(DataError, match="prompt 4: no reference answer"):
+        reader_of().rollouts([prompt_of(None, 4)], step=0)

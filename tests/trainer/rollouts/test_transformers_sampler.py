@@ -19,7 +19,7 @@ def settings(**changes: object) -> RolloutConfig:
 def test_what_is_sampled_depends_on_seed_step_and_batch_alone() -> None:
     def write(seed: int, step: int, batch: int) -> list[list[int]]:
         sampler = Sampler(student_of(), settings(), seed=seed)
-        rollouts = sampler.sample(PROMPTS[:2], step=step, batch=batch)
+        rollouts = sampler.sample_batch(PROMPTS[:2], step=step, batch=batch)
         return [rollout.completion.token_ids.tolist() for rollout in rollouts]
 
     places = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]
@@ -31,7 +31,7 @@ def test_what_is_sampled_depends_on_seed_step_and_batch_alone() -> None:
 def test_a_rollout_says_what_was_asked_and_how_it_ended() -> None:
     student = student_of()
     sampler = Sampler(student, settings(max_new_tokens=30), seed=0, version=2)
-    rollouts = sampler.sample(PROMPTS * 10, step=3, batch=0)
+    rollouts = sampler.sample_batch(PROMPTS * 10, step=3, batch=0)
     assert {rollout.finish_reason for rollout in rollouts} == {"stop", "length"}
     for rollout, prompt in zip(rollouts, PROMPTS * 10, strict=True):
         assert rollout.prompt is prompt
@@ -47,13 +47,13 @@ def test_a_prompt_and_its_longest_answer_may_just_fill_the_student() -> None:
     room = student.max_length - len(student.prompt_token_ids(QUESTION))
     for tokens, answered in ((room, 1), (room + 1, 0)):
         sampler = Sampler(student, settings(max_new_tokens=tokens), seed=0)
-        assert len(sampler.sample(PROMPTS[:1], step=0, batch=0)) == answered
+        assert len(sampler.sample_batch(PROMPTS[:1], step=0, batch=0)) == answered
         assert sampler.pop_dropped()["prompt_too_long"] == 1 - answered
 
 
 def written(sampler: Sampler) -> list[tuple[int, list[int]]]:
     """Version and ids of what is written now."""
-    rollouts = sampler.sample(PROMPTS, step=0, batch=0)
+    rollouts = sampler.sample_batch(PROMPTS, step=0, batch=0)
     return [(each.policy_version, each.completion.token_ids.tolist()) for each in rollouts]
 
 
@@ -72,7 +72,7 @@ async def test_a_copy_writes_with_the_weights_that_were_pushed_last() -> None:
     torch.manual_seed(1)
     change(student)
     assert written(sampler) == before
-    await sampler.push(1)
+    await sampler.push_weights(1)
     after = written(sampler)
     assert after == written(Sampler(student, config, seed=0, version=1))
     assert [ids for _, ids in after] != [ids for _, ids in before]
@@ -85,6 +85,6 @@ async def test_without_staleness_the_trained_weights_write() -> None:
     before = written(sampler)
     torch.manual_seed(1)
     change(student)
-    await sampler.push(1)
+    await sampler.push_weights(1)
     assert {version for version, _ in written(sampler)} == {1}
     assert [ids for _, ids in written(sampler)] != [ids for _, ids in before]

@@ -70,7 +70,7 @@ def test_a_worker_writes_with_the_weights_that_it_is_told(
     worker, student = RolloutWorker(config), Student.load(config.student)
 
     async def written(version: int, store: Callable[[], Any]) -> list[list[int]]:
-        found = await worker.write(PROMPTS, seed=7, version=version, weights=store)
+        found = await worker.generate(PROMPTS, seed=7, version=version, weights=store)
         return [sampled.token_ids for sampled in found]
 
     stores = {version: Store(changed(student, version)) for version in (0, 1)}
@@ -99,7 +99,7 @@ def test_a_worker_writes_with_vllm(
 
     async def written() -> list[Any]:
         asked = [
-            worker.write([prompt], seed=seed, version=5, weights=store)
+            worker.generate([prompt], seed=seed, version=5, weights=store)
             for seed, prompt in enumerate(PROMPTS)
         ]
         return await asyncio.gather(*asked)

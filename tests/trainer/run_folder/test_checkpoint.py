@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, the newest found, and never taken for another run's."""
+"""Checkpoints: complete or missing, discovery of the latest, and rejection of other runs'."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mopd_protocol.errors import ConfigError, DataError, ResumeError
+from mopd_protocol.errors import CheckpointError, DiskError, ResumeError
 from mopd_protocol.manifest import Features, Manifest
 from mopd_protocol.samples import Message, Prompt
 from mopd_protocol.tokenizers.token_table import TokenRoles
@@ -45,7 +45,7 @@ def config_of(folder: Path, **changes: Any) -> RunConfig:
 
 
 def stepped(student: Student, seed: int = 0) -> torch.optim.Optimizer:
-    """An optimizer with moments, after one step on made-up gradients."""
+    """Return an optimizer with moments, after one step on random gradients."""
     optimizer = torch.optim.AdamW(student.model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(seed)
     for parameter in student.model.parameters():
@@ -74,7 +74,7 @@ def start_of(config: RunConfig) -> Checkpoint | None:
     return starting_checkpoint(config, identity_of(config))
 
 
-def kept(config: RunConfig, *, done: int = 0) -> CheckpointManager:
+def manager(config: RunConfig, *, done: int = 0) -> CheckpointManager:
     return CheckpointManager(config, identity_of(config), {"math": MANIFEST}, done=done)
 
 
@@ -82,11 +82,11 @@ def names(config: RunConfig) -> list[str]:
     return sorted(path.name for path in (config.output_dir / "checkpoints").iterdir())
 
 
-def everything_under(folder: Path) -> list[str]:
+def files_under(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_a_restored_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+def test_restored_run_continues_identically(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     student = student_of()
     optimizer = stepped(student)
@@ -99,22 +99,22 @@ def test_a_restored_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> No
     other = student_of(seed=1)
     resumed = torch.optim.AdamW(other.model.parameters(), lr=1e-3)
     checkpoint.restore(other, resumed)
-    for chosen, its in ((student, optimizer), (other, resumed)):
-        for parameter in chosen.model.parameters():
+    for model, adamw in ((student.model, optimizer), (other.model, resumed)):
+        for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 0.01)
-        its.step()
-    for ours, theirs in zip(other.model.parameters(), student.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+        adamw.step()
+    for first, second in zip(other.model.parameters(), student.model.parameters(), strict=True):
+        assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("part", ["model", "optimizer", "config"])
-def test_a_checkpoint_that_could_not_be_finished_is_not_there(
+def test_failed_save_leaves_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     config = config_of(tmp_path)
     student = student_of()
     save(config, 2, student)
-    before = everything_under(tmp_path)
+    before = files_under(tmp_path)
 
     def full(*arguments: object, **settings: object) -> None:
         raise OSError("no space left on device")
@@ -126,102 +126,103 @@ def test_a_checkpoint_that_could_not_be_finished_is_not_there(
     }[part]
     with monkeypatch.context() as patched:
         patched.setattr(target, full)
-        for step in (4, 2):  # neither a new one nor in the place of an old one
-            with pytest.raises(DataError, match=r"the checkpoint of step \d .*: no space left on"):
+        for step in (4, 2):  # a new checkpoint, and one that replaces an old one
+            with pytest.raises(DiskError) as caught:
                 save(config, step, student)
-    assert everything_under(tmp_path) == before
+            folder = config.output_dir / "checkpoints" / f"step-{step:08d}"
+            assert caught.value.key == str(folder)
+    assert files_under(tmp_path) == before
     assert Checkpoint.open(config.output_dir / "checkpoints" / "step-00000002").step == 2
 
 
-def test_the_newest_checkpoint_is_where_a_run_goes_on(tmp_path: Path) -> None:
+def test_run_resumes_from_the_latest_checkpoint(tmp_path: Path) -> None:
     config = config_of(tmp_path, resume_from_checkpoint=True)
     assert start_of(config) is None
     student = student_of()
     for step in (9, 100, 20):
         save(config, step, student)
-    for leftover in (".step-00000200.1.part", ".step-00000100.77.old.part"):  # a kill's
+    for leftover in (".step-00000200.1.part", ".step-00000100.77.old.part"):  # of a killed process
         (config.output_dir / "checkpoints" / leftover).mkdir()
-    found = start_of(config)
-    assert found is not None
-    assert found.step == 100
-    kept(config, done=100)
+    checkpoint = start_of(config)
+    assert checkpoint is not None
+    assert checkpoint.step == 100
+    manager(config, done=100)
     assert names(config) == ["step-00000009", "step-00000020", "step-00000100"]
 
 
-def test_a_named_checkpoint_is_taken_and_a_wrong_name_refused(tmp_path: Path) -> None:
+def test_resume_from_a_path(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     student = student_of()
     folders = [save(config, step, student) for step in (1, 2)]
     named = config_of(tmp_path, resume_from_checkpoint=str(folders[0]))
-    found = start_of(named)
-    assert found is not None
-    assert found.step == 1
-    with pytest.raises(ConfigError, match="none holds no checkpoint: "):
+    checkpoint = start_of(named)
+    assert checkpoint is not None
+    assert checkpoint.step == 1
+    with pytest.raises(CheckpointError) as caught:
         start_of(config_of(tmp_path, resume_from_checkpoint=str(tmp_path / "none")))
+    assert caught.value.key == str(tmp_path / "none")
 
 
-def test_a_folder_that_holds_a_run_is_not_begun_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("existing", ["journal", "checkpoint"])
+def test_folder_with_a_run_is_not_started_again(tmp_path: Path, existing: str) -> None:
     config = config_of(tmp_path)
     assert start_of(config) is None
     config.output_dir.mkdir()
-    (config.output_dir / JOURNAL).write_text('{"step": 1}\n')
-    with pytest.raises(ConfigError, match="already holds a run; set resume_from_checkpoint=true"):
+    if existing == "journal":
+        (config.output_dir / JOURNAL).write_text('{"step": 1}\n')
+    else:
+        save(config, 3, student_of())
+    with pytest.raises(ResumeError) as caught:
         start_of(config)
+    assert caught.value.key == "output_dir"
 
 
-def test_checkpoints_without_a_journal_are_a_run_too(tmp_path: Path) -> None:
-    """Beginning anew would remove them."""
-    config = config_of(tmp_path)
-    save(config, 3, student_of())
-    with pytest.raises(ConfigError, match="already holds a run; set resume_from_checkpoint=true"):
-        start_of(config)
-
-
-def test_a_checkpoint_of_elsewhere_does_not_cost_the_later_ones_that_are_here(
-    tmp_path: Path,
-) -> None:
+def test_resuming_from_another_folder_removes_no_later_checkpoints(tmp_path: Path) -> None:
     student = student_of()
     elsewhere = save(config_of(tmp_path, output_dir=str(tmp_path / "other")), 2, student)
     config = config_of(tmp_path, resume_from_checkpoint=str(elsewhere))
     own = save(config, 2, student)
     assert start_of(config) is not None
     save(config, 7, student)
-    with pytest.raises(ConfigError, match="holds step-00000007, which would be removed for"):
+    with pytest.raises(ResumeError, match="step-00000007") as caught:
         start_of(config)
+    assert caught.value.key == "output_dir"
     assert start_of(config_of(tmp_path, resume_from_checkpoint=str(own))) is not None
 
 
-def test_a_checkpoint_after_the_runs_last_step_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_after_max_steps_is_rejected(tmp_path: Path) -> None:
     changes = {"student": {"model": "tiny", "min_learning_rate_ratio": 1.0}}
     save(config_of(tmp_path, **changes), 3, student_of())
     shorter = config_of(tmp_path, resume_from_checkpoint=True, max_steps=2, **changes)
-    with pytest.raises(ConfigError, match=r"max_steps is 2, but checkpoint .* is of step 3; raise"):
+    with pytest.raises(ResumeError) as caught:
         start_of(shorter)
+    assert caught.value.key == "max_steps"
     as_long = config_of(tmp_path, resume_from_checkpoint=True, max_steps=3, **changes)
     assert start_of(as_long) is not None
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_is_rejected(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     wider = Student(tiny_models.llama(tokenizer("digit")), tokenizer("digit"), CPU)
     folder = save(config, 1, wider)
     student = student_of()
     optimizer = torch.optim.AdamW(student.model.parameters())
-    with pytest.raises(DataError, match=r"step-00000001 does not fit student\.model: ") as told:
+    with pytest.raises(ResumeError) as caught:
         Checkpoint.open(folder).restore(student, optimizer)
-    assert "\n" not in str(told.value)
+    assert caught.value.key == "student.model"
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("part", "keep", "told"),
+    ("part", "keep", "logged"),
     [
-        ("optimizer.pt", 100, "optimizer.pt has 100 bytes, expected "),
-        ("model/model.safetensors", None, "model/model.safetensors is missing, expected "),
-        ("state.json", 20, "step-00000020 holds no checkpoint: JSONDecodeError"),
+        ("optimizer.pt", 100, "optimizer.pt (found 100 bytes, expected "),
+        ("model/model.safetensors", None, "model/model.safetensors (not found, expected "),
+        ("state.json", 20, "JSONDecodeError"),
     ],
 )
-def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, part: str, keep: int | None, told: str
+def test_damaged_latest_checkpoint_falls_back_to_the_previous_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, part: str, keep: int | None, logged: str
 ) -> None:
     config = config_of(tmp_path, resume_from_checkpoint=True)
     student = student_of()
@@ -234,103 +235,101 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
             (folder / part).write_bytes(content[:keep])
 
     damage(folders[1])
-    found = start_of(config)
-    assert found is not None
-    assert found.step == 10
-    [line] = caplog.messages
-    assert told in line
-    assert line.endswith("; going on from step-00000010 instead")
-    with pytest.raises(ConfigError, match=str(folders[1])):  # asked for by name, it is refused
+    checkpoint = start_of(config)
+    assert checkpoint is not None
+    assert checkpoint.step == 10
+    [message] = caplog.messages
+    assert logged in message
+    assert "step-00000010" in message
+    with pytest.raises(CheckpointError, match=str(folders[1])):  # no fallback from a path
         start_of(config_of(tmp_path, resume_from_checkpoint=str(folders[1])))
     damage(folders[0])
-    with pytest.raises(ConfigError, match=r"none of the 2 checkpoints in .* is whole, the newest"):
+    with pytest.raises(CheckpointError, match="among 2 "):
         start_of(config)
-    assert names(config) == ["step-00000010", "step-00000020"]  # looking changes nothing
+    assert names(config) == ["step-00000010", "step-00000020"]  # discovery changes nothing
 
 
 @pytest.mark.parametrize("name", ["model/model.safetensors", "optimizer.pt"])
-def test_tensors_that_a_disk_garbled_are_told(tmp_path: Path, name: str) -> None:
-    """Their files are as long as they were, so only who reads them sees it."""
+def test_damaged_tensors_are_reported(tmp_path: Path, name: str) -> None:
+    """The files have the same size, so the damage shows only on loading."""
     student = student_of()
     folder = save(config_of(tmp_path), 1, student)
     (folder / name).write_bytes(b"x" * (folder / name).stat().st_size)
-    with pytest.raises(DataError, match=r"is damaged: .*; name an earlier one") as told:
+    with pytest.raises(CheckpointError) as caught:
         Checkpoint.open(folder).restore(student, stepped(student))
-    assert "\n" not in str(told.value)
+    assert caught.value.key == str(folder)
+    assert "\n" not in str(caught.value)
 
 
-def test_steps_that_are_done_again_have_no_checkpoint_yet(tmp_path: Path) -> None:
-    """Or a run killed before it comes there would go on from what its journal has forgotten."""
+def test_checkpoints_of_repeated_steps_are_removed(tmp_path: Path) -> None:
+    """A run killed before it reaches them would resume after steps missing in the journal."""
     config = config_of(tmp_path, resume_from_checkpoint=True)
     student = student_of()
     for step in (1, 2, 3):
         save(config, step, student)
-    kept(config, done=2)
+    manager(config, done=2)
     assert names(config) == ["step-00000001", "step-00000002"]
 
 
 @pytest.mark.parametrize(
     ("keep", "expected"), [(None, [1, 2, 3, 4]), (0, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4])]
 )
-def test_the_newest_checkpoints_are_kept(
-    tmp_path: Path, keep: int | None, expected: list[int]
-) -> None:
+def test_latest_checkpoints_are_kept(tmp_path: Path, keep: int | None, expected: list[int]) -> None:
     config = config_of(tmp_path, keep_checkpoints=keep)
-    student, checkpoints = student_of(), kept(config)
+    student, checkpoints = student_of(), manager(config)
     optimizer = stepped(student)
     for step in range(1, 5):
         checkpoints.save(step, student, optimizer)
     assert names(config) == [f"step-{step:08d}" for step in expected]
 
 
-def test_what_a_kill_kept_from_going_goes_at_the_next_start(tmp_path: Path) -> None:
+def test_interrupted_removal_is_finished_at_the_next_start(tmp_path: Path) -> None:
     config = config_of(tmp_path, keep_checkpoints=1)
     student = student_of()
     for step in (1, 2):
-        save(config, step, student)  # and killed before the older one went
-    kept(config, done=2)
+        save(config, step, student)  # killed before the older one was removed
+    manager(config, done=2)
     assert names(config) == ["step-00000002"]
 
 
 @pytest.mark.parametrize(("mode", "best"), [("min", 1), ("max", 3)])
-def test_the_best_checkpoint_is_kept_beside_the_newest(
-    tmp_path: Path, mode: str, best: int
-) -> None:
-    """By the mean since the checkpoint before; a step that did not measure it does not count."""
+def test_best_checkpoint_is_kept_in_addition(tmp_path: Path, mode: str, best: int) -> None:
+    """By the mean since the previous checkpoint, over the steps that measured the metric."""
     config = config_of(
         tmp_path, keep_checkpoints=1, best_checkpoint_metric="loss", best_checkpoint_mode=mode
     )
-    student, checkpoints = student_of(), kept(config)
+    student, checkpoints = student_of(), manager(config)
     optimizer = stepped(student)
     for step, losses in enumerate([[3.0], [9.0, 1.0, 1.0], [1.0, 9.0], []], start=1):
         for loss in [*losses, float("nan")]:
             checkpoints.observe({"loss": loss, "other": -100.0})
         checkpoints.save(step, student, optimizer)
-        if step == 2:  # whatever process goes on
-            checkpoints = kept(config, done=2)
-    found = [Checkpoint.open(config.output_dir / "checkpoints" / name) for name in names(config)]
+        if step == 2:  # resumed in another process
+            checkpoints = manager(config, done=2)
+    folder = config.output_dir / "checkpoints"
+    saved = [Checkpoint.open(folder / name) for name in names(config)]
     # Means: 3, 11/3, 5, not measured.
-    assert [checkpoint.step for checkpoint in found] == [best, 4]
-    assert found[-1].metric is None
+    assert [checkpoint.step for checkpoint in saved] == [best, 4]
+    assert saved[-1].metric is None
 
 
-def test_the_best_by_one_metric_is_not_compared_with_another(tmp_path: Path) -> None:
+def test_values_of_different_metrics_are_not_compared(tmp_path: Path) -> None:
     student = student_of()
     optimizer = stepped(student)
     first = config_of(tmp_path, keep_checkpoints=2, best_checkpoint_metric="loss")
-    checkpoints = kept(first)
+    checkpoints = manager(first)
     for step, loss in enumerate([1.0, 2.0], start=1):
         checkpoints.observe({"loss": loss})
         checkpoints.save(step, student, optimizer)
-    then = config_of(tmp_path, keep_checkpoints=1, best_checkpoint_metric="grad_norm")
-    checkpoints = kept(then, done=2)
+    second = config_of(tmp_path, keep_checkpoints=1, best_checkpoint_metric="grad_norm")
+    checkpoints = manager(second, done=2)
     for step, norm in enumerate([7.0, 8.0], start=3):
         checkpoints.observe({"grad_norm": norm})
         checkpoints.save(step, student, optimizer)
-    assert names(then) == ["step-00000003", "step-00000004"]
+    assert names(second) == ["step-00000003", "step-00000004"]
 
 
-def test_a_checkpoint_that_does_not_name_its_metric_is_gone_on_from(tmp_path: Path) -> None:
+def test_checkpoint_without_the_name_of_its_metric_is_loaded(tmp_path: Path) -> None:
     folder = save(config_of(tmp_path), 1, student_of())
     state = json.loads((folder / "state.json").read_text())
     del state["metric_name"]
@@ -346,7 +345,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"teachers": {"math": {"loss": {"type": "gold"}}}}, "teachers.math.loss.type"),
     ({"teachers": {"math": {"weight": 2.0}}}, "teachers.math.weight"),
 ]
-HARMLESS: list[dict[str, Any]] = [
+INCIDENTAL: list[dict[str, Any]] = [
     {"exp_name": "other", "save_steps": 7, "logging_steps": 3, "keep_checkpoints": 9},
     {"student": {"model": "elsewhere", "tokens_per_micro_batch": 7, "device": "cuda"}},
     {"teachers": {"math": {"url": "http://elsewhere:1", "deadline_seconds": 7}}},
@@ -356,12 +355,12 @@ HARMLESS: list[dict[str, Any]] = [
 
 
 def changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """The values with nested ones replaced."""
-    found = dict(values)
+    """Return the values with nested changes."""
+    merged = dict(values)
     for key, value in changes.items():
         nested = isinstance(value, dict) and key in values
-        found[key] = changed(values[key], value) if nested else value
-    return found
+        merged[key] = changed(values[key], value) if nested else value
+    return merged
 
 
 @pytest.mark.parametrize(("changes", "key"), CHANGES, ids=[key for _, key in CHANGES])
@@ -377,16 +376,16 @@ def test_checkpoint_with_other_settings_is_rejected_unless_accepted(
     assert start_of(RunConfig.model_validate({**other, "accept_changed_settings": True}))
 
 
-@pytest.mark.parametrize("changes", HARMLESS, ids=[str(list(change)) for change in HARMLESS])
-def test_what_decides_nothing_may_change(tmp_path: Path, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("changes", INCIDENTAL, ids=[str(list(change)) for change in INCIDENTAL])
+def test_incidental_settings_may_change(tmp_path: Path, changes: dict[str, Any]) -> None:
     values = run_values(tmp_path, resume_from_checkpoint=True)
-    if "max_steps" in changes:  # a learning rate that stays does not see the end
+    if "max_steps" in changes:  # a constant learning rate does not depend on it
         values["student"]["min_learning_rate_ratio"] = 1.0
     save(RunConfig.model_validate(values), 1, student_of())
     assert start_of(RunConfig.model_validate(changed(values, changes)))
 
 
-def test_a_checkpoint_of_other_data_or_teachers_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_with_other_data_or_teachers_is_rejected(tmp_path: Path) -> None:
     values = run_values(tmp_path, resume_from_checkpoint=True)
     config = RunConfig.model_validate(values)
     save(config, 1, student_of())
@@ -399,9 +398,10 @@ def test_a_checkpoint_of_other_data_or_teachers_is_refused(tmp_path: Path) -> No
     assert caught.value.key == "teachers.code"
 
 
-def test_a_checkpoint_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_with_another_tokenizer_is_rejected(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     folder = save(config, 1, student_of())
     other = Student(tiny_models.llama(tokenizer("sentencepiece")), tokenizer("sentencepiece"), CPU)
-    with pytest.raises(DataError, match=r"does not fit student\.model: its tokenizer is "):
+    with pytest.raises(ResumeError) as caught:
         Checkpoint.open(folder).restore(other, torch.optim.AdamW(other.model.parameters()))
+    assert caught.value.key == "student.model"

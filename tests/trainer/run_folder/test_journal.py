@@ -1,4 +1,4 @@
-"""The journal: a line a step, without a gap or a repeat, however a run ended."""
+"""Journal: one line per step, without gaps or duplicates after a kill."""
 
 import json
 from itertools import count
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mopd_protocol.errors import DataError
+from mopd_protocol.errors import CheckpointError
 from mopd_trainer.run_folder.journal import COMPLETIONS, JOURNAL, Journal
 from tests.trainer.judged import example
 from tests.trainer.students import ids_of, rollout
@@ -34,7 +34,7 @@ def write_steps(folder: Path, first: int, last: int, *, run: str, from_step: int
             opened.write_completion(step, example(rollout("digit", ids)))
 
 
-def test_a_step_is_a_line_and_what_was_not_measured_is_null(tmp_path: Path) -> None:
+def test_step_is_a_line_with_null_for_missing_metrics(tmp_path: Path) -> None:
     with journal(tmp_path) as opened:
         opened.write(1, {"loss": 0.5, "ratio": float("nan"), "norm": float("inf")})
         opened.write(2, {"loss": 0.0})
@@ -44,54 +44,55 @@ def test_a_step_is_a_line_and_what_was_not_measured_is_null(tmp_path: Path) -> N
     ]
 
 
-def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
+def test_lines_are_written_immediately(tmp_path: Path) -> None:
     with journal(tmp_path) as opened:
         opened.write(1, {"loss": 0.5})
         assert [line["step"] for line in lines(tmp_path)] == [1]
 
 
-def test_a_resumed_run_forgets_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+def test_resumed_run_removes_later_steps(tmp_path: Path) -> None:
     write_steps(tmp_path, 1, 5, run="first")
     write_steps(tmp_path, 4, 6, run="second", from_step=3)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6]
-    told = [line["completion"] for line in lines(tmp_path, COMPLETIONS)]
+    completions = [line["completion"] for line in lines(tmp_path, COMPLETIONS)]
     runs = ["first", "first", "first", "second", "second", "second"]
-    assert told == [f"{run} \u2028 \x85 的 {step}" for step, run in enumerate(runs, start=1)]
+    assert completions == [f"{run} \u2028 \x85 的 {step}" for step, run in enumerate(runs, start=1)]
 
 
-def test_a_run_that_begins_anew_forgets_everything(tmp_path: Path) -> None:
+def test_new_run_removes_all_steps(tmp_path: Path) -> None:
     write_steps(tmp_path, 1, 3, run="first")
     write_steps(tmp_path, 1, 2, run="second")
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
 @pytest.mark.parametrize("name", [JOURNAL, COMPLETIONS])
-def test_a_line_that_was_cut_short_anywhere_is_forgotten(tmp_path: Path, name: str) -> None:
+def test_incomplete_last_line_is_removed(tmp_path: Path, name: str) -> None:
     write_steps(tmp_path, 1, 3, run="first")
-    whole = (tmp_path / name).read_bytes()
-    last = whole.rindex(b"\n", 0, -1) + 1
-    for end in range(last, len(whole)):
-        (tmp_path / name).write_bytes(whole[:end])
+    content = (tmp_path / name).read_bytes()
+    last = content.rindex(b"\n", 0, -1) + 1
+    for end in range(last, len(content)):
+        (tmp_path / name).write_bytes(content[:end])
         with journal(tmp_path, 3):
             pass
-        assert (tmp_path / name).read_bytes() == whole[:last]
+        assert (tmp_path / name).read_bytes() == content[:last]
 
 
 @pytest.mark.parametrize("name", [JOURNAL, COMPLETIONS])
 @pytest.mark.parametrize("damage", [b'{"step": 2, "lo', b"5", b"{}", b"\0\0\0", b"\xff"])
-def test_a_damaged_line_in_the_middle_is_told_and_nothing_is_lost(
+def test_damaged_line_is_reported_and_nothing_changes(
     tmp_path: Path, name: str, damage: bytes
 ) -> None:
     write_steps(tmp_path, 1, 3, run="first")
-    first, *others = (tmp_path / name).read_bytes().split(b"\n", 1)
-    damaged = b"\n".join([first, damage, *others])
+    first, *rest = (tmp_path / name).read_bytes().split(b"\n", 1)
+    damaged = b"\n".join([first, damage, *rest])
     (tmp_path / name).write_bytes(damaged)
-    with pytest.raises(DataError, match=f"{name}:2 is damaged .*: remove this line to go on"):
+    with pytest.raises(CheckpointError) as caught:
         journal(tmp_path, 3)
+    assert caught.value.key == f"{tmp_path / name}:2"
     assert (tmp_path / name).read_bytes() == damaged
 
 
-def test_a_completion_is_written_for_people_to_read(tmp_path: Path) -> None:
+def test_logged_completion(tmp_path: Path) -> None:
     ids = ids_of("digit", "7 ", b"\xff", "!", "<|end|>")
     with journal(tmp_path) as opened:
         opened.write_completion(4, example(rollout("digit", ids, teachers={"math": 2.0})))
@@ -117,10 +118,10 @@ def test_a_completion_is_written_for_people_to_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("from_step", [0, 2])
-def test_tensorboard_shows_each_step_of_a_resumed_run_once(
+def test_tensorboard_has_each_step_once(
     tmp_path: Path, from_step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Files are read in the order of their names: by second, and within one by an unpadded number.
+    # Files are read in the order of their names: second, then an unpadded number.
     seconds = count(1_000)
     clock = SimpleNamespace(time=lambda: next(seconds))
     monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", clock)
@@ -133,5 +134,5 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert events.Tags()["scalars"] == ["loss"]
-    found = [(event.step, event.value) for event in events.Scalars("loss")]
-    assert found == [(step, 1.0 if step <= from_step else 2.0) for step in range(1, 5)]
+    scalars = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert scalars == [(step, 1.0 if step <= from_step else 2.0) for step in range(1, 5)]

@@ -56,8 +56,8 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
         assert ours.completion.marks == theirs.completion.marks
         for name in ("prompt_token_ids", "sampled_logprobs", "student_topk_ids"):
             np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), name)
-        assert len(sample.judgements) == len(written.judgements)
-        for judgement, other in zip(sample.judgements, written.judgements, strict=True):
+        assert len(sample.scores) == len(written.scores)
+        for judgement, other in zip(sample.scores, written.scores, strict=True):
             assert (judgement.teacher, judgement.weight) == (other.teacher, other.weight)
             score, given = judgement.score, other.score
             assert score.manifest_id == given.manifest_id

@@ -137,7 +137,7 @@ def test_a_recording_takes_no_more_room_than_it_says(
         for sample in recording.read(step, prompts, table("digit")):
             rollout = sample.rollout
             bound += 8 * (len(rollout.prompt_token_ids) + len(rollout.completion)) + 2_000
-            for judgement in sample.judgements:
+            for judgement in sample.scores:
                 topk, completion = judgement.score.topk, judgement.score.completion
                 bound += len(topk) * (16 + 8 * topk.k) + len(completion.text)
         assert step_path(recording.folder, step).stat().st_size <= bound

@@ -1,4 +1,4 @@
-"""The completions that people read are of all teachers."""
+"""The logged completions are of all teachers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,30 +10,30 @@ from tests.trainer.students import rollout
 
 
 def of_teachers(names: Sequence[str]) -> list[TrainingExample]:
-    """One example a name, numbered in order; ``x+y`` are two teachers."""
+    """Return an example for each name, numbered in order; ``x+y`` are two teachers."""
     return [
         example(rollout("digit", [70], teachers=dict.fromkeys(name.split("+"), 1.0), index=index))
         for index, name in enumerate(names)
     ]
 
 
-def places(shown: Sequence[TrainingExample]) -> list[int]:
-    return [one.rollout.prompt.index for one in shown]
+def indices(shown: Sequence[TrainingExample]) -> list[int]:
+    return [example.rollout.prompt.index for example in shown]
 
 
-def test_every_teacher_has_its_turn() -> None:
+def test_teachers_alternate() -> None:
     chosen = of_teachers(["math", "math", "math", "code", "math", "code", "math+code"])
-    assert places(shown_examples(chosen, 2)) == [0, 3]
-    assert places(shown_examples(chosen, 3)) == [0, 3, 6]
-    assert places(shown_examples(chosen, 5)) == [0, 3, 6, 1, 5]
-    assert places(shown_examples(chosen, 100)) == [0, 3, 6, 1, 5, 2, 4]
+    assert indices(shown_examples(chosen, 2)) == [0, 3]
+    assert indices(shown_examples(chosen, 3)) == [0, 3, 6]
+    assert indices(shown_examples(chosen, 5)) == [0, 3, 6, 1, 5]
+    assert indices(shown_examples(chosen, 100)) == [0, 3, 6, 1, 5, 2, 4]
     assert shown_examples(chosen, 0) == []
     assert shown_examples([], 2) == []
 
 
-def test_each_source_has_as_many() -> None:
+def test_sources_have_equal_numbers() -> None:
     chosen = of_teachers(["math", "math", "math", "math"])
-    for at in (1, 2):
-        written = replace(chosen[at].rollout, sampled_logprobs=None)
-        chosen[at] = replace(chosen[at], rollout=written)
-    assert places(shown_examples(chosen, 1)) == [1, 0]
+    for index in (1, 2):
+        reference = replace(chosen[index].rollout, sampled_logprobs=None)
+        chosen[index] = replace(chosen[index], rollout=reference)
+    assert indices(shown_examples(chosen, 1)) == [1, 0]

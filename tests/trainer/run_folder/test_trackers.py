@@ -1,4 +1,4 @@
-"""W&B and trackio: imported where asked for, told each step once, and gone on with."""
+"""W&B and trackio: imported only if enabled; each step is logged once; runs are continued."""
 
 import json
 import sys
@@ -13,16 +13,16 @@ from mopd_trainer.run_folder.journal import Journal
 from mopd_trainer.run_folder.trackers import trackers_of
 from tests.trainer.runs import run_values
 
-#: A service that writes down what it is told.
-SERVICE = """
+#: A tracker that records its calls.
+TRACKER = """
 import json, pathlib
-TOLD = pathlib.Path(__file__).with_suffix(".jsonl")
-def tell(*what):
-    with TOLD.open("a") as file:
-        file.write(json.dumps(what) + "\\n")
-def init(**given): tell("init", given)
-def log(values, step): tell("log", step, values)
-def finish(): tell("finish")
+CALLS = pathlib.Path(__file__).with_suffix(".jsonl")
+def record(*call):
+    with CALLS.open("a") as file:
+        file.write(json.dumps(call) + "\\n")
+def init(**arguments): record("init", arguments)
+def log(values, step): record("log", step, values)
+def finish(): record("finish")
 """
 
 
@@ -31,13 +31,13 @@ def config_of(folder: Path, **logging: Any) -> RunConfig:
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_service_is_told_each_step_and_goes_on_with_its_run(
+def test_each_step_is_logged_and_a_resumed_run_is_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    (tmp_path / f"{name}.py").write_text(SERVICE)
+    (tmp_path / f"{name}.py").write_text(TRACKER)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, name, raising=False)
-    config = config_of(tmp_path, **{name: True}, project="pens", tensorboard=False)
+    config = config_of(tmp_path, **{name: True}, project="project", tensorboard=False)
     require_packages(config)
     for step in (1, 2):  # the second one is resumed
         trackers = trackers_of(config)
@@ -46,23 +46,26 @@ def test_a_service_is_told_each_step_and_goes_on_with_its_run(
         ) as journal:
             journal.write(step, {"loss": step / 2, "ratio": float("nan")})
     monkeypatch.delitem(sys.modules, name)
-    told = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
-    assert [line[0] for line in told] == ["init", "log", "finish"] * 2
-    assert [line[1:] for line in told if line[0] == "log"] == [[1, {"loss": 0.5}], [2, {"loss": 1}]]
-    first, second = (line[1] for line in told if line[0] == "init")
+    calls = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+    assert [line[0] for line in calls] == ["init", "log", "finish"] * 2
+    assert [line[1:] for line in calls if line[0] == "log"] == [
+        [1, {"loss": 0.5}],
+        [2, {"loss": 1}],
+    ]
+    first, second = (line[1] for line in calls if line[0] == "init")
     assert first == second
-    assert first["project"] == "pens"
+    assert first["project"] == "project"
     assert first["resume"] == "allow"
     assert first["name"].startswith("try")
     assert first["config"]["max_steps"] == config.max_steps
     other = config_of(tmp_path / "other", **{name: True})
     monkeypatch.delitem(sys.modules, name, raising=False)
     trackers_of(other)
-    *_, (_, begun) = map(json.loads, (tmp_path / f"{name}.jsonl").read_text().splitlines())
-    assert (begun.get("id"), begun["name"]) != (first.get("id"), first["name"])
+    *_, (_, third) = map(json.loads, (tmp_path / f"{name}.jsonl").read_text().splitlines())
+    assert (third.get("id"), third["name"]) != (first.get("id"), first["name"])
 
 
-def test_nothing_is_imported_that_was_not_asked_for(tmp_path: Path) -> None:
+def test_disabled_trackers_are_not_imported(tmp_path: Path) -> None:
     before = {"wandb", "trackio"} & sys.modules.keys()
     assert trackers_of(config_of(tmp_path)) == []
     assert {"wandb", "trackio"} & sys.modules.keys() == before

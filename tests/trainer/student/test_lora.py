@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mopd_protocol.errors import ConfigError, MissingPackageError
 from mopd_trainer.config.run import LoraConfig, RolloutConfig
-from mopd_trainer.rollouts.writing_student import WritingStudent
+from mopd_trainer.rollouts.transformers_sampler import Sampler
 from mopd_trainer.student.identity import StudentIdentity
 from mopd_trainer.student.student import Student
 from tests.trainer.lora_students import LORA, base_in, config_in, learner_for, moved, step
@@ -178,19 +178,20 @@ def test_dropout_is_of_training_alone_and_a_function_of_the_step(base: Path) -> 
     assert without[2] != with_dropout[2]
 
 
-def test_a_copy_has_adapters_of_its_own_and_shares_the_rest(base: Path) -> None:
+@pytest.mark.anyio
+async def test_a_copy_has_its_own_adapters_and_shares_frozen_weights(base: Path) -> None:
     student = moved(Student.load(config_in(base)))
     trained = student.trained()
-    apart = WritingStudent(student, apart=True)
-    theirs = dict(apart.student.model.named_parameters())
+    sampler = Sampler(student, RolloutConfig(max_new_tokens=4, max_staleness=1), seed=0)
+    copied = dict(sampler._student.model.named_parameters())
     for name, parameter in student.model.named_parameters():
-        shared = parameter.data_ptr() == theirs[name].data_ptr()
+        shared = parameter.data_ptr() == copied[name].data_ptr()
         assert shared == (name not in trained), name
-    before = {name: theirs[name].clone() for name in trained}
+    before = {name: copied[name].clone() for name in trained}
     moved(student, seed=2)
-    assert all(torch.equal(theirs[name], before[name]) for name in trained)
-    apart.load_weights()
-    assert all(torch.equal(theirs[name], parameter) for name, parameter in trained.items())
+    assert all(torch.equal(copied[name], before[name]) for name in trained)
+    await sampler.push_weights(1)
+    assert all(torch.equal(copied[name], parameter) for name, parameter in trained.items())
 
 
 def test_what_is_told_without_weights_counts_adapters_too(base: Path) -> None:

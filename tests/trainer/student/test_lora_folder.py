@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from mopd_protocol.errors import ConfigError, DataError
+from mopd_protocol.errors import ConfigError, ResumeError
 from mopd_protocol.samples import Message, Prompt
 from mopd_trainer.cli.main import main
 from mopd_trainer.config.fingerprint import RunIdentity
@@ -145,7 +145,7 @@ def test_a_merged_student_says_what_its_adapters_say(
     for run in (config.output_dir, checkpoint):
         merged = tmp_path / f"merged-{run.name}"
         main(["merge", str(run), str(merged)])
-        assert capsys.readouterr().out == f"the student is in {merged}\n"
+        assert capsys.readouterr().out == f"saved the model to {merged}\n"
         model: Any = AutoModelForCausalLM.from_pretrained(merged)
         assert model.dtype == torch.float32
         assert model.generation_config.temperature == 0.6
@@ -179,16 +179,14 @@ def test_what_cannot_be_merged_is_refused(
     config = config_of(tmp_path)
     run, output = config.output_dir, tmp_path / "merged"
     write_resolved(config, run / "config.yaml")
-    assert "holds no finished student; go on with the run, or name one of its ch" in refusal(
-        run, output
-    )
+    assert refusal(run, output).startswith(f"mopd: {run}: no finished student")
     save_student(moved(Student.load(config.student)), run / "final")
-    assert f"{run / 'final'} holds no config.yaml; expected" in refusal(run / "final", output)
-    assert f"{base} is there already; name a folder that is not" in refusal(run, base)
+    assert refusal(run / "final", output).startswith(f"mopd: {run / 'final'}: config.yaml")
+    assert refusal(run, base).startswith(f"mopd: {base}: already exists")
     base_in(base, seed=1)
-    assert "is another one now: " in refusal(run, output)
+    assert refusal(run, output).startswith("mopd: student.model: ")
     write_resolved(config_of(tmp_path, None), run / "config.yaml")
-    assert "is of a run without student.lora, so there is nothing to merge" in refusal(run, output)
+    assert refusal(run, output).startswith(f"mopd: {run}: the run has no student.lora")
     assert not output.exists()
 
 
@@ -218,7 +216,7 @@ def test_a_checkpoint_with_other_adapters_is_refused(
     # Whoever says that this is accepted is told what cannot be.
     if now is None or was is None or now.get("alpha") == LORA["alpha"]:
         student, learner = begun(changed)
-        with pytest.raises(DataError, match=r"does not fit student\.model: ") as refusal:
+        with pytest.raises(ResumeError, match=r"student\.model: ") as refusal:
             Checkpoint.open(folder).restore(student, learner.optimizer)
         assert "\n" not in str(refusal.value)
 
@@ -233,5 +231,5 @@ def test_adapters_are_not_put_beside_other_weights(tmp_path: Path, base: Path) -
         Checkpoint.open(folder).restore(student, learner.optimizer)
     base_in(base, seed=1)
     student, learner = begun(config)
-    with pytest.raises(DataError, match="holds adapters that were trained beside other weights"):
+    with pytest.raises(ResumeError, match="holds adapters"):
         Checkpoint.open(folder).restore(student, learner.optimizer)

@@ -123,6 +123,7 @@ def test_messages_that_the_students_template_refuses_are_told_by_their_roles() -
         student.prompt_token_ids(turns)
 
 
-def test_a_device_that_is_not_there_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"student\.device is 'warp', which is not to be had"):
+def test_an_unavailable_device_raises_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
         Student.load(StudentConfig(model=str(tmp_path), device="warp"))
+    assert caught.value.key == "student.device"

@@ -66,9 +66,9 @@ async def test_each_sample_is_read_by_its_own_teacher() -> None:
         assert [sequence["completion"] for sequence in transport.sequences] == mine
         assert len(transport.asked) == 1
     assert [example.rollout.prompt.index for example in examples] == [0, 1, 2, 3, 4]
-    assert [[j.teacher for j in e.judgements] for e in examples] == [[name] for name in owners]
+    assert [[j.teacher for j in e.scores] for e in examples] == [[name] for name in owners]
     for example in examples:
-        [judgement] = example.judgements
+        [judgement] = example.scores
         name = "sentencepiece" if judgement.teacher == "math" else "whole_number"
         assert judgement.score.completion.text == example.rollout.completion.text
         again = table(name).sequence(judgement.score.completion.token_ids)
@@ -78,7 +78,7 @@ async def test_each_sample_is_read_by_its_own_teacher() -> None:
 async def test_two_teachers_of_a_sample_keep_their_weights_and_order() -> None:
     teachers = {"math": asked("sentencepiece"), "code": asked("whole_number")}
     [example], _ = await scored(teachers, [written("12 + 30", code=1.0, math=3.0)])
-    assert [(j.teacher, j.weight) for j in example.judgements] == [("code", 0.25), ("math", 0.75)]
+    assert [(j.teacher, j.weight) for j in example.scores] == [("code", 0.25), ("math", 0.75)]
     assert all(len(transport.sequences) == 1 for transport, _ in teachers.values())
 
 
@@ -98,7 +98,10 @@ async def test_each_teacher_of_a_sample_is_sent_what_its_own_tokenizer_knows() -
     [example], _ = await scored(teachers, [rollout("digit", ids, teachers={"other": 1, "same": 1})])
     sent = {name: transport.sequences[0]["completion"] for name, (transport, _) in teachers.items()}
     assert sent == {"other": "a<|pad|>b", "same": ["a", {"control": "<|pad|>"}, "b"]}
-    assert [judgement.view.control_tokens_as_text for judgement in example.judgements] == [1, 0]
+    assert [judgement.teacher_input.control_tokens_as_text for judgement in example.scores] == [
+        1,
+        0,
+    ]
 
 
 async def test_a_teacher_with_the_same_tokenizer_gets_the_very_ids() -> None:
@@ -110,7 +113,7 @@ async def test_a_teacher_with_the_same_tokenizer_gets_the_very_ids() -> None:
     [sequence] = transport.sequences
     assert set(sequence) == {"messages", "completion_token_ids", "finished"}
     assert sequence["completion_token_ids"] == ids[:-1]
-    [judgement] = example.judgements
+    [judgement] = example.scores
     assert judgement.score.completion.token_ids.tolist() == ids
     spans = zip(judgement.alignment.student_starts, judgement.alignment.teacher_ends, strict=True)
     assert [(int(start), int(end)) for start, end in spans] == [(r, r + 1) for r in range(len(ids))]
@@ -129,7 +132,7 @@ async def test_scores_are_the_teachers_distributions_at_the_asked_k_and_temperat
     expected = completion_logprobs(
         teacher.model, prompt_ids, made.completion.token_ids.tolist(), teacher.real_ids, 0.5
     )
-    found = example.judgements[0].score.topk
+    found = example.scores[0].score.topk
     best = [sorted(row.values(), reverse=True)[:5] for row in expected]
     np.testing.assert_allclose(found.logprobs, best, atol=2e-5)
 
@@ -217,12 +220,12 @@ async def test_a_run_that_waits_keeps_asking_until_the_teacher_is_back(
         counters = scorer.counters("code")
         assert counters.waits >= 20
         assert counters.failures == counters.waits
-    assert [judgement.teacher for judgement in example.judgements] == ["code"]
+    assert [judgement.teacher for judgement in example.scores] == ["code"]
     assert not scorer.dropped
     lines = [record.message for record in caplog.records if "waiting" in record.message]
     assert lines[0].startswith("waiting for teacher 'code', 0 s so far: teacher 'code' is unr")
     assert 2 <= len(lines) < 10  # one in a while, not one a call
-    assert "teacher 'code' is back after 1" in caplog.text
+    assert "teacher 'code' is available after 1" in caplog.text
 
 
 async def test_a_run_that_waits_ends_when_the_teacher_is_there_and_refuses() -> None:
@@ -242,7 +245,7 @@ async def test_a_fallback_judges_in_its_own_way_with_the_absent_teachers_share()
         rollouts = [written("a", 0, math=3.0, general=1.0), written("b", 1, general=1.0)]
         examples = await scorer.score(rollouts)
         assert scorer.counters("math").fallbacks == 1
-    [judgement, other] = examples[0].judgements
+    [judgement, other] = examples[0].scores
     assert (judgement.teacher, judgement.weight) == ("code", 0.75)
     assert (other.teacher, other.weight) == ("general", 0.25)
     assert teachers["code"][0].asked[0]["top_k"] == 5
@@ -259,7 +262,7 @@ async def test_a_fallback_that_judges_the_sample_already_takes_over_the_share() 
     async with scorer_of(IDENTITY, teachers) as scorer:
         teachers["math"][0].broken = True
         [example] = await scorer.score([written("a", math=3.0, code=1.0)])
-    assert [(j.teacher, j.weight) for j in example.judgements] == [("code", 1.0)]
+    assert [(j.teacher, j.weight) for j in example.scores] == [("code", 1.0)]
 
 
 async def test_only_the_samples_that_a_teacher_refuses_go_to_its_fallback() -> None:
@@ -267,7 +270,7 @@ async def test_only_the_samples_that_a_teacher_refuses_go_to_its_fallback() -> N
     rollouts = [written("a", 0, code=1.0), with_a_system_turn(1), written("x9" * 200, 2, code=1.0)]
     examples, scorer = await scored(teachers, rollouts)
     # The last is too long for either.
-    assert [[j.teacher for j in e.judgements] for e in examples] == [["code"], ["math"]]
+    assert [[j.teacher for j in e.scores] for e in examples] == [["code"], ["math"]]
     assert scorer.counters("code").fallbacks == 2
     assert scorer.dropped == {"math/too_long": 1, "total": 1}
 

@@ -63,7 +63,7 @@ def test_a_rollout_keeps_the_students_most_likely_ids_of_every_token(top_p: floa
     config = RolloutConfig(max_new_tokens=12, temperature=0.7, top_p=top_p)
     sampler = Sampler(student, config, seed=0, keep_topk=5)
     prompts = [Prompt(n, QUESTION, {"math": 1.0}) for n in range(3)]
-    rollouts = sampler.sample(prompts, step=0, batch=0)
+    rollouts = sampler.sample_batch(prompts, step=0, batch=0)
 
     for made in rollouts:
         ids = made.completion.token_ids.tolist()
@@ -78,8 +78,10 @@ def test_a_rollout_keeps_the_students_most_likely_ids_of_every_token(top_p: floa
 def test_nothing_is_kept_unless_asked_and_nothing_else_changes() -> None:
     config = RolloutConfig(max_new_tokens=12)
     prompts = [Prompt(0, QUESTION, {"math": 1.0})]
-    [plain] = Sampler(student_of(), config, seed=0).sample(prompts, step=0, batch=0)
-    [kept] = Sampler(student_of(), config, seed=0, keep_topk=10**6).sample(prompts, step=0, batch=0)
+    [plain] = Sampler(student_of(), config, seed=0).sample_batch(prompts, step=0, batch=0)
+    [kept] = Sampler(student_of(), config, seed=0, keep_topk=10**6).sample_batch(
+        prompts, step=0, batch=0
+    )
     assert plain.student_topk_ids is None
     assert plain.completion.token_ids.tolist() == kept.completion.token_ids.tolist()
     assert kept.student_topk_ids is not None
@@ -100,7 +102,7 @@ async def test_a_teacher_with_the_same_tokenizer_scores_the_students_ids() -> No
     assert made.student_topk_ids is not None
     wanted = made.student_topk_ids[:, :TOP_K]
     assert transport.sequences[0]["candidate_ids"] == wanted.tolist()
-    found = example.judgements[0].score.topk
+    found = example.scores[0].score.topk
     teacher = service("digit")
     rows = completion_logprobs(
         teacher.model,
@@ -130,7 +132,7 @@ async def test_a_teacher_with_another_tokenizer_scores_counterparts_where_spans_
         [example] = await scorer.score([made])
         projection = scorer.projection("math")
 
-    [judgement] = example.judgements
+    [judgement] = example.scores
     sent = transport.sequences[0]["candidate_ids"]
     assert len(sent) == len(judgement.score.completion)
     # The dense matrix, row by row: slow and obvious.
@@ -138,7 +140,7 @@ async def test_a_teacher_with_another_tokenizer_scores_counterparts_where_spans_
     for column in range(projection.teacher_size):
         first, last = projection.column_starts[column : column + 2]
         dense[projection.student_ids[first:last], column] = projection.weights[first:last]
-    alignment = align(judgement.view.completion, judgement.score.completion)
+    alignment = align(judgement.teacher_input.completion, judgement.score.completion)
     starts = dict(zip(alignment.teacher_starts, alignment.student_starts, strict=True))
     assert made.student_topk_ids is not None
     for row, candidates in enumerate(sent):
@@ -185,7 +187,7 @@ async def test_on_the_students_support_a_reverse_divergence_is_nearly_the_whole_
     """Merging ids lowers a divergence; on the student's ids hardly anything is merged."""
     student, teacher = student_of(seed=3, sharpness=60), service("digit")
     sampler = Sampler(student, RolloutConfig(max_new_tokens=12), seed=0, keep_topk=TOP_K)
-    [made] = sampler.sample([Prompt(0, QUESTION, {"math": 1.0})], step=0, batch=0)
+    [made] = sampler.sample_batch([Prompt(0, QUESTION, {"math": 1.0})], step=0, batch=0)
     prompt, ids = made.prompt_token_ids.tolist(), made.completion.token_ids.tolist()
     with torch.no_grad():
         logits = student.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
@@ -202,9 +204,9 @@ async def test_on_the_students_support_a_reverse_divergence_is_nearly_the_whole_
         async with scorer_of(student.identity, {"math": (transport, config)}) as scorer:
             [example] = await scorer.score([made])
             projection = ProjectionCache().on(CPU, scorer.projection("math"))
-        [judgement] = example.judgements
+        [judgement] = example.scores
         comparison = AlignedPair(
-            student=judgement.view.completion,
+            student=judgement.teacher_input.completion,
             sampled_logprobs=made.sampled_logprobs,
             score=judgement.score,
             alignment=judgement.alignment,
@@ -231,7 +233,7 @@ async def test_a_teacher_that_scores_no_chosen_ids_is_refused(monkeypatch: Any) 
 async def test_a_rollout_without_the_students_ids_is_refused() -> None:
     teachers = {"math": (Recorded(service("digit").app), teacher_config(**SAME))}
     async with scorer_of(IDENTITY, teachers) as scorer:
-        with pytest.raises(DataError, match="the rollout of prompt 0 was made without"):
+        with pytest.raises(DataError, match="none in the rollout of prompt 0"):
             await scorer.score([rollout("digit", [70], teachers={"math": 1.0})])
 
 

@@ -108,7 +108,7 @@ def slow_step(chosen: list[TrainingExample], weight: float) -> tuple[float, list
         contexts = [torch.tensor([[*prompt, *ids[:row]]]) for row in range(len(ids))]
         rows = torch.stack([student.model(context).logits[0, -1] for context in contexts])
         distilled = None
-        for judgement in one.judgements:
+        for judgement in one.scores:
             targets = topk_targets(judgement.alignment, judgement.score.topk)
             output = losses[judgement.teacher](DenseRows(rows, real_ids), targets)
             share = judgement.weight * TEACHER_WEIGHTS[judgement.teacher] * output.per_token
@@ -198,8 +198,8 @@ def test_cross_entropy_is_measured_unweighted_per_token_of_answers() -> None:
 
 
 def test_an_answer_may_have_no_judge_and_a_rollout_may_not() -> None:
-    assert unjudged(answers())[0].judgements == ()
-    with pytest.raises(DataError, match="the rollout of prompt 0 has no judgement"):
+    assert unjudged(answers())[0].scores == ()
+    with pytest.raises(DataError, match="prompt 0: the rollout has no score"):
         unjudged(rollouts())
 
 
@@ -208,5 +208,5 @@ def test_labels_are_the_tokens_of_answers_and_ignored_elsewhere() -> None:
     batch = micro_batch(chosen)
     answer, own = (one.rollout.completion.token_ids.tolist() for one in chosen)
     assert batch.labels.tolist() == [*answer, *[-100] * len(own)]
-    assert batch.answers
-    assert not micro_batch(rollouts()).answers
+    assert batch.has_labels
+    assert not micro_batch(rollouts()).has_labels

@@ -1,4 +1,4 @@
-"""``TrainingExample``: everything that the losses need to know about one completion."""
+"""``TrainingExample``: a completion with its teachers' aligned scores."""
 
 from dataclasses import dataclass
 
@@ -13,28 +13,31 @@ class AlignedScore:
     """One teacher's score of a completion, aligned with the student's tokens."""
 
     teacher: str
-    weight: float  # share of this teacher in the sample; a sample's weights sum to one
-    view: TeacherInput
+    weight: float  # share of this teacher in the sample; the weights of a sample sum to one
+    teacher_input: TeacherInput
     score: TeacherScore
     alignment: Alignment
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingExample:
-    """A completion and what its teachers say about it.
+    """A completion and the scores of its teachers.
 
     Raises:
-        DataError: when the student wrote it and no teacher judged it: nothing could be learnt.
+        DataError: when the completion is a rollout without any score.
     """
 
     rollout: Rollout
-    judgements: tuple[AlignedScore, ...]
+    scores: tuple[AlignedScore, ...]
 
     def __post_init__(self) -> None:
-        if not self.judgements and self.rollout.source == "rollout":
-            raise DataError(f"the rollout of prompt {self.rollout.prompt.index} has no judgement")
+        if not self.scores and self.rollout.source == "rollout":
+            raise DataError(
+                f"prompt {self.rollout.prompt.index}: the rollout has no score (found 0, expected "
+                "1 or more)"
+            )
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and completion."""
+        """Number of prompt and completion tokens."""
         return len(self.rollout.prompt_token_ids) + len(self.rollout.completion)

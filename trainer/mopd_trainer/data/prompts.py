@@ -1,4 +1,4 @@
-"""Prompts from JSONL, each with the teachers who will judge its answer, and their order."""
+"""Prompts from JSONL, each with its teachers, and their order."""
 
 import json
 import logging
@@ -16,47 +16,53 @@ from mopd_trainer.config.run import DataConfig
 
 logger = logging.getLogger(__name__)
 
-#: Keys that name a line's teacher when the configuration does not say which one does.
+#: Keys of a line's teacher if ``teacher_key`` is not set.
 TEACHER_KEYS = ("teacher", "data_source", "tag", "dataset")
 
 JSON = dict[str, Any]
 
 
 def read_prompts(config: DataConfig, teachers: Iterable[str]) -> list[Prompt]:
-    """Every line of the data as a prompt; where ``on_bad_line`` is ``skip``, every usable one.
+    """Load the prompts of a JSONL file; with ``on_bad_line: skip``, invalid lines are dropped.
 
     Args:
-        teachers: names of those who judge completions; none where nothing is judged.
+        teachers: names of the scoring teachers; empty for plain SFT.
 
     Raises:
-        DataError: names the file and the line: not JSON, no question, no answer where the run
-            learns from answers, an unknown teacher or none.
+        DataError: for a missing or empty file, and for an invalid line: no JSON object, no prompt,
+            no reference answer if the run uses them, no teacher or an unknown one. ``key`` is
+            ``file`` or ``file:line``.
     """
     path, known = config.prompts, sorted(teachers)
-    bad: list[DataError] = []
+    errors: list[DataError] = []
     if not path.is_file():
-        raise DataError(f"{path}: no such file; expected prompts as JSONL (data.prompts)")
+        raise DataError(
+            f"{path}: file not found, expected prompts as JSONL (data.prompts)", key=str(path)
+        )
     prompts: list[Prompt] = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
-                    prompts.append(_prompt(line, len(prompts), config, known, f"{path}:{number}"))
-                except DataError as error:
+                    prompts.append(_prompt(line, len(prompts), config, known))
+                except _LineError as error:
+                    where = f"{path}:{number}"
+                    errors.append(DataError(f"{where}: {error}", key=where))
                     if config.on_bad_line == "fail":
-                        raise
-                    bad.append(error)
-    if bad:
-        logger.warning("%s: %d lines skipped, the first because %s", path, len(bad), bad[0])
+                        raise errors[0] from error
+    if errors:
+        logger.warning("%s: skipped %d invalid lines, the first: %s", path, len(errors), errors[0])
     if not prompts:
-        raise DataError(f"{path}: no prompts in it; expected one JSON object a line")
+        raise DataError(
+            f"{path}: no prompts found, expected one JSON object per line", key=str(path)
+        )
     return prompts
 
 
 class PromptOrder:
-    """Which prompts a step takes: epoch after epoch, each in its own seeded order.
+    """Prompts of each step: epochs with a seeded order, as a function of the step.
 
-    The order is a function of the step alone, so a resumed run needs to remember nothing.
+    A resumed run therefore needs no saved state.
     """
 
     def __init__(
@@ -68,12 +74,12 @@ class PromptOrder:
         self._shuffle = shuffle
 
     def batch(self, step: int) -> list[Prompt]:
-        """The prompts of a step, counted from 0."""
+        """Return the prompts of a step (from 0)."""
         first = step * self._prompts_per_step
         positions = range(first, first + self._prompts_per_step)
         count = len(self._prompts)
-        orders = {epoch: self._order(epoch) for epoch in {at // count for at in positions}}
-        return [self._prompts[orders[at // count][at % count]] for at in positions]
+        orders = {epoch: self._order(epoch) for epoch in {p // count for p in positions}}
+        return [self._prompts[orders[p // count][p % count]] for p in positions]
 
     def _order(self, epoch: int) -> Sequence[int]:
         count = len(self._prompts)
@@ -82,92 +88,91 @@ class PromptOrder:
         return np.random.default_rng([self._seed, epoch]).permutation(count).tolist()
 
 
-def _prompt(
-    line: bytes, index: int, config: DataConfig, known: Sequence[str], where: str
-) -> Prompt:
-    values = _parse(line, where)
-    messages, answer = _question_and_answer(values, config, where)
+class _LineError(ValueError):
+    """An invalid line."""
+
+
+def _prompt(line: bytes, index: int, config: DataConfig, known: Sequence[str]) -> Prompt:
+    values = _parse(line)
+    messages, answer = _messages_and_answer(values, config)
+    metadata: JSON = {}
+    if config.answer_key is not None and config.answer_key in values:
+        metadata = {"answer": values[config.answer_key]}
     return Prompt(
         index=index,
         messages=messages,
-        teachers=_teachers(values, config, known, where) if known else {},
-        metadata=_metadata(values, config),
+        teachers=_teachers(values, config, known) if known else {},
+        metadata=metadata,
         answer=answer,
     )
 
 
-def _parse(line: bytes, where: str) -> JSON:
+def _parse(line: bytes) -> JSON:
     try:
         values = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8 ({error.reason} at byte {error.start})") from error
+        raise _LineError(f"not UTF-8 ({error.reason} at byte {error.start})") from error
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or a deep nest
-        raise DataError(f"{where}: JSON that cannot be read ({error})") from error
+        raise _LineError(f"not JSON ({error.msg} at column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, deep nesting
+        raise _LineError(f"unsupported JSON ({error})") from error
     if not isinstance(values, dict):
-        raise DataError(f"{where}: found a {type(values).__name__}, expected a JSON object")
+        raise _LineError(f"found a {type(values).__name__}, expected a JSON object")
     return values  # pyright: ignore[reportUnknownVariableType]
 
 
-def _question_and_answer(
-    values: JSON, config: DataConfig, where: str
+def _messages_and_answer(
+    values: JSON, config: DataConfig
 ) -> tuple[tuple[Message, ...], str | None]:
-    turns, answer = _messages(values, config, where), None
+    messages, answer = _messages(values, config), None
     if config.uses_reference_answers and config.answer_key is not None:
-        answer = _text(values, config.answer_key, where)
+        answer = _text(values, config.answer_key)
     elif config.uses_reference_answers:
-        turns, answer = _without_answer(turns, where)
-    if not turns or turns[-1].role == "assistant":
-        found = "ends with an assistant turn" if turns else "holds an answer and no question"
-        raise DataError(f"{where}: 'messages' {found}; expected a turn that the student can answer")
-    return turns, answer
+        *messages, last = messages
+        if last.role != "assistant" or not last.content:
+            raise _LineError(
+                f"no reference answer (the last message has role {last.role!r} and "
+                f"{len(last.content)} characters). End 'messages' with an assistant message, or "
+                "set data.answer_key."
+            )
+        answer = last.content
+    if not messages or messages[-1].role == "assistant":
+        problem = "ends with an assistant message" if messages else "has no user message"
+        raise _LineError(f"'messages' {problem}, expected a message to complete")
+    return tuple(messages), answer
 
 
-def _without_answer(turns: tuple[Message, ...], where: str) -> tuple[tuple[Message, ...], str]:
-    *question, answer = turns
-    if answer.role != "assistant" or not answer.content:
-        raise DataError(
-            f"{where}: no reference answer (the last turn is of role {answer.role!r} and has "
-            f"{len(answer.content)} characters); expected 'messages' that end with an assistant "
-            "turn, or set data.answer_key"
-        )
-    return tuple(question), answer.content
-
-
-def _messages(values: JSON, config: DataConfig, where: str) -> tuple[Message, ...]:
+def _messages(values: JSON, config: DataConfig) -> Sequence[Message]:
     if config.question_key is not None:
-        return (Message(role="user", content=_text(values, config.question_key, where)),)
+        return (Message(role="user", content=_text(values, config.question_key)),)
     if "messages" in values:
         try:
-            messages = tuple(Message.model_validate(message) for message in values["messages"])
+            messages = [Message.model_validate(message) for message in values["messages"]]
         except (ValidationError, TypeError) as error:
-            raise DataError(
-                f"{where}: 'messages' is not a list of {{role, content}} with text in both"
-            ) from error
+            raise _LineError("'messages' is invalid, expected a list of {role, content}") from error
         if not messages:
-            raise DataError(f"{where}: 'messages' is empty; expected at least one turn")
-        for at, message in enumerate(messages):
+            raise _LineError("'messages' is empty, expected at least one message")
+        for number, message in enumerate(messages, 1):
             if not _is_unicode(message.role + message.content):
-                raise DataError(f"{where}: turn {at + 1} of 'messages' holds half a character")
+                raise _LineError(f"message {number} of 'messages' has half a surrogate pair")
         return messages
     if "prompt" in values:
-        return (Message(role="user", content=_text(values, "prompt", where)),)
-    raise DataError(
-        f"{where}: found keys {', '.join(sorted(values)) or 'none'}; expected 'messages' or "
-        "'prompt', or set data.question_key"
+        return (Message(role="user", content=_text(values, "prompt")),)
+    raise _LineError(
+        f"found keys {', '.join(sorted(values)) or 'none'}, expected 'messages' or 'prompt'. Or "
+        "set data.question_key."
     )
 
 
-def _text(values: JSON, key: str, where: str) -> str:
+def _text(values: JSON, key: str) -> str:
     text = values.get(key)
     if not isinstance(text, str) or not text or not _is_unicode(text):
-        raise DataError(f"{where}: {key!r} is {text!a}; expected text")
+        raise _LineError(f"{key!r}: found {text!a}, expected text")
     return text
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether it has bytes: JSON can spell half of a character, which no tokenizer reads."""
+    """Return False for half a surrogate pair, which JSON can represent and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -175,44 +180,32 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _teachers(
-    values: JSON, config: DataConfig, known: Sequence[str], where: str
-) -> dict[str, float]:
+def _teachers(values: JSON, config: DataConfig, known: Sequence[str]) -> dict[str, float]:
     keys = TEACHER_KEYS if config.teacher_key is None else (config.teacher_key,)
     key = next((key for key in keys if values.get(key) is not None), None)
-    named: Any = values[key] if key else config.default_teacher
-    if named is None and len(known) == 1:
-        named = known[0]  # one teacher is no choice
-    if named is None:
-        raise DataError(
-            f"{where}: no {' or '.join(repr(key) for key in keys)}; known teachers are "
-            f"{', '.join(known)} (data.default_teacher takes lines that name none)"
+    value: Any = values[key] if key else config.default_teacher
+    if value is None and len(known) == 1:
+        value = known[0]
+    if value is None:
+        raise _LineError(
+            f"no teacher (found no {' or '.join(map(repr, keys))}; known teachers: "
+            f"{', '.join(known)}). Add the key, or set data.default_teacher."
         )
-    weights = _weights(named, where)
+    weights = _weights(value)
     for name in weights:
         if name not in known:
-            raise DataError(
-                f"{where}: teacher {name!r} is unknown; known teachers are {', '.join(known)}"
-            )
+            raise _LineError(f"unknown teacher (found {name!r}, expected {', '.join(known)})")
     return weights
 
 
-def _weights(named: Any, where: str) -> dict[str, float]:
-    if isinstance(named, str):
-        return {named: 1.0}
-    if isinstance(named, dict) and named:
-        weights: dict[Any, Any] = dict(named)  # pyright: ignore[reportUnknownArgumentType]
+def _weights(value: Any) -> dict[str, float]:
+    if isinstance(value, str):
+        return {value: 1.0}
+    if isinstance(value, dict) and value:
+        entries: dict[Any, Any] = dict(value)  # pyright: ignore[reportUnknownArgumentType]
         # A JSON integer may be larger than any float.
-        if all(isinstance(w, int | float) and 0 < w <= float_info.max for w in weights.values()):
-            found = {str(name): float(weight) for name, weight in weights.items()}
-            if sum(found.values()) < inf:
-                return found
-    raise DataError(
-        f"{where}: teachers are given as {named!r}; expected a name, or names with weights above 0"
-    )
-
-
-def _metadata(values: JSON, config: DataConfig) -> JSON:
-    if config.answer_key is None or config.answer_key not in values:
-        return {}
-    return {"answer": values[config.answer_key]}
+        if all(isinstance(w, int | float) and 0 < w <= float_info.max for w in entries.values()):
+            weights = {str(name): float(weight) for name, weight in entries.items()}
+            if sum(weights.values()) < inf:
+                return weights
+    raise _LineError(f"teachers: found {value!r}, expected a name, or names with weights above 0")

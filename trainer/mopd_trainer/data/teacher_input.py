@@ -1,8 +1,8 @@
-"""A completion as one teacher can read it: as text and control tokens, or as token ids.
+"""``TeacherInput``: a completion as text and control tokens, or as token ids, for one teacher.
 
-A teacher with another tokenizer is sent text. What cannot be sent as the student wrote it is
-turned into what can be, on the student's side of the comparison too, and counted: a control token
-that the teacher does not have becomes its literal text, and bytes that are not text end it.
+A teacher with another tokenizer receives text. Parts that cannot be sent are replaced, also in the
+student's tokens for alignment, and counted: a control token that the teacher does not have becomes
+its literal text, and the text ends before the first byte that is not UTF-8.
 """
 
 from collections.abc import Mapping
@@ -18,40 +18,40 @@ from mopd_protocol.tokenizers.token_table import TokenTable
 
 @dataclass(frozen=True, eq=False)
 class TeacherInput:
-    """What a teacher is asked, and the student's tokens as the answer can be compared with."""
+    """A teacher's request, and the student's tokens to align with the scores."""
 
     request: SequenceRequest
-    completion: TokenSequence  # the student's tokens; control tokens sent as text have bytes here
-    control_tokens_as_text: int = 0  # control tokens that were sent as text
-    invalid_utf8_bytes: int = 0  # after the first byte that is not UTF-8
+    completion: TokenSequence  # control tokens sent as text have bytes
+    control_tokens_as_text: int = 0
+    invalid_utf8_bytes: int = 0  # from the first byte that is not UTF-8
 
 
 def text_view(rollout: Rollout, student: TokenTable, teacher: TokenTable) -> TeacherInput:
-    """The completion as text, with control tokens by name where the teacher has them."""
+    """Return the completion as text, with control tokens that the teacher has by name."""
     names = {token_id: name for name, token_id in student.controls.items()}
     literal: dict[int, str] = {}  # token position -> text
     controls: dict[int, str] = {}
     for position, mark in rollout.completion.marks.items():
         if mark != END_OF_TURN:
             name = names[int(rollout.completion.token_ids[position])]
-            (controls if _reads_on_after(name, teacher) else literal)[position] = name
+            (controls if _is_sent(name, teacher) else literal)[position] = name
     completion = _with_literals(rollout.completion, literal)
     sendable = _valid_utf8_bytes(completion, controls)
-    unsent = len(completion.text) - sendable
+    invalid_bytes = len(completion.text) - sendable
     return TeacherInput(
         request=SequenceRequest(
             messages=list(rollout.prompt.messages),
             completion=_parts(completion, controls, sendable),
-            finished=rollout.finish_reason == "stop" and not unsent,
+            finished=rollout.finish_reason == "stop" and not invalid_bytes,
         ),
         completion=completion,
         control_tokens_as_text=len(literal),
-        invalid_utf8_bytes=unsent,
+        invalid_utf8_bytes=invalid_bytes,
     )
 
 
 def token_view(rollout: Rollout) -> TeacherInput:
-    """The completion as the very ids that were sampled, for a teacher with the same tokenizer."""
+    """Return the completion as the sampled ids, for a teacher with the same tokenizer."""
     finished = rollout.finish_reason == "stop"
     ids = rollout.completion.token_ids.tolist()
     return TeacherInput(
@@ -64,13 +64,13 @@ def token_view(rollout: Rollout) -> TeacherInput:
     )
 
 
-def _reads_on_after(name: str, teacher: TokenTable) -> bool:
-    """Whether the teacher has this control token and would not end its answer with it."""
+def _is_sent(name: str, teacher: TokenTable) -> bool:
+    """Return True if the teacher has this control token, and it does not end a completion."""
     return name in teacher.controls and teacher.controls[name] not in teacher.roles.ending
 
 
 def _with_literals(completion: TokenSequence, literal: Mapping[int, str]) -> TokenSequence:
-    """The sequence with some control tokens spelling their names."""
+    """Replace control tokens by their literal text."""
     if not literal:
         return completion
     ends = completion.byte_ends.tolist()
@@ -87,7 +87,7 @@ def _with_literals(completion: TokenSequence, literal: Mapping[int, str]) -> Tok
 
 
 def _valid_utf8_bytes(completion: TokenSequence, controls: Mapping[int, str]) -> int:
-    """How many leading bytes are text, also between the control tokens that are sent."""
+    """Return the length of the longest valid UTF-8 prefix, also between sent control tokens."""
     start = 0
     for end in [*(int(completion.byte_ends[position]) for position in controls), None]:
         try:
@@ -107,10 +107,10 @@ def _parts(
     parts: list[str | ControlToken] = []
     sent = 0
     for position, name in controls.items():
-        at = int(completion.byte_ends[position])
-        if at > sendable:
+        end = int(completion.byte_ends[position])
+        if end > sendable:
             break
-        parts += [text[sent:at].decode(), ControlToken(control=name)]
-        sent = at
+        parts += [text[sent:end].decode(), ControlToken(control=name)]
+        sent = end
     parts.append(text[sent:].decode())
     return [part for part in parts if part != ""]

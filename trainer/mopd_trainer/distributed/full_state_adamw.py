@@ -1,6 +1,6 @@
-"""``WholeStateAdamW``: AdamW whose saved state is whole, on however many ranks it stands."""
+"""``FullStateAdamW``: AdamW whose state dict is unsharded, whatever the number of ranks."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -8,21 +8,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mopd_trainer.distributed.process_group import Ranks
-from mopd_trainer.distributed.sharding import like_shards_of, whole
-
-#: Parameter number -> name -> what the optimizer keeps.
-_Moments = Mapping[int, Mapping[str, Any]]
+from mopd_trainer.distributed.sharding import full_tensor, shard_like
 
 
-class WholeStateAdamW(torch.optim.AdamW):
-    """What ``state_dict`` gives on one rank it gives on the first of several, and takes back.
+class FullStateAdamW(torch.optim.AdamW):
+    """AdamW with the state dict of a single rank, so that checkpoints fit any number of ranks.
 
-    So a checkpoint does not know on how many ranks it was made. The ranks that follow call
-    ``state_dict`` and ``take`` when the first one says so, under the names that stand here.
+    All ranks must call ``state_dict`` and ``load_state_dict``.
     """
-
-    STATE = "optimizer.state_dict"
-    TAKE = "optimizer.take"
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], *, ranks: Ranks, **settings: Any
@@ -31,70 +24,64 @@ class WholeStateAdamW(torch.optim.AdamW):
         self._ranks = ranks
 
     def state_dict(self) -> dict[str, Any]:
-        """As on one rank; all ranks have it, the first writes it."""
-        told: dict[str, Any] = super().state_dict()
-        if self._ranks.size == 1:
-            return told
-        self._ranks.lead(self.STATE)
-        with self._ranks.together():
-            told["state"] = {
-                number: {name: _kept(value) for name, value in told["state"][number].items()}
-                for number in sorted(told["state"])
-            }
-        return told
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a whole state over, on all ranks.
+        """Gather the unsharded state on all ranks.
 
         Raises:
-            ValueError: when it is of other parameters; nothing is taken then.
+            RankError: when another rank is lost.
+        """
+        state: dict[str, Any] = super().state_dict()
+        if self._ranks.size > 1:
+            with self._ranks.collective():
+                state["state"] = {
+                    number: {name: _unshard(value) for name, value in moments.items()}
+                    for number, moments in sorted(state["state"].items())
+                }
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load rank 0's unsharded state on all ranks; non-zero ranks pass ``{}``.
+
+        Raises:
+            ValueError: when the state is of other parameters; nothing is loaded.
+            RankError: when another rank is lost.
         """
         if self._ranks.size == 1:
             super().load_state_dict(state_dict)
             return
-        given: dict[int, dict[str, Any]] = state_dict["state"]
-        parameters = self._parameters()
-        for number, moments in given.items():
-            for name, value in moments.items():
-                if _is_large(value) and (
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        moments: dict[int, dict[str, Any]] = state_dict.get("state", {})
+        for number, values in moments.items():
+            for name, value in values.items():
+                if _is_moment(value) and (
                     number >= len(parameters) or value.shape != parameters[number].shape
                 ):
                     raise ValueError(f"{name} of parameter {number} has shape {list(value.shape)}")
-        told = {
-            number: {name: None if _is_large(value) else value for name, value in moments.items()}
-            for number, moments in given.items()
-        }
-        outline = {**state_dict, "state": told}
-        self._ranks.lead(self.TAKE, outline=outline)
-        self.take(outline, given)
-
-    def take(self, outline: dict[str, Any], given: _Moments | None = None) -> None:
-        """This rank's part of a state.
-
-        Args:
-            outline: the state with None for every tensor that is as large as its parameter.
-            given: the tensors, on rank 0.
-        """
-        parameters, given = self._parameters(), given or {}
-        with self._ranks.together():
+        outline = self._ranks.broadcast(
+            {
+                **state_dict,
+                "state": {
+                    number: {n: None if _is_moment(v) else v for n, v in values.items()}
+                    for number, values in moments.items()
+                },
+            }
+        )
+        with self._ranks.collective():
             state = {
                 number: {
-                    name: like_shards_of(parameters[number], given.get(number, {}).get(name))
+                    name: shard_like(parameters[number], moments.get(number, {}).get(name))
                     if value is None
                     else value
-                    for name, value in moments.items()
+                    for name, value in values.items()
                 }
-                for number, moments in outline["state"].items()
+                for number, values in outline["state"].items()
             }
         super().load_state_dict({**outline, "state": state})
 
-    def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
 
-
-def _is_large(value: Any) -> bool:
+def _is_moment(value: Any) -> bool:
+    """True for a tensor of the parameter's shape; steps are scalars."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _kept(value: Any) -> Any:
-    return whole(value).cpu() if isinstance(value, DTensor) else value
+def _unshard(value: Any) -> Any:
+    return full_tensor(value).cpu() if isinstance(value, DTensor) else value

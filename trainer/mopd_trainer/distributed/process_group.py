@@ -1,19 +1,17 @@
-"""``Ranks``: the processes that train one student together, and how the first one leads them.
+"""``Ranks``: the processes that train one student, and the objects they exchange.
 
-Rank 0 runs the loop: it samples, asks teachers, and writes the journal and checkpoints. The others
-wait for what it wants done with the student. A method that all ranks must run begins with
-``ranks.lead(name, ...)``: on rank 0 that tells the others to run it too, elsewhere it is nothing.
+Every rank runs the same loop. Rank 0 samples, scores, and writes the journal and checkpoints; it
+sends each rank its micro-batches, and all ranks make the same collective calls in the same order.
 
-Words between ranks go over gloo, point to point, and may be long in coming; what the model and its
-gradients need goes over the device's own backend.
+Objects travel over gloo and may take days, because rank 0 waits for teachers between two steps.
+Activations and gradients use the device's own backend.
 """
 
 import copyreg
 import io
 import logging
 import os
-import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import MappingProxyType
@@ -26,34 +24,34 @@ from mopd_protocol.errors import ConfigError, MopdError, RankError
 
 logger = logging.getLogger(__name__)
 
-#: What moves tensors between devices of a kind.
+#: Device type -> backend for its tensors.
 _BACKENDS = {
     "cpu": "gloo",
     "cuda": "cpu:gloo,cuda:nccl",
     "npu": "cpu:gloo,npu:hccl",
     "xpu": "cpu:gloo,xpu:xccl",
 }
-_OF_THIS_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-#: The leader may wait for its teachers for as long as that.
-_BETWEEN_WORDS = timedelta(days=7)
-_FAILURE, _FAILURES = "mopd/failure", "mopd/failures"
-_END = "end"
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: Longest wait of non-zero ranks between two steps.
+_OBJECT_TIMEOUT = timedelta(days=7)
+#: Keys of the store: number of failed ranks, message of the first.
+_FAILURES, _FAILURE = "mopd/failures", "mopd/failure"
 
 
 def _read_only(values: dict[Any, Any]) -> MappingProxyType[Any, Any]:
     return MappingProxyType(values)
 
 
-def _pickled(mapping: MappingProxyType[Any, Any]) -> tuple[Any, tuple[dict[Any, Any]]]:
+def _reduce_mapping(mapping: MappingProxyType[Any, Any]) -> tuple[Any, tuple[dict[Any, Any]]]:
     return _read_only, (dict(mapping),)
 
 
-# Samples hold read-only mappings, which pickle knows nothing of.
-copyreg.pickle(MappingProxyType, _pickled)
+# Samples contain read-only mappings, which pickle does not support.
+copyreg.pickle(MappingProxyType, _reduce_mapping)
 
 
 class Ranks:
-    """This process among those that train a student; one alone needs no ``torch.distributed``."""
+    """The rank of this process and the number of ranks; a single rank needs no process group."""
 
     def __init__(
         self,
@@ -64,148 +62,135 @@ class Ranks:
     ) -> None:
         self.rank = rank
         self.size = size
-        self.device = device  # None: the student's own settings decide
+        self.device = device  # None: given by the student's settings
         self._store = store
-        #: Held by a thread from a question to its answers, so that no other's come between.
-        self.exchange = threading.RLock()
-        self._words: Any = None
+        self._group: Any = None
         if size > 1:
-            self._words = dist.new_group(backend="gloo", timeout=_BETWEEN_WORDS)
+            self._group = dist.new_group(backend="gloo", timeout=_OBJECT_TIMEOUT)
 
     @property
-    def leads(self) -> bool:
-        """Whether there are others, and this is the one that they follow."""
-        return self.size > 1 and self.rank == 0
+    def is_rank_zero(self) -> bool:
+        """True on rank 0, and on a single rank."""
+        return self.rank == 0
 
-    def lead(self, name: str, **arguments: Any) -> None:
-        """Has the others run what they know under this name; nothing on a rank that follows.
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value on all ranks; the argument of non-zero ranks is ignored.
 
         Raises:
-            RankError: when another rank is gone.
+            RankError: when another rank is lost.
         """
-        if self.leads:
-            self._tell([(name, (), arguments)] * self.size)
+        if self.size == 1:
+            return value
+        encoded = [_encode(value) if self.is_rank_zero else None]
+        with self.report_lost_rank():
+            dist.broadcast_object_list(encoded, src=0, group=self._group)
+        return value if self.is_rank_zero else self._decode(encoded[0])
 
-    def deal(self, name: str, parts: Sequence[Any], **arguments: Any) -> Any:
-        """``lead``, with a first argument of its own for every rank; rank 0's is returned.
+    def scatter(self, values: Sequence[Any] | None = None) -> Any:
+        """Return this rank's element of rank 0's values.
 
         Args:
-            parts: one for each rank.
-        """
-        self._tell([(name, (part,), arguments) for part in parts])
-        return parts[0]
-
-    def follow(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
-        """Does what the leader wants until it wants no more.
+            values: one for each rank; ignored on non-zero ranks.
 
         Raises:
-            RankError: when the leader is gone.
+            RankError: when another rank is lost.
         """
-        while True:
-            with self.together():
-                name, own, arguments = self._receive(0)
-            if name == _END:
-                return
-            handlers[name](*own, **arguments)
+        if self.is_rank_zero:
+            assert values is not None
+            if self.size == 1:
+                return values[0]
+        encoded = [_encode(value) for value in values or []] if self.is_rank_zero else None
+        received: list[Any] = [None]
+        with self.report_lost_rank():
+            dist.scatter_object_list(received, encoded, src=0, group=self._group)
+        return values[0] if self.is_rank_zero and values else self._decode(received[0])
 
-    def collect(self, value: Any) -> list[Any]:
-        """On rank 0 the values of all ranks, in their order; elsewhere nothing."""
-        with self.together():
-            if self.rank > 0:
-                self._send(value, 0)
-                return []
-            return [value, *(self._receive(rank) for rank in range(1, self.size))]
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, by rank, on rank 0; an empty list elsewhere.
 
-    def agreed(self, value: Any) -> Any:
-        """Rank 0's value, on all ranks."""
-        with self.together():
-            if self.rank > 0:
-                return self._receive(0)
-            for rank in range(1, self.size):
-                self._send(value, rank)
-            return value
+        Raises:
+            RankError: when another rank is lost.
+        """
+        if self.size == 1:
+            return [value]
+        encoded: list[Any] | None = [None] * self.size if self.is_rank_zero else None
+        with self.report_lost_rank():
+            dist.gather_object(_encode(value), encoded, dst=0, group=self._group)
+        if encoded is None:
+            return []
+        return [value, *(self._decode(each) for each in encoded[1:])]
 
     @contextmanager
-    def together(self) -> Generator[None]:
-        """For what all ranks do at once: a peer that is lost meanwhile is told in one sentence.
+    def collective(self) -> Generator[None]:
+        """Run tensor collectives after all ranks have arrived, however long rank 0 takes.
 
         Raises:
-            RankError: instead of what the backend says.
+            RankError: when another rank is lost.
         """
+        with self.report_lost_rank():
+            if self.size > 1:
+                dist.barrier(self._group)
+            yield
+
+    @contextmanager
+    def report_lost_rank(self) -> Generator[None]:
+        """Raise RankError in place of the backend's error when another rank is lost."""
         try:
             yield
         except RuntimeError as error:
-            if self.size == 1 or not _is_loss(error):
+            if self.size == 1 or not _is_connection_error(error):
                 raise
-            raise RankError(self._why_lost(error)) from error
+            raise RankError(self._loss_message(error)) from error
 
     def leave(self, error: BaseException) -> None:
-        """Ends with an error, which one rank tells: the first that failed.
+        """Record an error so that only the first failing rank reports it.
 
         Raises:
-            RankError: where it is this one, and not the leader.
-            SystemExit: where another rank tells what happened.
+            RankError: on a non-zero rank that failed first.
+            SystemExit: when another rank reports the error.
         """
         if isinstance(error, RankError):
-            if self.rank > 0 or self._noted() is not None:
+            if self.rank > 0 or self._recorded_failure() is not None:
                 raise SystemExit(1) from error
         elif isinstance(error, Exception):
             reason = str(error) if isinstance(error, MopdError) else repr(error)
             line = (reason.strip().splitlines() or [type(error).__name__])[0]
-            told = f"student rank {self.rank} of {self.size} failed: {line}"
-            logger.info(told, exc_info=error)
-            if not self._note(told):
+            message = f"student rank {self.rank} of {self.size} failed: {line}"
+            logger.info(message, exc_info=error)
+            if not self._record_failure(message):
                 raise SystemExit(1) from error
             if self.rank > 0:
-                raise RankError(told) from error
+                raise RankError(message) from error
 
-    def _tell(self, words: Sequence[Any]) -> None:
-        with self.exchange, self.together():
-            for rank in range(1, self.size):
-                self._send(words[rank], rank)
+    def _decode(self, data: Any) -> Any:
+        # Sent by another process of this run, so unpickling is as safe as this process's memory.
+        return torch.load(io.BytesIO(data), map_location=self._own_device, weights_only=False)
 
-    def _send(self, value: Any, to: int) -> None:
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-        dist.send(torch.tensor([len(data)]), to, group=self._words)
-        dist.send(data, to, group=self._words)
-
-    def _receive(self, source: int) -> Any:
-        length = torch.zeros(1, dtype=torch.int64)
-        dist.recv(length, source, group=self._words)
-        data = torch.empty(int(length), dtype=torch.uint8)
-        dist.recv(data, source, group=self._words)
-        # From another process of this run: as trustworthy as this one's own memory.
-        received = io.BytesIO(data.numpy().tobytes())
-        return torch.load(received, map_location=self._home, weights_only=False)
-
-    def _home(self, storage: Any, location: str) -> Any:
-        """Tensors of the leader's accelerator come to this rank's own; others stay where they
-        are."""
+    def _own_device(self, storage: Any, location: str) -> Any:
+        """Move tensors of the sender's accelerator to this rank's; leave CPU tensors."""
         if location == "cpu" or self.device is None:
             return storage
         return torch.serialization.default_restore_location(storage, str(self.device))
 
-    def _why_lost(self, error: Exception) -> str:
+    def _loss_message(self, error: Exception) -> str:
         line = (str(error).strip().splitlines() or ["no reason given"])[0]
-        return self._noted() or (
-            f"a student rank is gone ({line}); what it wrote last says why, and the last "
-            "checkpoint is whole"
+        return self._recorded_failure() or (
+            f"a student rank was lost ({line}); see its last log lines, and resume from the last "
+            "checkpoint, which is complete"
         )
 
-    def _note(self, reason: str) -> bool:
-        """Whether this rank is the first with a reason."""
+    def _record_failure(self, message: str) -> bool:
+        """Store the message; False if another rank failed before."""
         try:
             if self._store is None or self._store.add(_FAILURES, 1) > 1:
                 return False
-            self._store.set(_FAILURE, reason)
-        except RuntimeError:  # the leader, which keeps the notes, has ended
+            self._store.set(_FAILURE, message)
+        except RuntimeError:  # rank 0, which runs the store, has exited
             return self.rank == 0
         return True
 
-    def _noted(self) -> str | None:
-        """Why a rank failed, where one has said so."""
+    def _recorded_failure(self) -> str | None:
+        """Message of the first failing rank, if one has failed."""
         try:
             if self._store is not None and self._store.check([_FAILURE]):
                 return self._store.get(_FAILURE).decode()
@@ -216,64 +201,71 @@ class Ranks:
 
 @contextmanager
 def init_distributed(device: str) -> Generator[Ranks]:
-    """This process's ranks, by the variables that ``torchrun`` sets; one alone without them.
+    """Initialize the process group from ``torchrun``'s variables; a single rank without them.
 
-    However the block is left, the others end too.
+    An error on one rank ends all ranks.
 
     Args:
-        device: ``student.device``, which must name a kind of device where there are several ranks.
+        device: ``student.device``; a device type where there are several ranks.
 
     Raises:
-        ConfigError: when there is no such device, or it is one for all.
-        RankError: when this rank failed, and it is not the first.
-        SystemExit: when another rank tells what happened.
+        ConfigError: when the device does not exist, or is one device for several ranks.
+        RankError: when this rank is non-zero and failed first.
+        SystemExit: when another rank reports the error.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         yield Ranks()
         return
-    own = _own_device(device)
-    if own.type != "cpu":
-        torch.accelerator.set_device_index(own)
+    rank_device = _rank_device(device)
+    if rank_device.type != "cpu":
+        torch.accelerator.set_device_index(rank_device)
     store, rank, size = next(dist.rendezvous("env://"))
-    dist.init_process_group(
-        _BACKENDS.get(own.type, "gloo"), store=store, rank=rank, world_size=size
-    )
-    ranks = Ranks(rank, size, own, store)
-    for variable in _OF_THIS_RANK:  # what this process starts is no rank
+    backend = _BACKENDS.get(rank_device.type, "gloo")
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    ranks = Ranks(rank, size, rank_device, store)
+    for variable in _RANK_VARIABLES:  # child processes are no ranks
         os.environ.pop(variable, None)
     try:
         yield ranks
-        ranks.lead(_END)
+        with ranks.collective():  # rank 0 runs the store and saves the student: it ends last
+            pass
     except BaseException as error:
         ranks.leave(error)
         raise
     dist.destroy_process_group()
 
 
-def _is_loss(error: RuntimeError) -> bool:
-    """Whether it is about the connection to another rank and not about what was computed."""
+def _encode(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _is_connection_error(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
-def _own_device(name: str) -> torch.device:
+def _rank_device(name: str) -> torch.device:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if name == "auto":
-        found = (
-            torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        )
-        name = "cpu" if found is None else found.type
+        available = torch.accelerator.is_available()
+        accelerator = torch.accelerator.current_accelerator() if available else None
+        name = "cpu" if accelerator is None else accelerator.type
     if name == "cpu":
         return torch.device("cpu")
     if ":" in name:
         raise ConfigError(
-            f"student.device is {name!r}, one device for several ranks; set it to "
-            f"{name.partition(':')[0]!r}, and each takes its own"
+            f"student.device: one device for several ranks (found {name!r}). Set it to "
+            f"{name.partition(':')[0]!r}; each rank uses the device of its local rank.",
+            key="student.device",
         )
     try:
         return torch.empty(0, device=f"{name}:{local}").device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"student.device is {name!r}, but there is no {name}:{local} for rank {local}: {reason}"
+            f"student.device: {name}:{local} of local rank {local} is not available (found "
+            f"{name!r}): {reason}",
+            key="student.device",
         ) from error

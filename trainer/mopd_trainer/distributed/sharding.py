@@ -1,8 +1,7 @@
-"""A model on several ranks: in shards (FSDP2), or whole on each; its weights and gradients whole.
+"""Shard a model over ranks (FSDP2), and gather its weights and sum its gradients.
 
-Gradients are summed over ranks and never averaged: the loss is divided by the step's tokens on all
-ranks before any gradient is made. Everything here but ``unsharded`` and ``shard`` must be called by
-all ranks at once.
+Gradients are summed over ranks, never averaged: the loss is divided by the token count of the
+step on all ranks. All ranks must call the functions of this module together.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,15 +17,15 @@ from transformers import PreTrainedModel
 
 from mopd_protocol.errors import ConfigError
 
-#: Elements of gradients that are summed over ranks in one go.
+#: Gradient elements of one all-reduce.
 _BUCKET_ELEMENTS = 2**25
 
 
 def shard(model: PreTrainedModel, device: torch.device, ranks: int) -> None:
-    """Leaves each rank its part of every weight; a layer is whole only while it computes.
+    """Shard every weight; FSDP gathers a layer only while it computes.
 
-    The head is left out of what FSDP gathers: ``unsharded`` does that for the block-wise products,
-    so that a head that is tied to the embedding is one parameter with one gradient.
+    FSDP does not gather the head: ``unsharded`` does so for the block-wise products, which keeps a
+    head tied to the embedding one parameter with one gradient.
 
     Raises:
         ConfigError: when some weights are in no layer that can be sharded.
@@ -44,33 +43,34 @@ def shard(model: PreTrainedModel, device: torch.device, ranks: int) -> None:
         unit.set_gradient_divide_factor(1.0)  # a sum
         unit.set_force_sum_reduction_for_comms(True)  # which every backend has
         if hasattr(unit, "set_reduce_scatter_unused_params"):
-            # An expert that saw no token here may have seen some elsewhere.
+            # An expert without tokens on this rank may have some on another.
             unit.set_reduce_scatter_unused_params(True)
     if tied:
         head.weight = embedding.weight
-    left = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
-    if left:
+    unsupported = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    if unsupported:
         raise ConfigError(
-            f"student.sharding is 'fsdp', which has no place for {left[0]} of this model; set it "
-            "to 'ddp'"
+            f"student.sharding: 'fsdp' does not support {unsupported[0]} of this model. Set it to "
+            "'ddp'.",
+            key="student.sharding",
         )
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether ``shard`` was here."""
+    """Return True if ``shard`` was applied to the model."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def unsharded(parameter: Tensor) -> Tensor:
-    """The whole parameter; the gradient by it is summed over ranks on its way to the shards."""
+    """Gather a parameter; its gradient is summed over ranks on the way back to the shards."""
     if isinstance(parameter, DTensor):
         return parameter.full_tensor(grad_placements=[Partial("sum")])
     return parameter
 
 
 @torch.no_grad()
-def whole(value: Any) -> Any:
-    """A tensor without shards, detached; anything else as it is."""
+def full_tensor(value: Any) -> Any:
+    """Gather a sharded tensor, detached; return any other value unchanged."""
     if not isinstance(value, DTensor):
         return value
     sharded: Any = value.detach()
@@ -78,8 +78,8 @@ def whole(value: Any) -> Any:
 
 
 @torch.no_grad()
-def like_shards_of(parameter: Tensor, value: Tensor | None) -> Tensor:
-    """Rank 0's ``value``, sharded (or copied) as the parameter is; others give none."""
+def shard_like(parameter: Tensor, value: Tensor | None) -> Tensor:
+    """Shard (or copy) rank 0's ``value`` as the parameter; non-zero ranks pass None."""
     sent = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     if value is not None:
         sent.copy_(value)
@@ -91,7 +91,7 @@ def like_shards_of(parameter: Tensor, value: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Of a model that is whole on every rank; a rank where one was not used counts as zero."""
+    """Sum the gradients of a replicated model over ranks; a missing gradient counts as zero."""
     bucket: list[Tensor] = []
     for parameter in parameters:
         if not parameter.requires_grad:
@@ -106,10 +106,9 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], largest: float) -> float:
-    """Scales all gradients together to a norm of at most ``largest``; the norm before, over all
-    shards."""
+    """Scale all gradients to a joint norm of at most ``largest``; return the norm before."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = whole(nn.utils.get_total_norm(gradients))
+    norm = full_tensor(nn.utils.get_total_norm(gradients))
     nn.utils.clip_grads_with_norm_(parameters, largest, norm)
     return float(norm)
 
@@ -117,8 +116,8 @@ def clip_gradients(parameters: Sequence[nn.Parameter], largest: float) -> float:
 def _sum(gradients: Sequence[Tensor]) -> None:
     if not gradients:
         return
-    joined = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(joined)
-    parts = joined.split([gradient.numel() for gradient in gradients])
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    parts = flat.split([gradient.numel() for gradient in gradients])
     for gradient, part in zip(gradients, parts, strict=True):
         gradient.copy_(part.view_as(gradient))

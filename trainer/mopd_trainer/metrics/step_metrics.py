@@ -1,4 +1,4 @@
-"""What a step is measured by. NaN means not measured; 0 means measured as nothing."""
+"""Metrics of a step. NaN means not measured; 0 means measured as zero. Names: ``table``."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +17,8 @@ from mopd_trainer.metrics.token_losses import TokenLosses
 
 Metrics = dict[str, float]
 
-#: What became of questions to a teacher, by the names of ``Counters``.
-_EVENTS = (
+#: Names of ``Counters`` that are metrics of a teacher.
+COUNTED = (
     "retries",
     "failures",
     "breaker_openings",
@@ -33,66 +33,66 @@ _EVENTS = (
 
 @dataclass
 class LossMeasurements:
-    """Collects one teacher's losses over a step's micro-batches."""
+    """One teacher's losses over the micro-batches of a step."""
 
     nats: float = 0.0
-    shown: dict[int, TokenLosses] = field(default_factory=dict[int, TokenLosses])
-    """Number of a shown example -> what its tokens cost."""
+    per_example: dict[int, TokenLosses] = field(default_factory=dict[int, TokenLosses])
+    """Index of the example in the step -> loss of each token."""
     vectors: dict[str, list[NDArray[np.float32]]] = field(
         default_factory=dict[str, list[NDArray[np.float32]]]
     )
 
     @torch.no_grad()
     def add(self, output: LossOutput) -> None:
-        """Takes over a micro-batch's loss, before any weight."""
+        """Add the unweighted loss of a micro-batch."""
         self.nats += float(output.per_token.double().sum())
         for name, vector in output.measured.items():
-            self.vectors.setdefault(name, []).append(_numpy(vector))
+            self.vectors.setdefault(name, []).append(vector.detach().float().cpu().numpy())
 
     def merge(self, other: "LossMeasurements") -> None:
-        """Takes over what another rank collected."""
+        """Add the measurements of another rank."""
         self.nats += other.nats
-        self.shown |= other.shown
+        self.per_example |= other.per_example
         for name, parts in other.vectors.items():
             self.vectors.setdefault(name, []).extend(parts)
 
     def metrics(self) -> Metrics:
-        """Means, and the first percentile of the mass that the top-k keeps."""
-        joined = {name: np.concatenate(parts) for name, parts in self.vectors.items()}
-        found = {f"{name}_mean": mean(values) for name, values in joined.items()}
-        if "teacher_mass" in joined:
-            found["teacher_mass_p1"] = percentile(joined["teacher_mass"], 1)
-        return found
+        """Return means, and the first percentile of the teacher's top-k coverage."""
+        vectors = {name: np.concatenate(parts) for name, parts in self.vectors.items()}
+        metrics = {f"{name}_mean": mean(values) for name, values in vectors.items()}
+        if "teacher_mass" in vectors:
+            metrics["teacher_mass_p1"] = percentile(vectors["teacher_mass"], 1)
+        return metrics
 
 
 @dataclass
 class LabelMeasurements:
-    """Collects cross entropy on reference answers over a step's micro-batches."""
+    """Cross entropy on reference answers over the micro-batches of a step."""
 
     nats: float = 0.0
     tokens: int = 0
 
     @torch.no_grad()
     def add(self, output: LossOutput, labels: Tensor) -> None:
-        """Takes over a micro-batch's loss, before any weight, and its labels [slots]."""
+        """Add the unweighted loss of a micro-batch with its labels [slots]."""
         self.nats += float(output.per_token.double().sum())
         self.tokens += int((labels != IGNORED).sum())
 
     def metrics(self) -> Metrics:
-        """Nats per token of the answers; nothing where there was none."""
+        """Return nats per token of the reference answers; no metric without any."""
         return {"sft/loss_per_token": self.nats / self.tokens} if self.tokens else {}
 
 
 @dataclass
 class StepMeasurements:
-    """Collects what a step's micro-batches lose."""
+    """Losses of the micro-batches of a step."""
 
-    total: float = 0.0  # with all weights, in nats per token of the step
+    total: float = 0.0  # weighted, in nats per token of the step
     teachers: dict[str, LossMeasurements] = field(default_factory=dict[str, LossMeasurements])
     labels: LabelMeasurements = field(default_factory=LabelMeasurements)
 
-    def add(self, other: "StepMeasurements") -> None:
-        """Takes over what another rank collected."""
+    def merge(self, other: "StepMeasurements") -> None:
+        """Add the measurements of another rank."""
         self.total += other.total
         self.labels.nats += other.labels.nats
         self.labels.tokens += other.labels.tokens
@@ -105,43 +105,46 @@ def teacher_metrics(
     losses: Mapping[str, LossMeasurements],
     counters: Mapping[str, Counters],
 ) -> Metrics:
-    """``teacher/<name>/…`` for every teacher of the run."""
+    """Return ``teacher/<name>/…`` for every teacher of the run."""
     all_tokens = sum(len(example.rollout.completion) for example in examples)
-    found: Metrics = {}
+    metrics: Metrics = {}
     for name, counter in counters.items():
-        judged = [(e, j) for e in examples for j in e.judgements if j.teacher == name]
-        tokens = sum(len(example.rollout.completion) for example, _ in judged)
-        shared = sum(j.weight * len(e.rollout.completion) for e, j in judged)
-        own_bytes = sum(len(judgement.view.completion.text) for _, judgement in judged)
-        aligned = sum(j.alignment.aligned_bytes(j.view.completion) for _, j in judged)
+        scored = [(e, score) for e in examples for score in e.scores if score.teacher == name]
+        inputs = [score.teacher_input for _, score in scored]
+        tokens = sum(len(example.rollout.completion) for example, _ in scored)
+        weighted_tokens = sum(score.weight * len(e.rollout.completion) for e, score in scored)
+        text_bytes = sum(len(each.completion.text) for each in inputs)
+        aligned_bytes = sum(
+            score.alignment.aligned_bytes(score.teacher_input.completion) for _, score in scored
+        )
         loss = losses.get(name, LossMeasurements())
         values = {
             "loss_per_token": ratio(loss.nats, tokens),
-            "loss_per_byte": ratio(loss.nats, own_bytes),
+            "loss_per_byte": ratio(loss.nats, text_bytes),
             "tokens": float(tokens),
-            "token_fraction": ratio(shared, all_tokens),
-            "alignment_ratio": ratio(aligned, own_bytes),
-            "control_tokens_as_text": float(sum(j.view.control_tokens_as_text for _, j in judged)),
-            "invalid_utf8_bytes": float(sum(j.view.invalid_utf8_bytes for _, j in judged)),
+            "token_fraction": ratio(weighted_tokens, all_tokens),
+            "alignment_ratio": ratio(aligned_bytes, text_bytes),
+            "control_tokens_as_text": float(sum(each.control_tokens_as_text for each in inputs)),
+            "invalid_utf8_bytes": float(sum(each.invalid_utf8_bytes for each in inputs)),
             "scored_tokens": float(counter.tokens_scored),
             "received_bytes": float(counter.received_bytes),
             "score_seconds_total": sum(counter.seconds),
             "score_seconds_p50": percentile(counter.seconds, 50),
             "score_seconds_p95": percentile(counter.seconds, 95),
-            **{name: float(getattr(counter, name)) for name in _EVENTS},
+            **{name: float(getattr(counter, name)) for name in COUNTED},
             **loss.metrics(),
         }
-        found |= {f"teacher/{name}/{key}": value for key, value in values.items()}
-    return found
+        metrics |= {f"teacher/{name}/{key}": value for key, value in values.items()}
+    return metrics
 
 
 def of_source(examples: Sequence[TrainingExample], source: Source) -> list[TrainingExample]:
-    """The examples whose completions come from there."""
+    """Return the examples whose completions are of this source."""
     return [example for example in examples if example.rollout.source == source]
 
 
-def answer_metrics(examples: Sequence[TrainingExample]) -> Metrics:
-    """What was learnt from the data's answers."""
+def reference_answer_metrics(examples: Sequence[TrainingExample]) -> Metrics:
+    """Return ``answers/…``, of the data's reference answers."""
     lengths = [len(example.rollout.completion) for example in of_source(examples, "answers")]
     return {
         "answers/samples": float(len(lengths)),
@@ -151,7 +154,7 @@ def answer_metrics(examples: Sequence[TrainingExample]) -> Metrics:
 
 
 def rollout_metrics(examples: Sequence[TrainingExample], *, step: int) -> Metrics:
-    """What the student wrote."""
+    """Return ``rollout/…`` and ``staleness/…``, of the sampled completions."""
     rollouts = [example.rollout for example in of_source(examples, "rollout")]
     finished = [rollout.finish_reason == "stop" for rollout in rollouts]
     ages = [step - rollout.policy_version for rollout in rollouts]
@@ -166,20 +169,16 @@ def rollout_metrics(examples: Sequence[TrainingExample], *, step: int) -> Metric
 
 
 def mean(values: Iterable[float]) -> float:
-    """The mean, NaN of nothing."""
+    """Return the mean; NaN without values."""
     array = np.asarray(list(values), dtype=np.float64)
     return float(array.mean()) if len(array) else float("nan")
 
 
 def percentile(values: Sequence[float] | NDArray[np.float32], q: float) -> float:
-    """A percentile, NaN of nothing."""
+    """Return a percentile; NaN without values."""
     return float(np.percentile(values, q)) if len(values) else float("nan")
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """A quotient, NaN over nothing."""
+    """Return a quotient; NaN for a denominator of zero."""
     return numerator / denominator if denominator else float("nan")
-
-
-def _numpy(vector: Tensor) -> NDArray[np.float32]:
-    return vector.detach().float().cpu().numpy()

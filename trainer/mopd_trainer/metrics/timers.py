@@ -1,4 +1,4 @@
-"""``StepTimer``: where a step's seconds go, when several phases may go on at once."""
+"""``StepTimer``: the seconds of a step by phase, for phases that overlap."""
 
 import time
 from collections import Counter, defaultdict
@@ -12,9 +12,9 @@ Phase = Literal["sample", "score", "train", "push"]
 
 
 class StepTimer:
-    """Seconds by the set of phases that went on together. For one thread: the event loop's.
+    """Seconds by the set of concurrent phases; for the thread of the event loop.
 
-    A phase that is entered several times at once goes on until all have left it.
+    A phase that is entered several times at once lasts until the last one ends.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -25,41 +25,41 @@ class StepTimer:
 
     @contextmanager
     def phase(self, name: Phase) -> Generator[None]:
-        """That this phase goes on."""
-        self._settle()
+        """Time a phase."""
+        self._record()
         self._running[name] += 1
         try:
             yield
         finally:
-            self._settle()
+            self._record()
             self._running[name] -= 1
 
-    def take(self) -> Metrics:
-        """Seconds since this was last asked.
+    def pop(self) -> Metrics:
+        """Return and reset the seconds.
 
-        ``time/wait`` is of teachers at work while the student writes nothing,
-        ``time/hidden_share`` the share of their time in which it does (NaN without any).
+        ``time/wait`` is the time with scoring but no sampling in progress, ``time/hidden_share``
+        the share of the scoring time with sampling in progress (NaN without scoring).
         """
-        self._settle()
-        taken, self._seconds = self._seconds, defaultdict[frozenset[Phase], float](float)
-        scored = _seconds_of(taken, "score")
-        waited = sum(s for p, s in taken.items() if "score" in p and "sample" not in p)
+        self._record()
+        seconds, self._seconds = self._seconds, defaultdict[frozenset[Phase], float](float)
+        scoring = _total(seconds, "score")
+        waiting = sum(s for p, s in seconds.items() if "score" in p and "sample" not in p)
         return {
-            "time/sample": _seconds_of(taken, "sample"),
-            "time/score": scored,
-            "time/wait": waited,
-            "time/train": _seconds_of(taken, "train"),
-            "time/push": _seconds_of(taken, "push"),
-            "time/step": sum(taken.values()),
-            "time/hidden_share": 1 - ratio(waited, scored),
+            "time/sample": _total(seconds, "sample"),
+            "time/score": scoring,
+            "time/wait": waiting,
+            "time/train": _total(seconds, "train"),
+            "time/push": _total(seconds, "push"),
+            "time/step": sum(seconds.values()),
+            "time/hidden_share": 1 - ratio(waiting, scoring),
         }
 
-    def _settle(self) -> None:
-        """Gives the seconds until now to the phases that were going on."""
+    def _record(self) -> None:
+        """Add the time since the last call to the phases in progress."""
         now = self._now()
         self._seconds[frozenset(+self._running)] += now - self._since
         self._since = now
 
 
-def _seconds_of(seconds: Mapping[frozenset[Phase], float], name: Phase) -> float:
+def _total(seconds: Mapping[frozenset[Phase], float], name: Phase) -> float:
     return sum(s for phases, s in seconds.items() if name in phases)

@@ -1,41 +1,39 @@
-"""What each token of a completion cost by each of its teachers, for the few that people read."""
+"""Each completion's loss per token by each teacher, for reports."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from mopd_losses.alignment.byte_alignment import Alignment
 from mopd_losses.core.loss_output import LossOutput
-from mopd_trainer.data.packing import TeacherPart
+from mopd_trainer.data.packing import MicroBatch, TeacherPart
 
-#: [tokens], nats before any weight; NaN where a teacher was not compared with the student.
+#: [tokens], nats before any weight; NaN where teacher and student were not compared.
 TokenLosses = NDArray[np.float32]
 
 
 def token_losses(
-    output: LossOutput, part: TeacherPart, shown: Mapping[int, range]
+    output: LossOutput, part: TeacherPart, batch: MicroBatch
 ) -> dict[int, TokenLosses]:
-    """Of the shown examples of a micro-batch that the teacher judged, by their numbers.
-
-    Args:
-        shown: number of an example -> its slots.
-    """
-    judged = dict(zip(part.slot_offsets, part.comparisons, strict=True))
-    found: dict[int, TokenLosses] = {}
-    for number, slots in shown.items():
-        comparison = judged.get(slots.start)
-        if comparison is not None and len(slots):
-            nats = output.per_token[slots.start : slots.stop].detach().float().cpu().numpy()
-            found[number] = _of_compared(nats, comparison.alignment)
-    return found
+    """Return the losses of every example of a micro-batch that the teacher scored, by index."""
+    nats = output.per_token.detach().float().cpu().numpy()
+    lengths = torch.bincount(batch.slot_rows, minlength=len(batch.examples)).tolist()
+    starts = np.cumsum([0, *lengths]).tolist()
+    pairs = dict(zip(part.slot_offsets, part.comparisons, strict=True))
+    return {
+        index: _with_missing(nats[start : start + length], pairs[start].alignment)
+        for index, start, length in zip(batch.examples, starts, lengths, strict=False)
+        if length and start in pairs
+    }
 
 
-def _of_compared(nats: TokenLosses, alignment: Alignment) -> TokenLosses:
-    """NaN for a nought that nobody measured.
+def _with_missing(nats: TokenLosses, alignment: Alignment) -> TokenLosses:
+    """Replace a zero that was not measured by NaN.
 
-    A loss leaves noughts where it compares nothing. Where one token spells what one token spells,
-    every loss compares, and models that agree may do so to the last bit.
+    A loss is zero where it compares nothing. Where one student token is aligned with one teacher
+    token every loss compares, and identical models may give exactly zero.
     """
     single = alignment.student_ends - alignment.student_starts == 1
     single &= alignment.teacher_ends - alignment.teacher_starts == 1
@@ -45,5 +43,5 @@ def _of_compared(nats: TokenLosses, alignment: Alignment) -> TokenLosses:
 
 
 def rounded(nats: TokenLosses) -> Sequence[float | None]:
-    """For JSON: four significant digits, ``None`` for what was not measured."""
+    """Return JSON values with four significant digits; ``None`` where nothing was measured."""
     return [None if not np.isfinite(value) else float(f"{value:.4g}") for value in nats.tolist()]

@@ -1,4 +1,4 @@
-"""Rollouts from a generation engine: each completion goes on as soon as it is finished."""
+"""Rollouts from a generation engine: each completion is scored as soon as it is complete."""
 
 import asyncio
 from collections import Counter
@@ -13,12 +13,12 @@ from mopd_trainer.rollouts.source import CompletionBatch
 from mopd_trainer.student.student import Student
 
 
-class StreamedSampler:
-    """Has an engine write all of a step's completions at once: a ``CompletionSource``.
+class EngineSampler:
+    """Sample all completions of a step at once with an engine: a ``CompletionSource``.
 
-    Each has a seed of its own, of the run's seed, the step and its place in it, so that a resumed
-    run writes what the uninterrupted one would have written, to the rounding of a batch that is
-    another one. Weights change between steps' completions, never under one that is being written.
+    Each completion has a seed derived from the run's seed, the step and its index, so that a
+    resumed run samples what the uninterrupted run would have sampled, up to the rounding of
+    different batches. Weights change between steps, never during a completion.
 
     Args:
         version: steps behind the student's weights.
@@ -34,43 +34,43 @@ class StreamedSampler:
         version: int = 0,
     ) -> None:
         self._engine = engine
-        self._answerable = PromptEncoder(student, config)
+        self._encoder = PromptEncoder(student, config)
         self._samples = config.samples_per_prompt
         self._seed = seed
         self._version = version
-        self._turn = asyncio.Lock()  # a step is written, or weights are pushed
+        self._lock = asyncio.Lock()  # held while a step is sampled or weights are pushed
 
-    async def complete(
+    async def sample(
         self, prompts: Sequence[Prompt], *, step: int
     ) -> AsyncGenerator[CompletionBatch]:
-        """See ``CompletionSource``: one at a time, in the order in which they are finished."""
-        asked = self._answerable.encode([p for p in prompts for _ in range(self._samples)])
-        async with self._turn:
-            writing = [
-                asyncio.create_task(self._write(each, step=step, place=place))
-                for place, each in enumerate(asked)
+        """See ``CompletionSource``: one completion at a time, in order of completion."""
+        encoded = self._encoder.encode([p for p in prompts for _ in range(self._samples)])
+        async with self._lock:
+            tasks = [
+                asyncio.create_task(self._generate(prompt, step=step, place=place))
+                for place, prompt in enumerate(encoded)
             ]
             try:
-                for finished in asyncio.as_completed(writing):
-                    yield await finished
+                for completed in asyncio.as_completed(tasks):
+                    yield await completed
             finally:
-                for task in writing:
+                for task in tasks:
                     task.cancel()
-                await asyncio.gather(*writing, return_exceptions=True)
+                await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def push(self, version: int) -> None:
+    async def push_weights(self, version: int) -> None:
         """See ``CompletionSource``."""
-        async with self._turn:
-            await self._engine.push()
+        async with self._lock:
+            await self._engine.push_weights()
             self._version = version
 
     def pop_dropped(self) -> Counter[str]:
         """See ``CompletionSource``."""
-        return self._answerable.pop_dropped()
+        return self._encoder.pop_dropped()
 
-    async def _write(self, asked: EncodedPrompt, *, step: int, place: int) -> CompletionBatch:
+    async def _generate(self, prompt: EncodedPrompt, *, step: int, place: int) -> CompletionBatch:
         seed = derived_seed(self._seed, step, place)
-        sampled = await self._engine.generate(asked.token_ids, seed=seed)
+        generation = await self._engine.generate(prompt.token_ids, seed=seed)
         return CompletionBatch(
-            place, [self._answerable.rollout(asked, sampled, version=self._version)]
+            place, [self._encoder.rollout(prompt, generation, version=self._version)]
         )

@@ -1,4 +1,4 @@
-"""``PromptEncoder``: a step's prompts as the student reads them, without those that fill it up."""
+"""``PromptEncoder``: tokenize a step's prompts, drop those without room for a completion."""
 
 import logging
 from collections import Counter
@@ -9,21 +9,22 @@ import numpy as np
 
 from mopd_protocol.samples import Prompt, Rollout
 from mopd_trainer.config.run import RolloutConfig
-from mopd_trainer.student.student import Generation, Student
+from mopd_trainer.student.generation import Generation
+from mopd_trainer.student.student import Student
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedPrompt:
-    """A prompt in the student's tokens, with room for the longest answer."""
+    """A prompt in the student's tokens, with room for the longest completion."""
 
     prompt: Prompt
     token_ids: list[int]
 
 
 class PromptEncoder:
-    """Encodes prompts, counts those that leave no room, and makes rollouts of what was sampled."""
+    """Encode prompts, count the dropped ones, and build rollouts from generations."""
 
     def __init__(self, student: Student, config: RolloutConfig) -> None:
         self._student = student
@@ -31,37 +32,38 @@ class PromptEncoder:
         self._dropped: Counter[str] = Counter()
 
     def encode(self, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
-        """Those that leave room for an answer; the others are counted."""
+        """Return the prompts that leave room for a completion; count the others."""
         encoded = [EncodedPrompt(p, self._student.prompt_token_ids(p.messages)) for p in prompts]
-        return [each for each in encoded if self._fits(each)]
+        return [prompt for prompt in encoded if self._fits(prompt)]
 
-    def rollout(self, asked: EncodedPrompt, sampled: Generation, *, version: int) -> Rollout:
-        """What was written, under the weights after ``version`` steps."""
-        completion = self._student.table.sequence(sampled.token_ids)
+    def rollout(self, prompt: EncodedPrompt, generation: Generation, *, version: int) -> Rollout:
+        """Build the rollout of a generation under the weights after ``version`` steps."""
+        completion = self._student.table.sequence(generation.token_ids)
         return Rollout(
-            prompt=asked.prompt,
-            prompt_token_ids=np.array(asked.token_ids, dtype=np.int32),
+            prompt=prompt.prompt,
+            prompt_token_ids=np.array(prompt.token_ids, dtype=np.int32),
             completion=completion,
-            sampled_logprobs=np.array(sampled.logprobs, dtype=np.float32),
+            sampled_logprobs=np.array(generation.logprobs, dtype=np.float32),
             finish_reason="stop" if completion.ends_turn else "length",
             policy_version=version,
-            student_topk_ids=sampled.topk_ids,
+            student_topk_ids=generation.topk_ids,
         )
 
     def pop_dropped(self) -> Counter[str]:
         """See ``CompletionSource``."""
-        taken, self._dropped = self._dropped, Counter()
-        return taken
+        dropped, self._dropped = self._dropped, Counter()
+        return dropped
 
-    def _fits(self, asked: EncodedPrompt) -> bool:
+    def _fits(self, prompt: EncodedPrompt) -> bool:
         limit = self._student.max_length
-        tokens = len(asked.token_ids)
+        tokens = len(prompt.token_ids)
         if limit is None or tokens + self._config.max_new_tokens <= limit:
             return True
         self._dropped["prompt_too_long"] += 1
         logger.warning(
-            "prompt %d dropped: %d tokens and %d for the answer, the student takes %d",
-            asked.prompt.index,
+            "prompt %d dropped: too long (found %d tokens and max_new_tokens %d, expected at most "
+            "%d in all)",
+            prompt.prompt.index,
             tokens,
             self._config.max_new_tokens,
             limit,

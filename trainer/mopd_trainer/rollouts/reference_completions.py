@@ -1,4 +1,4 @@
-"""Answers: the data's own completions, in the student's tokens, in place of rollouts."""
+"""Reference answers of the data as completions, in the student's tokens."""
 
 import asyncio
 import logging
@@ -17,15 +17,15 @@ from mopd_trainer.student.identity import StudentIdentity
 logger = logging.getLogger(__name__)
 
 
-class AnswerReader:
-    """Makes a rollout of each prompt's reference answer: a ``CompletionSource``.
+class ReferenceCompletions:
+    """Build a rollout of each prompt's reference answer: a ``CompletionSource``.
 
-    An answer is what the student would have to write: the text as a continuation of the prompt,
-    and the token that ends its turn. Answers longer than a rollout may be, and those that the
-    student has no room for, are dropped: half an answer would teach it to stop anywhere.
+    The completion is the text as a continuation of the prompt, followed by the token that ends the
+    turn. Answers longer than ``max_new_tokens``, or than the student has room for, are dropped: a
+    truncated answer would train the student to stop anywhere.
 
     Args:
-        judged: whether teachers read the answers.
+        scored: whether teachers score the answers.
     """
 
     def __init__(
@@ -34,40 +34,40 @@ class AnswerReader:
         config: RolloutConfig,
         *,
         max_length: int | None,
-        judged: bool,
+        scored: bool,
     ) -> None:
         self._student = student
         self._config = config
         self._max_length = max_length
-        self._judged = judged
-        self.dropped: Counter[str] = Counter()  # reason -> samples, since it was last taken
+        self._scored = scored
+        self._dropped: Counter[str] = Counter()
 
-    async def complete(
+    async def sample(
         self, prompts: Sequence[Prompt], *, step: int
     ) -> AsyncGenerator[CompletionBatch]:
-        """See ``CompletionSource``: in order, in batches of a generation batch's size."""
+        """See ``CompletionSource``: in order, in batches of ``generation_batch_size``."""
         size = self._config.generation_batch_size
         for place in range(0, len(prompts), size):
             part = prompts[place : place + size]
-            yield CompletionBatch(place, await asyncio.to_thread(self.read, part, step=step))
+            yield CompletionBatch(place, await asyncio.to_thread(self.rollouts, part, step=step))
 
-    async def push(self, version: int) -> None:
-        """See ``CompletionSource``; answers are the same under any weights."""
+    async def push_weights(self, version: int) -> None:
+        """See ``CompletionSource``; reference answers do not depend on weights."""
 
     def pop_dropped(self) -> Counter[str]:
         """See ``CompletionSource``."""
-        taken, self.dropped = self.dropped, Counter()
-        return taken
+        dropped, self._dropped = self._dropped, Counter()
+        return dropped
 
-    def read(self, prompts: Sequence[Prompt], *, step: int) -> list[Rollout]:
-        """One rollout for each answer that is not too long; the others are counted.
+    def rollouts(self, prompts: Sequence[Prompt], *, step: int) -> list[Rollout]:
+        """Return one rollout per answer that fits; count the others.
 
         Raises:
-            DataError: when a prompt has no answer.
+            DataError: when a prompt has no reference answer.
         """
         encoded = self._student.encoder.encode_batch([_answer(prompt) for prompt in prompts])
-        read = [self._rollout(p, ids, step) for p, ids in zip(prompts, encoded, strict=True)]
-        return [rollout for rollout in read if rollout is not None]
+        rollouts = [self._rollout(p, ids, step) for p, ids in zip(prompts, encoded, strict=True)]
+        return [rollout for rollout in rollouts if rollout is not None]
 
     def _rollout(self, prompt: Prompt, answer_ids: list[int], step: int) -> Rollout | None:
         prompt_ids = self._student.prompt_token_ids(prompt.messages)
@@ -75,7 +75,7 @@ class AnswerReader:
         if not self._fits(prompt, len(prompt_ids), len(ids)):
             return None
         return Rollout(
-            prompt=prompt if self._judged else replace(prompt, teachers={}),
+            prompt=prompt if self._scored else replace(prompt, teachers={}),
             prompt_token_ids=np.array(prompt_ids, dtype=np.int32),
             completion=self._student.table.sequence(ids),
             sampled_logprobs=None,
@@ -87,13 +87,13 @@ class AnswerReader:
         longest, limit = self._config.max_new_tokens, self._max_length
         if answer_tokens <= longest and (limit is None or prompt_tokens + answer_tokens <= limit):
             return True
-        self.dropped["answer_too_long"] += 1
+        self._dropped["answer_too_long"] += 1
         logger.warning(
-            "prompt %d dropped: %d tokens and %d of its answer, which may have %d; the student "
-            "takes %s",
+            "prompt %d dropped: reference answer too long (found %d tokens after %d of the prompt, "
+            "expected at most %d, and %s in all)",
             prompt.index,
-            prompt_tokens,
             answer_tokens,
+            prompt_tokens,
             longest,
             limit or "any number",
         )
@@ -102,5 +102,5 @@ class AnswerReader:
 
 def _answer(prompt: Prompt) -> str:
     if prompt.answer is None:
-        raise DataError(f"prompt {prompt.index} has no reference answer to learn from")
+        raise DataError(f"prompt {prompt.index}: no reference answer", key="data.answer_key")
     return prompt.answer

@@ -1,4 +1,4 @@
-"""Rollouts by workers elsewhere: each has the whole student, and writes a batch at a time."""
+"""Rollouts from worker processes, each with an unsharded student."""
 
 import asyncio
 from collections import Counter
@@ -13,24 +13,27 @@ from mopd_trainer.config.run import RolloutConfig
 from mopd_trainer.data.seeds import derived_seed
 from mopd_trainer.rollouts.prompt_encoder import PromptEncoder
 from mopd_trainer.rollouts.source import CompletionBatch
-from mopd_trainer.student.student import Generation, Student
+from mopd_trainer.student.generation import Generation
+from mopd_trainer.student.student import Student
 
-#: Parameter name -> float32, whole, of all that is trained.
+#: Parameter name -> float32, unsharded, of all trained parameters.
 Weights = Mapping[str, NDArray[np.float32]]
 
 
 class RolloutWorkers(Protocol):
-    """Workers, wherever they are. Which of them writes a batch changes nothing about it."""
+    """Worker processes; results do not depend on which worker generates a batch."""
 
-    async def push(self, version: int, weights: Weights) -> None:
-        """What is begun from here on is written with these weights."""
+    async def push_weights(self, version: int, weights: Weights) -> None:
+        """Use these weights for batches that start from here on."""
         ...
 
-    async def write(
+    async def generate(
         self, prompts: Sequence[Sequence[int]], *, seed: int
     ) -> tuple[list[Generation], int]:
-        """A completion of each prompt, and the version of the weights that wrote them; the same
-        seed and weights write the same, also where a worker dies over it.
+        """Return a completion per prompt, and the version of the weights used.
+
+        A function of prompts, seed and weights, also when a worker crashes and the batch is
+        retried.
 
         Raises:
             MopdError: when no worker is left.
@@ -38,16 +41,16 @@ class RolloutWorkers(Protocol):
         ...
 
     def take_restarts(self) -> int:
-        """How often a worker had to be started again since this was last asked."""
+        """Return and reset the number of worker restarts."""
         ...
 
 
 class WorkerSampler:
-    """Has workers write a step's generation batches, as many at once as there are workers: a
+    """Sample a step's batches on workers, as many at once as there are workers: a
     ``CompletionSource``.
 
-    Batches and their seeds are those of ``Sampler``, so that the completions are too. Weights
-    change between batches.
+    Batches and their seeds equal those of ``Sampler``, and so do the completions. Weights change
+    between batches.
     """
 
     def __init__(
@@ -60,58 +63,58 @@ class WorkerSampler:
     ) -> None:
         self._workers = workers
         self._student = student
-        self._answerable = PromptEncoder(student, config)
+        self._encoder = PromptEncoder(student, config)
         self._config = config
         self._seed = seed
 
-    async def complete(
+    async def sample(
         self, prompts: Sequence[Prompt], *, step: int
     ) -> AsyncGenerator[CompletionBatch]:
-        """See ``CompletionSource``: a batch at a time, in the order in which they are finished."""
+        """See ``CompletionSource``: a batch at a time, in order of completion."""
         repeated = [p for p in prompts for _ in range(self._config.samples_per_prompt)]
         size = self._config.generation_batch_size
-        writing = [
+        tasks = [
             asyncio.create_task(
-                self._write(repeated[place : place + size], step=step, batch=batch, place=place)
+                self._generate(repeated[place : place + size], step=step, batch=batch, place=place)
             )
             for batch, place in enumerate(range(0, len(repeated), size))
         ]
         try:
-            for finished in asyncio.as_completed(writing):
-                yield await finished
+            for completed in asyncio.as_completed(tasks):
+                yield await completed
         finally:
-            for task in writing:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*writing, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def push(self, version: int) -> None:
-        """See ``CompletionSource``; what is being written goes on with the weights it began
-        with."""
-        await push_weights(self._workers, self._student, version)
+    async def push_weights(self, version: int) -> None:
+        """See ``CompletionSource``; batches in progress keep the weights they started with."""
+        await push_to_workers(self._workers, self._student, version)
 
     def pop_dropped(self) -> Counter[str]:
         """See ``CompletionSource``."""
-        return self._answerable.pop_dropped()
+        return self._encoder.pop_dropped()
 
-    async def _write(
+    async def _generate(
         self, prompts: Sequence[Prompt], *, step: int, batch: int, place: int
     ) -> CompletionBatch:
-        asked = self._answerable.encode(prompts)
-        if not asked:
+        encoded = self._encoder.encode(prompts)
+        if not encoded:
             return CompletionBatch(place, [])
         seed = derived_seed(self._seed, step, batch)
-        written, version = await self._workers.write([each.token_ids for each in asked], seed=seed)
+        token_ids = [prompt.token_ids for prompt in encoded]
+        generations, version = await self._workers.generate(token_ids, seed=seed)
         return CompletionBatch(
             place,
             [
-                self._answerable.rollout(each, sampled, version=version)
-                for each, sampled in zip(asked, written, strict=True)
+                self._encoder.rollout(prompt, generation, version=version)
+                for prompt, generation in zip(encoded, generations, strict=True)
             ],
         )
 
 
-class WorkerGeneration:
-    """Workers as a ``GenerationEngine``: for engines that batch by themselves."""
+class WorkerEngine:
+    """Workers as a ``GenerationEngine``, for engines that batch by themselves."""
 
     def __init__(self, workers: RolloutWorkers, student: Student, *, version: int) -> None:
         self._workers = workers
@@ -120,24 +123,26 @@ class WorkerGeneration:
 
     async def generate(self, prompt_ids: Sequence[int], *, seed: int) -> Generation:
         """See ``GenerationEngine``."""
-        (sampled,), _ = await self._workers.write([prompt_ids], seed=seed)
-        return sampled
+        (generation,), _ = await self._workers.generate([prompt_ids], seed=seed)
+        return generation
 
-    async def push(self) -> None:
-        """See ``GenerationEngine``. Every push is of another version than the one before."""
-        await push_weights(self._workers, self._student, self._version)
+    async def push_weights(self) -> None:
+        """See ``GenerationEngine``; each push has the next version."""
+        await push_to_workers(self._workers, self._student, self._version)
         self._version += 1
 
-
-async def push_weights(workers: RolloutWorkers, student: Student, version: int) -> None:
-    """Has workers write with the student's weights of now."""
-    await workers.push(version, await asyncio.to_thread(_weights_of, student))
+    def close(self) -> None:
+        """See ``GenerationEngine``; the run ends the workers."""
 
 
-def _weights_of(student: Student) -> Weights:
-    """A copy: workers may read it while the student is trained."""
-    return {
-        name: parameter.detach().cpu().float().numpy().copy()
-        for name, parameter in student.whole_model().named_parameters()
-        if parameter.requires_grad
-    }
+async def push_to_workers(workers: RolloutWorkers, student: Student, version: int) -> None:
+    """Push a copy of the trained weights, which workers may load while the student is trained."""
+
+    def trained_weights() -> Weights:
+        return {
+            name: parameter.detach().cpu().float().numpy().copy()
+            for name, parameter in student.full_model().named_parameters()
+            if parameter.requires_grad
+        }
+
+    await workers.push_weights(version, await asyncio.to_thread(trained_weights))

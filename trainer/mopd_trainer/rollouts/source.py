@@ -1,4 +1,4 @@
-"""``CompletionSource``: where the completions of a step come from, and a mixture of two."""
+"""``CompletionSource``: where the completions of a step come from; and a mixture of two."""
 
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
@@ -10,14 +10,14 @@ import numpy as np
 
 from mopd_protocol.samples import Prompt, Rollout
 
-_MIXTURE = 1  # what tells the mixture's random numbers from those of the prompts' order
+_MIXTURE = 1  # seed offset: keeps the mixture's RNG stream independent of prompt shuffling
 
 
 @dataclass(frozen=True, eq=False)
 class CompletionBatch:
-    """Completions that were finished together, and where the first of them stands in its step.
+    """Completions that were completed together, and the index of the first in its step.
 
-    Whatever is finished first, a step's examples are in the order of their places.
+    Examples are ordered by this index, whichever batch is complete first.
     """
 
     place: int
@@ -25,72 +25,72 @@ class CompletionBatch:
 
 
 class CompletionSource(Protocol):
-    """Completes prompts, some at a time, so that teachers can read some while others are made.
+    """Complete prompts in batches, so that the first are scored while the last are sampled.
 
-    What it makes is a function of the seed, the step, its prompts and the weights alone.
+    Completions are a function of the seed, the step, its prompts and the weights.
     """
 
-    def complete(self, prompts: Sequence[Prompt], *, step: int) -> AsyncGenerator[CompletionBatch]:
-        """A step's completions, as they are finished; a prompt that cannot be completed has no
-        rollout, and is counted."""
+    def sample(self, prompts: Sequence[Prompt], *, step: int) -> AsyncGenerator[CompletionBatch]:
+        """Yield the batches of a step as they complete; prompts without a completion are counted
+        as dropped."""
         ...
 
-    async def push(self, version: int) -> None:
-        """From here on the student's weights of now write: those after ``version`` steps.
+    async def push_weights(self, version: int) -> None:
+        """Switch to the student's current weights, those after ``version`` steps.
 
-        Waits for what is being written with older ones.
+        Waits for completions in progress with older weights.
         """
         ...
 
     def pop_dropped(self) -> Counter[str]:
-        """Samples dropped since this was last asked, by reason."""
+        """Return and reset the samples dropped so far, by reason."""
         ...
 
 
 class Mixture:
-    """Some of a step's prompts are answered by the student, the others by the data.
+    """Sample some of a step's prompts and take the reference answers of the others.
 
-    Over the steps the student's share is ``rollout_share`` exactly, to within one prompt; which of
-    a step's prompts are its own is a function of the seed and the step.
+    Over the steps the share of sampled prompts is ``rollout_share`` to within one prompt. The
+    choice is a function of the seed and the step.
     """
 
     def __init__(
         self,
         rollouts: CompletionSource,
-        answers: CompletionSource,
+        reference_completions: CompletionSource,
         *,
         rollout_share: float,
         seed: int,
     ) -> None:
         self._rollouts = rollouts
-        self._answers = answers
+        self._reference_completions = reference_completions
         self._share = rollout_share
         self._seed = seed
 
-    async def complete(
+    async def sample(
         self, prompts: Sequence[Prompt], *, step: int
     ) -> AsyncGenerator[CompletionBatch]:
-        """See ``CompletionSource``; the data's answers come first: they are there at once."""
+        """See ``CompletionSource``; reference answers come first, without waiting."""
         chosen = self._chosen(len(prompts), step)
-        own = [prompt for prompt, mine in zip(prompts, chosen, strict=True) if mine]
-        given = [prompt for prompt, mine in zip(prompts, chosen, strict=True) if not mine]
-        async with aclosing(self._answers.complete(given, step=step)) as answers:
-            async for read in answers:
-                yield read
-        async with aclosing(self._rollouts.complete(own, step=step)) as rollouts:
-            async for written in rollouts:
-                yield CompletionBatch(len(given) + written.place, written.rollouts)
+        sampled = [prompt for prompt, mine in zip(prompts, chosen, strict=True) if mine]
+        answered = [prompt for prompt, mine in zip(prompts, chosen, strict=True) if not mine]
+        async with aclosing(self._reference_completions.sample(answered, step=step)) as batches:
+            async for batch in batches:
+                yield batch
+        async with aclosing(self._rollouts.sample(sampled, step=step)) as batches:
+            async for batch in batches:
+                yield CompletionBatch(len(answered) + batch.place, batch.rollouts)
 
-    async def push(self, version: int) -> None:
+    async def push_weights(self, version: int) -> None:
         """See ``CompletionSource``."""
-        await self._rollouts.push(version)
+        await self._rollouts.push_weights(version)
 
     def pop_dropped(self) -> Counter[str]:
         """See ``CompletionSource``."""
-        return self._answers.pop_dropped() + self._rollouts.pop_dropped()
+        return self._reference_completions.pop_dropped() + self._rollouts.pop_dropped()
 
     def _chosen(self, count: int, step: int) -> list[bool]:
-        """Which of a step's prompts the student answers."""
+        """Return for each prompt of the step whether it is sampled."""
         before, after = round(step * count * self._share), round((step + 1) * count * self._share)
         generator = np.random.default_rng([self._seed, step, _MIXTURE])
         return (generator.permutation(count) < after - before).tolist()

@@ -1,26 +1,31 @@
-"""Rollouts in this process: the student answers prompts, one generation batch at a time."""
+"""Rollouts in this process: the student generates one batch at a time with transformers."""
 
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
+
+import torch
 
 from mopd_protocol.samples import Prompt, Rollout
 from mopd_trainer.config.run import RolloutConfig
 from mopd_trainer.data.seeds import derived_seed
 from mopd_trainer.rollouts.prompt_encoder import PromptEncoder
 from mopd_trainer.rollouts.source import CompletionBatch
-from mopd_trainer.rollouts.writing_student import WritingStudent
 from mopd_trainer.student.student import Student
 
 
 class Sampler:
-    """Writes completions with transformers: a ``CompletionSource``.
+    """Sample completions with transformers: a ``CompletionSource``.
 
-    What is sampled depends on the seed, the step, the batch's number and the weights alone, so
-    that a resumed run writes what the uninterrupted one would have written.
+    Completions are a function of the seed, the step, the batch number and the weights, so that a
+    resumed run samples what the uninterrupted run would have sampled.
+
+    With ``max_staleness`` a copy of the student samples, which keeps its weights while the student
+    is trained. The copy needs the memory of the trained weights (4 bytes a parameter) on the same
+    device.
 
     Args:
-        keep_topk: of the student's own ids at each token, for its teachers.
+        keep_topk: most likely ids of the student to keep at each token, for its teachers.
         version: steps behind the student's weights.
     """
 
@@ -33,48 +38,61 @@ class Sampler:
         keep_topk: int = 0,
         version: int = 0,
     ) -> None:
-        self._writing = WritingStudent(student, apart=config.max_staleness > 0)
-        self._answerable = PromptEncoder(student, config)
+        self._trained = student
+        self._student = student.copy() if config.max_staleness else student
+        if self._student is not student:
+            self._student.model.requires_grad_(False)
+        self._encoder = PromptEncoder(student, config)
         self._keep_topk = keep_topk
         self._config = config
         self._seed = seed
         self._version = version
-        self._turn = asyncio.Lock()  # a batch is written, or weights are pushed
+        self._lock = asyncio.Lock()  # held while a batch is sampled or weights are pushed
 
-    async def complete(
+    async def sample(
         self, prompts: Sequence[Prompt], *, step: int
     ) -> AsyncGenerator[CompletionBatch]:
-        """See ``CompletionSource``: every prompt as often as it is sampled."""
+        """See ``CompletionSource``: each prompt ``samples_per_prompt`` times, batch by batch."""
         repeated = [p for p in prompts for _ in range(self._config.samples_per_prompt)]
         size = self._config.generation_batch_size
         for batch, place in enumerate(range(0, len(repeated), size)):
             part = repeated[place : place + size]
-            async with self._turn:
-                rollouts = await asyncio.to_thread(self.sample, part, step=step, batch=batch)
+            async with self._lock:
+                rollouts = await asyncio.to_thread(self.sample_batch, part, step=step, batch=batch)
             yield CompletionBatch(place, rollouts)
 
-    async def push(self, version: int) -> None:
+    async def push_weights(self, version: int) -> None:
         """See ``CompletionSource``."""
-        async with self._turn:
-            await asyncio.to_thread(self._writing.load_weights)
+        async with self._lock:
+            await asyncio.to_thread(self._copy_weights)
             self._version = version
 
     def pop_dropped(self) -> Counter[str]:
         """See ``CompletionSource``."""
-        return self._answerable.pop_dropped()
+        return self._encoder.pop_dropped()
 
-    def sample(self, prompts: Sequence[Prompt], *, step: int, batch: int) -> list[Rollout]:
-        """One rollout for each prompt that leaves room for an answer; the others are counted."""
-        asked = self._answerable.encode(prompts)
-        if not asked:
+    def sample_batch(self, prompts: Sequence[Prompt], *, step: int, batch: int) -> list[Rollout]:
+        """Return one rollout per prompt that leaves room for a completion; count the others."""
+        encoded = self._encoder.encode(prompts)
+        if not encoded:
             return []
-        sampled = self._writing.student.generate(
-            [each.token_ids for each in asked],
+        generations = self._student.generate(
+            [prompt.token_ids for prompt in encoded],
             self._config,
             seed=derived_seed(self._seed, step, batch),
             keep_topk=self._keep_topk,
         )
         return [
-            self._answerable.rollout(each, answer, version=self._version)
-            for each, answer in zip(asked, sampled, strict=True)
+            self._encoder.rollout(prompt, generation, version=self._version)
+            for prompt, generation in zip(encoded, generations, strict=True)
         ]
+
+    @torch.no_grad()
+    def _copy_weights(self) -> None:
+        """Copy the trained weights; nothing may train or sample meanwhile."""
+        if self._student is self._trained:
+            return
+        trained = self._trained.full_model().state_dict()
+        for name, weight in self._student.model.state_dict().items():
+            if weight.data_ptr() != trained[name].data_ptr():  # frozen weights are shared
+                weight.copy_(trained[name])

@@ -1,4 +1,4 @@
-"""``RolloutWorker``: a whole student in a process of its own, which writes and is not trained."""
+"""``RolloutWorker``: an unsharded student in a process of its own, for sampling."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -7,35 +7,37 @@ import torch
 
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.config.teacher import student_topk
+from mopd_trainer.rollouts.engine import configured_engine
 from mopd_trainer.rollouts.remote_sampler import Weights
-from mopd_trainer.rollouts.vllm.start import started_vllm
-from mopd_trainer.student.student import Generation, Student
+from mopd_trainer.student.generation import Generation
+from mopd_trainer.student.student import Student
 
 
 class RolloutWorker:
-    """Writes with ``rollout.engine``. It is told with every batch which weights write it, so that
-    one that was started again needs nothing but the next batch.
+    """Sample with ``rollout.engine``.
+
+    Every call names the version of the weights, so that a restarted worker needs no other state.
 
     Raises:
-        ConfigError: when the student or its engine cannot be had here.
+        ConfigError: when the student or its engine cannot be loaded.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        vllm = config.rollout.engine == "vllm"
+        row = configured_engine(config.rollout)
         settings = config.student.model_copy(
-            # vLLM has weights of its own; ours only pass them on.
+            # An engine has weights of its own; the student only passes new ones on.
             update={"sharding": "none", "gradient_checkpointing": False}
-            | ({"device": "cpu"} if vllm else {})
+            | ({} if row is None else {"device": "cpu"})
         )
         self._settings = config.rollout
         self._keep_topk = student_topk(config.scoring_teachers)
         self._student = Student.load(settings)
         self._student.model.requires_grad_(False)
-        self._engine = started_vllm(config, self._student) if vllm else None
+        self._engine = None if row is None else row.start(config, self._student)
         self._version: int | None = None
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
-    async def write(
+    async def generate(
         self,
         prompts: Sequence[Sequence[int]],
         *,
@@ -43,29 +45,29 @@ class RolloutWorker:
         version: int,
         weights: Callable[[], Awaitable[Weights]],
     ) -> list[Generation]:
-        """One completion for each prompt.
+        """Return one completion per prompt.
 
         Args:
-            version: of the weights that are to write.
-            weights: fetches them, where they are not those of the batch before.
+            version: of the weights to sample with.
+            weights: fetches these weights; called if the version differs from the loaded one.
         """
-        async with self._turn:
+        async with self._lock:
             if version != self._version:
-                self._take(await weights())
+                self._load(await weights())
                 if self._engine is not None:
-                    await self._engine.push()
+                    await self._engine.push_weights()
                 self._version = version
         if self._engine is not None:
             return [await self._engine.generate(ids, seed=seed) for ids in prompts]
         return self._student.generate(prompts, self._settings, seed=seed, keep_topk=self._keep_topk)
 
     def close(self) -> None:
-        """Ends the engine, where there is one beside this process."""
+        """Close the engine, if there is one."""
         if self._engine is not None:
             self._engine.close()
 
     @torch.no_grad()
-    def _take(self, weights: Weights) -> None:
+    def _load(self, weights: Weights) -> None:
         parameters = dict(self._student.model.named_parameters())
         for name, values in weights.items():
             parameters[name].copy_(torch.tensor(values))

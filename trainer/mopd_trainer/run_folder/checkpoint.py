@@ -1,9 +1,8 @@
-"""Checkpoints: everything that a run needs to go on as if it had never stopped.
+"""Checkpoints: complete training state for exact resumption.
 
-Random numbers, the data's order and the learning rate are functions of the seed and the step, so
-weights, optimizer moments and the step's number are all the state there is. A checkpoint is
-written under another name and renamed: what has the name is whole, unless the disk lost a part
-of it, which the list of its files would tell.
+Random numbers, data order and learning rate are functions of seed and step; the state is therefore
+weights, optimizer moments and the step. A checkpoint is written to a temporary folder and renamed;
+a list of its files reveals files lost by the disk.
 """
 
 import json
@@ -16,44 +15,44 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from mopd_protocol.errors import ConfigError, DataError
+from mopd_protocol.errors import CheckpointError, ResumeError
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.runtime.atomic_file import replacing_folder
 from mopd_trainer.config.fingerprint import RunIdentity
 from mopd_trainer.config.loading import write_resolved
 from mopd_trainer.config.run import RunConfig
-from mopd_trainer.run_folder.disk_errors import explained_writing
+from mopd_trainer.run_folder.disk_errors import disk_errors
 from mopd_trainer.student.student import Student
 
 CHECKPOINTS = "checkpoints"
 FINAL = "final"
 _STATE, _OPTIMIZER = "state.json", "optimizer.pt"
-_SMALL_FILES = 32_000_000  # bytes: tokenizer, manifests and settings beside the tensors, at most
+_SMALL_FILES = 32_000_000  # upper bound in bytes of tokenizer, manifests and settings
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk: steps done, of which run, and with which teachers."""
+    """Metadata of a checkpoint on disk."""
 
     folder: Path
-    step: int
+    step: int  # finished steps
     manifest_ids: dict[str, str]  # teacher name -> manifest id
     identity: RunIdentity
     student_tokenizer: str  # fingerprint
-    metric: float | None  # the mean, since the checkpoint before, of what the best is chosen by
-    metric_name: str | None  # what that was, in the part of the run that saved it
+    metric: float | None  # mean of best_checkpoint_metric since the previous checkpoint
+    metric_name: str | None  # best_checkpoint_metric when the checkpoint was saved
 
     @property
     def model_folder(self) -> Path:
-        """The student as ``Student.save`` writes it."""
+        """Folder of the student, as saved by ``Student.save``."""
         return self.folder / "model"
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
-        """Reads what a checkpoint is about, not its tensors, and that all its files are there.
+        """Load the metadata and verify that no file is missing; tensors are not read.
 
         Raises:
-            ConfigError: when there is no checkpoint in the folder, or not the whole of it.
+            CheckpointError: if the folder has no complete checkpoint; ``key`` is the damaged file.
         """
         try:
             state = json.loads((folder / _STATE).read_text())
@@ -65,34 +64,37 @@ class Checkpoint:
                 RunIdentity(**state["run"]),
                 state["student_tokenizer"],
                 state["metric"],
-                state.get("metric_name"),  # earlier versions did not say
+                state.get("metric_name"),  # missing in checkpoints of earlier versions
             )
             files: dict[str, int] = state["files"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"{folder} holds no checkpoint: {type(error).__name__}: {error}"
+            raise CheckpointError(
+                f"{folder}: no checkpoint found ({type(error).__name__}: {error})", key=str(folder)
             ) from error
-        for name, expected in files.items():
+        for name, size in files.items():
             path = folder / name
-            found = path.stat().st_size if path.is_file() else None
-            if found != expected:
-                has = "is missing" if found is None else f"has {found:,} bytes"
-                raise ConfigError(
-                    f"{folder} is damaged: {name} {has}, expected {expected:,} bytes; "
-                    "another checkpoint is needed"
+            actual = path.stat().st_size if path.is_file() else None
+            if actual != size:
+                problem = "not found" if actual is None else f"found {actual:,} bytes"
+                raise CheckpointError(
+                    f"{folder}: damaged: {name} ({problem}, expected {size:,} bytes). Use another "
+                    "checkpoint.",
+                    key=str(path),
                 )
         return checkpoint
 
     def restore(self, student: Student, optimizer: torch.optim.Optimizer) -> None:
-        """Puts weights and moments back.
+        """Load weights and optimizer moments.
 
         Raises:
-            DataError: when they are of another model, or damaged.
+            ResumeError: if the checkpoint belongs to another model.
+            CheckpointError: if tensors are damaged.
         """
         if self.student_tokenizer != student.table.fingerprint:
-            raise DataError(
-                f"checkpoint {self.folder} does not fit student.model: its tokenizer is "
-                f"{self.student_tokenizer[:12]}, the model's is {student.table.fingerprint[:12]}"
+            raise ResumeError(
+                f"student.model: checkpoint {self.folder} has another tokenizer (found "
+                f"{student.table.fingerprint[:12]}, expected {self.student_tokenizer[:12]})",
+                key="student.model",
             )
         try:
             student.load_weights(self.model_folder)
@@ -101,14 +103,16 @@ class Checkpoint:
             )
             optimizer.load_state_dict(state)
         except (SafetensorError, UnpicklingError, EOFError) as error:
-            raise DataError(
-                f"checkpoint {self.folder} is damaged: its tensors cannot be read "
-                f"({type(error).__name__}); name an earlier one by resume_from_checkpoint"
+            raise CheckpointError(
+                f"{self.folder}: damaged: loading tensors failed ({type(error).__name__}). Set "
+                "resume_from_checkpoint to an earlier checkpoint.",
+                key=str(self.folder),
             ) from error
         except (OSError, RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
-            raise DataError(
-                f"checkpoint {self.folder} does not fit student.model: {reason}"
+            raise ResumeError(
+                f"student.model: checkpoint {self.folder} belongs to another model: {reason}",
+                key="student.model",
             ) from error
 
 
@@ -122,28 +126,31 @@ def save_checkpoint(
     identity: RunIdentity,
     metric: float | None = None,
 ) -> Path:
-    """Writes the checkpoint of a step (steps done, from 1), whole or not at all; its folder.
+    """Save the checkpoint of a step (finished steps, from 1) completely or not at all.
+
+    Returns:
+        The folder of the checkpoint.
 
     Raises:
-        DataError: when the disk takes no more; what was there before is as it was.
+        DiskError: if saving fails; existing checkpoints are unchanged.
     """
     folder = checkpoint_folder(config, step)
     moments: dict[str, Any] = optimizer.state_dict()
     with (
-        explained_writing(
+        disk_errors(
             folder,
             f"the checkpoint of step {step}",
             needed=_bytes(student.trained()) + _bytes(moments) + _SMALL_FILES,
-            kept="checkpoints before it are whole",
+            kept="earlier checkpoints are complete",
         ),
         replacing_folder(folder) as temporary,
     ):
         student.save(temporary / "model")
         with (temporary / _OPTIMIZER).open("wb") as file:
-            torch.save(moments, file)  # torch's own writing of files does not tell what went wrong
+            torch.save(moments, file)  # given a path, torch would hide the reason of a failure
         write_resolved(config, temporary / "config.yaml")
-        told = {name: manifest.model_dump(mode="json") for name, manifest in manifests.items()}
-        (temporary / "manifests.json").write_text(json.dumps(told, indent=2))
+        plain = {name: manifest.model_dump(mode="json") for name, manifest in manifests.items()}
+        (temporary / "manifests.json").write_text(json.dumps(plain, indent=2))
         state = {
             "step": step,
             "run": asdict(identity),
@@ -157,14 +164,15 @@ def save_checkpoint(
 
 
 def save_student(student: Student, folder: Path) -> Path:
-    """Writes the student alone, as ``Student.save`` does, whole or not at all; the folder.
+    """Save the student without optimizer, completely or not at all; return the folder.
 
     Raises:
-        DataError: when the disk takes no more.
+        DiskError: if saving fails.
     """
     needed = _bytes(student.trained()) + _SMALL_FILES
+    kept = "its checkpoints are complete"
     with (
-        explained_writing(folder, "the student", needed=needed, kept="its checkpoints are whole"),
+        disk_errors(folder, "the student", needed=needed, kept=kept),
         replacing_folder(folder) as temporary,
     ):
         student.save(temporary)
@@ -172,7 +180,7 @@ def save_student(student: Student, folder: Path) -> Path:
 
 
 def checkpoint_folder(config: RunConfig, step: int) -> Path:
-    """Where the checkpoint of a step is."""
+    """Return the folder of a step's checkpoint."""
     return config.output_dir / CHECKPOINTS / f"step-{step:08d}"
 
 
@@ -182,11 +190,9 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _bytes(values: Any) -> int:
-    """Of all tensors in nested dictionaries and lists."""
+    """Return the size of all tensors in nested dictionaries and lists."""
     if isinstance(values, torch.Tensor):
         return values.numel() * values.element_size()
     if isinstance(values, dict):
-        return sum(_bytes(value) for value in values.values())
-    if isinstance(values, list):
-        return sum(_bytes(value) for value in values)
-    return 0
+        values = [*values.values()]
+    return sum(map(_bytes, values)) if isinstance(values, list) else 0

@@ -1,4 +1,4 @@
-"""Writing to a disk that may be full: what fails is told by path, reason and bytes needed."""
+"""Disk errors with path, reason and bytes required."""
 
 import errno
 import os
@@ -10,40 +10,41 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from mopd_protocol.errors import DataError
+from mopd_protocol.errors import DiskError
 
 
 @contextmanager
-def explained_writing(path: Path, what: str, *, needed: int, kept: str) -> Generator[None]:
-    """Turns what libraries raise when a disk refuses to take more into one sentence.
+def disk_errors(path: Path, what: str, *, needed: int, kept: str) -> Generator[None]:
+    """Convert errors of libraries on a full disk to a DiskError.
 
     Args:
-        needed: bytes that are to be written.
-        kept: what is still there, and whole.
+        needed: bytes to write.
+        kept: which existing files remain complete, for the message.
 
     Raises:
-        DataError: when the disk has too little room to begin with, or while writing.
+        DiskError: if free space is too small, or writing fails.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(path.parent).free
     if free < needed:
-        reason = os.strerror(errno.ENOSPC)
-        raise DataError(_sentence(path, what, reason, needed, free, kept))
+        raise _error(path, what, os.strerror(errno.ENOSPC), needed, kept)
     try:
         yield
     except (OSError, SafetensorError) as error:
-        free = shutil.disk_usage(path.parent).free
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise DataError(_sentence(path, what, reason, needed, free, kept)) from error
+        raise _error(path, what, reason, needed, kept) from error
 
 
-def append_whole(file: FileIO, data: bytes, *, path: Path, durable: bool) -> None:
-    """Appends to an unbuffered file: all of it, or nothing when the disk is full.
+def append_line(file: FileIO, data: bytes, *, path: Path, durable: bool) -> None:
+    """Append all data to an unbuffered file, or nothing if writing fails.
+
+    Args:
+        durable: synchronise the file with the disk.
 
     Raises:
-        DataError: when it could not be written.
+        DiskError: if writing fails.
     """
-    before = os.fstat(file.fileno()).st_size
+    size_before = os.fstat(file.fileno()).st_size
     try:
         written = 0
         while written < len(data):
@@ -51,16 +52,15 @@ def append_whole(file: FileIO, data: bytes, *, path: Path, durable: bool) -> Non
         if durable:
             os.fsync(file.fileno())
     except OSError as error:
-        os.ftruncate(file.fileno(), before)  # takes no room, so it works on a full disk too
-        free = shutil.disk_usage(path.parent).free
-        kept = "all lines before it are whole"
-        reason = error.strerror or str(error)
-        sentence = _sentence(path, "the next line", reason, len(data), free, kept)
-        raise DataError(sentence) from error
+        os.ftruncate(file.fileno(), size_before)  # needs no space, so it works on a full disk
+        reason, kept = error.strerror or str(error), "all previous lines are complete"
+        raise _error(path, "the next line", reason, len(data), kept) from error
 
 
-def _sentence(path: Path, what: str, reason: str, needed: int, free: int, kept: str) -> str:
-    return (
-        f"{path}: {what} cannot be written: {reason} ({needed:,} bytes needed, {free:,} free); "
-        f"{kept}; make room, and go on with resume_from_checkpoint=true"
+def _error(path: Path, what: str, reason: str, needed: int, kept: str) -> DiskError:
+    free = shutil.disk_usage(path.parent).free
+    return DiskError(
+        f"{path}: writing {what} failed: {reason} ({needed:,} bytes required, {free:,} free; "
+        f"{kept}). Free disk space, then resume with resume_from_checkpoint=true.",
+        key=str(path),
     )

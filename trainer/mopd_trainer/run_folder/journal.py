@@ -1,4 +1,4 @@
-"""``Journal``: a line of JSON a step, and the same numbers for TensorBoard."""
+"""``Journal``: one line of JSON per step, and the same metrics for TensorBoard and trackers."""
 
 import json
 import math
@@ -10,29 +10,29 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
-from mopd_protocol.errors import DataError
+from mopd_protocol.errors import CheckpointError
 from mopd_protocol.runtime.atomic_file import replacing
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.metrics.step_metrics import Metrics
 from mopd_trainer.metrics.token_losses import TokenLosses, rounded
-from mopd_trainer.run_folder.disk_errors import append_whole
+from mopd_trainer.run_folder.disk_errors import append_line
 from mopd_trainer.run_folder.trackers import Tracker
 
 JOURNAL = "journal.jsonl"
 COMPLETIONS = "completions.jsonl"
-#: Of a completion, one by one; all of its text is there.
-_TOKENS_TOLD = 512
+#: Maximum number of tokens listed for a completion; its text is complete.
+_LISTED_TOKENS = 512
 
 
 class Journal:
-    """Writes what happened. Opened at step ``from_step``, it forgets all later steps first.
+    """Log of a run. Opening it at step ``from_step`` removes all later steps.
 
-    A run that was killed after its last checkpoint redoes those steps, and the journal then has
-    neither a gap nor a repeat.
+    A run that was killed after its last checkpoint repeats those steps; the journal then has
+    neither gaps nor duplicates.
 
     Raises:
-        DataError: when a line that is there is damaged, and not by being the last one.
+        CheckpointError: if a line other than the last is damaged; ``key`` is ``file:line``.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class Journal:
     ) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
         for name in (JOURNAL, COMPLETIONS):
-            _forget_after(output_dir / name, from_step)
-        # Unbuffered: what could not be written is taken back, and not tried again at the end.
+            _truncate_after(output_dir / name, from_step)
+        # Unbuffered: a failed write is undone, and not repeated when the file is closed.
         self._journal = (output_dir / JOURNAL).open("ab", buffering=0)
         self._completions = (output_dir / COMPLETIONS).open("ab", buffering=0)
         self._trackers = trackers
@@ -59,10 +59,10 @@ class Journal:
             )
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """A step's numbers; steps count from 1. What was not measured is ``null``.
+        """Write the metrics of a step (from 1); a metric that was not measured is ``null``.
 
         Raises:
-            DataError: when the disk takes no more; the journal is then as before.
+            DiskError: if writing fails; the journal is unchanged.
         """
         values = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         self._append(self._journal, {"step": step, **values}, durable=True)
@@ -79,18 +79,18 @@ class Journal:
         example: TrainingExample,
         losses: Mapping[str, TokenLosses | None] = MappingProxyType({}),
     ) -> None:
-        """A completion for people to read; bytes that are no text are shown as U+FFFD.
+        """Write a completion for the report; invalid UTF-8 is replaced by U+FFFD.
 
-        Its first 512 tokens are there one by one too: their ids, their bytes in hexadecimal (a
-        token may end inside a character), and what each cost, in nats before any weight, by each
-        teacher that judged it; ``null`` where that one was not compared with the student. These
-        take about 20 bytes a token, and 8 a teacher.
+        The first 512 tokens are also listed one by one: id, bytes in hexadecimal (a token may end
+        inside a character), and loss in nats before weighting by teacher, ``null`` where the
+        teacher was not compared with the student. This takes about 20 bytes per token, and 8 per
+        token and teacher.
 
         Args:
-            losses: by the names of teachers.
+            losses: by teacher.
 
         Raises:
-            DataError: when the disk takes no more; the file is then as before.
+            DiskError: if writing fails; the file is unchanged.
         """
         rollout = example.rollout
         line = {
@@ -104,7 +104,7 @@ class Journal:
             "metadata": dict(rollout.prompt.metadata),
             "tokens": _tokens(rollout.completion),
             "nats": {
-                name: rounded(nats[:_TOKENS_TOLD])
+                name: rounded(nats[:_LISTED_TOKENS])
                 for name, nats in losses.items()
                 if nats is not None
             },
@@ -112,13 +112,13 @@ class Journal:
         self._append(self._completions, line, durable=False)
 
     def settle(self) -> None:
-        """Everything that was written is on the disk when this returns."""
+        """Synchronise all files with the disk."""
         os.fsync(self._completions.fileno())
         if self._tensorboard is not None:
             self._tensorboard.flush()
 
     def close(self) -> None:
-        """Closes the files."""
+        """Close the files and finish the trackers."""
         self._journal.close()
         self._completions.close()
         if self._tensorboard is not None:
@@ -128,7 +128,7 @@ class Journal:
 
     def _append(self, file: FileIO, line: dict[str, Any], *, durable: bool) -> None:
         text = json.dumps(line, ensure_ascii=False, default=str) + "\n"
-        append_whole(file, text.encode("utf-8", "replace"), path=Path(file.name), durable=durable)
+        append_line(file, text.encode("utf-8", "replace"), path=Path(file.name), durable=durable)
 
     def __enter__(self) -> Self:
         return self
@@ -143,27 +143,27 @@ class Journal:
 
 
 def _tokens(completion: TokenSequence) -> dict[str, Any]:
-    text, ends = completion.text, completion.byte_ends[:_TOKENS_TOLD].tolist()
+    text, ends = completion.text, completion.byte_ends[:_LISTED_TOKENS].tolist()
     return {
         "count": len(completion),
-        "ids": completion.token_ids[:_TOKENS_TOLD].tolist(),
+        "ids": completion.token_ids[:_LISTED_TOKENS].tolist(),
         "bytes": [text[start:end].hex() for start, end in pairwise([0, *ends])],
         "marks": {
             str(position): name
             for position, name in completion.marks.items()
-            if position < _TOKENS_TOLD
+            if position < _LISTED_TOKENS
         },
     }
 
 
-def _forget_after(path: Path, step: int) -> None:
-    """Keeps the lines up to ``step``; a last line that was cut short by a kill goes too."""
+def _truncate_after(path: Path, step: int) -> None:
+    """Remove lines after ``step``, and an incomplete last line."""
     if not path.exists():
         return
-    # Bytes: a kill can cut a character in two, and text has more line ends (U+2028) than JSONL.
-    whole = [line for line in path.read_bytes().splitlines(True) if line.endswith(b"\n")]
+    # Bytes: a kill can split a character, and text has more line ends (U+2028) than JSONL.
+    lines = [line for line in path.read_bytes().splitlines(True) if line.endswith(b"\n")]
     kept = [
-        line for number, line in enumerate(whole, 1) if _step_of(line, f"{path}:{number}") <= step
+        line for number, line in enumerate(lines, 1) if _step_of(line, f"{path}:{number}") <= step
     ]
     with replacing(path, durable=True) as temporary:
         temporary.write_bytes(b"".join(kept))
@@ -173,7 +173,8 @@ def _step_of(line: bytes, where: str) -> int:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError) as error:
-        raise DataError(
-            f"{where} is damaged ({type(error).__name__}: {error}); expected a step's line as the "
-            "run wrote it: remove this line to go on without it"
+        raise CheckpointError(
+            f"{where}: damaged line ({type(error).__name__}: {error}), expected JSON with a step. "
+            "Remove the line to resume without it.",
+            key=where,
         ) from error

@@ -1,4 +1,4 @@
-"""``run_lock``: one process at a time writes into a run's folder."""
+"""``run_lock``: only one process writes to a run folder."""
 
 import os
 from collections.abc import Generator
@@ -6,58 +6,64 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from mopd_protocol.errors import ConfigError
+from mopd_protocol.errors import ConfigError, DiskError
 
 
 @contextmanager
 def run_lock(folder: Path) -> Generator[None]:
-    """Holds the folder, which is made if it is not there and goes again if it stayed empty.
+    """Create and lock a run folder; remove it at the end if it is empty.
 
-    The folder itself is locked, by the kernel: a process that is killed lets go of it. Where there
-    are no such locks (Windows, some network disks) nothing is held.
+    The folder itself is locked by the kernel, which releases the lock of a killed process. On
+    systems without such locks (Windows, some network disks) nothing is locked.
 
     Raises:
-        ConfigError: when another process holds it, it cannot be made, or nothing written to.
+        ConfigError: if another process has the lock.
+        DiskError: if the folder cannot be created or is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"output_dir {folder} cannot be made: {error.strerror or error}; name another one"
+        raise DiskError(
+            f"output_dir {folder}: creating the folder failed: {error.strerror or error}. Choose "
+            "another one.",
+            key=str(folder),
         ) from error
     try:
         with TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ConfigError(
-            f"output_dir {folder} takes no files: {error.strerror or error}; name another one, or "
-            "make room or permission there"
+        raise DiskError(
+            f"output_dir {folder}: not writable: {error.strerror or error}. Choose another one, "
+            "free disk space or change permissions.",
+            key=str(folder),
         ) from error
-    held = _held(folder)
+    lock = _lock(folder)
     try:
         yield
     finally:
-        if held is not None:
-            os.close(held)
+        if lock is not None:
+            os.close(lock)
         with suppress(OSError):  # it is not empty
             folder.rmdir()
 
 
-def _held(folder: Path) -> int | None:
+def _lock(folder: Path) -> int | None:
+    """Return a file descriptor that has the lock; None if locks are unsupported."""
     try:
         import fcntl
     except ImportError:
         return None
-    opened = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        os.close(opened)
+        os.close(descriptor)
         raise ConfigError(
-            f"another process is writing a run into output_dir {folder}; wait for it, stop it, or "
-            "name another output_dir"
+            f"output_dir {folder}: locked by another process. Wait for that run, stop it, or "
+            "choose another output_dir.",
+            key="output_dir",
         ) from error
-    except OSError:  # the disk knows no locks
-        os.close(opened)
+    except OSError:  # the file system has no locks
+        os.close(descriptor)
         return None
-    return opened
+    return descriptor

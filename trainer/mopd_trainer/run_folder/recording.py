@@ -28,7 +28,7 @@ from mopd_trainer.config.fingerprint import RunIdentity
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.config.teacher import TeacherConfig
 from mopd_trainer.data.examples import AlignedScore, TrainingExample
-from mopd_trainer.run_folder.disk_errors import explained_writing
+from mopd_trainer.run_folder.disk_errors import disk_errors
 from mopd_trainer.teachers.connect import Teacher
 
 RECORDINGS = "recordings"
@@ -53,7 +53,7 @@ class RecordedSample:
     """A completion, and who judged it."""
 
     rollout: Rollout
-    judgements: tuple[RecordedJudgement, ...]
+    scores: tuple[RecordedJudgement, ...]
 
 
 class Recorder:
@@ -88,7 +88,7 @@ class Recorder:
         text = json.dumps(facts).encode()
         path = self._folder / _FACTS
         with (
-            explained_writing(path, "the recording", needed=len(text), kept=_KEPT),
+            disk_errors(path, "the recording", needed=len(text), kept=_KEPT),
             replacing(path, durable=True) as temporary,
         ):
             temporary.write_bytes(text)
@@ -104,7 +104,7 @@ class Recorder:
         path = step_path(self._folder, step)
         needed = sum(array.nbytes for array in arrays.values())
         with (
-            explained_writing(path, "the recording", needed=needed, kept=_KEPT),
+            disk_errors(path, "the recording", needed=needed, kept=_KEPT),
             replacing(path, durable=True) as temporary,
         ):
             save_file(arrays, temporary, {"samples": json.dumps(samples)})
@@ -244,7 +244,7 @@ def _sample(key: str, example: TrainingExample, arrays: Arrays) -> JSON:
         "policy_version": rollout.policy_version,
         "judgements": [
             _judgement(f"{key}.{at}", judgement, arrays)
-            for at, judgement in enumerate(example.judgements)
+            for at, judgement in enumerate(example.scores)
         ],
     }
 

@@ -13,7 +13,7 @@ from mopd_trainer.metrics.timers import StepTimer
 from mopd_trainer.run_folder.recording import RecordedJudgement, Recording, asked_of
 from mopd_trainer.student.identity import StudentIdentity
 from mopd_trainer.teachers.connect import Teacher, teacher_of
-from mopd_trainer.teachers.scoring import aligned, view_for
+from mopd_trainer.teachers.scoring import aligned, input_for
 
 
 class Replay:
@@ -79,7 +79,7 @@ class Replay:
             samples = self._recording.read(number, self._prompts, self._student)
         examples: list[TrainingExample] = []
         for sample in samples:
-            judgements = [self._judgement(one, sample.rollout) for one in sample.judgements]
+            judgements = [self._judgement(one, sample.rollout) for one in sample.scores]
             found = [judgement for judgement in judgements if judgement is not None]
             if len(found) == len(judgements):
                 examples.append(TrainingExample(sample.rollout, tuple(found)))
@@ -107,7 +107,7 @@ class Replay:
 
     def _judgement(self, recorded: RecordedJudgement, rollout: Rollout) -> AlignedScore | None:
         teacher, score = self.teachers[recorded.teacher], recorded.score
-        view = view_for(teacher, rollout, self._student)
+        view = input_for(teacher, rollout, self._student)
         alignment = aligned(teacher, view, score)
         if not len(alignment):
             return None

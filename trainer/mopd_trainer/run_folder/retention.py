@@ -1,4 +1,4 @@
-"""A run's checkpoints: where it begins, which are kept, and which go."""
+"""Checkpoint discovery and retention."""
 
 import logging
 import math
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mopd_protocol.errors import ConfigError
+from mopd_protocol.errors import CheckpointError, ResumeError
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.runtime.atomic_file import remove_folder, remove_leftovers
 from mopd_trainer.config.fingerprint import RunIdentity
@@ -26,52 +26,53 @@ logger = logging.getLogger(__name__)
 
 
 def starting_checkpoint(config: RunConfig, identity: RunIdentity) -> Checkpoint | None:
-    """Where the run begins: a checkpoint, or None for the beginning. Changes nothing on disk.
+    """Return the checkpoint to resume from, or None for a new run. Changes nothing on disk.
 
     Raises:
-        ConfigError: when the output folder holds a run that was not asked to be resumed, no
-            checkpoint of it is whole, it is another run's, it has more steps than the run is to
-            have, or later ones of the output folder would go for one of elsewhere.
+        ResumeError: if the output folder contains a run and ``resume_from_checkpoint`` is not set,
+            the checkpoint belongs to another run or is after ``max_steps``, or resuming from
+            outside the output folder would remove later checkpoints.
+        CheckpointError: if no checkpoint is complete.
     """
-    wanted = config.resume_from_checkpoint
-    if not wanted:
+    setting = config.resume_from_checkpoint
+    if not setting:
         if (config.output_dir / JOURNAL).exists() or _folders(config):
-            raise ConfigError(
-                f"{config.output_dir} already holds a run; set resume_from_checkpoint=true to go "
-                "on with it, or choose another output_dir"
+            raise ResumeError(
+                f"output_dir: {config.output_dir} already contains a run. Set "
+                "resume_from_checkpoint=true to resume it, or choose another output_dir.",
+                key="output_dir",
             )
         return None
-    found = Checkpoint.open(wanted) if isinstance(wanted, Path) else _newest_whole(config)
-    if found is not None and not config.accept_changed_settings:
-        identity.require_same(found.identity, source=f"checkpoint {found.folder}")
-    if found is not None:
-        _require_steps_ahead(config, found)
-    return found
-
-
-def _require_steps_ahead(config: RunConfig, found: Checkpoint) -> None:
-    """Raises ConfigError for a start behind the run's end, or before steps that are not its own."""
-    if found.step > config.max_steps:
-        raise ConfigError(
-            f"max_steps is {config.max_steps:,}, but checkpoint {found.folder} is of step "
-            f"{found.step:,}; raise max_steps, or name an earlier one by resume_from_checkpoint"
+    checkpoint = Checkpoint.open(setting) if isinstance(setting, Path) else _latest(config)
+    if checkpoint is None:
+        return None
+    if not config.accept_changed_settings:
+        identity.require_same(checkpoint.identity, source=f"checkpoint {checkpoint.folder}")
+    if checkpoint.step > config.max_steps:
+        raise ResumeError(
+            f"max_steps: checkpoint {checkpoint.folder} is of a later step (found "
+            f"{config.max_steps:,}, expected {checkpoint.step:,} or more). Increase max_steps, or "
+            "set resume_from_checkpoint to an earlier checkpoint.",
+            key="max_steps",
         )
-    own = found.folder.resolve().parent == (config.output_dir / CHECKPOINTS).resolve()
-    later = [folder.name for step, folder in _folders(config) if step > found.step]
+    own = checkpoint.folder.resolve().parent == (config.output_dir / CHECKPOINTS).resolve()
+    later = [folder.name for step, folder in _folders(config) if step > checkpoint.step]
     if later and not own:
-        raise ConfigError(
-            f"{config.output_dir} holds {', '.join(later)}, which would be removed for checkpoint "
-            f"{found.folder}; set resume_from_checkpoint=true to go on with what is there, or "
-            "choose another output_dir"
+        raise ResumeError(
+            f"output_dir: {config.output_dir} contains {', '.join(later)}, which resuming from "
+            f"{checkpoint.folder} would remove. Set resume_from_checkpoint=true to resume from "
+            "the latest, or choose another output_dir.",
+            key="output_dir",
         )
+    return checkpoint
 
 
 class CheckpointManager:
-    """Saves checkpoints, and removes those that are no longer to be kept.
+    """Saves checkpoints, and removes those that are no longer kept.
 
     Args:
-        done: steps that the run has done. What is on disk of later ones, and of writes that a kill
-            interrupted, is removed: those steps are done again.
+        done: finished steps. Later checkpoints and interrupted writes are removed, because these
+            steps are repeated.
     """
 
     def __init__(
@@ -85,34 +86,29 @@ class CheckpointManager:
         self._config = config
         self.identity = identity
         self._manifests = manifests
-        self._measured: list[float] = []  # the metric of the best, since the last checkpoint
-        own = [config.output_dir, config.output_dir / CHECKPOINTS]
-        if config.projection_cache is None:  # another one may be written to by others
-            own.append(config.projection_folder)
-        for folder in own:
+        self._metric_values: list[float] = []  # since the last checkpoint
+        written_folders = [config.output_dir, config.output_dir / CHECKPOINTS]
+        if config.projection_cache is None:  # a shared one may be in use by another run
+            written_folders.append(config.projection_folder)
+        for folder in written_folders:
             remove_leftovers(folder)
         for step, folder in _folders(config):
             if step > done:
-                logger.warning("%s is removed: the run goes on after step %d", folder, done)
+                logger.warning("removing %s: the run resumes after step %d", folder, done)
                 remove_folder(folder)
-        self._prune()  # a kill may have come between a checkpoint and this
-
-    def is_due(self, step: int) -> bool:
-        """Whether the checkpoint of a step (counted from 1) is to be saved."""
-        every = self._config.save_steps
-        return step == self._config.max_steps or bool(every and step % every == 0)
+        self._prune()  # in case a kill interrupted the last one
 
     def observe(self, metrics: Metrics) -> None:
-        """Takes over a step's numbers."""
+        """Record the metrics of a step."""
         value = metrics.get(self._config.best_checkpoint_metric or "", math.nan)
         if math.isfinite(value):
-            self._measured.append(value)
+            self._metric_values.append(value)
 
     def save(self, step: int, student: Student, optimizer: torch.optim.Optimizer) -> Path:
-        """Writes the checkpoint of a step (counted from 1), then lets older ones go.
+        """Save the checkpoint of a step (from 1), then remove older ones.
 
         Raises:
-            DataError: when the disk takes no more; none of the older ones has gone then.
+            DiskError: if saving fails; no older checkpoint is removed.
         """
         folder = save_checkpoint(
             self._config,
@@ -121,79 +117,79 @@ class CheckpointManager:
             optimizer=optimizer,
             manifests=self._manifests,
             identity=self.identity,
-            metric=self._metric(),
+            metric=self._mean_metric(),
         )
-        self._measured.clear()
+        self._metric_values.clear()
         self._prune()
         return folder
 
     def ensure(self, step: int, student: Student, optimizer: torch.optim.Optimizer) -> str:
-        """Saves the checkpoint of ``step`` steps unless it is there, or nothing was done; a clause
-        that says which.
+        """Save the checkpoint after ``step`` steps unless it exists; return a clause about it.
 
         Raises:
-            DataError: as ``save``.
+            DiskError: as ``save``.
         """
         if step == 0:
-            return "nothing was learnt yet"
+            return "no step was completed"
         folder = checkpoint_folder(self._config, step)
         if not folder.is_dir():
             self.save(step, student, optimizer)
         return f"its checkpoint is {folder}"
 
-    def _metric(self) -> float | None:
+    def _mean_metric(self) -> float | None:
         name = self._config.best_checkpoint_metric
-        if name is not None and not self._measured:
-            logger.warning("no step since the last checkpoint measured %r", name)
-        return mean(self._measured) if self._measured else None
+        if name is not None and not self._metric_values:
+            logger.warning("metric %r was not measured since the last checkpoint", name)
+        return mean(self._metric_values) if self._metric_values else None
 
     def _prune(self) -> None:
         if not self._config.keep_checkpoints:
             return
         folders = [folder for _, folder in _folders(self._config)]
-        gone = folders[: -self._config.keep_checkpoints]
-        best = self._best(folders) if gone and self._config.best_checkpoint_metric else None
-        for folder in gone:
+        outdated = folders[: -self._config.keep_checkpoints]
+        best = self._best(folders) if outdated and self._config.best_checkpoint_metric else None
+        for folder in outdated:
             if folder != best:
                 remove_folder(folder)
 
     def _best(self, folders: list[Path]) -> Path | None:
         sign = 1 if self._config.best_checkpoint_mode == "min" else -1
-        found: list[tuple[float, Path]] = []
+        candidates: list[tuple[float, Path]] = []
         for folder in folders:
             try:
-                saved = Checkpoint.open(folder)
-            except ConfigError:
+                checkpoint = Checkpoint.open(folder)
+            except CheckpointError:
                 continue
-            same = saved.metric_name == self._config.best_checkpoint_metric
-            if same and saved.metric is not None:
-                found.append((sign * saved.metric, folder))
-        return min(found)[1] if found else None
+            same = checkpoint.metric_name == self._config.best_checkpoint_metric
+            if same and checkpoint.metric is not None:
+                candidates.append((sign * checkpoint.metric, folder))
+        return min(candidates)[1] if candidates else None
 
 
-def _newest_whole(config: RunConfig) -> Checkpoint | None:
-    """The newest checkpoint, or, where it is damaged, the newest that is not."""
+def _latest(config: RunConfig) -> Checkpoint | None:
+    """Return the latest complete checkpoint."""
     folders = [folder for _, folder in reversed(_folders(config))]
-    damage: list[ConfigError] = []
+    errors: list[CheckpointError] = []
     for folder in folders:
         try:
-            found = Checkpoint.open(folder)
-        except ConfigError as error:
-            damage.append(error)
+            checkpoint = Checkpoint.open(folder)
+        except CheckpointError as error:
+            errors.append(error)
             continue
-        for error in damage:
-            logger.warning("%s; going on from %s instead", error, found.folder.name)
-        return found
-    if damage:
-        raise ConfigError(
-            f"none of the {len(folders)} checkpoints in {config.output_dir / CHECKPOINTS} is "
-            f"whole, the newest because {damage[0]}; choose another output_dir to begin anew"
+        for error in errors:
+            logger.warning("%s; resuming from %s instead", error, checkpoint.folder.name)
+        return checkpoint
+    if errors:
+        raise CheckpointError(
+            f"{config.output_dir / CHECKPOINTS}: no complete checkpoint found among {len(folders)} "
+            f"({errors[0]}). Choose another output_dir to start again.",
+            key=errors[0].key,
         )
     return None
 
 
 def _folders(config: RunConfig) -> list[tuple[int, Path]]:
-    """Steps and their checkpoints, whole or not, oldest first."""
-    found = (config.output_dir / CHECKPOINTS).glob("step-*")
-    named = ((folder.name.removeprefix("step-"), folder) for folder in found)
-    return sorted((int(step), folder) for step, folder in named if step.isdecimal())
+    """Return steps and folders of all checkpoints, complete or not, oldest first."""
+    folders = (config.output_dir / CHECKPOINTS).glob("step-*")
+    steps = ((folder.name.removeprefix("step-"), folder) for folder in folders)
+    return sorted((int(step), folder) for step, folder in steps if step.isdecimal())

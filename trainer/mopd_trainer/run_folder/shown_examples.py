@@ -1,4 +1,4 @@
-"""Which completions of a step are kept for people to read."""
+"""Choice of the completions of a step that are logged for the report."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ from mopd_trainer.metrics.step_metrics import of_source
 
 
 def shown_examples(examples: Sequence[TrainingExample], count: int) -> list[TrainingExample]:
-    """Up to ``count`` of either source: those of every teacher in turn, in the step's order."""
+    """Return up to ``count`` examples of each source, round robin over teachers, in order."""
     answers, rollouts = of_source(examples, "answers"), of_source(examples, "rollout")
-    return [*_in_turn(answers)[:count], *_in_turn(rollouts)[:count]]
+    return [*_round_robin(answers)[:count], *_round_robin(rollouts)[:count]]
 
 
-def _in_turn(examples: Sequence[TrainingExample]) -> list[TrainingExample]:
-    """The first of each teacher (or set of teachers), then the second of each, and so on."""
+def _round_robin(examples: Sequence[TrainingExample]) -> list[TrainingExample]:
+    """Order by rank within a teacher (or set of teachers): the first of each, then the second."""
     seen: Counter[tuple[str, ...]] = Counter()
     turns: list[int] = []
     for example in examples:

@@ -1,6 +1,6 @@
-"""Weights & Biases and trackio, where asked for: the journal's numbers, shown by somebody else.
+"""Weights & Biases and trackio: the journal's metrics in an experiment tracker.
 
-Both are imported only then, and speak the same way: ``init``, ``log``, ``finish``.
+Both have the same interface (``init``, ``log``, ``finish``) and are imported only if enabled.
 """
 
 import uuid
@@ -17,42 +17,42 @@ _RUN_ID = "tracker_run_id"
 
 
 class Tracker:
-    """One service's run, which a resumed run goes on with.
+    """A run of a tracker; a resumed run continues it.
 
-    A step that is done again after a kill is logged again: W&B keeps the first of the two, trackio
-    shows both. The journal and TensorBoard are the ones that forget it.
+    A step that is repeated after a kill is logged again: W&B keeps the first values, trackio shows
+    both. Only the journal and TensorBoard remove the first values.
     """
 
     def __init__(self, name: str, config: RunConfig) -> None:
         self._service: Any = import_module(name)
         run_id = _run_id(config.output_dir)
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "project": config.logging.project,
             "config": config.model_dump(mode="json"),
             "resume": "allow",
         }
         if name == "wandb":
-            given |= {"name": config.exp_name, "id": run_id, "dir": str(config.output_dir)}
-        else:  # which knows a run by its name
-            given |= {"name": f"{config.exp_name}-{run_id}"}
-        self._service.init(**given)
+            arguments |= {"name": config.exp_name, "id": run_id, "dir": str(config.output_dir)}
+        else:  # trackio identifies a run by its name
+            arguments |= {"name": f"{config.exp_name}-{run_id}"}
+        self._service.init(**arguments)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """A step's numbers; steps count from 1."""
+        """Log the metrics of a step (from 1)."""
         self._service.log(dict(values), step=step)
 
     def close(self) -> None:
-        """Everything that was logged has been handed over when this returns."""
+        """Finish the run; returns when all metrics are uploaded."""
         self._service.finish()
 
 
 def trackers_of(config: RunConfig) -> list[Tracker]:
-    """Those that are asked for, with their runs begun or gone on with."""
+    """Start or continue the runs of all enabled trackers."""
     return [Tracker(name, config) for name in TRACKERS if getattr(config.logging, name)]
 
 
 def _run_id(folder: Path) -> str:
-    """Made when a run begins, and kept with it."""
+    """Return the id in the run folder; create one for a new run."""
     path = folder / _RUN_ID
     if not path.exists():
         with replacing(path, durable=True) as temporary:

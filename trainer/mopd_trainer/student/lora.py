@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from mopd_protocol.errors import ConfigError
 from mopd_trainer.config.extras import PEFT, require_package
 from mopd_trainer.config.run import LoraConfig, StudentConfig
-from mopd_trainer.student.weight_files import StoredWeights, WholeModel
+from mopd_trainer.student.weight_files import FullModelFiles, WeightFiles
 
 #: Files of an adapter's folder, as peft and vLLM look for them.
 ADAPTER_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -72,13 +72,13 @@ def add_adapters(model: PreTrainedModel, config: StudentConfig) -> None:
             parameter.data = parameter.data.float()
 
 
-def stored_weights(model: PreTrainedModel, config: StudentConfig) -> StoredWeights:
+def stored_weights(model: PreTrainedModel, config: StudentConfig) -> WeightFiles:
     """How the weights of such a student lie on disk. The model must not be in shards yet."""
-    return WholeModel() if config.lora is None else Adapters(model)
+    return FullModelFiles() if config.lora is None else Adapters(model)
 
 
 class Adapters:
-    """The adapters alone, in a folder that peft, transformers and vLLM load: ``StoredWeights``.
+    """The adapters alone, in a folder that peft, transformers and vLLM load: ``WeightFiles``.
 
     They are worth nothing beside another model, so that the file tells which one it was.
     """
@@ -87,7 +87,7 @@ class Adapters:
         self._base = base_fingerprint(model)
 
     def write(self, model: PreTrainedModel, folder: Path) -> None:
-        """See ``StoredWeights``."""
+        """See ``WeightFiles``."""
         settings: Any = model.peft_config[_ADAPTER]
         told = settings.to_dict() | {
             "inference_mode": True,
@@ -103,7 +103,7 @@ class Adapters:
         save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt", _BASE: self._base})
 
     def read(self, model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
-        """See ``StoredWeights``."""
+        """See ``WeightFiles``."""
         if not (folder / _WEIGHTS).is_file():
             raise ValueError(f"{folder} holds no adapters")
         names = {_stored_name(name): name for name, _ in model.named_parameters()}

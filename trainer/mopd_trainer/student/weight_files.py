@@ -1,4 +1,4 @@
-"""``StoredWeights``: what of a student lies in a folder, and how it comes back."""
+"""``WeightFiles``: formats of a student's weights on disk."""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -7,35 +7,31 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 
-class StoredWeights(Protocol):
-    """One form of a student's weights on disk: those that are trained, and no fewer."""
+class WeightFiles(Protocol):
+    """A format of the trained weights on disk."""
 
     def write(self, model: PreTrainedModel, folder: Path) -> None:
-        """Writes the weights of now, and what is needed to read them.
-
-        Args:
-            model: whole, not in shards.
-        """
+        """Save the weights of an unsharded model, and the config needed to load them."""
         ...
 
     def read(self, model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
-        """What was written, by the names that it has in this model; nothing is changed.
+        """Load the weights by their names in this model, which is not changed.
 
         Raises:
-            ValueError: when the folder holds weights of another form, or for another model.
+            ValueError: when the folder holds another format, or weights of another model.
         """
         ...
 
 
-class WholeModel:
-    """All weights, as an ordinary Hugging Face folder, in the precision that they are kept in."""
+class FullModelFiles:
+    """All weights as a Hugging Face folder, in the precision of the weights."""
 
     def write(self, model: PreTrainedModel, folder: Path) -> None:
-        """See ``StoredWeights``."""
+        """See ``WeightFiles``."""
         model.save_pretrained(folder)
 
     def read(self, model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
-        """See ``StoredWeights``; buffers come too."""
+        """See ``WeightFiles``; buffers are included."""
         saved: Any = type(model).from_pretrained(folder, dtype=model.dtype)
         parameters: dict[str, Tensor] = {
             name: p.data for name, p in saved.named_parameters() if p.requires_grad

@@ -1,4 +1,4 @@
-"""The teachers of a run: handshakes done, tokenizers here, projections built."""
+"""Connect to the teachers of a run: handshakes, tokenizers, projections."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ from mopd_trainer.teachers.local.manifest import device_kind
 
 @dataclass(frozen=True, eq=False)
 class Teacher:
-    """One teacher, as the run knows it after the handshake."""
+    """A teacher after the handshake."""
 
     name: str
     config: TeacherConfig
@@ -34,32 +34,33 @@ class Teacher:
     tokenizer: TeacherTokenizer
     projection: ProjectionMatrix
     path: str | None = None
-    """Where its servers are asked; None where nobody is, as in a replay."""
+    """Path of the scoring route; None without a server, as in a replay."""
 
 
 def teacher_pool(
     configs: Mapping[str, TeacherConfig],
     score_cache: ScoreCacheConfig | None = None,
     *,
-    turn: TeacherLock | None = None,
+    lock: TeacherLock | None = None,
     device: str = "auto",
 ) -> TeacherPool:
-    """Clients for every teacher; nothing is sent yet, and none is loaded.
+    """Create a client per teacher, without sending a request or loading a model.
 
     Args:
-        turn: for the local ones, whose models it is told when they are loaded.
+        lock: of the local teachers; receives their models later.
         device: the student's.
 
     Raises:
-        ConfigError: when an API key's environment variable is not set, or the cache cannot be.
+        ConfigError: when the environment variable of an API key is not set, or the cache folder is
+            not writable.
     """
     cache = None
     if score_cache is not None:
         cache = ScoreStore(score_cache.path, max_bytes=int(score_cache.max_gigabytes * 1e9))
-    turn = turn or TeacherLock()
+    lock = lock or TeacherLock()
     return TeacherPool(
         {
-            name: LocalTeacher(name, config, turn, device=device_kind(config.device or device))
+            name: LocalTeacher(name, config, lock, device=device_kind(config.device or device))
             if config.local
             else _client(name, config, cache)
             for name, config in configs.items()
@@ -90,14 +91,14 @@ async def connect_teachers(
     *,
     wait_seconds: float,
 ) -> dict[str, Teacher]:
-    """Shakes hands with every teacher, fetches its tokenizer and builds its projection.
+    """Make the handshake with every teacher, fetch its tokenizer, build its projection.
 
     Args:
-        expected_manifests: teacher name -> manifest id that an earlier part of this run saw.
-        wait_seconds: how long a teacher may take to become ready.
+        expected_manifests: teacher name -> manifest id in the checkpoint of this run.
+        wait_seconds: deadline for all teachers to become ready.
 
     Raises:
-        MopdError: when a teacher cannot be reached, cannot do what is asked, or is another one.
+        MopdError: when a teacher is unavailable, lacks a feature, or has changed.
     """
     await pool.wait_until_ready(wait_seconds)
     manifests = await pool.handshake_all(
@@ -130,10 +131,10 @@ def teacher_of(
     student: StudentIdentity,
     cache: ProjectionCache,
 ) -> Teacher:
-    """A teacher that is known, with its projection to the student.
+    """Build a teacher with its projection to the student.
 
     Raises:
-        ConfigError: when the loss cannot compare the two.
+        ConfigError: when the loss does not support the two vocabularies.
     """
     try:
         projection = find_projection(config.loss, student, tokenizer, cache)
@@ -147,7 +148,7 @@ def teacher_of(
 def _service(config: TeacherConfig) -> Service:
     if config.kind == "mopd":
         return MopdService()
-    assert config.tokenizer is not None  # its settings have been checked
+    assert config.tokenizer is not None  # checked with the settings
     return VllmService(config.tokenizer, model=config.model, revision=config.revision)
 
 
@@ -157,6 +158,8 @@ def _api_key(name: str, config: TeacherConfig) -> str | None:
     key = os.environ.get(config.api_key_env)
     if not key:
         raise ConfigError(
-            f"teacher {name!r} takes its API key from {config.api_key_env}, which is not set"
+            f"teachers.{name}.api_key_env: environment variable {config.api_key_env} is not set. "
+            "Export the API key, or remove the setting.",
+            key=f"teachers.{name}.api_key_env",
         )
     return key

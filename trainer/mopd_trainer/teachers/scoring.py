@@ -1,4 +1,4 @@
-"""Rollouts -> training examples: every teacher of a sample reads it, and its answer is aligned."""
+"""Score rollouts with their teachers, align tokens, build training examples."""
 
 import asyncio
 import logging
@@ -22,37 +22,38 @@ from mopd_trainer.data.examples import AlignedScore, TrainingExample
 from mopd_trainer.data.teacher_input import TeacherInput, text_view, token_view
 from mopd_trainer.teachers.connect import Teacher
 from mopd_trainer.teachers.student_support import Counterparts, with_student_support
-from mopd_trainer.teachers.waiting import Waiting
 
 logger = logging.getLogger(__name__)
 
-#: Why a sample is dropped, by the status of a refusal that one sequence of a request can cause.
+#: HTTP status of a request with one invalid sequence -> reason to drop the sample.
 _REASONS: dict[int | None, str] = {
     HTTPStatus.BAD_REQUEST: "refused",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "too_long",
     HTTPStatus.UNPROCESSABLE_ENTITY: "refused",
 }
 
-#: Between two calls to a teacher that is waited for; a call has its own pauses and deadline.
+#: Between two calls to an unavailable teacher; a call has its own retries and deadline.
 _WAIT_SECONDS = 5.0
+#: Between two log messages about an unavailable teacher.
+_LOG_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class _Unjudged:
+class _NoScore:
     """Why a teacher has no score for a sample."""
 
     reason: str
 
 
-#: Position among the rollouts -> a teacher's share of that sample.
+#: Index among the rollouts -> a teacher's share of that sample.
 _Shares = Mapping[int, float]
 
 
 class RolloutScorer:
-    """Asks each sample's own teachers; a sample that one of them cannot judge goes as a whole.
+    """Score each sample with its teachers; drop a sample that one of them cannot score.
 
-    What happens when a teacher cannot is its ``on_error``; a fallback's judgement counts with the
-    share of the teacher that it stands in for.
+    A failing teacher is handled by ``on_error``; a fallback's score has the share of the teacher
+    it replaces.
     """
 
     def __init__(
@@ -67,117 +68,122 @@ class RolloutScorer:
         self._teachers = teachers
         self._student = student
         self._clock = clock or Clock()
-        self._waiting = {name: Waiting(name, self._clock) for name in teachers}
+        self._outages = {name: _Outage(name, self._clock) for name in teachers}
         self._counterparts = {
             name: Counterparts(teacher.projection)
             for name, teacher in teachers.items()
             if teacher.config.support == "student_topk"
         }
-        # "teacher/reason" -> samples; "total" counts a sample once, however many could not judge it
+        # "teacher/reason" -> samples; "total" counts a sample once, whatever the number of teachers
         self.dropped: Counter[str] = Counter()
 
     def counters(self, teacher: str) -> Counters:
-        """What asking a teacher cost so far."""
+        """Return the counters of a teacher's client."""
         return self._pool.client(teacher).counters
 
     def pop_dropped(self) -> Counter[str]:
-        """Samples dropped since this was last asked, as in ``dropped``."""
-        taken, self.dropped = self.dropped, Counter()
-        return taken
+        """Return and reset ``dropped``."""
+        dropped, self.dropped = self.dropped, Counter()
+        return dropped
 
     def projection(self, teacher: str) -> ProjectionMatrix:
-        """Between the student's ids and a teacher's."""
+        """Return the projection between the student's ids and a teacher's."""
         return self._teachers[teacher].projection
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[TrainingExample]:
-        """Examples in the rollouts' order, without those that were dropped (and counted).
+        """Return examples in the order of the rollouts, without the dropped ones (counted).
 
         Raises:
-            TeacherError: when a teacher fails whose policy is to end the run.
+            TeacherError: when a teacher fails whose ``on_error`` is 'fail'.
         """
-        names = dict.fromkeys(name for r in rollouts for name in r.prompt.teachers)
-        shares = {
-            name: {
-                at: rollout.prompt.teachers[name]
-                for at, rollout in enumerate(rollouts)
-                if name in rollout.prompt.teachers
-            }
-            for name in names
-        }
-        judged = await asyncio.gather(*[self._judge(n, shares[n], rollouts) for n in names])
-        by_teacher = dict(zip(names, judged, strict=True))
+        names = list(dict.fromkeys(name for r in rollouts for name in r.prompt.teachers))
+        results = await asyncio.gather(
+            *[
+                self._score_by(
+                    name,
+                    {
+                        index: rollout.prompt.teachers[name]
+                        for index, rollout in enumerate(rollouts)
+                        if name in rollout.prompt.teachers
+                    },
+                    rollouts,
+                )
+                for name in names
+            ]
+        )
+        by_teacher = dict(zip(names, results, strict=True))
         examples: list[TrainingExample] = []
-        for at, rollout in enumerate(rollouts):
-            judgements = [by_teacher[name].get(at) for name in rollout.prompt.teachers]
-            found = [judgement for judgement in judgements if judgement is not None]
-            if len(found) == len(judgements):
-                examples.append(TrainingExample(rollout, _one_a_teacher(found)))
+        for index, rollout in enumerate(rollouts):
+            scores = [by_teacher[name].get(index) for name in rollout.prompt.teachers]
+            complete = [score for score in scores if score is not None]
+            if len(complete) == len(scores):
+                examples.append(TrainingExample(rollout, _merge_by_teacher(complete)))
             else:
                 self.dropped["total"] += 1
         return examples
 
-    async def _judge(
+    async def _score_by(
         self, name: str, shares: _Shares, rollouts: Sequence[Rollout]
     ) -> dict[int, AlignedScore]:
-        """Judgements by position among the rollouts, of one teacher or of who stands in for it;
-        dropped ones are missing."""
+        """Return scores of one teacher, or of its fallback, by index; dropped ones are missing."""
         teacher = self._teachers[name]
-        views = [self._view(teacher, rollouts[at]) for at in shares]
-        scores = await self._ask(teacher, [view.request for view in views])
-        judgements: dict[int, AlignedScore] = {}
-        unjudged: dict[int, str] = {}
-        for (at, share), view, score in zip(shares.items(), views, scores, strict=True):
-            if isinstance(score, _Unjudged):
-                unjudged[at] = score.reason
+        inputs = [self._teacher_input(teacher, rollouts[index]) for index in shares]
+        results = await self._request(teacher, [each.request for each in inputs])
+        scores: dict[int, AlignedScore] = {}
+        failed: dict[int, str] = {}
+        for (index, share), each, result in zip(shares.items(), inputs, results, strict=True):
+            if isinstance(result, _NoScore):
+                failed[index] = result.reason
                 continue
-            alignment = aligned(teacher, view, score)
+            alignment = aligned(teacher, each, result)
             if len(alignment):
-                judgements[at] = AlignedScore(name, share, view, score, alignment)
+                scores[index] = AlignedScore(name, share, each, result, alignment)
             else:
                 self.dropped[f"{name}/nothing_aligned"] += 1
-        if unjudged and teacher.config.fallback is not None:
-            self.counters(name).fallbacks += len(unjudged)
-            given = {at: shares[at] for at in unjudged}
-            return judgements | await self._judge(teacher.config.fallback, given, rollouts)
-        self.dropped.update(f"{name}/{reason}" for reason in unjudged.values())
-        return judgements
+        if failed and teacher.config.fallback is not None:
+            self.counters(name).fallbacks += len(failed)
+            failed_shares = {index: shares[index] for index in failed}
+            return scores | await self._score_by(teacher.config.fallback, failed_shares, rollouts)
+        self.dropped.update(f"{name}/{reason}" for reason in failed.values())
+        return scores
 
-    def _view(self, teacher: Teacher, rollout: Rollout) -> TeacherInput:
-        view = view_for(teacher, rollout, self._student)
+    def _teacher_input(self, teacher: Teacher, rollout: Rollout) -> TeacherInput:
+        teacher_input = input_for(teacher, rollout, self._student)
         if teacher.name not in self._counterparts:
-            return view
-        return with_student_support(view, rollout, teacher, self._counterparts[teacher.name])
+            return teacher_input
+        counterparts = self._counterparts[teacher.name]
+        return with_student_support(teacher_input, rollout, teacher, counterparts)
 
-    async def _ask(
+    async def _request(
         self, teacher: Teacher, requests: Sequence[SequenceRequest]
-    ) -> Sequence[TeacherScore | _Unjudged]:
-        """Scores, or why there is none, where the run goes on without.
+    ) -> Sequence[TeacherScore | _NoScore]:
+        """Return scores, or reasons to drop samples.
 
-        A request is refused as a whole when one of its sequences is; where the run goes on
-        without that one, they are sent one by one, so that the others are not lost with it.
+        One invalid sequence fails its request. If the run continues without the sample, the
+        sequences are sent one by one, so that only the invalid ones are lost.
         """
         try:
-            return await self._score(teacher, requests)
+            return await self._score_when_available(teacher, requests)
         except TeacherError as error:
             too_long = error.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
             if not too_long and teacher.config.on_error in ("fail", "wait"):
                 raise
             if error.status in _REASONS and len(requests) > 1:
-                alone = await asyncio.gather(*[self._ask(teacher, [r]) for r in requests])
-                return [scores[0] for scores in alone]
+                single = await asyncio.gather(*[self._request(teacher, [r]) for r in requests])
+                return [results[0] for results in single]
             logger.warning(
                 "%d samples %s: %s",
                 len(requests),
                 "dropped" if teacher.config.fallback is None else teacher.config.on_error,
                 error,
             )
-            return [_Unjudged(_REASONS.get(error.status, "unavailable"))] * len(requests)
+            return [_NoScore(_REASONS.get(error.status, "unavailable"))] * len(requests)
 
-    async def _score(
+    async def _score_when_available(
         self, teacher: Teacher, requests: Sequence[SequenceRequest]
     ) -> list[TeacherScore]:
-        """Scores; where the run waits for an absent teacher, when it is back."""
-        waiting, counters = self._waiting[teacher.name], self.counters(teacher.name)
+        """Return scores; with ``on_error`` 'wait', retry until the teacher is available."""
+        outage, counters = self._outages[teacher.name], self.counters(teacher.name)
         while True:
             try:
                 scores = await self._pool.score(
@@ -192,45 +198,72 @@ class RolloutScorer:
                 if teacher.config.on_error != "wait" or not unavailable:
                     raise
                 counters.waits += 1
-                waiting.go_on(error)
+                outage.log(error)
                 await self._clock.sleep(_WAIT_SECONDS)
             else:
-                waiting.end()
+                outage.end()
                 return scores
 
 
-def _one_a_teacher(judgements: Sequence[AlignedScore]) -> tuple[AlignedScore, ...]:
-    """A teacher that judges a sample for itself and for another one judges it with both shares."""
-    found: dict[str, AlignedScore] = {}
-    for judgement in judgements:
-        same = found.get(judgement.teacher)
-        if same is not None:
-            judgement = replace(same, weight=same.weight + judgement.weight)
-        found[judgement.teacher] = judgement
-    return tuple(found.values())
+class _Outage:
+    """Rate-limited log messages while a teacher is unavailable, shared by all its requests."""
+
+    def __init__(self, teacher: str, clock: Clock) -> None:
+        self._teacher = teacher
+        self._clock = clock
+        self._since: float | None = None
+        self._logged_at = 0.0
+
+    def log(self, error: TeacherError) -> None:
+        """Log the outage, unless it was logged recently."""
+        now = self._clock.now()
+        if self._since is not None and now - self._logged_at < _LOG_SECONDS:
+            return
+        self._since = now if self._since is None else self._since
+        self._logged_at = now
+        logger.warning(
+            "waiting for teacher %r, %.0f s so far: %s", self._teacher, now - self._since, error
+        )
+
+    def end(self) -> None:
+        """Log the end of the outage, if there was one."""
+        if self._since is not None:
+            seconds = self._clock.now() - self._since
+            logger.warning("teacher %r is available after %.0f s", self._teacher, seconds)
+        self._since = None
 
 
-def view_for(teacher: Teacher, rollout: Rollout, student: TokenTable) -> TeacherInput:
-    """The completion as the teacher's loss needs it read."""
+def _merge_by_teacher(scores: Sequence[AlignedScore]) -> tuple[AlignedScore, ...]:
+    """Add the shares of a teacher that scores a sample for itself and as a fallback."""
+    merged: dict[str, AlignedScore] = {}
+    for score in scores:
+        if score.teacher in merged:
+            score = replace(score, weight=merged[score.teacher].weight + score.weight)
+        merged[score.teacher] = score
+    return tuple(merged.values())
+
+
+def input_for(teacher: Teacher, rollout: Rollout, student: TokenTable) -> TeacherInput:
+    """Return the request that the teacher's loss needs: token ids or text."""
     if teacher.config.sends_token_ids:
         return token_view(rollout)
     return text_view(rollout, student, teacher.tokenizer.table)
 
 
-def aligned(teacher: Teacher, view: TeacherInput, score: TeacherScore) -> Alignment:
-    """The student's tokens beside those that the teacher scored.
+def aligned(teacher: Teacher, teacher_input: TeacherInput, score: TeacherScore) -> Alignment:
+    """Align the student's tokens with the scored tokens.
 
     Raises:
-        DataError: when a teacher was sent token ids and scored others.
+        DataError: when the teacher scored other token ids than it received.
     """
+    completion = teacher_input.completion
     if not teacher.config.sends_token_ids:
-        return align(view.completion, score.completion)
-    sent = np.array(view.request.completion_token_ids, dtype=np.int32)
-    if (
-        len(score.completion) != len(view.completion)
-        or (score.completion.token_ids[: len(sent)] != sent).any()
-    ):
+        return align(completion, score.completion)
+    sent = np.array(teacher_input.request.completion_token_ids, dtype=np.int32)
+    scored = score.completion
+    if len(scored) != len(completion) or (scored.token_ids[: len(sent)] != sent).any():
         raise DataError(
-            f"teacher {teacher.name!r} was sent {len(view.completion)} token ids and scored others"
+            f"teacher {teacher.name!r}: scored other token ids than it received (found "
+            f"{len(scored)} tokens, expected {len(completion)})"
         )
-    return identity_alignment(len(view.completion))
+    return identity_alignment(len(completion))

@@ -1,8 +1,8 @@
-"""The student's own top-k, as the ids that a teacher is asked to score.
+"""The student's top-k as the ids that a teacher scores.
 
-A teacher's top-k does not show where the student errs: what the student believes in and the
-teacher does not is in the tail. A reverse divergence is a mean under the student, so it is compared
-on the student's ids.
+Ids that are likely under the student and unlikely under the teacher are in the tail of the
+teacher's top-k. A reverse divergence is an expectation under the student, so it uses the student's
+ids.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ from mopd_trainer.teachers.connect import Teacher
 
 
 class Counterparts:
-    """Student id -> the teacher ids that it is projected on, the largest weight first."""
+    """Student id -> the teacher ids of its projection, largest weight first."""
 
     def __init__(self, projection: ProjectionMatrix) -> None:
         columns = np.repeat(np.arange(projection.teacher_size), np.diff(projection.column_starts))
@@ -32,52 +32,55 @@ class Counterparts:
         self._starts = np.concatenate([[0], np.cumsum(counts)])
 
     def of(self, student_id: int) -> NDArray[np.int64]:
-        """The one with the largest weight first; none where the id reaches no teacher id."""
+        """Return the teacher ids, largest weight first; empty without a projection."""
         return self._teacher_ids[self._starts[student_id] : self._starts[student_id + 1]]
 
 
 def with_student_support(
-    view: TeacherInput, rollout: Rollout, teacher: Teacher, counterparts: Counterparts
+    teacher_input: TeacherInput, rollout: Rollout, teacher: Teacher, counterparts: Counterparts
 ) -> TeacherInput:
-    """The view, asking about the student's ids at the rows that are compared.
+    """Add the student's ids as candidates to a request.
 
-    Sent the student's own ids, a teacher is asked about the student's at every token. Otherwise it
-    is asked where an aligned span begins, about the counterparts of the student's ids there, and
-    about nothing inside a span, where the student has read something else.
+    A teacher that receives token ids scores the student's ids at every token. Other teachers score,
+    at the start of each aligned span, the teacher ids of the student's ids; rows inside a span
+    stay empty, because the student's prefix differs.
 
     Raises:
-        DataError: when the rollout does not have the student's ids.
+        DataError: when the rollout lacks the student's ids.
     """
     top_k = teacher.config.top_k
-    own = rollout.student_topk_ids
-    if own is None or own.shape[1] == 0:
+    student_ids = rollout.student_topk_ids
+    if student_ids is None or student_ids.shape[1] == 0:
         raise DataError(
-            f"teacher {teacher.name!r} is to be asked about the student's most likely ids, but the "
-            f"rollout of prompt {rollout.prompt.index} was made without"
+            f"teacher {teacher.name!r}: support 'student_topk' needs the student's most likely ids "
+            f"(found none in the rollout of prompt {rollout.prompt.index})"
         )
     if teacher.config.sends_token_ids:
-        rows = [_present(row)[:top_k] for row in own]
+        rows = [_present(row)[:top_k] for row in student_ids]
     else:
-        rows = _projected_rows(view, own, teacher, counterparts)
-    request = view.request.model_copy(update={"candidate_ids": rows})
-    return replace(view, request=request)
+        rows = _projected_rows(teacher_input, student_ids, teacher, counterparts)
+    request = teacher_input.request.model_copy(update={"candidate_ids": rows})
+    return replace(teacher_input, request=request)
 
 
 def _projected_rows(
-    view: TeacherInput, own: NDArray[np.int32], teacher: Teacher, counterparts: Counterparts
+    teacher_input: TeacherInput,
+    student_ids: NDArray[np.int32],
+    teacher: Teacher,
+    counterparts: Counterparts,
 ) -> list[list[int]]:
-    """One row a token of the teacher's tokenization, which is the one that it will make."""
+    """Return one row per token of the teacher's tokenization."""
     try:
-        completion = completion_tokens(teacher.name, teacher.tokenizer, view.request)
+        completion = completion_tokens(teacher.name, teacher.tokenizer, teacher_input.request)
     except TeacherError:
-        return []  # the teacher refuses it too, and says why
-    alignment = align(view.completion, completion)
+        return []  # the teacher rejects the request with the same reason
+    alignment = align(teacher_input.completion, completion)
     rows: list[list[int]] = [[] for _ in range(len(completion))]
     for student_row, teacher_row in zip(
         alignment.student_starts.tolist(), alignment.teacher_starts.tolist(), strict=True
     ):
-        found = (int(t) for s in _present(own[student_row]) for t in counterparts.of(s))
-        rows[teacher_row] = _first_distinct(found, teacher.config.top_k)
+        ids = (int(t) for s in _present(student_ids[student_row]) for t in counterparts.of(s))
+        rows[teacher_row] = _first_distinct(ids, teacher.config.top_k)
     return rows
 
 

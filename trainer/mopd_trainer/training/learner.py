@@ -1,8 +1,7 @@
 """``Learner``: micro-batches -> one optimizer step."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -10,9 +9,9 @@ from mopd_losses.core.blockwise_head import LossTerm
 from mopd_losses.core.cross_entropy import IGNORED, SftLoss, label_targets, mixed_terms
 from mopd_losses.core.loss import Loss
 from mopd_trainer.config.run import StudentConfig
-from mopd_trainer.data.packing import MicroBatch, split
+from mopd_trainer.data.packing import MicroBatch
 from mopd_trainer.data.seeds import derived_seed
-from mopd_trainer.distributed.full_state_adamw import WholeStateAdamW
+from mopd_trainer.distributed.full_state_adamw import FullStateAdamW
 from mopd_trainer.distributed.sharding import clip_gradients, is_sharded, sum_gradients
 from mopd_trainer.metrics.step_metrics import LossMeasurements, Metrics, StepMeasurements
 from mopd_trainer.metrics.token_losses import token_losses
@@ -21,20 +20,17 @@ from mopd_trainer.training.update_guard import UpdateGuard
 
 
 class Learner:
-    """AdamW on the student, with one division by the step's token count and nowhere else.
+    """AdamW on the student; the only place that divides a loss by the step's token count.
 
-    A reference answer's tokens share their weight between cross entropy and the teachers, by
-    ``distill_loss_weight``; those that the student wrote are the teachers' alone.
+    The weight of a reference answer's tokens is split between cross entropy and the teachers by
+    ``distill_loss_weight``; the weight of sampled tokens is the teachers'.
 
-    Everything random is seeded by the step, and the learning rate is a function of the step, so
-    that the optimizer's moments are all the state there is.
+    Dropout is seeded by the step and the learning rate is a function of the step, so that the
+    optimizer's moments are the complete state.
 
-    On several ranks each works on micro-batches of its own, with the token count of all; their
-    gradients are summed, so that the step is the one that a single rank would make.
+    Each rank trains on its own micro-batches with the token count of all ranks; gradients are
+    summed, so the update equals that of a single rank.
     """
-
-    BEGIN = "learner.begin"
-    UPDATE = "learner.update"
 
     def __init__(
         self,
@@ -53,15 +49,8 @@ class Learner:
         self._max_steps = max_steps
         self._seed = seed
         self._ranks = student.ranks
-        self._ranks.lead(
-            self.BEGIN,
-            losses=dict(losses),
-            teacher_weights=dict(teacher_weights),
-            max_steps=max_steps,
-            seed=seed,
-        )
         self._guard = UpdateGuard(config)
-        self.optimizer = WholeStateAdamW(
+        self.optimizer = FullStateAdamW(
             student.trained().values(),
             ranks=self._ranks,
             lr=config.learning_rate,
@@ -77,90 +66,78 @@ class Learner:
         step: int,
         dropped: Metrics | None = None,
     ) -> tuple[Metrics, dict[str, LossMeasurements]]:
-        """One optimizer step on all micro-batches together; its metrics, and each teacher's losses.
+        """Make one optimizer step; all ranks must call it.
 
         Args:
-            micro_batches: of the whole step; on a rank that follows, its own.
-            tokens: completion tokens of the whole step, which the summed loss is divided by.
+            micro_batches: of this rank.
+            tokens: completion tokens of the step on all ranks, the divisor of the summed loss.
             step: counted from 0.
-            dropped: why samples of the step were dropped, to be told where none is left.
+            dropped: ``dropped/…``, reported when the step has no sample.
 
         Returns:
-            Of all ranks together; of its own on a rank that follows.
+            Metrics and each teacher's losses: of all ranks on rank 0, of this rank elsewhere.
 
         Raises:
-            DataError: when the step is not to be made, see ``UpdateGuard``; the weights are then as
-                before.
-            RankError: when another rank is gone.
+            TrainingError: when ``UpdateGuard`` ends the run; the weights are unchanged.
+            RankError: when another rank is lost.
         """
         rate = learning_rate(self._config, step=step, max_steps=self._max_steps)
-        if tokens == 0:  # the other ranks need not know
-            left_out = self._guard.judge_empty(dropped or {}, step=step)
-            return {"loss": math.nan, "grad_norm": math.nan, "learning_rate": rate} | left_out, {}
-        if self._ranks.leads:
-            parts = split(list(micro_batches), self._ranks.size)
-            micro_batches = self._ranks.deal(self.UPDATE, parts, tokens=tokens, step=step)
-        place = (step, self._ranks.rank) if self._ranks.rank else (step,)
-        torch.manual_seed(derived_seed(self._seed, *place))  # dropout, where a model has it
+        if tokens == 0:
+            skipped = self._guard.check_empty(dropped or {}, step=step)
+            return {"loss": math.nan, "grad_norm": math.nan, "learning_rate": rate} | skipped, {}
+        rank = (self._ranks.rank,) if self._ranks.rank else ()
+        torch.manual_seed(derived_seed(self._seed, step, *rank))  # dropout
         self._student.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         measured = StepMeasurements()
-        with self._ranks.together():
+        with self._ranks.collective():
             for batch in micro_batches:
                 self._backward(batch, tokens, measured)
             norm = self._gradient_norm()
-        for others in self._ranks.collect(measured)[1:]:
-            measured.add(others)
-        skipped: Metrics = {}
-        if self._ranks.rank == 0:
-            skipped = self._guard.judge(loss=measured.total, norm=norm, step=step)
-        followed = self._ranks.agreed(not any(skipped.values()))
+        for other in self._ranks.gather(measured)[1:]:
+            measured.merge(other)
+        skipped = {}
+        if self._ranks.is_rank_zero:
+            skipped = self._guard.check(loss=measured.total, norm=norm, step=step)
+        applied = self._ranks.broadcast(not any(skipped.values()))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if followed:
+        if applied:
             self.optimizer.step()
             self._student.weights_changed()
         metrics = {"loss": measured.total, "grad_norm": norm, "learning_rate": rate}
         return metrics | skipped | measured.labels.metrics(), measured.teachers
 
-    def led(self) -> dict[str, Callable[..., Any]]:
-        """What a rank that follows does with its learner when it is told to."""
-        return {
-            self.UPDATE: self.update,
-            WholeStateAdamW.STATE: self.optimizer.state_dict,
-            WholeStateAdamW.TAKE: self.optimizer.take,
-        }
-
     def _gradient_norm(self) -> float:
-        """Of all ranks' gradients together, before they are clipped."""
+        """Return the norm over all ranks, and clip the gradients."""
         parameters = list(self._student.trained().values())
         if self._ranks.size > 1 and not is_sharded(self._student.model):
             sum_gradients(parameters)
         return clip_gradients(parameters, self._config.max_grad_norm)
 
     def _backward(self, batch: MicroBatch, tokens: int, measured: StepMeasurements) -> None:
-        """Adds a micro-batch's gradient, and its share of the step's loss in nats per token."""
-        sft, *distilled = self._terms(batch, tokens)
+        """Add the gradient of a micro-batch, and its loss in nats per token of the step."""
+        sft, *distillation = self._terms(batch, tokens)
         total, outputs = self._student.losses(
             batch,
-            [*distilled, sft] if batch.answers else distilled,
+            [*distillation, sft] if batch.has_labels else distillation,
             rows_per_block=self._config.rows_per_block,
         )
-        if batch.answers:
+        if batch.has_labels:
             measured.labels.add(outputs.pop(), batch.labels)
         for name, output in zip(batch.teachers, outputs, strict=True):
             loss = measured.teachers.setdefault(name, LossMeasurements())
             loss.add(output)
-            loss.shown |= token_losses(output, batch.teachers[name], batch.shown)
+            loss.per_example |= token_losses(output, batch.teachers[name], batch)
         total.backward()
         measured.total += float(total.detach())
 
     def _terms(self, batch: MicroBatch, tokens: int) -> list[LossTerm]:
-        """Cross entropy on the reference answers, then every teacher's loss."""
+        """Return cross entropy on the reference answers, then every teacher's loss."""
         device = self._student.device
         labels = batch.labels.to(device)
-        each = torch.full(labels.shape, 1 / tokens, device=device)
-        distilled = [
+        token_weights = torch.full(labels.shape, 1 / tokens, device=device)
+        distillation = [
             LossTerm(
                 self._losses[name],
                 self._losses[name].targets(part.comparisons, part.slot_offsets).to(device),
@@ -169,14 +146,14 @@ class Learner:
             for name, part in batch.teachers.items()
         ]
         return mixed_terms(
-            LossTerm(SftLoss(), label_targets(labels), each),
-            distilled,
+            LossTerm(SftLoss(), label_targets(labels), token_weights),
+            distillation,
             distill_weights=torch.where(labels == IGNORED, 1.0, self._config.distill_loss_weight),
         )
 
 
 def learning_rate(config: StudentConfig, *, step: int, max_steps: int) -> float:
-    """Linear warm-up, then a cosine down to ``min_learning_rate_ratio``; steps count from 0."""
+    """Return linear warm-up, then cosine decay to ``min_learning_rate_ratio``; steps from 0."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps)

@@ -1,9 +1,9 @@
-"""``UpdateGuard``: which steps are left out, and when that happens too often."""
+"""``UpdateGuard``: skip unusable steps, and end the run after too many."""
 
 import logging
 import math
 
-from mopd_protocol.errors import DataError
+from mopd_protocol.errors import TrainingError
 from mopd_trainer.config.run import StudentConfig
 from mopd_trainer.metrics.step_metrics import Metrics
 
@@ -11,72 +11,75 @@ logger = logging.getLogger(__name__)
 
 
 class UpdateGuard:
-    """Judges each step before the weights are changed by it.
+    """Check each step before its update.
 
-    A step that is left out is counted in its line of the journal. Its prompts are not taken again.
+    A skipped step is counted in the journal; its prompts are not sampled again.
     """
 
     def __init__(self, config: StudentConfig) -> None:
         self._config = config
         self._skipped_in_a_row = 0
 
-    def judge(self, *, loss: float, norm: float, step: int) -> Metrics:
-        """``update/skipped_nonfinite``, ``…_grad_norm`` and ``…_empty``: 1 where the step is not to
-        be made for that reason, else 0.
+    def check(self, *, loss: float, norm: float, step: int) -> Metrics:
+        """Return ``update/skipped_nonfinite``, ``…_grad_norm`` and ``…_empty``: 1 for the reason
+        to skip the step, else 0.
 
         Args:
             loss: nats per token.
-            norm: of the gradient, before it is clipped.
+            norm: of the gradient, before clipping.
             step: counted from 0.
 
         Raises:
-            DataError: where such a step is to end the run, or too many came one after another.
+            TrainingError: when the settings end the run at such a step, or too many were skipped
+                in a row.
         """
         finite = math.isfinite(loss) and math.isfinite(norm)
         limit = self._config.skip_grad_norm_above
         too_large = finite and limit is not None and norm > limit
-        found = f"the gradient of step {step + 1} has norm {norm:.4g}, loss {loss:.4g} nats a token"
+        problem = f"step {step + 1}: gradient norm {norm:.4g}, loss {loss:.4g} nats per token"
         if not finite and self._config.on_nonfinite == "stop":
-            raise DataError(
-                f"{found}; nothing was changed: lower student.learning_rate, look at the last "
-                "completions, or leave such steps out by student.on_nonfinite=skip"
+            raise TrainingError(
+                f"{problem}; the weights are unchanged. Lower student.learning_rate, inspect the "
+                "last completions, or skip such steps with student.on_nonfinite=skip.",
+                key="student.on_nonfinite",
             )
         if finite and not too_large:
             self._skipped_in_a_row = 0
         else:
             self._skip(
-                found,
-                "lower student.learning_rate, or raise student.skip_grad_norm_above or "
-                "student.max_skipped_in_a_row",
+                problem,
+                "Lower student.learning_rate, or raise student.skip_grad_norm_above or "
+                "student.max_skipped_in_a_row.",
             )
         return _reasons(nonfinite=not finite, grad_norm=too_large)
 
-    def judge_empty(self, dropped: Metrics, *, step: int) -> Metrics:
-        """The same of a step that has no sample.
+    def check_empty(self, dropped: Metrics, *, step: int) -> Metrics:
+        """Return the metrics of ``check`` for a step without samples.
 
         Args:
-            dropped: ``dropped/…``, why its samples went.
+            dropped: ``dropped/…``, samples by reason.
             step: counted from 0.
 
         Raises:
-            DataError: where too many such steps came one after another.
+            TrainingError: when too many steps were skipped in a row.
         """
         reasons = ", ".join(f"{key.partition('/')[2]} {n:.0f}" for key, n in dropped.items())
         self._skip(
-            f"every sample of step {step + 1} was dropped ({reasons})",
-            "mend what drops them, or raise student.max_skipped_in_a_row to wait for longer",
+            f"step {step + 1}: every sample was dropped ({reasons})",
+            "Fix the cause, or raise student.max_skipped_in_a_row to wait longer.",
         )
         return _reasons(empty=True)
 
-    def _skip(self, found: str, remedy: str) -> None:
+    def _skip(self, problem: str, fix: str) -> None:
         self._skipped_in_a_row += 1
         limit = self._config.max_skipped_in_a_row
         if self._skipped_in_a_row > limit:
-            raise DataError(
-                f"{found}, after {limit} steps in a row that were left out; nothing was changed: "
-                f"{remedy}"
+            raise TrainingError(
+                f"{problem}, after {limit} skipped steps in a row; the weights are unchanged. "
+                f"{fix}",
+                key="student.max_skipped_in_a_row",
             )
-        logger.warning("%s; the step is left out (%d in a row)", found, self._skipped_in_a_row)
+        logger.warning("%s; step skipped (%d in a row)", problem, self._skipped_in_a_row)
 
 
 def _reasons(*, nonfinite: bool = False, grad_norm: bool = False, empty: bool = False) -> Metrics:

@@ -17,9 +17,10 @@ from mopd_protocol.errors import MopdError
 from mopd_protocol.runtime.vllm_environment import prepare_environment
 from mopd_protocol.samples import Prompt
 from mopd_trainer.config.run import RolloutConfig, StudentConfig
-from mopd_trainer.rollouts.engine_sampler import StreamedSampler
+from mopd_trainer.rollouts.engine_sampler import EngineSampler
 from mopd_trainer.rollouts.vllm.weight_sync import PushThroughFolder, WeightReceiver
-from mopd_trainer.student.student import Generation, Student
+from mopd_trainer.student.generation import Generation
+from mopd_trainer.student.student import Student
 from tests import tiny_models
 from tests.broker import Broker
 from tests.reference.sampling import greedy, nucleus
@@ -32,7 +33,7 @@ from tests.vllm_marks import needs_vllm
 pytestmark = [*needs_vllm, pytest.mark.usefixtures("small_vllm")]
 
 if TYPE_CHECKING:  # importing vLLM takes seconds
-    from mopd_trainer.rollouts.vllm.engine import VllmGeneration
+    from mopd_trainer.rollouts.vllm.engine import VllmEngine
 
 _Result = TypeVar("_Result")
 
@@ -53,7 +54,7 @@ class Pen:
     """A student and the engine that writes for it."""
 
     student: Student
-    engine: "VllmGeneration"
+    engine: "VllmEngine"
 
     @property
     def real_ids(self) -> list[int]:
@@ -81,7 +82,7 @@ class Pen:
     def push(self, seed: int) -> None:
         """Changes the student and pushes it."""
         self.change(seed)
-        call(self.engine.push())
+        call(self.engine.push_weights())
 
     def gaps(self) -> list[float]:
         """Nats between what is told of drawn tokens, and what the student says; the most likely
@@ -116,12 +117,12 @@ def saved_model(folder: Path, *, tied: bool) -> Path:
 @contextmanager
 def started_pen(folder: Path) -> Iterator[Pen]:
     prepare_environment()
-    from mopd_trainer.rollouts.vllm.engine import VllmGeneration
+    from mopd_trainer.rollouts.vllm.engine import VllmEngine
 
     config = StudentConfig(model=str(folder), device="cpu")
     student = Student.load(config)
     rollout = RolloutConfig.model_validate(ROLLOUT)
-    engine = VllmGeneration(student, config, rollout, PushThroughFolder(), keep_topk=TOP_K)
+    engine = VllmEngine(student, config, rollout, PushThroughFolder(), keep_topk=TOP_K)
     try:
         yield Pen(student, engine)
     finally:
@@ -178,9 +179,9 @@ def test_weights_that_do_not_arrive_end_the_run(pen: Pen, monkeypatch: pytest.Mo
     with monkeypatch.context() as patched:
         patched.setattr(pen.engine, "_push", PushesNothing())
         pen.change(seed=3)
-        with pytest.raises(MopdError, match=r"after a push vLLM's logprobs are .* nats from"):
-            call(pen.engine.push())
-    call(pen.engine.push())
+        with pytest.raises(MopdError, match="did not load the pushed weights"):
+            call(pen.engine.push_weights())
+    call(pen.engine.push_weights())
     assert max(pen.gaps()) < TOLERANCE
 
 
@@ -235,9 +236,9 @@ def test_a_resumed_run_would_write_the_same(pen: Pen) -> None:
 
     def write(version: int) -> dict[int, list[int]]:
         async def complete() -> dict[int, list[int]]:
-            sampler = StreamedSampler(pen.engine, pen.student, config, seed=3, version=version)
+            sampler = EngineSampler(pen.engine, pen.student, config, seed=3, version=version)
             await sampler.push(version)
-            found = [each async for each in sampler.complete(prompts, step=version)]
+            found = [each async for each in sampler.sample(prompts, step=version)]
             assert {each.rollouts[0].policy_version for each in found} == {version}
             return {c.place: c.rollouts[0].completion.token_ids.tolist() for c in found}
 

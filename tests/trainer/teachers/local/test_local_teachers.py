@@ -23,7 +23,7 @@ from mopd_trainer.config.teacher import TeacherConfig
 from mopd_trainer.distributed.process_group import Ranks
 from mopd_trainer.launch.preflight import check_run
 from mopd_trainer.teachers.local.client import LocalTeacher, TeacherLock
-from mopd_trainer.teachers.local.model import LocalModel, LocalTask, Question
+from mopd_trainer.teachers.local.model import LocalModel, LocalTask, ScoreOptions
 from mopd_trainer.teachers.local.residency import LocalTeachers
 from tests import tiny_models
 from tests.broker import Broker
@@ -128,7 +128,7 @@ def test_scores_are_those_of_the_model_on_the_bare_sequence(family: str) -> None
         LocalTask(ids[7:20], ids[50:90]),
     ]
     teacher = LocalModel(model, known, CPU, tokens_per_batch=30)
-    found = teacher.score(tasks, Question(6, hidden=True))
+    found = teacher.score(tasks, ScoreOptions(6, hidden=True))
     assert teacher.head is not None
     for task, score in zip(tasks, found, strict=True):
         assert len(score.topk) == len(task.completion_ids)
@@ -161,20 +161,22 @@ def test_a_model_that_changes_its_logits_is_asked_for_them_whole(
     assert by_whole.head is None
     ids = np.arange(270, 300, dtype=np.int32)
     tasks = [LocalTask(ids[:4], ids[4:10]), LocalTask(ids[:2], ids[10:30])]
-    pairs = zip(by_whole.score(tasks, Question(4)), by_head.score(tasks, Question(4)), strict=True)
+    pairs = zip(
+        by_whole.score(tasks, ScoreOptions(4)), by_head.score(tasks, ScoreOptions(4)), strict=True
+    )
     for ours, theirs in pairs:
         np.testing.assert_allclose(ours.topk.logprobs, theirs.topk.logprobs, atol=1e-6)
 
 
-def test_a_teacher_is_never_asked_in_its_sleep() -> None:
+def test_an_offloaded_teacher_does_not_score() -> None:
     teacher = LocalModel(model_of("qwen"), table("digit"), CPU, 64)
     task = LocalTask(np.array([5], dtype=np.int32), np.array([6], dtype=np.int32))
-    before = teacher.score([task], Question(2))[0].topk.logprobs
-    teacher.sleep()
-    with pytest.raises(RuntimeError, match="in its sleep"):
-        teacher.score([task], Question(2))
-    teacher.wake()
-    assert (teacher.score([task], Question(2))[0].topk.logprobs == before).all()
+    before = teacher.score([task], ScoreOptions(2))[0].topk.logprobs
+    teacher.offload()
+    with pytest.raises(RuntimeError, match="offloaded"):
+        teacher.score([task], ScoreOptions(2))
+    teacher.load_weights()
+    assert (teacher.score([task], ScoreOptions(2))[0].topk.logprobs == before).all()
 
 
 class Watched(LocalTeachers):
@@ -188,8 +190,8 @@ class Watched(LocalTeachers):
 
     def _watching(self, name: str, score: Any) -> Any:
         def watched(tasks: Any, question: Any) -> Any:
-            assert self.awake == [name]
-            self.seen.append((self.awake, len(tasks)))
+            assert self.loaded == [name]
+            self.seen.append((self.loaded, len(tasks)))
             return score(tasks, question)
 
         return watched
@@ -208,7 +210,7 @@ def test_teachers_wake_in_turn_once_for_all_who_ask(folders: dict[str, Path]) ->
         turn.models = models = Watched(
             configs, tables, device=CPU, tokens_per_batch=64, ranks=Ranks()
         )
-        assert models.awake == []
+        assert models.loaded == []
         refused = sequence(completion="fox " * 300)  # longer than the model's positions
         questions = [
             teacher.score([refused] if at == 2 else [sequence(), sequence()], top_k=3)
@@ -219,7 +221,7 @@ def test_teachers_wake_in_turn_once_for_all_who_ask(folders: dict[str, Path]) ->
 
     models, answers, teachers = asyncio.run(ask())
     assert models.seen == [(["same"], 6), (["other"], 6)]
-    assert models.awake == []
+    assert models.loaded == []
     for at, answer in enumerate(answers):
         if at // 2 == 2:
             assert isinstance(answer, TeacherError)
@@ -232,11 +234,11 @@ def test_teachers_wake_in_turn_once_for_all_who_ask(folders: dict[str, Path]) ->
         assert len(teacher.counters.seconds) == 3
 
 
-def test_nobody_is_woken_for_nothing(folders: dict[str, Path]) -> None:
+def test_no_weights_are_loaded_without_a_task(folders: dict[str, Path]) -> None:
     teacher = asked_of(local(folders["same"]))
-    models = teacher._turn.models
+    models = teacher._lock.models
     assert models is not None
-    models._models["math"].wake = lambda: pytest.fail("woken")
+    models._models["math"].load_weights = lambda: pytest.fail("loaded")
     assert asyncio.run(teacher.score([], top_k=2)) == []
     with pytest.raises(TeacherError, match="expected at most 256") as refused:
         asyncio.run(teacher.score([sequence(completion="fox " * 300)], top_k=2))
@@ -246,7 +248,7 @@ def test_nobody_is_woken_for_nothing(folders: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"candidate_ids": [[5]]}, "candidate_ids has 1 rows, expected"),
+        ({"candidate_ids": [[5]]}, r"candidate_ids: .*\(found 1, expected"),
         ({"completion": None, "completion_token_ids": [10**6]}, "id 1000000"),
         ({"completion": None, "completion_token_ids": [5, 0], "finished": True}, "already ends"),
     ],
@@ -436,22 +438,17 @@ def test_a_check_says_who_sleeps(
 
 
 def shared_scores(ranks: Ranks, folder: Path, output: Path) -> None:
-    """Rank 0 asks for two, one, and no sequence; the other follows."""
+    """Score three, one, and no sequence on all ranks."""
     config = TeacherConfig.model_validate(local(folder, support="full", loss={"type": "topk_kl"}))
     tables = {"math": table("digit")}
-    if ranks.rank:
-        handlers: dict[str, Any] = {}
-
-        def load(**known: Any) -> None:
-            handlers.update(LocalTeachers(device=CPU, ranks=ranks, **known).led())
-
-        handlers[LocalTeachers.LOAD] = load
-        ranks.follow(handlers)
-        return
     models = LocalTeachers({"math": config}, tables, device=CPU, tokens_per_batch=64, ranks=ranks)
-    found = [models.score("math", tasks(count), Question(3, hidden=True)) for count in (3, 1, 0)]
-    torch.save([[(s.topk.logprobs, s.hidden) for s in scores] for scores in found], output)
-    ranks.lead("end")
+    if not ranks.is_rank_zero:
+        models.serve()
+        return
+    options = ScoreOptions(3, hidden=True)
+    calls = [models.score("math", tasks(count), options) for count in (3, 1, 0)]
+    torch.save([[(s.topk.logprobs, s.hidden) for s in scores] for scores in calls], output)
+    models.release()
 
 
 def tasks(count: int) -> list[LocalTask]:
@@ -466,10 +463,10 @@ def test_ranks_score_a_share_each(tmp_path: Path, folders: dict[str, Path]) -> N
     found = torch.load(tmp_path / "scores.pt", weights_only=False)
     assert [len(scores) for scores in found] == [3, 1, 0]
     teacher = asked_of(local(folders["same"], support="full", loss={"type": "topk_kl"}))
-    models = teacher._turn.models
+    models = teacher._lock.models
     assert models is not None
     for (logprobs, hidden), alone in zip(
-        found[0], models.score("math", tasks(3), Question(3, hidden=True)), strict=True
+        found[0], models.score("math", tasks(3), ScoreOptions(3, hidden=True)), strict=True
     ):
         np.testing.assert_allclose(logprobs, alone.topk.logprobs, atol=1e-5)
         torch.testing.assert_close(hidden, alone.hidden, atol=1e-5, rtol=1e-5)

@@ -1,9 +1,9 @@
-"""``VllmGeneration``: vLLM writes completions, with weights that are pushed to it after each step.
+"""``VllmEngine``: vLLM as the rollout engine; weights are pushed to it after each step.
 
-vLLM's ``AsyncLLM`` runs in an event loop of its own, in a thread; its engine runs in processes of
-its own, which it starts and which end with this one.
+vLLM's ``AsyncLLM`` runs in an event loop in a thread; its engine core and workers run in child
+processes, which exit with this process.
 
-The only file of the trainer that imports vllm.
+The only module of the trainer that imports vllm.
 """
 
 # vLLM need not be installed where this is checked.
@@ -33,37 +33,38 @@ from mopd_protocol.errors import ConfigError, MopdError
 from mopd_trainer.config.run import RolloutConfig, StudentConfig
 from mopd_trainer.rollouts.vllm.weight_sync import WeightPush
 from mopd_trainer.rollouts.vllm.worker_extension import RolloutWorkerExtension
-from mopd_trainer.student.student import Generation, Student
+from mopd_trainer.student.generation import Generation
+from mopd_trainer.student.student import Student
 
 _Result = TypeVar("_Result")
 
 #: vLLM imports the extension by name, in its worker processes.
 _WORKER_EXTENSION = f"{RolloutWorkerExtension.__module__}.{RolloutWorkerExtension.__qualname__}"
 
-#: For vLLM's processes to end by themselves.
+#: Time for vLLM's processes to exit.
 _SHUTDOWN_SECONDS = 10
 
-#: A completion that vLLM writes after each push, to see that it wrote with these weights.
-_PROOF_PROMPT, _PROOF_TOKENS = 4, 8
-#: Mean difference of its logprobs from the student's own, in nats; rounding makes some 1e-6 in
-#: float32 on a CPU, TF32 on accelerators more.
-_PROOF_GAP = {"float32": 0.05, "bfloat16": 0.25}
+#: Tokens of the completion that checks each push.
+_CHECK_PROMPT, _CHECK_TOKENS = 4, 8
+#: Largest mean difference between vLLM's and the student's logprobs, in nats; rounding causes about
+#: 1e-6 in float32 on a CPU, and more with TF32 on accelerators.
+_CHECK_GAP = {"float32": 0.05, "bfloat16": 0.25}
 
-#: Of a token in a row of the student's most likely ids, where there are fewer than asked for.
-_ABSENT = -1
+#: Missing id in a row of the student's most likely ids.
+_MISSING = -1
 
 
-class VllmGeneration:
-    """A ``GenerationEngine`` in vLLM's processes, which it starts and ends.
+class VllmEngine:
+    """A ``GenerationEngine`` in vLLM's processes.
 
-    It samples from the student's distribution with the run's temperature and top-p, and from
-    nothing that a model's publisher likes; the logprobs that it tells are of that distribution.
+    Samples from the student's distribution with the run's temperature and top-p, and returns
+    logprobs of that distribution; the publisher's generation settings are ignored.
 
     Args:
-        keep_topk: how many of the most likely ids of each token to keep beside the drawn one.
+        keep_topk: most likely ids to keep at each token beside the drawn one.
 
     Raises:
-        ConfigError: when vLLM cannot load the model, or not under these settings.
+        ConfigError: when vLLM cannot load the model with these settings.
     """
 
     def __init__(
@@ -88,12 +89,14 @@ class VllmGeneration:
         self._thread.start()
         try:
             arguments = AsyncEngineArgs(**_arguments(student, model, rollout, keep_topk))
-            self._llm: AsyncLLM | None = self._wait_for(_started(arguments))
+            self._llm: AsyncLLM | None = self._wait_for(_start(arguments))
         except (OSError, ValueError, RuntimeError, ImportError) as error:
             self._end_loop()
             raise ConfigError(
-                f"vLLM cannot load the student {model.model!r}: {_first_line(error)}; its log "
-                "above says more, and rollout.engine 'transformers' may do"
+                f"rollout.engine: vLLM failed to load the student {model.model!r}: "
+                f"{_first_line(error)}. See its log above, or set rollout.engine to "
+                "'transformers'.",
+                key="rollout.engine",
             ) from error
         try:
             self._wait_for(self._extend_workers())
@@ -105,29 +108,28 @@ class VllmGeneration:
         """See ``GenerationEngine``."""
         return await self._in_loop(self._generate(prompt_ids, seed))
 
-    async def push(self) -> None:
-        """See ``GenerationEngine``; what vLLM remembers of earlier prompts is forgotten.
+    async def push_weights(self) -> None:
+        """See ``GenerationEngine``; also resets vLLM's prefix cache.
 
         Raises:
-            MopdError: when vLLM does not write with the student's weights afterwards.
+            MopdError: when vLLM's logprobs differ from the student's after the push.
         """
         await self._push.push(self._student, self)
         if not await self._in_loop(self._engine.reset_prefix_cache()):
-            raise RuntimeError("vLLM kept prefixes of old weights; is something still in flight?")
-        await self._require_taken()
+            raise RuntimeError("vLLM kept prefixes of old weights; is a request in flight?")
+        await self._check_weights()
 
     async def call_workers(self, method: str, options: Mapping[str, object]) -> object:
         """See ``WeightReceiver``."""
         return await self._in_loop(self._engine.collective_rpc(method, kwargs=dict(options)))
 
-    async def take_adapters(self, folder: Path) -> None:
+    async def load_adapters(self, folder: Path) -> None:
         """See ``WeightReceiver``.
 
-        Every push has a number and a name of its own: under one that vLLM knows already it would
-        go on with what it remembers.
+        Every push has a new number and name: vLLM caches adapters by these.
 
         Raises:
-            ConfigError: when vLLM cannot put adapters where the student has them.
+            ConfigError: when vLLM does not support the student's adapters.
         """
         number = next(self._pushes)
         adapters = LoRARequest(f"student-{number}", number, str(folder))
@@ -137,25 +139,26 @@ class VllmGeneration:
             await self._in_loop(self._engine.add_lora(adapters))
         except MopdError:
             raise
-        except Exception as error:  # what went wrong in vLLM's processes comes without a type
+        except Exception as error:  # errors of vLLM's processes arrive without their type
             raise ConfigError(
-                f"vLLM cannot write with the student's adapters: {_first_line(error)}; other "
-                "student.lora.target_modules, or rollout.engine 'transformers', may do"
+                f"student.lora: vLLM does not support these adapters: {_first_line(error)}. Change "
+                "student.lora.target_modules, or set rollout.engine to 'transformers'.",
+                key="student.lora.target_modules",
             ) from error
         self._adapters = adapters
 
     def close(self) -> None:
-        """Ends vLLM's processes and the thread that talks to them."""
+        """Shut down vLLM's processes and its event loop."""
         if self._llm is None:
             return
         self._llm.shutdown()
-        self._llm = None  # its destructor must not run when the interpreter is half gone
+        self._llm = None  # its destructor must not run during interpreter shutdown
         self._end_loop()
 
     @property
     def _engine(self) -> AsyncLLM:
         if self._llm is None:
-            raise RuntimeError("this vLLM has been ended")
+            raise RuntimeError("vLLM is closed")
         return self._llm
 
     def _run_loop(self) -> None:
@@ -163,7 +166,7 @@ class VllmGeneration:
         self._loop.run_forever()
 
     def _end_loop(self) -> None:
-        self._wait_for(_all_ended())
+        self._wait_for(_cancel_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -171,14 +174,15 @@ class VllmGeneration:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def _in_loop(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-        """Runs it in vLLM's event loop; cancelled here, it is cancelled there."""
+        """Run a coroutine in vLLM's event loop; cancellation is forwarded."""
         try:
             running = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
             return await asyncio.wrap_future(running)
         except EngineDeadError as error:
             raise MopdError(
-                "vLLM, which writes the student's completions, has died; its log above says why, "
-                "and resume_from_checkpoint=true goes on from the last checkpoint"
+                "rollout.engine: vLLM crashed. See its log above, and resume from the last "
+                "checkpoint with resume_from_checkpoint=true.",
+                key="rollout.engine",
             ) from error
 
     async def _extend_workers(self) -> None:
@@ -189,20 +193,25 @@ class VllmGeneration:
             await extend(RolloutWorkerExtension.mask_head.__name__, args=(padding,))
         await extend(RolloutWorkerExtension.end_with.__name__, args=(os.getpid(),))
 
-    async def _require_taken(self) -> None:
-        """vLLM tells the student's own logprobs: what it loads of a push is its own affair, and
-        weights that stay behind would show nowhere else."""
-        prompt = np.flatnonzero(self._student.table.present)[:_PROOF_PROMPT].tolist()
-        plain = {"max_new_tokens": _PROOF_TOKENS, "temperature": 1.0, "top_p": 1.0}
+    async def _check_weights(self) -> None:
+        """Compare vLLM's logprobs with the student's: a partial weight update is otherwise silent.
+
+        Raises:
+            MopdError: when they differ.
+        """
+        prompt = np.flatnonzero(self._student.table.present)[:_CHECK_PROMPT].tolist()
+        plain = {"max_new_tokens": _CHECK_TOKENS, "temperature": 1.0, "top_p": 1.0}
         rollout = self._rollout.model_copy(update=plain)
-        written = await self._in_loop(self._generate(prompt, seed=0, rollout=rollout))
-        own = await asyncio.to_thread(self._student.logprobs, prompt, written.token_ids)
-        gap, limit = float(np.abs(own - written.logprobs).mean()), _PROOF_GAP[self._dtype]
+        generated = await self._in_loop(self._generate(prompt, seed=0, rollout=rollout))
+        expected = await asyncio.to_thread(self._student.logprobs, prompt, generated.token_ids)
+        gap, limit = float(np.abs(expected - generated.logprobs).mean()), _CHECK_GAP[self._dtype]
         if not gap <= limit:
             raise MopdError(
-                f"after a push vLLM's logprobs are {gap:.3g} nats from the student's (mean of "
-                f"{len(own)} tokens, expected at most {limit:g} in {self._dtype}), so it does not "
-                "write with the weights that it was given; set rollout.engine to 'transformers'"
+                "rollout.engine: vLLM did not load the pushed weights: its logprobs differ from "
+                f"the student's (found a mean of {gap:.3g} nats over {len(expected)} tokens, "
+                f"expected at most {limit:g} in {self._dtype}). Set rollout.engine to "
+                "'transformers'.",
+                key="rollout.engine",
             )
 
     async def _generate(
@@ -216,50 +225,51 @@ class VllmGeneration:
             seed=seed,
             logprobs=self._keep_topk,
             flat_logprobs=True,
-            ignore_eos=True,  # what ends a turn is the tokenizer's, not the configuration's
+            ignore_eos=True,  # the tokenizer's ending ids count, not the model config's
             stop_token_ids=list(self._student.table.roles.ending),
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         prompt = TokensInput(type="token", prompt_token_ids=list(prompt_ids))
-        written: CompletionOutput | None = None
+        completion: CompletionOutput | None = None
         request = f"completion-{next(self._requests)}"
         async for output in self._engine.generate(
             prompt, sampling, request, lora_request=self._adapters
         ):
-            written = output.outputs[0]
-        if written is None or written.finish_reason == "abort":
-            raise MopdError("vLLM gave up a completion: it is being ended")
-        return _sampled(written, self._keep_topk)
+            completion = output.outputs[0]
+        if completion is None or completion.finish_reason == "abort":
+            raise MopdError("rollout.engine: vLLM aborted a completion: it is shutting down")
+        return _generation(completion, self._keep_topk)
 
 
-def _sampled(written: CompletionOutput, keep_topk: int) -> Generation:
-    """vLLM puts the drawn token first, then the most likely ones, at every position."""
-    flat = written.logprobs
-    ids = list(written.token_ids)
+def _generation(completion: CompletionOutput, keep_topk: int) -> Generation:
+    """Convert an output; at every position vLLM lists the drawn token, then the most likely."""
+    flat = completion.logprobs
+    ids = list(completion.token_ids)
     if not isinstance(flat, FlatLogprobs) or len(flat) != len(ids):
-        raise RuntimeError(f"vLLM was asked for flat log-probabilities and gave {type(flat)}")
+        raise RuntimeError(f"vLLM: expected flat log-probabilities (found {type(flat)})")
     starts = np.array(flat.start_indices)
-    told = np.array(flat.token_ids)
+    candidates = np.array(flat.token_ids)
     logprobs = np.array(flat.logprobs)
-    if not np.array_equal(told[starts], ids):
-        raise RuntimeError("vLLM's first log-probabilities are not of the tokens that it drew")
+    if not np.array_equal(candidates[starts], ids):
+        raise RuntimeError("vLLM: the first log-probabilities are not of the drawn tokens")
     top = None
     if keep_topk:
-        places = starts[:, None] + 1 + np.arange(keep_topk)
-        top = np.where(np.isneginf(logprobs[places]), _ABSENT, told[places]).astype(np.int32)
+        columns = starts[:, None] + 1 + np.arange(keep_topk)
+        top = np.where(np.isneginf(logprobs[columns]), _MISSING, candidates[columns])
+        top = top.astype(np.int32)
     return Generation(ids, logprobs[starts].tolist(), top)
 
 
-async def _all_ended() -> None:
-    """What vLLM still does in this event loop, which is about to stop, is over."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
+async def _cancel_tasks() -> None:
+    """Cancel vLLM's remaining tasks before its event loop stops."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
         task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _started(arguments: AsyncEngineArgs) -> AsyncLLM:
+async def _start(arguments: AsyncEngineArgs) -> AsyncLLM:
     return AsyncLLM.from_engine_args(arguments)
 
 
@@ -276,28 +286,31 @@ def _arguments(
         "revision": model.revision,
         "trust_remote_code": model.trust_remote_code,
         "dtype": model.dtype,
-        "skip_tokenizer_init": True,  # it reads ids and writes ids
-        "generation_config": "vllm",  # what a publisher likes would change what is sampled
-        # Of the distribution that was sampled from: after temperature and top-p.
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "generation_config": "vllm",  # ignore the model's generation_config.json
+        # Logprobs of the sampled distribution: after temperature and top-p.
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": max(keep_topk, 1),
         "max_num_seqs": settings.max_num_seqs,
         "tensor_parallel_size": settings.tensor_parallel_size,
-        # Only samples of one prompt share more than a chat template's first tokens.
+        # Only samples of one prompt share a long prefix.
         "enable_prefix_caching": rollout.samples_per_prompt > 1,
         "worker_extension_cls": _WORKER_EXTENSION,
-        # Compiling pays where a step is short next to its launches, which on a CPU it is not.
+        # Compilation saves kernel launches, which do not matter on a CPU.
         "enforce_eager": current_platform.is_cpu(),
         "disable_log_stats": True,
         "shutdown_timeout": _SHUTDOWN_SECONDS,
-        **({} if model.lora is None else _room_for_adapters(model.lora.rank)),
+        **({} if model.lora is None else _lora_arguments(model.lora.rank)),
     }
 
 
-def _room_for_adapters(rank: int) -> dict[str, Any]:
-    """For those of one version; vLLM knows some ranks, and takes any below the one it is told."""
-    known = min(most for most in get_args(MaxLoRARanks) if most >= rank)
-    return {"enable_lora": True, "max_lora_rank": known, "max_loras": 1, "max_cpu_loras": 1}
+def _lora_arguments(rank: int) -> dict[str, Any]:
+    """Return the arguments for one set of adapters.
+
+    vLLM supports a fixed list of LoRA ranks; use the smallest that fits.
+    """
+    max_rank = min(supported for supported in get_args(MaxLoRARanks) if supported >= rank)
+    return {"enable_lora": True, "max_lora_rank": max_rank, "max_loras": 1, "max_cpu_loras": 1}
 
 
 def _first_line(error: Exception) -> str:

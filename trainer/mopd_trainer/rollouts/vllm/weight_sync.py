@@ -1,4 +1,4 @@
-"""``WeightPush``: the ways to bring a student's weights into a generation engine's workers."""
+"""``WeightPush``: how a student's weights reach the workers of a generation engine."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
@@ -13,31 +13,31 @@ from mopd_trainer.student.student import Student
 
 
 class WeightReceiver(Protocol):
-    """What an engine lets a push do. Nothing is in flight meanwhile."""
+    """Interface of an engine for a push; no request is in flight."""
 
     async def call_workers(self, method: str, options: Mapping[str, object]) -> object:
-        """Calls a method of every worker by its name, with arguments that can be sent to them."""
+        """Call a method of every worker by name, with serializable arguments."""
         ...
 
-    async def take_adapters(self, folder: Path) -> None:
-        """Writes with the adapters of a folder from now on, and with no earlier ones."""
+    async def load_adapters(self, folder: Path) -> None:
+        """Replace the adapters by those of a folder."""
         ...
 
 
 class WeightPush(Protocol):
-    """One way, from the student's memory to the workers'."""
+    """Transfer weights from the student to the workers."""
 
     async def push(self, student: Student, engine: WeightReceiver) -> None:
-        """Returns when every worker has the weights of now."""
+        """Return once every worker has loaded the student's current weights."""
         ...
 
 
 class PushThroughFolder:
-    """Writes the weights into a folder, which every worker reads: works on any device.
+    """Save the weights to a folder that every worker loads; works on any device.
 
     Args:
-        folder: where; None: the system's temporary folder. Both sides must see it, and one in
-            memory is fastest. It holds the weights for as long as a push takes.
+        folder: shared by trainer and workers, fastest in memory; default: the system's temporary
+            folder. Holds the weights during a push.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -45,17 +45,17 @@ class PushThroughFolder:
 
     async def push(self, student: Student, engine: WeightReceiver) -> None:
         """See ``WeightPush``."""
-        async with _written(student, self._folder) as written:
+        async with _saved(student, self._folder) as saved:
             await engine.call_workers(
-                RolloutWorkerExtension.load_weights_from_folder.__name__, {"folder": str(written)}
+                RolloutWorkerExtension.load_weights_from_folder.__name__, {"folder": str(saved)}
             )
 
 
 class PushAdapters:
-    """The same with the adapters of a LoRA student: megabytes, beside weights that never change.
+    """Push only the adapters of a LoRA student (megabytes), through a folder.
 
     Args:
-        folder: as ``PushThroughFolder`` has it.
+        folder: as in ``PushThroughFolder``.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -63,17 +63,17 @@ class PushAdapters:
 
     async def push(self, student: Student, engine: WeightReceiver) -> None:
         """See ``WeightPush``."""
-        async with _written(student, self._folder) as written:
-            await engine.take_adapters(written)
+        async with _saved(student, self._folder) as saved:
+            await engine.load_adapters(saved)
 
 
 def weight_push(student: StudentConfig, folder: Path | None) -> WeightPush:
-    """How what is trained of such a student is pushed, by way of a folder."""
+    """Return the push for full weights or adapters, through a folder."""
     return PushThroughFolder(folder) if student.lora is None else PushAdapters(folder)
 
 
 @asynccontextmanager
-async def _written(student: Student, folder: Path | None) -> AsyncGenerator[Path]:
-    with TemporaryDirectory(prefix="mopd-weights-", dir=folder) as written:
-        await asyncio.to_thread(student.save_weights, Path(written))
-        yield Path(written)
+async def _saved(student: Student, folder: Path | None) -> AsyncGenerator[Path]:
+    with TemporaryDirectory(prefix="mopd-weights-", dir=folder) as saved:
+        await asyncio.to_thread(student.save_weights, Path(saved))
+        yield Path(saved)

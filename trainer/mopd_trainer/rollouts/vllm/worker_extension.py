@@ -1,8 +1,7 @@
-"""What the trainer adds to the worker processes of a vLLM that writes for it.
+"""Methods that the trainer adds to vLLM's worker processes.
 
-vLLM samples from every row of the head, also those that a model has only to make its width a round
-number. Completions are of ids that have a token, so those logits become ``-inf`` before anything
-is normalized or drawn.
+vLLM samples from every row of the head, including padding rows without a token. The worker sets
+these logits to ``-inf`` before they are normalized.
 """
 
 import logging
@@ -14,33 +13,33 @@ from torch import Tensor
 
 from mopd_protocol.runtime.engine_end import end_engine_with
 
-#: Warns at every push of what is not loaded because it has no weights of its own (tables of a
-#: rotary embedding, a tied head). What is missing is found by the proof after a push.
+#: Warns at every push about parameters without weights in a file (rotary tables, a tied head).
+#: Missing weights are found by the check after a push.
 _RELOADING = logging.getLogger("vllm.model_executor.model_loader.reload")
 
 
 class RolloutWorkerExtension:
-    """Mixed into vLLM's worker class by name (``worker_extension_cls``), called through its RPC."""
+    """Mixin of vLLM's worker class (``worker_extension_cls``), called through its RPC."""
 
     model_runner: Any  # vLLM's, on any platform
     device: torch.device | None
     reload_weights: Callable[..., None]
 
     def mask_head(self, padding: list[int]) -> None:
-        """Masks these rows in all logits from now on, whatever weights are pushed."""
+        """Mask these rows in all logits, also after later pushes."""
         model = self.model_runner.model
         compute_logits = model.compute_logits
         rows = torch.tensor(padding, dtype=torch.int64, device=self.device)
 
         def masked(*inputs: Any, **options: Any) -> Tensor | None:
             logits: Tensor | None = compute_logits(*inputs, **options)
-            # Of several workers that share a head, only one gets its logits.
+            # With a sharded head only one worker gets the logits.
             return None if logits is None else logits.index_fill_(-1, rows, -torch.inf)
 
         model.compute_logits = masked
 
     def load_weights_from_folder(self, folder: str) -> None:
-        """Writes with the weights of a folder from now on, in a model's published form."""
+        """Load the weights of a Hugging Face folder."""
         _RELOADING.setLevel(logging.ERROR)
         self.reload_weights(weights_path=folder)
         model = self.model_runner.model
@@ -49,8 +48,8 @@ class RolloutWorkerExtension:
             owner = name.rpartition(".")[0]
             tied = any(other is weight for key, other in named.items() if key != name)
             if tied and owner.endswith("lm_head"):
-                # vLLM loads the embedding alone, and leaves the head as it was made of the weights
-                # before (0.32.0). On a CPU its products read a packed copy, which would stay so.
+                # vLLM 0.32.0 loads only the embedding and does not update the tied head, whose
+                # products on a CPU use a packed copy.
                 head = model.get_submodule(owner)
                 head.quant_method.process_weights_after_loading(head)
 

@@ -1,6 +1,6 @@
-"""``LocalTeacher``: a teacher in this process, asked as one behind a service is.
+"""``LocalTeacher``: the client of an in-process teacher.
 
-Calls that wait for the same teacher are answered together, so that it is woken once for them.
+Waiting calls for the same teacher are scored together, so that its weights are loaded once.
 """
 
 import asyncio
@@ -22,52 +22,53 @@ from mopd_protocol.requests import LogprobsDtype, SequenceRequest
 from mopd_protocol.samples import TeacherScore
 from mopd_trainer.config.teacher import TeacherConfig
 from mopd_trainer.teachers.local.manifest import LocalIdentity
-from mopd_trainer.teachers.local.model import LocalScore, LocalTask, Question
+from mopd_trainer.teachers.local.model import LocalScore, LocalTask, ScoreOptions
 from mopd_trainer.teachers.local.residency import LocalTeachers
 
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """Sequences that wait for their teacher's turn."""
+    """Sequences that wait to be scored."""
 
     sequences: Sequence[SequenceRequest]
-    question: Question
-    answer: "asyncio.Future[list[TeacherScore]]"
+    options: ScoreOptions
+    scores: "asyncio.Future[list[TeacherScore]]"
 
 
 class TeacherLock:
-    """Whose turn it is: one local teacher is awake at a time."""
+    """Lock of the local teachers: the weights of one are loaded at a time."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
         self.models: LocalTeachers | None = None
-        """Set when they are loaded, which is after all teachers have introduced themselves."""
+        """Set after the handshakes of all teachers."""
 
 
 class LocalTeacher:
-    """One local teacher: an ``ScoringClient``. Its tokenizer and its checks are those that a stock
-    server is asked with; its scores are not cached.
+    """One local teacher: an ``ScoringClient``.
+
+    Tokenizer and checks are those of a stock server's client; scores are not cached.
 
     Args:
-        device: the kind of device that it will be awake on.
+        device: device type for scoring.
     """
 
-    def __init__(self, name: str, config: TeacherConfig, turn: TeacherLock, *, device: str) -> None:
+    def __init__(self, name: str, config: TeacherConfig, lock: TeacherLock, *, device: str) -> None:
         self.name = name
         self.counters = Counters()
         self._config = config
-        self._turn = turn
+        self._lock = lock
         self._device = device
         self._identity: LocalIdentity | None = None
         self._waiting: list[_Call] = []
 
     @property
     def path(self) -> None:
-        """There is no server."""
+        """None: no server."""
         return None
 
     async def wait_until_ready(self, deadline_seconds: float) -> None:
-        """Reads who it is.
+        """Load manifest and tokenizer.
 
         Raises:
             ConfigError: as ``LocalIdentity.read``.
@@ -78,20 +79,20 @@ class LocalTeacher:
             )
 
     async def handshake(self, expectation: Expectation | None = None) -> Manifest:
-        """Who it is.
+        """Return the manifest.
 
         Raises:
-            ConfigError: when it cannot do what ``expectation`` asks.
-            DataError: when it is another teacher than ``expectation`` names.
+            ConfigError: when the teacher does not support what ``expectation`` needs.
+            DataError: when the manifest is not the expected one.
         """
-        manifest = (await self._known()).manifest
+        manifest = (await self._loaded_identity()).manifest
         if expectation is not None:
             expectation.check(self.name, manifest)
         return manifest
 
     async def tokenizer(self) -> TeacherTokenizer:
-        """Its tokenizer."""
-        return (await self._known()).tokenizer
+        """Return the tokenizer."""
+        return (await self._loaded_identity()).tokenizer
 
     async def score(
         self,
@@ -101,78 +102,75 @@ class LocalTeacher:
         temperature: float = 1.0,
         logprobs_dtype: LogprobsDtype = "float32",
     ) -> list[TeacherScore]:
-        """One score for each sequence, in their order. ``logprobs_dtype`` is about the wire, and
-        there is none.
+        """Return one score per sequence, in order; ``logprobs_dtype`` has no effect in process.
 
         Raises:
-            TeacherError: as a service refuses.
+            TeacherError: when a sequence is invalid, as a service would report it.
         """
         if not sequences:
             return []
-        await self._known()
-        began = time.perf_counter()
+        await self._loaded_identity()
+        started = time.perf_counter()
         self.counters.requests += 1
-        question = Question(top_k, temperature, self._config.support == "full")
-        call = _Call(sequences, question, asyncio.get_running_loop().create_future())
+        options = ScoreOptions(top_k, temperature, self._config.support == "full")
+        call = _Call(sequences, options, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
-        await asyncio.sleep(0)  # whoever asks at this moment is waiting too
-        async with self._turn.lock:
-            if not call.answer.done():
-                await self._answer_all()
+        await asyncio.sleep(0)  # let concurrent calls join this batch
+        async with self._lock.lock:
+            if not call.scores.done():
+                await self._score_waiting()
         try:
-            scores = call.answer.result()
+            scores = call.scores.result()
         except TeacherError:
             self.counters.failures += 1
             raise
-        self.counters.seconds.append(time.perf_counter() - began)
+        self.counters.seconds.append(time.perf_counter() - started)
         self.counters.tokens_scored += sum(len(score.completion) for score in scores)
         return scores
 
     async def aclose(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no connection is open."""
 
-    async def _known(self) -> LocalIdentity:
+    async def _loaded_identity(self) -> LocalIdentity:
         await self.wait_until_ready(0.0)
         assert self._identity is not None
         return self._identity
 
-    async def _answer_all(self) -> None:
-        """Every call that waits; a call that is cancelled waits for the thread that works on it."""
+    async def _score_waiting(self) -> None:
+        """Score all waiting calls; a cancelled call waits for the scoring thread."""
         calls, self._waiting = self._waiting, []
-        working = asyncio.ensure_future(asyncio.to_thread(self._answers, calls))
+        scoring = asyncio.ensure_future(asyncio.to_thread(self._score_calls, calls))
         try:
-            answers = await asyncio.shield(working)
+            results = await asyncio.shield(scoring)
         except asyncio.CancelledError:
-            await asyncio.gather(working, return_exceptions=True)
+            await asyncio.gather(scoring, return_exceptions=True)
             raise
-        for call, answer in zip(calls, answers, strict=True):
-            if call.answer.cancelled():
+        for call, result in zip(calls, results, strict=True):
+            if call.scores.cancelled():
                 continue
-            if isinstance(answer, TeacherError):
-                call.answer.set_exception(answer)
+            if isinstance(result, TeacherError):
+                call.scores.set_exception(result)
             else:
-                call.answer.set_result(answer)
+                call.scores.set_result(result)
 
-    def _answers(self, calls: Sequence[_Call]) -> list[list[TeacherScore] | TeacherError]:
-        """One for each call: a refused sequence refuses its own call alone."""
-        asked: list[list[SequenceTokens] | TeacherError] = []
+    def _score_calls(self, calls: Sequence[_Call]) -> list[list[TeacherScore] | TeacherError]:
+        """Return the scores of each call; an invalid sequence fails only its own call."""
+        tokenized: list[list[SequenceTokens] | TeacherError] = []
         tasks: list[LocalTask] = []
         for call in calls:
             try:
                 tokens = [self._tokens(sequence) for sequence in call.sequences]
-                own = [self._task(*pair) for pair in zip(call.sequences, tokens, strict=True)]
+                new_tasks = [self._task(*pair) for pair in zip(call.sequences, tokens, strict=True)]
             except TeacherError as error:
-                asked.append(error)
+                tokenized.append(error)
             else:
-                asked.append(tokens)
-                tasks += own
-        assert self._turn.models is not None  # loaded before the first step
-        scores = iter(self._turn.models.score(self.name, tasks, calls[0].question))
+                tokenized.append(tokens)
+                tasks += new_tasks
+        assert self._lock.models is not None  # loaded before the first step
+        scores = iter(self._lock.models.score(self.name, tasks, calls[0].options))
         return [
-            found
-            if isinstance(found, TeacherError)
-            else [self._score(t, next(scores)) for t in found]
-            for found in asked
+            each if isinstance(each, TeacherError) else [self._score(t, next(scores)) for t in each]
+            for each in tokenized
         ]
 
     def _tokens(self, sequence: SequenceRequest) -> SequenceTokens:
@@ -189,19 +187,19 @@ class LocalTeacher:
                 for row in rows:
                     self._identity.tokenizer.table.require_known(np.array(row, dtype=np.int64))
             except DataError as error:
-                raise self._refusal(f"candidate_ids: {error}") from error
+                raise self._bad_request(f"candidate_ids: {error}") from error
             if len(rows) != len(tokens.completion):
-                raise self._refusal(
-                    f"candidate_ids has {len(rows)} rows, expected {len(tokens.completion)}: one a "
-                    "completion token, the end-of-turn token included"
+                raise self._bad_request(
+                    f"candidate_ids: one row per completion token, including the end-of-turn token "
+                    f"(found {len(rows)}, expected {len(tokens.completion)})"
                 )
             rows = [list(dict.fromkeys(row)) for row in rows]
         prompt = np.array(tokens.prompt_ids, dtype=np.int32)
         return LocalTask(prompt, tokens.completion.token_ids, rows)
 
-    def _refusal(self, reason: str) -> TeacherError:
+    def _bad_request(self, reason: str) -> TeacherError:
         return TeacherError(
-            f"teacher {self.name!r} cannot be asked: {reason}", status=HTTPStatus.BAD_REQUEST
+            f"teacher {self.name!r}: invalid request: {reason}", status=HTTPStatus.BAD_REQUEST
         )
 
     def _score(self, tokens: SequenceTokens, scored: LocalScore) -> TeacherScore:

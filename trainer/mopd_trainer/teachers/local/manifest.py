@@ -1,4 +1,4 @@
-"""Who a teacher in this process is: its manifest and its tokenizer, told without its weights."""
+"""Manifest and tokenizer of an in-process teacher, without loading its weights."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -17,24 +17,23 @@ from mopd_trainer.config.teacher import TeacherConfig
 
 @dataclass(frozen=True, eq=False)
 class LocalIdentity:
-    """A model folder, as the service would introduce it: the same weights have one manifest id,
-    wherever on this machine they are asked."""
+    """Manifest and tokenizer of a model folder; the manifest id equals that of a service."""
 
     manifest: Manifest
     tokenizer: PretrainedTokenizer
 
     @classmethod
     def read(cls, name: str, config: TeacherConfig, device: str) -> "LocalIdentity":
-        """Reads configuration and tokenizer, and samples of the weights' files for their hash.
+        """Load config and tokenizer, and hash samples of the weight files.
 
         Args:
-            device: the kind of device that it will be awake on.
+            device: device type for scoring.
 
         Raises:
-            ConfigError: when there is no such model, or it cannot be a teacher.
-            DataError: for a tokenizer whose tokens do not spell bytes by themselves.
+            ConfigError: when the model does not exist, or is unsupported as a teacher.
+            DataError: when tokens of the tokenizer have no bytes of their own.
         """
-        assert config.model is not None  # its settings have been checked
+        assert config.model is not None  # checked with the settings
         tokenizer = load_tokenizer(config.model, config.revision)
         settings = load(name, config, partial(AutoConfig.from_pretrained, config.model))
         with torch.device("meta"):
@@ -44,8 +43,9 @@ class LocalIdentity:
         longest = settings.get_text_config().to_dict().get("max_position_embeddings")
         if longest is None:
             raise ConfigError(
-                f"teacher {name!r}: the configuration of {config.model!r} does not say how long "
-                "its sequences may be (max_position_embeddings); add it"
+                f"teacher {name!r}: max_position_embeddings not found in the config of "
+                f"{config.model!r}. Add it.",
+                key=f"teachers.{name}.model",
             )
         manifest = Manifest(
             service=name,
@@ -69,31 +69,33 @@ class LocalIdentity:
 
 
 def device_kind(device: str) -> str:
-    """``cuda`` for ``cuda:1``; ``auto`` is the accelerator that is here, or the CPU."""
+    """Return ``cuda`` for ``cuda:1``; for ``auto`` the available accelerator, or the CPU."""
     if device != "auto":
         return device.partition(":")[0]
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return "cpu" if found is None else found.type
+    available = torch.accelerator.is_available()
+    accelerator = torch.accelerator.current_accelerator() if available else None
+    return "cpu" if accelerator is None else accelerator.type
 
 
 def dtype_of(config: TeacherConfig, settings: Any, device: str) -> torch.dtype:
-    """The precision of its forward pass; ``auto`` as the service has it."""
+    """Return the precision of the forward pass; ``auto`` as in the service."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
     return torch.float32 if device == "cpu" else settings.dtype or torch.float32
 
 
-def load(name: str, config: TeacherConfig, read: Any) -> Any:
-    """What ``read`` reads of the hub or the disk.
+def load(name: str, config: TeacherConfig, from_pretrained: Any) -> Any:
+    """Call ``from_pretrained`` with the teacher's revision.
 
     Raises:
-        ConfigError: in one sentence, when that cannot be.
+        ConfigError: when the model cannot be loaded.
     """
     try:
-        return read(revision=config.revision)
+        return from_pretrained(revision=config.revision)
     except (OSError, ValueError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise ConfigError(
-            f"teacher {name!r}: model {config.model!r} cannot be loaded: {reason}; expected a "
-            "folder or hub id of a causal language model"
+            f"teacher {name!r}: model {config.model!r} cannot be loaded: {reason} (expected a "
+            "folder or hub id of a causal language model)",
+            key=f"teachers.{name}.model",
         ) from error

@@ -1,8 +1,7 @@
-"""``LocalModel``: a teacher's weights in this process, asleep on the CPU until they are needed.
+"""``LocalModel``: an in-process teacher model, offloaded to the CPU while idle.
 
-Weights never change, so falling asleep copies nothing: what is on the accelerator is dropped, and
-what lies in the CPU's memory is there all the time. On a CPU both are one and the same, and waking
-is free.
+Weights never change, so offloading copies nothing: the copy on the accelerator is dropped, the one
+in CPU memory remains. On a CPU both are the same memory.
 """
 
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from mopd_trainer.config.teacher import TeacherConfig
 from mopd_trainer.data.packing import batch_sizes
 from mopd_trainer.student.output_head import output_head
 from mopd_trainer.teachers.local.manifest import dtype_of, load
-from mopd_trainer.teachers.local.row_scores import LocalRowScores, joined, row_scores
+from mopd_trainer.teachers.local.row_scores import LocalRowScores, concatenate, row_scores
 
 #: Rows whose logits exist at once: 256 rows of 150,000 ids are 150 MB.
 _ROWS_PER_CHUNK = 256
@@ -35,38 +34,38 @@ class LocalTask:
 
     prompt_ids: IntArray  # [prompt tokens], at least one
     completion_ids: IntArray  # [rows]
-    candidate_ids: list[list[int]] | None = None  # a list of distinct ids a row
+    candidate_ids: list[list[int]] | None = None  # distinct ids, per row
 
     @property
-    def read(self) -> int:
-        """Tokens that the model reads: the last is predicted, never read."""
+    def input_tokens(self) -> int:
+        """Number of input tokens: the last token is predicted, never an input."""
         return len(self.prompt_ids) + len(self.completion_ids) - 1
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is asked about every row."""
+class ScoreOptions:
+    """Values to return for every row."""
 
     top_k: int
     temperature: float = 1.0
     hidden: bool = False
-    """Whether its hidden states are wanted too."""
+    """Return hidden states too."""
 
 
 @dataclass(frozen=True, eq=False)
 class LocalScore:
-    """A task's rows, on the CPU."""
+    """The rows of a task, on the CPU."""
 
     topk: TopKLogprobs
     hidden: Tensor | None  # [rows, hidden size], in the model's precision
 
 
 class LocalModel:
-    """Made awake, on its device; ``sleep`` and ``wake`` move it.
+    """A model on its device; ``offload`` and ``load_weights`` move its weights.
 
     Args:
-        device: where it scores.
-        tokens_per_batch: tokens that go through the model at once, padding counted.
+        device: for scoring.
+        tokens_per_batch: tokens of one forward pass, padding included.
     """
 
     def __init__(
@@ -76,9 +75,9 @@ class LocalModel:
         self._device = device
         self._tokens_per_batch = tokens_per_batch
         tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-        self._homes = [(tensor, tensor.data) for tensor in tensors]
-        self.awake = False
-        self.wake()
+        self._cpu_tensors = [(tensor, tensor.data) for tensor in tensors]
+        self.loaded = False
+        self.load_weights()
         module: Any = model.get_output_embeddings()
         self._real_ids = torch.from_numpy(table.real_ids(len(module.weight))).to(device)
         self.head = output_head(model, table, self._real_ids)
@@ -93,59 +92,60 @@ class LocalModel:
         device: torch.device,
         tokens_per_batch: int,
     ) -> "LocalModel":
-        """Reads the weights; awake.
+        """Load the weights on the device.
 
         Raises:
-            ConfigError: when there is no such model.
+            ConfigError: when the model does not exist.
         """
-        assert config.model is not None  # its settings have been checked
+        assert config.model is not None  # checked with the settings
         settings = load(name, config, partial(AutoConfig.from_pretrained, config.model))
         dtype = dtype_of(config, settings, device.type)
-        read = partial(AutoModelForCausalLM.from_pretrained, config.model, dtype=dtype)
-        model = load(name, config, read)
+        from_pretrained = partial(AutoModelForCausalLM.from_pretrained, config.model, dtype=dtype)
+        model = load(name, config, from_pretrained)
         return cls(model, table, device, tokens_per_batch)
 
-    def wake(self) -> None:
-        """Its weights come to the device; nothing where they are there."""
-        for tensor, home in self._homes:
-            tensor.data = home.to(self._device)
-        self.awake = True
+    def load_weights(self) -> None:
+        """Move the weights to the device (no-op if loaded)."""
+        for tensor, on_cpu in self._cpu_tensors:
+            tensor.data = on_cpu.to(self._device)
+        self.loaded = True
 
-    def sleep(self) -> None:
-        """Gives the device's memory back; its weights stay on the CPU."""
-        for tensor, home in self._homes:
-            tensor.data = home
-        self.awake = False
+    def offload(self) -> None:
+        """Free the device's memory; the weights stay in CPU memory."""
+        for tensor, on_cpu in self._cpu_tensors:
+            tensor.data = on_cpu
+        self.loaded = False
         if self._device.type != "cpu":
             torch.accelerator.empty_cache()
 
     @torch.no_grad()
-    def score(self, tasks: Sequence[LocalTask], question: Question) -> list[LocalScore]:
-        """One score a task, in their order; a task without rows has an empty one.
+    def score(self, tasks: Sequence[LocalTask], options: ScoreOptions) -> list[LocalScore]:
+        """Return one score per task, in order; empty for a task without rows.
 
         Raises:
-            RuntimeError: when it is asleep.
+            RuntimeError: when the weights are offloaded.
         """
-        if not self.awake:
-            raise RuntimeError("a teacher was asked in its sleep")
-        longest_first = sorted(range(len(tasks)), key=lambda at: -tasks[at].read)
-        asked = [at for at in longest_first if len(tasks[at].completion_ids)]
-        found = {at: _nothing(question, tasks[at]) for at in longest_first}
+        if not self.loaded:
+            raise RuntimeError("a local teacher cannot score while its weights are offloaded")
+        longest_first = sorted(range(len(tasks)), key=lambda index: -tasks[index].input_tokens)
+        nonempty = [index for index in longest_first if len(tasks[index].completion_ids)]
+        scores = {index: _empty_score(options, tasks[index]) for index in longest_first}
+        lengths = [tasks[index].input_tokens for index in nonempty]
         start = 0
-        for size in batch_sizes([tasks[at].read for at in asked], self._tokens_per_batch):
-            chosen = asked[start : start + size]
-            scores = self._batch([tasks[at] for at in chosen], question)
-            found |= dict(zip(chosen, scores, strict=True))
+        for size in batch_sizes(lengths, self._tokens_per_batch):
+            indices = nonempty[start : start + size]
+            batch = self._score_batch([tasks[index] for index in indices], options)
+            scores |= dict(zip(indices, batch, strict=True))
             start += size
-        return [found[at] for at in range(len(tasks))]
+        return [scores[index] for index in range(len(tasks))]
 
-    def _batch(self, tasks: Sequence[LocalTask], question: Question) -> list[LocalScore]:
-        """Of tasks with rows, through the model together."""
+    def _score_batch(self, tasks: Sequence[LocalTask], options: ScoreOptions) -> list[LocalScore]:
+        """Score tasks with rows in one forward pass."""
         inputs = _Inputs.of(tasks, self._device)
         candidates = _candidates(tasks, self._device)
         parts: list[LocalRowScores] = []
         hidden = self._hidden(inputs) if self.head is not None else None
-        logits = self._whole_logits(inputs) if hidden is None else None
+        logits = self._full_logits(inputs) if hidden is None else None
         for start in range(0, len(inputs.tokens), _ROWS_PER_CHUNK):
             chunk = slice(start, start + _ROWS_PER_CHUNK)
             if hidden is not None and self.head is not None:
@@ -156,33 +156,33 @@ class LocalModel:
             scores = row_scores(
                 rows,
                 inputs.tokens[chunk],
-                top_k=question.top_k,
+                top_k=options.top_k,
                 candidates=None if candidates is None else candidates[chunk],
-                temperature=question.temperature,
+                temperature=options.temperature,
             )
             parts.append(scores)
-        kept = hidden.cpu() if hidden is not None and question.hidden else None
-        return _split(joined(parts), kept, tasks, question)
+        kept = hidden.cpu() if hidden is not None and options.hidden else None
+        return _split(concatenate(parts), kept, tasks, options)
 
     def _hidden(self, inputs: "_Inputs") -> Tensor:
-        """[rows, hidden size]."""
+        """Return [rows, hidden size]."""
         output = self._model.base_model(
             input_ids=inputs.input_ids, attention_mask=inputs.attention_mask, use_cache=False
         )
         return output.last_hidden_state[inputs.row_tasks, inputs.row_positions]
 
-    def _whole_logits(self, inputs: "_Inputs") -> Tensor:
-        """[rows, width], of one task after the other."""
+    def _full_logits(self, inputs: "_Inputs") -> Tensor:
+        """Return [rows, width], task by task."""
         rows: list[Tensor] = []
         for task, mask in enumerate(inputs.attention_mask):
-            read = inputs.input_ids[task : task + 1, : int(mask.sum())]
-            logits = self._model(read, use_cache=False).logits[0].float()
+            input_ids = inputs.input_ids[task : task + 1, : int(mask.sum())]
+            logits = self._model(input_ids, use_cache=False).logits[0].float()
             rows.append(logits[inputs.row_positions[inputs.row_tasks == task]])
         return torch.cat(rows).masked_fill_(~self._real_ids, -torch.inf)
 
 
 def head_on(head: Head, device: torch.device) -> Head:
-    """A head that stays on a device; shares the memory of one that is there."""
+    """Return the head on a device; shares memory if it is on the device already."""
     bias = None if head.bias is None else head.bias.detach().to(device)
     return Head(
         head.weight.detach().to(device), head.real_ids.to(device), bias, head.scale, head.soft_cap
@@ -197,18 +197,18 @@ class _Inputs:
     attention_mask: Tensor  # [tasks, longest]
     row_tasks: Tensor  # [rows]
     row_positions: Tensor  # [rows]
-    tokens: Tensor  # [rows], what really is there
+    tokens: Tensor  # [rows], the completion tokens
 
     @classmethod
     def of(cls, tasks: Sequence[LocalTask], device: torch.device) -> "_Inputs":
-        """The one place where the shift is applied: completion token ``r`` is predicted at
-        position ``prompt length + r - 1``."""
-        input_ids = np.zeros((len(tasks), max(task.read for task in tasks)), dtype=np.int64)
+        """Apply the shift, as nowhere else: completion token ``r`` is predicted at position
+        ``prompt length + r - 1``."""
+        input_ids = np.zeros((len(tasks), max(task.input_tokens for task in tasks)), dtype=np.int64)
         attention_mask = np.zeros_like(input_ids)
         for row, task in enumerate(tasks):
-            read = np.concatenate([task.prompt_ids, task.completion_ids])[:-1]
-            input_ids[row, : task.read] = read
-            attention_mask[row, : task.read] = 1
+            tokens = np.concatenate([task.prompt_ids, task.completion_ids])
+            input_ids[row, : task.input_tokens] = tokens[:-1]
+            attention_mask[row, : task.input_tokens] = 1
         rows = [len(task.completion_ids) for task in tasks]
         positions = [len(t.prompt_ids) - 1 + np.arange(len(t.completion_ids)) for t in tasks]
         tokens = np.concatenate([task.completion_ids for task in tasks]).astype(np.int64)
@@ -223,38 +223,38 @@ class _Inputs:
 
 
 def _candidates(tasks: Sequence[LocalTask], device: torch.device) -> Tensor | None:
-    """[rows, widest], -1 where a row has fewer; None where teachers say what they like."""
+    """Return [rows, widest], -1 where missing; None if the teacher chooses its top-k."""
     if tasks[0].candidate_ids is None:
         return None
     rows = [row for task in tasks for row in task.candidate_ids or []]
     padded = np.full((len(rows), max(map(len, rows))), ABSENT_ID, dtype=np.int64)
-    for at, row in enumerate(rows):
-        padded[at, : len(row)] = row
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
     return torch.from_numpy(padded).to(device)
 
 
 def _split(
-    scores: LocalRowScores, hidden: Tensor | None, tasks: Sequence[LocalTask], question: Question
+    scores: LocalRowScores, hidden: Tensor | None, tasks: Sequence[LocalTask], options: ScoreOptions
 ) -> list[LocalScore]:
-    """Each task's rows, as wide as it asked: its company must not show in its answer."""
-    found: list[LocalScore] = []
+    """Split rows by task, cut to the task's width: results must not depend on the batch."""
+    split: list[LocalScore] = []
     start = 0
     for task in tasks:
         rows = slice(start, start + len(task.completion_ids))
-        topk = scores.part(rows, _width(question, task))
-        # A copy of its own: a slice would keep the whole batch alive.
-        found.append(LocalScore(topk, None if hidden is None else hidden[rows].clone()))
+        topk = scores.part(rows, _width(options, task))
+        # Copied: a slice would keep the batch in memory.
+        split.append(LocalScore(topk, None if hidden is None else hidden[rows].clone()))
         start = rows.stop
-    return found
+    return split
 
 
-def _width(question: Question, task: LocalTask) -> int:
+def _width(options: ScoreOptions, task: LocalTask) -> int:
     rows = task.candidate_ids
-    return question.top_k if rows is None else max(map(len, rows), default=0)
+    return options.top_k if rows is None else max(map(len, rows), default=0)
 
 
-def _nothing(question: Question, task: LocalTask) -> LocalScore:
-    k = _width(question, task)
+def _empty_score(options: ScoreOptions, task: LocalTask) -> LocalScore:
+    k = _width(options, task)
     empty = np.zeros(0, dtype=np.float32)
     topk = TopKLogprobs(
         ids=np.zeros((0, k), dtype=np.int32),
@@ -262,4 +262,4 @@ def _nothing(question: Question, task: LocalTask) -> LocalScore:
         token_logprobs=empty,
         tail_logprobs=empty,
     )
-    return LocalScore(topk, torch.zeros((0, 0)) if question.hidden else None)
+    return LocalScore(topk, torch.zeros((0, 0)) if options.hidden else None)

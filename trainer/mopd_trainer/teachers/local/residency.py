@@ -1,10 +1,6 @@
-"""``LocalTeachers``: the models that sleep in a rank's memory, of which one at a time is awake.
+"""``LocalTeachers``: in-process teacher models on every rank, offloaded while idle."""
 
-Every rank has a copy of each, and scores its own share of a step.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -13,23 +9,29 @@ from mopd_protocol.errors import ConfigError
 from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_trainer.config.teacher import TeacherConfig
 from mopd_trainer.distributed.process_group import Ranks
-from mopd_trainer.teachers.local.model import LocalModel, LocalScore, LocalTask, Question, head_on
+from mopd_trainer.teachers.local.model import (
+    LocalModel,
+    LocalScore,
+    LocalTask,
+    ScoreOptions,
+    head_on,
+)
 
 
 class LocalTeachers:
-    """A rank's copies; all asleep, but for the time of a call.
+    """Replicas of the local teachers; each rank scores a share of every call.
+
+    At most one model per rank is loaded on the device, for the duration of a call.
 
     Args:
+        configs: of the local teachers, the same on every rank.
         device: the student's.
-        tokens_per_batch: tokens that a teacher reads at once, padding counted.
+        tokens_per_batch: tokens of one forward pass, padding included.
 
     Raises:
-        ConfigError: when a model cannot be loaded, or is to tell hidden states and has no head that
-            makes its logits of them.
+        ConfigError: when a model cannot be loaded, or cannot return the hidden states that its
+            settings ask for.
     """
-
-    LOAD = "local_teachers.load"
-    SCORE = "local_teachers.score"
 
     def __init__(
         self,
@@ -42,86 +44,92 @@ class LocalTeachers:
     ) -> None:
         self._ranks = ranks
         self._models: dict[str, LocalModel] = {}
-        if not configs:
-            return
-        ranks.lead(
-            self.LOAD, configs=dict(configs), tables=dict(tables), tokens_per_batch=tokens_per_batch
-        )
         for name, config in configs.items():
-            own = _device(config, device)
-            model = LocalModel.load(name, config, tables[name], own, tokens_per_batch)
-            model.sleep()
+            own_device = _device(name, config, device)
+            model = LocalModel.load(name, config, tables[name], own_device, tokens_per_batch)
+            model.offload()
             if config.support == "full" and model.head is None:
                 raise ConfigError(
-                    f"teacher {name!r} has support 'full', but this model changes its logits after "
-                    "the head, so that no rows can be made of hidden states; set its support to "
-                    "'teacher_topk'"
+                    f"teachers.{name}.support: 'full' is not supported by this model, which "
+                    "changes its logits after the head, so that hidden states do not determine "
+                    "them. Set it to 'teacher_topk'.",
+                    key=f"teachers.{name}.support",
                 )
             self._models[name] = model
 
     @property
-    def awake(self) -> list[str]:
-        """Never more than one."""
-        return [name for name, model in self._models.items() if model.awake]
+    def loaded(self) -> list[str]:
+        """Names of the models on the device; never more than one."""
+        return [name for name, model in self._models.items() if model.loaded]
 
     def head(self, name: str, device: torch.device) -> Head:
-        """A teacher's head, to stay on a device."""
+        """Return a copy of a teacher's head that stays on the device."""
         head = self._models[name].head
-        assert head is not None  # refused when it was loaded
+        assert head is not None  # checked when the model was loaded
         return head_on(head, device)
 
-    def score(self, name: str, tasks: Sequence[LocalTask], question: Question) -> list[LocalScore]:
-        """One score a task, in their order. Rank 0 alone asks; all ranks work.
+    def score(
+        self, name: str, tasks: Sequence[LocalTask], options: ScoreOptions
+    ) -> list[LocalScore]:
+        """Score tasks on all ranks, on rank 0; non-zero ranks must be in ``serve``.
+
+        Returns:
+            One score per task, in the order of the tasks.
 
         Raises:
-            RankError: when another rank is gone.
+            RankError: when another rank is lost.
         """
         if self._ranks.size == 1:
-            return self._scores(name, tasks, question)
-        places = _shares(tasks, self._ranks.size)
-        parts = [[tasks[at] for at in own] for own in places]
-        with self._ranks.exchange:
-            own = self._ranks.deal(self.SCORE, parts, teacher=name, question=question)
-            found = self._ranks.collect(self._scores(name, own, question))
-        by_place = {
-            at: score
-            for own, scores in zip(places, found, strict=True)
-            for at, score in zip(own, scores, strict=True)
+            return self._score(name, tasks, options)
+        shares = _shares(tasks, self._ranks.size)
+        calls = [(name, [tasks[index] for index in share], options) for share in shares]
+        gathered = self._ranks.gather(self._score(*self._ranks.scatter(calls)))
+        scores = {
+            index: score
+            for share, part in zip(shares, gathered, strict=True)
+            for index, score in zip(share, part, strict=True)
         }
-        return [by_place[at] for at in range(len(tasks))]
+        return [scores[index] for index in range(len(tasks))]
 
-    def led(self) -> dict[str, Callable[..., Any]]:
-        """What a rank that follows does with its copies when it is told to."""
-        return {self.SCORE: self._follow}
+    def serve(self) -> None:
+        """Score this rank's shares of rank 0's calls until ``release``; on non-zero ranks.
 
-    def _follow(self, tasks: Sequence[LocalTask], *, teacher: str, question: Question) -> None:
-        self._ranks.collect(self._scores(teacher, tasks, question))
+        Raises:
+            RankError: when another rank is lost.
+        """
+        while self._models and (call := self._ranks.scatter()) is not None:
+            self._ranks.gather(self._score(*call))
 
-    def _scores(
-        self, name: str, tasks: Sequence[LocalTask], question: Question
+    def release(self) -> None:
+        """End ``serve`` on non-zero ranks, on rank 0."""
+        if self._models and self._ranks.size > 1:
+            self._ranks.scatter([None] * self._ranks.size)
+
+    def _score(
+        self, name: str, tasks: Sequence[LocalTask], options: ScoreOptions
     ) -> list[LocalScore]:
-        """Of this rank; a teacher whom nobody asks anything sleeps on."""
+        """Score on this rank; a teacher without tasks stays offloaded."""
         if not tasks:
             return []
         model = self._models[name]
-        model.wake()
+        model.load_weights()
         try:
-            return model.score(tasks, question)
+            return model.score(tasks, options)
         finally:
-            model.sleep()
+            model.offload()
 
 
 def _shares(tasks: Sequence[LocalTask], ranks: int) -> list[list[int]]:
-    """Places of tasks by rank, about as many tokens for each: the longest first, in turn."""
-    longest_first = sorted(range(len(tasks)), key=lambda at: -tasks[at].read)
+    """Deal task indices round-robin, longest first, for similar token counts per rank."""
+    longest_first = sorted(range(len(tasks)), key=lambda index: -tasks[index].input_tokens)
     return [longest_first[rank::ranks] for rank in range(ranks)]
 
 
-def _device(config: TeacherConfig, student: torch.device) -> torch.device:
-    """Where a rank's copy is awake: beside the rank's student, unless that is another device.
+def _device(name: str, config: TeacherConfig, student: torch.device) -> torch.device:
+    """Return the device of the replica: the student's, unless another one is configured.
 
     Raises:
-        ConfigError: when there is no such device.
+        ConfigError: when the device is not available.
     """
     if config.device in (None, student.type):
         return student
@@ -130,5 +138,6 @@ def _device(config: TeacherConfig, student: torch.device) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = (str(error).splitlines() or ["no reason given"])[0]
         raise ConfigError(
-            f"a teacher's device is {config.device!r}, which is not to be had: {reason}"
+            f"teachers.{name}.device: not available (found {config.device!r}): {reason}",
+            key=f"teachers.{name}.device",
         ) from error

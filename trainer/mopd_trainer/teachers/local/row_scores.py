@@ -1,4 +1,4 @@
-"""Rows of logits -> what is told of each: chosen ids, the token that is there, and the rest."""
+"""Rows of logits -> logprobs of chosen ids, of the completion token, and of the tail."""
 
 from dataclasses import dataclass
 
@@ -10,15 +10,15 @@ from mopd_protocol.topk_logprobs import ABSENT_ID, TopKLogprobs
 
 @dataclass(frozen=True, eq=False)
 class LocalRowScores:
-    """As ``TopKLogprobs``, on the device of the logits."""
+    """``TopKLogprobs`` on the device of the logits."""
 
-    ids: Tensor  # int64 [rows, k], most likely first, -1 where absent
+    ids: Tensor  # int64 [rows, k], most likely first, -1 where missing
     logprobs: Tensor  # [rows, k], nats
     token_logprobs: Tensor  # [rows], nats
     tail_logprobs: Tensor  # [rows], nats
 
     def part(self, rows: slice, width: int) -> TopKLogprobs:
-        """Some rows, cut to a width, as a checked value on the CPU."""
+        """Return some rows, cut to a width, on the CPU."""
         return TopKLogprobs(
             ids=self.ids[rows, :width].cpu().numpy(),
             logprobs=self.logprobs[rows, :width].cpu().numpy(),
@@ -35,18 +35,18 @@ def row_scores(
     candidates: Tensor | None = None,
     temperature: float = 1.0,
 ) -> LocalRowScores:
-    """The most likely ids of each row, or the candidates, with the mass of all others.
+    """Return the most likely ids of each row, or the candidates, and the mass of the tail.
 
     Args:
         logits: float32 [rows, width]; ``-inf`` for ids that have no token.
-        tokens: int64 [rows], the ids that really are there.
-        candidates: int64 [rows, k], -1 where absent; no id twice in a row.
+        tokens: int64 [rows], the completion tokens.
+        candidates: int64 [rows, k], -1 where missing; no id twice in a row.
     """
     logprobs = (logits / temperature).log_softmax(dim=1)
     ids = logprobs.topk(top_k, dim=1).indices if candidates is None else candidates
-    read = logprobs.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
-    kept, order = read.sort(dim=1, descending=True)
-    # One column more, for absent entries to fall into.
+    chosen_logprobs = logprobs.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
+    kept, order = chosen_logprobs.sort(dim=1, descending=True)
+    # One extra column for missing entries.
     chosen = torch.zeros((len(ids), logits.shape[1] + 1), dtype=torch.bool, device=logits.device)
     chosen.scatter_(1, torch.where(ids < 0, logits.shape[1], ids), True)
     return LocalRowScores(
@@ -57,8 +57,8 @@ def row_scores(
     )
 
 
-def joined(parts: list[LocalRowScores]) -> LocalRowScores:
-    """Rows one after the other, of equal width."""
+def concatenate(parts: list[LocalRowScores]) -> LocalRowScores:
+    """Concatenate rows of equal width."""
     return LocalRowScores(
         *(
             torch.cat([getattr(part, name) for part in parts])

@@ -1,0 +1,88 @@
+"""``StudentRank``: a rank of the student in a Ray actor."""
+
+# pyright: reportMissingImports=false
+
+import asyncio
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ray.util import get_node_ip_address
+from rich.console import Console
+
+from mopd_protocol.errors import MopdError
+from mopd_trainer.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How a student rank ended."""
+
+    folder: Path | None = None  # of the trained student
+    error: str | None = None  # message; empty if another rank reports the error
+
+
+class StudentRank:
+    """One rank of the student, in a process of its own."""
+
+    def __repr__(self) -> str:
+        return "mopd"
+
+    def address(self) -> tuple[str, int]:
+        """Return this node's host and a free port, for the rendezvous of the ranks."""
+        return get_node_ip_address(), free_port()
+
+    def process_id(self) -> int:
+        """Return the process id."""
+        return os.getpid()
+
+    def train(
+        self,
+        config: RunConfig,
+        rank: int,
+        size: int,
+        address: tuple[str, int],
+        workers: Sequence[Any],
+    ) -> RankResult:
+        """Run the training loop of this rank."""
+        from mopd_trainer.distributed.process_group import init_distributed
+        from mopd_trainer.launch.workers import RayWorkers
+        from mopd_trainer.loop import train
+
+        # Ray makes only the rank's own device visible.
+        os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(size))
+        os.environ.update(MASTER_ADDR=address[0], MASTER_PORT=str(address[1]))
+        try:
+            with init_distributed(config.student.device) as ranks:
+                ray_workers = RayWorkers(workers, config) if workers else None
+                training = train(config, Console(width=160), ranks=ranks, workers=ray_workers)
+                return RankResult(asyncio.run(training))
+        except MopdError as error:
+            return RankResult(error=str(error))
+        except BaseExceptionGroup as group:
+            errors, bugs = group.split(MopdError)
+            if errors is None or bugs is not None:
+                raise
+            return RankResult(error=str(_first(errors)))
+        except SystemExit:
+            return RankResult(error="")
+
+
+def one_line(error: Exception) -> str:
+    """Return the first 200 characters of a message, without line breaks."""
+    return " ".join(str(error).split())[:200]
+
+
+def free_port() -> int:
+    """Return a port that is free on this node."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def _first(group: BaseExceptionGroup[MopdError]) -> MopdError:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

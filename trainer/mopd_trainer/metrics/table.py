@@ -1,0 +1,125 @@
+"""The table of metrics: name pattern -> unit and meaning.
+
+Journal, TensorBoard, report and documentation use these names. ``{teacher}`` and ``{reason}`` stand
+for any teacher and any reason. NaN (``null`` in the journal) means not measured.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+
+@dataclass(frozen=True)
+class MetricRow:
+    """A metric, or a pattern of metrics."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+_NATS = "nats/token"
+_SHARE = "share"
+
+_RUN = {
+    "loss": (_NATS, "weighted loss of the step, divided by its completion tokens"),
+    "grad_norm": ("", "norm of the gradient before clipping"),
+    "learning_rate": ("", "learning rate of the step"),
+    "tokens/trained": ("tokens", "completion tokens of the step"),
+    "sft/loss_per_token": (_NATS, "cross entropy of the reference answers"),
+    "update/skipped_nonfinite": ("0/1", "step skipped: loss or gradient is not finite"),
+    "update/skipped_grad_norm": ("0/1", "step skipped: gradient norm above the limit"),
+    "update/skipped_empty": ("0/1", "step skipped: no samples"),
+    "rollout/samples": ("samples", "sampled completions trained on"),
+    "rollout/tokens": ("tokens", "tokens of the sampled completions"),
+    "rollout/completion_tokens_mean": ("tokens", "mean length of a sampled completion"),
+    "rollout/finished_share": (_SHARE, "sampled completions finished with an ending token"),
+    "rollout/worker_restarts": ("restarts", "rollout workers restarted after a crash"),
+    "staleness/mean": ("steps", "mean age of the sampled completions in policy versions"),
+    "staleness/max": ("steps", "largest age of a sampled completion in policy versions"),
+    "answers/samples": ("samples", "reference answers trained on"),
+    "answers/tokens": ("tokens", "tokens of the reference answers"),
+    "answers/completion_tokens_mean": ("tokens", "mean length of a reference answer"),
+    "dropped/total": ("samples", "samples dropped, each counted once"),
+    "dropped/stale": ("samples", "samples dropped as older than max_staleness"),
+    "dropped/prompt_too_long": ("samples", "prompts without room for a completion"),
+    "dropped/answer_too_long": ("samples", "reference answers too long for the student"),
+    "dropped/nothing_aligned": ("samples", "replayed samples without an aligned token"),
+    "dropped/{teacher}/{reason}": (
+        "samples",
+        "samples that a teacher could not score: refused, too_long, unavailable, nothing_aligned",
+    ),
+    "time/sample": ("s", "time with sampling in progress"),
+    "time/score": ("s", "time with scoring in progress"),
+    "time/wait": ("s", "time with scoring but no sampling in progress"),
+    "time/train": ("s", "time of the update"),
+    "time/push": ("s", "time to push the weights to the sampler, in the step after the update"),
+    "time/step": ("s", "time since the previous step"),
+    "time/hidden_share": (_SHARE, "scoring time that overlaps with sampling"),
+}
+
+_TEACHER = {
+    "loss_per_token": (_NATS, "unweighted loss over the student's tokens"),
+    "loss_per_byte": ("nats/byte", "unweighted loss over the bytes of the completions"),
+    "tokens": ("tokens", "student tokens of the scored completions"),
+    "token_fraction": (_SHARE, "share of the step's tokens, weighted by the teacher's share"),
+    "alignment_ratio": (_SHARE, "bytes of the completions in aligned spans"),
+    "control_tokens_as_text": ("tokens", "control tokens sent as text"),
+    "invalid_utf8_bytes": ("bytes", "bytes not sent because they are not UTF-8"),
+    "scored_tokens": ("tokens", "completion tokens scored, in the teacher's tokens"),
+    "received_bytes": ("bytes", "size of the response bodies"),
+    "score_seconds_total": ("s", "sum of the times of all requests"),
+    "score_seconds_p50": ("s", "median time of a request, with retries"),
+    "score_seconds_p95": ("s", "95th percentile of the time of a request, with retries"),
+    "retries": ("requests", "repeated requests"),
+    "failures": ("calls", "failed or cancelled calls"),
+    "breaker_openings": ("openings", "circuit breakers opened by consecutive failures"),
+    "cache_hits": ("sequences", "scores loaded from disk"),
+    "cache_misses": ("sequences", "scores not found on disk"),
+    "cache_corrupt": ("files", "unreadable files of scores"),
+    "cache_unwritten": ("scores", "scores not saved because of a disk error"),
+    "waits": ("waits", "waits for an unavailable teacher"),
+    "fallbacks": ("samples", "samples scored by the fallback teacher"),
+    "teacher_mass_mean": (_SHARE, "teacher top-k coverage: probability of the returned ids"),
+    "teacher_mass_p1": (_SHARE, "first percentile of the teacher top-k coverage"),
+    "student_mass_mean": (_SHARE, "student's probability of the compared ids"),
+    "unsupported_mass_mean": (_SHARE, "teacher probability of ids without a student id"),
+    "unprojected_mass_mean": (_SHARE, "student probability of ids without a teacher id"),
+    "path_mass_mean": (_SHARE, "teacher probability of the prefix of an event"),
+    "student_path_mass_mean": (_SHARE, "student probability of the prefix of an event"),
+    "path_weight_mean": ("", "weight of an event"),
+    "student_surprisal_mean": ("nats", "student surprisal of a span"),
+    "teacher_surprisal_mean": ("nats", "teacher surprisal of a span"),
+    "matched_mean": ("nats", "loss on the ids of both vocabularies"),
+    "unmatched_mean": ("", "loss on the ids of one vocabulary"),
+    "teacher_matched_mass_mean": (_SHARE, "teacher probability of the ids of both vocabularies"),
+    "student_matched_mass_mean": (_SHARE, "student probability of the ids of both vocabularies"),
+    "teacher_span_mass_mean": (_SHARE, "teacher probability of the completion's own span"),
+    "student_span_mass_mean": (_SHARE, "student probability of the completion's own span"),
+    "teacher_rest_mean": (_SHARE, "teacher probability outside its top-k"),
+    "log_ratio_mean": ("nats", "student's logprob minus the teacher's of the sampled tokens"),
+    "importance_ratio_mean": ("", "probability now over probability when sampled"),
+    "clipped_mean": (_SHARE, "tokens with a clipped importance ratio"),
+    "ruled_out_mean": (_SHARE, "tokens that one model gives probability zero"),
+}
+
+
+def metric_rows() -> Iterator[MetricRow]:
+    """Yield every row, in the order of the documentation."""
+    for name, (unit, meaning) in _RUN.items():
+        yield MetricRow(name, unit, meaning)
+    for name, (unit, meaning) in _TEACHER.items():
+        yield MetricRow(f"teacher/{{teacher}}/{name}", unit, meaning)
+
+
+def metric_row(name: str) -> MetricRow | None:
+    """Return the row of a metric by its name in a journal; None if it is not in the table."""
+    matches = (row for row in metric_rows() if _pattern(row.name).fullmatch(name))
+    return next(matches, None)
+
+
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    parts = re.split(r"\{\w+\}", name)
+    return re.compile(".+".join(re.escape(part) for part in parts))

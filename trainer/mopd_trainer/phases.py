@@ -1,0 +1,186 @@
+"""``Run``: the components of a run, and the phases of a step as the loop calls them.
+
+Every rank has a ``Run`` and calls the same phases. ``Coordinator`` holds what only rank 0 has; on
+non-zero ranks a phase takes part in rank 0's collective calls and does nothing else.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mopd_trainer.config.run import RunConfig
+from mopd_trainer.data.examples import TrainingExample
+from mopd_trainer.data.packing import MicroBatch, pack, split
+from mopd_trainer.distributed.process_group import Ranks
+from mopd_trainer.interruption import Interruption, Stopped
+from mopd_trainer.metrics.step_metrics import LossMeasurements, Metrics
+from mopd_trainer.metrics.timers import StepTimer
+from mopd_trainer.pipeline import Collected, Pipeline
+from mopd_trainer.reporting.report import write_report
+from mopd_trainer.run_folder.checkpoint import FINAL, checkpoint_folder, save_student
+from mopd_trainer.run_folder.recording import Recorder
+from mopd_trainer.run_folder.replay import Replay
+from mopd_trainer.run_folder.retention import CheckpointManager
+from mopd_trainer.step_log import StepLog
+from mopd_trainer.student.student import Student
+from mopd_trainer.teachers.local.residency import LocalTeachers
+from mopd_trainer.training.learner import Learner
+
+Update = tuple[Metrics, dict[str, LossMeasurements]]
+
+
+@dataclass(frozen=True, eq=False)
+class Coordinator:
+    """The components of rank 0."""
+
+    pipeline: Pipeline
+    replay: Replay | None
+    recorder: Recorder | None
+    log: StepLog
+    checkpoints: CheckpointManager
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """The components of a run on this rank."""
+
+    config: RunConfig
+    ranks: Ranks
+    student: Student
+    local_teachers: LocalTeachers
+    learner: Learner
+    interruption: Interruption
+    timer: StepTimer
+    first_step: int
+    """Steps completed by an earlier part of the run."""
+    coordinator: Coordinator | None
+    """None on non-zero ranks."""
+
+    async def collect(self, step: int) -> Collected:
+        """Return the examples of a step and the dropped samples; nothing on non-zero ranks.
+
+        Raises:
+            MopdError: when sampling or scoring fails, alone or in an exception group.
+            Interrupted: after a signal, with a checkpoint of the completed steps.
+        """
+        collected: Collected = ([], {})
+        stopped = False
+        if self.coordinator is not None:
+            replay, pipeline = self.coordinator.replay, self.coordinator.pipeline
+            try:
+                collected = await self.interruption.cancel_on_signal(
+                    pipeline.collect(step) if replay is None else replay.collect(step, self.timer)
+                )
+            except Stopped:
+                stopped = True
+            await asyncio.to_thread(self.local_teachers.release)
+        else:
+            await asyncio.to_thread(self.local_teachers.serve)
+        if await asyncio.to_thread(self.ranks.broadcast, stopped):
+            await self._stop(step)
+        return collected
+
+    def record(self, step: int, examples: Sequence[TrainingExample]) -> None:
+        """Write the examples to the recording, if the run has one."""
+        if self.coordinator is not None and self.coordinator.recorder is not None:
+            self.coordinator.recorder.write(step + 1, examples)
+
+    async def pack(self, examples: Sequence[TrainingExample]) -> tuple[Iterable[MicroBatch], int]:
+        """Return this rank's micro-batches, and the completion tokens of all ranks."""
+        size = self.ranks.size
+        tokens = sum(len(example.rollout.completion) for example in examples)
+        budget = self.config.student.tokens_per_micro_batch
+        batches = pack(examples, tokens_per_micro_batch=budget, ranks=size)
+        if size == 1:
+            return batches, tokens
+        parts = [(part, tokens) for part in split(list(batches), size)]
+        return await asyncio.to_thread(self.ranks.scatter, parts)
+
+    async def update(
+        self, micro_batches: Iterable[MicroBatch], *, step: int, tokens: int, dropped: Metrics
+    ) -> Update:
+        """Make one optimizer step on all ranks; see ``Learner.update``."""
+        with self.timer.phase("train"):
+            return await asyncio.to_thread(
+                self.learner.update, micro_batches, tokens=tokens, step=step, dropped=dropped
+            )
+
+    def log(
+        self,
+        step: int,
+        examples: Sequence[TrainingExample],
+        update: Update,
+        *,
+        tokens: int,
+        dropped: Metrics,
+    ) -> None:
+        """Write the metrics of a step and its selected completions."""
+        if self.coordinator is None:
+            return
+        metrics, losses = update
+        metrics = {**dropped, **metrics, "tokens/trained": float(tokens)}
+        metrics = self.coordinator.log.write(step, examples, metrics, losses, self.timer)
+        self.coordinator.checkpoints.observe(metrics)
+
+    def is_checkpoint_due(self, steps: int) -> bool:
+        """Return True if a checkpoint is due after ``steps`` steps."""
+        every = self.config.save_steps
+        return steps == self.config.max_steps or bool(every and steps % every == 0)
+
+    async def save_checkpoint(self, steps: int) -> None:
+        """Save the complete training state after ``steps`` steps.
+
+        Raises:
+            DiskError: when the disk is full; older checkpoints remain.
+        """
+        await asyncio.to_thread(self.student.gather)
+        if self.coordinator is None:  # takes part in gathering the optimizer state
+            await asyncio.to_thread(self.learner.optimizer.state_dict)
+            return
+        self.coordinator.log.flush()  # the journal on disk is never behind a checkpoint
+        await asyncio.to_thread(
+            self.coordinator.checkpoints.save, steps, self.student, self.learner.optimizer
+        )
+
+    async def push_weights(self, *, version: int) -> None:
+        """Push the weights after ``version`` steps to the sampler.
+
+        A signal cancels the push, and ``collect`` of the next step ends the run.
+
+        Raises:
+            MopdError: when the sampler does not load the weights.
+        """
+        if self.config.samples_rollouts:
+            await asyncio.to_thread(self.student.gather)
+        if self.coordinator is not None:
+            with self.timer.phase("push"), suppress(Stopped):
+                pushing = self.coordinator.pipeline.push_weights(version)
+                await self.interruption.cancel_on_signal(pushing)
+
+    async def save_student(self) -> Path:
+        """Save the trained student and the report; return the student's folder."""
+        folder = self.config.output_dir / FINAL
+        await asyncio.to_thread(self.student.gather)
+        if self.coordinator is not None:
+            save_student(self.student, folder)
+            write_report(self.config.output_dir)
+        return folder
+
+    async def _stop(self, steps: int) -> None:
+        """Save a checkpoint unless there is one, and end the run after ``steps`` steps.
+
+        Raises:
+            Interrupted: on rank 0.
+            SystemExit: on non-zero ranks.
+        """
+        missing = steps > 0 and not checkpoint_folder(self.config, steps).is_dir()
+        if await asyncio.to_thread(self.ranks.broadcast, missing):
+            await self.save_checkpoint(steps)
+        if self.coordinator is None:
+            raise SystemExit(1)
+        self.coordinator.log.flush()
+        folder = checkpoint_folder(self.config, steps)
+        saved = f"the checkpoint is {folder}" if steps else "no step was completed"
+        raise self.interruption.error(step=steps, checkpoint=saved)

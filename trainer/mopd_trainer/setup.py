@@ -1,0 +1,267 @@
+"""Build the components of a run: teachers, student, learner, sampler, log, checkpoints."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from mopd_client.pool import TeacherPool
+from mopd_client.transport.counters import Counters
+from mopd_losses.build import build_loss
+from mopd_losses.config import TopKKlConfig
+from mopd_losses.core.loss import Loss
+from mopd_losses.projection.cache import ProjectionCache
+from mopd_losses.topk.full_vocabulary import FullVocabularyLoss
+from mopd_protocol.samples import Prompt
+from mopd_trainer.collection import collect
+from mopd_trainer.config.extras import require_packages
+from mopd_trainer.config.fingerprint import RunIdentity
+from mopd_trainer.config.loading import write_resolved
+from mopd_trainer.config.run import RunConfig
+from mopd_trainer.data.prompts import PromptOrder, read_prompts
+from mopd_trainer.distributed.process_group import Ranks
+from mopd_trainer.interruption import Interruption
+from mopd_trainer.metrics.timers import StepTimer
+from mopd_trainer.phases import Coordinator, Run
+from mopd_trainer.pipeline import Collected, run_pipeline
+from mopd_trainer.reporting.plan import describe_plan
+from mopd_trainer.rollouts.factory import open_source
+from mopd_trainer.rollouts.remote_sampler import RolloutWorkers
+from mopd_trainer.run_folder.checkpoint import Checkpoint
+from mopd_trainer.run_folder.lock import run_lock
+from mopd_trainer.run_folder.recording import recorder_of
+from mopd_trainer.run_folder.replay import Replay
+from mopd_trainer.run_folder.retention import CheckpointManager, starting_checkpoint
+from mopd_trainer.step_log import StepLog
+from mopd_trainer.student.prompt_checks import require_answerable
+from mopd_trainer.student.student import Student
+from mopd_trainer.teachers.connect import Teacher, connect_teachers, teacher_pool
+from mopd_trainer.teachers.local.client import TeacherLock
+from mopd_trainer.teachers.local.residency import LocalTeachers
+from mopd_trainer.teachers.scoring import RolloutScorer
+from mopd_trainer.training.learner import Learner
+
+
+@dataclass(eq=False)
+class _Inputs:
+    """Data, checkpoint and teachers of a run, on rank 0."""
+
+    prompts: Sequence[Prompt]
+    identity: RunIdentity
+    checkpoint: Checkpoint | None
+    pool: TeacherPool
+    lock: TeacherLock
+    projections: ProjectionCache
+    replay: Replay | None
+    teachers: dict[str, Teacher]
+
+
+@asynccontextmanager
+async def open_run(
+    config: RunConfig,
+    console: Console,
+    *,
+    prompts: Sequence[Prompt] | None = None,
+    ranks: Ranks | None = None,
+    workers: RolloutWorkers | None = None,
+) -> AsyncGenerator[Run]:
+    """Build a run on this rank, restored from its checkpoint; all ranks must call it.
+
+    Raises:
+        MopdError: as ``train``.
+    """
+    ranks = ranks or Ranks()
+    timer = StepTimer()
+    async with AsyncExitStack() as stack:
+        interruption = Interruption(ignored=not ranks.is_rank_zero)
+        inputs = None
+        if ranks.is_rank_zero:
+            inputs = await _open_inputs(config, prompts, stack)
+        else:
+            stack.enter_context(interruption)
+        student = Student.load(config.student, ranks)
+        if inputs is not None:
+            await _connect(config, inputs, student, console)
+        local_teachers = _local_teachers(config, student, inputs)
+        learner = _learner(config, student, local_teachers, inputs)
+        first_step = _restore(student, learner, inputs)
+        coordinator = None
+        if inputs is not None:
+            if first_step and inputs.checkpoint is not None:
+                folder = inputs.checkpoint.folder
+                console.print(f"resumed after step {first_step} from {folder}", markup=False)
+            stack.enter_context(interruption)
+            coordinator = await _open_coordinator(
+                config, console, inputs, student, workers, timer, first_step, stack
+            )
+        timer.pop()  # the start of a rollout engine is not part of a step
+        yield Run(
+            config=config,
+            ranks=ranks,
+            student=student,
+            local_teachers=local_teachers,
+            learner=learner,
+            interruption=interruption,
+            timer=timer,
+            first_step=first_step,
+            coordinator=coordinator,
+        )
+
+
+async def _open_inputs(
+    config: RunConfig, prompts: Sequence[Prompt] | None, stack: AsyncExitStack
+) -> _Inputs:
+    prompts = read_prompts(config.data, config.scoring_teachers) if prompts is None else prompts
+    require_packages(config)
+    identity = RunIdentity.of(config, prompts)
+    stack.enter_context(run_lock(config.output_dir))
+    checkpoint = starting_checkpoint(config, identity)
+    lock = TeacherLock()
+    device = config.student.device
+    teachers = config.contacted_teachers
+    pool = teacher_pool(teachers, config.score_cache, lock=lock, device=device)
+    await stack.enter_async_context(pool)
+    projections = ProjectionCache(config.projection_folder)
+    return _Inputs(prompts, identity, checkpoint, pool, lock, projections, None, {})
+
+
+async def _connect(config: RunConfig, inputs: _Inputs, student: Student, console: Console) -> None:
+    """Connect to the teachers, or load a replay, and print the plan."""
+    require_answerable(config, inputs.prompts, student.identity)
+    expected = inputs.checkpoint.manifest_ids if inputs.checkpoint else {}
+    with console.status(f"waiting for {len(config.contacted_teachers)} teachers"):
+        inputs.teachers = await connect_teachers(
+            inputs.pool,
+            config.contacted_teachers,
+            student.identity,
+            inputs.projections,
+            {} if config.accept_changed_teachers else expected,
+            wait_seconds=config.teacher_wait_seconds,
+        )
+    inputs.replay = Replay.of(
+        config, inputs.identity, inputs.prompts, student.identity, inputs.projections
+    )
+    if inputs.replay is not None:
+        inputs.teachers = inputs.replay.teachers
+    console.print(describe_plan(config, inputs.prompts, student.identity, inputs.teachers))
+
+
+def _local_teachers(config: RunConfig, student: Student, inputs: _Inputs | None) -> LocalTeachers:
+    """Load the local teachers on this rank."""
+    configs = {name: each for name, each in config.contacted_teachers.items() if each.local}
+    tables = {}
+    if inputs is not None:
+        tables = {name: inputs.teachers[name].tokenizer.table for name in configs}
+    local_teachers = LocalTeachers(
+        configs,
+        student.ranks.broadcast(tables) if configs else {},
+        device=student.device,
+        tokens_per_batch=config.student.tokens_per_micro_batch,
+        ranks=student.ranks,
+    )
+    if inputs is not None:
+        inputs.lock.models = local_teachers
+    return local_teachers
+
+
+def _learner(
+    config: RunConfig, student: Student, local_teachers: LocalTeachers, inputs: _Inputs | None
+) -> Learner:
+    losses: dict[str, Loss] = {}
+    weights: dict[str, float] = {}
+    if inputs is not None:
+        for name, teacher in inputs.teachers.items():
+            losses[name] = _loss(teacher, student, local_teachers, inputs.projections)
+            weights[name] = teacher.config.weight
+    losses, weights = student.ranks.broadcast((losses, weights))
+    return Learner(
+        student,
+        config.student,
+        losses=losses,
+        teacher_weights=weights,
+        max_steps=config.max_steps,
+        seed=config.seed,
+    )
+
+
+def _loss(
+    teacher: Teacher, student: Student, local_teachers: LocalTeachers, cache: ProjectionCache
+) -> Loss:
+    settings = teacher.config
+    if settings.support == "full":
+        assert isinstance(settings.loss, TopKKlConfig)  # checked with the settings
+        head = local_teachers.head(teacher.name, student.device)
+        return FullVocabularyLoss(head, settings.loss, settings.temperature)
+    return build_loss(
+        settings.loss,
+        student.identity,
+        teacher.tokenizer,
+        student.device,
+        cache=cache,
+        temperature=settings.temperature,
+    )
+
+
+def _restore(student: Student, learner: Learner, inputs: _Inputs | None) -> int:
+    """Load the checkpoint, if there is one, on all ranks; return its step."""
+    checkpoint = inputs.checkpoint if inputs is not None else None
+    step: int | None = student.ranks.broadcast(None if checkpoint is None else checkpoint.step)
+    if step is None:
+        return 0
+    if checkpoint is not None:
+        checkpoint.restore(student, learner.optimizer)
+    else:
+        student.load_weights(None)
+        learner.optimizer.load_state_dict({})
+    student.gather()  # the sampler starts with these weights
+    return step
+
+
+async def _open_coordinator(
+    config: RunConfig,
+    console: Console,
+    inputs: _Inputs,
+    student: Student,
+    workers: RolloutWorkers | None,
+    timer: StepTimer,
+    first_step: int,
+    stack: AsyncExitStack,
+) -> Coordinator:
+    manifests = {name: teacher.manifest for name, teacher in inputs.teachers.items()}
+    checkpoints = CheckpointManager(config, inputs.identity, manifests, done=first_step)
+    recorder = recorder_of(config, inputs.teachers, student.table, inputs.identity, done=first_step)
+    write_resolved(config, config.output_dir / "config.yaml")
+    order = PromptOrder(
+        inputs.prompts,
+        prompts_per_step=config.rollout.prompts_per_step,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+    )
+    scorer = RolloutScorer(inputs.pool, inputs.teachers, student.table)
+    source = await stack.enter_async_context(
+        open_source(config, student, version=first_step, workers=workers)
+    )
+
+    async def collect_step(step: int, sampled: asyncio.Event) -> Collected:
+        prompts, scoring = order.batch(step), config.rollout.scoring
+        return await collect(
+            prompts, source, scorer, step, scoring=scoring, timer=timer, sampled=sampled
+        )
+
+    # A replay has the examples of every step.
+    steps = range(first_step, config.max_steps if inputs.replay is None else first_step)
+    pipeline = await stack.enter_async_context(
+        run_pipeline(collect_step, source.push_weights, config.rollout, steps)
+    )
+
+    def counters() -> Mapping[str, Counters]:
+        if inputs.replay is not None:
+            return {name: Counters() for name in inputs.teachers}
+        pool = inputs.pool
+        return {name: pool.client(name).counters.pop() for name in config.contacted_teachers}
+
+    log = StepLog(config, console, first_step=first_step, counters=counters, workers=workers)
+    stack.enter_context(log)
+    return Coordinator(pipeline, inputs.replay, recorder, log, checkpoints)

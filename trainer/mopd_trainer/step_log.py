@@ -1,0 +1,105 @@
+"""``StepLog``: write a step's metrics and completions to the journal, trackers and console."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+
+from mopd_client.transport.counters import Counters
+from mopd_trainer.config.run import RunConfig
+from mopd_trainer.data.examples import TrainingExample
+from mopd_trainer.metrics.step_metrics import (
+    LossMeasurements,
+    Metrics,
+    reference_answer_metrics,
+    rollout_metrics,
+    teacher_metrics,
+)
+from mopd_trainer.metrics.timers import StepTimer
+from mopd_trainer.reporting.progress import RunProgress
+from mopd_trainer.rollouts.remote_sampler import RolloutWorkers
+from mopd_trainer.run_folder.journal import Journal
+from mopd_trainer.run_folder.shown_examples import shown_examples
+from mopd_trainer.run_folder.trackers import trackers_of
+
+
+class StepLog:
+    """Journal and progress bar of a run.
+
+    Args:
+        first_step: steps completed by an earlier part of the run.
+        counters: returns and resets the counters of every teacher.
+        workers: rollout workers whose restarts are counted.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        console: Console,
+        *,
+        first_step: int,
+        counters: Callable[[], Mapping[str, Counters]],
+        workers: RolloutWorkers | None,
+    ) -> None:
+        self._config = config
+        self._counters = counters
+        self._workers = workers
+        self._journal = Journal(
+            config.output_dir,
+            from_step=first_step,
+            tensorboard=config.logging.tensorboard,
+            trackers=trackers_of(config),
+        )
+        self._progress = RunProgress(
+            console, name=config.exp_name, done=first_step, total=config.max_steps
+        )
+
+    def write(
+        self,
+        step: int,
+        examples: Sequence[TrainingExample],
+        metrics: Metrics,
+        losses: Mapping[str, LossMeasurements],
+        timer: StepTimer,
+    ) -> Metrics:
+        """Write the step (counted from 0); return all its metrics.
+
+        Args:
+            metrics: of the update and the dropped samples.
+        """
+        config = self._config
+        metrics = metrics | rollout_metrics(examples, step=step)
+        if config.data.uses_reference_answers:
+            metrics |= reference_answer_metrics(examples)
+        metrics |= teacher_metrics(examples, losses, self._counters())
+        if self._workers is not None:
+            metrics["rollout/worker_restarts"] = float(self._workers.take_restarts())
+        metrics |= timer.pop()
+        self._journal.write(step + 1, metrics)
+        is_logged = (step + 1) % config.logging_steps == 0 or step + 1 == config.max_steps
+        if is_logged or step == 0:
+            indices = {id(example): index for index, example in enumerate(examples)}
+            for example in shown_examples(examples, config.logging.completions):
+                index = indices[id(example)]
+                token_losses = {n: loss.per_example.get(index) for n, loss in losses.items()}
+                self._journal.write_completion(step + 1, example, token_losses)
+        self._progress.advance(step + 1, metrics, show=is_logged)
+        return metrics
+
+    def flush(self) -> None:
+        """Write everything logged so far to the disk."""
+        self._journal.settle()
+
+    def __enter__(self) -> Self:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.__exit__(kind, error, traceback)
+        self._journal.close()

@@ -1,0 +1,87 @@
+"""Sampling from the student's logits: the distribution, the drawn ids and their logprobs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, TopPLogitsWarper
+
+from mopd_protocol.errors import TrainingError
+from mopd_trainer.config.run import RolloutConfig
+
+
+@dataclass(frozen=True, eq=False)
+class Generation:
+    """A sampled completion: ids up to and including the ending token, and their logprobs."""
+
+    token_ids: list[int]
+    logprobs: list[float]  # nats, under the distribution that was sampled from
+    topk_ids: np.ndarray[Any, Any] | None = None  # int32 [tokens, k], before top-p; -1 if missing
+
+
+class BehaviourPolicy(LogitsProcessor):
+    """Sample the next id under the rollout settings, and keep its logprob and the top-k ids.
+
+    The processed scores have one finite entry per row, the drawn id; a ``[steps, batch,
+    vocabulary]`` tensor is never allocated.
+
+    Args:
+        real_ids: bool [logit width], False for rows of the head without a token.
+        keep_topk: most likely ids to keep at each step, before temperature and top-p.
+    """
+
+    def __init__(
+        self, real_ids: Tensor, settings: RolloutConfig, draws: torch.Generator, keep_topk: int
+    ) -> None:
+        self._real_ids = real_ids
+        self._temperature = settings.temperature
+        self._nucleus = TopPLogitsWarper(settings.top_p) if settings.top_p < 1 else None
+        self._draws = draws
+        self._keep_topk = min(keep_topk, int(real_ids.sum()))
+        self._topk_ids: list[Tensor] = []
+        self._logprobs: list[Tensor] = []
+        self._not_finite = torch.zeros((), dtype=torch.bool, device=real_ids.device)
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """Return scores of which only the drawn id is finite."""
+        scores = scores.float().masked_fill(~self._real_ids, -torch.inf)
+        if self._keep_topk:
+            self._topk_ids.append(scores.topk(self._keep_topk, dim=-1).indices.int().cpu())
+        if self._temperature > 0:
+            scores = scores / self._temperature
+        if self._nucleus is not None:
+            scores = self._nucleus(input_ids, scores)
+        logprobs = scores.log_softmax(dim=-1)
+        # One NaN or infinity makes the whole row NaN. Checked once after generation: a check per
+        # token would synchronize the device, and sampling from such a row may abort the process.
+        not_finite = logprobs[:, :1].isnan()
+        self._not_finite |= not_finite.any()
+        drawn = self._draw(scores.masked_fill(not_finite, 0.0))
+        self._logprobs.append(logprobs.gather(1, drawn)[:, 0])
+        return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)
+
+    def require_finite(self) -> None:
+        """Raise TrainingError if any logits were not finite."""
+        if self._not_finite:
+            raise TrainingError(
+                "student: logits are not finite, so no token can be sampled: the weights have "
+                "diverged. Lower student.learning_rate, and resume from an earlier checkpoint "
+                "with resume_from_checkpoint.",
+                key="student.learning_rate",
+            )
+
+    def logprobs(self) -> Tensor:
+        """Return [batch, steps], nats, of the drawn tokens, including those after an ending."""
+        return torch.stack(self._logprobs, dim=1).cpu()
+
+    def topk_ids(self) -> np.ndarray[Any, Any] | None:
+        """Return int32 [batch, steps, k], most likely first; None if ``keep_topk`` is 0."""
+        return torch.stack(self._topk_ids, dim=1).numpy() if self._topk_ids else None
+
+    def _draw(self, scores: Tensor) -> Tensor:
+        """Return int64 [batch, 1]."""
+        if self._temperature == 0:
+            return scores.argmax(dim=-1, keepdim=True)
+        return torch.multinomial(scores.softmax(dim=-1), 1, generator=self._draws)
