@@ -36,7 +36,7 @@ async def train(
         workers: processes that sample for the student; default: the student samples on rank 0.
 
     Raises:
-        MopdError: when a setting, input, teacher or rank fails, alone or in an exception group; no
+        MopdError: when a setting, input, teacher or rank fails, possibly in an exception group; no
             file is left half-written.
         Interrupted: after SIGINT, SIGTERM or SIGHUP, with a checkpoint of the last step. The
             current step is completed, or abandoned if it has not changed any weight.

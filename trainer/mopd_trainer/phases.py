@@ -1,7 +1,7 @@
 """``Run``: the components of a run, and the phases of a step as the loop calls them.
 
-Every rank has a ``Run`` and calls the same phases. ``Coordinator`` holds what only rank 0 has; on
-non-zero ranks a phase takes part in rank 0's collective calls and does nothing else.
+Every rank has a ``Run`` and calls the same phases. ``Coordinator`` contains the components
+of rank 0; on non-zero ranks a phase only takes part in rank 0's collective calls.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ class Run:
         """Return the examples of a step and the dropped samples; nothing on non-zero ranks.
 
         Raises:
-            MopdError: when sampling or scoring fails, alone or in an exception group.
+            MopdError: when sampling or scoring fails, possibly in an exception group.
             Interrupted: after a signal, with a checkpoint of the completed steps.
         """
         collected: Collected = ([], {})

@@ -53,7 +53,7 @@ class Pipeline:
         """Return the examples of the next step, without stale ones, and the dropped samples.
 
         Raises:
-            MopdError: from collecting the step, alone or in an exception group.
+            MopdError: from collecting the step, possibly in an exception group.
         """
         examples, dropped = await (await self._started.get())
         fresh = [

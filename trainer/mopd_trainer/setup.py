@@ -35,7 +35,7 @@ from mopd_trainer.run_folder.recording import recorder_of
 from mopd_trainer.run_folder.replay import Replay
 from mopd_trainer.run_folder.retention import CheckpointManager, starting_checkpoint
 from mopd_trainer.step_log import StepLog
-from mopd_trainer.student.prompt_checks import require_answerable
+from mopd_trainer.student.prompt_checks import check_prompts
 from mopd_trainer.student.student import Student
 from mopd_trainer.teachers.connect import Teacher, connect_teachers, teacher_pool
 from mopd_trainer.teachers.local.client import TeacherLock
@@ -129,7 +129,7 @@ async def _open_inputs(
 
 async def _connect(config: RunConfig, inputs: _Inputs, student: Student, console: Console) -> None:
     """Connect to the teachers, or load a replay, and print the plan."""
-    require_answerable(config, inputs.prompts, student.identity)
+    check_prompts(config, inputs.prompts, student.identity)
     expected = inputs.checkpoint.manifest_ids if inputs.checkpoint else {}
     with console.status(f"waiting for {len(config.contacted_teachers)} teachers"):
         inputs.teachers = await connect_teachers(

@@ -214,19 +214,22 @@ def test_the_layers_that_are_named_are_adapted(base: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "problem"),
     [
-        (["q_proj", "q_prj"], r"names 'q_prj', but no linear layer .* it has down_proj, gate_proj"),
-        (["embed_tokens"], r"names 'embed_tokens', but no linear layer of this model"),
-        (["q_proj", "lm_head"], r"names the head, 'lm_head', whose matrix is read without"),
+        (["q_proj", "q_prj"], r"'q_prj' \(expected some of down_proj, gate_proj"),
+        (["embed_tokens"], "'embed_tokens'"),
+        (["q_proj", "lm_head"], "the head 'lm_head'"),
     ],
 )
-def test_layers_that_cannot_be_adapted_are_refused(base: Path, names: list[str], told: str) -> None:
+def test_unsupported_target_modules_are_rejected(
+    base: Path, names: list[str], problem: str
+) -> None:
     config = config_in(base, {**LORA, "target_modules": names})
     for read in (Student.load, StudentIdentity.read):
-        with pytest.raises(ConfigError, match=rf"student\.lora\.target_modules {told}") as refusal:
+        with pytest.raises(ConfigError, match=problem) as caught:
             read(config)
-        assert "\n" not in str(refusal.value)
+        assert caught.value.key == "student.lora.target_modules"
+        assert "\n" not in str(caught.value)
 
 
 def test_without_peft_there_is_one_sentence_and_full_students_do_not_miss_it(

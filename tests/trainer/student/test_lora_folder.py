@@ -106,11 +106,11 @@ def test_peft_and_transformers_load_the_folder(tmp_path: Path, base: Path) -> No
     assert told["base_model_name_or_path"] == str(base)
 
 
-def test_adapters_alone_are_no_model_to_begin_from(tmp_path: Path, base: Path) -> None:
+def test_an_adapter_folder_is_not_a_student(tmp_path: Path, base: Path) -> None:
     config = config_of(tmp_path).student
     folder = save_student(Student.load(config), tmp_path / "final")
     for read in (Student.load, StudentIdentity.read):
-        with pytest.raises(ConfigError, match=r"final' holds adapters and no model; `mopd merge`"):
+        with pytest.raises(ConfigError, match="adapters but no model"):
             read(config.model_copy(update={"model": str(folder)}))
 
 
@@ -213,7 +213,7 @@ def test_a_checkpoint_with_other_adapters_is_refused(
     with pytest.raises(ConfigError, match=rf"\({told}") as refusal:
         starting_checkpoint(changed, identity_of(changed))
     assert refusal.value.args[0].count("student.lora") == 1
-    # Whoever says that this is accepted is told what cannot be.
+    # Also with accept_changed_settings.
     if now is None or was is None or now.get("alpha") == LORA["alpha"]:
         student, learner = begun(changed)
         with pytest.raises(ResumeError, match=r"student\.model: ") as refusal:
@@ -221,8 +221,8 @@ def test_a_checkpoint_with_other_adapters_is_refused(
         assert "\n" not in str(refusal.value)
 
 
-def test_adapters_are_not_put_beside_other_weights(tmp_path: Path, base: Path) -> None:
-    """Whose names and shapes are the same; where they lie, and in which precision, may change."""
+def test_adapters_of_another_base_model_are_rejected(tmp_path: Path, base: Path) -> None:
+    """Names and shapes are equal; folder and precision may change."""
     config = config_of(tmp_path)
     folder = checkpointed(config, *begun(config), 1)
     elsewhere = base.rename(tmp_path / "elsewhere")
@@ -231,5 +231,5 @@ def test_adapters_are_not_put_beside_other_weights(tmp_path: Path, base: Path) -
         Checkpoint.open(folder).restore(student, learner.optimizer)
     base_in(base, seed=1)
     student, learner = begun(config)
-    with pytest.raises(ResumeError, match="holds adapters"):
+    with pytest.raises(ResumeError, match="adapters of another base model"):
         Checkpoint.open(folder).restore(student, learner.optimizer)

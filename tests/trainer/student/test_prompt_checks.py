@@ -8,7 +8,7 @@ from mopd_protocol.errors import ConfigError, DataError
 from mopd_protocol.samples import Message, Prompt
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.student.identity import StudentIdentity
-from mopd_trainer.student.prompt_checks import RENDERED, rendered_lengths, require_answerable
+from mopd_trainer.student.prompt_checks import RENDERED, check_prompts, rendered_lengths
 from mopd_trainer.student.student import Student
 from tests import tiny_models
 from tests.trainer.runs import run_values
@@ -27,24 +27,21 @@ def identity() -> StudentIdentity:
     return Student(model_of("qwen"), own, CPU).identity
 
 
-def prompts(count: int, refused: int) -> list[Prompt]:
+def prompts(count: int, rejected: int) -> list[Prompt]:
     return [
-        Prompt(index=at, messages=SYSTEM if at == refused else QUESTION, teachers={"math": 1.0})
+        Prompt(index=at, messages=SYSTEM if at == rejected else QUESTION, teachers={"math": 1.0})
         for at in range(count)
     ]
 
 
-def test_the_first_prompt_that_the_template_refuses_is_named() -> None:
-    for refused in (0, 3):
-        with pytest.raises(DataError) as told:
-            rendered_lengths(prompts(5, refused), identity(), source=Path("data.jsonl"))
-        assert str(told.value) == (
-            f"data.jsonl: prompt {refused + 1}: the student's chat template refuses messages of "
-            "roles system, user: no system"
-        )
+def test_the_error_names_the_first_rejected_prompt() -> None:
+    for rejected in (0, 3):
+        with pytest.raises(DataError, match=f"prompt {rejected + 1}: .* system, user") as caught:
+            rendered_lengths(prompts(5, rejected), identity(), source=Path("data.jsonl"))
+        assert caught.value.key == "data.jsonl"
 
 
-def test_a_long_file_is_looked_into_no_further_than_its_first_prompts() -> None:
+def test_only_the_first_prompts_are_rendered() -> None:
     student, source = identity(), Path("data.jsonl")
     lengths = rendered_lengths(prompts(RENDERED + 1, RENDERED), student, source=source)
     assert lengths == [len(student.prompt_token_ids(QUESTION))] * RENDERED
@@ -52,7 +49,7 @@ def test_a_long_file_is_looked_into_no_further_than_its_first_prompts() -> None:
         rendered_lengths(prompts(RENDERED + 1, RENDERED - 1), student, source=source)
 
 
-def test_a_run_whose_prompts_all_leave_no_room_is_refused(tmp_path: Path) -> None:
+def test_a_run_without_room_for_any_completion_is_rejected(tmp_path: Path) -> None:
     student = identity()
     assert student.max_length == 256
     room = student.max_length - len(student.prompt_token_ids(QUESTION))
@@ -64,8 +61,9 @@ def test_a_run_whose_prompts_all_leave_no_room_is_refused(tmp_path: Path) -> Non
         values["rollout"] |= {"max_new_tokens": max_new_tokens}
         return RunConfig.model_validate(values)
 
-    asked = [longer, *prompts(1, refused=-1)]
-    require_answerable(run(room), asked, student)  # one is enough
-    with pytest.raises(ConfigError, match="the student takes 256 tokens with the prompt, and the"):
-        require_answerable(run(room + 1), asked, student)
-    require_answerable(run(room + 1, source="answers"), asked, student)  # a limit, and no more
+    two_prompts = [longer, *prompts(1, rejected=-1)]
+    check_prompts(run(room), two_prompts, student)  # one fits
+    with pytest.raises(ConfigError) as caught:
+        check_prompts(run(room + 1), two_prompts, student)
+    assert caught.value.key == "rollout.max_new_tokens"
+    check_prompts(run(room + 1, source="answers"), two_prompts, student)  # samples nothing

@@ -88,29 +88,32 @@ def test_the_text_encoder_is_made_when_it_is_asked_for() -> None:
     assert identity.encoder is made
 
 
-def test_a_folder_that_holds_no_model_is_told_in_one_sentence(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_raises_a_config_error(tmp_path: Path) -> None:
     for folder in (tmp_path / "none", tmp_path):
-        with pytest.raises(ConfigError, match="cannot be loaded: ") as told:
+        with pytest.raises(ConfigError, match="cannot be loaded") as caught:
             Student.load(StudentConfig(model=str(folder), device="cpu"))
-        assert "\n" not in str(told.value)
+        assert caught.value.key == "student.model"
+        assert "\n" not in str(caught.value)
 
 
-def test_a_student_without_a_chat_template_is_refused(tmp_path: Path) -> None:
+def test_a_student_without_a_chat_template_raises_a_config_error(tmp_path: Path) -> None:
     bare = tiny_models.digit_tokenizer()
     bare.chat_template = None
     tiny_models.save(model_of("qwen"), bare, tmp_path)
-    with pytest.raises(ConfigError, match="has no chat template; prompts are messages"):
+    with pytest.raises(ConfigError, match="no chat template") as caught:
         Student.load(StudentConfig(model=str(tmp_path), device="cpu"))
+    assert caught.value.key == "student.model"
 
 
-def test_a_chat_template_that_renders_no_answer_is_told() -> None:
+def test_a_chat_template_without_assistant_raises_a_config_error() -> None:
     own = tiny_models.digit_tokenizer()
     own.chat_template = "{{ raise_exception('not today') }}"
-    with pytest.raises(ConfigError, match=r"chat template cannot render .*: not today"):
+    with pytest.raises(ConfigError, match="not today") as caught:
         Student(model_of("qwen"), own, CPU)
+    assert caught.value.key == "student.model"
 
 
-def test_messages_that_the_students_template_refuses_are_told_by_their_roles() -> None:
+def test_the_error_lists_the_roles_of_rejected_messages() -> None:
     own = tiny_models.digit_tokenizer()
     own.chat_template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -119,7 +122,7 @@ def test_messages_that_the_students_template_refuses_are_told_by_their_roles() -
     student = Student(model_of("qwen"), own, CPU)
     assert student.prompt_token_ids(QUESTION)
     turns = (Message(role="system", content="be brief"), *QUESTION)
-    with pytest.raises(DataError, match="refuses messages of roles system, user: no system"):
+    with pytest.raises(DataError, match="system, user: no system"):
         student.prompt_token_ids(turns)
 
 

@@ -16,7 +16,7 @@ from mopd_trainer.reporting.plan import describe_plan
 from mopd_trainer.run_folder.replay import Replay
 from mopd_trainer.run_folder.retention import starting_checkpoint
 from mopd_trainer.student.identity import StudentIdentity
-from mopd_trainer.student.prompt_checks import require_answerable
+from mopd_trainer.student.prompt_checks import check_prompts
 from mopd_trainer.teachers.connect import connect_teachers, teacher_pool
 
 
@@ -37,7 +37,7 @@ async def check_run(
     checkpoint = starting_checkpoint(config, identity)
     expected = checkpoint.manifest_ids if checkpoint else {}
     student = StudentIdentity.read(config.student)
-    require_answerable(config, prompts, student)
+    check_prompts(config, prompts, student)
     contacted = config.contacted_teachers
     with TemporaryDirectory() as folder:
         cache = ProjectionCache(Path(folder))

@@ -1,6 +1,6 @@
 """``GenerationEngine``, the protocol of rollout engines, and ``ENGINES``, the table of them.
 
-An engine batches requests by itself. ``rollout.engine`` 'transformers' has no row: the student
+An engine batches concurrent requests. ``rollout.engine`` 'transformers' has no row: the student
 generates in fixed batches (``transformers_sampler``).
 """
 

@@ -38,7 +38,7 @@ class EngineSampler:
         self._samples = config.samples_per_prompt
         self._seed = seed
         self._version = version
-        self._lock = asyncio.Lock()  # held while a step is sampled or weights are pushed
+        self._lock = asyncio.Lock()  # locked while a step is sampled or weights are pushed
 
     async def sample(
         self, prompts: Sequence[Prompt], *, step: int

@@ -1,4 +1,4 @@
-"""Open the completion source that a run's settings ask for."""
+"""Open the completion source of a run's settings."""
 
 import asyncio
 from collections.abc import AsyncGenerator

@@ -21,11 +21,11 @@ class ReferenceCompletions:
     """Build a rollout of each prompt's reference answer: a ``CompletionSource``.
 
     The completion is the text as a continuation of the prompt, followed by the token that ends the
-    turn. Answers longer than ``max_new_tokens``, or than the student has room for, are dropped: a
-    truncated answer would train the student to stop anywhere.
+    turn. Completions longer than ``max_new_tokens``, or than the student has room for, are dropped:
+    a truncated one would train the student to stop anywhere.
 
     Args:
-        scored: whether teachers score the answers.
+        scored: whether teachers score the completions.
     """
 
     def __init__(
@@ -60,18 +60,20 @@ class ReferenceCompletions:
         return dropped
 
     def rollouts(self, prompts: Sequence[Prompt], *, step: int) -> list[Rollout]:
-        """Return one rollout per answer that fits; count the others.
+        """Return one rollout per completion that fits; count the others.
 
         Raises:
             DataError: when a prompt has no reference answer.
         """
-        encoded = self._student.encoder.encode_batch([_answer(prompt) for prompt in prompts])
+        encoded = self._student.encoder.encode_batch(
+            [_reference_text(prompt) for prompt in prompts]
+        )
         rollouts = [self._rollout(p, ids, step) for p, ids in zip(prompts, encoded, strict=True)]
         return [rollout for rollout in rollouts if rollout is not None]
 
-    def _rollout(self, prompt: Prompt, answer_ids: list[int], step: int) -> Rollout | None:
+    def _rollout(self, prompt: Prompt, text_ids: list[int], step: int) -> Rollout | None:
         prompt_ids = self._student.prompt_token_ids(prompt.messages)
-        ids = [*answer_ids, self._student.table.roles.ending[0]]
+        ids = [*text_ids, self._student.table.roles.ending[0]]
         if not self._fits(prompt, len(prompt_ids), len(ids)):
             return None
         return Rollout(
@@ -83,16 +85,18 @@ class ReferenceCompletions:
             policy_version=step,
         )
 
-    def _fits(self, prompt: Prompt, prompt_tokens: int, answer_tokens: int) -> bool:
+    def _fits(self, prompt: Prompt, prompt_tokens: int, completion_tokens: int) -> bool:
         longest, limit = self._config.max_new_tokens, self._max_length
-        if answer_tokens <= longest and (limit is None or prompt_tokens + answer_tokens <= limit):
+        if completion_tokens <= longest and (
+            limit is None or prompt_tokens + completion_tokens <= limit
+        ):
             return True
         self._dropped["answer_too_long"] += 1
         logger.warning(
             "prompt %d dropped: reference answer too long (found %d tokens after %d of the prompt, "
             "expected at most %d, and %s in all)",
             prompt.index,
-            answer_tokens,
+            completion_tokens,
             prompt_tokens,
             longest,
             limit or "any number",
@@ -100,7 +104,7 @@ class ReferenceCompletions:
         return False
 
 
-def _answer(prompt: Prompt) -> str:
+def _reference_text(prompt: Prompt) -> str:
     if prompt.answer is None:
         raise DataError(f"prompt {prompt.index}: no reference answer", key="data.answer_key")
     return prompt.answer

@@ -24,7 +24,7 @@ class RolloutWorkers(Protocol):
     """Worker processes; results do not depend on which worker generates a batch."""
 
     async def push_weights(self, version: int, weights: Weights) -> None:
-        """Use these weights for batches that start from here on."""
+        """Use these weights for batches that start later."""
         ...
 
     async def generate(
@@ -114,7 +114,7 @@ class WorkerSampler:
 
 
 class WorkerEngine:
-    """Workers as a ``GenerationEngine``, for engines that batch by themselves."""
+    """Workers as a ``GenerationEngine``, for engines that batch concurrent requests."""
 
     def __init__(self, workers: RolloutWorkers, student: Student, *, version: int) -> None:
         self._workers = workers

@@ -72,14 +72,14 @@ class Mixture:
     ) -> AsyncGenerator[CompletionBatch]:
         """See ``CompletionSource``; reference answers come first, without waiting."""
         chosen = self._chosen(len(prompts), step)
-        sampled = [prompt for prompt, mine in zip(prompts, chosen, strict=True) if mine]
-        answered = [prompt for prompt, mine in zip(prompts, chosen, strict=True) if not mine]
-        async with aclosing(self._reference_completions.sample(answered, step=step)) as batches:
+        sampled = [p for p, is_sampled in zip(prompts, chosen, strict=True) if is_sampled]
+        references = [p for p, is_sampled in zip(prompts, chosen, strict=True) if not is_sampled]
+        async with aclosing(self._reference_completions.sample(references, step=step)) as batches:
             async for batch in batches:
                 yield batch
         async with aclosing(self._rollouts.sample(sampled, step=step)) as batches:
             async for batch in batches:
-                yield CompletionBatch(len(answered) + batch.place, batch.rollouts)
+                yield CompletionBatch(len(references) + batch.place, batch.rollouts)
 
     async def push_weights(self, version: int) -> None:
         """See ``CompletionSource``."""

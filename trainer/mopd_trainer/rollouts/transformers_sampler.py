@@ -47,7 +47,7 @@ class Sampler:
         self._config = config
         self._seed = seed
         self._version = version
-        self._lock = asyncio.Lock()  # held while a batch is sampled or weights are pushed
+        self._lock = asyncio.Lock()  # locked while a batch is sampled or weights are pushed
 
     async def sample(
         self, prompts: Sequence[Prompt], *, step: int

@@ -1,4 +1,4 @@
-"""``RolloutWorker``: an unsharded student in a process of its own, for sampling."""
+"""``RolloutWorker``: an unsharded student in a separate process, for sampling."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,7 +25,7 @@ class RolloutWorker:
     def __init__(self, config: RunConfig) -> None:
         row = configured_engine(config.rollout)
         settings = config.student.model_copy(
-            # An engine has weights of its own; the student only passes new ones on.
+            # An engine has separate weights; the student only passes new ones on.
             update={"sharding": "none", "gradient_checkpointing": False}
             | ({} if row is None else {"device": "cpu"})
         )

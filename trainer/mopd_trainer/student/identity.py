@@ -1,4 +1,4 @@
-"""``StudentIdentity``: what can be told about a student, and done with it, without its weights."""
+"""``StudentIdentity``: tokenizer, vocabulary and size of a student, without its weights."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -28,33 +28,34 @@ from mopd_trainer.student.lora import ADAPTER_CONFIG, add_adapters
 
 @dataclass(frozen=True, eq=False)
 class StudentIdentity:
-    """Whom teachers are matched with, and how it reads a conversation.
+    """The student's side of projections, and its chat template.
 
     Raises:
-        ConfigError: when the tokenizer names no token that ends an answer.
+        ConfigError: when the tokenizer has no ending token.
     """
 
     tokenizer: PreTrainedTokenizerBase
     table: TokenTable
     logit_width: int  # rows of the head, padding included
     parameters: int
-    trained: int  # of the parameters
+    trained: int  # number of trained parameters
     max_length: int | None = None
-    """Longest prompt plus completion in tokens, where the model names a limit."""
+    """Longest prompt plus completion in tokens; None without a limit."""
 
     def __post_init__(self) -> None:
         if not self.table.roles.ending:
             raise ConfigError(
-                "the student's tokenizer names no token that ends an answer; set its eos_token"
+                "student.model: the tokenizer has no ending token. Set its eos_token.",
+                key="student.model",
             )
-        self.table.real_ids(self.logit_width)  # refuses the tokenizer of a larger model
+        self.table.real_ids(self.logit_width)  # rejects the tokenizer of a larger model
 
     @classmethod
     def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> "StudentIdentity":
-        """The identity of a model that is loaded, or that stands on the meta device.
+        """Return the identity of a model, which may be on the meta device.
 
         Raises:
-            ConfigError: when the chat template cannot render an answer.
+            ConfigError: when the chat template does not support user and assistant.
         """
         backend: Any = tokenizer
         description = tokenizer_json(backend.backend_tokenizer)
@@ -62,8 +63,9 @@ class StudentIdentity:
             roles = roles_of(backend, control_tokens(description))
         except TemplateError as error:
             raise ConfigError(
-                "the student's chat template cannot render a question and an answer of the roles "
-                f"user and assistant: {error}"
+                "student.model: the chat template cannot render messages of the roles user and "
+                f"assistant: {error}",
+                key="student.model",
             ) from error
         head: Any = model.get_output_embeddings()
         return cls(
@@ -86,7 +88,7 @@ class StudentIdentity:
         return TextEncoder(backend.backend_tokenizer, self.table)
 
     def prompt_token_ids(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt in the student's own chat template, ready for an answer.
+        """Return the prompt in the student's chat template, with the generation prompt.
 
         Raises:
             DataError: when the template cannot render these messages.
@@ -101,16 +103,16 @@ class StudentIdentity:
         except TemplateError as error:
             roles = ", ".join(message.role for message in messages)
             raise DataError(
-                f"the student's chat template refuses messages of roles {roles}: {error}"
+                f"student.model: the chat template rejects messages of roles {roles}: {error}"
             ) from error
         token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         if not token_ids:
-            raise DataError("the student's chat template renders a prompt as nothing")
+            raise DataError("student.model: the chat template renders an empty prompt")
         return token_ids
 
     @classmethod
     def read(cls, config: StudentConfig) -> "StudentIdentity":
-        """The identity of a model on disk or hub; reads its configuration, not its weights.
+        """Return the identity of a model on disk or hub; loads its config, not its weights.
 
         Raises:
             ConfigError: as ``load_tokenizer`` and ``add_adapters``.
@@ -128,45 +130,50 @@ class StudentIdentity:
 
 
 def load_tokenizer(config: StudentConfig) -> PreTrainedTokenizerBase:
-    """The student's tokenizer.
+    """Load the student's tokenizer.
 
     Raises:
-        ConfigError: when there is no such model, it is an adapter alone, or its tokenizer is not a
+        ConfigError: when the model does not exist or is only an adapter, or its tokenizer is not a
             fast one with a chat template.
     """
     if (Path(config.model) / ADAPTER_CONFIG).is_file():
         raise ConfigError(
-            f"student.model {config.model!r} holds adapters and no model; `mopd merge` makes one "
-            "of a run's"
+            f"student.model: {config.model!r} contains adapters but no model. Merge the adapters "
+            "of a run with `mopd merge`.",
+            key="student.model",
         )
     with explained(config):
         tokenizer: Any = AutoTokenizer.from_pretrained(config.model, **source(config))
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"student.model {config.model!r} has a slow tokenizer; expected a tokenizer.json"
+            f"student.model: {config.model!r} has a slow tokenizer (expected a tokenizer.json)",
+            key="student.model",
         )
     if not tokenizer.chat_template:
         raise ConfigError(
-            f"student.model {config.model!r} has no chat template; prompts are messages, so "
-            "add one to its tokenizer (a chat_template.jinja in the model's folder)"
+            f"student.model: {config.model!r} has no chat template, which prompts need. Add a "
+            "chat_template.jinja to the model's folder.",
+            key="student.model",
         )
     return tokenizer
 
 
 def source(config: StudentConfig) -> dict[str, Any]:
-    """How the model is asked of the hub or the disk."""
+    """Return the arguments of ``from_pretrained``."""
     return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
 
 
 @contextmanager
 def explained(config: StudentConfig) -> Generator[None]:
-    """Turns what transformers says about a model that cannot be read into one sentence.
+    """Raise ConfigError in place of the errors of transformers for a model that cannot be loaded.
 
     Raises:
-        ConfigError: instead of OSError and ValueError.
+        ConfigError: in place of OSError and ValueError.
     """
     try:
         yield
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-        raise ConfigError(f"student.model {config.model!r} cannot be loaded: {reason}") from error
+        raise ConfigError(
+            f"student.model: {config.model!r} cannot be loaded: {reason}", key="student.model"
+        ) from error

@@ -1,10 +1,10 @@
-"""LoRA students: adapters beside the linear layers of a model whose own weights stay.
+"""LoRA students: adapters in the linear layers of a model with frozen weights.
 
-The layers are put into the model itself, so that it is written with, sharded, checkpointed and
-trained as any other: what is trained is what wants gradients. The embedding and the head are never
-adapted, because the block-wise head reads the head's matrix and would not see an adapter beside it.
+The adapters are modules of the model, so that sampling, sharding, checkpoints and training are the
+same as for any model: the trained parameters are those with gradients. Embedding and head are never
+adapted, because the block-wise head uses the head's matrix without adapters.
 
-The only file that imports peft.
+The only module that imports peft.
 """
 
 import hashlib
@@ -24,29 +24,29 @@ from mopd_trainer.config.extras import PEFT, require_package
 from mopd_trainer.config.run import LoraConfig, StudentConfig
 from mopd_trainer.student.weight_files import FullModelFiles, WeightFiles
 
-#: Files of an adapter's folder, as peft and vLLM look for them.
+#: Files of an adapter folder, as peft and vLLM name them.
 ADAPTER_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-#: What peft puts before a name in a file, and the part that it leaves out of it.
+#: Prefix of parameter names in peft's files, and the adapter name that peft omits there.
 _PREFIX, _ADAPTER = "base_model.model.", "default"
-#: In the file's metadata: what the adapters were trained beside.
+#: Metadata key of the base model's fingerprint.
 _BASE = "base_model_fingerprint"
-#: Values of each weight that a fingerprint is of.
+#: Values of each weight in a fingerprint.
 _SAMPLED = 64
 
 
 def weights_dtype(config: StudentConfig) -> torch.dtype:
-    """What a model's own weights are kept in: where they are trained, small steps on anything less
-    than float32 would round to nothing."""
+    """Return the dtype of the model's weights: float32 if trained, because small steps would
+    round to zero in half precision."""
     return torch.float32 if config.lora is None else getattr(torch, config.dtype)
 
 
 def add_adapters(model: PreTrainedModel, config: StudentConfig) -> None:
-    """Adds what ``student.lora`` asks for, and freezes the rest; does nothing where it is not set.
+    """Add the adapters of ``student.lora`` and freeze the other weights; no-op if not set.
 
-    The same settings add the same values, on every rank. Adapters are float32 beside any weights.
+    Equal settings give equal initial values, on every rank. Adapters are float32.
 
     Raises:
-        ConfigError: when peft is not installed, or the layers to adapt are not to be had.
+        ConfigError: when peft is not installed, or a layer to adapt is not found.
     """
     lora = config.lora
     if lora is None:
@@ -73,14 +73,14 @@ def add_adapters(model: PreTrainedModel, config: StudentConfig) -> None:
 
 
 def stored_weights(model: PreTrainedModel, config: StudentConfig) -> WeightFiles:
-    """How the weights of such a student lie on disk. The model must not be in shards yet."""
+    """Return the format of the student's weights on disk; the model must not be sharded yet."""
     return FullModelFiles() if config.lora is None else Adapters(model)
 
 
 class Adapters:
-    """The adapters alone, in a folder that peft, transformers and vLLM load: ``WeightFiles``.
+    """Only the adapters, in a folder that peft, transformers and vLLM load: ``WeightFiles``.
 
-    They are worth nothing beside another model, so that the file tells which one it was.
+    The file contains the fingerprint of the base model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -89,12 +89,12 @@ class Adapters:
     def write(self, model: PreTrainedModel, folder: Path) -> None:
         """See ``WeightFiles``."""
         settings: Any = model.peft_config[_ADAPTER]
-        told = settings.to_dict() | {
+        adapter_config = settings.to_dict() | {
             "inference_mode": True,
             "target_modules": sorted(settings.target_modules),
         }
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ADAPTER_CONFIG).write_text(json.dumps(told, indent=2, sort_keys=True))
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(adapter_config, indent=2, sort_keys=True))
         tensors = {
             stored: parameter.detach().contiguous()
             for name, parameter in model.named_parameters()
@@ -105,34 +105,34 @@ class Adapters:
     def read(self, model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
         """See ``WeightFiles``."""
         if not (folder / _WEIGHTS).is_file():
-            raise ValueError(f"{folder} holds no adapters")
+            raise ValueError(f"{folder} contains no adapters")
         names = {_stored_name(name): name for name, _ in model.named_parameters()}
         with safe_open(folder / _WEIGHTS, "pt") as file:
-            told: dict[str, str] = file.metadata() or {}
-        if told.get(_BASE, self._base) != self._base:
-            raise ValueError(f"{folder} holds adapters that were trained beside other weights")
-        found: dict[str, Tensor] = load_file(folder / _WEIGHTS)
-        return {names.get(stored, stored): value for stored, value in found.items()}
+            metadata: dict[str, str] = file.metadata() or {}
+        if metadata.get(_BASE, self._base) != self._base:
+            raise ValueError(f"{folder} contains adapters of another base model")
+        tensors: dict[str, Tensor] = load_file(folder / _WEIGHTS)
+        return {names.get(stored, stored): value for stored, value in tensors.items()}
 
 
 def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """The model with the adapters of a folder added to its own weights, in their precision.
+    """Merge the adapters of a folder into the model's weights, in their precision.
 
     Raises:
-        ValueError: when the folder holds none, or they were trained beside other weights.
+        ValueError: when the folder contains no adapters, or adapters of another base model.
     """
     import peft
 
-    Adapters(model).read(model, folder)  # tells whose they are
+    Adapters(model).read(model, folder)  # checks the base model
     adapted: Any = peft.PeftModel.from_pretrained(model, str(folder))
     return adapted.merge_and_unload()
 
 
 @torch.no_grad()
 def base_fingerprint(model: PreTrainedModel) -> str:
-    """Of a model's own weights: names, shapes and some values of each.
+    """Hash names, shapes and some values of the model's own weights.
 
-    Values are rounded to bfloat16, so that the precision they are kept in makes no difference.
+    Values are rounded to bfloat16, so that the fingerprint does not depend on the dtype.
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
@@ -146,7 +146,7 @@ def base_fingerprint(model: PreTrainedModel) -> str:
 
 
 def _require_linear_layers(model: PreTrainedModel, lora: LoraConfig) -> None:
-    """All of the names are of linear layers, and none is the head's."""
+    """Raise ConfigError unless all target modules are linear layers other than the head."""
     targets = _targets(lora)
     if isinstance(targets, str):
         return
@@ -155,17 +155,18 @@ def _require_linear_layers(model: PreTrainedModel, lora: LoraConfig) -> None:
     for name, module in model.named_modules():
         if module is head and _is_named(name, targets):
             raise ConfigError(
-                f"student.lora.target_modules names the head, {name!r}, whose matrix is read "
-                "without what an adapter would add; leave it out"
+                f"student.lora.target_modules: the head {name!r} cannot be adapted. Remove it.",
+                key="student.lora.target_modules",
             )
         if isinstance(module, nn.Linear | Conv1D) and module is not head:
             linear.add(name)
     for target in targets:
         if not any(_is_named(name, [target]) for name in linear):
-            known = sorted({name.rpartition(".")[2] for name in linear})
+            names = sorted({name.rpartition(".")[2] for name in linear})
             raise ConfigError(
-                f"student.lora.target_modules names {target!r}, but no linear layer of this model "
-                f"is called that; it has {', '.join(known)}"
+                f"student.lora.target_modules: no linear layer of this model is named {target!r} "
+                f"(expected some of {', '.join(names)})",
+                key="student.lora.target_modules",
             )
 
 
@@ -178,15 +179,15 @@ def _is_named(name: str, targets: list[str]) -> bool:
 
 
 def _stored_name(name: str) -> str | None:
-    """Under which a file has an adapter's weight; None for the model's own weights."""
+    """Return the name of an adapter's weight in a file; None for the model's own weights."""
     for side in ("lora_A", "lora_B"):
-        own = f".{side}.{_ADAPTER}."
-        if own in name:
-            return _PREFIX + name.replace(own, f".{side}.")
+        infix = f".{side}.{_ADAPTER}."
+        if infix in name:
+            return _PREFIX + name.replace(infix, f".{side}.")
     return None
 
 
 def _findable(model: str) -> str:
-    """A model folder from anywhere; a hub name as it is."""
+    """Return an absolute path for a model folder, a hub name unchanged."""
     folder = Path(model)
     return str(folder.resolve()) if folder.is_dir() else model

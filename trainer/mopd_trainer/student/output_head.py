@@ -1,4 +1,4 @@
-"""A model's language-model head as a matrix, where it is one."""
+"""The language-model head as a matrix, if the model's head is one."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ from mopd_protocol.tokenizers.token_table import TokenTable
 
 @torch.no_grad()
 def output_head(model: PreTrainedModel, table: TokenTable, real_ids: Tensor) -> Head | None:
-    """The head with what families do to its output; None where they do more.
+    """Return the head with its scale and cap; None if the model changes logits in another way.
 
-    Decided by looking: some families scale or cap logits, some scale hidden states, and other
-    logits than the model's own would go wrong without a word.
+    Decided by comparing logits: some families scale or cap logits, some scale hidden states, and
+    wrong logits would be silent.
 
     Args:
-        real_ids: bool [width] on the model's device, False for rows that belong to no token.
+        real_ids: bool [width] on the model's device, False for rows without a token.
     """
     model.eval()
     module: Any = model.get_output_embeddings()
@@ -27,16 +27,16 @@ def output_head(model: PreTrainedModel, table: TokenTable, real_ids: Tensor) -> 
     cap: float | None = settings.get("final_logit_softcapping")
     scale = settings.get("logit_scale", 1.0) / settings.get("logits_scaling", 1.0)
     head = Head(module.weight, real_ids, module.bias, scale, cap)
-    known = np.flatnonzero(table.present)
-    ids = torch.tensor(known[:: max(1, len(known) // 8)][:8], device=model.device)[None]
+    present = np.flatnonzero(table.present)
+    ids = torch.tensor(present[:: max(1, len(present) // 8)][:8], device=model.device)[None]
     decoder: Any = model.base_model
     hidden: Tensor = decoder(input_ids=ids, use_cache=False).last_hidden_state
     logits: Tensor = model(input_ids=ids, use_cache=False).logits
-    made = module(hidden) * scale
-    made = made if cap is None else torch.tanh(made / cap) * cap
-    # Bit for bit where nothing is said to happen: a cap hardly moves a fresh model's logits.
+    expected = module(hidden) * scale
+    expected = expected if cap is None else torch.tanh(expected / cap) * cap
+    # Exact without scale and cap: a cap hardly changes the logits of a fresh model.
     tolerance = 0.0 if cap is None and scale == 1.0 else 1e-5
     same = torch.allclose(
-        made[..., real_ids], logits[..., real_ids], rtol=tolerance, atol=tolerance
+        expected[..., real_ids], logits[..., real_ids], rtol=tolerance, atol=tolerance
     )
     return head if same else None

@@ -1,4 +1,4 @@
-"""Whether the student can read the data and answer it: found before a run, not in its middle."""
+"""Checks before a run: the student renders the prompts, and has room for completions."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,41 +8,42 @@ from mopd_protocol.samples import Prompt
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.student.identity import StudentIdentity
 
-#: Prompts that are rendered, from the first on: a second or two of rendering.
+#: Number of prompts to render: about two seconds.
 RENDERED = 1_000
 
 
-def require_answerable(
-    config: RunConfig, prompts: Sequence[Prompt], student: StudentIdentity
-) -> None:
-    """Renders the first ``RENDERED`` prompts, and looks whether any leaves room for an answer.
+def check_prompts(config: RunConfig, prompts: Sequence[Prompt], student: StudentIdentity) -> None:
+    """Render the first ``RENDERED`` prompts and check that one leaves room for a completion.
 
     Raises:
-        DataError: names the file and the first prompt that the template refuses.
-        ConfigError: when the student is to write, and all of them would be dropped.
+        DataError: for the first prompt that the template rejects, with the file's name.
+        ConfigError: when all prompts would be dropped.
     """
     lengths = rendered_lengths(prompts, student, source=config.data.prompts)
     shortest, limit, longest = min(lengths), student.max_length, config.rollout.max_new_tokens
     if config.samples_rollouts and limit is not None and shortest + longest > limit:
         raise ConfigError(
-            f"rollout.max_new_tokens is {longest:,}, but the student takes {limit:,} tokens with "
-            f"the prompt, and the shortest of the first {len(lengths):,} prompts has "
-            f"{shortest:,}, so that all would be dropped; lower max_new_tokens"
+            f"rollout.max_new_tokens: no prompt leaves room for a completion (found {longest:,}, "
+            f"expected at most {limit - shortest:,}: the student supports {limit:,} tokens, and "
+            f"the shortest of the first {len(lengths):,} prompts has {shortest:,}). Lower it.",
+            key="rollout.max_new_tokens",
         )
 
 
 def rendered_lengths(
     prompts: Sequence[Prompt], student: StudentIdentity, *, source: Path
 ) -> list[int]:
-    """Tokens of each of the first ``RENDERED`` prompts.
+    """Return the token counts of the first ``RENDERED`` prompts.
 
     Raises:
-        DataError: names the file and the first prompt that the template refuses.
+        DataError: for the first prompt that the template rejects, with the file's name.
     """
     lengths: list[int] = []
     for prompt in prompts[:RENDERED]:
         try:
             lengths.append(len(student.prompt_token_ids(prompt.messages)))
         except DataError as error:
-            raise DataError(f"{source}: prompt {prompt.index + 1}: {error}") from error
+            raise DataError(
+                f"{source}: prompt {prompt.index + 1}: {error}", key=str(source)
+            ) from error
     return lengths

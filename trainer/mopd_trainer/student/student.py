@@ -86,7 +86,7 @@ class Student:
         Raises:
             ConfigError: when the model or device does not exist, the tokenizer is not a fast one
                 with a chat template, or the model does not support gradient checkpointing,
-                sharding or adapters that the settings ask for.
+                sharding or the configured adapters.
         """
         ranks = ranks or Ranks()
         if ranks.size > 1 and config.sharding == "none":
@@ -140,7 +140,7 @@ class Student:
         """Sample one completion per prompt, on rank 0; a function of seed and weights.
 
         Args:
-            keep_topk: most likely ids to keep at each step beside the drawn one.
+            keep_topk: most likely ids to keep at each step with the drawn one.
 
         Raises:
             TrainingError: when the logits are not finite.
@@ -315,7 +315,7 @@ class Student:
         buffers = {name for name, _ in self.model.named_buffers()}
         saved = {name: tuple(value.shape) for name, value in weights.items() if name not in buffers}
         if saved != shapes:
-            raise ValueError(f"{folder} holds weights of other shapes")
+            raise ValueError(f"{folder} contains weights of other shapes")
         return weights
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:

@@ -18,7 +18,7 @@ class WeightFiles(Protocol):
         """Load the weights by their names in this model, which is not changed.
 
         Raises:
-            ValueError: when the folder holds another format, or weights of another model.
+            ValueError: when the folder contains another format, or weights of another model.
         """
         ...
 

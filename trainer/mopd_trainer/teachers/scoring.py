@@ -40,7 +40,7 @@ _LOG_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class _NoScore:
-    """Why a teacher has no score for a sample."""
+    """The reason for a missing score."""
 
     reason: str
 
@@ -74,7 +74,7 @@ class RolloutScorer:
             for name, teacher in teachers.items()
             if teacher.config.support == "student_topk"
         }
-        # "teacher/reason" -> samples; "total" counts a sample once, whatever the number of teachers
+        # "teacher/reason" -> samples; "total" counts a sample once, for any number of teachers
         self.dropped: Counter[str] = Counter()
 
     def counters(self, teacher: str) -> Counters:

@@ -61,7 +61,7 @@ class VllmEngine:
     logprobs of that distribution; the publisher's generation settings are ignored.
 
     Args:
-        keep_topk: most likely ids to keep at each token beside the drawn one.
+        keep_topk: most likely ids to keep at each token with the drawn one.
 
     Raises:
         ConfigError: when vLLM cannot load the model with these settings.

@@ -37,7 +37,7 @@ class PushThroughFolder:
 
     Args:
         folder: shared by trainer and workers, fastest in memory; default: the system's temporary
-            folder. Holds the weights during a push.
+            folder. Contains the weights during a push.
     """
 
     def __init__(self, folder: Path | None = None) -> None:

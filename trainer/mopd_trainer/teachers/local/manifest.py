@@ -31,7 +31,7 @@ class LocalIdentity:
 
         Raises:
             ConfigError: when the model does not exist, or is unsupported as a teacher.
-            DataError: when tokens of the tokenizer have no bytes of their own.
+            DataError: when tokens of the tokenizer have no bytes.
         """
         assert config.model is not None  # checked with the settings
         tokenizer = load_tokenizer(config.model, config.revision)

@@ -29,8 +29,8 @@ class LocalTeachers:
         tokens_per_batch: tokens of one forward pass, padding included.
 
     Raises:
-        ConfigError: when a model cannot be loaded, or cannot return the hidden states that its
-            settings ask for.
+        ConfigError: when a model cannot be loaded, or cannot return the configured hidden
+            states.
     """
 
     def __init__(
