@@ -11,7 +11,7 @@ ROOT = DEPLOY.parent
 COOKBOOK = ROOT / "cookbook"
 RECIPES = sorted(folder.parent.name for folder in COOKBOOK.glob("*/run.yaml"))
 
-#: Stands in for ``mopd``: says what it was started with, and from where.
+#: Stands in for ``mopd``: prints its working folder and its arguments.
 _RECORDER = '#!/bin/sh\npwd\nprintf "%s\\n" "$@"\n'
 
 
@@ -23,7 +23,7 @@ def shell_line(
     recorder.write_text(_RECORDER)
     recorder.chmod(0o755)
     path = f"{folder}:{os.environ['PATH']}"
-    told = subprocess.run(
+    printed = subprocess.run(
         ["bash", str(COOKBOOK / recipe / "run.sh"), *overrides],
         env={"PATH": path, **variables},
         cwd=folder,
@@ -31,5 +31,5 @@ def shell_line(
         capture_output=True,
         text=True,
     ).stdout.splitlines()
-    assert told[0] == str(ROOT)  # recipes name their files from the repository's root
-    return told[1:]
+    assert printed[0] == str(ROOT)  # recipes name their files from the repository's root
+    return printed[1:]

@@ -1,4 +1,4 @@
-"""``torch_npu`` is imported where an NPU is asked for, on either side, and nowhere else."""
+"""``torch_npu`` is imported only for an NPU, by both the trainer and the server."""
 
 import sys
 from collections.abc import Callable, Iterator

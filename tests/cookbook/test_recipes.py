@@ -1,4 +1,4 @@
-"""Every recipe resolves, and runs for two steps, as its shell line says, on tiny models."""
+"""Every recipe resolves, and runs for two steps, through its shell script, on tiny models."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from mopd_trainer.data.prompts import read_prompts
 from tests.cookbook.recipes import COOKBOOK, RECIPES, ROOT, shell_line
 from tests.trainer.whole_runs import journal
 
-#: What a run of tiny models changes beside what the shell lines read from the environment.
+#: What a run of tiny models changes in addition to what the scripts read from the environment.
 SMALL = (
     "rollout.max_new_tokens=40",
     "rollout.prompts_per_step=4",
@@ -77,7 +77,7 @@ def test_a_recipe_resolves_and_runs(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_says_the_same_in_its_three_files(recipe: str, tmp_path: Path) -> None:
+def test_the_three_files_of_a_recipe_agree(recipe: str, tmp_path: Path) -> None:
     assert shell_line(recipe, tmp_path, {}) == ["train", f"cookbook/{recipe}/run.yaml"]
     readme = (COOKBOOK / recipe / "README.md").read_text()
     assert len(readme.splitlines()) <= 12
@@ -101,7 +101,7 @@ def test_the_data_of_a_recipe_can_be_read(recipe: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("pair", ["ctkd", "gold"])
-def test_gpu_and_npu_recipes_differ_in_the_device_alone(pair: str) -> None:
+def test_gpu_and_npu_recipes_differ_only_in_the_device(pair: str) -> None:
     lines = [
         (COOKBOOK / f"{pair}_{kind}" / "run.yaml").read_text().splitlines()
         for kind in ("gpu", "npu")
@@ -120,10 +120,10 @@ def test_an_npu_recipe_without_torch_npu_is_one_sentence(
     variables = {**_variables("gold_npu", stand_ins, tmp_path / "run"), "DEVICE": ""}
     with pytest.raises(SystemExit):
         main(shell_line("gold_npu", tmp_path, variables, *SMALL))
-    told = capsys.readouterr().err
-    assert told.startswith("mopd: student.device is 'npu', which needs torch_npu")
-    assert told.count("\n") == 1
-    assert "install the torch_npu that is made for this torch" in told
+    errors = capsys.readouterr().err
+    assert errors.startswith("mopd: student.device is 'npu', which needs torch_npu")
+    assert errors.count("\n") == 1
+    assert "install the torch_npu that is made for this torch" in errors
 
 
 def test_gold_recipes_take_the_published_settings() -> None:

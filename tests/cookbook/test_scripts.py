@@ -24,7 +24,7 @@ def _script(name: str) -> ModuleType:
     return module
 
 
-def _told_by_the_loop(
+def _losses_of_the_loop(
     script: ModuleType, stand_ins: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> list[tuple[float, str]]:
     """Nats a token, and what was written, of each of its steps."""
@@ -34,31 +34,33 @@ def _told_by_the_loop(
     return [(float(nats), written) for nats, written in lines]
 
 
-def test_the_loop_by_hand_learns_from_what_the_student_writes(
+def test_the_loop_by_hand_learns_from_sampled_completions(
     stand_ins: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = _told_by_the_loop(_script("loop_by_hand"), stand_ins, capsys)
-    assert len({written for _, written in told}) == 8
-    # Most that an untrained student writes is no text, and nothing is learnt of it.
-    assert all(math.isfinite(nats) for nats, _ in told)
-    assert any(nats > 0 for nats, _ in told)
+    steps = _losses_of_the_loop(_script("loop_by_hand"), stand_ins, capsys)
+    assert len({written for _, written in steps}) == 8
+    # Most samples of an untrained student are not valid text and have no loss.
+    assert all(math.isfinite(nats) for nats, _ in steps)
+    assert any(nats > 0 for nats, _ in steps)
 
 
 def test_the_loop_by_hand_brings_the_student_nearer(
     stand_ins: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the same answer in every step, so that the losses can be compared."""
+    """Train on a fixed completion, so that losses are comparable between steps."""
     script = _script("loop_by_hand")
     honest = script.sample
 
     def writes_this(model: Any, student: Any, prompt: Prompt, longest: int) -> Rollout:
-        answer = student.tokenizer("42, the quick brown fox", add_special_tokens=False).input_ids
+        completion_ids = student.tokenizer(
+            "42, the quick brown fox", add_special_tokens=False
+        ).input_ids
         rollout: Rollout = honest(model, student, prompt, longest)
         changes = {"sampled_logprobs": None, "finish_reason": "length"}
-        return replace(rollout, completion=student.table.sequence(answer), **changes)
+        return replace(rollout, completion=student.table.sequence(completion_ids), **changes)
 
     monkeypatch.setattr(script, "sample", writes_this)
-    losses = [nats for nats, _ in _told_by_the_loop(script, stand_ins, capsys)]
+    losses = [nats for nats, _ in _losses_of_the_loop(script, stand_ins, capsys)]
     assert 0 < losses[-1] < 0.9 * losses[0]
 
 

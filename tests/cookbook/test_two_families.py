@@ -14,7 +14,7 @@ from tests.cookbook.recipes import COOKBOOK
 pytestmark = pytest.mark.slow
 
 
-def test_every_pairing_is_run_and_told(tmp_path: Path) -> None:
+def test_every_pairing_runs_and_is_reported(tmp_path: Path) -> None:
     environment = {"PYTHON": sys.executable, "OUTPUT_DIR": str(tmp_path), "STEPS": "2"}
     ended = subprocess.run(
         [COOKBOOK / "two_families_cpu.sh", "--model-steps", "2", "--exercises", "8"],

@@ -18,9 +18,9 @@ _VARIABLE = re.compile(r"\$\{(?P<name>\w+):-(?P<default>[^}]*)\}")
 
 def compose(name: str, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
     """A compose file with its variables' values, or their defaults."""
-    given = variables or {}
+    values = variables or {}
     text = (DEPLOY / name).read_text()
-    filled = _VARIABLE.sub(lambda m: given.get(m["name"], m["default"]), text)
+    filled = _VARIABLE.sub(lambda m: values.get(m["name"], m["default"]), text)
     assert "$" not in re.sub("#.*", "", filled), f"{name} has a variable without a default"
     return yaml.safe_load(filled)
 
@@ -35,22 +35,24 @@ def manifests() -> list[dict[str, Any]]:
     """All Kubernetes objects."""
     folder = DEPLOY / "kubernetes"
     listed = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
-    return [found for file in listed for found in yaml.safe_load_all((folder / file).read_text())]
+    return [
+        manifest for file in listed for manifest in yaml.safe_load_all((folder / file).read_text())
+    ]
 
 
 def containers() -> dict[str, dict[str, Any]]:
     """Deployment name -> its one container."""
-    found: dict[str, dict[str, Any]] = {}
+    containers: dict[str, dict[str, Any]] = {}
     for manifest in manifests():
         if manifest["kind"] == "Deployment":
-            (found[manifest["metadata"]["name"]],) = manifest["spec"]["template"]["spec"][
+            (containers[manifest["metadata"]["name"]],) = manifest["spec"]["template"]["spec"][
                 "containers"
             ]
-    return found
+    return containers
 
 
 def unit_command(instance: str) -> list[str]:
-    """What systemd would start for this instance, with its example settings."""
+    """The command that systemd starts for this instance, with its example settings."""
     folder = DEPLOY / "systemd"
     lines = (folder / f"{instance}.env.example").read_text().splitlines()
     settings = dict(line.split("=", 1) for line in lines)
@@ -61,16 +63,18 @@ def unit_command(instance: str) -> list[str]:
 
 
 def teacher_commands() -> dict[str, list[str]]:
-    """Where it is said -> the arguments of ``mopd-teacher``, of every teacher that we deploy."""
-    found = {
+    """File and service name -> the arguments of ``mopd-teacher``, for every deployed teacher."""
+    commands = {
         f"{file} {name}": service["command"]
         for file in TEACHER_FILES
         for name, service in teachers(file).items()
     }
-    found |= {f"kubernetes {name}": container["args"] for name, container in containers().items()}
+    commands |= {
+        f"kubernetes {name}": container["args"] for name, container in containers().items()
+    }
     executable, *arguments = unit_command("math")
     assert os.path.basename(executable) == "mopd-teacher"
-    return found | {"systemd math": arguments}
+    return commands | {"systemd math": arguments}
 
 
 def ray_job() -> dict[str, Any]:

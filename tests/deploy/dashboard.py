@@ -1,4 +1,4 @@
-"""What dashboards and alerts ask Prometheus for, held against what a teacher exports."""
+"""Compare the queries of dashboards and alerts with the metrics that a teacher exports."""
 
 import json
 import re
@@ -28,11 +28,11 @@ def queries(file: Path) -> list[str]:
 
 def series(exposition: str) -> dict[str, list[dict[str, str]]]:
     """Metric name -> labels of each of its series."""
-    found: dict[str, list[dict[str, str]]] = {}
+    labels: dict[str, list[dict[str, str]]] = {}
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
-            found.setdefault(sample.name, []).append(sample.labels)
-    return found
+            labels.setdefault(sample.name, []).append(sample.labels)
+    return labels
 
 
 def selectors(query: str) -> list[Any]:
@@ -41,15 +41,15 @@ def selectors(query: str) -> list[Any]:
     return _selectors(promql_parser.parse(filled))
 
 
-def unmatched(query: str, told: dict[str, list[dict[str, str]]]) -> list[str]:
-    """Names of metrics that no series of ``told`` answers to."""
-    return [s.name for s in selectors(query) if s.name not in _MADE and not _answered(s, told)]
+def unmatched(query: str, exported: dict[str, list[dict[str, str]]]) -> list[str]:
+    """Names of metrics without a matching series in ``exported``."""
+    return [s.name for s in selectors(query) if s.name not in _MADE and not _matched(s, exported)]
 
 
-def _answered(selector: Any, told: dict[str, list[dict[str, str]]]) -> bool:
+def _matched(selector: Any, exported: dict[str, list[dict[str, str]]]) -> bool:
     return any(
         all(_matches(matcher, labels) for matcher in selector.matchers.matchers)
-        for labels in told.get(selector.name, [])
+        for labels in exported.get(selector.name, [])
     )
 
 
@@ -68,4 +68,4 @@ def _selectors(node: Any) -> list[Any]:
         return [node.vector_selector]
     children = [getattr(node, name, None) for name in ("expr", "lhs", "rhs", "param")]
     children += getattr(node, "args", [])
-    return [found for child in children if child is not None for found in _selectors(child)]
+    return [s for child in children if child is not None for s in _selectors(child)]

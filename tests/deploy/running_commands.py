@@ -24,9 +24,9 @@ class StartedCommand:
 
 
 def placed(command: Sequence[str], model: Path, port: int, keys: Path) -> list[str]:
-    """The same command with another model, device, port and key file; all else as it stands."""
-    given = parser().parse_args(command)
-    here = {
+    """The same command with another model, device, port and key file, otherwise unchanged."""
+    parsed = parser().parse_args(command)
+    local = {
         "--port": str(port),
         "--host": "127.0.0.1",
         "--device": "cpu",
@@ -40,11 +40,11 @@ def placed(command: Sequence[str], model: Path, port: int, keys: Path) -> list[s
         if name in _PLACED:
             if not equals:
                 next(words)
-        elif word == given.model:
+        elif word == parsed.model:
             kept.append(str(model))
         else:
             kept.append(word)
-    return [*kept, *(f"{name}={value}" for name, value in here.items())]
+    return [*kept, *(f"{name}={value}" for name, value in local.items())]
 
 
 def start(

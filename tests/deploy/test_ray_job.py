@@ -30,7 +30,7 @@ pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.xdist_group("ray")]
 
 BIN = Path(sys.executable).parent
-AGENT_PORT = ":52365/"  # of a node, unless it is told another
+AGENT_PORT = ":52365/"  # the default of a node
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def cluster() -> Iterator[Cluster]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": ray_job()["spec"]["rayClusterSpec"]["authOptions"]["mode"],
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "MOPD_TEACHER_KEY": "nobody-asks-for-it",
+        "MOPD_TEACHER_KEY": "unused",
     }
     with ExitStack() as stack:
         # Sockets lie in it, whose names must be short.
@@ -64,10 +64,10 @@ def cluster() -> Iterator[Cluster]:
             [f"--address=127.0.0.1:{port}", "--num-cpus=4"],
         ]
         for number, group in enumerate(ray_groups()):
-            given = [f"--{name}={value}" for name, value in group["rayStartParams"].items()]
+            options = [f"--{name}={value}" for name, value in group["rayStartParams"].items()]
             agent = f"--dashboard-agent-listen-port={agents[number]}"
-            # What it says is captured with the tests' own output, and shown where one fails.
-            command = [BIN / "ray", "start", *own[number], *given, agent, "--block"]
+            # The output is captured with that of the tests and shown after a failure.
+            command = [BIN / "ray", "start", *own[number], *options, agent, "--block"]
             node = subprocess.Popen(command, text=True, env=environment)
             stack.callback(node.wait)
             stack.callback(node.terminate)
@@ -80,8 +80,8 @@ def _healthy(group: dict[str, Any], port: int) -> bool:
     python, *arguments = container["readinessProbe"]["exec"]["command"]
     assert python == "python3"
     assert AGENT_PORT in arguments[-1]
-    there = [argument.replace(AGENT_PORT, f":{port}/") for argument in arguments]
-    return not subprocess.run([sys.executable, *there], capture_output=True).returncode
+    local = [argument.replace(AGENT_PORT, f":{port}/") for argument in arguments]
+    return not subprocess.run([sys.executable, *local], capture_output=True).returncode
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Compose files, images and manifests: what their own tools say, and that they fit together."""
+"""Compose files, images and manifests: checked by their tools, and against each other."""
 
 import json
 import re
@@ -60,7 +60,7 @@ def test_pods_of_the_ray_job_follow_the_schema_of_kubernetes(tmp_path: Path) -> 
     _passes(BIN / "kubernetes-validate", "--strict", *files)
 
 
-def test_the_ray_job_has_what_its_run_asks_for() -> None:
+def test_the_ray_job_has_the_resources_of_its_run() -> None:
     # The schema of RayJob itself is KubeRay's; here are the fields of its reference that are used.
     job = ray_job()
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
@@ -138,10 +138,10 @@ def test_every_option_is_one_of_the_teachers(where: str) -> None:
 
 @pytest.mark.parametrize("file", TEACHER_FILES)
 def test_teachers_are_checked_published_and_stopped_as_they_listen(file: str) -> None:
-    found = teachers(file)
-    assert len(found) == 2
+    services = teachers(file)
+    assert len(services) == 2
     published: set[str] = set()
-    for name, service in found.items():
+    for name, service in services.items():
         settings, listen = settings_of(parser().parse_args(service["command"]))
         assert name == f"teacher-{settings.service_name}"
         assert f"http://127.0.0.1:{listen.port}/readyz" in service["healthcheck"]["test"][-1]
@@ -171,7 +171,7 @@ def test_gpu_teachers_have_a_gpu_each_and_npu_teachers_the_driver() -> None:
         assert any("/Ascend/driver/lib64" in volume for volume in service["volumes"])
 
 
-def test_services_build_what_is_there() -> None:
+def test_services_build_existing_files() -> None:
     for file in COMPOSE_FILES:
         for service in compose(file.name)["services"].values():
             build = service.get("build")
@@ -183,12 +183,12 @@ def test_services_build_what_is_there() -> None:
                 assert not source.startswith(".") or (DEPLOY / source).exists(), source
 
 
-def test_the_student_of_the_cpu_file_asks_its_teachers() -> None:
+def test_the_student_of_the_cpu_file_uses_its_teachers() -> None:
     run = load_run(DEPLOY / "run.cpu.yaml")
-    found = teachers("compose.cpu.yaml")
-    addresses = {name.removeprefix("teacher-"): (f"http://{name}:8101",) for name in found}
+    services = teachers("compose.cpu.yaml")
+    addresses = {name.removeprefix("teacher-"): (f"http://{name}:8101",) for name in services}
     assert {name: teacher.url for name, teacher in run.teachers.items()} == addresses
-    (models,) = (volume for volume in found["teacher-sums"]["volumes"])
+    (models,) = (volume for volume in services["teacher-sums"]["volumes"])
     assert models == "models:/models:ro"
     student = compose("compose.cpu.yaml")["services"]["student"]
     assert student["command"][-1] == student["volumes"][-1].split(":")[1]
@@ -205,8 +205,8 @@ def test_kubernetes_probes_and_services_are_where_the_teacher_listens() -> None:
         mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
         assert str(listen.api_key_file) == f"{mounts[-1]}/api_keys"
         assert container["resources"]["limits"]["nvidia.com/gpu"] == teacher.tensor_parallel_size
-    services = [found for found in manifests() if found["kind"] == "Service"]
-    pods = [f for f in manifests() if f["kind"] == "Deployment"]
+    services = [m for m in manifests() if m["kind"] == "Service"]
+    pods = [m for m in manifests() if m["kind"] == "Deployment"]
     labels = [pod["spec"]["template"]["metadata"]["labels"] for pod in pods]
     assert [service["spec"]["selector"] for service in services] == labels
 

@@ -1,4 +1,4 @@
-"""One small model for all: what is tried here is the process around it."""
+"""One small model for all tests here, whose subject is the process around it."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ from tests import tiny_models
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that reads up to 1024 tokens."""
+    """A model of up to 1024 positions."""
     tokenizer = tiny_models.digit_tokenizer()
     model = tiny_models.qwen(tokenizer)
     model.config.max_position_embeddings = 1024
@@ -21,13 +21,13 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def full_size() -> bool:
-    """Whether the long form is run: ``make survival``."""
+    """True for the long form: ``make survival``."""
     return os.environ.get("MOPD_SURVIVAL") == "full"
 
 
 @pytest.fixture(autouse=True)
 def quiet_requests() -> Iterator[None]:
-    """Thousands of requests make thousands of lines, which nobody reads."""
+    """Silence httpx, which logs a line for each of thousands of requests."""
     logger = logging.getLogger("httpx")
     before = logger.level
     logger.setLevel(logging.WARNING)

@@ -23,58 +23,58 @@ PATIENCE_SECONDS = 600.0
 
 @dataclass
 class RunningTeacher:
-    """A process that serves, or is about to."""
+    """A process that serves or will serve."""
 
     process: Program
     url: str
     log: Path
-    """What it wrote on stderr."""
+    """The standard error of the process."""
     verify: ssl.SSLContext | bool = True
-    """Whom to believe about an https address."""
+    """The certificate authorities that are trusted for an https address."""
 
     def get(self, path: str) -> httpx.Response:
-        """The answer to one GET."""
+        """Send one GET request."""
         return httpx.get(self.url + path, timeout=PATIENCE_SECONDS, verify=self.verify)
 
     def metric(self, name: str) -> float:
-        """The sum of all series of a metric; 0 where it has none yet."""
+        """The sum of all series of a metric; 0 without any."""
         lines = re.findall(
             rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", self.get("/metrics").text, re.M
         )
         return sum(map(float, lines))
 
     def resident_mebibytes(self) -> float:
-        """Memory that the process holds, as the kernel counts it."""
+        """The resident memory of the process in MiB, as the kernel counts it."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) / 1024
 
     def open_files(self) -> int:
-        """File descriptors that the process holds."""
+        """The number of open file descriptors of the process."""
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     def until(self, path: str, status: int) -> httpx.Response:
-        """Asks again and again until the answer has this status."""
+        """Repeat a GET request until the response has this status."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
-            answered = self._try(path)
-            if answered is not None and answered.status_code == status:
-                return answered
+            response = self._try(path)
+            if response is not None and response.status_code == status:
+                return response
             assert self.process.poll() is None, f"the teacher has ended:\n{self.log.read_text()}"
-            assert time.monotonic() < deadline, f"no {status} from {path}; last {answered}"
-            threading.Event().wait(0.01)  # another process is awaited, which cannot tell us
+            assert time.monotonic() < deadline, f"no {status} from {path}; last {response}"
+            threading.Event().wait(0.01)  # poll: the other process cannot notify this one
 
     def until_metric(self, name: str, value: float) -> None:
-        """Asks again and again until a metric has this value."""
+        """Poll until a metric has this value."""
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while (found := self.metric(name)) != value:
-            assert time.monotonic() < deadline, f"{name} is {found}, not {value}"
+        while (current := self.metric(name)) != value:
+            assert time.monotonic() < deadline, f"{name} is {current}, not {value}"
             threading.Event().wait(0.01)
 
     def until_open_files(self, at_most: int) -> None:
-        """Looks again and again until no more files are open; closed connections take a moment."""
+        """Poll until at most ``at_most`` files are open: connections close with a delay."""
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while (found := self.open_files()) > at_most:
-            assert time.monotonic() < deadline, f"{found} files are open, not {at_most}"
+        while (current := self.open_files()) > at_most:
+            assert time.monotonic() < deadline, f"{current} files are open, not {at_most}"
             threading.Event().wait(0.01)
 
     def stop(self) -> int:

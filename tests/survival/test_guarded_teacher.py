@@ -1,4 +1,4 @@
-"""Keys, quotas and TLS of a real process: who does not belong learns nothing."""
+"""Keys, quotas and TLS of a real process."""
 
 import ssl
 from collections.abc import Iterator
@@ -19,21 +19,21 @@ KEYS = "alice: sesame-alice\nbob sesame-bob\nsesame-nameless\n# sesame-comment\n
 
 @dataclass
 class Guarded:
-    """A teacher that asks for keys over TLS."""
+    """A teacher that requires API keys and serves over TLS."""
 
     teacher: RunningTeacher
     client: httpx.Client
     keys: Path
 
     def post(self, key: str | None, body: object = SMALL) -> httpx.Response:
-        """A scoring request with this key."""
+        """Send a scoring request with this key."""
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         return self.client.post("/v1/logprobs", json=body, headers=headers)
 
 
 @pytest.fixture(scope="module")
 def guarded(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    """Six tokens a minute: two small requests at once, then one every half minute."""
+    """A quota of six tokens a minute: two small requests, then one every half minute."""
     folder = tmp_path_factory.mktemp("guarded")
     authority = trustme.CA()
     issued = authority.issue_cert("127.0.0.1")
@@ -41,25 +41,23 @@ def guarded(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     issued.cert_chain_pems[0].write_to_path(certificate)
     issued.private_key_pem.write_to_path(key)
     keys.write_text(KEYS)
-    trusting = ssl.create_default_context()
-    authority.configure_trust(trusting)
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
     options = ["--tls-certificate", str(certificate), "--tls-key", str(key)]
     options += ["--api-key-file", str(keys), "--key-tokens-per-minute", "6"]
     with running_teacher(
         model_folder, folder / "log", *options, ready=False, scheme="https"
     ) as teacher:
-        teacher.verify = trusting
+        teacher.verify = context
         teacher.until("/readyz", 200)
-        with httpx.Client(
-            base_url=teacher.url, verify=trusting, timeout=PATIENCE_SECONDS
-        ) as client:
+        with httpx.Client(base_url=teacher.url, verify=context, timeout=PATIENCE_SECONDS) as client:
             yield Guarded(teacher, client, keys)
     log = (folder / "log").read_text()
     assert "sesame" not in log
     assert "key=alice" in log
 
 
-def test_plain_http_and_an_unknown_authority_are_no_way_in(guarded: Guarded) -> None:
+def test_plain_http_and_an_unknown_authority_are_rejected(guarded: Guarded) -> None:
     with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
         httpx.get(guarded.teacher.url + "/healthz", timeout=PATIENCE_SECONDS)
     plain = guarded.teacher.url.replace("https", "http")
@@ -69,27 +67,27 @@ def test_plain_http_and_an_unknown_authority_are_no_way_in(guarded: Guarded) -> 
 
 
 @pytest.mark.parametrize("key", [None, "", "sesame", "alice", "alice: sesame-alice", "é" * 10_000])
-def test_who_has_no_key_learns_nothing(guarded: Guarded, key: str | None) -> None:
+def test_without_a_valid_key_no_response_has_details(guarded: Guarded, key: str | None) -> None:
     header = b"" if key is None else b"Bearer " + key.encode() if key else b"Bearer"
     headers = {b"Authorization": header} if header else {}
-    answers = [
+    responses = [
         guarded.client.get(path, headers=headers)
         for path in ("/v1/manifest", "/v1/tokenizer", "/v1/logprobs", "/v1/", "/v1/../v1/manifest")
     ]
-    answers.append(guarded.client.post("/v1/logprobs", content=b"{", headers=headers))
-    for answer in answers:
-        assert answer.status_code == 401
-    open_to_all = [
+    responses.append(guarded.client.post("/v1/logprobs", content=b"{", headers=headers))
+    for response in responses:
+        assert response.status_code == 401
+    public = [
         guarded.client.get(path, headers=headers)
         for path in ("/", "/healthz", "/readyz", "/metrics", "/docs", "/openapi.json", "/nowhere")
     ]
-    for answer in answers + open_to_all:
-        told = answer.text + str(answer.headers)
+    for response in responses + public:
+        text = response.text + str(response.headers)
         for secret in ("secret-qwen", "math", "sesame-", "Traceback", "/tmp", "uvicorn"):
-            assert secret not in told, (answer.url, secret)
+            assert secret not in text, (response.url, secret)
 
 
-def test_a_quota_is_each_keys_own_and_says_when_to_come_back(guarded: Guarded) -> None:
+def test_each_key_has_a_separate_quota_with_a_retry_after(guarded: Guarded) -> None:
     assert [guarded.post("sesame-alice").status_code for _ in range(2)] == [200, 200]
     refused = guarded.post("sesame-alice")
     assert refused.status_code == 429
@@ -101,15 +99,15 @@ def test_a_quota_is_each_keys_own_and_says_when_to_come_back(guarded: Guarded) -
     assert name in guarded.client.get("/metrics").text
 
 
-def test_a_key_that_is_revoked_opens_no_more_and_a_new_one_does(guarded: Guarded) -> None:
+def test_a_changed_key_file_revokes_old_keys_and_admits_new_ones(guarded: Guarded) -> None:
     assert guarded.post("sesame-bob").status_code == 200
     changed = guarded.keys.with_suffix(".new")
     changed.write_text(KEYS.replace("bob sesame-bob", "carol sesame-carol"))
     changed.replace(guarded.keys)
     assert guarded.post("sesame-bob").status_code == 401
     assert guarded.post("sesame-carol").status_code == 200
-    guarded.keys.unlink()  # an editor at work: nobody is locked out by that
+    guarded.keys.unlink()  # an editor replaces the file: the last keys remain valid
     assert guarded.post("sesame-carol").status_code == 200
-    guarded.keys.write_text("")  # but an emptied file opens to nobody
+    guarded.keys.write_text("")  # an empty file admits no key
     assert guarded.post("sesame-carol").status_code == 401
     assert guarded.post(None).status_code == 401

@@ -1,4 +1,4 @@
-"""Thousands of requests, and more than the queue holds: every one is answered, and rightly."""
+"""Thousands of requests, and more than fit the queue: every one is scored correctly."""
 
 import asyncio
 import logging
@@ -47,51 +47,50 @@ def body(number: int) -> dict[str, Any]:
     }
 
 
-async def ask(client: httpx.AsyncClient, number: int) -> bytes:
-    """The binary answer to request ``number``, which must be one."""
+async def send(client: httpx.AsyncClient, number: int) -> bytes:
+    """Send request ``number``, which has to succeed; its binary response."""
     headers = {"accept": BINARY_MEDIA_TYPE}
-    answer = await client.post("/v1/logprobs", json=body(number), headers=headers)
-    assert answer.status_code == 200, answer.text
-    return answer.content
+    response = await client.post("/v1/logprobs", json=body(number), headers=headers)
+    assert response.status_code == 200, response.text
+    return response.content
 
 
-async def ask_all(teacher: RunningTeacher, numbers: range) -> dict[int, bytes]:
-    """Asks for all of them, ``IN_FLIGHT`` at a time; some of the answers, the others are checked
-    for their id only."""
+async def send_all(teacher: RunningTeacher, numbers: range) -> dict[int, bytes]:
+    """Send the requests, ``IN_FLIGHT`` at a time; every ``CHECKED_EACH``-th response."""
     kept: dict[int, bytes] = {}
     waiting = iter(numbers)
 
-    async def ask_in_turn(client: httpx.AsyncClient) -> None:
+    async def send_in_turn(client: httpx.AsyncClient) -> None:
         for number in waiting:
-            answer = await ask(client, number)
-            assert decode_binary(answer).ids == (str(number),)
+            response = await send(client, number)
+            assert decode_binary(response).ids == (str(number),)
             if number % CHECKED_EACH == 0:
-                kept[number] = answer
+                kept[number] = response
 
     async with (
         httpx.AsyncClient(base_url=teacher.url, timeout=PATIENCE_SECONDS) as client,
         asyncio.TaskGroup() as group,
     ):
         for _ in range(IN_FLIGHT):
-            group.create_task(ask_in_turn(client))
+            group.create_task(send_in_turn(client))
     return kept
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_thousands_of_requests_are_answered_rightly_and_leave_nothing_behind(
+def test_thousands_of_requests_are_scored_correctly_and_release_their_resources(
     model_folder: Path, tmp_path: Path, full_size: bool
 ) -> None:
     first, requests = (1_000, 10_000) if full_size else (600, 900)
     with running_teacher(model_folder, tmp_path / "log", "--log-level", "warning") as teacher:
         files = teacher.open_files()
-        kept = asyncio.run(ask_all(teacher, range(first)))
+        kept = asyncio.run(send_all(teacher, range(first)))
         memory = teacher.resident_mebibytes()
-        kept |= asyncio.run(ask_all(teacher, range(first, requests)))
+        kept |= asyncio.run(send_all(teacher, range(first, requests)))
         grown = teacher.resident_mebibytes() - memory
         logger.info("%d requests: %.0f MiB, then %+.1f MiB", requests, memory, grown)
         # The allocator is uneven by tens of MiB for some hundred requests and settles then: 30 and
-        # 40 MiB were found from the 300th to the 600th, 0 and 10 from there to the 900th.
+        # 40 MiB were found from the 300th to the 600th, 0 and 10 from the 600th to the 900th.
         assert grown < ALLOCATOR_MEBIBYTES
         teacher.until_open_files(files)
         assert teacher.metric("mopd_requests_total") >= requests
@@ -101,30 +100,28 @@ def test_thousands_of_requests_are_answered_rightly_and_leave_nothing_behind(
     assert len(kept) == requests // CHECKED_EACH
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     real_ids = sorted(AutoTokenizer.from_pretrained(model_folder).get_vocab().values())
-    for number, answer in kept.items():
-        asked = body(number)["sequences"][0]
-        prompt, completion = asked["prompt_token_ids"], asked["completion_token_ids"]
-        (score,) = decode_binary(answer).scores
+    for number, response in kept.items():
+        sent = body(number)["sequences"][0]
+        prompt, completion = sent["prompt_token_ids"], sent["completion_token_ids"]
+        (score,) = decode_binary(response).scores
         assert score.completion.token_ids.tolist() == completion
         for row in {0, len(completion) // 2, len(completion) - 1}:
             distribution = next_token_logprobs(model, [*prompt, *completion[:row]], real_ids)
-            found = [*score.topk.logprobs[row], score.topk.token_logprobs[row]]
+            scored = [*score.topk.logprobs[row], score.topk.token_logprobs[row]]
             ids = [*score.topk.ids[row], completion[row]]
-            np.testing.assert_allclose(found, [distribution[i] for i in ids], atol=5e-5)
+            np.testing.assert_allclose(scored, [distribution[i] for i in ids], atol=5e-5)
             assert len(set(ids[:-1])) == body(number)["top_k"]
 
 
-def until_one_is_refused(teacher: RunningTeacher) -> None:
-    """Asks again and again; a test that waits in vain is ended by its timeout."""
+def until_one_is_rejected(teacher: RunningTeacher) -> None:
+    """Poll until a request was rejected; pytest's timeout ends a test that waits in vain."""
     while not teacher.metric(QUEUE_FULL):
         threading.Event().wait(0.01)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_ten_times_what_the_queue_holds_is_answered_in_the_end(
-    model_folder: Path, tmp_path: Path
-) -> None:
+def test_ten_times_the_queue_is_scored_after_retries(model_folder: Path, tmp_path: Path) -> None:
     tokens, requests = 400, 100
     queue = str(tokens * requests // 10)
     options = ("--max-queue-tokens", queue, "--max-batch-tokens", str(tokens))
@@ -132,21 +129,21 @@ def test_ten_times_what_the_queue_holds_is_answered_in_the_end(
     os.mkfifo(gate)
 
     async def all_at_once(teacher: RunningTeacher) -> None:
-        """The first of them holds the engine until one is refused."""
+        """Send all; the first occupies the engine until another is rejected."""
         async with TeacherClient(
             "math", [teacher.url], max_concurrency=requests, deadline_seconds=PATIENCE_SECONDS
         ) as client:
             sequence = SequenceRequest(
                 prompt_token_ids=[1] * (tokens // 2), completion_token_ids=[2] * (tokens // 2)
             )
-            asked = [asyncio.create_task(client.score([sequence], top_k=19))]
+            tasks = [asyncio.create_task(client.score([sequence], top_k=19))]
             await asyncio.to_thread(teacher.until_metric, "mopd_requests_in_flight", 1)
-            asked += [
+            tasks += [
                 asyncio.create_task(client.score([sequence], top_k=8)) for _ in range(requests - 1)
             ]
-            await asyncio.to_thread(until_one_is_refused, teacher)
-            gate.write_text("go on")
-            scores = await asyncio.gather(*asked)
+            await asyncio.to_thread(until_one_is_rejected, teacher)
+            gate.write_text("open")
+            scores = await asyncio.gather(*tasks)
         assert [len(score.completion) for (score,) in scores] == [tokens // 2] * requests
 
     with running_teacher(

@@ -21,17 +21,17 @@ SEQUENCE = SequenceRequest(prompt="the quick", completion=" fox")
 
 @dataclass
 class Address(httpx.AsyncBaseTransport):
-    """Whoever stands behind the address now."""
+    """The service that currently has the address."""
 
     teacher: TeacherService
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """The answer of that teacher."""
+        """Forward the request to the current service."""
         return await httpx.ASGITransport(create_app(self.teacher)).handle_async_request(request)
 
 
 def loaded(folder: Path, seed: int) -> TeacherService:
-    """A teacher that differs from others of this test in its weights alone."""
+    """A teacher that differs from others of this test only in its weights."""
     tokenizer = tiny_models.digit_tokenizer()
     tiny_models.save(tiny_models.qwen(tokenizer, seed=seed), tokenizer, folder)
     service = TeacherService.load(
@@ -41,7 +41,7 @@ def loaded(folder: Path, seed: int) -> TeacherService:
     return service
 
 
-def test_another_model_under_the_same_address_is_not_believed(tmp_path: Path) -> None:
+def test_another_model_under_the_same_address_is_rejected(tmp_path: Path) -> None:
     first = loaded(tmp_path / "first" / "teacher", seed=0)
     other = loaded(tmp_path / "other" / "teacher", seed=1)
     again = loaded(tmp_path / "again" / "teacher", seed=0)

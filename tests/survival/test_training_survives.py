@@ -1,4 +1,4 @@
-"""A teacher is killed in the middle of a run: nothing is trained twice, and nothing left out."""
+"""A teacher is killed during a run: no sample is trained on twice, and none is skipped."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ def run(folder: Path, student: Path, urls: list[str]) -> list[dict[str, Any]]:
 
 
 def completions(folder: Path) -> list[str]:
-    """What was trained on, in order."""
+    """The completions trained on, in order."""
     return (folder / "run" / "completions.jsonl").read_text().splitlines()
 
 
@@ -62,7 +62,7 @@ def undisturbed(
 def assert_same_run(
     folder: Path, journal: list[dict[str, Any]], undisturbed: tuple[Path, list[dict[str, Any]]]
 ) -> None:
-    """Each step once, with the same samples, trained on and left out, and the same losses."""
+    """Each step once, with the same samples, trained on and dropped, and the same losses."""
     other_folder, other = undisturbed
     assert [line["step"] for line in journal] == list(range(1, STEPS + 1))
     for line, expected in zip(journal, other, strict=True):
@@ -76,7 +76,7 @@ def assert_same_run(
     assert trained == len(completions(folder)) > STEPS
 
 
-def test_a_run_goes_on_with_the_other_replica(
+def test_a_run_continues_with_the_other_replica(
     model_folder: Path, tmp_path: Path, undisturbed: tuple[Path, list[dict[str, Any]]]
 ) -> None:
     killed = tmp_path / "killed"

@@ -1,4 +1,4 @@
-"""``mopd-teacher`` with an engine that dies when asked for 13 entries and hangs when asked for 17.
+"""``mopd-teacher`` with an engine that fails at a top-k of 13 and hangs at a top-k of 17.
 
 Environment variables make it worse. LOADING_WAITS_FOR names a pipe: loading lasts until something
 is written to it. ENGINE_WAITS_FOR does the same to a batch for 19 entries. With KILLED_ONCE, the
@@ -25,7 +25,7 @@ load_teacher = TeacherService.load
 
 
 def load(settings: TeacherSettings) -> TeacherService:
-    """The service that was asked for, around an unlucky engine."""
+    """Load the service and replace its engine's scoring."""
     if gate := os.environ.get("LOADING_WAITS_FOR"):
         Path(gate).read_text()
     service = load_teacher(settings)

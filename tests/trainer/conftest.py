@@ -18,7 +18,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """What ``OMP_NUM_THREADS=1`` is to a subprocess."""
+    """Limit torch to one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -27,7 +27,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def small_vllm() -> Iterator[None]:
-    """What every vLLM of a module starts with: little memory, and nothing from the hub."""
+    """Limit the memory of every vLLM of a module and forbid downloads."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         patch.setenv("HF_HUB_OFFLINE", "1")
@@ -37,11 +37,11 @@ def small_vllm() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A student and two teachers, of three families."""
-    made = {"student": ("qwen", "digit"), "math": ("llama", "sentencepiece")}
-    made["code"] = ("gpt_neox", "whole_number")
+    families = {"student": ("qwen", "digit"), "math": ("llama", "sentencepiece")}
+    families["code"] = ("gpt_neox", "whole_number")
     return {
         name: tiny_models.save(model_of(family), tokenizer(own), tmp_path_factory.mktemp(name))
-        for name, (family, own) in made.items()
+        for name, (family, own) in families.items()
     }
 
 

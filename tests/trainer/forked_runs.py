@@ -13,11 +13,11 @@ from tests import processes
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended: its status (negative: the signal), and after how many touches."""
+    """Exit status (negative: the signal), number of accesses to the folder, and output."""
 
     status: int
     touches: int
-    told: str
+    output: str
 
 
 @dataclass
@@ -79,5 +79,5 @@ def run_mopd(
         status = program.wait()
     finally:
         program.kill()
-    told = log.read_text() + log.with_suffix(".stdout").read_text()
-    return Ended(status, counter.stat().st_size if counter.exists() else 0, told)
+    output = log.read_text() + log.with_suffix(".stdout").read_text()
+    return Ended(status, counter.stat().st_size if counter.exists() else 0, output)

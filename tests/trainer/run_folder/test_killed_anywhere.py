@@ -77,7 +77,7 @@ def test_a_run_killed_anywhere_ends_as_if_it_had_not_been(
     """Killed before it touches its folder, where checkpoints are written, and at any time."""
     values["student"]["lora"] = lora
     whole = run(tmp_path / "whole", values)
-    assert whole.status == 0, whole.told
+    assert whole.status == 0, whole.output
     assert whole.touches > 50
     random = np.random.default_rng(20)
     deaths = [_death(random, whole, kind) for kind in ("touch", "time") * (kills // 2)]
@@ -87,7 +87,7 @@ def test_a_run_killed_anywhere_ends_as_if_it_had_not_been(
             ended = run(folder, values, **(deaths.pop() if deaths else {}))
             if ended.status == 0:
                 break
-            assert ended.status in (-signal.SIGKILL, -signal.SIGALRM), ended.told
+            assert ended.status in (-signal.SIGKILL, -signal.SIGALRM), ended.output
             steps = [json.loads(line)["step"] for line in _whole_lines(folder)]
             assert steps == list(range(1, len(steps) + 1))
         assert_same_run(folder / "run", tmp_path / "whole" / "run")
