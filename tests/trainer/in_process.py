@@ -1,4 +1,4 @@
-"""Real teacher services without a network, which remember what they were asked."""
+"""Teacher services in process, without a network, that record their scoring requests."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -23,35 +23,35 @@ SCORING = "/v1/logprobs"
 
 @dataclass
 class Recorded(httpx.AsyncBaseTransport):
-    """Hands requests to an app, and keeps the bodies of those that ask for scores."""
+    """Transport to an app that records the bodies of scoring requests."""
 
     app: FastAPI
-    asked: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    requests: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     broken: bool = False
-    """Whether scoring requests find nobody."""
-    absent: int = 0
-    """How many more scoring requests find nobody."""
+    """If true, scoring requests fail to connect."""
+    failures: int = 0
+    """Number of further scoring requests that fail to connect."""
     on_scoring: Callable[[], None] | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """The app's answer."""
+        """Return the app's response."""
         if request.url.path == SCORING:
-            self.asked.append(json.loads(request.content))
+            self.requests.append(json.loads(request.content))
             if self.on_scoring is not None:
                 self.on_scoring()
-            self.absent -= 1
-            if self.broken or self.absent >= 0:
-                raise httpx.ConnectError("nobody is there", request=request)
+            self.failures -= 1
+            if self.broken or self.failures >= 0:
+                raise httpx.ConnectError("connection refused", request=request)
         return await httpx.ASGITransport(self.app).handle_async_request(request)
 
     @property
     def sequences(self) -> list[dict[str, Any]]:
-        """Every sequence that was asked about, in order."""
-        return [sequence for body in self.asked for sequence in body["sequences"]]
+        """All requested sequences, in order."""
+        return [sequence for body in self.requests for sequence in body["sequences"]]
 
 
 def teacher_config(**settings: Any) -> TeacherConfig:
-    """Settings of a teacher in process."""
+    """Return the settings of a teacher in process."""
     return TeacherConfig.model_validate({"url": "http://teacher", "top_k": 8, **settings})
 
 
@@ -60,7 +60,7 @@ async def scorer_of(
     student: StudentIdentity,
     teachers: Mapping[str, tuple[Recorded, TeacherConfig]],
 ) -> AsyncIterator[RolloutScorer]:
-    """A scorer that has met the teachers."""
+    """Connect to the teachers and return a scorer."""
     clock = StillClock().clock  # retries of a broken teacher take no time
     clients = {
         name: TeacherClient(
@@ -74,7 +74,7 @@ async def scorer_of(
     }
     async with TeacherPool(clients) as pool:
         configs = {name: config for name, (_, config) in teachers.items()}
-        met = await connect_teachers(
+        connected = await connect_teachers(
             pool, configs, student, ProjectionCache(), {}, wait_seconds=60.0
         )
-        yield RolloutScorer(pool, met, student.table, clock=clock)
+        yield RolloutScorer(pool, connected, student.table, clock=clock)

@@ -63,7 +63,7 @@ async def test_scoring_begins_before_the_last_batch_is_written() -> None:
         sampler = WaitsForATeacher(student, settings(), asked)
         examples, _ = await collect(PROMPTS, sampler, scorer, 0)
     assert [example.rollout.prompt.index for example in examples] == [0, 1, 2, 3, 4, 5]
-    assert [len(body["sequences"]) for body in transport.asked] == [2, 2, 2]
+    assert [len(body["sequences"]) for body in transport.requests] == [2, 2, 2]
 
 
 async def test_a_prompt_is_sampled_as_often_as_asked_and_differently_each_time() -> None:

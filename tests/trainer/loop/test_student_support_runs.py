@@ -183,7 +183,7 @@ def test_a_run_asks_about_the_students_ids_and_learns_from_them(
     assert lines[0]["loss"] == pytest.approx(total / tokens, rel=1e-4)
     found = [line["loss"] for line in lines]
     assert np.mean(found[-3:]) < 0.5 * np.mean(found[:3]), found
-    for body in asked.asked:
+    for body in asked.requests:
         assert all("candidate_ids" in sequence for sequence in body["sequences"])
 
 
@@ -215,7 +215,7 @@ def test_a_replay_compares_on_the_recorded_ids(
     tmp_path: Path, values: dict[str, Any], asked: Recorded
 ) -> None:
     live, _ = run_here(values, max_steps=3)
-    before = len(asked.asked)
+    before = len(asked.requests)
     again = {
         **values,
         "max_steps": 3,
@@ -225,7 +225,7 @@ def test_a_replay_compares_on_the_recorded_ids(
     }
     replayed, _ = run_here(again)
 
-    assert len(asked.asked) == before
+    assert len(asked.requests) == before
     assert_same_weights(replayed, live)
     assert [line["loss"] for line in journal(tmp_path / "replay")] == [
         line["loss"] for line in journal(tmp_path / "run")

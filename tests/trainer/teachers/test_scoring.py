@@ -1,4 +1,4 @@
-"""Who is asked what, and what becomes of the answers; the teachers are real services."""
+"""Tests of scoring rollouts with teachers: requests, weights, failures; real services."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -27,12 +27,12 @@ IDENTITY = StudentIdentity(
 )
 TOKEN_LOSS = {"loss": {"type": "topk_kl"}}
 
-Asked = dict[str, tuple[Recorded, TeacherConfig]]
+Teachers = dict[str, tuple[Recorded, TeacherConfig]]
 
 
 @cache
 def service(name: str) -> TinyTeacher:
-    """A teacher with the student's tokenizer, and two with others."""
+    """Return a teacher with the student's tokenizer, or one of two with others."""
     make = {
         "digit": tiny_models.qwen,
         "sentencepiece": tiny_models.llama,
@@ -41,7 +41,7 @@ def service(name: str) -> TinyTeacher:
     return teacher_of(make(tokenizer(name)), tokenizer(name))
 
 
-def asked(name: str, **settings: Any) -> tuple[Recorded, TeacherConfig]:
+def teacher_with(name: str, **settings: Any) -> tuple[Recorded, TeacherConfig]:
     return Recorded(service(name).app), teacher_config(**settings)
 
 
@@ -50,21 +50,21 @@ def written(text: str, index: int = 0, **teachers: float) -> Rollout:
 
 
 async def scored(
-    teachers: Asked, rollouts: Sequence[Rollout]
+    teachers: Teachers, rollouts: Sequence[Rollout]
 ) -> tuple[list[TrainingExample], RolloutScorer]:
     async with scorer_of(IDENTITY, teachers) as scorer:
         return await scorer.score(rollouts), scorer
 
 
-async def test_each_sample_is_read_by_its_own_teacher() -> None:
-    teachers = {"math": asked("sentencepiece"), "code": asked("whole_number")}
+async def test_each_sample_is_scored_by_its_teacher() -> None:
+    teachers = {"math": teacher_with("sentencepiece"), "code": teacher_with("whole_number")}
     owners = ["math", "code", "code", "math", "code"]
-    rollouts = [written(f"answer {at}", at, **{name: 1.0}) for at, name in enumerate(owners)]
+    rollouts = [written(f"completion {at}", at, **{name: 1.0}) for at, name in enumerate(owners)]
     examples, _ = await scored(teachers, rollouts)
     for name, (transport, _) in teachers.items():
-        mine = [f"answer {at}" for at, owner in enumerate(owners) if owner == name]
-        assert [sequence["completion"] for sequence in transport.sequences] == mine
-        assert len(transport.asked) == 1
+        expected_texts = [f"completion {at}" for at, owner in enumerate(owners) if owner == name]
+        assert [sequence["completion"] for sequence in transport.sequences] == expected_texts
+        assert len(transport.requests) == 1
     assert [example.rollout.prompt.index for example in examples] == [0, 1, 2, 3, 4]
     assert [[j.teacher for j in e.scores] for e in examples] == [[name] for name in owners]
     for example in examples:
@@ -76,24 +76,24 @@ async def test_each_sample_is_read_by_its_own_teacher() -> None:
 
 
 async def test_two_teachers_of_a_sample_keep_their_weights_and_order() -> None:
-    teachers = {"math": asked("sentencepiece"), "code": asked("whole_number")}
+    teachers = {"math": teacher_with("sentencepiece"), "code": teacher_with("whole_number")}
     [example], _ = await scored(teachers, [written("12 + 30", code=1.0, math=3.0)])
     assert [(j.teacher, j.weight) for j in example.scores] == [("code", 0.25), ("math", 0.75)]
     assert all(len(transport.sequences) == 1 for transport, _ in teachers.values())
 
 
-async def test_a_teacher_with_another_tokenizer_never_sees_the_students_ids() -> None:
-    transport, config = asked("whole_number")
+async def test_teacher_with_another_tokenizer_receives_no_student_ids() -> None:
+    transport, config = teacher_with("whole_number")
     pieces = ["1999.50 ", "<|user|>", " 的", "<|end|>"]
-    made = rollout("digit", ids_of("digit", *pieces), teachers={"code": 1.0})
-    await scored({"code": (transport, config)}, [made, written("x", code=1.0)])
+    sampled = rollout("digit", ids_of("digit", *pieces), teachers={"code": 1.0})
+    await scored({"code": (transport, config)}, [sampled, written("x", code=1.0)])
     for sequence in transport.sequences:
         assert set(sequence) == {"messages", "completion", "finished"}
     assert transport.sequences[0]["completion"] == ["1999.50 ", {"control": "<|user|>"}, " 的"]
 
 
-async def test_each_teacher_of_a_sample_is_sent_what_its_own_tokenizer_knows() -> None:
-    teachers = {"other": asked("sentencepiece"), "same": asked("digit")}
+async def test_control_tokens_are_sent_by_the_vocabulary_of_each_teacher() -> None:
+    teachers = {"other": teacher_with("sentencepiece"), "same": teacher_with("digit")}
     ids = ids_of("digit", "a", "<|pad|>", "b")
     [example], _ = await scored(teachers, [rollout("digit", ids, teachers={"other": 1, "same": 1})])
     sent = {name: transport.sequences[0]["completion"] for name, (transport, _) in teachers.items()}
@@ -104,12 +104,12 @@ async def test_each_teacher_of_a_sample_is_sent_what_its_own_tokenizer_knows() -
     ]
 
 
-async def test_a_teacher_with_the_same_tokenizer_gets_the_very_ids() -> None:
-    transport, config = asked("digit", **TOKEN_LOSS)
+async def test_teacher_with_the_same_tokenizer_receives_the_ids() -> None:
+    transport, config = teacher_with("digit", **TOKEN_LOSS)
     # Ids that the tokenizer itself would never make of this text.
     ids = [*ids_of("digit", b"the", b"\xe7", "<|pad|>"), *ids_of("digit", "<|end|>")]
-    made = rollout("digit", ids, teachers={"math": 1.0})
-    [example], _ = await scored({"math": (transport, config)}, [made])
+    sampled = rollout("digit", ids, teachers={"math": 1.0})
+    [example], _ = await scored({"math": (transport, config)}, [sampled])
     [sequence] = transport.sequences
     assert set(sequence) == {"messages", "completion_token_ids", "finished"}
     assert sequence["completion_token_ids"] == ids[:-1]
@@ -119,27 +119,27 @@ async def test_a_teacher_with_the_same_tokenizer_gets_the_very_ids() -> None:
     assert [(int(start), int(end)) for start, end in spans] == [(r, r + 1) for r in range(len(ids))]
 
 
-async def test_scores_are_the_teachers_distributions_at_the_asked_k_and_temperature() -> None:
-    transport, config = asked("digit", top_k=5, temperature=0.5, **TOKEN_LOSS)
-    made = written("7 + 8", math=1.0)
-    [example], _ = await scored({"math": (transport, config)}, [made])
-    assert (transport.asked[0]["top_k"], transport.asked[0]["temperature"]) == (5, 0.5)
+async def test_scores_are_the_teachers_distributions_at_the_configured_k_and_temperature() -> None:
+    transport, config = teacher_with("digit", top_k=5, temperature=0.5, **TOKEN_LOSS)
+    sampled = written("7 + 8", math=1.0)
+    [example], _ = await scored({"math": (transport, config)}, [sampled])
+    assert (transport.requests[0]["top_k"], transport.requests[0]["temperature"]) == (5, 0.5)
     teacher = service("digit")
     prompt = tokenizer("digit").apply_chat_template(
         transport.sequences[0]["messages"], add_generation_prompt=True, tokenize=False
     )
     prompt_ids = tokenizer("digit")(prompt, add_special_tokens=False)["input_ids"]
     expected = completion_logprobs(
-        teacher.model, prompt_ids, made.completion.token_ids.tolist(), teacher.real_ids, 0.5
+        teacher.model, prompt_ids, sampled.completion.token_ids.tolist(), teacher.real_ids, 0.5
     )
-    found = example.scores[0].score.topk
+    topk = example.scores[0].score.topk
     best = [sorted(row.values(), reverse=True)[:5] for row in expected]
-    np.testing.assert_allclose(found.logprobs, best, atol=2e-5)
+    np.testing.assert_allclose(topk.logprobs, best, atol=2e-5)
 
 
 @pytest.mark.parametrize("on_error", ["fail", "drop"])
-async def test_a_sample_too_long_for_its_teacher_goes_alone_and_is_counted(on_error: str) -> None:
-    teachers = {"code": asked("whole_number", on_error=on_error)}
+async def test_only_the_too_long_sample_is_dropped_and_counted(on_error: str) -> None:
+    teachers = {"code": teacher_with("whole_number", on_error=on_error)}
     rollouts = [written("a" if at != 1 else "x9" * 200, at, code=1.0) for at in range(4)]
     examples, scorer = await scored(teachers, rollouts)
     assert [example.rollout.prompt.index for example in examples] == [0, 2, 3]
@@ -147,7 +147,7 @@ async def test_a_sample_too_long_for_its_teacher_goes_alone_and_is_counted(on_er
 
 
 def picky(on_error: str) -> tuple[Recorded, TeacherConfig]:
-    """A teacher whose chat template knows no system turn."""
+    """Return a teacher whose chat template rejects system turns."""
     own: PreTrainedTokenizerFast = tiny_models.whole_number_tokenizer()
     own.chat_template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -163,7 +163,7 @@ def with_a_system_turn(index: int) -> Rollout:
     return rollout("digit", ids, teachers={"code": 1.0}, index=index, messages=turns)
 
 
-async def test_a_sample_that_its_teacher_refuses_goes_alone_where_the_run_goes_on() -> None:
+async def test_only_the_rejected_sample_is_dropped_with_on_error_drop() -> None:
     rollouts = [written("a", 0, code=1.0), with_a_system_turn(1), written("b", 2, code=1.0)]
     examples, scorer = await scored({"code": picky("drop")}, rollouts)
     assert [example.rollout.prompt.index for example in examples] == [0, 2]
@@ -172,11 +172,11 @@ async def test_a_sample_that_its_teacher_refuses_goes_alone_where_the_run_goes_o
         await scored({"code": picky("fail")}, rollouts)
 
 
-async def test_samples_of_an_absent_teacher_are_dropped_or_end_the_run() -> None:
+async def test_samples_of_an_unavailable_teacher_are_dropped_or_end_the_run() -> None:
     for on_error in ("drop", "fail"):
         teachers = {
-            "math": asked("sentencepiece"),
-            "code": asked("whole_number", on_error=on_error),
+            "math": teacher_with("sentencepiece"),
+            "code": teacher_with("whole_number", on_error=on_error),
         }
         rollouts = [
             written("a", 0, math=1.0),
@@ -187,7 +187,7 @@ async def test_samples_of_an_absent_teacher_are_dropped_or_end_the_run() -> None
             teachers["code"][0].broken = True
             if on_error == "drop":
                 examples = await scorer.score(rollouts)
-                # The third had two teachers: without one of them it is not the sample asked for.
+                # The third has two teachers, and is dropped as one of them is unavailable.
                 assert [example.rollout.prompt.index for example in examples] == [0]
                 assert scorer.dropped == {"code/unavailable": 2, "total": 2}
             else:
@@ -195,8 +195,8 @@ async def test_samples_of_an_absent_teacher_are_dropped_or_end_the_run() -> None
                     await scorer.score(rollouts)
 
 
-async def test_a_sample_that_two_teachers_cannot_judge_is_one_sample_less() -> None:
-    teachers = {name: asked("whole_number", on_error="drop") for name in ("math", "code")}
+async def test_sample_that_two_teachers_cannot_score_is_dropped_once() -> None:
+    teachers = {name: teacher_with("whole_number", on_error="drop") for name in ("math", "code")}
     async with scorer_of(IDENTITY, teachers) as scorer:
         for transport, _ in teachers.values():
             transport.broken = True
@@ -205,17 +205,17 @@ async def test_a_sample_that_two_teachers_cannot_judge_is_one_sample_less() -> N
     assert scorer.dropped == {"math/unavailable": 2, "code/unavailable": 1, "total": 2}
 
 
-async def test_a_run_that_waits_keeps_asking_until_the_teacher_is_back(
+async def test_on_error_wait_retries_until_the_teacher_is_available(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One attempt a call: its deadline has no room for a pause.
     for pause in ("FIRST_PAUSE_SECONDS", "LONGEST_PAUSE_SECONDS"):
         monkeypatch.setattr(f"mopd_client.transport.retry.{pause}", 61.0)
     settings = {"on_error": "wait", "deadline_seconds": 60.0}
-    teachers = {"code": asked("whole_number", **settings)}
+    teachers = {"code": teacher_with("whole_number", **settings)}
     async with scorer_of(IDENTITY, teachers) as scorer:
         transport = teachers["code"][0]
-        transport.absent = 20
+        transport.failures = 20
         [example] = await scorer.score([written("a", code=1.0)])
         counters = scorer.counters("code")
         assert counters.waits >= 20
@@ -228,17 +228,17 @@ async def test_a_run_that_waits_keeps_asking_until_the_teacher_is_back(
     assert "teacher 'code' is available after 1" in caplog.text
 
 
-async def test_a_run_that_waits_ends_when_the_teacher_is_there_and_refuses() -> None:
+async def test_on_error_wait_ends_when_the_available_teacher_rejects() -> None:
     rollouts = [written("a", 0, code=1.0), with_a_system_turn(1)]
     with pytest.raises(TeacherError, match=r"teacher 'code' returned status 422: .*no system"):
         await scored({"code": picky("wait")}, rollouts)
 
 
-async def test_a_fallback_judges_in_its_own_way_with_the_absent_teachers_share() -> None:
+async def test_fallback_scores_with_its_settings_and_the_unavailable_teachers_weight() -> None:
     teachers = {
-        "math": asked("sentencepiece", on_error="fallback:code", top_k=3),
-        "code": asked("whole_number", top_k=5),
-        "general": asked("digit"),
+        "math": teacher_with("sentencepiece", on_error="fallback:code", top_k=3),
+        "code": teacher_with("whole_number", top_k=5),
+        "general": teacher_with("digit"),
     }
     async with scorer_of(IDENTITY, teachers) as scorer:
         teachers["math"][0].broken = True
@@ -248,16 +248,16 @@ async def test_a_fallback_judges_in_its_own_way_with_the_absent_teachers_share()
     [judgement, other] = examples[0].scores
     assert (judgement.teacher, judgement.weight) == ("code", 0.75)
     assert (other.teacher, other.weight) == ("general", 0.25)
-    assert teachers["code"][0].asked[0]["top_k"] == 5
+    assert teachers["code"][0].requests[0]["top_k"] == 5
     assert judgement.score.manifest_id == service("whole_number").service.manifest.manifest_id
     assert len(examples) == 2
     assert not scorer.dropped
 
 
-async def test_a_fallback_that_judges_the_sample_already_takes_over_the_share() -> None:
+async def test_fallback_that_scores_the_sample_already_adds_the_weight() -> None:
     teachers = {
-        "math": asked("sentencepiece", on_error="fallback:code"),
-        "code": asked("whole_number"),
+        "math": teacher_with("sentencepiece", on_error="fallback:code"),
+        "code": teacher_with("whole_number"),
     }
     async with scorer_of(IDENTITY, teachers) as scorer:
         teachers["math"][0].broken = True
@@ -265,8 +265,8 @@ async def test_a_fallback_that_judges_the_sample_already_takes_over_the_share() 
     assert [(j.teacher, j.weight) for j in example.scores] == [("code", 1.0)]
 
 
-async def test_only_the_samples_that_a_teacher_refuses_go_to_its_fallback() -> None:
-    teachers = {"code": picky("fallback:math"), "math": asked("sentencepiece")}
+async def test_only_rejected_samples_are_sent_to_the_fallback() -> None:
+    teachers = {"code": picky("fallback:math"), "math": teacher_with("sentencepiece")}
     rollouts = [written("a", 0, code=1.0), with_a_system_turn(1), written("x9" * 200, 2, code=1.0)]
     examples, scorer = await scored(teachers, rollouts)
     # The last is too long for either.
@@ -275,12 +275,12 @@ async def test_only_the_samples_that_a_teacher_refuses_go_to_its_fallback() -> N
     assert scorer.dropped == {"math/too_long": 1, "total": 1}
 
 
-async def test_a_chain_of_fallbacks_ends_as_its_last_teacher_says() -> None:
+async def test_last_teacher_of_a_chain_of_fallbacks_decides_the_failure() -> None:
     for last in ("drop", "fail"):
         teachers = {
-            "math": asked("sentencepiece", on_error="fallback:code"),
-            "code": asked("whole_number", on_error="fallback:general"),
-            "general": asked("digit", on_error=last),
+            "math": teacher_with("sentencepiece", on_error="fallback:code"),
+            "code": teacher_with("whole_number", on_error="fallback:general"),
+            "general": teacher_with("digit", on_error=last),
         }
         async with scorer_of(IDENTITY, teachers) as scorer:
             for transport, _ in teachers.values():
@@ -297,7 +297,7 @@ async def test_a_chain_of_fallbacks_ends_as_its_last_teacher_says() -> None:
 async def test_a_sample_of_which_nothing_aligns_is_dropped_and_counted() -> None:
     unreadable = rollout("digit", ids_of("digit", b"\xff", "abc"), teachers={"code": 1.0})
     examples, scorer = await scored(
-        {"code": asked("whole_number")}, [unreadable, written("b", 1, code=1.0)]
+        {"code": teacher_with("whole_number")}, [unreadable, written("b", 1, code=1.0)]
     )
     assert [example.rollout.prompt.index for example in examples] == [1]
     assert scorer.dropped == {"code/nothing_aligned": 1, "total": 1}
@@ -305,23 +305,23 @@ async def test_a_sample_of_which_nothing_aligns_is_dropped_and_counted() -> None
 
 async def test_a_batch_of_which_nothing_can_be_sent_is_no_error() -> None:
     unreadable = rollout("digit", ids_of("digit", b"\xff"), teachers={"code": 1.0})
-    examples, scorer = await scored({"code": asked("whole_number")}, [unreadable])
+    examples, scorer = await scored({"code": teacher_with("whole_number")}, [unreadable])
     assert examples == []
     assert scorer.dropped == {"code/nothing_aligned": 1, "total": 1}
 
 
-async def test_no_rollouts_ask_nobody() -> None:
-    transport, config = asked("whole_number")
+async def test_no_request_without_rollouts() -> None:
+    transport, config = teacher_with("whole_number")
     assert (await scored({"code": (transport, config)}, []))[0] == []
-    assert transport.asked == []
+    assert transport.requests == []
 
 
-async def test_a_loss_for_one_tokenizer_refuses_a_teacher_with_another() -> None:
+async def test_same_tokenizer_loss_rejects_a_teacher_with_another() -> None:
     with pytest.raises(ConfigError) as caught:
-        await scored({"math": asked("whole_number", **TOKEN_LOSS)}, [])
+        await scored({"math": teacher_with("whole_number", **TOKEN_LOSS)}, [])
     assert caught.value.key == "teachers.math.loss.type"
 
 
-async def test_a_teacher_that_keeps_fewer_candidates_than_asked_is_refused() -> None:
+async def test_teacher_with_a_smaller_top_k_is_rejected() -> None:
     with pytest.raises(ConfigError, match="teacher 'math': top_k exceeds"):
-        await scored({"math": asked("digit", top_k=100_000)}, [])
+        await scored({"math": teacher_with("digit", top_k=100_000)}, [])

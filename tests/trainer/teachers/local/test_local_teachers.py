@@ -1,4 +1,4 @@
-"""Teachers in the trainer's own process: what they say, when they are awake, and what is learnt."""
+"""Tests of local teachers: scores, loading and offloading, and whole runs."""
 
 import asyncio
 import json
@@ -54,8 +54,8 @@ def local(folder: Path, **settings: Any) -> dict[str, Any]:
     return {"placement": "local", "model": str(folder), "top_k": 8, **settings}
 
 
-def asked_of(settings: dict[str, Any], turn: TeacherLock | None = None) -> LocalTeacher:
-    """A local teacher by itself, loaded."""
+def loaded_teacher(settings: dict[str, Any], turn: TeacherLock | None = None) -> LocalTeacher:
+    """Return one loaded local teacher."""
     config = TeacherConfig.model_validate(settings)
     turn = turn or TeacherLock()
     teacher = LocalTeacher("math", config, turn, device="cpu")
@@ -72,11 +72,11 @@ def sequence(**settings: Any) -> SequenceRequest:
 
 
 @pytest.mark.slow
-def test_a_teacher_says_here_what_it_says_over_http(
+def test_local_scores_equal_those_of_the_service(
     folders: dict[str, Path], services: dict[str, str]
 ) -> None:
-    """Also its manifest is the same, so that a run may move from one to the other."""
-    asked = [
+    """The manifests are equal, too, so that a run may switch between them."""
+    requests = [
         sequence(finished=True),
         sequence(completion="fox " * 30),
         sequence(completion=""),
@@ -90,34 +90,38 @@ def test_a_teacher_says_here_what_it_says_over_http(
             )
 
     for name, folder in folders.items():
-        here = asked_of(local(folder, revision="main"))  # which a folder does not have
+        teacher = loaded_teacher(local(folder, revision="main"))  # a folder has no revisions
         for temperature in (1.0, 0.7):
-            manifest, theirs = asyncio.run(over_http(name, asked, temperature))
-            ours = asyncio.run(here.score(asked, top_k=5, temperature=temperature))
-            assert asyncio.run(here.handshake()).manifest_id == manifest.manifest_id
-            for mine, other in zip(ours, theirs, strict=True):
-                assert_same_score(mine, other)
-        rows = len(ours[0].completion)
+            manifest, expected_scores = asyncio.run(over_http(name, requests, temperature))
+            actual_scores = asyncio.run(teacher.score(requests, top_k=5, temperature=temperature))
+            assert asyncio.run(teacher.handshake()).manifest_id == manifest.manifest_id
+            for actual, other in zip(actual_scores, expected_scores, strict=True):
+                assert_same_score(actual, other)
+        rows = len(actual_scores[0].completion)
         candidates = [list(range(10 + row, 10 + row + row % 4)) for row in range(rows)]
         chosen = [sequence(finished=True, candidate_ids=candidates)]
-        _, theirs = asyncio.run(over_http(name, chosen, 1.0))
-        ours = asyncio.run(here.score(chosen, top_k=5))
-        assert_same_score(ours[0], theirs[0])
+        _, expected_scores = asyncio.run(over_http(name, chosen, 1.0))
+        actual_scores = asyncio.run(teacher.score(chosen, top_k=5))
+        assert_same_score(actual_scores[0], expected_scores[0])
 
 
-def assert_same_score(ours: Any, theirs: Any) -> None:
-    assert ours.manifest_id == theirs.manifest_id
-    assert ours.completion.token_ids.tolist() == theirs.completion.token_ids.tolist()
-    assert ours.completion.byte_ends.tolist() == theirs.completion.byte_ends.tolist()
-    assert (ours.topk.ids == theirs.topk.ids).all()
+def assert_same_score(actual_scores: Any, expected_scores: Any) -> None:
+    assert actual_scores.manifest_id == expected_scores.manifest_id
+    assert (
+        actual_scores.completion.token_ids.tolist() == expected_scores.completion.token_ids.tolist()
+    )
+    assert (
+        actual_scores.completion.byte_ends.tolist() == expected_scores.completion.byte_ends.tolist()
+    )
+    assert (actual_scores.topk.ids == expected_scores.topk.ids).all()
     for name in ("logprobs", "token_logprobs", "tail_logprobs"):
-        mine, other = getattr(ours.topk, name), getattr(theirs.topk, name)
-        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)
+        actual, other = getattr(actual_scores.topk, name), getattr(expected_scores.topk, name)
+        np.testing.assert_allclose(actual, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_are_those_of_the_model_on_the_bare_sequence(family: str) -> None:
-    """Row by row from the whole model's own logits; company and padding change nothing."""
+    """The expected rows are from full logits of one sequence; batch and padding change nothing."""
     model, known = model_of(family, 3, sharpness=3.0), table(FAMILIES[family][1])
     real = torch.from_numpy(known.real_ids(model.get_output_embeddings().weight.shape[0]))
     ids = np.flatnonzero(known.present).astype(np.int32)
@@ -128,9 +132,9 @@ def test_scores_are_those_of_the_model_on_the_bare_sequence(family: str) -> None
         LocalTask(ids[7:20], ids[50:90]),
     ]
     teacher = LocalModel(model, known, CPU, tokens_per_batch=30)
-    found = teacher.score(tasks, ScoreOptions(6, hidden=True))
+    results = teacher.score(tasks, ScoreOptions(6, hidden=True))
     assert teacher.head is not None
-    for task, score in zip(tasks, found, strict=True):
+    for task, score in zip(tasks, results, strict=True):
         assert len(score.topk) == len(task.completion_ids)
         read = torch.from_numpy(np.concatenate([task.prompt_ids, task.completion_ids])).long()
         logits = model(read[None]).logits[0].masked_fill(~real, -torch.inf)
@@ -147,11 +151,13 @@ def test_scores_are_those_of_the_model_on_the_bare_sequence(family: str) -> None
             tail = rest.logsumexp(0).item()
             assert score.topk.tail_logprobs[row] == pytest.approx(tail, abs=1e-4)
             assert score.hidden is not None
-            made = teacher.head.logits(score.hidden[row][None])[0].log_softmax(0)
-            torch.testing.assert_close(made[real], expected[real].float(), atol=1e-5, rtol=1e-5)
+            row_logprobs = teacher.head.logits(score.hidden[row][None])[0].log_softmax(0)
+            torch.testing.assert_close(
+                row_logprobs[real], expected[real].float(), atol=1e-5, rtol=1e-5
+            )
 
 
-def test_a_model_that_changes_its_logits_is_asked_for_them_whole(
+def test_model_that_changes_its_logits_is_scored_by_full_logits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("mopd_trainer.teachers.local.model.output_head", lambda *_: None)
@@ -164,8 +170,10 @@ def test_a_model_that_changes_its_logits_is_asked_for_them_whole(
     pairs = zip(
         by_whole.score(tasks, ScoreOptions(4)), by_head.score(tasks, ScoreOptions(4)), strict=True
     )
-    for ours, theirs in pairs:
-        np.testing.assert_allclose(ours.topk.logprobs, theirs.topk.logprobs, atol=1e-6)
+    for actual_scores, expected_scores in pairs:
+        np.testing.assert_allclose(
+            actual_scores.topk.logprobs, expected_scores.topk.logprobs, atol=1e-6
+        )
 
 
 def test_an_offloaded_teacher_does_not_score() -> None:
@@ -180,7 +188,7 @@ def test_an_offloaded_teacher_does_not_score() -> None:
 
 
 class Watched(LocalTeachers):
-    """Remembers who was awake when somebody was asked, and for how many sequences."""
+    """Records which teachers were loaded at each call, and the number of sequences."""
 
     def __init__(self, *arguments: Any, **known: Any) -> None:
         super().__init__(*arguments, **known)
@@ -197,13 +205,13 @@ class Watched(LocalTeachers):
         return watched
 
 
-def test_teachers_wake_in_turn_once_for_all_who_ask(folders: dict[str, Path]) -> None:
-    """Eight questions at once to two teachers: two wakings. A refused one spoils no other."""
+def test_concurrent_calls_load_each_teacher_once(folders: dict[str, Path]) -> None:
+    """Eight concurrent calls to two teachers load each once; a rejected call affects no other."""
     configs = {
         name: TeacherConfig.model_validate(local(folder)) for name, folder in folders.items()
     }
 
-    async def ask() -> tuple[Watched, list[Any], dict[str, LocalTeacher]]:
+    async def score_all() -> tuple[Watched, list[Any], dict[str, LocalTeacher]]:
         turn = TeacherLock()
         teachers = {n: LocalTeacher(n, c, turn, device="cpu") for n, c in configs.items()}
         tables = {name: (await teacher.tokenizer()).table for name, teacher in teachers.items()}
@@ -212,30 +220,30 @@ def test_teachers_wake_in_turn_once_for_all_who_ask(folders: dict[str, Path]) ->
         )
         assert models.loaded == []
         refused = sequence(completion="fox " * 300)  # longer than the model's positions
-        questions = [
+        calls = [
             teacher.score([refused] if at == 2 else [sequence(), sequence()], top_k=3)
             for at in range(4)
             for teacher in teachers.values()
         ]
-        return models, await asyncio.gather(*questions, return_exceptions=True), teachers
+        return models, await asyncio.gather(*calls, return_exceptions=True), teachers
 
-    models, answers, teachers = asyncio.run(ask())
+    models, outcomes, teachers = asyncio.run(score_all())
     assert models.seen == [(["same"], 6), (["other"], 6)]
     assert models.loaded == []
-    for at, answer in enumerate(answers):
+    for at, outcome in enumerate(outcomes):
         if at // 2 == 2:
-            assert isinstance(answer, TeacherError)
-            assert answer.status == 413
+            assert isinstance(outcome, TeacherError)
+            assert outcome.status == 413
         else:
-            assert len(answer) == 2
-    for answer, teacher in zip(answers[:2], teachers.values(), strict=True):
+            assert len(outcome) == 2
+    for outcome, teacher in zip(outcomes[:2], teachers.values(), strict=True):
         assert (teacher.counters.requests, teacher.counters.failures) == (4, 1)
-        assert teacher.counters.tokens_scored == 6 * len(answer[0].completion)
+        assert teacher.counters.tokens_scored == 6 * len(outcome[0].completion)
         assert len(teacher.counters.seconds) == 3
 
 
 def test_no_weights_are_loaded_without_a_task(folders: dict[str, Path]) -> None:
-    teacher = asked_of(local(folders["same"]))
+    teacher = loaded_teacher(local(folders["same"]))
     models = teacher._lock.models
     assert models is not None
     models._models["math"].load_weights = lambda: pytest.fail("loaded")
@@ -246,22 +254,22 @@ def test_no_weights_are_loaded_without_a_task(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("fields", "message"),
     [
         ({"candidate_ids": [[5]]}, r"candidate_ids: .*\(found 1, expected"),
         ({"completion": None, "completion_token_ids": [10**6]}, "id 1000000"),
         ({"completion": None, "completion_token_ids": [5, 0], "finished": True}, "already ends"),
     ],
 )
-def test_what_a_service_refuses_is_refused_here(
-    folders: dict[str, Path], asked: dict[str, Any], message: str
+def test_local_teacher_rejects_what_a_service_rejects(
+    folders: dict[str, Path], fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(TeacherError, match=message):
-        asyncio.run(asked_of(local(folders["same"])).score([sequence(**asked)], top_k=2))
+        asyncio.run(loaded_teacher(local(folders["same"])).score([sequence(**fields)], top_k=2))
 
 
 def test_another_model_is_another_teacher(folders: dict[str, Path]) -> None:
-    teacher = asked_of(local(folders["same"]))
+    teacher = loaded_teacher(local(folders["same"]))
     manifest = asyncio.run(teacher.handshake(Expectation(top_k=8, messages=True)))
     assert manifest.model == folders["same"].name
     with pytest.raises(TeacherMismatchError):
@@ -271,7 +279,7 @@ def test_another_model_is_another_teacher(folders: dict[str, Path]) -> None:
 
 
 def test_full_support_keeps_hidden_states(folders: dict[str, Path]) -> None:
-    teacher = asked_of(local(folders["same"], support="full", loss={"type": "topk_kl"}))
+    teacher = loaded_teacher(local(folders["same"], support="full", loss={"type": "topk_kl"}))
     (score,) = asyncio.run(teacher.score([sequence()], top_k=2))
     assert isinstance(score, HiddenScore)
     assert score.hidden.shape == (len(score.completion), 32)
@@ -362,30 +370,30 @@ def test_a_run_with_local_teachers_is_the_run_with_services(
 ) -> None:
     remote = {name: {"url": url, "top_k": 8} for name, url in services.items()}
     own = {name: local(folder) for name, folder in folders.items()}
-    theirs, _ = run_here(
+    expected_run, _ = run_here(
         values, teachers=with_losses(remote, losses), output_dir=str(tmp_path / "remote")
     )
-    ours, _ = run_here(
+    local_run, _ = run_here(
         values, teachers=with_losses(own, losses), output_dir=str(tmp_path / "local")
     )
     assert_same_run(tmp_path / "local", tmp_path / "remote")
-    assert_close_weights(ours, theirs)
+    assert_close_weights(local_run, expected_run)
 
 
-def assert_same_run(ours: Path, theirs: Path) -> None:
-    """The numbers of every step, but for times and what only a wire has."""
-    left_out = ("time/", "seconds", "received_bytes", "requests")
-    for mine, other in zip(journal(ours), journal(theirs), strict=True):
-        assert mine.keys() == other.keys()
+def assert_same_run(local_run: Path, expected_run: Path) -> None:
+    """Compare the metrics of every step, except for times and network traffic."""
+    ignored = ("time/", "seconds", "received_bytes", "requests")
+    for actual, other in zip(journal(local_run), journal(expected_run), strict=True):
+        assert actual.keys() == other.keys()
         for key, value in other.items():
-            if not any(word in key for word in left_out):
+            if not any(word in key for word in ignored):
                 near = value if value is None else pytest.approx(value, rel=1e-5, abs=1e-6)
-                assert mine[key] == near, key
+                assert actual[key] == near, key
 
 
-def assert_close_weights(ours: Path, theirs: Path) -> None:
-    finished = weights(ours)
-    for name, weight in weights(theirs).items():
+def assert_close_weights(local_run: Path, expected_run: Path) -> None:
+    finished = weights(local_run)
+    for name, weight in weights(expected_run).items():
         torch.testing.assert_close(finished[name], weight, rtol=1e-5, atol=1e-5)
 
 
@@ -400,13 +408,15 @@ def test_whole_rows_teach_what_a_complete_top_k_teaches(
     for name, settings in {"full": {"support": "full"}, "top": {"top_k": size}}.items():
         teacher = local(folders["same"], loss={"type": "topk_kl"}, **settings) | settings
         run_here(values, teachers={"same": teacher}, output_dir=str(tmp_path / name))
-    for ours, theirs in zip(journal(tmp_path / "full"), journal(tmp_path / "top"), strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    for local_run, expected_run in zip(
+        journal(tmp_path / "full"), journal(tmp_path / "top"), strict=True
+    ):
+        assert local_run["loss"] == pytest.approx(expected_run["loss"], rel=1e-5)
     assert_close_weights(tmp_path / "full" / "final", tmp_path / "top" / "final")
 
 
 @pytest.mark.slow
-def test_a_resumed_run_knows_its_local_teacher(
+def test_resumed_run_verifies_its_local_teacher(
     tmp_path: Path, values: dict[str, Any], folders: dict[str, Path], models: dict[str, Path]
 ) -> None:
     write_lines(tmp_path / "prompts.jsonl", questions(5, ["same"]))
@@ -424,17 +434,17 @@ def test_a_resumed_run_knows_its_local_teacher(
     assert [line["step"] for line in journal(tmp_path / "run")] == [1, 2]
 
 
-def test_a_check_says_who_sleeps(
+def test_check_reports_local_teachers(
     tmp_path: Path, values: dict[str, Any], folders: dict[str, Path]
 ) -> None:
     own = {name: local(folder) for name, folder in folders.items()}
     own["same"] |= {"support": "full", "loss": {"type": "topk_kl"}}
     config = RunConfig.model_validate({**values, "teachers": own})
-    told = StringIO()
-    asyncio.run(check_run(config, Console(file=told, width=300)))
-    assert f"{folders['same']} in this process, asleep" in told.getvalue()
-    assert "topk_kl forward_kl on all ids" in told.getvalue()
-    assert "about 0.0 MB" in told.getvalue()
+    output = StringIO()
+    asyncio.run(check_run(config, Console(file=output, width=300)))
+    assert f"{folders['same']} in this process, offloaded" in output.getvalue()
+    assert "topk_kl forward_kl on all ids" in output.getvalue()
+    assert "about 0.0 MB" in output.getvalue()
 
 
 def shared_scores(ranks: Ranks, folder: Path, output: Path) -> None:
@@ -458,15 +468,15 @@ def tasks(count: int) -> list[LocalTask]:
 
 @pytest.mark.slow
 def test_ranks_score_a_share_each(tmp_path: Path, folders: dict[str, Path]) -> None:
-    codes, told = on_ranks(2, shared_scores, folders["same"], tmp_path / "scores.pt")
-    assert codes == [0, 0], told
-    found = torch.load(tmp_path / "scores.pt", weights_only=False)
-    assert [len(scores) for scores in found] == [3, 1, 0]
-    teacher = asked_of(local(folders["same"], support="full", loss={"type": "topk_kl"}))
+    codes, output = on_ranks(2, shared_scores, folders["same"], tmp_path / "scores.pt")
+    assert codes == [0, 0], output
+    results = torch.load(tmp_path / "scores.pt", weights_only=False)
+    assert [len(scores) for scores in results] == [3, 1, 0]
+    teacher = loaded_teacher(local(folders["same"], support="full", loss={"type": "topk_kl"}))
     models = teacher._lock.models
     assert models is not None
-    for (logprobs, hidden), alone in zip(
-        found[0], models.score("math", tasks(3), ScoreOptions(3, hidden=True)), strict=True
+    for (logprobs, hidden), expected in zip(
+        results[0], models.score("math", tasks(3), ScoreOptions(3, hidden=True)), strict=True
     ):
-        np.testing.assert_allclose(logprobs, alone.topk.logprobs, atol=1e-5)
-        torch.testing.assert_close(hidden, alone.hidden, atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(logprobs, expected.topk.logprobs, atol=1e-5)
+        torch.testing.assert_close(hidden, expected.hidden, atol=1e-5, rtol=1e-5)
