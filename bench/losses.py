@@ -31,13 +31,18 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from mopd_losses.config import CtkdConfig
-from mopd_losses.core.blockwise_head import Head, LossTerm, blockwise_head
-from mopd_losses.core.cross_entropy import SftLoss, label_targets
-from mopd_losses.core.student_rows import DenseRows
-from mopd_losses.projection.cache import DeviceProjection
-from mopd_losses.topk.topk_divergence import TopKDivergenceLoss
-from mopd_losses.topk.topk_targets import TopKTargets
+from mopd_losses import (
+    CtkdConfig,
+    DenseRows,
+    DeviceProjection,
+    Head,
+    LossTerm,
+    SftLoss,
+    TopKDivergenceLoss,
+    TopKTargets,
+    blockwise_head,
+    label_targets,
+)
 
 XTOKEN_SUPPORT = 8192
 

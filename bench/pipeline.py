@@ -17,13 +17,13 @@ hidden behind sampling is 1 - wait / score. Figures are medians over all counted
 """
 
 import argparse
-import asyncio
 import json
 import logging
 import os
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
@@ -40,8 +40,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from bench.small_teacher import make_small_teacher
 from mopd.demo.services import teacher_services
-from mopd_trainer.config.run import RunConfig
-from mopd_trainer.loop import train
+from mopd_trainer import RunConfig, train
 
 WAYS: dict[str, dict[str, Any]] = {
     "sequential": {"scoring": "after_rollout"},
@@ -210,7 +209,8 @@ def _run(
         "teachers": {"teacher": {"url": [address], "top_k": 16, "loss": {"type": "topk_kl"}}},
         "logging": {"tensorboard": False, "completions": 0},
     }
-    asyncio.run(train(RunConfig.model_validate(values), Console(file=StringIO())))
+    with redirect_stdout(StringIO()):
+        train(RunConfig.model_validate(values))
     return [json.loads(line) for line in (folder / name / "journal.jsonl").read_text().splitlines()]
 
 

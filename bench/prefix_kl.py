@@ -26,18 +26,24 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from mopd_losses.alignment.byte_alignment import align
-from mopd_losses.config import CtkdConfig, PrefixKlConfig
-from mopd_losses.core.blockwise_head import Head, LossTerm, blockwise_head
-from mopd_losses.core.cross_entropy import SftLoss, label_targets
-from mopd_losses.core.loss import AlignedPair, Loss
-from mopd_losses.prefix.loss import PrefixKlLoss
-from mopd_losses.prefix.shared_units import SharedUnits
-from mopd_losses.projection.cache import DeviceProjection
-from mopd_losses.projection.matrix import build_projection
-from mopd_losses.topk.topk_divergence import TopKDivergenceLoss
-from mopd_protocol.samples import TeacherScore
-from mopd_protocol.topk_logprobs import TopKLogprobs
+from mopd_losses import (
+    AlignedPair,
+    CtkdConfig,
+    DeviceProjection,
+    Head,
+    Loss,
+    LossTerm,
+    PrefixKlConfig,
+    PrefixKlLoss,
+    SftLoss,
+    SharedUnits,
+    TopKDivergenceLoss,
+    align,
+    blockwise_head,
+    build_projection,
+    label_targets,
+)
+from mopd_protocol import TeacherScore, TopKLogprobs
 from tests.real_vocabularies import STANDARD_LIBRARY, Vocabulary, python_sources, real
 from tests.reference import prefix_places as slow
 

@@ -39,14 +39,11 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from bench.small_teacher import make_small_teacher, token_sequences
-from mopd_protocol.samples import Message, Prompt, Rollout
-from mopd_trainer.config.run import RunConfig, StudentConfig
-from mopd_trainer.data.examples import TrainingExample
-from mopd_trainer.data.packing import pack, split
+from mopd_protocol import Message, Prompt, Rollout
+from mopd_trainer import Learner, RunConfig, Student, StudentConfig, TrainingExample, pack
+from mopd_trainer.data.packing import split
 from mopd_trainer.distributed.process_group import Ranks, init_distributed
 from mopd_trainer.rollouts.remote_sampler import RolloutWorkers, push_to_workers
-from mopd_trainer.student.student import Student
-from mopd_trainer.training.learner import Learner
 
 #: Number of ranks, and sharding of the weights.
 WAYS = ((1, "none"), (2, "ddp"), (2, "fsdp"))

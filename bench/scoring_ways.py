@@ -16,9 +16,8 @@ from typing import Protocol
 
 import httpx
 
-from mopd_client.teacher_client import TeacherClient
-from mopd_protocol.codec import decode_json
-from mopd_protocol.requests import LogprobsDtype, SequenceRequest
+from mopd_client import TeacherClient
+from mopd_protocol import LogprobsDtype, SequenceRequest, decode_json
 
 #: Settings of every engine.
 MAX_MODEL_LEN = 1024

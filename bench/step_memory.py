@@ -28,13 +28,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from bench.losses import peak_bytes, resident_bytes
 from bench.prefix_kl import completions
-from mopd_losses.build import build_loss
-from mopd_losses.config import LossConfig
-from mopd_losses.core.loss import AlignedPair, Loss
-from mopd_trainer.config.run import StudentConfig
-from mopd_trainer.data.packing import MicroBatch, TeacherPart
-from mopd_trainer.student.student import Student
-from mopd_trainer.training.learner import Learner
+from mopd_losses import AlignedPair, Loss, LossConfig, build_loss
+from mopd_trainer import Learner, MicroBatch, Student, StudentConfig, TeacherPart
 from tests.real_vocabularies import real
 
 STUDENT, TEACHER = "tekken", "v3"

@@ -24,10 +24,8 @@ from rich.progress import track
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from mopd_losses.alignment.byte_alignment import align
-from mopd_losses.projection.matrix import build_projection
-from mopd_protocol.tokenizers.token_sequence import TokenSequence
-from mopd_protocol.tokenizers.token_table import TextEncoder, TokenRoles, TokenTable
+from mopd_losses import align, build_projection
+from mopd_protocol import TextEncoder, TokenRoles, TokenSequence, TokenTable
 
 ROOT = Path(__file__).parents[1]
 VOCABULARIES = ("tekken", "tekken_shuffled", "python_131k", "python_50k", "v3")

@@ -14,17 +14,19 @@ from typing import Any
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
-from mopd_losses.build import build_loss
-from mopd_losses.core.blockwise_head import LossTerm
-from mopd_losses.projection.cache import ProjectionCache
-from mopd_protocol.samples import Message, Prompt
-from mopd_trainer.config.run import RolloutConfig, StudentConfig
-from mopd_trainer.config.teacher import TeacherConfig
-from mopd_trainer.data.packing import micro_batch
-from mopd_trainer.rollouts.transformers_sampler import Sampler
-from mopd_trainer.student.student import Student
-from mopd_trainer.teachers.connect import connect_teachers, teacher_pool
-from mopd_trainer.teachers.scoring import RolloutScorer
+from mopd_losses import LossTerm, ProjectionCache, build_loss
+from mopd_protocol import Message, Prompt
+from mopd_trainer import (
+    RolloutConfig,
+    RolloutScorer,
+    Sampler,
+    Student,
+    StudentConfig,
+    TeacherConfig,
+    connect_teachers,
+    micro_batch,
+    teacher_pool,
+)
 
 EXERCISES = ["12 + 30 =", "7 + 8 =", "201 + 45 =", "99 + 1 ="]
 

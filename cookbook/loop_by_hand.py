@@ -18,18 +18,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mopd_client.pool import ScoringClient, TeacherPool
-from mopd_client.services.expectation import Expectation
-from mopd_client.teacher_client import TeacherClient
-from mopd_losses.alignment.byte_alignment import align
-from mopd_losses.build import build_loss
-from mopd_losses.config import CtkdConfig
-from mopd_losses.core.loss import AlignedPair, Loss
-from mopd_losses.core.student_rows import DenseRows
-from mopd_protocol.samples import Message, Prompt, Rollout
-from mopd_protocol.tokenizers.token_table import TokenTable
-from mopd_trainer.data.teacher_input import text_view
-from mopd_trainer.student.identity import StudentIdentity
+from mopd_client import Expectation, TeacherClient, TeacherPool
+from mopd_losses import AlignedPair, CtkdConfig, DenseRows, Loss, align, build_loss
+from mopd_protocol import Message, Prompt, Rollout, TokenTable
+from mopd_trainer import StudentIdentity, text_view
 
 TOP_K = 32
 EXERCISES = ["12 + 30 =", "7 + 8 =", "201 + 45 =", "99 + 1 ="]
@@ -58,7 +50,7 @@ def sample(model, student: StudentIdentity, prompt: Prompt, longest: int) -> Rol
     )
 
 
-async def loss_of(teacher: ScoringClient, student: StudentIdentity) -> tuple[Loss, TokenTable]:
+async def loss_of(teacher: TeacherClient, student: StudentIdentity) -> tuple[Loss, TokenTable]:
     """Return CTKD between the two vocabularies, and the teacher's token table."""
     tokenizer = await teacher.tokenizer()
     return build_loss(CtkdConfig(divergence="forward_kl"), student, tokenizer), tokenizer.table

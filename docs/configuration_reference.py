@@ -14,10 +14,8 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mopd_losses import config as losses
-from mopd_losses.config import ProjectionSettings
-from mopd_trainer.config.run import RunConfig
-from mopd_trainer.config.teacher import TeacherConfig
+from mopd_losses import LossConfig, ProjectionSettings
+from mopd_trainer import RunConfig, TeacherConfig
 
 PAGE = Path(__file__).parent / "pages" / "configuration.md"
 
@@ -36,7 +34,7 @@ def page() -> str:
     """Return the page as Markdown."""
     parts = [_HEAD, _section("The run", "", RunConfig), *_nested(RunConfig, "")]
     parts.append("## Losses\n\nA teacher's `loss`, selected by `type`; [guide](losses.md).\n")
-    for model in typing.get_args(typing.get_args(losses.LossConfig)[0]):
+    for model in typing.get_args(typing.get_args(LossConfig)[0]):
         kind = model.model_fields["type"].default
         parts.append(_section(f"{kind}", "loss.", model, level=3))
     parts.append(_section("projection of a loss", "loss.projection.", ProjectionSettings, level=3))

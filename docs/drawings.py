@@ -9,12 +9,15 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from docs.svg import box, drawing, line, text
-from mopd_losses.alignment.byte_alignment import align
-from mopd_losses.projection.matrix import build_projection
-from mopd_protocol.tokenizers.token_sequence import TokenSequence
-from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable, control_tokens
-from mopd_protocol.tokenizers.tokenizer_file import tokenizer_json
-from mopd_protocol.tokenizers.tokenizer_roles import roles_of
+from mopd_losses import align, build_projection
+from mopd_protocol import (
+    TextEncoder,
+    TokenSequence,
+    TokenTable,
+    control_tokens,
+    roles_of,
+    tokenizer_json,
+)
 from tests import tiny_models
 
 PAGES = Path(__file__).parent / "pages"

@@ -22,24 +22,26 @@ from bench.numerals.pairs import SFT, Pair, loss_settings
 from mopd.demo.accuracy import exact_match
 from mopd.demo.examples import Encoder
 from mopd.demo.tasks import Exercise
-from mopd_client.pool import TeacherPool
-from mopd_client.teacher_client import TeacherClient
-from mopd_losses.build import build_loss
-from mopd_losses.core.cross_entropy import SftLoss
-from mopd_losses.core.loss import Loss
-from mopd_losses.projection.cache import ProjectionCache
-from mopd_protocol.samples import Prompt, Rollout
+from mopd_client import TeacherClient, TeacherPool
+from mopd_losses import Loss, ProjectionCache, SftLoss, build_loss
+from mopd_protocol import Prompt, Rollout
 from mopd_server import TeacherService, TeacherSettings, create_app
-from mopd_trainer.collection import collect
-from mopd_trainer.config.run import RolloutConfig, StudentConfig, TeacherConfig
-from mopd_trainer.data.packing import pack
-from mopd_trainer.data.prompts import PromptOrder
-from mopd_trainer.metrics.step_metrics import Metrics
-from mopd_trainer.rollouts.transformers_sampler import Sampler
-from mopd_trainer.student.student import Student
-from mopd_trainer.teachers.connect import Teacher, connect_teachers
-from mopd_trainer.teachers.scoring import RolloutScorer
-from mopd_trainer.training.learner import Learner
+from mopd_trainer import (
+    Learner,
+    PromptOrder,
+    RolloutConfig,
+    RolloutScorer,
+    Sampler,
+    Student,
+    StudentConfig,
+    Teacher,
+    TeacherConfig,
+    collect,
+    connect_teachers,
+    pack,
+)
+
+Metrics = dict[str, float]
 
 PROMPTS_PER_STEP = 64
 _WARM_UP_STEPS = 20

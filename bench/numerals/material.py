@@ -19,7 +19,7 @@ from mopd.demo.accuracy import exact_match
 from mopd.demo.examples import IGNORED, Batch, Encoder, supervised_batch
 from mopd.demo.tasks import Exercise
 from mopd.demo.training import warm_up_and_cosine
-from mopd_protocol.runtime.atomic_file import replacing_folder
+from mopd_protocol import replacing_folder
 
 Role = Literal["teacher", "student"]
 #: (steps done, steps in all)

@@ -28,7 +28,7 @@ from transformers.utils import logging as transformers_logging
 from bench.numerals.distillation import Run, distil
 from bench.numerals.material import Role, model_folder, train_model
 from bench.numerals.pairs import Pair
-from mopd_protocol.runtime.atomic_file import replacing
+from mopd_protocol import replacing
 
 Result = dict[str, Any]
 #: Name of the work, steps done, total steps, and a note.

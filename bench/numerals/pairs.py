@@ -18,7 +18,7 @@ from bench.numerals.numeral_tokenizers import (
 )
 from mopd.demo.demo_tokenizers import student_tokenizer, words_teacher_tokenizer
 from mopd.demo.models import Family
-from mopd_losses.config import LossConfig
+from mopd_losses import LossConfig
 
 #: The baseline: cross entropy on reference answers, with the same steps and prompts.
 SFT = "sft"

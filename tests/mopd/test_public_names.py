@@ -11,12 +11,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HEAVY = {"torch", "transformers", "fastapi", "uvicorn", "ray", "vllm", "peft", "rich", "matplotlib"}
 SOURCES = {
-    # mopd
+    "mopd": ROOT / "mopd",
     "mopd_client": ROOT / "client" / "mopd_client",
     "mopd_losses": ROOT / "losses" / "mopd_losses",
     "mopd_protocol": ROOT / "protocol" / "mopd_protocol",
     "mopd_server": ROOT / "server" / "mopd_server",
-    # mopd_trainer
+    "mopd_trainer": ROOT / "trainer" / "mopd_trainer",
 }
 #: The public names. A change here is a change of the public API: record it in CHANGELOG.md.
 PINNED = (ROOT / "tests" / "mopd" / "public_names.txt").read_text()
@@ -78,3 +78,32 @@ def test_the_help_of_the_command_line_does_not_load_torch() -> None:
     assert completed.stdout.startswith("usage: mopd")
     imported = {line.rpartition("|")[2].strip() for line in completed.stderr.splitlines()}
     assert not imported & HEAVY
+
+
+#: Benchmarks of internal parts, which have no public API.
+INTERNAL = {
+    "bench/scaling.py": "starts ranks and Ray workers without a run",
+}
+
+
+def imports_of_modules(path: Path) -> list[str]:
+    """Return imports from our packages of anything but a public name."""
+    private: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            private += [alias.name for alias in node.names if alias.name.startswith("mopd_")]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mopd_"):
+            module = node.module or ""
+            public = pinned_names().get(module, [])
+            private += [f"{module}.{a.name}" for a in node.names if a.name not in public]
+    return private
+
+
+@pytest.mark.parametrize("folder", ["cookbook", "docs", "mopd/demo", "bench"])
+def test_a_folder_imports_only_public_names(folder: str) -> None:
+    private = {
+        path.relative_to(ROOT).as_posix(): imports
+        for path in (ROOT / folder).rglob("*.py")
+        if (imports := imports_of_modules(path))
+    }
+    assert private.keys() == {name for name in INTERNAL if name.startswith(f"{folder}/")}, private

@@ -6,20 +6,79 @@ from mopd_protocol.runtime.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from mopd_trainer.api import check, report, train
+    from mopd_trainer.collection import collect
     from mopd_trainer.config.loading import load_run
+    from mopd_trainer.config.rollout import RolloutConfig
     from mopd_trainer.config.run import RunConfig
+    from mopd_trainer.config.student import StudentConfig
+    from mopd_trainer.config.teacher import TeacherConfig
+    from mopd_trainer.data.examples import TrainingExample
+    from mopd_trainer.data.packing import MicroBatch, TeacherPart, micro_batch, pack
+    from mopd_trainer.data.prompts import PromptOrder
+    from mopd_trainer.data.teacher_input import text_view
     from mopd_trainer.inspection.alignment import align
+    from mopd_trainer.rollouts.transformers_sampler import Sampler
+    from mopd_trainer.student.identity import StudentIdentity
+    from mopd_trainer.student.student import Student
+    from mopd_trainer.teachers.connect import Teacher, connect_teachers, teacher_pool
+    from mopd_trainer.teachers.scoring import RolloutScorer
+    from mopd_trainer.training.learner import Learner
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
+            "Learner": "training.learner",
+            "MicroBatch": "data.packing",
+            "PromptOrder": "data.prompts",
+            "RolloutConfig": "config.rollout",
+            "RolloutScorer": "teachers.scoring",
             "RunConfig": "config.run",
+            "Sampler": "rollouts.transformers_sampler",
+            "Student": "student.student",
+            "StudentConfig": "config.student",
+            "StudentIdentity": "student.identity",
+            "Teacher": "teachers.connect",
+            "TeacherConfig": "config.teacher",
+            "TeacherPart": "data.packing",
+            "TrainingExample": "data.examples",
             "align": "inspection.alignment",
             "check": "api",
+            "collect": "collection",
+            "connect_teachers": "teachers.connect",
             "load_run": "config.loading",
+            "micro_batch": "data.packing",
+            "pack": "data.packing",
             "report": "api",
+            "teacher_pool": "teachers.connect",
+            "text_view": "data.teacher_input",
             "train": "api",
         },
     )
 
-__all__ = ["RunConfig", "align", "check", "load_run", "report", "train"]
+__all__ = [
+    "Learner",
+    "MicroBatch",
+    "PromptOrder",
+    "RolloutConfig",
+    "RolloutScorer",
+    "RunConfig",
+    "Sampler",
+    "Student",
+    "StudentConfig",
+    "StudentIdentity",
+    "Teacher",
+    "TeacherConfig",
+    "TeacherPart",
+    "TrainingExample",
+    "align",
+    "check",
+    "collect",
+    "connect_teachers",
+    "load_run",
+    "micro_batch",
+    "pack",
+    "report",
+    "teacher_pool",
+    "text_view",
+    "train",
+]
