@@ -22,7 +22,10 @@ class Requirement(NamedTuple):
 
 PEFT = Requirement("peft", "student.lora", "'mopd[lora]'", "remove the setting")
 RAY = Requirement("ray", "resources", "'mopd[ray]'", "remove the section")
-_VLLM = Requirement("vllm", "rollout.engine=vllm", "'mopd[vllm]'", "use 'transformers'")
+#: Packages of the rollout engines.
+_ENGINES = {
+    "vllm": Requirement("vllm", "rollout.engine=vllm", "'mopd[vllm]'", "use 'transformers'"),
+}
 
 
 def require_packages(config: RunConfig) -> None:
@@ -55,5 +58,5 @@ def _requirements(config: RunConfig) -> Iterator[Requirement]:
         return
     if config.student.lora is not None:
         yield PEFT
-    if config.samples_rollouts and config.rollout.engine == "vllm":
-        yield _VLLM
+    if config.samples_rollouts and config.rollout.engine in _ENGINES:
+        yield _ENGINES[config.rollout.engine]

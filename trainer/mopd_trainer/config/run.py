@@ -226,12 +226,12 @@ class RunConfig(Settings):
                 "'student_topk' is not available for reference answers. Set it to 'teacher_topk', "
                 "or data.source to 'rollout'.",
             )
-        if self.rollout.engine == "vllm" and self.rollout.top_p < 1:
+        if self.rollout.engine != "transformers" and self.rollout.top_p < 1:
             raise invalid(
                 f"teachers.{name}.support",
-                "vLLM returns no ids outside the nucleus, so 'student_topk' is incomplete (found "
-                f"rollout.top_p {self.rollout.top_p:g}, expected 1). Set top_p to 1, or "
-                "rollout.engine to 'transformers'.",
+                f"engine {self.rollout.engine!r} returns no ids outside the nucleus, so "
+                f"'student_topk' is incomplete (found rollout.top_p {self.rollout.top_p:g}, "
+                "expected 1). Set top_p to 1, or rollout.engine to 'transformers'.",
             )
         return self
 
