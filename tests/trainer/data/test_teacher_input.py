@@ -1,4 +1,4 @@
-"""What a teacher is sent of a completion, and what the answer is compared with."""
+"""Requests for a completion, and the student's tokens to align with the scores."""
 
 from dataclasses import replace
 
@@ -101,7 +101,7 @@ def test_control_tokens_before_the_cut_are_sent_and_those_after_it_are_not() -> 
     assert sent(view) == ["ab", "⟨<|user|>⟩"]
 
 
-def test_a_character_made_of_several_tokens_is_whole() -> None:
+def test_character_of_several_tokens_is_complete() -> None:
     view = seen(HAN[:1], HAN[1:2], HAN[2:], "<|end|>")
     assert sent(view) == "的"
     assert view.request.finished
@@ -117,7 +117,7 @@ NAMES = st.sampled_from(["digit", "whole_number", "sentencepiece"])
 
 
 @given(student=NAMES, teacher=NAMES, data=st.data())
-def test_whatever_was_sampled_a_teacher_gets_a_beginning_of_it(
+def test_any_completion_is_sent_as_a_prefix(
     student: str, teacher: str, data: st.DataObject
 ) -> None:
     own, other = table(student), table(teacher)

@@ -1,4 +1,4 @@
-"""``kill -9`` at any moment: the run that goes on is the run that nothing happened to."""
+"""``kill -9`` at any moment: the resumed run equals an uninterrupted one."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from tests.trainer.whole_runs import assert_same_weights, journal
 pytestmark = pytest.mark.slow
 
 STEPS = 4
-#: Of a line of the journal, what is of the clock; an answer tells its seconds, so its length is.
+#: Parts of metrics that depend on time; responses contain seconds, so their length does too.
 TIMED = ("time/", "seconds", "received_bytes", "hidden_share")
 
 
@@ -35,15 +35,15 @@ def values(tmp_path: Path, models: dict[str, Path], addresses: dict[str, str]) -
 
 
 def run(folder: Path, values: dict[str, Any], **how: Any) -> Ended:
-    """``mopd train`` of the run in ``folder``, which goes on from what is there."""
+    """Run ``mopd train`` in ``folder``, resuming from existing checkpoints."""
     folder.mkdir(exist_ok=True)
-    here = {**values, "output_dir": str(folder / "run"), "resume_from_checkpoint": True}
-    path = write_run(folder, here)
+    settings = {**values, "output_dir": str(folder / "run"), "resume_from_checkpoint": True}
+    path = write_run(folder, settings)
     return run_mopd(["train", str(path)], folder=folder / "run", **how)
 
 
 def lasting(folder: Path) -> list[dict[str, Any]]:
-    """The journal without what the clock says."""
+    """Return the journal without timings."""
     return [
         {key: value for key, value in line.items() if not any(part in key for part in TIMED)}
         for line in journal(folder)
@@ -51,14 +51,14 @@ def lasting(folder: Path) -> list[dict[str, Any]]:
 
 
 def losses_shown(folder: Path) -> list[tuple[int, float]]:
-    """What TensorBoard shows."""
+    """Return the losses in TensorBoard."""
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     return [(event.step, event.value) for event in events.Scalars("loss")]
 
 
 def assert_same_run(folder: Path, other: Path) -> None:
-    """Nothing is left out, nothing is there twice, and every bit is the same."""
+    """Check for gaps and duplicates, and that all bytes are identical."""
     assert lasting(folder) == lasting(other)
     assert [line["step"] for line in journal(folder)] == list(range(1, STEPS + 1))
     assert (folder / "completions.jsonl").read_bytes() == (other / "completions.jsonl").read_bytes()
@@ -66,9 +66,9 @@ def assert_same_run(folder: Path, other: Path) -> None:
         assert (folder / "recordings" / recorded.name).read_bytes() == recorded.read_bytes()
     assert losses_shown(folder) == losses_shown(other)
     assert_same_weights(folder / "final", other / "final")
-    for ours, theirs in zip(sorted(folder.rglob("*")), sorted(other.rglob("*")), strict=False):
-        if "tensorboard" not in ours.parts:
-            assert ours.relative_to(folder) == theirs.relative_to(other)
+    for path, expected in zip(sorted(folder.rglob("*")), sorted(other.rglob("*")), strict=False):
+        if "tensorboard" not in path.parts:
+            assert path.relative_to(folder) == expected.relative_to(other)
 
 
 @pytest.mark.parametrize(("lora", "kills"), [(None, 10), (LORA, 4)], ids=["full", "lora"])
