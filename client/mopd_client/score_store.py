@@ -1,8 +1,8 @@
-"""``ScoreStore``: scores on disk, found by what was asked, so that nothing is asked twice.
+"""``ScoreStore``: teacher scores on disk in content-addressed shards, used as cache and recording.
 
-A resumed run, and a second loss on the same completions, then cost their teachers nothing. One
-safetensors file a sequence, in the wire format, under a name that hashes everything that decides
-the answer.
+A shard is a safetensors file in the wire format with the scores of one manifest. Its path is the
+manifest id and the SHA-256 of the content, so that damage is detected and concurrent writers cannot
+conflict. Its ids are ``ScoreKey`` digests: a score is found by everything that affects it.
 """
 
 import asyncio
@@ -15,9 +15,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from safetensors.numpy import load, save
 
 from mopd_client.transport.counters import Counters
 from mopd_protocol.codec import decode_binary, encode_binary
@@ -31,13 +28,13 @@ from mopd_protocol.samples import TeacherScore
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_BYTES = 64 * 2**30
-#: After files had to go, this share of the bound is in use, so that they do not go one by one.
+#: Share of the limit in use after an eviction, so that not every write evicts.
 _KEPT_SHARE = 0.9
 
 
 @dataclass(frozen=True)
 class ScoreKey:
-    """64 hex digits of a question: who was asked, about what, and how."""
+    """64 hex digits over everything that affects a score: teacher, sequence, options."""
 
     digest: str
     manifest_id: str
@@ -46,8 +43,8 @@ class ScoreKey:
     def of(
         cls, manifest_id: str, request: LogprobsRequest, sequence: SequenceRequest
     ) -> "ScoreKey":
-        """The key of one sequence of a request; its ``id`` is a label and decides nothing."""
-        question = {
+        """Return the key of one sequence of a request; the sequence's ``id`` is not part of it."""
+        fields = {
             "schema_version": SCHEMA_VERSION,
             "manifest_id": manifest_id,
             "sequence": sequence.model_dump(mode="json", exclude={"id"}, exclude_none=True),
@@ -55,34 +52,91 @@ class ScoreKey:
             "temperature": request.temperature,
             "logprobs_dtype": request.logprobs_dtype,
         }
-        canonical = json.dumps(question, sort_keys=True)  # ASCII: half characters have bytes too
+        canonical = json.dumps(fields, sort_keys=True)  # ASCII, so lone surrogates have bytes
         return cls(hashlib.sha256(canonical.encode()).hexdigest(), manifest_id)
 
 
-class ScoreStore:
-    """A folder of scores that holds at most ``max_bytes``; the least recently used go first.
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """Encoded scores of one manifest, ready to be saved."""
 
-    Several processes may share the folder: files are written whole or not at all.
+    name: str  # path relative to the store's folder
+    body: bytes
+
+    @classmethod
+    def of(
+        cls,
+        manifest_id: str,
+        keys: Sequence[str | None],
+        scores: Sequence[TeacherScore],
+        dtype: LogprobsDtype = "float32",
+    ) -> "Shard":
+        """Encode scores with one ``k``; with unequal ``k`` the rows would be padded."""
+        body = encode_binary(LogprobsResponse(manifest_id, tuple(keys), tuple(scores)), dtype)
+        return cls(f"{manifest_id}/{hashlib.sha256(body).hexdigest()}.safetensors", body)
+
+    def save(self, folder: Path, *, durable: bool = False) -> Path:
+        """Write the shard atomically; with ``durable`` it survives a power failure.
+
+        Raises:
+            OSError: if the disk is full or not writable.
+        """
+        path = folder / self.name
+        with replacing(path, durable=durable) as temporary:
+            temporary.write_bytes(self.body)
+        return path
+
+
+def load_shard(path: Path) -> LogprobsResponse:
+    """Load and verify a shard.
 
     Raises:
-        ConfigError: when the folder cannot be made, or the bound is not above 0.
+        OSError: if the file cannot be opened.
+        DataError: if the file is damaged.
+    """
+    body = path.read_bytes()
+    digest = hashlib.sha256(body).hexdigest()
+    if digest != path.stem:
+        raise DataError(
+            f"{path} is damaged (found hash {digest[:12]}, expected {path.stem[:12]})",
+            key=str(path),
+        )
+    return decode_binary(body)
+
+
+class ScoreStore:
+    """A cache of scores with at most ``max_bytes``; least recently used shards are evicted.
+
+    Processes may share the folder: shards are written atomically.
+
+    Raises:
+        ConfigError: if the folder cannot be created, or the limit is not positive.
     """
 
     def __init__(self, folder: Path, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         if max_bytes <= 0:
-            raise ConfigError(f"the score cache may hold {max_bytes} bytes; expected more than 0")
+            raise ConfigError(
+                f"score cache: size limit is invalid (found {max_bytes} bytes, expected more than "
+                "0)",
+                key="score_cache.max_gigabytes",
+            )
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"score cache {folder}: {error.strerror or error}") from error
+            raise ConfigError(
+                f"score cache {folder}: {error.strerror or error}", key="score_cache.path"
+            ) from error
         self.folder = folder
         self._max_bytes = max_bytes
-        self._bytes = sum(size for _, size, _ in self._files())
-        self._writing = threading.Lock()
+        self._index: dict[str, tuple[Path, int]] = {}  # key digest -> shard and row in it
+        self._bytes: dict[Path, int] = {}  # size of every indexed shard
+        self._scanned: dict[Path, int] = {}  # folder of a manifest -> its mtime when listed
+        self._damaged = 0  # shards with a damaged header, to be counted by the next read
+        self._lock = threading.Lock()
 
     async def read(self, keys: Sequence[ScoreKey], counters: Counters) -> list[TeacherScore | None]:
-        """The score of each key, None where it is not here; hits and misses are counted."""
-        return await asyncio.to_thread(lambda: [self._load(key, counters) for key in keys])
+        """Return the score of each key, None if it is not stored; hits and misses are counted."""
+        return await asyncio.to_thread(self._read, keys, counters)
 
     async def write(
         self,
@@ -90,112 +144,135 @@ class ScoreStore:
         logprobs_dtype: LogprobsDtype,
         counters: Counters,
     ) -> None:
-        """Keeps scores as they came off the wire, in the precision that was asked for.
+        """Store scores as received, in the requested precision.
 
-        A disk that takes no more costs the run nothing but the cache: that is logged and counted.
+        A disk error is logged and counted; the run continues without caching these scores.
         """
-        await asyncio.to_thread(self._store, scores, logprobs_dtype, counters)
+        await asyncio.to_thread(self._write, scores, logprobs_dtype, counters)
 
-    def path_of(self, key: ScoreKey) -> Path:
-        """Where a score lies; 256 folders, so that none holds millions of files."""
-        return self.folder / key.digest[:2] / f"{key.digest}.safetensors"
+    def _read(self, keys: Sequence[ScoreKey], counters: Counters) -> list[TeacherScore | None]:
+        with self._lock:
+            positions = [self._find(key) for key in keys]
+            counters.cache_corrupt, self._damaged = counters.cache_corrupt + self._damaged, 0
+        shards: dict[Path, LogprobsResponse | None] = {}
+        for path in {path for path, _ in positions if path is not None}:
+            shards[path] = self._load(path, counters)
+        scores: list[TeacherScore | None] = []
+        for path, row in positions:
+            shard = None if path is None else shards[path]
+            scores.append(None if shard is None else shard.scores[row])
+        misses = scores.count(None)
+        counters.cache_misses += misses
+        counters.cache_hits += len(scores) - misses
+        return scores
 
-    def _load(self, key: ScoreKey, counters: Counters) -> TeacherScore | None:
-        path = self.path_of(key)
+    def _load(self, path: Path, counters: Counters) -> LogprobsResponse | None:
         try:
-            score = _read(path.read_bytes(), key)
-            os.utime(path)  # read just now, so among the last to go
-        except FileNotFoundError:
-            counters.cache_misses += 1
-            return None
+            shard = load_shard(path)
+            os.utime(path)  # most recently used
+            return shard
+        except FileNotFoundError:  # evicted by another process
+            pass
         except (DataError, OSError) as error:
-            counters.cache_misses += 1
             counters.cache_corrupt += 1
-            logger.warning("%s is not a score and will be replaced: %s", path, error)
-            return None
-        counters.cache_hits += 1
-        return score
+            logger.warning("score cache: %s; it is removed", error)
+            path.unlink(missing_ok=True)
+        with self._lock:
+            self._forget({path})
+        return None
 
-    def _store(
+    def _write(
         self,
         scores: Mapping[ScoreKey, TeacherScore],
         logprobs_dtype: LogprobsDtype,
         counters: Counters,
     ) -> None:
-        with self._writing:
-            for key, score in scores.items():
+        groups: dict[tuple[str, int], list[ScoreKey]] = {}
+        for key, score in scores.items():
+            groups.setdefault((key.manifest_id, score.topk.k), []).append(key)
+        with self._lock:
+            for folder in self.folder.iterdir():
+                self._scan(folder)
+            for (manifest_id, _), keys in groups.items():
+                digests = [key.digest for key in keys]
+                shard = Shard.of(
+                    manifest_id, digests, [scores[key] for key in keys], logprobs_dtype
+                )
                 try:
-                    self._write(self.path_of(key), _written(key, score, logprobs_dtype))
+                    path = shard.save(self.folder)
                 except OSError as error:
-                    counters.cache_unwritten += 1
-                    logger.warning("score cache %s cannot be written: %s", self.folder, error)
-            if self._bytes > self._max_bytes:
-                self._make_room()
+                    counters.cache_unwritten += len(keys)
+                    logger.warning("score cache %s: write failed: %s", self.folder, error)
+                else:
+                    self._add(path, digests, len(shard.body))
+                    self._scanned[path.parent] = path.parent.stat().st_mtime_ns
+            if sum(self._bytes.values()) > self._max_bytes:
+                self._evict()
 
-    def _write(self, path: Path, body: bytes) -> None:
-        before = path.stat().st_size if path.exists() else 0
-        with replacing(path) as temporary:
-            temporary.write_bytes(body)
-        self._bytes += len(body) - before
+    def _find(self, key: ScoreKey) -> tuple[Path, int] | tuple[None, int]:
+        if key.digest not in self._index:
+            self._scan(self.folder / key.manifest_id)
+        return self._index.get(key.digest, (None, 0))
 
-    def _make_room(self) -> None:
-        files = sorted(self._files())
-        self._bytes = sum(size for _, size, _ in files)  # other processes write here, too
-        kept_bytes = int(self._max_bytes * _KEPT_SHARE)
-        for _, size, path in files:
-            if self._bytes <= kept_bytes:
-                return
-            path.unlink(missing_ok=True)
-            self._bytes -= size
-
-    def _files(self) -> list[tuple[int, int, Path]]:
-        """(last use in nanoseconds, bytes, path) of every score."""
-        found: list[tuple[int, int, Path]] = []
-        for path in self.folder.glob("??/*.safetensors"):
-            try:
-                status = path.stat()
-            except FileNotFoundError:  # another process made room
+    def _scan(self, folder: Path) -> None:
+        """Index the shards that other processes, or earlier runs, have written to a folder."""
+        if not folder.is_dir() or self._scanned.get(folder) == folder.stat().st_mtime_ns:
+            return
+        self._scanned[folder] = folder.stat().st_mtime_ns
+        for path in folder.glob("*.safetensors"):
+            if path in self._bytes:
                 continue
-            found.append((status.st_mtime_ns, status.st_size, path))
-        return found
+            try:
+                self._add(path, _keys_of(path), path.stat().st_size)
+            except FileNotFoundError:  # evicted by another process
+                continue
+            except (DataError, OSError) as error:
+                logger.warning("score cache: %s; it is removed", error)
+                path.unlink(missing_ok=True)
+                self._damaged += 1
+
+    def _add(self, path: Path, digests: Sequence[str | None], size: int) -> None:
+        self._bytes[path] = size
+        self._index |= {
+            digest: (path, row) for row, digest in enumerate(digests) if digest is not None
+        }
+
+    def _forget(self, paths: set[Path]) -> None:
+        for path in paths:
+            self._bytes.pop(path, None)
+        self._index = {
+            digest: position for digest, position in self._index.items() if position[0] not in paths
+        }
+
+    def _evict(self) -> None:
+        """Remove the least recently used shards until ``_KEPT_SHARE`` of the limit is used."""
+        last_use: dict[Path, int] = {}
+        for path in self._bytes:
+            try:
+                last_use[path] = path.stat().st_mtime_ns
+            except FileNotFoundError:  # evicted by another process
+                last_use[path] = 0
+        used, evicted = sum(self._bytes.values()), set[Path]()
+        for path in sorted(last_use, key=lambda path: (last_use[path], path)):
+            if used <= self._max_bytes * _KEPT_SHARE:
+                break
+            path.unlink(missing_ok=True)
+            used -= self._bytes[path]
+            evicted.add(path)
+        self._forget(evicted)
 
 
-def _written(key: ScoreKey, score: TeacherScore, logprobs_dtype: LogprobsDtype) -> bytes:
-    """The file of one score: the wire format, and a hash of it beside it."""
-    answer = LogprobsResponse(key.manifest_id, (None,), (score,))
-    body = encode_binary(answer, logprobs_dtype)
-    metadata, content = _parts(body)
-    return save(
-        load(body), metadata={**metadata, "key": key.digest, "sha256": _checksum(metadata, content)}
-    )
-
-
-def _read(body: bytes, key: ScoreKey) -> TeacherScore:
-    """The score in a file.
+def _keys_of(path: Path) -> list[str | None]:
+    """Read the keys in a shard's header.
 
     Raises:
-        DataError: when the file is damaged, or belongs to another key.
+        OSError: if the file cannot be opened.
+        DataError: if the header is damaged.
     """
-    metadata, content = _parts(body)
-    if metadata.get("key") != key.digest:
-        raise DataError(f"found key {str(metadata.get('key'))[:12]}, expected {key.digest[:12]}")
-    if metadata.get("sha256") != _checksum(metadata, content):
-        raise DataError("its content is not what was written")
-    return decode_binary(body).scores[0]
-
-
-def _parts(body: bytes) -> tuple[dict[str, Any], bytes]:
-    """The metadata of a safetensors file, and its tensors with their names, types and shapes."""
     try:
-        (length,) = struct.unpack_from("<Q", body)
-        header = json.loads(body[8 : 8 + length])
-        metadata = header.pop("__metadata__")
-        return metadata, json.dumps(header, sort_keys=True).encode() + body[8 + length :]
-    except (struct.error, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"no safetensors file: {error!r}") from error
-
-
-def _checksum(metadata: Mapping[str, Any], content: bytes) -> str:
-    digest = hashlib.sha256(str(metadata.get("mopd")).encode())
-    digest.update(content)
-    return digest.hexdigest()
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(min(length, path.stat().st_size)))
+        return list(json.loads(header["__metadata__"]["mopd"])["ids"])
+    except (struct.error, ValueError, LookupError, TypeError) as error:
+        raise DataError(f"{path} is damaged: {error!r}", key=str(path)) from error

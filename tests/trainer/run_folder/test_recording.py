@@ -1,11 +1,11 @@
-"""Recordings on disk: what is read is what was written, to the last bit."""
+"""Recordings are loaded bit for bit."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mopd_protocol.errors import DataError
+from mopd_protocol.errors import CheckpointError
 from mopd_protocol.samples import Prompt, Rollout
 from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.run_folder.recording import Recorder, Recording, step_path
@@ -20,15 +20,15 @@ def recorder(folder: Path, done: int = 0) -> Recorder:
 
 
 def examples() -> list[TrainingExample]:
-    """Two teachers, one teacher with the student's own ids, and an answer that nobody judged."""
+    """Two teachers, one teacher with student top-k ids, a reference completion without scores."""
     ids = ids_of("digit", "7 ", b"\xff", "!", "<|end|>")
     topk = np.arange(3 * len(ids), dtype=np.int32).reshape(len(ids), 3)
     both = rollout("digit", ids, teachers={"math": 1.0, "code": 3.0}, index=2)
-    answer = rollout("digit", ids_of("digit", "42", "<|end|>"), index=1)
-    unjudged = Rollout(
+    reference = rollout("digit", ids_of("digit", "42", "<|end|>"), index=1)
+    unscored = Rollout(
         prompt=Prompt(index=1, messages=QUESTION, teachers={}),
-        prompt_token_ids=answer.prompt_token_ids,
-        completion=answer.completion,
+        prompt_token_ids=reference.prompt_token_ids,
+        completion=reference.completion,
         sampled_logprobs=None,
         finish_reason="stop",
         policy_version=9,
@@ -36,52 +36,84 @@ def examples() -> list[TrainingExample]:
     return [
         example(both),
         example(rollout("digit", ids[:2], topk_ids=topk[:2]), seed=5),
-        TrainingExample(unjudged, ()),
+        TrainingExample(unscored, ()),
     ]
 
 
-def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+def test_recorded_samples_are_loaded_bit_for_bit(tmp_path: Path) -> None:
     recorder(tmp_path).write(1, examples())
     recording = Recording(tmp_path)
     assert (recording.steps, recording.data_fingerprint, list(recording.teachers)) == (1, "f", [])
     assert recording.student_tokenizer == table("digit").fingerprint
-    found = recording.read(1, PROMPTS, table("digit"))
-    assert len(found) == 3
-    for sample, written in zip(found, examples(), strict=True):
-        ours, theirs = sample.rollout, written.rollout
-        assert ours.prompt == theirs.prompt
-        assert (ours.source, ours.finish_reason) == (theirs.source, theirs.finish_reason)
-        assert ours.policy_version == theirs.policy_version
-        assert ours.completion.text == theirs.completion.text
-        assert ours.completion.marks == theirs.completion.marks
+    samples = recording.read(1, PROMPTS, table("digit"))
+    assert len(samples) == 3
+    for sample, expected in zip(samples, examples(), strict=True):
+        rollout, recorded = expected.rollout, sample.rollout
+        assert recorded.prompt == rollout.prompt
+        assert (recorded.source, recorded.finish_reason) == (rollout.source, rollout.finish_reason)
+        assert recorded.policy_version == rollout.policy_version
+        assert recorded.completion.text == rollout.completion.text
+        assert recorded.completion.marks == rollout.completion.marks
         for name in ("prompt_token_ids", "sampled_logprobs", "student_topk_ids"):
-            np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), name)
-        assert len(sample.scores) == len(written.scores)
-        for judgement, other in zip(sample.scores, written.scores, strict=True):
-            assert (judgement.teacher, judgement.weight) == (other.teacher, other.weight)
-            score, given = judgement.score, other.score
-            assert score.manifest_id == given.manifest_id
-            assert score.completion.text == given.completion.text
-            assert score.completion.marks == given.completion.marks
+            np.testing.assert_array_equal(getattr(recorded, name), getattr(rollout, name), name)
+        assert len(sample.scores) == len(expected.scores)
+        for loaded, other in zip(sample.scores, expected.scores, strict=True):
+            assert (loaded.teacher, loaded.weight) == (other.teacher, other.weight)
+            score, original = loaded.score, other.score
+            assert score.manifest_id == original.manifest_id
+            assert score.completion.text == original.completion.text
+            assert score.completion.marks == original.completion.marks
             for name in ("token_ids", "byte_ends"):
                 np.testing.assert_array_equal(
-                    getattr(score.completion, name), getattr(given.completion, name), name
+                    getattr(score.completion, name), getattr(original.completion, name), name
                 )
             for name in ("ids", "logprobs", "token_logprobs", "tail_logprobs"):
                 np.testing.assert_array_equal(
-                    getattr(score.topk, name), getattr(given.topk, name), name
+                    getattr(score.topk, name), getattr(original.topk, name), name
                 )
 
 
-def test_steps_that_are_done_again_are_recorded_again(tmp_path: Path) -> None:
+def test_steps_after_the_resumed_one_are_removed(tmp_path: Path) -> None:
     first = recorder(tmp_path)
     for step in (1, 2, 3):
         first.write(step, examples())
     recorder(tmp_path, done=1)
     assert Recording(tmp_path).steps == 1
-    with pytest.raises(DataError, match=r"step-00000002\.safetensors cannot be read "):
+    with pytest.raises(CheckpointError) as caught:
         Recording(tmp_path).read(2, PROMPTS, table("digit"))
+    assert caught.value.key == str(step_path(tmp_path / "recordings", 2))
     assert not list(tmp_path.rglob("*.part"))
     step_path(tmp_path / "recordings", 1).unlink()
-    with pytest.raises(DataError, match="holds no step; expected "):
+    with pytest.raises(CheckpointError, match="found 0") as caught:
         Recording(tmp_path)
+    assert caught.value.key == str(tmp_path / "recordings")
+
+
+def test_shards_without_a_step_are_removed(tmp_path: Path) -> None:
+    first = recorder(tmp_path)
+    first.write(1, examples())
+    kept = shards(tmp_path)
+    first.write(2, [example(rollout("digit", ids_of("digit", "other", "<|end|>")), seed=9)])
+    assert len(shards(tmp_path)) > len(kept)
+    recorder(tmp_path, done=1)
+    assert shards(tmp_path) == kept
+    recorder(tmp_path, done=0)
+    assert not shards(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
+def test_a_damaged_shard_is_detected(tmp_path: Path, damage: str) -> None:
+    recorder(tmp_path).write(1, examples())
+    [path, *_] = shards(tmp_path)
+    body = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(body[:-1] if damage == "cut" else body[:-1] + bytes([body[-1] ^ 1]))
+    with pytest.raises(CheckpointError) as caught:
+        Recording(tmp_path).read(1, PROMPTS, table("digit"))
+    assert caught.value.key == str(path)
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted((folder / "recordings" / "scores").glob("*/*.safetensors"))

@@ -1,4 +1,4 @@
-"""What a run recorded is trained on again, with nobody to ask: the same loss, the same weights."""
+"""Replays of a recording, without teachers: same loss, same weights."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mopd_protocol.errors import ConfigError, DataError, MopdError
+from mopd_protocol.errors import CheckpointError, ConfigError, MopdError
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.data.prompts import read_prompts
 from mopd_trainer.launch.preflight import check_run
@@ -22,12 +22,12 @@ from tests.trainer.whole_runs import assert_same_weights, journal, run_cut_off, 
 pytestmark = pytest.mark.slow
 
 STEPS = 3
-NOBODY = "http://127.0.0.1:9"
+UNREACHABLE = "http://127.0.0.1:9"
 
 
 @pytest.fixture
 def values(tmp_path: Path, models: dict[str, Path], addresses: dict[str, str]) -> dict[str, Any]:
-    """Half of the prompts with reference answers, and two teachers that read them too."""
+    """Half of the samples from reference answers; two teachers score both halves."""
     lines: list[object] = [
         {"prompt": f"{at} + 4 =", "solution": f"{at + 4}", "teacher": teacher}
         for at, teacher in enumerate(["math", "code", {"math": 1, "code": 3}, "code", "math"])
@@ -45,8 +45,10 @@ def values(tmp_path: Path, models: dict[str, Path], addresses: dict[str, str]) -
 
 
 def replayed(values: dict[str, Any], folder: Path, **changes: Any) -> dict[str, Any]:
-    """The same run on what was recorded, with teachers that are not there."""
-    teachers = {name: {**teacher, "url": NOBODY} for name, teacher in values["teachers"].items()}
+    """The same run on the recording, with unreachable teachers."""
+    teachers = {
+        name: {**teacher, "url": UNREACHABLE} for name, teacher in values["teachers"].items()
+    }
     return {
         **values,
         "output_dir": str(folder / "replay"),
@@ -77,7 +79,7 @@ def test_a_replay_with_the_same_loss_ends_with_the_same_weights(
     asyncio.run(check_run(RunConfig.model_validate(replayed(values, tmp_path / "x")), Console()))
 
 
-def test_a_step_of_which_all_is_dropped_is_left_out_and_recorded_as_such(
+def test_a_step_without_samples_is_skipped_in_the_replay_too(
     tmp_path: Path, values: dict[str, Any]
 ) -> None:
     long = [{**line, "prompt": "x9" * 150} for line in questions(4)]
@@ -95,7 +97,7 @@ def test_a_step_of_which_all_is_dropped_is_left_out_and_recorded_as_such(
     assert losses(tmp_path / "replay") == losses(tmp_path / "run")
 
 
-def test_a_replay_learns_from_what_was_recorded_with_another_loss_and_for_longer(
+def test_a_replay_may_have_another_loss_and_more_steps(
     tmp_path: Path, values: dict[str, Any]
 ) -> None:
     live, _ = run_here(values)
@@ -110,37 +112,54 @@ def test_a_replay_learns_from_what_was_recorded_with_another_loss_and_for_longer
         assert_same_weights(again, live)
 
 
-def test_an_interrupted_recording_is_that_of_the_whole_run(
+def test_a_resumed_run_has_the_recording_of_an_uninterrupted_run(
     tmp_path: Path, values: dict[str, Any]
 ) -> None:
     run_here(values, output_dir=str(tmp_path / "whole"))
     run_cut_off(values, in_step=3)
     run_here(values, resume_from_checkpoint=str(tmp_path / "run" / "checkpoints" / "step-00000001"))
-    ours, theirs = (tmp_path / name / "recordings" for name in ("run", "whole"))
-    assert [path.name for path in sorted(ours.iterdir())] == [
+    resumed, uninterrupted = (files(tmp_path / name / "recordings") for name in ("run", "whole"))
+    assert [name for name in resumed if "scores" not in name] == [
         "recording.json",
         *(f"step-0000000{step}.safetensors" for step in (1, 2, 3)),
     ]
-    for path in ours.iterdir():
-        assert path.read_bytes() == (theirs / path.name).read_bytes(), path.name
+    assert len(resumed) > 4
+    assert resumed == uninterrupted
 
 
-def test_a_recording_takes_no_more_room_than_it_says(
-    tmp_path: Path, values: dict[str, Any]
-) -> None:
+def files(folder: Path) -> dict[str, bytes]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def test_a_recording_is_no_larger_than_documented(tmp_path: Path, values: dict[str, Any]) -> None:
     run_here(values)
     prompts = read_prompts(RunConfig.model_validate(values).data, ["math", "code"])
     recording = Recording(tmp_path / "run")
     assert recording.steps == STEPS
+    facts = (recording.folder / "recording.json").stat().st_size
+    bound = 0
     for step in range(1, STEPS + 1):
-        bound = 8
+        bound += 8
         for sample in recording.read(step, prompts, table("digit")):
             rollout = sample.rollout
             bound += 8 * (len(rollout.prompt_token_ids) + len(rollout.completion)) + 2_000
-            for judgement in sample.scores:
-                topk, completion = judgement.score.topk, judgement.score.completion
+            for score in (recorded.score for recorded in sample.scores):
+                topk, completion = score.topk, score.completion
                 bound += len(topk) * (16 + 8 * topk.k) + len(completion.text)
-        assert step_path(recording.folder, step).stat().st_size <= bound
+    assert sum(map(len, files(recording.folder).values())) - facts <= bound
+
+
+def test_a_recordings_scores_are_a_score_cache(tmp_path: Path, values: dict[str, Any]) -> None:
+    run_here(values)
+    cache = {"score_cache": str(tmp_path / "run" / "recordings" / "scores")}
+    run_here({**values, **cache, "output_dir": str(tmp_path / "again")})
+    lines = journal(tmp_path / "again")
+    for name in values["teachers"]:
+        hits = sum(line[f"teacher/{name}/cache_hits"] for line in lines)
+        misses = sum(line[f"teacher/{name}/cache_misses"] for line in lines)
+        # Samples that were dropped are not recorded.
+        assert hits > misses <= sum(line.get("dropped/total", 0) for line in lines)
 
 
 def another_student(values: dict[str, Any], folder: Path, models: dict[str, Path]) -> None:
@@ -158,33 +177,35 @@ def another_top_k(values: dict[str, Any], folder: Path, models: dict[str, Path])
     values["teachers"]["code"]["top_k"] = 7
 
 
-def nothing_recorded(values: dict[str, Any], folder: Path, models: dict[str, Path]) -> None:
+def no_recording(values: dict[str, Any], folder: Path, models: dict[str, Path]) -> None:
     values["replay"] = str(folder)
 
 
-def a_damaged_step(values: dict[str, Any], folder: Path, models: dict[str, Path]) -> None:
+def damaged_step(values: dict[str, Any], folder: Path, models: dict[str, Path]) -> None:
     path = step_path(Path(values["replay"]) / "recordings", 1)
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def test_a_replay_of_something_else_is_refused(
+def test_a_replay_of_another_run_raises(
     tmp_path: Path, values: dict[str, Any], models: dict[str, Path]
 ) -> None:
-    """One recording for all the ways in which it can be the wrong one."""
+    """One recording for all mismatches."""
     run_here(values, max_steps=1)
     Change = Callable[[dict[str, Any], Path, dict[str, Path]], None]
-    refusals: list[tuple[Change, type[MopdError], str]] = [
-        (another_student, ConfigError, "was written with tokenizer "),
-        (other_data, ConfigError, "was recorded on data "),
-        (another_top_k, ConfigError, "teachers.code.top_k is 7, but teacher 'code' was recorded "),
-        (nothing_recorded, DataError, "holds no recording "),
-        (a_damaged_step, DataError, "step-00000001.safetensors cannot be read "),
+    mismatches: list[tuple[Change, type[MopdError], str]] = [
+        (another_student, ConfigError, "student.model"),
+        (other_data, ConfigError, "data.prompts"),
+        (another_top_k, ConfigError, "teachers.code.top_k"),
+        (no_recording, CheckpointError, "recording.json"),
+        (damaged_step, CheckpointError, "step-00000001.safetensors"),
     ]
-    for change, kind, told in refusals:
+    for change, kind, key in mismatches:
         chosen = json.loads(json.dumps(replayed(values, tmp_path, max_steps=1)))
         change(chosen, tmp_path, models)
-        with pytest.raises(kind, match=told):
+        with pytest.raises(kind) as caught:
             asyncio.run(_train(chosen))
+        assert caught.value.key is not None
+        assert caught.value.key.endswith(key)
 
 
 async def _train(values: dict[str, Any]) -> None:

@@ -1,12 +1,14 @@
-"""Recordings: each step's completions and what its teachers said, on disk, to be trained on again.
+"""Recordings: each step's completions and teacher scores on disk, for training without teachers.
 
-A run's ``recordings`` folder holds ``recording.json`` (the data's fingerprint, the tokenizers, the
-manifests, and what each teacher was asked for) and a ``.safetensors`` file a step. A step takes 8
-bytes for a token of the student (and 4 for each of its own ids that were kept), 16 + 8 k and the
-token's text for a token that a teacher scored with k entries, and less than 2 kB a sample besides.
+A run's ``recordings`` folder contains ``recording.json`` (the data's fingerprint, tokenizers,
+manifests and scoring options), a ``.safetensors`` file of rollouts per step, and ``scores``: shards
+of a ``ScoreStore``, which a later run can use as its ``score_cache``. A step takes 8 bytes per
+student token (and 4 per stored student top-k id), 16 + 8 k bytes and the text per scored token, and
+less than 2 kB per sample besides.
 """
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,16 +16,17 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
+from mopd_client.score_store import ScoreKey, Shard, load_shard
 from mopd_client.tokenizers.teacher import TeacherTokenizer, teacher_tokenizer
-from mopd_protocol.errors import DataError
+from mopd_protocol.errors import CheckpointError
 from mopd_protocol.manifest import Manifest
+from mopd_protocol.requests import LogprobsRequest
+from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.runtime.atomic_file import remove_leftovers, replacing
 from mopd_protocol.samples import Prompt, Rollout, TeacherScore
-from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.tokenizers.token_table import TokenTable
-from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_trainer.config.fingerprint import RunIdentity
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.config.teacher import TeacherConfig
@@ -31,17 +34,20 @@ from mopd_trainer.data.examples import AlignedScore, TrainingExample
 from mopd_trainer.run_folder.disk_errors import disk_errors
 from mopd_trainer.teachers.connect import Teacher
 
+logger = logging.getLogger(__name__)
+
 RECORDINGS = "recordings"
+SCORES = "scores"
 _FACTS = "recording.json"
-_KEPT = "the steps before it are recorded whole"
+_KEPT = "the recordings of earlier steps are complete"
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 JSON = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class RecordedJudgement:
-    """What a teacher said about a completion; how it is compared with it is up to the loss."""
+class RecordedScore:
+    """A teacher's score of a completion, without its alignment, which depends on the loss."""
 
     teacher: str
     weight: float
@@ -50,20 +56,20 @@ class RecordedJudgement:
 
 @dataclass(frozen=True)
 class RecordedSample:
-    """A completion, and who judged it."""
+    """A completion and its scores."""
 
     rollout: Rollout
-    scores: tuple[RecordedJudgement, ...]
+    scores: tuple[RecordedScore, ...]
 
 
 class Recorder:
-    """Writes a run's recordings.
+    """Writer of a run's recordings.
 
     Args:
-        done: steps that the run has done; recordings of later ones are removed.
+        done: number of completed steps; recordings of later steps are removed.
 
     Raises:
-        DataError: when the disk takes no more.
+        DiskError: if the disk is full or not writable.
     """
 
     def __init__(
@@ -76,10 +82,8 @@ class Recorder:
         done: int,
     ) -> None:
         self._folder = output_dir / RECORDINGS
-        remove_leftovers(self._folder)
-        for path in self._folder.glob("step-*.safetensors"):
-            if path > step_path(self._folder, done):
-                path.unlink()
+        self._teachers = teachers
+        self._remove_steps_after(done)
         facts = {
             "data_fingerprint": data_fingerprint,
             "student_tokenizer": student.fingerprint,
@@ -94,20 +98,72 @@ class Recorder:
             temporary.write_bytes(text)
 
     def write(self, step: int, examples: Sequence[TrainingExample]) -> None:
-        """Records the examples of a step (counted from 1), whole or not at all.
+        """Record the examples of a step (counted from 1) atomically.
 
         Raises:
-            DataError: when the disk takes no more.
+            DiskError: if the disk is full or not writable.
         """
         arrays: Arrays = {}
-        samples = [_sample(f"{at}", example, arrays) for at, example in enumerate(examples)]
+        samples = [_sample(f"{index}", sample, arrays) for index, sample in enumerate(examples)]
+        shards = self._add_scores(samples, examples)
+        body = save(arrays, {"samples": json.dumps(samples)})
         path = step_path(self._folder, step)
-        needed = sum(array.nbytes for array in arrays.values())
-        with (
-            disk_errors(path, "the recording", needed=needed, kept=_KEPT),
-            replacing(path, durable=True) as temporary,
-        ):
-            save_file(arrays, temporary, {"samples": json.dumps(samples)})
+        needed = len(body) + sum(len(shard.body) for shard in shards)
+        with disk_errors(path, "the recording", needed=needed, kept=_KEPT):
+            for shard in shards:
+                shard.save(self._folder / SCORES, durable=True)
+            with replacing(path, durable=True) as temporary:
+                temporary.write_bytes(body)
+
+    def _add_scores(
+        self, samples: Sequence[JSON], examples: Sequence[TrainingExample]
+    ) -> list[Shard]:
+        """Encode all scores in one shard per manifest and ``k``; add references to the samples."""
+        groups: dict[tuple[str, int], list[tuple[JSON, AlignedScore]]] = {}
+        for sample, example in zip(samples, examples, strict=True):
+            for aligned in example.scores:
+                score = aligned.score
+                reference: JSON = {"teacher": aligned.teacher, "weight": aligned.weight}
+                sample["scores"].append(reference)
+                group = groups.setdefault((score.manifest_id, score.topk.k), [])
+                group.append((reference, aligned))
+        shards: list[Shard] = []
+        for (manifest_id, _), members in groups.items():
+            keys = [self._key(aligned) for _, aligned in members]
+            shard = Shard.of(manifest_id, keys, [aligned.score for _, aligned in members])
+            for row, (reference, _) in enumerate(members):
+                reference |= {"shard": shard.name, "row": row}
+            shards.append(shard)
+        return shards
+
+    def _key(self, aligned: AlignedScore) -> str | None:
+        """Return the digest under which a ``ScoreStore`` finds the score."""
+        teacher = self._teachers.get(aligned.teacher)
+        if teacher is None:
+            return None
+        sequence = aligned.teacher_input.request
+        request = LogprobsRequest(
+            sequences=[sequence],
+            top_k=teacher.config.top_k,
+            temperature=teacher.config.temperature,
+            logprobs_dtype=teacher.config.logprobs_dtype,
+        )
+        return ScoreKey.of(aligned.score.manifest_id, request, sequence).digest
+
+    def _remove_steps_after(self, done: int) -> None:
+        """Remove later steps with their shards, and files of interrupted writes."""
+        scores = self._folder / SCORES
+        for folder in (self._folder, *scores.glob("*")):
+            remove_leftovers(folder)
+        kept_shards: set[str] = set()
+        for path in self._folder.glob("step-*.safetensors"):
+            if path > step_path(self._folder, done):
+                path.unlink()
+            else:
+                kept_shards |= _shard_names(path)
+        for path in scores.glob("*/*.safetensors"):
+            if path.relative_to(scores).as_posix() not in kept_shards:
+                path.unlink()
 
 
 def recorder_of(
@@ -118,7 +174,7 @@ def recorder_of(
     *,
     done: int,
 ) -> Recorder | None:
-    """What a run records with; None where it does not."""
+    """Create the run's recorder; None without ``logging.record``."""
     if not config.logging.record:
         return None
     return Recorder(
@@ -131,53 +187,58 @@ def recorder_of(
 
 
 class Recording:
-    """Reads what a ``Recorder`` wrote.
+    """Reader of the recordings that a ``Recorder`` wrote.
 
     Raises:
-        DataError: when there is no recording in the folder of the run.
+        CheckpointError: if the run's folder has no recording.
     """
 
     def __init__(self, output_dir: Path) -> None:
         self.folder = output_dir / RECORDINGS
+        path = self.folder / _FACTS
         try:
-            self._facts: JSON = json.loads((self.folder / _FACTS).read_text())
+            self._facts: JSON = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise DataError(
-                f"{output_dir} holds no recording ({error}); expected the output_dir of a run with "
-                "logging.record"
+            raise CheckpointError(
+                f"{output_dir}: recording not found ({error}). Set replay to the output_dir of a "
+                "run with logging.record",
+                key=str(path),
             ) from error
         self.steps = len(list(self.folder.glob("step-*.safetensors")))
         if not self.steps:
-            raise DataError(f"{self.folder} holds no step; expected the recording of at least one")
+            raise CheckpointError(
+                f"{self.folder}: no recorded step (found 0, expected at least 1)",
+                key=str(self.folder),
+            )
 
     @property
     def data_fingerprint(self) -> str:
-        """Of the data that prompts were taken from."""
+        """Fingerprint of the prompts' data."""
         return self._facts["data_fingerprint"]
 
     @property
     def student_tokenizer(self) -> str:
-        """Fingerprint of the tokenizer of who wrote."""
+        """Fingerprint of the student's tokenizer."""
         return self._facts["student_tokenizer"]
 
     @property
     def teachers(self) -> Sequence[str]:
-        """Names of those who were asked."""
+        """Names of the teachers."""
         return list(self._facts["teachers"])
 
-    def asked(self, teacher: str) -> JSON:
-        """What a teacher was asked for."""
-        return self._facts["teachers"][teacher]["asked"]
+    def scoring_options(self, teacher: str) -> JSON:
+        """Return the options with which a teacher scored."""
+        return self._facts["teachers"][teacher]["options"]
 
     def manifest(self, teacher: str) -> Manifest:
-        """Who a teacher was."""
+        """Return a teacher's manifest."""
         return Manifest.parse(self._facts["teachers"][teacher]["manifest"])
 
     def tokenizer(self, teacher: str) -> TeacherTokenizer:
-        """A teacher's tokenizer.
+        """Return a teacher's tokenizer.
 
         Raises:
-            TeacherError: when it is not the one of the manifest.
+            TeacherError: if it is not the manifest's.
         """
         text = self._facts["teachers"][teacher]["tokenizer"]
         return teacher_tokenizer(teacher, self.manifest(teacher), text)
@@ -185,29 +246,35 @@ class Recording:
     def read(
         self, step: int, prompts: Sequence[Prompt], student: TokenTable
     ) -> list[RecordedSample]:
-        """The samples of a step (counted from 1), in order.
+        """Load the samples of a step (counted from 1), in order.
 
         Raises:
-            DataError: when the step's file is missing or damaged.
+            CheckpointError: if a file of the step is missing or damaged.
         """
-        path = step_path(self.folder, step)
-        try:
-            with safe_open(path, framework="numpy") as opened:
-                samples = json.loads(opened.metadata()["samples"])
-                arrays: Arrays = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise DataError(
-                f"{path} cannot be read ({error}); record the run again, or set max_steps below "
-                "this step"
-            ) from error
+        samples, arrays = _load_step(step_path(self.folder, step))
+        shards: dict[str, LogprobsResponse] = {}
+        for reference in (reference for sample in samples for reference in sample["scores"]):
+            name = reference["shard"]
+            if name not in shards:
+                shards[name] = _load_scores(self.folder / SCORES / name)
         return [
-            _read_sample(f"{at}", sample, arrays, prompts, student)
-            for at, sample in enumerate(samples)
+            RecordedSample(
+                _load_rollout(f"{index}", sample, arrays, prompts, student),
+                tuple(
+                    RecordedScore(
+                        reference["teacher"],
+                        reference["weight"],
+                        shards[reference["shard"]].scores[reference["row"]],
+                    )
+                    for reference in sample["scores"]
+                ),
+            )
+            for index, sample in enumerate(samples)
         ]
 
 
-def asked_of(config: TeacherConfig) -> JSON:
-    """What the settings of a teacher ask it for, which decides what its scores hold."""
+def scoring_options(config: TeacherConfig) -> JSON:
+    """Return the teacher's settings that affect its scores."""
     return {
         "top_k": config.top_k,
         "support": config.support,
@@ -216,7 +283,7 @@ def asked_of(config: TeacherConfig) -> JSON:
 
 
 def step_path(folder: Path, step: int) -> Path:
-    """The file of a step, counted from 1."""
+    """Return the file of a step, counted from 1."""
     return folder / f"step-{step:08d}.safetensors"
 
 
@@ -224,12 +291,12 @@ def _teacher_facts(teacher: Teacher) -> JSON:
     return {
         "manifest": teacher.manifest.model_dump(mode="json"),
         "tokenizer": teacher.tokenizer.tokenizer.to_str(),
-        "asked": asked_of(teacher.config),
+        "options": scoring_options(teacher.config),
     }
 
 
 def _sample(key: str, example: TrainingExample, arrays: Arrays) -> JSON:
-    """Adds the arrays of a sample; the rest of it."""
+    """Add a rollout's arrays to ``arrays``; return its JSON, with an empty list of scores."""
     rollout = example.rollout
     arrays[f"{key}.prompt_ids"] = rollout.prompt_token_ids
     arrays[f"{key}.completion_ids"] = rollout.completion.token_ids
@@ -242,34 +309,48 @@ def _sample(key: str, example: TrainingExample, arrays: Arrays) -> JSON:
         "teachers": dict(rollout.prompt.teachers),
         "finish_reason": rollout.finish_reason,
         "policy_version": rollout.policy_version,
-        "judgements": [
-            _judgement(f"{key}.{at}", judgement, arrays)
-            for at, judgement in enumerate(example.scores)
-        ],
+        "scores": [],
     }
 
 
-def _judgement(key: str, judgement: AlignedScore, arrays: Arrays) -> JSON:
-    completion, topk = judgement.score.completion, judgement.score.topk
-    arrays[f"{key}.token_ids"] = completion.token_ids
-    arrays[f"{key}.byte_ends"] = completion.byte_ends
-    arrays[f"{key}.text"] = np.frombuffer(completion.text, dtype=np.uint8)
-    arrays[f"{key}.ids"] = topk.ids
-    arrays[f"{key}.logprobs"] = topk.logprobs
-    arrays[f"{key}.token_logprobs"] = topk.token_logprobs
-    arrays[f"{key}.tail_logprobs"] = topk.tail_logprobs
-    return {
-        "teacher": judgement.teacher,
-        "weight": judgement.weight,
-        "manifest_id": judgement.score.manifest_id,
-        "marks": dict(completion.marks),
-    }
+def _shard_names(path: Path) -> set[str]:
+    """Return the shards of a step; none if the step is damaged, and thus cannot be replayed."""
+    try:
+        samples, _ = _load_step(path)
+    except CheckpointError as error:
+        logger.warning("%s", error)
+        return set()
+    return {reference["shard"] for sample in samples for reference in sample["scores"]}
 
 
-def _read_sample(
+def _load_step(path: Path) -> tuple[list[JSON], Arrays]:
+    try:
+        with safe_open(path, framework="numpy") as opened:
+            samples = json.loads(opened.metadata()["samples"])
+            return samples, {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise _damaged(path, error) from error
+
+
+def _load_scores(path: Path) -> LogprobsResponse:
+    try:
+        return load_shard(path)
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be loaded ({error}). Record the run again, or set max_steps below this "
+        "step",
+        key=str(path),
+    )
+
+
+def _load_rollout(
     key: str, sample: JSON, arrays: Arrays, prompts: Sequence[Prompt], student: TokenTable
-) -> RecordedSample:
-    rollout = Rollout(
+) -> Rollout:
+    return Rollout(
         prompt=replace(prompts[sample["prompt"]], teachers=sample["teachers"]),
         prompt_token_ids=arrays[f"{key}.prompt_ids"],
         completion=student.sequence(arrays[f"{key}.completion_ids"]),
@@ -278,25 +359,3 @@ def _read_sample(
         policy_version=sample["policy_version"],
         student_topk_ids=arrays.get(f"{key}.student_topk_ids"),
     )
-    judgements = (
-        _read_judgement(f"{key}.{at}", judgement, arrays)
-        for at, judgement in enumerate(sample["judgements"])
-    )
-    return RecordedSample(rollout, tuple(judgements))
-
-
-def _read_judgement(key: str, judgement: JSON, arrays: Arrays) -> RecordedJudgement:
-    completion = TokenSequence(
-        token_ids=arrays[f"{key}.token_ids"],
-        byte_ends=arrays[f"{key}.byte_ends"],
-        text=arrays[f"{key}.text"].tobytes(),
-        marks={int(position): mark for position, mark in judgement["marks"].items()},
-    )
-    topk = TopKLogprobs(
-        ids=arrays[f"{key}.ids"],
-        logprobs=arrays[f"{key}.logprobs"],
-        token_logprobs=arrays[f"{key}.token_logprobs"],
-        tail_logprobs=arrays[f"{key}.tail_logprobs"],
-    )
-    score = TeacherScore(judgement["manifest_id"], completion, topk)
-    return RecordedJudgement(judgement["teacher"], judgement["weight"], score)

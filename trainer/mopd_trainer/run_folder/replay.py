@@ -1,4 +1,4 @@
-"""``Replay``: a run on what another one recorded; nothing is written, and no teacher is asked."""
+"""``Replay``: training on the recording of another run, without sampling and without teachers."""
 
 from collections.abc import Sequence
 
@@ -10,21 +10,21 @@ from mopd_trainer.config.run import RunConfig
 from mopd_trainer.data.examples import AlignedScore, TrainingExample
 from mopd_trainer.metrics.step_metrics import Metrics
 from mopd_trainer.metrics.timers import StepTimer
-from mopd_trainer.run_folder.recording import RecordedJudgement, Recording, asked_of
+from mopd_trainer.run_folder.recording import RecordedScore, Recording, scoring_options
 from mopd_trainer.student.identity import StudentIdentity
 from mopd_trainer.teachers.connect import Teacher, teacher_of
 from mopd_trainer.teachers.scoring import aligned, input_for
 
 
 class Replay:
-    """Step after step of a recording, and from its beginning again when it ends.
+    """Steps of a recording, from its beginning again at its end.
 
-    The loss may be another one than that of the recorded run. What it compares is aligned anew;
-    samples at which nothing aligns are dropped and counted.
+    The loss may differ from that of the recorded run: scores are aligned again. Samples without an
+    aligned token are dropped and counted.
 
     Raises:
-        MopdError: when there is no recording, or it is of other data, of another student's
-            tokenizer, or of teachers that were asked for something else.
+        ConfigError: if the data, the student's tokenizer or the scoring options differ.
+        CheckpointError: if there is no recording.
     """
 
     def __init__(
@@ -41,14 +41,17 @@ class Replay:
         self._student = student.table
         if recording.data_fingerprint != identity.data_fingerprint:
             raise ConfigError(
-                f"{recording.folder} was recorded on data {recording.data_fingerprint[:12]}, but "
-                f"data.prompts is {identity.data_fingerprint[:12]}; set the data of that run"
+                f"{recording.folder}: data.prompts differs (found "
+                f"{identity.data_fingerprint[:12]}, expected {recording.data_fingerprint[:12]}). "
+                "Set the data of the recorded run",
+                key="data.prompts",
             )
         if recording.student_tokenizer != student.table.fingerprint:
             raise ConfigError(
-                f"{recording.folder} was written with tokenizer "
-                f"{recording.student_tokenizer[:12]}, but student.model has "
-                f"{student.table.fingerprint[:12]}; take a student with the same tokenizer"
+                f"{recording.folder}: tokenizer of student.model differs (found "
+                f"{student.table.fingerprint[:12]}, expected {recording.student_tokenizer[:12]}). "
+                "Use a student with the same tokenizer",
+                key="student.model",
             )
         self.teachers = {
             name: self._teacher(name, config, student, cache) for name in recording.teachers
@@ -63,26 +66,26 @@ class Replay:
         student: StudentIdentity,
         cache: ProjectionCache,
     ) -> "Replay | None":
-        """What the run replays; None where it does not."""
+        """Create the run's replay; None without ``replay``."""
         if config.replay is None:
             return None
         return cls(Recording(config.replay), config, identity, prompts, student, cache)
 
     async def collect(self, step: int, clock: StepTimer) -> tuple[list[TrainingExample], Metrics]:
-        """The examples of a step, counted from 0.
+        """Return the examples of a step, counted from 0.
 
         Raises:
-            DataError: when the step cannot be read.
+            CheckpointError: if the step cannot be loaded.
         """
         number = step % self._recording.steps + 1
         with clock.phase("sample"):
             samples = self._recording.read(number, self._prompts, self._student)
         examples: list[TrainingExample] = []
         for sample in samples:
-            judgements = [self._judgement(one, sample.rollout) for one in sample.scores]
-            found = [judgement for judgement in judgements if judgement is not None]
-            if len(found) == len(judgements):
-                examples.append(TrainingExample(sample.rollout, tuple(found)))
+            scores = [self._align(score, sample.rollout) for score in sample.scores]
+            aligned_scores = tuple(score for score in scores if score is not None)
+            if len(aligned_scores) == len(scores):
+                examples.append(TrainingExample(sample.rollout, aligned_scores))
         unaligned = float(len(samples) - len(examples))
         return examples, {"dropped/nothing_aligned": unaligned, "dropped/total": unaligned}
 
@@ -91,24 +94,27 @@ class Replay:
     ) -> Teacher:
         if name not in config.scoring_teachers:
             raise ConfigError(
-                f"{self._recording.folder} has scores of teacher {name!r}, which this run does not "
-                "have; name it under teachers, with the loss that is to learn from them"
+                f"{self._recording.folder}: teacher {name!r} of the recording not found in the run."
+                " Add it under teachers, with its loss",
+                key=f"teachers.{name}",
             )
-        settings, was = config.scoring_teachers[name], self._recording.asked(name)
-        for key, value in asked_of(settings).items():
-            if was[key] != value:
+        settings = config.scoring_teachers[name]
+        recorded = self._recording.scoring_options(name)
+        for key, value in scoring_options(settings).items():
+            if recorded[key] != value:
                 raise ConfigError(
-                    f"teachers.{name}.{key} is {value!r}, but teacher {name!r} was recorded with "
-                    f"{was[key]!r}; set it back, or record again"
+                    f"teachers.{name}.{key} differs from the recording (found {value!r}, expected "
+                    f"{recorded[key]!r}). Set the recorded value, or record again",
+                    key=f"teachers.{name}.{key}",
                 )
         manifest = self._recording.manifest(name)
         tokenizer = self._recording.tokenizer(name)
         return teacher_of(name, settings, manifest, tokenizer, student, cache)
 
-    def _judgement(self, recorded: RecordedJudgement, rollout: Rollout) -> AlignedScore | None:
+    def _align(self, recorded: RecordedScore, rollout: Rollout) -> AlignedScore | None:
         teacher, score = self.teachers[recorded.teacher], recorded.score
-        view = input_for(teacher, rollout, self._student)
-        alignment = aligned(teacher, view, score)
+        teacher_input = input_for(teacher, rollout, self._student)
+        alignment = aligned(teacher, teacher_input, score)
         if not len(alignment):
             return None
-        return AlignedScore(recorded.teacher, recorded.weight, view, score, alignment)
+        return AlignedScore(recorded.teacher, recorded.weight, teacher_input, score, alignment)
