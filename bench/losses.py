@@ -98,19 +98,19 @@ def problem(size: Size, device: torch.device) -> Problem:
     )
     spans = (torch.arange(size.rows) * 8) // 9
     first = torch.cat([torch.ones(1, dtype=torch.bool), spans[1:] != spans[:-1]])
-    slots = torch.nonzero(first).flatten()
-    logits = torch.randn(len(slots), size.k).sort(dim=1, descending=True).values * 2
+    positions = torch.nonzero(first).flatten()
+    logits = torch.randn(len(positions), size.k).sort(dim=1, descending=True).values * 2
     logprobs = logits.log_softmax(dim=1) + torch.tensor(0.95).log()
-    ids = torch.randint(0, size.teacher_vocabulary // size.k, (len(slots), size.k))
+    ids = torch.randint(0, size.teacher_vocabulary // size.k, (len(positions), size.k))
     ids = ids + torch.arange(size.k) * (size.teacher_vocabulary // size.k)
-    tails = torch.full((len(slots),), 0.05).log()
+    tails = torch.full((len(positions),), 0.05).log()
     return Problem(
         size,
         torch.randn(size.rows, size.hidden, device=device).to(dtype),
         (torch.randn(size.student_vocabulary, size.hidden, device=device) * 0.05).to(dtype),
         torch.randint(0, size.student_vocabulary, (size.rows,)).to(device),
         teacher_of.to(device),
-        TopKTargets(slots, ids, logprobs, tails).to(device),
+        TopKTargets(positions, ids, logprobs, tails).to(device),
         projection,
         spans.to(device),
     )

@@ -150,7 +150,7 @@ def measure_preparation(student: str, teacher: str, count: int) -> Result:
     _, warm = _timed(lambda: loss.targets([short], [0]))
     places, slowly = _timed(lambda: slow.places(short, units))
     events = sum(nats > -np.inf for nats in fast.events.flatten().tolist())
-    if len(places) != len(fast.slots) or sum(len(p.events) for p in places) != events:
+    if len(places) != len(fast.positions) or sum(len(p.events) for p in places) != events:
         sys.exit("the slow twin found other events")
     return {
         "student": student,

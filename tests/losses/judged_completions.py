@@ -50,6 +50,6 @@ def judged(text: int, seed: int, k: int = 2) -> AlignedPair:
 
 
 def several(seed: int) -> tuple[list[AlignedPair], list[int], int]:
-    """Two judged completions with another one's slots between them; offsets; all slots."""
+    """Two judged completions with another one's positions between them; offsets; all positions."""
     comparisons = [judged(0, seed), judged(2, seed)]
     return comparisons, [0, 7], 12

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from mopd_losses.alignment.byte_alignment import align
 from mopd_losses.config import PrefixKlConfig
-from mopd_losses.core.loss import AlignedPair
-from mopd_losses.core.loss_output import LossOutput
+from mopd_losses.core.loss import AlignedPair, LossOutput
 from mopd_losses.core.student_rows import DenseRows
 from mopd_losses.prefix.loss import PrefixKlLoss
 from mopd_losses.prefix.shared_units import SharedUnits
@@ -94,6 +93,16 @@ class Tongue:
     ) -> "Tongue":
         family = made_of(*spellings, end=end, alone=alone)
         return cls(family, family.encoder if by_merges else LongestMatch(family.table))
+
+    @property
+    def table(self) -> TokenTable:
+        """The tokens of the vocabulary."""
+        return self.family.table
+
+    @property
+    def logit_width(self) -> int:
+        """Rows of a head with padding."""
+        return self.family.logit_width
 
     @property
     def end(self) -> int:
@@ -185,9 +194,9 @@ class Pair:
 
 
 def ids_read(targets: PrefixTargets, readings: Readings) -> Tensor:
-    """[ids read, 5], int64: place, column, slot, id and path of each, in order."""
+    """[ids read, 5], int64: place, column, position, id and path of each, in order."""
     numbers, ids = targets.ids_of(readings)
-    columns = [readings.places, readings.columns, readings.slots]
+    columns = [readings.places, readings.columns, readings.positions]
     return torch.stack([*(c[numbers] for c in columns), ids, readings.paths[numbers]], dim=1)
 
 

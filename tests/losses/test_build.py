@@ -37,12 +37,12 @@ from mopd_losses.projection.matrix import (
     identity_projection,
 )
 from mopd_losses.projection.sides import find_projection
+from mopd_losses.topk.topk_divergence import TopKDivergenceLoss
 from mopd_losses.topk.topk_targets import TopKTargets
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.samples import TeacherScore
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
 from mopd_protocol.topk_logprobs import TopKLogprobs
-from tests.losses.dense import ctkd
 from tests.losses.families import Family, family
 
 CPU = torch.device("cpu")
@@ -106,29 +106,12 @@ def test_a_built_loss_has_the_divergence_and_the_temperature_that_were_asked_for
     projection = find_projection(config, side, side, cache)
     loss = build_loss(config, side, side, CPU, cache=cache, temperature=temperature)
     logits = torch.randn(4, side.logit_width, generator=torch.Generator().manual_seed(0))
-    expected = ctkd(
-        logits,
-        some_targets(),
-        cache.on(CPU, projection),
-        divergence=config.divergence,
-        temperature=temperature,
+    on_device = cache.on(CPU, projection)
+    expected = TopKDivergenceLoss(on_device, config, temperature)
+    rows = DenseRows(logits, on_device.real_ids)
+    assert torch.equal(
+        loss(rows, some_targets()).per_token, expected(rows, some_targets()).per_token
     )
-    rows = DenseRows(logits, cache.on(CPU, projection).real_ids)
-    assert torch.equal(loss(rows, some_targets()).per_token, expected.per_token)
-
-
-def test_the_temperature_is_one_unless_said_otherwise() -> None:
-    side = family("digit")
-    cache = ProjectionCache()
-    projection = find_projection(CtkdConfig(), side, side, cache)
-    logits = torch.randn(4, side.logit_width, generator=torch.Generator().manual_seed(0))
-    rows = DenseRows(logits, cache.on(CPU, projection).real_ids)
-    plain, one, two = (
-        build_loss(CtkdConfig(), side, side, CPU, **named)(rows, some_targets())
-        for named in ({}, {"temperature": 1.0}, {"temperature": 2.0})
-    )
-    assert torch.equal(plain.per_token, one.per_token)
-    assert not torch.allclose(plain.per_token, two.per_token)
 
 
 def test_settings_are_told_apart_by_their_type() -> None:
@@ -175,13 +158,16 @@ def test_every_loss_of_the_table_compares_two_tokenizers(config: LossConfig) -> 
     text = "12 + 30 = 42, the quick brown fox"
     comparison = comparison_of(student, teacher, text)
     loss = build_loss(config, student, teacher)
-    slots = len(comparison.student)
+    positions = len(comparison.student)
     logits = torch.randn(
-        slots, student.logit_width, generator=torch.Generator().manual_seed(1), requires_grad=True
+        positions,
+        student.logit_width,
+        generator=torch.Generator().manual_seed(1),
+        requires_grad=True,
     )
     rows = DenseRows(logits, torch.tensor(student.table.real_ids(student.logit_width)))
     found = loss(rows, loss.targets([comparison], [0]))
-    assert found.per_token.shape == (slots,)
+    assert found.per_token.shape == (positions,)
     assert found.per_token.isfinite().all()
     found.per_token.sum().backward()
     assert logits.grad is not None

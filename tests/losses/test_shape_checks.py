@@ -9,7 +9,7 @@ from jaxtyping import TypeCheckError
 
 from mopd_losses.core.student_rows import DenseRows
 from mopd_losses.divergences.divergences import forward_kl
-from mopd_losses.divergences.tail_bucket import with_tail_bucket
+from mopd_losses.divergences.truncation import with_tail_bucket
 from mopd_losses.topk.topk_targets import TopKTargets
 
 ROWS = torch.zeros(2, 3)
@@ -31,15 +31,15 @@ def test_a_tail_for_other_rows_is_refused() -> None:
 
 
 def test_targets_whose_fields_disagree_are_refused() -> None:
-    slots, ids = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64)
-    assert TopKTargets(slots, ids, ROWS, torch.zeros(2)).ids.shape == (2, 3)
+    positions, ids = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64)
+    assert TopKTargets(positions, ids, ROWS, torch.zeros(2)).ids.shape == (2, 3)
     with pytest.raises(TypeCheckError, match="logprobs"):
-        TopKTargets(slots, ids, torch.zeros(2, 4), torch.zeros(2))
-    with pytest.raises(TypeCheckError, match="slots"):
-        TopKTargets(slots.float(), ids, ROWS, torch.zeros(2))
+        TopKTargets(positions, ids, torch.zeros(2, 4), torch.zeros(2))
+    with pytest.raises(TypeCheckError, match="positions"):
+        TopKTargets(positions.float(), ids, ROWS, torch.zeros(2))
 
 
-def test_ids_for_other_slots_are_refused() -> None:
+def test_ids_for_other_positions_are_refused() -> None:
     rows = DenseRows(ROWS, torch.ones(3, dtype=torch.bool))
     with pytest.raises(TypeCheckError, match="ids"):
         rows.logprobs(torch.tensor([0, 1]), torch.tensor([2]))

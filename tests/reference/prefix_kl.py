@@ -47,7 +47,7 @@ class Place:
     """Both sides on (named units, rest) at one boundary."""
 
     at: int
-    slot: int
+    position: int
     teacher: dict[str, float]  # sums to one with its rest
     teacher_rest: float
     student: dict[str, float]
@@ -194,7 +194,7 @@ def places(student: Side, teacher: Side) -> list[Place]:
         found.append(
             Place(
                 at=at,
-                slot=starts.index(at) if covering is None else covering,
+                position=starts.index(at) if covering is None else covering,
                 teacher={cell: mass / everything for cell, mass in named.items()},
                 teacher_rest=rest / everything,
                 student={cell: ours[cell] for cell in named},
@@ -237,7 +237,7 @@ def spans(student: Side, teacher: Side) -> list[Place]:
         found.append(
             Place(
                 at=last,
-                slot=student.starts.index(last) - 1,
+                position=student.starts.index(last) - 1,
                 teacher={text: theirs},
                 teacher_rest=1 - theirs,
                 student={text: ours},
@@ -311,7 +311,7 @@ def per_token(
     found = [0.0] * len(student.written)
     for place in (*places(student, teacher), *spans(student, teacher)):
         weight = min(1.0, place.path_mass / mass_floor) if mass_floor else 1.0
-        found[place.slot] += weight * value(place, divergence, teacher_weight)
+        found[place.position] += weight * value(place, divergence, teacher_weight)
     return found
 
 

@@ -19,7 +19,7 @@ from mopd_protocol.topk_logprobs import TopKLogprobs
 
 WHOLE = -1
 
-#: Slot, id, and the student's own tokens on the way from the first open slot to this one.
+#: Slot, id, and the student's own tokens on the way from the first open position to this one.
 Reading = tuple[int, int, tuple[int, ...]]
 
 
@@ -27,8 +27,8 @@ Reading = tuple[int, int, tuple[int, ...]]
 class Place:
     """One boundary."""
 
-    slot: int
-    first_slot: int
+    position: int
+    first_position: int
     events: list[tuple[frozenset[Reading], float]]  # what is read of the student, and nats
     rest: float
     path_mass: float
@@ -129,8 +129,8 @@ def _span(
     read = {reading(*way) for way in _through(student, here[0], behind[0], first, last)}
     known = {reading(row, i) for row, i in _student_known(student, here[0], first)}
     return Place(
-        slot=end,
-        first_slot=begin,
+        position=end,
+        first_position=begin,
         events=[(frozenset({*read, reading(end, student.ids[end])}), nats)],
         rest=everything + math.log(1 - math.exp(nats - everything)),
         path_mass=min(1.0, math.exp(everything)),
@@ -242,8 +242,8 @@ def _place(
                 read |= {reading(own, token_id) for token_id in ids.tolist()}
         events.append((frozenset(read), _logsumexp(nats)))
     return Place(
-        slot=rows[-1],
-        first_slot=rows[0],
+        position=rows[-1],
+        first_position=rows[0],
         events=events,
         rest=rest,
         path_mass=1.0 if alone else min(1.0, math.exp(everything)),

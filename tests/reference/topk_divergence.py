@@ -7,7 +7,6 @@ of the forms of ``divergences``, and slopes go back to the student's logits thro
 import math
 from collections.abc import Sequence
 
-from tests.reference.ctkd import project, softmax
 from tests.reference.divergences import (
     Compared,
     Divergence,
@@ -17,6 +16,24 @@ from tests.reference.divergences import (
     renormalised,
     tail_bucket,
 )
+
+
+def softmax(logits: Sequence[float], real: Sequence[bool], temperature: float) -> list[float]:
+    """Return probabilities over the real ids, zero elsewhere."""
+    top = max(z for z, keep in zip(logits, real, strict=True) if keep)
+    powers = [
+        math.exp((z - top) / temperature) if keep else 0.0
+        for z, keep in zip(logits, real, strict=True)
+    ]
+    return [power / math.fsum(powers) for power in powers]
+
+
+def project(student: Sequence[float], weights: Sequence[Sequence[float]]) -> list[float]:
+    """``q(j) = sum over v of W[v, j] p(v)``."""
+    return [
+        math.fsum(p * row[j] for p, row in zip(student, weights, strict=True))
+        for j in range(len(weights[0]))
+    ]
 
 
 def place(

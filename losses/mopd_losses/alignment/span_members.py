@@ -1,4 +1,4 @@
-"""Which slots (or rows) a span consists of, flat: one entry a pair of span and slot."""
+"""Which positions (or rows) a span consists of, flat: one entry a pair of span and position."""
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -47,11 +47,11 @@ def span_means(
 
 
 def inside_spans(
-    starts: Int64[Tensor, "spans"], ends: Int64[Tensor, "spans"], slots: int
+    starts: Int64[Tensor, "spans"], ends: Int64[Tensor, "spans"], positions: int
 ) -> Bool[Tensor, "cuts"]:
-    """bool [slots + 1] on the CPU, True at cuts between two slots of one span."""
+    """bool [positions + 1] on the CPU, True at cuts between two positions of one span."""
     starts, ends = starts.cpu(), ends.cpu()
-    depth = torch.zeros(slots + 1, dtype=torch.int64)
+    depth = torch.zeros(positions + 1, dtype=torch.int64)
     depth.index_add_(0, starts + 1, torch.ones_like(starts))
     depth.index_add_(0, ends, -torch.ones_like(ends))
     return depth.cumsum(0) > 0

@@ -1,9 +1,9 @@
-"""The language-model head and the losses on it, a block of rows at a time.
+"""The language-model head and its losses, computed a block of rows at a time.
 
 A head of 150,000 rows makes logits that are far larger than everything else in a training step.
-Here, logits of at most ``rows_per_block`` rows exist at once: a block's logits are made, every loss
-reads what it needs of them, and their gradient is formed in their own memory and multiplied out to
-the hidden states and the head before the next block begins. The gradient of a block is
+Here, logits of at most ``rows_per_block`` rows exist at once: the logits of a block are computed,
+every loss reads entries of them, and their gradient is formed in the same memory and multiplied out
+to the hidden states and the head before the next block begins. The gradient of a block is
 
     dZ[s, v] = p[s, v] * dL/d(lse[s]) + sum of dL/d(z) over the entries that a loss read at (s, v),
 
@@ -19,8 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from mopd_losses.core.loss import Targets
-from mopd_losses.core.loss_output import LossOutput
+from mopd_losses.core.loss import LossOutput, Targets
 from mopd_losses.core.student_rows import DenseRows, StudentLogprobs, most_likely_ids
 
 ROWS_PER_BLOCK = 1024
@@ -28,11 +27,11 @@ ROWS_PER_BLOCK = 1024
 
 @dataclass(frozen=True, eq=False)
 class LossTerm:
-    """A loss, what it is computed on, and the weight of each slot in the total."""
+    """A loss, its targets, and the weight of each position in the total."""
 
     loss: Callable[[StudentLogprobs, Any], LossOutput]
     targets: Targets
-    slot_weights: Float[Tensor, "slots"]
+    position_weights: Float[Tensor, "positions"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,34 +45,37 @@ class Head:
     soft_cap: float | None = None  # c * tanh(logits / c)
 
     def logits(self, hidden: Float[Tensor, "rows hidden_size"]) -> Float[Tensor, "rows width"]:
-        """[rows, width] in float32 (float64 of float64), without a gradient; ``-inf`` for rows of
-        the head that belong to no token."""
+        """Compute logits without a gradient; ``-inf`` for rows of the head that belong to no token.
+
+        Returns:
+            [rows, width], float64 if ``hidden`` is, else float32.
+        """
         exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         with torch.no_grad():
-            made = _product(hidden, self.weight.to(hidden.dtype).t(), exact)
-            made = made if self.bias is None else made + self.bias
-            made = made * self.scale if self.scale != 1.0 else made
+            logits = _product(hidden, self.weight.to(hidden.dtype).t(), exact)
+            logits = logits if self.bias is None else logits + self.bias
+            logits = logits * self.scale if self.scale != 1.0 else logits
             if self.soft_cap is not None:
-                made = (made / self.soft_cap).tanh() * self.soft_cap
-            return made.masked_fill(~self.real_ids, -torch.inf)
+                logits = (logits / self.soft_cap).tanh() * self.soft_cap
+            return logits.masked_fill(~self.real_ids, -torch.inf)
 
 
 def blockwise_head(
-    hidden: Float[Tensor, "slots hidden"],
+    hidden: Float[Tensor, "positions hidden"],
     head: Head,
     terms: Sequence[LossTerm],
     *,
     rows_per_block: int = ROWS_PER_BLOCK,
 ) -> tuple[Float[Tensor, ""], list[LossOutput]]:
-    """The weighted sum of all losses over all slots, differentiable, and each loss's own output.
+    """Compute the weighted sum of all losses over all positions, and the output of each loss.
 
-    Gradients are made in the forward pass; going backward only scales them. Products are
-    made in the precision of ``hidden`` and summed in float32.
+    Gradients are computed in the forward pass; the backward pass only scales them. Products are
+    computed in the precision of ``hidden`` and summed in float32.
 
     Args:
-        hidden: [slots, hidden size], the rows that predict completion tokens and no others.
-        rows_per_block: most rows whose logits exist at once; exceeded only by a single span that
-            is longer.
+        hidden: [positions, hidden size], only the rows that predict completion tokens.
+        rows_per_block: maximum number of rows whose logits exist at once; exceeded only by a single
+            span that is longer.
 
     Returns:
         A scalar in nats, with a graph to ``hidden``, ``head.weight`` and ``head.bias``; and a
@@ -88,15 +90,16 @@ def blockwise_head(
 
 
 def dense_head(
-    logits: Float[Tensor, "slots width"], real_ids: Bool[Tensor, "width"], terms: Sequence[LossTerm]
+    logits: Float[Tensor, "positions width"],
+    real_ids: Bool[Tensor, "width"],
+    terms: Sequence[LossTerm],
 ) -> tuple[Float[Tensor, ""], list[LossOutput]]:
-    """What ``blockwise_head`` returns, from logits that a model made itself, under autograd.
+    """Compute what ``blockwise_head`` returns from a model's logits, under autograd.
 
-    For models that do more to their logits than a ``Head`` can say. Takes the memory that
-    block-wise spares.
+    For models with another head than ``Head`` supports, at the memory cost of dense logits.
 
     Args:
-        logits: [slots, width].
+        logits: [positions, width].
         real_ids: bool [width].
     """
     student = DenseRows(logits, real_ids)
@@ -104,7 +107,7 @@ def dense_head(
     outputs: list[LossOutput] = []
     for term in terms:
         output = term.loss(student, term.targets)
-        total = total + (output.per_token * term.slot_weights.to(output.per_token.dtype)).sum()
+        total = total + (output.per_token * term.position_weights.to(output.per_token.dtype)).sum()
         outputs.append(LossOutput(output.per_token.detach(), output.measured))
     return total, outputs
 
@@ -124,7 +127,7 @@ class _BlockwiseHead(torch.autograd.Function):
         exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         total = torch.zeros((), dtype=exact, device=hidden.device)
         hidden_gradient = torch.zeros_like(hidden, dtype=exact)
-        # A head that is not trained costs neither the memory nor the products of its gradient.
+        # An untrained head costs neither the memory nor the products of its gradient.
         weight_gradient = torch.zeros_like(weight, dtype=exact) if weight.requires_grad else None
         bias_gradient = None
         if bias is not None and bias.requires_grad:
@@ -136,11 +139,11 @@ class _BlockwiseHead(torch.autograd.Function):
             block = _Block(inputs, matrix, head, exact)
             with torch.enable_grad():
                 value = torch.zeros((), dtype=exact, device=hidden.device)
-                for term, found in zip(terms, parts, strict=True):
+                for term, blocks in zip(terms, parts, strict=True):
                     output = term.loss(block, term.targets.between(start, stop))
-                    weights = term.slot_weights[start:stop].to(output.per_token.dtype)
+                    weights = term.position_weights[start:stop].to(output.per_token.dtype)
                     value = value + (output.per_token * weights).sum()
-                    found.append(LossOutput(output.per_token.detach(), output.measured))
+                    blocks.append(LossOutput(output.per_token.detach(), output.measured))
             total += value.detach()
             gradient = block.logit_gradient(value)
             if bias_gradient is not None:
@@ -149,11 +152,11 @@ class _BlockwiseHead(torch.autograd.Function):
             hidden_gradient[start:stop] = _product(gradient, matrix, exact)
             if weight_gradient is None:
                 continue
-            if gradient.dtype == exact:  # adds in place, without a second matrix of the head's size
+            if gradient.dtype == exact:  # in place, without a second matrix of the head's size
                 weight_gradient.addmm_(gradient.t(), inputs)
             else:
                 weight_gradient += _product(gradient.t(), inputs, exact)
-        outputs += [_joined(found, len(hidden), exact, hidden.device) for found in parts]
+        outputs += [_joined(blocks, len(hidden), exact, hidden.device) for blocks in parts]
         if weight_gradient is not None:
             weight_gradient = weight_gradient.to(weight.dtype)
         ctx.save_for_backward(hidden_gradient.to(hidden.dtype), weight_gradient, bias_gradient)
@@ -163,7 +166,7 @@ class _BlockwiseHead(torch.autograd.Function):
     def backward(ctx: Any, *outputs: Any) -> Any:
         (output_gradient,) = outputs
         gradients = ctx.saved_tensors
-        if output_gradient != 1:  # a total that is itself the loss needs no copies
+        if output_gradient != 1:  # no copies if the total is the loss
             gradients = [
                 None if gradient is None else gradient * output_gradient.to(gradient.dtype)
                 for gradient in gradients
@@ -172,7 +175,7 @@ class _BlockwiseHead(torch.autograd.Function):
 
 
 class _Block:
-    """``StudentLogprobs`` of one block of logits; stores the entries read, for the gradient."""
+    """``StudentLogprobs`` of one block of logits; records the entries read, for the gradient."""
 
     def __init__(self, hidden: Tensor, matrix: Tensor, head: Head, dtype: torch.dtype) -> None:
         self._head = head
@@ -188,14 +191,14 @@ class _Block:
         logits.masked_fill_(~head.real_ids, -torch.inf)
         logits -= logits.amax(dim=1, keepdim=True)
         self._logits = logits
-        # One leaf a temperature, and one a reading: all that autograd has to know of this block.
+        # One leaf per temperature and one per reading: the only inputs of autograd in this block.
         self._log_normalisers: dict[float, Tensor] = {}
-        self._readings: list[tuple[Tensor, Tensor]] = []  # (flat position, what was read)
-        self._row_readings: list[tuple[Tensor, Tensor]] = []  # (slot, its whole row)
+        self._readings: list[tuple[Tensor, Tensor]] = []  # (flat index, logits read)
+        self._row_readings: list[tuple[Tensor, Tensor]] = []  # (position, full row)
         self._zeros = torch.zeros(len(hidden), dtype=dtype, device=hidden.device)
 
     @property
-    def slots(self) -> int:
+    def positions(self) -> int:
         return self._logits.shape[0]
 
     @property
@@ -210,33 +213,33 @@ class _Block:
     def dtype(self) -> torch.dtype:
         return self._logits.dtype
 
-    def zeros(self) -> Float[Tensor, "slots"]:
+    def zeros(self) -> Float[Tensor, "positions"]:
         return self._zeros
 
     def logprobs(
-        self, slots: Int64[Tensor, "n"], ids: Int64[Tensor, "n"], *, temperature: float = 1.0
+        self, positions: Int64[Tensor, "n"], ids: Int64[Tensor, "n"], *, temperature: float = 1.0
     ) -> Float[Tensor, "n"]:
         log_normalisers = self._normalisers(temperature)
-        read = self._logits[slots, ids]
+        logits = self._logits[positions, ids]
         if torch.is_grad_enabled():
-            self._readings.append((slots * self.width + ids, read.requires_grad_()))
-        return read / temperature - log_normalisers[slots]
+            self._readings.append((positions * self.width + ids, logits.requires_grad_()))
+        return logits / temperature - log_normalisers[positions]
 
     def most_likely_ids(
-        self, slots: Int64[Tensor, "n"], allowed: Bool[Tensor, "width"], count: int
+        self, positions: Int64[Tensor, "n"], allowed: Bool[Tensor, "width"], count: int
     ) -> Int64[Tensor, "n most"]:
-        return most_likely_ids(self._logits, slots, allowed, count)
+        return most_likely_ids(self._logits, positions, allowed, count)
 
     def whole_rows(
-        self, slots: Int64[Tensor, "n"], *, temperature: float = 1.0
+        self, positions: Int64[Tensor, "n"], *, temperature: float = 1.0
     ) -> Float[Tensor, "n width"]:
         log_normalisers = self._normalisers(temperature)
-        read = self._logits[slots]
+        logits = self._logits[positions]
         if torch.is_grad_enabled():
-            self._row_readings.append((slots, read.requires_grad_()))
-        return read / temperature - log_normalisers[slots, None]
+            self._row_readings.append((positions, logits.requires_grad_()))
+        return logits / temperature - log_normalisers[positions, None]
 
-    def _normalisers(self, temperature: float) -> Float[Tensor, "slots"]:
+    def _normalisers(self, temperature: float) -> Float[Tensor, "positions"]:
         if temperature not in self._log_normalisers:
             with torch.no_grad():
                 logits = self._logits if temperature == 1.0 else self._logits / temperature
@@ -244,23 +247,25 @@ class _Block:
             self._log_normalisers[temperature] = normalisers.requires_grad_()
         return self._log_normalisers[temperature]
 
-    def logit_gradient(self, value: Float[Tensor, ""]) -> Float[Tensor, "slots width"]:
-        """[slots, width], the gradient of ``value`` by the logits; takes the logits' own memory."""
+    def logit_gradient(self, value: Float[Tensor, ""]) -> Float[Tensor, "positions width"]:
+        """[positions, width], the gradient of ``value`` by the logits, in the logits' memory."""
         normalisers = list(self._log_normalisers.items())
         readings = [*self._readings, *self._row_readings]
         leaves = [leaf for _, leaf in normalisers] + [read for _, read in readings]
         if not value.requires_grad:
             return self._logits.zero_()
-        # The annotation forgets that a leaf which nothing used has None for a gradient.
-        found = cast(Sequence[Tensor | None], torch.autograd.grad(value, leaves, allow_unused=True))
+        # Not in the annotation: the gradient of an unused leaf is None.
+        gradients = cast(
+            Sequence[Tensor | None], torch.autograd.grad(value, leaves, allow_unused=True)
+        )
         gradient = self._dense_gradient(
-            [(t, leaf.detach(), g) for (t, leaf), g in zip(normalisers, found, strict=False)]
+            [(t, leaf.detach(), g) for (t, leaf), g in zip(normalisers, gradients, strict=False)]
         )
         flat = gradient.view(-1)
-        for (positions, _), by_reading in zip(readings, found[len(normalisers) :], strict=True):
+        for (indices, _), by_reading in zip(readings, gradients[len(normalisers) :], strict=True):
             if by_reading is not None:
                 read_from = flat if by_reading.ndim == 1 else gradient
-                read_from.index_add_(0, positions, by_reading)
+                read_from.index_add_(0, indices, by_reading)
         if self._squashed is not None:
             gradient *= 1 - self._squashed.square_()
         if self._head.scale != 1.0:
@@ -268,7 +273,7 @@ class _Block:
         return gradient
 
     def _dense_gradient(self, normalisers: list[tuple[float, Tensor, Tensor | None]]) -> Tensor:
-        """The softmax of every row times the gradient of its normaliser."""
+        """Return the softmax of every row times the gradient of its normaliser."""
         *others, (temperature, log_normaliser, by_normaliser) = normalisers
         extra = [
             ((self._logits / t - n[:, None]).exp_(), g / t) for t, n, g in others if g is not None
@@ -284,15 +289,15 @@ class _Block:
         return gradient
 
 
-def _blocks(terms: Sequence[LossTerm], slots: int, rows: int) -> list[tuple[int, int]]:
-    """Slot ranges of at most ``rows``, none of which ends inside a span that is read as one."""
-    held = torch.zeros(slots + 1, dtype=torch.bool)
+def _blocks(terms: Sequence[LossTerm], positions: int, rows: int) -> list[tuple[int, int]]:
+    """Split positions into ranges of at most ``rows``; none ends where a loss forbids a cut."""
+    uncuttable = torch.zeros(positions + 1, dtype=torch.bool)
     for term in terms:
-        held |= term.targets.uncuttable(slots).cpu()
-    cuts = torch.nonzero(~held).flatten().tolist()
+        uncuttable |= term.targets.uncuttable(positions).cpu()
+    cuts = torch.nonzero(~uncuttable).flatten().tolist()
     blocks: list[tuple[int, int]] = []
     start = 0
-    while start < slots:
+    while start < positions:
         inside = [cut for cut in cuts if start < cut <= start + rows]
         stop = inside[-1] if inside else next(cut for cut in cuts if cut > start)
         blocks.append((start, stop))
@@ -301,7 +306,7 @@ def _blocks(terms: Sequence[LossTerm], slots: int, rows: int) -> list[tuple[int,
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """``left @ right`` accumulated and returned in ``dtype``."""
+    """Return ``left @ right``, accumulated in ``dtype``."""
     if left.dtype == dtype:
         return left @ right
     if left.device.type == "cuda":
@@ -310,10 +315,10 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _joined(
-    parts: Sequence[LossOutput], slots: int, dtype: torch.dtype, device: torch.device
+    parts: Sequence[LossOutput], positions: int, dtype: torch.dtype, device: torch.device
 ) -> LossOutput:
     if not parts:
-        return LossOutput(torch.zeros(slots, dtype=dtype, device=device))
+        return LossOutput(torch.zeros(positions, dtype=dtype, device=device))
     names = parts[0].measured
     return LossOutput(
         torch.cat([part.per_token for part in parts]),

@@ -1,14 +1,14 @@
-"""What every loss is: targets made of comparisons, and a value for every student token."""
+"""The interface of every loss: aligned pairs to targets, targets to nats per student token."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from mopd_losses.alignment.byte_alignment import Alignment
-from mopd_losses.core.loss_output import LossOutput
 from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_protocol.arrays import FloatArray
 from mopd_protocol.samples import TeacherScore
@@ -17,30 +17,42 @@ from mopd_protocol.tokenizers.token_sequence import TokenSequence
 
 @dataclass(frozen=True, eq=False)
 class AlignedPair:
-    """One completion, in the student's tokens and as one teacher scored it."""
+    """One completion in the student's tokens and in one teacher's, with that teacher's scores."""
 
-    student: TokenSequence  # one slot a token
-    # [tokens], nats, under the weights that wrote the completion; None where no student wrote it
+    student: TokenSequence  # one position a token
+    # [tokens], nats, under the weights that sampled the completion; None if it was not sampled
     sampled_logprobs: FloatArray | None
     score: TeacherScore
     alignment: Alignment
 
 
+@dataclass(frozen=True, eq=False)
+class LossOutput:
+    """Nats per student token, unreduced: only the trainer divides, by the step's token count.
+
+    ``measured`` contains detached vectors with one value per comparison, for means and
+    percentiles over a step.
+    """
+
+    per_token: Float[Tensor, "tokens"]  # nats; zero, with a graph, where nothing is compared
+    measured: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # name -> [compared]
+
+
 @runtime_checkable
 class Targets(Protocol):
-    """What a loss compares the student with, for all slots of a micro-batch, as tensors."""
+    """Tensors that a loss compares the student with, for all positions of a micro-batch."""
 
     def to(self, device: torch.device | str) -> "Targets":
-        """The same on a device."""
+        """Copy to a device."""
         ...
 
     def between(self, start: int, stop: int) -> "Targets":
-        """The part about slots ``[start, stop)``, with its slots counted from ``start``."""
+        """Select positions ``[start, stop)``, renumbered from ``start``."""
         ...
 
-    def uncuttable(self, slots: int) -> Tensor:
-        """bool [slots + 1] on the CPU, True where no block of slots may end: inside a span that
-        is read as one."""
+    def uncuttable(self, positions: int) -> Tensor:
+        """Return bool [positions + 1] on the CPU: True where no block of positions may end,
+        because a loss reads the positions on both sides together."""
         ...
 
 
@@ -48,14 +60,14 @@ class Targets(Protocol):
 class Loss(Protocol):
     """A divergence of the student from one teacher."""
 
-    def targets(self, comparisons: Sequence[AlignedPair], slot_offsets: Sequence[int]) -> Targets:
-        """What the teacher says about several completions whose slots stand one after the other.
+    def targets(self, comparisons: Sequence[AlignedPair], offsets: Sequence[int]) -> Targets:
+        """Build the targets of several completions.
 
         Args:
-            slot_offsets: the first slot of each completion; increasing.
+            offsets: the first position of each completion in the micro-batch; increasing.
         """
         ...
 
     def __call__(self, student: StudentLogprobs, targets: Any) -> LossOutput:
-        """Nats per slot, for targets that this loss has made (or a part of them)."""
+        """Return nats per position, for targets (or a part of them) that this loss has built."""
         ...

@@ -1,8 +1,8 @@
-"""``StudentLogprobs``: the student's next-token log-probabilities, computed where they are needed.
+"""``StudentLogprobs``: the student's next-token log-probabilities, computed on demand.
 
-A loss never sees a matrix of logits. It asks for the log-probability of this id at that slot; who
-answers may hold all logits under autograd (``DenseRows``) or one block of them with gradients made
-by hand (``blockwise_head``). So every loss is written once and costs what it reads.
+A loss reads no matrix of logits but the log-probabilities of pairs of position and id, from all
+logits under autograd (``DenseRows``) or from one block of logits with analytical gradients
+(``blockwise_head``). So every loss is implemented once and costs what it reads.
 """
 
 from typing import Protocol, runtime_checkable
@@ -16,11 +16,11 @@ _RANKED_ROWS = 64  # rows that are copied at once to be ranked
 
 @runtime_checkable
 class StudentLogprobs(Protocol):
-    """Slot ``s`` is the distribution that predicts completion token ``s``."""
+    """Distributions by position; position ``s`` predicts completion token ``s``."""
 
     @property
-    def slots(self) -> int:
-        """Completion tokens."""
+    def positions(self) -> int:
+        """Number of completion tokens."""
         ...
 
     @property
@@ -30,7 +30,7 @@ class StudentLogprobs(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where answers stand."""
+        """Device of all returned tensors."""
         ...
 
     @property
@@ -39,12 +39,12 @@ class StudentLogprobs(Protocol):
         ...
 
     def logprobs(
-        self, slots: Int64[Tensor, "n"], ids: Int64[Tensor, "n"], *, temperature: float = 1.0
+        self, positions: Int64[Tensor, "n"], ids: Int64[Tensor, "n"], *, temperature: float = 1.0
     ) -> Float[Tensor, "n"]:
-        """``ln p(id | slot)`` for each pair, in nats; differentiable.
+        """Return ``ln p(id | position)`` for each pair, in nats; differentiable.
 
         Args:
-            slots: int64 [n].
+            positions: int64 [n].
             ids: int64 [n].
 
         Returns:
@@ -53,31 +53,29 @@ class StudentLogprobs(Protocol):
         ...
 
     def whole_rows(
-        self, slots: Int64[Tensor, "n"], *, temperature: float = 1.0
+        self, positions: Int64[Tensor, "n"], *, temperature: float = 1.0
     ) -> Float[Tensor, "n width"]:
-        """``ln p(id | slot)`` of every id, in nats; differentiable, and as large as it looks.
+        """Return ``ln p(id | position)`` of every id, in nats; differentiable and large.
 
         Args:
-            slots: int64 [n].
+            positions: int64 [n].
 
         Returns:
             [n, width]; ``-inf`` for padding ids.
         """
         ...
 
-    def zeros(self) -> Float[Tensor, "slots"]:
-        """[slots] zeros that hang in the graph: what a loss returns where it compared nothing."""
+    def zeros(self) -> Float[Tensor, "positions"]:
+        """Return [positions] zeros with a graph: the loss where nothing is compared."""
         ...
 
     def most_likely_ids(
-        self, slots: Int64[Tensor, "n"], allowed: Bool[Tensor, "width"], count: int
+        self, positions: Int64[Tensor, "n"], allowed: Bool[Tensor, "width"], count: int
     ) -> Int64[Tensor, "n most"]:
-        """The most likely ids of each slot among the allowed ones, most likely first.
-
-        A choice, without a gradient; ``logprobs`` of what was chosen has one.
+        """Return the most likely allowed ids of each position, most likely first; no gradient.
 
         Args:
-            slots: int64 [n].
+            positions: int64 [n].
             allowed: bool [width].
 
         Returns:
@@ -87,15 +85,15 @@ class StudentLogprobs(Protocol):
 
 
 class DenseRows:
-    """Rows of a full matrix of logits, under autograd.
+    """``StudentLogprobs`` of a full matrix of logits, under autograd.
 
     Args:
-        logits: [slots, width]; half precision is raised to float32 before any exp or log.
+        logits: [positions, width]; half precision is converted to float32 before any exp or log.
         real_ids: bool [width], False for rows of the head that belong to no token.
     """
 
     def __init__(
-        self, logits: Float[Tensor, "slots width"], real_ids: Bool[Tensor, "width"]
+        self, logits: Float[Tensor, "positions width"], real_ids: Bool[Tensor, "width"]
     ) -> None:
         self._graph = logits
         rows = logits if logits.dtype == torch.float64 else logits.float()
@@ -105,7 +103,7 @@ class DenseRows:
         self._log_normalisers: dict[float, Tensor] = {}
 
     @property
-    def slots(self) -> int:
+    def positions(self) -> int:
         """See ``StudentLogprobs``."""
         return self._logits.shape[0]
 
@@ -125,43 +123,47 @@ class DenseRows:
         return self._logits.dtype
 
     def logprobs(
-        self, slots: Int64[Tensor, "n"], ids: Int64[Tensor, "n"], *, temperature: float = 1.0
+        self, positions: Int64[Tensor, "n"], ids: Int64[Tensor, "n"], *, temperature: float = 1.0
     ) -> Float[Tensor, "n"]:
         """See ``StudentLogprobs``."""
-        return self._logits[slots, ids] / temperature - self._normalisers(temperature)[slots]
+        return (
+            self._logits[positions, ids] / temperature - self._normalisers(temperature)[positions]
+        )
 
     def whole_rows(
-        self, slots: Int64[Tensor, "n"], *, temperature: float = 1.0
+        self, positions: Int64[Tensor, "n"], *, temperature: float = 1.0
     ) -> Float[Tensor, "n width"]:
         """See ``StudentLogprobs``."""
-        return self._logits[slots] / temperature - self._normalisers(temperature)[slots, None]
+        return (
+            self._logits[positions] / temperature - self._normalisers(temperature)[positions, None]
+        )
 
-    def zeros(self) -> Float[Tensor, "slots"]:
+    def zeros(self) -> Float[Tensor, "positions"]:
         """See ``StudentLogprobs``."""
-        # The sum of nothing: zero even where logits are not finite.
+        # An empty sum: zero even where logits are not finite.
         return self._graph[:, :0].sum(dim=1).to(self.dtype)
 
     def most_likely_ids(
-        self, slots: Int64[Tensor, "n"], allowed: Bool[Tensor, "width"], count: int
+        self, positions: Int64[Tensor, "n"], allowed: Bool[Tensor, "width"], count: int
     ) -> Int64[Tensor, "n most"]:
         """See ``StudentLogprobs``."""
-        return most_likely_ids(self._logits, slots, allowed, count)
+        return most_likely_ids(self._logits, positions, allowed, count)
 
-    def _normalisers(self, temperature: float) -> Float[Tensor, "slots"]:
+    def _normalisers(self, temperature: float) -> Float[Tensor, "positions"]:
         if temperature not in self._log_normalisers:
             self._log_normalisers[temperature] = (self._logits / temperature).logsumexp(dim=1)
         return self._log_normalisers[temperature]
 
 
 def most_likely_ids(
-    logits: Float[Tensor, "slots width"],
-    slots: Int64[Tensor, "n"],
+    logits: Float[Tensor, "positions width"],
+    positions: Int64[Tensor, "n"],
     allowed: Bool[Tensor, "width"],
     count: int,
 ) -> Int64[Tensor, "n most"]:
-    """``StudentLogprobs.most_likely_ids`` of [slots, width] logits; copies a few rows at a time."""
+    """``StudentLogprobs.most_likely_ids`` of [positions, width] logits; copies few rows at once."""
     chosen: list[Tensor] = []
-    for part in slots.split(_RANKED_ROWS):
+    for part in positions.split(_RANKED_ROWS):
         rows = logits.detach()[part].masked_fill_(~allowed, -torch.inf)
         values, ids = rows.topk(min(count, logits.shape[1]), dim=1)
         chosen.append(ids.masked_fill_(torch.isneginf(values), -1))

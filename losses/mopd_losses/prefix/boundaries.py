@@ -15,7 +15,7 @@ NO_ROW = -1
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """One side's tokens of a completion; positions count bytes and control tokens."""
+    """One side's tokens of a completion; offsets count bytes and control tokens."""
 
     side: SideUnits
     ids: list[int]
@@ -38,11 +38,11 @@ class Written:
         else:
             parts: list[str] = []
             start = 0
-            for position, mark in sequence.marks.items():
-                at = int(sequence.byte_ends[position])
+            for offset, mark in sequence.marks.items():
+                at = int(sequence.byte_ends[offset])
                 parts += [text[start:at], names.setdefault(mark, _name(len(names)))]
                 start = at
-                lengths[position] = 1
+                lengths[offset] = 1
             symbols = "".join([*parts, text[start:]])
         ends = np.cumsum(lengths)
         spells = side.table.byte_lengths[sequence.token_ids] > 0
@@ -82,7 +82,7 @@ class Standing:
 class Places:
     """The boundaries of either side at which both sides can be read, in order."""
 
-    at: NDArray[np.int64]  # [places], positions in the text
+    at: NDArray[np.int64]  # [places], offsets in the text
     student: Standing
     teacher: Standing
     junctions: list[Junction | None]  # [places]; None where no token crosses
@@ -122,7 +122,7 @@ def _common_beginning(left: str, right: str) -> int:
 def _rows_at(
     written: Written, at: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The row that starts at each position, and the one that is cut there.
+    """The row that starts at each offset, and the one that is cut there.
 
     A control token that was sent as text says all of it or nothing: none of its row is read inside.
     """
@@ -148,11 +148,11 @@ def _crossed(
         if not written.spells[row]:
             continue
         for later in range(place, len(places)):
-            position = places[later]
-            before = symbols[start:position]
+            offset = places[later]
+            before = symbols[start:offset]
             if before not in beginnings:
                 break
-            cut = written.ids[row] if position < end else None
+            cut = written.ids[row] if offset < end else None
             crossings = units.crossings(side, before, contexts[row], cut)
             if crossings:
                 found[later].insert(0, (row, crossings))

@@ -58,11 +58,10 @@ import torch
 from torch import Tensor
 
 from mopd_losses.config import PrefixKlConfig
-from mopd_losses.core.loss import AlignedPair
-from mopd_losses.core.loss_output import LossOutput
+from mopd_losses.core.loss import AlignedPair, LossOutput
 from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.divergences.divergences import divergence_of
-from mopd_losses.divergences.tail_bucket import (
+from mopd_losses.divergences.truncation import (
     floored_tail,
     log_mass,
     student_tail,
@@ -89,12 +88,10 @@ class PrefixKlLoss:
         """What was found where tokens cross boundaries, remembered from step to step."""
         return Junctions(self.units)
 
-    def targets(
-        self, comparisons: Sequence[AlignedPair], slot_offsets: Sequence[int]
-    ) -> PrefixTargets:
+    def targets(self, comparisons: Sequence[AlignedPair], offsets: Sequence[int]) -> PrefixTargets:
         """See ``Loss``."""
         return prefix_targets(
-            comparisons, slot_offsets, self.junctions, mass_floor=self.settings.mass_floor
+            comparisons, offsets, self.junctions, mass_floor=self.settings.mass_floor
         )
 
     def __call__(self, student: StudentLogprobs, targets: PrefixTargets) -> LossOutput:
@@ -140,7 +137,7 @@ def prefix_kl(
     shares = theirs.detach()[:, :-1].exp().sum(dim=1)
     theirs = floored_tail(theirs) if settings.unbounded_where_teacher_vanishes else theirs
     values = divergence_of(settings)(ours, theirs) * targets.weights.to(student.dtype)
-    per_token = student.zeros().index_add(0, targets.slots, values * temperature**2)
+    per_token = student.zeros().index_add(0, targets.positions, values * temperature**2)
     with torch.no_grad():
         measured = {
             "teacher_mass": shares,
@@ -166,14 +163,14 @@ def _student_events(
 ) -> _StudentEvents:
     """The student's side of every place, each a segment log-sum-exp of what was read."""
     places, width = targets.events.shape
-    steps = student.logprobs(targets.step_slots, targets.step_ids, temperature=temperature)
+    steps = student.logprobs(targets.step_positions, targets.step_ids, temperature=temperature)
     paths = torch.zeros(len(targets.path_places) + 1, dtype=student.dtype, device=student.device)
     paths = paths.index_add(0, targets.step_paths, steps)  # the last one, -1, is of no token
 
     def summed(readings: Readings, segments: Tensor, count: int) -> Tensor:
         numbers, ids = targets.ids_of(readings)
         read = student.logprobs(
-            readings.slots[numbers], ids.clamp_min(0), temperature=temperature
+            readings.positions[numbers], ids.clamp_min(0), temperature=temperature
         ).masked_fill(ids < 0, 0.0)
         return segment_logsumexp(read + paths[readings.paths[numbers]], segments[numbers], count)
 

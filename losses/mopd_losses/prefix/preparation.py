@@ -26,7 +26,7 @@ from mopd_losses.prefix.targets import NO_PATH, PrefixTargets, Readings
 
 def prefix_targets(
     comparisons: Sequence[AlignedPair],
-    slot_offsets: Sequence[int],
+    offsets: Sequence[int],
     junctions: Junctions,
     *,
     mass_floor: float,
@@ -39,7 +39,7 @@ def prefix_targets(
     groups = Groups(junctions.units)
     columns = _Columns()
     width = max((comparison.score.topk.k for comparison in comparisons), default=0)
-    for comparison, offset in zip(comparisons, slot_offsets, strict=True):
+    for comparison, offset in zip(comparisons, offsets, strict=True):
         places = places_of(comparison.student, comparison.score.completion, junctions)
         events = teacher_events(places, comparison.score.topk, junctions.units)
         spans = spans_of(places, junctions.units)
@@ -53,8 +53,8 @@ class _Columns:
     """The columns of ``PrefixTargets``, growing by one completion after the other."""
 
     def __init__(self) -> None:
-        self._slots = [_NONE]
-        self._first_slots = [_NONE]
+        self._positions = [_NONE]
+        self._first_positions = [_NONE]
         self._are_spans = [np.zeros(0, dtype=np.bool_)]
         self._event_places = [_NONE]
         self._event_columns = [_NONE]
@@ -77,7 +77,7 @@ class _Columns:
         read: StudentReadings,
         offset: int,
     ) -> None:
-        """One completion whose slots stand after ``offset`` others."""
+        """One completion whose positions stand after ``offset`` others."""
 
         def in_order(of_places: NDArray[Any], of_spans: NDArray[Any]) -> NDArray[Any]:
             found = np.empty(len(places) + len(spans), dtype=of_places.dtype)
@@ -90,8 +90,8 @@ class _Columns:
         number[kept] = self._places + np.arange(len(kept))
         student, firsts = places.student, places.student.first
         ends = student.own[spans.lasts] - 1
-        self._slots.append(in_order(student.here, ends) + offset)
-        self._first_slots.append(in_order(firsts, firsts[spans.firsts]) + offset)
+        self._positions.append(in_order(student.here, ends) + offset)
+        self._first_positions.append(in_order(firsts, firsts[spans.firsts]) + offset)
         self._are_spans.append(in_order(np.zeros(len(places), bool), np.ones(len(spans), bool)))
         self._event_places += [number[spans.place_numbers[events.places]], number[spans.numbers]]
         self._event_columns += [events.columns, np.zeros(len(spans), dtype=np.int64)]
@@ -119,8 +119,8 @@ class _Columns:
         masses = np.concatenate(self._path_masses)
         steps = np.concatenate(self._steps)
         return PrefixTargets(
-            slots=torch.tensor(np.concatenate(self._slots)),
-            first_slots=torch.tensor(np.concatenate(self._first_slots)),
+            positions=torch.tensor(np.concatenate(self._positions)),
+            first_positions=torch.tensor(np.concatenate(self._first_positions)),
             are_spans=torch.tensor(np.concatenate(self._are_spans)),
             events=self._events(width),
             rests=torch.tensor(np.concatenate(self._rests)),
@@ -132,7 +132,7 @@ class _Columns:
             known=_readings(known),
             path_places=torch.tensor(np.concatenate(self._path_places)),
             step_paths=torch.tensor(steps[:, 0]),
-            step_slots=torch.tensor(steps[:, 1]),
+            step_positions=torch.tensor(steps[:, 1]),
             step_ids=torch.tensor(steps[:, 2]),
             group_starts=torch.tensor(starts),
             group_ids=torch.tensor(ids),
@@ -149,7 +149,7 @@ class _Columns:
     def _moved(
         self, readings: NDArray[np.int64], number: NDArray[np.int64], offset: int
     ) -> NDArray[np.int64]:
-        """With all places, slots and paths counted on from the completions before."""
+        """With all places, positions and paths counted on from the completions before."""
         moved = readings + np.array([0, 0, offset, 0, self._paths])
         moved[:, 0] = number[readings[:, 0]]
         moved[readings[:, 4] == NO_PATH, 4] = NO_PATH

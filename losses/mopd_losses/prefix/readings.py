@@ -14,7 +14,7 @@ from mopd_losses.prefix.spans import Spans, crossed_behind
 from mopd_losses.prefix.targets import NO_PATH, WHOLE_ROW
 
 Integers = NDArray[np.int64]
-#: Number of the place or span (``Spans``), column, slot, group, path.
+#: Number of the place or span (``Spans``), column, position, group, path.
 Reading = tuple[int, int, int, int, int]
 
 
@@ -22,12 +22,12 @@ class Paths(NamedTuple):
     """Runs of the student's own tokens, from the first row open at a place up to another."""
 
     numbers: list[int]  # [paths], of places and spans
-    steps: list[tuple[int, int, int]]  # path, slot, id
+    steps: list[tuple[int, int, int]]  # path, position, id
 
 
 @dataclass(frozen=True, eq=False)
 class StudentReadings:
-    """What is read of the student for all places of one completion; slots count its own tokens."""
+    """Readings of the student for all places of one completion; positions count its tokens."""
 
     named: Integers  # [n, 5], see ``Reading``: what is summed for each event
     known: Integers  # [n, 5]: what is summed for everything together
@@ -144,7 +144,9 @@ class _Reader:
         path = len(self.paths.numbers)
         self.paths.numbers.append(number)
         written = self._standing.written.ids
-        self.paths.steps.extend((path, slot, written[slot]) for slot in range(first, row))
+        self.paths.steps.extend(
+            (path, position, written[position]) for position in range(first, row)
+        )
         return path
 
 

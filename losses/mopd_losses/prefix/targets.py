@@ -25,18 +25,18 @@ class Readings:
 
     places: Tensor  # int64 [n]
     columns: Tensor  # int64 [n], which event of the place
-    slots: Tensor  # int64 [n]
+    positions: Tensor  # int64 [n]
     groups: Tensor  # int64 [n]; or WHOLE_ROW
     paths: Tensor  # int64 [n]; or NO_PATH
 
-    def between(self, places: tuple[int, int], first_slot: int, first_path: int) -> "Readings":
+    def between(self, places: tuple[int, int], first_position: int, first_path: int) -> "Readings":
         """The part about some places, everything but groups counted from the given firsts."""
         first, last = torch.searchsorted(self.places, self.places.new_tensor(places)).tolist()
         part = slice(first, last)
         return Readings(
             places=self.places[part] - places[0],
             columns=self.columns[part],
-            slots=self.slots[part] - first_slot,
+            positions=self.positions[part] - first_position,
             groups=self.groups[part],
             paths=torch.where(self.paths[part] < 0, NO_PATH, self.paths[part] - first_path),
         )
@@ -48,7 +48,7 @@ class Readings:
 
 @dataclass(frozen=True, eq=False)
 class PrefixTargets:
-    """Places in order of their slots; natural logs in float64, for a loss to round once.
+    """Places in order of their positions; natural logs in float64, for a loss to round once.
 
     Spans (``prefix_spans``) are places like any other. An absent event has ``-inf``. A path is a
     run of the student's own tokens from the first row that is open at a place up to another one; a
@@ -57,8 +57,8 @@ class PrefixTargets:
     ``group_ids[group_starts[g]:group_starts[g + 1]]``.
     """
 
-    slots: Tensor  # int64 [places]: where the value stands
-    first_slots: Tensor  # int64 [places]: the first slot that is read
+    positions: Tensor  # int64 [places]: where the value stands
+    first_positions: Tensor  # int64 [places]: the first position that is read
     are_spans: Tensor  # bool [places]: whether a span's way is compared, and no boundary
     events: Tensor  # float64 [places, events], nats: the teacher's, of all that it knows here
     rests: Tensor  # float64 [places], nats: all else that the teacher knows here
@@ -68,7 +68,7 @@ class PrefixTargets:
     known: Readings  # what is summed for everything together
     path_places: Tensor  # int64 [paths]
     step_paths: Tensor  # int64 [steps]
-    step_slots: Tensor  # int64 [steps]
+    step_positions: Tensor  # int64 [steps]
     step_ids: Tensor  # int64 [steps], the student's own tokens
     group_starts: Tensor  # int64 [groups + 1]
     group_ids: Tensor  # int64; of WHOLE_ROW a single one that nothing is read for
@@ -88,17 +88,17 @@ class PrefixTargets:
 
     def between(self, start: int, stop: int) -> "PrefixTargets":
         """See ``Targets``; groups stay whole, for readings name them by number."""
-        bounds = self.slots.new_tensor([start, stop])
-        first, last = torch.searchsorted(self.slots, bounds).tolist()
-        bounds = self.slots.new_tensor([first, last])
+        bounds = self.positions.new_tensor([start, stop])
+        first, last = torch.searchsorted(self.positions, bounds).tolist()
+        bounds = self.positions.new_tensor([first, last])
         first_path, last_path = torch.searchsorted(self.path_places, bounds).tolist()
-        bounds = self.slots.new_tensor([first_path, last_path])
+        bounds = self.positions.new_tensor([first_path, last_path])
         first_step, last_step = torch.searchsorted(self.step_paths, bounds).tolist()
         places, steps = slice(first, last), slice(first_step, last_step)
         return replace(
             self,
-            slots=self.slots[places] - start,
-            first_slots=self.first_slots[places] - start,
+            positions=self.positions[places] - start,
+            first_positions=self.first_positions[places] - start,
             are_spans=self.are_spans[places],
             events=self.events[places],
             rests=self.rests[places],
@@ -108,14 +108,14 @@ class PrefixTargets:
             known=self.known.between((first, last), start, first_path),
             path_places=self.path_places[first_path:last_path] - first,
             step_paths=self.step_paths[steps] - first_path,
-            step_slots=self.step_slots[steps] - start,
+            step_positions=self.step_positions[steps] - start,
             step_ids=self.step_ids[steps],
         )
 
-    def uncuttable(self, slots: int) -> Tensor:
+    def uncuttable(self, positions: int) -> Tensor:
         """See ``Targets``: a block may not end between rows that are read for one place."""
-        firsts, lasts = self.first_slots.cpu(), self.slots.cpu()
-        depth = torch.zeros(slots + 2, dtype=torch.int64)
+        firsts, lasts = self.first_positions.cpu(), self.positions.cpu()
+        depth = torch.zeros(positions + 2, dtype=torch.int64)
         depth.index_add_(0, firsts + 1, torch.ones_like(firsts))
         depth.index_add_(0, lasts + 1, -torch.ones_like(lasts))
-        return depth.cumsum(0)[: slots + 1] > 0
+        return depth.cumsum(0)[: positions + 1] > 0

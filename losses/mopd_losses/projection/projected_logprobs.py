@@ -10,34 +10,34 @@ from mopd_losses.projection.cache import DeviceProjection
 
 def projected_logprobs(
     student: StudentLogprobs,
-    slots: Int64[Tensor, "places"],
-    teacher_ids: Int64[Tensor, "places k"],
+    positions: Int64[Tensor, "compared"],
+    teacher_ids: Int64[Tensor, "compared k"],
     projection: DeviceProjection,
     *,
     temperature: float = 1.0,
-) -> Float[Tensor, "places k"]:
+) -> Float[Tensor, "compared k"]:
     """``ln q(j) = logsumexp over v of (ln W[v, j] + ln p(v))`` for the asked teacher ids.
 
     Only student ids that feed an asked teacher id are read, so the cost does not depend on the
     teacher's vocabulary. Exact also where all masses underflow.
 
     Args:
-        slots: int64 [places].
-        teacher_ids: int64 [places, k]; -1 where absent.
+        positions: int64 [compared].
+        teacher_ids: int64 [compared, k]; -1 where absent.
 
     Returns:
-        [places, k], nats; ``-inf``, without a gradient, where the id is absent, no student id
+        [compared, k], nats; ``-inf``, without a gradient, where the id is absent, no student id
         reaches it, or all that do have a logit of ``-inf``.
     """
     places, k = teacher_ids.shape
     asked = teacher_ids.clamp_min(0)
     starts = projection.column_starts[asked].flatten()
     counts = (projection.column_starts[asked + 1].flatten() - starts) * (teacher_ids >= 0).flatten()
-    pairs = torch.repeat_interleave(torch.arange(places * k, device=slots.device), counts)
+    pairs = torch.repeat_interleave(torch.arange(places * k, device=positions.device), counts)
     first_entry = counts.cumsum(0) - counts
-    entries = torch.arange(len(pairs), device=slots.device) + (starts - first_entry)[pairs]
+    entries = torch.arange(len(pairs), device=positions.device) + (starts - first_entry)[pairs]
     read = student.logprobs(
-        slots[pairs // max(k, 1)], projection.student_ids[entries], temperature=temperature
+        positions[pairs // max(k, 1)], projection.student_ids[entries], temperature=temperature
     )
     terms = read + projection.log_weights[entries].to(read.dtype)
     return segment_logsumexp(terms, pairs, places * k).view(places, k)

@@ -6,77 +6,66 @@ With ``d = ln p(x) - ln t(x)`` and ``x`` drawn from ``p`` itself (http://joschu.
     k2 = d^2 / 2            mean: near reverse KL            mean gradient: that of reverse KL
     k3 = e^-d - 1 + d       mean: reverse KL                 mean gradient: that of *forward* KL
 
-What an estimate is worth as a number says nothing about its gradient, for the distribution that is
-averaged over moves too. So k1 is no loss (``policy_gradient`` is what makes one of it), and k3
-teaches what forward KL teaches, from samples of the student: a weight ``t / p`` on each token,
-unbiased and of any size. All of this holds for samples of ``p``: fresh ones, at temperature 1,
-without top-p. Both are zero, with zero gradient, exactly where ``p(x) = t(x)``.
+The quality of an estimate's value is unrelated to its gradient, because the distribution that is
+averaged over depends on the parameters too. So k1 is no loss (``policy_gradient`` is the loss with
+its advantage), and k3 is forward KL estimated from samples of the student, with an unbounded weight
+``t / p`` on each token. All of this requires samples of ``p``: fresh, at temperature 1, without
+top-p. Both are zero, with zero gradient, exactly where ``p(x) = t(x)``.
 (losses: section 4.9, where the three gradients were found by enumeration.)
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mopd_losses.core.loss import AlignedPair
-from mopd_losses.core.loss_output import LossOutput
-from mopd_losses.core.span_targets import SpanTargets, span_targets
+from mopd_losses.core.loss import LossOutput
+from mopd_losses.core.span_targets import SpanLoss, SpanTargets
 from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.sampled.sampled_tokens import sampled_tokens
 
-#: Above this ``ln(t / p)``, k3 goes on as a straight line: e^89 is not a float32.
+#: Above this ``ln(t / p)``, k3 is continued by its tangent: e^89 overflows float32.
 K3_LINE = 20.0
 
 
-def k2(log_ratios: Float[Tensor, "*places"]) -> Float[Tensor, "*places"]:
+def k2(log_ratios: Float[Tensor, "*compared"]) -> Float[Tensor, "*compared"]:
     """``d^2 / 2``, in nats; its derivative is ``d``."""
     return log_ratios.square() / 2
 
 
-def k3(log_ratios: Float[Tensor, "*places"]) -> Float[Tensor, "*places"]:
+def k3(log_ratios: Float[Tensor, "*compared"]) -> Float[Tensor, "*compared"]:
     """``e^-d - 1 + d``, in nats; its derivative is ``1 - e^-d``.
 
-    Continued by its tangent below ``d = -20``, so that what the student should say a billion times
-    more often has a finite gradient, and one all the same.
+    Continued by its tangent below ``d = -20``, for a finite, non-zero gradient.
     """
     bounded = log_ratios.clamp_min(-K3_LINE)
-    # Above the line this has no gradient at all: one that is added and taken away again would
-    # leave nothing of the curve's own in float32.
+    # relu has no gradient within the bound: two terms that cancel would lose the curve's own
+    # gradient to rounding in float32.
     beyond = (-K3_LINE - log_ratios).relu()
     steepest = torch.expm1(torch.tensor(K3_LINE, dtype=log_ratios.dtype))
     return torch.expm1(-bounded) + bounded + beyond * steepest
 
 
-@dataclass(frozen=True, eq=False)
-class K2Loss:
-    """k2 on one-to-one spans: a ``Loss``. Targets are of a teacher that scored at temperature 1."""
+class K2Loss(SpanLoss):
+    """k2 on one-to-one spans: a ``Loss``; needs scores at temperature 1.
 
-    def targets(
-        self, comparisons: Sequence[AlignedPair], slot_offsets: Sequence[int]
-    ) -> SpanTargets:
-        """See ``Loss``."""
-        return span_targets(comparisons, slot_offsets)
+    ``measured`` is documented at ``PolicyGradientLoss``.
+    """
 
     def __call__(self, student: StudentLogprobs, targets: SpanTargets) -> LossOutput:
-        """See ``Loss``; measures ``log_ratio`` and ``ruled_out`` as ``policy_gradient`` does."""
+        """See ``Loss``."""
         return _on_sampled_tokens(k2, student, targets)
 
 
-@dataclass(frozen=True, eq=False)
-class K3Loss:
-    """k3 on one-to-one spans: a ``Loss``. Targets are of a teacher that scored at temperature 1."""
+class K3Loss(SpanLoss):
+    """k3 on one-to-one spans: a ``Loss``; needs scores at temperature 1.
 
-    def targets(
-        self, comparisons: Sequence[AlignedPair], slot_offsets: Sequence[int]
-    ) -> SpanTargets:
-        """See ``Loss``."""
-        return span_targets(comparisons, slot_offsets)
+    ``measured`` is documented at ``PolicyGradientLoss``.
+    """
 
     def __call__(self, student: StudentLogprobs, targets: SpanTargets) -> LossOutput:
-        """See ``Loss``; measures ``log_ratio`` and ``ruled_out`` as ``policy_gradient`` does."""
+        """See ``Loss``."""
         return _on_sampled_tokens(k3, student, targets)
 
 
@@ -85,6 +74,6 @@ def _on_sampled_tokens(
 ) -> LossOutput:
     tokens = sampled_tokens(student, targets)
     return LossOutput(
-        student.zeros().index_add(0, tokens.slots, estimate(tokens.log_ratios)),
+        student.zeros().index_add(0, tokens.positions, estimate(tokens.log_ratios)),
         {"log_ratio": tokens.log_ratios.detach(), "ruled_out": tokens.ruled_out},
     )

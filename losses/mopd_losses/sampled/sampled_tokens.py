@@ -1,9 +1,9 @@
-"""``SampledTokens``: what both models make of the tokens that the student really wrote.
+"""``SampledTokens``: log-probabilities of both models for the tokens that the student sampled.
 
-Only where one student token spells what one teacher token spells: a token's probability and that
-of several pieces together are answers to different questions. Between two vocabularies even a
-shared token is not quite the same event (one side may have a longer token with these first bytes),
-so that two models that agree on all texts may still differ here.
+Only one-to-one spans: the probability of one token and that of several pieces together belong to
+different events. Between two vocabularies even a shared token is not quite the same event (one side
+may have a longer token with these first bytes), so that two models that agree on all texts may
+still differ.
 """
 
 from dataclasses import dataclass
@@ -18,31 +18,31 @@ from mopd_losses.core.student_rows import StudentLogprobs
 
 @dataclass(frozen=True, eq=False)
 class SampledTokens:
-    """One-to-one spans on which both sides have an opinion; natural logs."""
+    """One-to-one spans whose token has a probability on both sides; natural logs."""
 
-    slots: Int64[Tensor, "places"]
-    student: Float[Tensor, "places"]  # ln p(x) under the weights of now; differentiable
-    teacher: Float[Tensor, "places"]  # ln t(x)
-    sampled: Float[Tensor, "places"]  # ln mu(x), under the distribution that x was drawn from
-    ruled_out: Float[Tensor, "single_spans"]  # 1 where a side gives the token no probability at all
+    positions: Int64[Tensor, "compared"]
+    student: Float[Tensor, "compared"]  # ln p(x) under the current weights; differentiable
+    teacher: Float[Tensor, "compared"]  # ln t(x)
+    sampled: Float[Tensor, "compared"]  # ln mu(x), under the distribution that x was drawn from
+    ruled_out: Float[Tensor, "single_spans"]  # 1 where a side gives the token no probability
 
     @property
     def log_ratios(self) -> Tensor:
-        """[places], ``d = ln p(x) - ln t(x)``; its mean over samples of ``p`` is reverse KL."""
+        """[compared], ``d = ln p(x) - ln t(x)``; its mean over samples of ``p`` is reverse KL."""
         return self.student - self.teacher
 
 
 def sampled_tokens(student: StudentLogprobs, targets: SpanTargets) -> SampledTokens:
-    """The one-to-one spans; those whose token either side rules out are left out, and counted."""
+    """Select the one-to-one spans; tokens that either side rules out are skipped and counted."""
     single = targets.student_ends - targets.student_starts == 1
     single &= targets.teacher_ends - targets.teacher_starts == 1
-    slots = targets.student_starts[single]
-    ours = student.logprobs(slots, targets.labels[slots])
-    theirs = targets.token_logprobs[targets.teacher_starts[single]].to(ours.dtype)
-    sampled = targets.sampled_logprobs[slots].to(ours.dtype)
-    # Not isfinite: a NaN must be seen, not left out.
-    ruled_out = torch.isneginf(ours.detach()) | torch.isneginf(theirs) | torch.isneginf(sampled)
+    positions = targets.student_starts[single]
+    current = student.logprobs(positions, targets.labels[positions])
+    teacher = targets.token_logprobs[targets.teacher_starts[single]].to(current.dtype)
+    sampled = targets.sampled_logprobs[positions].to(current.dtype)
+    # Not isfinite: a NaN must propagate, not be skipped.
+    ruled_out = torch.isneginf(current.detach()) | torch.isneginf(teacher) | torch.isneginf(sampled)
     kept = ~ruled_out
     return SampledTokens(
-        slots[kept], ours[kept], theirs[kept], sampled[kept], ruled_out.to(ours.dtype)
+        positions[kept], current[kept], teacher[kept], sampled[kept], ruled_out.to(current.dtype)
     )

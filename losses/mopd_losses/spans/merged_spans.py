@@ -1,16 +1,16 @@
-"""Several rows of a span merged into one vector: what GOLD and ULD compare.
+"""Merge the rows of a span into one vector, for GOLD and ULD.
 
 ``bayesian``: the last row of the span, times the probability of every token before it: the joint
-probability of "what was written so far, then v", by the chain rule. Its mass is the probability of
-the part already written.
+probability of "the tokens so far, then v", by the chain rule. Its mass is the probability of the
+tokens so far.
 
 ``observed``: what TRL's GOLD does by default, for comparison with it. All rows are one later than
-the tokens (the first token is never looked at), the first of them is kept, and the factors are the
+the tokens (the first token is never read), the first row is kept, and the factors are the
 probabilities of each token under the row *after* it, so the product is of no event
-(https://github.com/huggingface/trl/issues/5152). A completion's last span is left out, as there is
-no row after it. A teacher's row that does not retain the token counts it as the least probability.
+(https://github.com/huggingface/trl/issues/5152). The last span of a completion is skipped, as no
+row follows it. A teacher's row that does not retain the token has the lowest factor for it.
 
-Factors are held above 1e-8, as in TRL. (losses.md sections 2.3 to 2.5.)
+Factors are clamped to at least 1e-8, as in TRL. (losses.md sections 2.3 to 2.5.)
 """
 
 import math
@@ -32,30 +32,30 @@ LEAST_FACTOR = math.log(1e-8)
 
 @dataclass(frozen=True, eq=False)
 class MergedSpans:
-    """For each span the row that is kept, and the log of the factor that multiplies all of it."""
+    """The row that is kept of each span, and the log of the factor that multiplies the row."""
 
-    slots: Int64[Tensor, "spans"]  # student
+    positions: Int64[Tensor, "spans"]  # student
     log_factors: Float[Tensor, "spans"]  # nats; differentiable
     rows: Int64[Tensor, "spans"]  # teacher
     teacher_log_factors: Float[Tensor, "spans"]  # nats
 
 
 def mergeable_targets(
-    comparisons: Sequence[AlignedPair], slot_offsets: Sequence[int], merge: Merge
+    comparisons: Sequence[AlignedPair], offsets: Sequence[int], merge: Merge
 ) -> SpanTargets:
-    """Spans as the merge reads them.
+    """Build the spans for a merge.
 
-    ``bayesian``: as they are. ``observed``: moved to one slot and one row later, with labels,
-    teacher ids and token logprobs those of the token before; slots and rows still fit together,
-    and a span's value stands at the first slot that it reads.
+    ``bayesian``: unchanged. ``observed``: shifted by one position and one row, with labels, teacher
+    ids and token logprobs of the token before; positions and rows stay consistent, and a span's
+    value is at the first position that it reads.
     """
-    targets = span_targets(comparisons, slot_offsets)
+    targets = span_targets(comparisons, offsets)
     if merge == "bayesian":
         return targets
     student_ends: list[int] = []
     teacher_ends: list[int] = []
     rows = 0
-    for comparison, offset in zip(comparisons, slot_offsets, strict=True):
+    for comparison, offset in zip(comparisons, offsets, strict=True):
         rows += len(comparison.score.completion)
         student_ends += [offset + len(comparison.student)] * len(comparison.alignment)
         teacher_ends += [rows] * len(comparison.alignment)
@@ -63,7 +63,7 @@ def mergeable_targets(
         targets.teacher_ends < torch.tensor(teacher_ends, dtype=torch.int64)
     )
     before = targets.teacher_ids.roll(1)
-    is_it = (targets.topk_ids == before[:, None]) & (targets.topk_ids >= 0)
+    is_before = (targets.topk_ids == before[:, None]) & (targets.topk_ids >= 0)
     return replace(
         targets,
         student_starts=targets.student_starts[has_next] + 1,
@@ -73,29 +73,29 @@ def mergeable_targets(
         span_bytes=targets.span_bytes[has_next],
         labels=targets.labels.roll(1),
         teacher_ids=before,
-        token_logprobs=targets.topk_logprobs.masked_fill(~is_it, -torch.inf).logsumexp(dim=1)
+        token_logprobs=targets.topk_logprobs.masked_fill(~is_before, -torch.inf).logsumexp(dim=1)
         if targets.topk_ids.shape[1]
         else torch.full_like(targets.token_logprobs, -torch.inf),
     )
 
 
 def merged_spans(student: StudentLogprobs, targets: SpanTargets, merge: Merge) -> MergedSpans:
-    """Which row of each span is kept, and the product over the others."""
+    """Select the row of each span that is kept, and multiply the factors of the other rows."""
     if merge == "bayesian":
         kept, skip_first, skip_last = -1, 0, 1
     else:
         kept, skip_first, skip_last = 0, 1, 0
-    spans, slots = span_members(
+    spans, positions = span_members(
         targets.student_starts + skip_first, targets.student_ends - skip_last
     )
-    read = student.logprobs(slots, targets.labels[slots]).clamp_min(LEAST_FACTOR)
+    logprobs = student.logprobs(positions, targets.labels[positions]).clamp_min(LEAST_FACTOR)
     teacher_spans, rows = span_members(
         targets.teacher_starts + skip_first, targets.teacher_ends - skip_last
     )
     teacher = targets.token_logprobs[rows].to(student.dtype).clamp_min(LEAST_FACTOR)
     return MergedSpans(
-        slots=targets.student_starts if kept == 0 else targets.student_ends - 1,
-        log_factors=span_sums(read, spans, targets.spans),
+        positions=targets.student_starts if kept == 0 else targets.student_ends - 1,
+        log_factors=span_sums(logprobs, spans, targets.spans),
         rows=targets.teacher_starts if kept == 0 else targets.teacher_ends - 1,
         teacher_log_factors=span_sums(teacher, teacher_spans, targets.spans),
     )

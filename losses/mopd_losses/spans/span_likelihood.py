@@ -14,8 +14,8 @@ def student_span_logprobs(student: StudentLogprobs, targets: SpanTargets) -> Flo
 
     ``-inf`` where the student rules out one of its tokens.
     """
-    spans, slots = span_members(targets.student_starts, targets.student_ends)
-    read = student.logprobs(slots, targets.labels[slots])
+    spans, positions = span_members(targets.student_starts, targets.student_ends)
+    read = student.logprobs(positions, targets.labels[positions])
     return span_sums(read, spans, targets.spans)
 
 

@@ -1,4 +1,4 @@
-"""``PooledRows``: a student whose slots are spans, each the mean of its tokens' distributions."""
+"""``PooledRows``: a student whose positions are spans, with mean distributions."""
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -10,13 +10,13 @@ from mopd_losses.projection.projected_logprobs import segment_logsumexp
 
 
 class PooledRows:
-    """``p(span) = mean over the span's slots of p(slot)``: an arithmetic mean of probabilities.
+    """``p(span)``, the arithmetic mean of the probabilities at the positions of the span.
 
-    A projection is linear, so the projection of the mean is the mean of projections, and a loss on
-    single rows becomes one on pooled spans by being given these.
+    A projection is linear, so the projection of the mean is the mean of projections: a loss on
+    single rows applied to ``PooledRows`` is the loss on pooled spans.
 
     Args:
-        starts: int64 [spans], slots of ``student``.
+        starts: int64 [spans], positions of ``student``.
         ends: int64 [spans], exclusive.
     """
 
@@ -28,8 +28,8 @@ class PooledRows:
         self._ends = ends
 
     @property
-    def slots(self) -> int:
-        """See ``StudentLogprobs``; here, spans."""
+    def positions(self) -> int:
+        """Number of spans."""
         return len(self._starts)
 
     @property
@@ -48,33 +48,33 @@ class PooledRows:
         return self._student.dtype
 
     def logprobs(
-        self, slots: Int64[Tensor, "n"], ids: Int64[Tensor, "n"], *, temperature: float = 1.0
+        self, positions: Int64[Tensor, "n"], ids: Int64[Tensor, "n"], *, temperature: float = 1.0
     ) -> Float[Tensor, "n"]:
-        """See ``StudentLogprobs``; ``-inf``, with no gradient, if all slots of a span are."""
-        starts, ends = self._starts[slots], self._ends[slots]
-        asked, members = span_members(starts, ends)
-        read = self._student.logprobs(members, ids[asked], temperature=temperature)
+        """See ``StudentLogprobs``; ``-inf``, with no gradient, if all positions of a span are."""
+        starts, ends = self._starts[positions], self._ends[positions]
+        pairs, members = span_members(starts, ends)
+        logprobs = self._student.logprobs(members, ids[pairs], temperature=temperature)
         lengths = (ends - starts).to(self.dtype)
-        return segment_logsumexp(read, asked, len(slots)) - lengths.log()
+        return segment_logsumexp(logprobs, pairs, len(positions)) - lengths.log()
 
     def whole_rows(
-        self, slots: Int64[Tensor, "n"], *, temperature: float = 1.0
+        self, positions: Int64[Tensor, "n"], *, temperature: float = 1.0
     ) -> Float[Tensor, "n width"]:
         """See ``StudentLogprobs``."""
-        ids = torch.arange(self.width, device=self.device).repeat(len(slots))
-        read = self.logprobs(slots.repeat_interleave(self.width), ids, temperature=temperature)
-        return read.view(len(slots), self.width)
+        ids = torch.arange(self.width, device=self.device).repeat(len(positions))
+        read = self.logprobs(positions.repeat_interleave(self.width), ids, temperature=temperature)
+        return read.view(len(positions), self.width)
 
-    def zeros(self) -> Float[Tensor, "slots"]:
+    def zeros(self) -> Float[Tensor, "positions"]:
         """See ``StudentLogprobs``."""
         return self._student.zeros()[self._starts]
 
     def most_likely_ids(
-        self, slots: Int64[Tensor, "n"], allowed: Bool[Tensor, "width"], count: int
+        self, positions: Int64[Tensor, "n"], allowed: Bool[Tensor, "width"], count: int
     ) -> Int64[Tensor, "n most"]:
-        """See ``StudentLogprobs``; reads every allowed id: no row has the order of a mean."""
+        """See ``StudentLogprobs``; reads every allowed id, as no row is ordered like a mean."""
         (ids,) = allowed.nonzero(as_tuple=True)
         with torch.no_grad():
-            means = self.logprobs(slots.repeat_interleave(len(ids)), ids.repeat(len(slots)))
-        values, order = means.view(len(slots), len(ids)).topk(min(count, len(ids)), dim=1)
+            means = self.logprobs(positions.repeat_interleave(len(ids)), ids.repeat(len(positions)))
+        values, order = means.view(len(positions), len(ids)).topk(min(count, len(ids)), dim=1)
         return ids[order].masked_fill_(torch.isneginf(values), -1)

@@ -1,1 +1,1 @@
-"""X-Token's losses, for comparison (experimental)."""
+"""X-Token's published losses, faults included: experimental, for comparison only."""

@@ -22,12 +22,11 @@ from torch import Tensor
 
 from mopd_losses.alignment.span_members import span_means, span_members
 from mopd_losses.config import Direction
-from mopd_losses.core.loss import AlignedPair
-from mopd_losses.core.loss_output import LossOutput
+from mopd_losses.core.loss import AlignedPair, LossOutput
 from mopd_losses.core.span_targets import span_targets
 from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.divergences.divergences import forward_kl, reverse_kl
-from mopd_losses.divergences.generalised_kl import generalised_forward_kl, generalised_reverse_kl
+from mopd_losses.divergences.truncation import generalised_forward_kl, generalised_reverse_kl
 from mopd_losses.projection.vocabulary_match import VocabularyMatch
 from mopd_losses.xtoken.support_targets import SupportTargets, topk_support
 
@@ -41,7 +40,11 @@ LEAST_COVERAGE = 0.7
 
 @dataclass(frozen=True, eq=False)
 class HklLoss:
-    """``hkl`` on the union of a micro-batch's top-k ids: a ``Loss``."""
+    """H-KL on the union of a micro-batch's top-k ids: a ``Loss``, at the first token of a span.
+
+    Nats (KL) plus mass (L1). ``measured``, one value a span: ``matched`` in nats and ``unmatched``,
+    both before the temperature's factor.
+    """
 
     match: VocabularyMatch
     divergence: Direction = "forward_kl"
@@ -49,27 +52,37 @@ class HklLoss:
     temperature: float = 1.0
     most_ranks: int = MOST_RANKS
 
-    def targets(
-        self, comparisons: Sequence[AlignedPair], slot_offsets: Sequence[int]
-    ) -> SupportTargets:
+    def targets(self, comparisons: Sequence[AlignedPair], offsets: Sequence[int]) -> SupportTargets:
         """See ``Loss``."""
-        return topk_support(span_targets(comparisons, slot_offsets), self.match.teacher_size)
+        return topk_support(span_targets(comparisons, offsets), self.match.teacher_size)
 
     def __call__(self, student: StudentLogprobs, targets: SupportTargets) -> LossOutput:
         """See ``Loss``."""
-        return hkl(
-            student,
-            targets,
-            self.match,
-            divergence=self.divergence,
-            generalised=self.generalised,
-            temperature=self.temperature,
-            most_ranks=self.most_ranks,
+        spans, rows = span_members(targets.teacher_starts, targets.teacher_ends)
+        teacher = span_means(
+            targets.logprobs[rows].to(student.dtype),
+            spans,
+            targets.teacher_ends - targets.teacher_starts,
         )
+        partners = self.match.student_of[targets.support]
+        common = partners >= 0
+        student_common = _mean_logprobs(student, targets, partners[common], self.temperature)
+        teacher_common = teacher[:, common]
+        possible = ~torch.isneginf(student_common) & ~torch.isneginf(teacher_common)
+        matched = _kl(student_common, teacher_common, possible, self.divergence, self.generalised)
+        (others,) = self.match.unmatched.nonzero(as_tuple=True)
+        ranks = min(len(others), int((~common).sum()), self.most_ranks)
+        masses = _mean_logprobs(student, targets, others, self.temperature).exp()
+        teacher_masses = teacher[:, ~common].exp()
+        gaps = masses.topk(ranks, dim=1).values - teacher_masses.topk(ranks, dim=1).values
+        unmatched = gaps.abs().sum(dim=1)
+        values = (matched + unmatched) * self.temperature**2
+        per_token = student.zeros().index_add(0, targets.student_starts, values)
+        return LossOutput(per_token, {"matched": matched.detach(), "unmatched": unmatched.detach()})
 
 
 def xtoken_form(match: VocabularyMatch, least_coverage: float = LEAST_COVERAGE) -> XTokenForm:
-    """X-Token's automatic choice: H-KL where enough of the vocabulary is in common, else P-KL.
+    """Return X-Token's choice: H-KL if enough of the vocabulary is in common, else P-KL.
 
     Args:
         match: by weight (``weighted_match``).
@@ -77,65 +90,23 @@ def xtoken_form(match: VocabularyMatch, least_coverage: float = LEAST_COVERAGE) 
     return "hkl" if match.coverage >= least_coverage else "pkl_parity"
 
 
-def hkl(
-    student: StudentLogprobs,
-    targets: SupportTargets,
-    match: VocabularyMatch,
-    *,
-    divergence: Direction = "forward_kl",
-    generalised: bool = False,
-    temperature: float = 1.0,
-    most_ranks: int = MOST_RANKS,
-) -> LossOutput:
-    """Nats (KL) and mass (L1) per student token; a span's value stands at its first token.
-
-    Args:
-        targets: ``topk_support``, or ``full_support`` of the teacher's logits; at ``temperature``.
-
-    Returns:
-        ``measured``, one value a span: ``matched`` in nats and ``unmatched``, both before the
-        temperature's factor.
-    """
-    spans, rows = span_members(targets.teacher_starts, targets.teacher_ends)
-    teacher = span_means(
-        targets.logprobs[rows].to(student.dtype),
-        spans,
-        targets.teacher_ends - targets.teacher_starts,
-    )
-    partners = match.student_of[targets.support]
-    common = partners >= 0
-    ours = _mean_logprobs(student, targets, partners[common], temperature)
-    theirs = teacher[:, common]
-    possible = ~torch.isneginf(ours) & ~torch.isneginf(theirs)
-    matched = _kl(ours, theirs, possible, divergence, generalised)
-    (others,) = match.unmatched.nonzero(as_tuple=True)
-    ranks = min(len(others), int((~common).sum()), most_ranks)
-    our_masses = _mean_logprobs(student, targets, others, temperature).exp()
-    their_masses = teacher[:, ~common].exp()
-    gaps = our_masses.topk(ranks, dim=1).values - their_masses.topk(ranks, dim=1).values
-    unmatched = gaps.abs().sum(dim=1)
-    values = (matched + unmatched) * temperature**2
-    per_token = student.zeros().index_add(0, targets.student_starts, values)
-    return LossOutput(per_token, {"matched": matched.detach(), "unmatched": unmatched.detach()})
-
-
 def _mean_logprobs(
     student: StudentLogprobs, targets: SupportTargets, ids: Tensor, temperature: float
 ) -> Tensor:
-    """[spans, ids], the mean over each span's slots of the student's log-probabilities."""
-    spans, slots = span_members(targets.student_starts, targets.student_ends)
-    read = student.logprobs(
-        slots.repeat_interleave(len(ids)), ids.repeat(len(slots)), temperature=temperature
-    ).view(len(slots), len(ids))
-    return span_means(read, spans, targets.student_ends - targets.student_starts)
+    """[spans, ids], the mean over each span's positions of the student's log-probabilities."""
+    spans, positions = span_members(targets.student_starts, targets.student_ends)
+    logprobs = student.logprobs(
+        positions.repeat_interleave(len(ids)), ids.repeat(len(positions)), temperature=temperature
+    ).view(len(positions), len(ids))
+    return span_means(logprobs, spans, targets.student_ends - targets.student_starts)
 
 
 def _kl(
-    ours: Tensor, theirs: Tensor, possible: Tensor, divergence: Direction, generalised: bool
+    student: Tensor, teacher: Tensor, possible: Tensor, divergence: Direction, generalised: bool
 ) -> Tensor:
     """[spans]; an id that either side rules out is not compared."""
     if generalised:
         kl = generalised_forward_kl if divergence == "forward_kl" else generalised_reverse_kl
-        return kl(ours, theirs, possible)
-    ours, theirs = (side.masked_fill(~possible, -torch.inf) for side in (ours, theirs))
-    return forward_kl(ours, theirs) if divergence == "forward_kl" else reverse_kl(ours, theirs)
+        return kl(student, teacher, possible)
+    student, teacher = (side.masked_fill(~possible, -torch.inf) for side in (student, teacher))
+    return (forward_kl if divergence == "forward_kl" else reverse_kl)(student, teacher)

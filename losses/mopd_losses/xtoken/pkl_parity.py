@@ -1,7 +1,7 @@
-"""P-KL to the letter of X-Token's code (NeMo-RL): for comparison, not for use.
+"""P-KL exactly as in X-Token's code (NeMo-RL): for comparison, not for use.
 
-With J the support shared by the whole micro-batch, q the student's probabilities through the
-projection, and a span's student slots A and teacher rows B:
+With J the support shared by all rows of the micro-batch, q the student's probabilities through the
+projection, and a span's student positions A and teacher rows B:
 
     Q(j) = mean over A of q(j)                     arithmetic
     Lambda(j) = mean over B of log softmax_J(u)(j) geometric, renormalised in J but not afterwards
@@ -9,10 +9,10 @@ projection, and a span's student slots A and teacher rows B:
     forward  sum over J of e^Lambda (Lambda - L)
     reverse  sum over J of e^L (L - Lambda)        both times the square of the temperature
 
-Kept with what is wrong with it: in a span of several tokens it is not zero, and can be negative,
-where both sides agree; a teacher id that no student id reaches adds ``t log(t / eps)``, a constant
-of some 20 nats times its mass; ids outside J are unseen. ``pooled_ctkd`` is the form without these.
-X-Token divides by the spans of a micro-batch; here, as everywhere, only the trainer divides.
+Kept with its faults: in a span of several tokens it is not zero, and can be negative, where both
+sides agree; a teacher id without a student id adds ``t log(t / eps)``, a constant of some 20 nats
+times its mass; ids outside J have no influence. ``pooled_ctkd`` is the form without these faults.
+X-Token divides by the spans of a micro-batch; here only the trainer divides.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,7 @@ from torch import Tensor
 
 from mopd_losses.alignment.span_members import span_means, span_members
 from mopd_losses.config import Direction
-from mopd_losses.core.loss import AlignedPair
-from mopd_losses.core.loss_output import LossOutput
+from mopd_losses.core.loss import AlignedPair, LossOutput
 from mopd_losses.core.span_targets import span_targets
 from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.projection.cache import DeviceProjection
@@ -37,61 +36,44 @@ MOST_IDS = 8192
 
 @dataclass(frozen=True, eq=False)
 class PklParityLoss:
-    """``pkl_parity`` on the union of a micro-batch's top-k ids: a ``Loss``."""
+    """P-KL on the union of a micro-batch's top-k ids: a ``Loss``, at the first token of a span.
+
+    ``measured``: ``student_mass`` on the support, a value a span.
+
+    Args:
+        most_ids: size limit of the support.
+    """
 
     projection: DeviceProjection
     divergence: Direction = "forward_kl"
     temperature: float = 1.0
-    most_ids: int = MOST_IDS  # of the support
+    most_ids: int = MOST_IDS
 
-    def targets(
-        self, comparisons: Sequence[AlignedPair], slot_offsets: Sequence[int]
-    ) -> SupportTargets:
+    def targets(self, comparisons: Sequence[AlignedPair], offsets: Sequence[int]) -> SupportTargets:
         """See ``Loss``."""
         teacher_size = len(self.projection.column_starts) - 1
-        spans = span_targets(comparisons, slot_offsets)
+        spans = span_targets(comparisons, offsets)
         return topk_support(spans, teacher_size, most_ids=self.most_ids)
 
     def __call__(self, student: StudentLogprobs, targets: SupportTargets) -> LossOutput:
         """See ``Loss``."""
-        return pkl_parity(
-            student,
-            targets,
-            self.projection,
-            divergence=self.divergence,
-            temperature=self.temperature,
-        )
-
-
-def pkl_parity(
-    student: StudentLogprobs,
-    targets: SupportTargets,
-    projection: DeviceProjection,
-    *,
-    divergence: Direction = "forward_kl",
-    temperature: float = 1.0,
-) -> LossOutput:
-    """Nats per student token; a span's value stands at the span's first token.
-
-    Args:
-        targets: ``topk_support``, or ``full_support`` of the teacher's logits; at ``temperature``.
-
-    Returns:
-        ``measured``: ``student_mass`` on the support, a value a span.
-    """
-    spans, slots = span_members(targets.student_starts, targets.student_ends)
-    ids = targets.support.repeat(len(slots), 1)
-    projected = projected_logprobs(student, slots, ids, projection, temperature=temperature).exp()
-    pooled = span_means(projected, spans, targets.student_ends - targets.student_starts)
-    mass = pooled.sum(dim=1, keepdim=True)
-    ours = (pooled / (mass + EPSILON) + EPSILON).log()
-    theirs = teacher_means(targets, student.dtype)
-    first, second = (theirs, ours) if divergence == "forward_kl" else (ours, theirs)
-    # Nothing times minus infinity where a teacher's logit is minus infinity.
-    gaps = torch.where(torch.isneginf(first), 0.0, first - second)
-    values = (first.exp() * gaps).sum(dim=1) * temperature**2
-    per_token = student.zeros().index_add(0, targets.student_starts, values)
-    return LossOutput(per_token, {"student_mass": mass.detach().squeeze(1)})
+        spans, positions = span_members(targets.student_starts, targets.student_ends)
+        ids = targets.support.repeat(len(positions), 1)
+        projected = projected_logprobs(
+            student, positions, ids, self.projection, temperature=self.temperature
+        ).exp()
+        pooled = span_means(projected, spans, targets.student_ends - targets.student_starts)
+        mass = pooled.sum(dim=1, keepdim=True)
+        student_logs = (pooled / (mass + EPSILON) + EPSILON).log()
+        teacher_logs = teacher_means(targets, student.dtype)
+        first, second = teacher_logs, student_logs
+        if self.divergence == "reverse_kl":
+            first, second = second, first
+        # Zero times minus infinity would be NaN.
+        gaps = torch.where(torch.isneginf(first), 0.0, first - second)
+        values = (first.exp() * gaps).sum(dim=1) * self.temperature**2
+        per_token = student.zeros().index_add(0, targets.student_starts, values)
+        return LossOutput(per_token, {"student_mass": mass.detach().squeeze(1)})
 
 
 def teacher_means(targets: SupportTargets, dtype: torch.dtype) -> Tensor:

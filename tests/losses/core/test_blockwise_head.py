@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mopd_losses.config import TopKDivergenceSettings
 from mopd_losses.core.blockwise_head import Head, LossTerm, blockwise_head
-from mopd_losses.core.loss_output import LossOutput
-from mopd_losses.core.student_rows import DenseRows, StudentLogprobs
-from mopd_losses.projection.cache import DeviceProjection
-from mopd_losses.topk.ctkd import ctkd
+from mopd_losses.core.student_rows import DenseRows
+from mopd_losses.topk.topk_divergence import TopKDivergenceLoss
 from mopd_losses.topk.topk_targets import TopKTargets
-from tests.losses.places import random_problem
+from tests.losses.topk_problems import random_problem
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -30,32 +29,27 @@ def dense_total(hidden: Tensor, head: Head, terms: list[LossTerm]) -> Tensor:
     rows = DenseRows(logits, head.real_ids)
     total = torch.zeros((), dtype=torch.float64)
     for term in terms:
-        total = total + (term.loss(rows, term.targets).per_token * term.slot_weights).sum()
+        total = total + (term.loss(rows, term.targets).per_token * term.position_weights).sum()
     return total
 
 
 def terms_of(seed: int, temperature: float) -> tuple[list[LossTerm], int, Tensor]:
-    """Two CTKD terms in both directions over one completion; slots, and which ids are real."""
+    """Two CTKD terms in both directions over one completion; positions, and the real ids."""
     problem = random_problem(seed)
-    projection: DeviceProjection = problem.projection()
-
-    def forward(student: StudentLogprobs, targets: TopKTargets) -> LossOutput:
-        return ctkd(student, targets, projection, temperature=temperature)
-
-    def reverse(student: StudentLogprobs, targets: TopKTargets) -> LossOutput:
-        return ctkd(student, targets, projection, divergence="reverse_kl")
-
+    projection = problem.projection()
+    forward = TopKDivergenceLoss(projection, TopKDivergenceSettings(), temperature)
+    reverse = TopKDivergenceLoss(projection, TopKDivergenceSettings(divergence="reverse_kl"))
     torch.manual_seed(seed)
-    slots = len(problem.logits)
-    order = problem.targets.slots.argsort()
+    positions = len(problem.logits)
+    order = problem.targets.positions.argsort()
     targets = TopKTargets(
-        problem.targets.slots[order],
+        problem.targets.positions[order],
         problem.targets.ids[order],
         problem.targets.logprobs[order],
         problem.targets.tail_logprobs[order],
     )
-    terms = [LossTerm(loss, targets, torch.rand(slots)) for loss in (forward, reverse)]
-    return terms, slots, projection.real_ids
+    terms = [LossTerm(loss, targets, torch.rand(positions)) for loss in (forward, reverse)]
+    return terms, positions, projection.real_ids
 
 
 @pytest.mark.parametrize("soft_cap", [None, 3.0])
@@ -74,12 +68,12 @@ def test_value_and_gradients_equal_the_dense_form(
     scale: float,
     soft_cap: float | None,
 ) -> None:
-    terms, slots, real_ids = terms_of(seed, 1.5 if warm else 1.0)
+    terms, positions, real_ids = terms_of(seed, 1.5 if warm else 1.0)
     torch.manual_seed(seed)
     # Where a student is nearly certain, what is left of its mass (and its gradient) is a
     # difference of which float32 keeps few digits, in either form: there float64 must do.
     spread = 1.0 if dtype == torch.float64 else 0.3
-    hidden = (spread * torch.randn(slots, 5, dtype=dtype)).requires_grad_()
+    hidden = (spread * torch.randn(positions, 5, dtype=dtype)).requires_grad_()
     weight = torch.randn(len(real_ids), 5, dtype=dtype, requires_grad=True)
     bias = torch.randn(len(real_ids), dtype=dtype, requires_grad=True) if with_bias else None
     head = Head(weight, real_ids, bias, scale, soft_cap)
@@ -95,8 +89,8 @@ def test_value_and_gradients_equal_the_dense_form(
 
 @pytest.mark.parametrize("trained", ["weight", "bias", ""])
 def test_a_head_that_is_not_trained_keeps_no_gradient_and_changes_none(trained: str) -> None:
-    terms, slots, real_ids = terms_of(1, 1.0)
-    hidden = torch.randn(slots, 5, requires_grad=True)
+    terms, positions, real_ids = terms_of(1, 1.0)
+    hidden = torch.randn(positions, 5, requires_grad=True)
     matrix, offset = torch.randn(len(real_ids), 5), torch.randn(len(real_ids))
     found: list[dict[str, Tensor | None]] = []
     for wanted in ({"weight", "bias"}, {trained}):

@@ -20,9 +20,9 @@ from tests.losses.judged_completions import STUDENT_SIZE, several
 REAL = torch.ones(4, dtype=torch.bool)
 
 
-def random_logits(slots: int, width: int = 4) -> torch.Tensor:
+def random_logits(positions: int, width: int = 4) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(slots, width, dtype=torch.float64, generator=generator).requires_grad_()
+    return torch.randn(positions, width, dtype=torch.float64, generator=generator).requires_grad_()
 
 
 def test_it_is_torchs_cross_entropy_with_ignored_labels() -> None:
@@ -43,41 +43,46 @@ def test_it_is_minus_the_log_of_the_labels_probability() -> None:
     assert found.item() == pytest.approx(3 * math.log(2))
 
 
-def test_a_completions_own_tokens_are_its_labels_wherever_its_slots_begin() -> None:
-    comparisons, offsets, slots = several(seed=0)
+def test_a_completions_own_tokens_are_its_labels_wherever_its_positions_begin() -> None:
+    comparisons, offsets, positions = several(seed=0)
     targets = SftLoss().targets(comparisons, offsets)
-    assert targets.slots.tolist() == [0, 1, 2, 3, 7, 8, 9, 10, 11]
+    assert targets.positions.tolist() == [0, 1, 2, 3, 7, 8, 9, 10, 11]
     ids = np.concatenate([c.student.token_ids for c in comparisons])
     assert targets.labels.tolist() == ids.tolist()
-    rows = DenseRows(random_logits(slots, STUDENT_SIZE), torch.ones(STUDENT_SIZE, dtype=torch.bool))
-    assert SftLoss()(rows, targets).per_token.nonzero().flatten().tolist() == targets.slots.tolist()
+    rows = DenseRows(
+        random_logits(positions, STUDENT_SIZE), torch.ones(STUDENT_SIZE, dtype=torch.bool)
+    )
+    assert (
+        SftLoss()(rows, targets).per_token.nonzero().flatten().tolist()
+        == targets.positions.tolist()
+    )
 
 
-def test_targets_are_cut_by_slots() -> None:
+def test_targets_are_cut_by_positions() -> None:
     targets = label_targets(torch.tensor([2, IGNORED, 0, 3, IGNORED, 1]))
     part = targets.between(1, 4)
-    assert (part.slots.tolist(), part.labels.tolist()) == ([1, 2], [0, 3])
+    assert (part.positions.tolist(), part.labels.tolist()) == ([1, 2], [0, 3])
     assert not targets.uncuttable(6).any()
     assert targets.uncuttable(6).shape == (7,)
 
 
-@pytest.mark.parametrize("slots", [0, 3])
-def test_no_label_costs_nothing_and_keeps_its_graph(slots: int) -> None:
+@pytest.mark.parametrize("positions", [0, 3])
+def test_no_label_costs_nothing_and_keeps_its_graph(positions: int) -> None:
     for targets in (
-        label_targets(torch.full((slots,), IGNORED)),
+        label_targets(torch.full((positions,), IGNORED)),
         SftLoss().targets([], []),
         LabelTargets(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)),
     ):
-        logits = random_logits(slots)
+        logits = random_logits(positions)
         found = SftLoss()(DenseRows(logits, REAL), targets.to("cpu")).per_token
-        assert found.tolist() == [0] * slots
+        assert found.tolist() == [0] * positions
         found.sum().backward()
         assert logits.grad is not None
         assert (logits.grad == 0).all()
 
 
 @pytest.mark.parametrize("shares", [[0.0] * 5, [0.3] * 5, [1.0] * 5, [1.0, 0.3, 0.0, 1.0, 0.7]])
-def test_every_slot_is_shared_between_its_label_and_its_teachers(shares: list[float]) -> None:
+def test_every_position_is_shared_between_its_label_and_its_teachers(shares: list[float]) -> None:
     hidden, weight = random_logits(5), random_logits(4)
     weights = torch.linspace(0.5, 1.5, 5, dtype=torch.float64)
     labels = [torch.tensor(row) for row in ([0, 1, 2, 3, 0], [3, IGNORED, 1, 0, 2], [1] * 5)]
@@ -92,4 +97,4 @@ def test_every_slot_is_shared_between_its_label_and_its_teachers(shares: list[fl
     taught = 0.25 * theirs[0].per_token + 0.75 * theirs[1].per_token
     expected = (weights * ((1 - share) * own.per_token + share * taught)).sum()
     torch.testing.assert_close(total, expected)
-    assert torch.equal(supervised.slot_weights, weights)  # terms are values
+    assert torch.equal(supervised.position_weights, weights)  # terms are values

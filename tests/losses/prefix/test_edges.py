@@ -48,7 +48,7 @@ def random_logits(pair: Pair, tokens: int, seed: int = 0) -> Tensor:
 
 
 def boundaries(targets: PrefixTargets) -> int:
-    return len(targets.slots)
+    return len(targets.positions)
 
 
 @every
@@ -73,7 +73,9 @@ def test_texts_that_differ_are_compared_as_far_as_both_have_read_the_same() -> N
     whole = PAIR.targets([of_texts(["ab", "57", "a", END], ["a", "b5", "7", "a", END])])
     other = PAIR.targets([of_texts(["ab", "57", "a", END], ["a", "b5", "73", "a", END])])
     # The text differs after a b 5 7; before that all boundaries are the same ones.
-    assert other.slots.tolist() == [slot for slot in whole.slots.tolist() if slot < 3]
+    assert other.positions.tolist() == [
+        position for position in whole.positions.tolist() if position < 3
+    ]
     assert boundaries(PAIR.targets([of_texts(["a", "b"], ["5", "7"])])) == 1
     nothing = PAIR.targets([of_texts(["a"], [])])
     assert boundaries(nothing) == 0
@@ -85,10 +87,10 @@ def test_texts_that_differ_are_compared_as_far_as_both_have_read_the_same() -> N
 def test_an_end_of_turn_is_an_event_and_only_meets_an_end_of_turn() -> None:
     comparison = of_texts(["57", END], ["5", "7", END])
     targets = PAIR.targets([comparison])
-    last = int(targets.slots[-1])
+    last = int(targets.positions[-1])
     assert last == 1
-    places, _, slots, ids, _ = ids_read(targets, targets.named).T
-    ends = ids[(places == boundaries(targets) - 1) & (slots == last)] == PAIR.student.end
+    places, _, positions, ids, _ = ids_read(targets, targets.named).T
+    ends = ids[(places == boundaries(targets) - 1) & (positions == last)] == PAIR.student.end
     topk = comparison.score.topk
     teacher_names_it = PAIR.teacher.end in topk.ids[-1].tolist()
     assert bool(ends.any()) == teacher_names_it
@@ -101,9 +103,9 @@ def test_a_completion_cut_by_length_has_no_place_after_its_last_token() -> None:
     ids = PAIR.student.ids(["57", END]), PAIR.teacher.ids(["5", "7", END])
     everything = PAIR.teacher.end + 1
     ended = PAIR.targets([completion(PAIR, *ids, k=everything)])
-    assert ended.slots.tolist() == [0, 0, 1]
+    assert ended.positions.tolist() == [0, 0, 1]
     cut = PAIR.targets([completion(PAIR, ids[0][:-1], ids[1][:-1], k=everything)])
-    assert cut.slots.tolist() == [0, 0]
+    assert cut.positions.tolist() == [0, 0]
 
 
 def test_a_completion_may_end_inside_a_character() -> None:
@@ -116,7 +118,7 @@ def test_a_completion_may_end_inside_a_character() -> None:
     comparison = completion(pair, student_ids, pair.teacher.encoder.encode(read))
     targets = pair.targets([comparison])
     start_of_half = len(student_ids) - 1
-    assert targets.slots.max().item() == start_of_half
+    assert targets.positions.max().item() == start_of_half
     logits = random_logits(pair, len(student_ids))
     found = pair.value(logits, targets).per_token
     found.sum().backward()
@@ -226,7 +228,7 @@ def test_control_tokens_meet_by_role_or_name() -> None:
     ids = [[tables[s].controls["<tool>"], *sides[s].encoder.encode("ab")] for s in (0, 1)]
     pair = Pair(*(Tongue(side, side.encoder) for side in sides))
     targets = pair.targets([completion(pair, ids[0], ids[1])])
-    assert targets.slots.tolist() == [0, 1]
+    assert targets.positions.tolist() == [0, 1]
 
 
 def test_targets_move_and_are_cut_as_one() -> None:
@@ -245,8 +247,8 @@ def test_a_token_that_could_have_been_longer_is_not_forgotten_however_long_ago()
     # Digits written one by one by a student that knows 573: its first row is open until the end.
     pair = Pair(Tongue.of("573"), Tongue.of(end="<stop>"))
     targets = pair.targets([of_texts(["5", "7", "3", "a"], ["5", "7", "3", "a"], pair)])
-    assert targets.slots.tolist() == [0, 1, 2, 3]
-    assert targets.first_slots.tolist() == [0, 0, 0, 3]
+    assert targets.positions.tolist() == [0, 1, 2, 3]
+    assert targets.first_positions.tolist() == [0, 0, 0, 3]
     # By way of 5 and of 7, to the third row; and by way of 5 to the second, twice.
     assert targets.step_ids.tolist() == pair.student.ids(["5", "5", "7"])
 
@@ -361,7 +363,7 @@ def test_what_could_only_be_said_after_ending_a_token_is_not_named() -> None:
     ids = student.ids(["570", END]), teacher.ids(["5", "7", "0", END])
     targets = pair.targets([completion(pair, *ids, k=teacher.end + 1)])
     # After 5 nothing can be named; after 57 what comes is 0.
-    assert targets.slots.tolist() == [0, 0, 1]
-    places, _, slots, read, _ = ids_read(targets, targets.named).T
+    assert targets.positions.tolist() == [0, 0, 1]
+    places, _, positions, read, _ = ids_read(targets, targets.named).T
     assert read[places == 1].tolist() == student.ids(["570"])
-    assert slots[places == 1].tolist() == [0]
+    assert positions[places == 1].tolist() == [0]

@@ -13,7 +13,7 @@ from mopd_losses.core.loss import AlignedPair
 from mopd_losses.core.student_rows import DenseRows
 from mopd_losses.projection.cache import DeviceProjection
 from mopd_losses.projection.matrix import identity_projection
-from mopd_losses.topk.topk_divergence import topk_divergence
+from mopd_losses.topk.topk_divergence import TopKDivergenceLoss
 from mopd_losses.topk.topk_targets import topk_targets
 from mopd_protocol.samples import TeacherScore
 from mopd_protocol.topk_logprobs import TopKLogprobs
@@ -239,7 +239,7 @@ def test_ending_a_long_token_early_is_an_opinion_too() -> None:
     # The teacher wrote 57 but might have stopped at 5; how it would go on is in no row of its own.
     pair, comparison = one_text(DIGITS, TRAP, "57", [{"57": 0.6, "5": 0.3, "8": 0.1}, {END: 1.0}])
     targets = pair.targets([comparison])
-    assert targets.slots.tolist() == [0, 1, 2]
+    assert targets.positions.tolist() == [0, 1, 2]
     everything = torch.logaddexp(targets.events.logsumexp(dim=1), targets.rests)
     after_5 = (targets.events[1, 0] - everything[1]).exp().item()
     assert after_5 == pytest.approx(0.6 / 0.9)
@@ -277,9 +277,8 @@ def test_with_one_tokenizer_it_is_the_same_vocabulary_form_bit_for_bit(divergenc
             logits = torch.randn(len(ids), one.logit_width, dtype=dtype)
             rows = DenseRows(logits, real)
             found = pair.loss(1e-4, divergence=divergence)(rows, pair.targets([comparison]))
-            expected = topk_divergence(
-                rows, topk_targets(comparison.alignment, topk), projection, settings
-            )
+            same_vocabulary = TopKDivergenceLoss(projection, settings)
+            expected = same_vocabulary(rows, topk_targets(comparison.alignment, topk))
             assert torch.equal(found.per_token, expected.per_token)
             assert torch.equal(found.measured["student_mass"], expected.measured["student_mass"])
             assert (found.measured["path_weight"] == 1).all()

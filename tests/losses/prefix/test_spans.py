@@ -3,7 +3,7 @@
 import math
 from functools import cache
 from itertools import count, islice
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,7 +14,6 @@ from mopd_losses.prefix.spans import span_masses, spans_of
 from mopd_losses.prefix.targets import PrefixTargets
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from tests.losses.prefix.test_exactness import models, scored, sides
-from tests.losses.prefix.test_prefix_kl import value_and_gradient
 from tests.losses.prefix_pairs import (
     END_CHARACTER,
     ExactTopK,
@@ -45,6 +44,19 @@ PAIRS = {
 }
 
 
+def value_and_gradient(
+    problem: Problem, targets: PrefixTargets | None = None, **config: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """Values by token, and the gradient of their weighted sum by the logits."""
+    if targets is None:
+        targets = problem.pair.targets([problem.comparison])
+    logits = problem.logits.detach().clone().requires_grad_()
+    values = problem.pair.value(logits, targets, **config).per_token
+    (values * torch.linspace(1, 2, len(values), dtype=torch.float64)).sum().backward()
+    assert logits.grad is not None
+    return values.detach().numpy(), logits.grad.numpy()
+
+
 #: A student that wrote ``b`` ``aba`` said in its first row how likely ``baba`` and ``babaa`` were.
 EARLIER = Pair(
     Tongue.of("aba", "baba", "babaa", alone=True), Tongue.of("ab", end="<stop>", alone=True)
@@ -66,9 +78,9 @@ def test_with_spans_the_loss_equals_the_slow_reference(divergence: str) -> None:
         sides = problem.student_side(), problem.teacher_side
         expected = slow.per_token(*sides, divergence, mass_floor=0.0)
         assert found == pytest.approx(expected, abs=1e-10)
-        spans = [place.slot for place in slow.spans(*sides)]
+        spans = [place.position for place in slow.spans(*sides)]
         targets = problem.pair.targets([problem.comparison])
-        assert targets.slots[targets.are_spans].tolist() == spans
+        assert targets.positions[targets.are_spans].tolist() == spans
 
 
 def test_a_span_is_a_share_of_all_texts() -> None:
@@ -188,16 +200,16 @@ def test_spans_are_no_part_of_what_is_measured() -> None:
     assert {len(found) for found in measured.values()} == {int((~targets.are_spans).sum())}
 
 
-def test_a_span_stays_with_the_slots_that_it_is_read_of() -> None:
+def test_a_span_stays_with_the_positions_that_it_is_read_of() -> None:
     for problem in problems(10):
         targets = problem.pair.targets([problem.comparison])
-        slots = len(problem.logits)
-        uncuttable = targets.uncuttable(slots).tolist()
+        positions = len(problem.logits)
+        uncuttable = targets.uncuttable(positions).tolist()
         whole, _ = value_and_gradient(problem, targets)
-        for cut in range(1, slots):
+        for cut in range(1, positions):
             if uncuttable[cut]:
                 continue
-            parts = [targets.between(0, cut), targets.between(cut, slots)]
+            parts = [targets.between(0, cut), targets.between(cut, positions)]
             rows = [problem.logits[:cut], problem.logits[cut:]]
             found = [
                 problem.pair.value(logits, part).per_token

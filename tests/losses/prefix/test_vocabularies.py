@@ -83,25 +83,25 @@ def scored(student: Vocabulary, teacher: Vocabulary, text: str, seed: int, k: in
 
 def as_places(targets: PrefixTargets, written: list[int]) -> list[Place]:
     """The targets in the slow form."""
-    first_slots = targets.first_slots.tolist()
+    first_positions = targets.first_positions.tolist()
 
-    def reading(place: int, slot: int, token_id: int, path: int) -> Reading:
+    def reading(place: int, position: int, token_id: int, path: int) -> Reading:
         steps = targets.step_ids[targets.step_paths == path].tolist()
-        assert steps == written[first_slots[place] : slot]
-        return slot, token_id, tuple(steps)
+        assert steps == written[first_positions[place] : position]
+        return position, token_id, tuple(steps)
 
-    events: list[dict[int, set[Reading]]] = [{} for _ in first_slots]
-    known: list[set[Reading]] = [set() for _ in first_slots]
-    for place, column, slot, token_id, path in ids_read(targets, targets.named).tolist():
+    events: list[dict[int, set[Reading]]] = [{} for _ in first_positions]
+    known: list[set[Reading]] = [set() for _ in first_positions]
+    for place, column, position, token_id, path in ids_read(targets, targets.named).tolist():
         read = events[place].setdefault(column, set())
-        assert reading(place, slot, token_id, path) not in read
-        read.add(reading(place, slot, token_id, path))
-    for place, _, slot, token_id, path in ids_read(targets, targets.known).tolist():
-        known[place].add(reading(place, slot, token_id, path))
+        assert reading(place, position, token_id, path) not in read
+        read.add(reading(place, position, token_id, path))
+    for place, _, position, token_id, path in ids_read(targets, targets.known).tolist():
+        known[place].add(reading(place, position, token_id, path))
     return [
         Place(
-            slot=slot,
-            first_slot=first_slots[place],
+            position=position,
+            first_position=first_positions[place],
             events=[
                 (frozenset(events[place].get(column, ())), nats)
                 for column, nats in enumerate(targets.events[place].tolist())
@@ -111,7 +111,7 @@ def as_places(targets: PrefixTargets, written: list[int]) -> list[Place]:
             path_mass=targets.path_masses[place].item(),
             known=frozenset(known[place]),
         )
-        for place, slot in enumerate(targets.slots.tolist())
+        for place, position in enumerate(targets.positions.tolist())
     ]
 
 
@@ -147,9 +147,9 @@ def check_same_places(comparison: AlignedPair, units: SharedUnits) -> PrefixTarg
     targets = prefix_targets([comparison], [0], Junctions(units), mass_floor=0.0)
     found = as_places(targets, comparison.student.token_ids.tolist())
     expected = slow.places(comparison, units)
-    assert [place.slot for place in found] == [place.slot for place in expected]
+    assert [place.position for place in found] == [place.position for place in expected]
     for place, exact in zip(found, expected, strict=True):
-        assert place.first_slot == exact.first_slot
+        assert place.first_position == exact.first_position
         assert place.known == exact.known
         assert place.rest == pytest.approx(exact.rest, abs=1e-9)
         assert place.path_mass == pytest.approx(exact.path_mass, abs=1e-12)

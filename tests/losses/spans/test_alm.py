@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from mopd_losses.core.span_targets import SpanTargets
 from mopd_losses.core.student_rows import DenseRows
-from mopd_losses.spans.alm import alm
-from tests.losses.span_losses import exact_spans
-from tests.losses.span_problems import random_problem
+from mopd_losses.spans.alm import AlmLoss
+from tests.losses.contract import exact_spans
+from tests.losses.problems import random_problem
 from tests.reference.alm import alm as slow_alm
 from tests.reference.dual import Dual
 from tests.reference.span_view import SpanView, TeacherRow
@@ -46,7 +46,7 @@ def one_span(
 
 def value(student: list[float], teacher: list[float], tau: float | None, kind: str = "kl") -> float:
     _, rows, targets = one_span(student, teacher)
-    return alm(rows, targets, divergence=kind, tau=tau).per_token[0].item()  # type: ignore[arg-type]
+    return AlmLoss(kind, tau)(rows, targets).per_token[0].item()  # type: ignore[arg-type]
 
 
 def test_the_published_numbers() -> None:
@@ -87,16 +87,16 @@ def test_the_gradient_is_zero_exactly_where_the_likelihoods_agree(
 ) -> None:
     for student, agrees in (([alpha / 2, alpha / 2], True), ([beta], abs(alpha - beta) < 1e-6)):
         logits, rows, targets = one_span(student, [alpha / 4, 3 * alpha / 4])
-        (gradient,) = torch.autograd.grad(alm(rows, targets, tau=tau).per_token.sum(), logits)
+        (gradient,) = torch.autograd.grad(AlmLoss(tau=tau)(rows, targets).per_token.sum(), logits)
         if agrees:
             assert gradient.abs().max() < 1e-6
         else:
             assert gradient.abs().max() > 0
 
 
-def test_every_slot_of_a_span_is_pulled_alike() -> None:
+def test_every_position_of_a_span_is_pulled_alike() -> None:
     logits, rows, targets = one_span([1.0, 2.0], [2.0])
-    (gradient,) = torch.autograd.grad(alm(rows, targets).per_token.sum(), logits)
+    (gradient,) = torch.autograd.grad(AlmLoss()(rows, targets).per_token.sum(), logits)
     p = logits.detach().softmax(dim=1)
     expected = (1 - 2.0 / 3.0) * (p - torch.tensor([1.0, 0.0]))
     torch.testing.assert_close(gradient, expected)
@@ -105,7 +105,7 @@ def test_every_slot_of_a_span_is_pulled_alike() -> None:
 def test_a_certain_teacher_or_student_is_held_at_the_floor() -> None:
     for student, teacher in (([1e-9], [2.0]), ([2.0], [0.0]), ([1e-9], [0.0])):
         logits, rows, targets = one_span(student, teacher)
-        output = alm(rows, targets)
+        output = AlmLoss()(rows, targets)
         expected = max(student[0], 1e-4), max(teacher[0], 1e-4)
         beta, alpha = expected
         exact = beta - alpha + alpha * np.log(alpha / beta)
@@ -121,7 +121,7 @@ def test_a_span_that_the_teacher_rules_out_is_not_compared(seed: int) -> None:
     spans = exact_spans(problem)
     ruled_out = replace(spans, token_logprobs=spans.token_logprobs.clone().fill_(-torch.inf))
     problem.logits.requires_grad_()
-    output = alm(problem.rows(), ruled_out)
+    output = AlmLoss()(problem.rows(), ruled_out)
     assert (output.per_token == 0).all()
     assert {len(column) for column in output.measured.values()} == {0}
     (gradient,) = torch.autograd.grad(output.per_token.sum(), problem.logits)

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from mopd_losses.alignment.byte_alignment import identity_alignment
@@ -16,21 +14,19 @@ from mopd_protocol.errors import DataError
 from mopd_protocol.samples import TeacherScore
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
-from tests.losses.measures import MEASURES, name_of, slow
-from tests.reference.divergences import by_logits
 
 IDS = 7  # of the tokenizer that both have
 WIDTHS = (9, 8)  # of the student's head and the teacher's: padding of either
 
 
-def problem(seed: int, slots: int = 5) -> tuple[Tensor, Head, Tensor, Head]:
+def problem(seed: int, positions: int = 5) -> tuple[Tensor, Head, Tensor, Head]:
     """Hidden states and heads of a student and a teacher, in float64."""
     draw = torch.Generator().manual_seed(seed)
     found: list[Tensor | Head] = []
     for width, size in zip(WIDTHS, (4, 3), strict=True):
         real = torch.arange(width) < IDS
         weight = torch.randn((width, size), generator=draw, dtype=torch.float64)
-        found.append(torch.randn((slots, size), generator=draw, dtype=torch.float64) * 2)
+        found.append(torch.randn((positions, size), generator=draw, dtype=torch.float64) * 2)
         found.append(Head(weight, real))
     hidden, head, theirs, teacher = found
     assert isinstance(hidden, Tensor)
@@ -38,35 +34,6 @@ def problem(seed: int, slots: int = 5) -> tuple[Tensor, Head, Tensor, Head]:
     assert isinstance(head, Head)
     assert isinstance(teacher, Head)
     return hidden, head, theirs, teacher
-
-
-@pytest.mark.parametrize("measure", MEASURES, ids=name_of)
-@given(seed=st.integers(0, 2**32), temperature=st.sampled_from([1.0, 0.5, 2.0]))
-@settings(max_examples=10, deadline=None)
-def test_it_is_the_divergence_of_all_ids_one_by_one(
-    measure: object, seed: int, temperature: float
-) -> None:
-    hidden, head, theirs, teacher = problem(seed)
-    config = TopKKlConfig.model_validate(
-        {**measure.model_dump(), "kd_temperature": temperature}  # pyright: ignore[reportAttributeAccessIssue]
-    )
-    loss = FullVocabularyLoss(teacher, config)
-    logits = (hidden @ head.weight.T).requires_grad_()
-    places = torch.tensor([0, 1, 4])
-    targets = HiddenTargets(places, theirs[places])
-    term = LossTerm(loss, targets, torch.ones(5))
-    total, (output,) = dense_head(logits, head.real_ids, [term])
-    (gradient,) = torch.autograd.grad(total, logits)
-    assert output.per_token[[2, 3]].tolist() == [0, 0]
-    for slot in places.tolist():
-        p = (logits[slot, :IDS].detach() / temperature).softmax(0).tolist()
-        t = ((theirs[slot] @ teacher.weight.T)[:IDS] / temperature).softmax(0).tolist()
-        expected = slow(measure)(p, t)
-        value = expected.value * temperature**2
-        assert output.per_token[slot].item() == pytest.approx(value, rel=1e-9, abs=1e-12)
-        slopes = [slope * temperature for slope in by_logits(expected.slopes, p)]
-        np.testing.assert_allclose(gradient[slot, :IDS], slopes, rtol=1e-7, atol=1e-9)
-        assert gradient[slot, IDS:].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("rows_per_block", [1, 2, 100])
@@ -121,10 +88,10 @@ def test_targets_stand_where_their_completions_do() -> None:
     ]
     loss = FullVocabularyLoss(problem(0)[3], TopKKlConfig())
     targets = loss.targets(comparisons, [1, 4])
-    assert targets.slots.tolist() == [1, 2, 4, 5, 6]
+    assert targets.positions.tolist() == [1, 2, 4, 5, 6]
     assert torch.equal(targets.hidden, hidden)
     part = targets.between(2, 6)
-    assert part.slots.tolist() == [0, 2, 3]
+    assert part.positions.tolist() == [0, 2, 3]
     assert torch.equal(part.hidden, hidden[1:4])
 
 
@@ -132,10 +99,12 @@ def test_a_score_without_hidden_states_is_refused() -> None:
     score = TeacherScore("id", completion(2), topk(2))
     comparison = AlignedPair(completion(2), None, score, identity_alignment(2))
     loss = FullVocabularyLoss(problem(0)[3], TopKKlConfig())
-    with pytest.raises(DataError, match="a score without hidden states"):
+    with pytest.raises(DataError) as caught:
         loss.targets([comparison], [0])
-    with pytest.raises(DataError, match="1 hidden states for 2 scored tokens"):
+    assert caught.value.key == "hidden"
+    with pytest.raises(DataError) as caught:
         HiddenScore("id", completion(2), topk(2), torch.zeros(1, 3))
+    assert caught.value.key == "hidden"
 
 
 @pytest.mark.parametrize(("scale", "soft_cap"), [(1.0, None), (0.25, None), (1.0, 3.0)])

@@ -4,16 +4,13 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mopd_losses.alignment.byte_alignment import align
-from mopd_losses.topk.ctkd import Divergence
-from mopd_losses.topk.topk_targets import TopKTargets, concatenate_targets, topk_targets
+from mopd_losses.topk.topk_targets import concatenate_targets, topk_targets
 from mopd_protocol.tokenizers.token_sequence import END_OF_TURN
 from mopd_protocol.topk_logprobs import TopKLogprobs
-from tests.losses.dense import ctkd
-from tests.losses.places import DIVERGENCES, identity
 from tests.losses.sequences import Piece, sequence, two_texts
+from tests.losses.topk_problems import topk_loss
 from tests.reference.alignment import every_pair_of_prefixes, tokens_of
 
 VOCABULARY = 5
@@ -38,7 +35,7 @@ def test_the_first_token_of_a_span_meets_the_teachers_row_for_its_first_token() 
     teacher: list[Piece] = ["bos", b"ab", b"c", b"d", END_OF_TURN]
     topk = told_apart(5)
     targets = topk_targets(align(sequence(student), sequence(teacher)), topk)
-    assert targets.slots.tolist() == [0, 2, 3]
+    assert targets.positions.tolist() == [0, 2, 3]
     for row, teacher_row in enumerate([1, 2, 4]):
         assert targets.ids[row].tolist() == topk.ids[teacher_row].tolist()
         np.testing.assert_array_equal(targets.logprobs[row], topk.logprobs[teacher_row])
@@ -47,7 +44,7 @@ def test_the_first_token_of_a_span_meets_the_teachers_row_for_its_first_token() 
 
 @given(two_texts())
 @settings(deadline=None, max_examples=40)
-def test_slots_and_rows_are_where_both_sides_have_read_the_same(
+def test_positions_and_rows_are_where_both_sides_have_read_the_same(
     two: tuple[list[Piece], list[Piece]],
 ) -> None:
     student, teacher = sequence(two[0]), sequence(two[1])
@@ -55,7 +52,7 @@ def test_slots_and_rows_are_where_both_sides_have_read_the_same(
     targets = topk_targets(align(student, teacher), topk)
     by_mass = {float(lp): row for row, lp in enumerate(topk.logprobs[:, 0].tolist())}
     rows = [by_mass[lp] for lp in targets.logprobs[:, 0].tolist()]
-    found = list(zip(targets.slots.tolist(), rows, strict=True))
+    found = list(zip(targets.positions.tolist(), rows, strict=True))
     shared = every_pair_of_prefixes(tokens_of(student), tokens_of(teacher))
     assert found[: len(shared)] == [(s, t) for s, _, t, _ in shared]
 
@@ -73,9 +70,9 @@ def test_a_teacher_shifted_by_one_row_would_not_match_its_own_copy() -> None:
     )
     pieces: list[Piece] = [b"the", b" quick", b" brown", b" fox", b".", END_OF_TURN]
     alignment = align(sequence(pieces), sequence(pieces, first_id=50))
-    found = ctkd(logits, topk_targets(alignment, topk), identity(VOCABULARY))
+    found = topk_loss(logits, topk_targets(alignment, topk))
     np.testing.assert_allclose(found.per_token.numpy(), 0, atol=1e-5)
-    shifted = ctkd(logits.roll(1, dims=0), topk_targets(alignment, topk), identity(VOCABULARY))
+    shifted = topk_loss(logits.roll(1, dims=0), topk_targets(alignment, topk))
     assert (shifted.per_token > 1e-2).all()
 
 
@@ -83,7 +80,7 @@ def test_targets_are_copies_with_the_stated_types() -> None:
     topk = told_apart(2)
     pieces: list[Piece] = [b"a", b"b"]
     targets = topk_targets(align(sequence(pieces), sequence(pieces)), topk)
-    assert (targets.slots.dtype, targets.ids.dtype) == (torch.int64, torch.int64)
+    assert (targets.positions.dtype, targets.ids.dtype) == (torch.int64, torch.int64)
     assert (targets.logprobs.dtype, targets.tail_logprobs.dtype) == (torch.float32, torch.float32)
     targets.logprobs.zero_()
     targets.ids.zero_()
@@ -91,59 +88,11 @@ def test_targets_are_copies_with_the_stated_types() -> None:
     assert topk.ids.max() > 0
 
 
-def test_targets_move_to_a_device_whole() -> None:
-    pieces: list[Piece] = [b"a", b"b"]
-    targets = topk_targets(align(sequence(pieces), sequence(pieces)), told_apart(2))
-    moved = targets.to("meta")
-    for name in ("slots", "ids", "logprobs", "tail_logprobs"):
-        assert getattr(moved, name).device.type == "meta"
-        assert getattr(targets, name).device.type == "cpu"
-
-
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@given(
-    shapes=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=4),
-    seed=st.integers(0, 2**32),
-    data=st.data(),
-)
-@settings(deadline=None, max_examples=40)
-def test_packed_completions_cost_what_each_costs_alone_in_any_order(
-    divergence: Divergence,
-    shapes: list[tuple[int, int]],
-    seed: int,
-    data: st.DataObject,
-) -> None:
-    draw = np.random.default_rng(seed)
-    parts: list[tuple[torch.Tensor, TopKTargets]] = []
-    for tokens, k in shapes:
-        logits = torch.tensor(draw.normal(size=(tokens, VOCABULARY)))
-        places = int(draw.integers(0, tokens + 1))
-        order = torch.tensor(draw.normal(size=(places, VOCABULARY))).argsort(dim=1)
-        teacher = torch.tensor(draw.dirichlet(np.ones(VOCABULARY), size=places)).log()
-        slots = torch.tensor(sorted(draw.choice(tokens, places, replace=False)), dtype=torch.int64)
-        kept = teacher.gather(1, order)
-        tail = kept[:, k:].logsumexp(dim=1)
-        parts.append((logits, TopKTargets(slots, order[:, :k], kept[:, :k], tail)))
-    parts = data.draw(st.permutations(parts))
-    offsets = np.cumsum([0, *(len(logits) for logits, _ in parts)]).tolist()[: len(parts)]
-    targets = concatenate_targets([part for _, part in parts], offsets)
-    packed = torch.cat([torch.zeros(0, VOCABULARY), *(logits for logits, _ in parts)])
-    together = ctkd(packed.double(), targets, identity(VOCABULARY), divergence=divergence)
-    alone = [
-        ctkd(logits, part, identity(VOCABULARY), divergence=divergence) for logits, part in parts
-    ]
-    expected = torch.cat([torch.zeros(0), *(output.per_token for output in alone)])
-    torch.testing.assert_close(together.per_token, expected.double())
-    for name, mass in together.measured.items():
-        expected = torch.cat([torch.zeros(0), *(output.measured[name] for output in alone)])
-        torch.testing.assert_close(mass.double(), expected.double())
-
-
 def test_nothing_concatenated_is_empty_and_costs_nothing() -> None:
     targets = concatenate_targets([], [])
-    assert (targets.slots.shape, targets.ids.shape) == ((0,), (0, 0))
+    assert (targets.positions.shape, targets.ids.shape) == ((0,), (0, 0))
     logits = torch.zeros(3, VOCABULARY, requires_grad=True)
-    found = ctkd(logits, targets, identity(VOCABULARY)).per_token
+    found = topk_loss(logits, targets).per_token
     assert found.tolist() == [0, 0, 0]
     assert found.requires_grad
 
@@ -159,7 +108,7 @@ def test_narrower_parts_are_filled_with_absent_entries() -> None:
     alignment = align(sequence(pieces), sequence(pieces))
     narrow, wide = (topk_targets(alignment, told_apart(2, k)) for k in (1, 3))
     targets = concatenate_targets([narrow, wide], [0, 2])
-    assert targets.slots.tolist() == [0, 1, 2, 3]
+    assert targets.positions.tolist() == [0, 1, 2, 3]
     assert targets.ids[:2].tolist() == [[0, -1, -1], [4, -1, -1]]
     assert torch.isneginf(targets.logprobs[:2, 1:]).all()
     assert torch.equal(targets.ids[2:], wide.ids)

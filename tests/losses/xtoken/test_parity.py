@@ -11,13 +11,13 @@ from torch import Tensor
 
 from mopd_losses.core.student_rows import DenseRows
 from mopd_losses.projection.vocabulary_match import VocabularyMatch
-from mopd_losses.xtoken.hkl import hkl, xtoken_form
-from mopd_losses.xtoken.pkl_parity import PklParityLoss, pkl_parity, teacher_means
-from mopd_losses.xtoken.support_targets import SupportTargets, full_support, topk_support
-from tests.losses.places import DIVERGENCES, device_projection, identity
-from tests.losses.span_losses import exact_spans, on_support
-from tests.losses.span_problems import random_problem, scattered, teacher_row, value_and_gradient
-from tests.losses.spans.test_gold import all_rows, span_pairs, whole_views
+from mopd_losses.xtoken.hkl import HklLoss, xtoken_form
+from mopd_losses.xtoken.pkl_parity import PklParityLoss, teacher_means
+from mopd_losses.xtoken.support_targets import SupportTargets, topk_support
+from tests.losses.contract import exact_spans, on_support
+from tests.losses.problems import random_problem, teacher_row
+from tests.losses.spans.test_gold import all_rows, span_pairs
+from tests.losses.topk_problems import DIVERGENCES, device_projection, identity
 from tests.reference import xtoken
 from tests.reference.dual import Dual
 
@@ -32,8 +32,9 @@ GOLDEN = {"forward_kl": -0.191750, "reverse_kl": 0.267548}
 
 def on(support: list[int], teacher: Tensor, spans: list[tuple[int, int]]) -> SupportTargets:
     """Spans that are the same on both sides."""
-    targets = full_support(span_pairs(spans, spans), teacher.log())
-    return replace(targets, support=torch.tensor(support), logprobs=teacher.log()[:, support])
+    pairs = span_pairs(spans, spans)
+    bounds = (pairs.student_starts, pairs.student_ends, pairs.teacher_starts, pairs.teacher_ends)
+    return SupportTargets(*bounds, torch.tensor(support), teacher.log()[:, support])
 
 
 @both
@@ -41,7 +42,7 @@ def test_pkl_gives_the_published_numbers(divergence: str) -> None:
     targets = on([0, 1, 3], TEACHER, [(0, 2)])
     projection = device_projection(WEIGHTS, np.ones(3, dtype=np.bool_))
     rows = DenseRows(STUDENT.log(), all_rows(3))
-    found = pkl_parity(rows, targets, projection, divergence=divergence)  # type: ignore[arg-type]
+    found = PklParityLoss(projection, divergence)(rows, targets)  # type: ignore[arg-type]
     assert found.per_token.tolist() == pytest.approx([GOLDEN[divergence], 0], abs=5e-7)
     mass = teacher_means(targets, torch.float64).exp().sum()
     assert mass.item() == pytest.approx(0.772693, abs=5e-7)
@@ -61,84 +62,13 @@ def test_the_reference_gives_the_published_numbers_too(divergence: str) -> None:
 
 
 @both
-@given(seed=seeds, warm=st.booleans())
-@settings(deadline=None, max_examples=15)
-def test_from_whole_distributions_both_equal_the_slow_reference(
-    divergence: str, seed: int, warm: bool
-) -> None:
-    problem = random_problem(seed)
-    problem.logits.requires_grad_()
-    spans = exact_spans(problem)
-    temperature = 2.0 if warm else 1.0
-    draw = np.random.default_rng(seed)
-    logits = torch.tensor(draw.normal(size=(len(spans.teacher_ids), problem.teacher_size)))
-    forward = divergence == "forward_kl"
-    real = problem.real.tolist()
-    # Cooled by hand: the reference takes both sides as they are.
-    cooled = replace(problem, logits=problem.logits.detach() / temperature)
-    slow = [
-        (slot, view.student, [[row.kept[j] for j in range(problem.teacher_size)]
-                              for row in view.teacher])
-        for slot, view in whole_views(cooled, logits / temperature)
-    ]  # fmt: skip
-    most = max(1, problem.teacher_size - 1)
-    narrow = full_support(spans, logits, most_ids=most, temperature=temperature)
-    kept = narrow.support.tolist()
-    peaks = logits.amax(dim=0) if len(logits) else torch.arange(problem.teacher_size, 0, -1)
-    if len(logits):
-        assert kept == sorted(peaks.topk(most).indices.tolist())
-    found = pkl_parity(
-        problem.rows(), narrow, problem.projection(),
-        divergence=divergence, temperature=temperature,  # type: ignore[arg-type]
-    )  # fmt: skip
-    expected = [
-        (
-            slot,
-            xtoken.pkl(
-                student,
-                problem.weights.tolist(),
-                [[row[j] for j in kept] for row in teacher],
-                kept,
-                forward,
-                temperature,
-            ),
-        )
-        for slot, student, teacher in slow
-    ]
-    value, gradient = value_and_gradient(problem, found)
-    expected_value, expected_gradient = scattered(problem, expected)
-    np.testing.assert_allclose(value, expected_value, atol=1e-9)
-    np.testing.assert_allclose(gradient, expected_gradient / temperature, atol=1e-8)
-
-    everything = full_support(spans, logits, temperature=temperature)
-    found = hkl(
-        problem.rows(), everything, problem.match(),
-        divergence=divergence, temperature=temperature,  # type: ignore[arg-type]
-    )  # fmt: skip
-    ids = list(range(problem.teacher_size))
-    expected = [
-        (
-            slot,
-            xtoken.hkl(
-                student, real, problem.partner, teacher, ids, forward, False, temperature, 8192
-            ),
-        )
-        for slot, student, teacher in slow
-    ]
-    value, gradient = value_and_gradient(problem, found)
-    expected_value, expected_gradient = scattered(problem, expected)
-    np.testing.assert_allclose(value, expected_value, atol=1e-9)
-    np.testing.assert_allclose(gradient, expected_gradient / temperature, atol=1e-8)
-
-
-@both
 def test_pkl_of_one_model_is_zero_in_single_tokens_and_not_in_longer_spans(divergence: str) -> None:
     logits = torch.tensor(np.random.default_rng(0).normal(size=(4, 5)), requires_grad=True)
 
     def cost(spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         targets = on([0, 1, 2, 3, 4], logits.detach().softmax(dim=1), spans)
         rows = DenseRows(logits, all_rows(5))
-        output = pkl_parity(rows, targets, identity(5), divergence=divergence)  # type: ignore[arg-type]
+        output = PklParityLoss(identity(5), divergence)(rows, targets)  # type: ignore[arg-type]
         (gradient,) = torch.autograd.grad(output.per_token.sum(), logits)
         return output.per_token.detach(), gradient
 
@@ -157,20 +87,10 @@ def test_pkl_pays_a_constant_for_ids_that_no_student_id_reaches() -> None:
     projection = device_projection(weights, np.ones(2, dtype=np.bool_))
     teacher = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64)
     rows = DenseRows(torch.tensor([[0.5, 0.3]], dtype=torch.float64).log(), all_rows(2))
-    found = pkl_parity(rows, on([0, 1, 2], teacher, [(0, 1)]), projection).per_token.item()
+    found = PklParityLoss(projection)(rows, on([0, 1, 2], teacher, [(0, 1)])).per_token.item()
     rest = 0.5 * np.log(0.5 / 0.625) + 0.3 * np.log(0.3 / 0.375)
     assert found == pytest.approx(0.2 * np.log(0.2 / 1e-10) + rest, abs=1e-6)
     assert found > 4
-
-
-def test_the_support_is_chosen_by_raw_logits_so_that_a_rows_constant_matters() -> None:
-    spans = span_pairs([(0, 1), (1, 2)], [(0, 1), (1, 2)])
-    logits = torch.tensor([[3.0, 0, 0, 0], [0, 0, 0, 2.0]])
-    assert full_support(spans, logits, most_ids=2).support.tolist() == [0, 3]
-    shifted = logits + torch.tensor([[9.0], [0.0]])
-    assert full_support(spans, shifted, most_ids=1).support.tolist() == [0]
-    assert full_support(spans, shifted, most_ids=2).support.tolist() != [0, 3]
-    assert full_support(spans, logits, most_ids=9).support.tolist() == [0, 1, 2, 3]
 
 
 def test_another_completion_in_the_micro_batch_changes_pkl() -> None:
@@ -184,11 +104,11 @@ def test_another_completion_in_the_micro_batch_changes_pkl() -> None:
             problem.teacher_size,
         )
         found, expected = (
-            pkl_parity(problem.rows(), targets, problem.projection()).per_token
+            PklParityLoss(problem.projection())(problem.rows(), targets).per_token
             for targets in (both_of_them.between(0, problem.offsets[1]), first)
         )
-        slots = slice(0, problem.offsets[1])
-        changed += not torch.allclose(found[slots], expected[slots])
+        positions = slice(0, problem.offsets[1])
+        changed += not torch.allclose(found[positions], expected[positions])
     assert changed > 3
 
 
@@ -239,10 +159,8 @@ def test_hkl_of_one_model_is_zero_but_suppresses_what_is_not_in_common(
     targets = on([0, 1, 2, 3, 4], logits.detach().softmax(dim=1), spans)
 
     def slope(generalised: bool) -> Tensor:
-        output = hkl(
-            DenseRows(logits, all_rows(5)), targets, replace_unmatched(match),
-            divergence=divergence, generalised=generalised,  # type: ignore[arg-type]
-        )  # fmt: skip
+        loss = HklLoss(replace_unmatched(match), divergence, generalised)  # type: ignore[arg-type]
+        output = loss(DenseRows(logits, all_rows(5)), targets)
         assert output.per_token.abs().max() < 1e-9
         (gradient,) = torch.autograd.grad(output.per_token.sum(), logits)
         return gradient

@@ -114,7 +114,7 @@ def test_weights_and_targets_go_with_their_tokens(
         contexts = slots_of(batch)
         for name, part in batch.teachers.items():
             targets = targets_of(part)
-            by_slot = dict(zip(targets.slots.tolist(), targets.ids.tolist(), strict=True))
+            by_slot = dict(zip(targets.positions.tolist(), targets.ids.tolist(), strict=True))
             for slot, context in enumerate(contexts):
                 weight, targets = expected[name].get(context, (0.0, []))
                 assert float(part.slot_weights[slot]) == pytest.approx(weight)

@@ -22,7 +22,8 @@ from mopd_trainer.data.prompts import read_prompts
 from mopd_trainer.run_folder.recording import RecordedSample, Recording
 from mopd_trainer.student.student import Student
 from tests import tiny_models
-from tests.reference import ctkd
+from tests.reference import topk_divergence
+from tests.reference.divergences import reverse_kl
 from tests.reference.projection import Dense, dense_projection
 from tests.reference.teacher_scores import completion_logprobs, next_token_logprobs
 from tests.server.tiny_teachers import TinyTeacher, teacher_of
@@ -207,7 +208,18 @@ def divergence(
         whole = next_token_logprobs(teacher.model, context, teacher.real_ids)
         kept = {token: float(np.exp(whole[token])) for token in rows[teacher_row]}
         rest = 1.0 - sum(kept.values())
-        total += ctkd.place(logits, real, dense, kept, rest, forward=False).value
+        value, _ = topk_divergence.place(
+            logits,
+            real,
+            dense,
+            kept,
+            rest,
+            form="tail_bucket",
+            divergence=reverse_kl,
+            forward=False,
+            floored=True,
+        )
+        total += value
     return total
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mopd_client.transport.counters import Counters
-from mopd_losses.core.loss_output import LossOutput
+from mopd_losses.core.loss import LossOutput
 from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.metrics.step_metrics import LossMeasurements, rollout_metrics, teacher_metrics
 from tests.trainer.judged import example

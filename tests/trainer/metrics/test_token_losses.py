@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mopd_losses.core.loss_output import LossOutput
+from mopd_losses.core.loss import LossOutput
 from mopd_losses.core.student_rows import DenseRows
 from mopd_losses.topk.topk_targets import topk_targets
 from mopd_trainer.data.examples import TrainingExample

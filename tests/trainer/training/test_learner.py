@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd_losses.core.loss_output import LossOutput
+from mopd_losses.core.loss import LossOutput
 from mopd_losses.core.student_rows import DenseRows, StudentLogprobs
 from mopd_losses.topk.topk_targets import TopKTargets, topk_targets
 from mopd_protocol.errors import TrainingError

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mopd_client.transport.counters import Counters
 from mopd_losses.core.cross_entropy import IGNORED
-from mopd_losses.core.loss_output import LossOutput
+from mopd_losses.core.loss import LossOutput
 from mopd_protocol.samples import Source
 from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.metrics.token_losses import TokenLosses

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from mopd_losses.alignment.byte_alignment import Alignment
-from mopd_losses.core.loss_output import LossOutput
+from mopd_losses.core.loss import LossOutput
 from mopd_trainer.data.packing import MicroBatch, TeacherPart
 
 #: [tokens], nats before any weight; NaN where teacher and student were not compared.

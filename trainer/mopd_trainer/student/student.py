@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from mopd_losses.core.blockwise_head import Head, LossTerm, blockwise_head, dense_head
-from mopd_losses.core.loss_output import LossOutput
+from mopd_losses.core.loss import LossOutput
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.runtime.npu import import_backend
 from mopd_protocol.samples import Message

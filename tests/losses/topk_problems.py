@@ -1,4 +1,4 @@
-"""Random places where a student and a teacher are compared, in float64, and what they cost."""
+"""Random top-k targets in float64, and the loss on them."""
 
 from dataclasses import dataclass
 
@@ -7,21 +7,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mopd_losses.core.loss_output import LossOutput
+from mopd_losses.config import Direction, TopKDivergenceSettings
+from mopd_losses.core.loss import LossOutput
+from mopd_losses.core.student_rows import DenseRows
 from mopd_losses.projection.cache import DeviceProjection
-from mopd_losses.topk.ctkd import Divergence
+from mopd_losses.topk.topk_divergence import TopKDivergenceLoss
 from mopd_losses.topk.topk_targets import TopKTargets
-from tests.losses.dense import ctkd
-from tests.reference.ctkd import Place, place
 
-DIVERGENCES: tuple[Divergence, ...] = ("forward_kl", "reverse_kl")
+DIVERGENCES: tuple[Direction, ...] = ("forward_kl", "reverse_kl")
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Logits of one completion and a teacher's top-k at some of its tokens."""
+    """Logits of one completion, and a teacher's top-k at some of its tokens."""
 
     logits: Tensor  # [tokens, student width]
     targets: TopKTargets
@@ -29,20 +29,33 @@ class Problem:
     real: NDArray[np.bool_]  # [student width]
 
     def projection(self) -> DeviceProjection:
+        """``weights`` as losses read a projection."""
         return device_projection(self.weights, self.real)
 
-    def loss(self, divergence: Divergence, temperature: float = 1.0) -> LossOutput:
-        return ctkd(
-            self.logits,
-            self.targets,
-            self.projection(),
-            divergence=divergence,
-            temperature=temperature,
-        )
+    def loss(
+        self, settings: TopKDivergenceSettings, teacher_temperature: float = 1.0
+    ) -> LossOutput:
+        """Apply the loss with these settings."""
+        loss = TopKDivergenceLoss(self.projection(), settings, teacher_temperature)
+        return loss(DenseRows(self.logits, torch.tensor(self.real)), self.targets)
+
+
+def topk_loss(
+    logits: Tensor,
+    targets: TopKTargets,
+    settings: TopKDivergenceSettings | None = None,
+    projection: DeviceProjection | None = None,
+    teacher_temperature: float = 1.0,
+) -> LossOutput:
+    """Apply the loss to logits [tokens, width]; the identity is the default projection."""
+    projection = projection or identity(logits.shape[1])
+    settings = settings or TopKDivergenceSettings()
+    loss = TopKDivergenceLoss(projection, settings, teacher_temperature)
+    return loss(DenseRows(logits, projection.real_ids), targets)
 
 
 def device_projection(weights: Floats, real: NDArray[np.bool_]) -> DeviceProjection:
-    """A dense matrix in the form that losses read, without rounding to float32."""
+    """Convert a dense matrix to the form that losses read, without rounding to float32."""
     students, columns = np.nonzero(weights)
     order = np.lexsort((students, columns))
     counts = np.bincount(columns, minlength=weights.shape[1])
@@ -56,14 +69,14 @@ def device_projection(weights: Floats, real: NDArray[np.bool_]) -> DeviceProject
 
 
 def identity(size: int) -> DeviceProjection:
-    """Both sides have one vocabulary."""
+    """Return the projection of a vocabulary on itself."""
     return device_projection(np.eye(size), np.ones(size, dtype=np.bool_))
 
 
 def targets_of(
-    teacher: Floats, kept: list[list[int]], slots: list[int] | None = None
+    teacher: Floats, kept: list[list[int]], positions: list[int] | None = None
 ) -> TopKTargets:
-    """Rows of probabilities cut to the ids in ``kept``; short rows end in absent entries."""
+    """Cut rows of probabilities to the ids in ``kept``; short rows end in missing entries."""
     width = max((len(row) for row in kept), default=0)
     ids = torch.full((len(kept), width), -1)
     logprobs = torch.full((len(kept), width), -torch.inf, dtype=torch.float64)
@@ -72,8 +85,10 @@ def targets_of(
         ids[at, : len(row)] = torch.tensor(row, dtype=torch.int64)
         logprobs[at, : len(row)] = torch.tensor(teacher[at, row]).log()
         tails[at] = torch.tensor(np.delete(teacher[at], row).sum()).log()
-    slot_ids = torch.tensor(range(len(kept)) if slots is None else slots, dtype=torch.int64)
-    return TopKTargets(slot_ids, ids, logprobs, tails)
+    position_ids = torch.tensor(
+        range(len(kept)) if positions is None else positions, dtype=torch.int64
+    )
+    return TopKTargets(position_ids, ids, logprobs, tails)
 
 
 def random_problem(seed: int) -> Problem:
@@ -89,7 +104,7 @@ def random_problem(seed: int) -> Problem:
     real[0] = True
     logits = draw.normal(size=(*weights.shape[:1], tokens)).T * draw.choice([0.3, 2, 20])
     places = draw.integers(0, tokens + 1)
-    slots = sorted(draw.choice(tokens, places, replace=False).tolist())
+    positions = sorted(draw.choice(tokens, places, replace=False).tolist())
     teacher = draw.dirichlet(np.full(teacher_size, draw.choice([0.05, 0.5, 5])), size=places)
     teacher = np.maximum(teacher, 1e-30)
     most = draw.integers(0, teacher_size + 1)
@@ -97,38 +112,12 @@ def random_problem(seed: int) -> Problem:
         draw.choice(teacher_size, draw.integers(0, most + 1), replace=False).tolist()
         for _ in range(places)
     ]
-    targets = targets_of(teacher, kept, slots)
+    targets = targets_of(teacher, kept, positions)
     shuffled = torch.tensor(draw.permutation(targets.ids.shape[1]), dtype=torch.int64)
     targets = TopKTargets(
-        targets.slots,
+        targets.positions,
         targets.ids[:, shuffled],
         targets.logprobs[:, shuffled],
         targets.tail_logprobs,
     )
     return Problem(torch.tensor(logits), targets, weights, real)
-
-
-def reference_places(problem: Problem, *, forward: bool, temperature: float = 1.0) -> list[Place]:
-    """Each place the slow way."""
-    return [
-        place(
-            problem.logits[slot].tolist(),
-            problem.real.tolist(),
-            problem.weights.tolist(),
-            {
-                token: float(np.exp(logprob))
-                for token, logprob in zip(ids, logprobs, strict=True)
-                if token >= 0
-            },
-            float(np.exp(tail)),
-            forward=forward,
-            temperature=temperature,
-        )
-        for slot, ids, logprobs, tail in zip(
-            problem.targets.slots.tolist(),
-            problem.targets.ids.tolist(),
-            problem.targets.logprobs.tolist(),
-            problem.targets.tail_logprobs.tolist(),
-            strict=True,
-        )
-    ]

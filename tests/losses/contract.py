@@ -1,0 +1,511 @@
+"""The table of all loss configurations, for the properties in ``test_contract``.
+
+A new loss gets a row with its settings, a builder, and its slow twin in ``tests/reference``; the
+suite fails if a member of ``LossConfig``, ``Divergence`` or ``Form`` is in no row. Fields that
+restrict a property say why in a comment.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mopd_losses import config
+from mopd_losses.build import build_loss
+from mopd_losses.config import Direction, LossConfig, Merge, TopKDivergenceSettings
+from mopd_losses.core.blockwise_head import Head
+from mopd_losses.core.loss import Loss, Targets
+from mopd_losses.core.span_targets import SpanTargets, span_targets
+from mopd_losses.projection.sides import StudentSide
+from mopd_losses.sampled.k2_k3 import K2Loss, K3Loss
+from mopd_losses.sampled.policy_gradient import PolicyGradientLoss
+from mopd_losses.spans.alm import AlmLoss
+from mopd_losses.spans.gold import GoldLoss
+from mopd_losses.spans.simct import SimctLoss
+from mopd_losses.spans.uld import UldLoss
+from mopd_losses.topk.full_vocabulary import FullVocabularyLoss
+from mopd_losses.topk.pooled_ctkd import PooledCtkdLoss, pooled_targets
+from mopd_losses.topk.topk_divergence import TopKDivergenceLoss
+from mopd_losses.xtoken.hkl import HklLoss
+from mopd_losses.xtoken.pkl_parity import PklParityLoss
+from mopd_losses.xtoken.support_targets import topk_support
+from tests.losses.measures import MEASURES, TRUNCATED, name_of, slow
+from tests.losses.prefix_problems import PrefixProblem, prefix_problem
+from tests.losses.problems import Floats, Problem, random_problem, scattered, teacher_row, views
+from tests.reference import alm, gold, sampled, simct, topk_divergence, xtoken
+from tests.reference import prefix_kl as slow_prefix_kl
+from tests.reference.divergences import by_logits
+from tests.reference.dual import Dual
+from tests.reference.span_view import SpanView, TeacherRow
+
+#: Pairs of tokenizations of one text, each class a part of the next one.
+TokenizationClass = Literal["one_to_one", "longest_match", "any"]
+
+#: Value by position, and the gradient of their sum by the logits; None where only values exist.
+Expected = tuple[Floats, Floats | None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One loss configuration, and the properties it has."""
+
+    name: str
+    config: LossConfig
+    loss: Callable[[Any], Loss]  # of a problem
+    expected: Callable[[Any], Expected]  # of a problem: the slow twin
+    problem: Callable[..., Problem] = random_problem  # of a seed and a number of completions
+    exact: Callable[[Problem, SpanTargets], Targets] | None = None  # targets in float64
+    #: Softmax temperature of the teacher's scores.
+    temperature: float = 1.0
+    #: Lower bound of the value; None without one.
+    least: float | None = 0.0
+    #: False where the value is not what the gradient descends.
+    conservative: bool = True
+    #: False for an infinite value where the student rules out an id that the teacher does not.
+    finite: bool = True
+    #: False for a corner at equality, where rounding picks the subgradient.
+    smooth_at_equality: bool = True
+    #: True where all rows of a micro-batch share one support, so that its split matters.
+    couples_rows: bool = False
+    #: The largest class of tokenizations in which two models equally sure of a text differ by 0.
+    equal_belief: TokenizationClass = "any"
+    #: False where on-policy descent on a toy moves mass to texts that the teacher rules out.
+    keeps_language: bool = True
+    #: True for a loss on distributions of one tokenizer.
+    one_tokenizer: bool = False
+
+    def targets(self, problem: Problem) -> Targets:
+        """Targets in float64, computed from the score's float32."""
+        if self.exact is not None:
+            return self.exact(problem, exact_spans(problem))
+        targets: Any = self.loss(problem).targets(problem.comparisons, problem.offsets)
+        columns = {
+            f.name: value.double()
+            for f in fields(targets)
+            if isinstance(value := getattr(targets, f.name), Tensor) and value.is_floating_point()
+        }
+        return replace(targets, **columns)
+
+    def between(self, student: StudentSide, teacher: StudentSide) -> Loss:
+        """Build the loss for two real tokenizers."""
+        if self.name.startswith("full_vocabulary"):
+            return self.loss(teacher)
+        return build_loss(self.config, student, teacher)
+
+
+def exact_spans(problem: Problem) -> SpanTargets:
+    """``span_targets`` in float64."""
+    spans = span_targets(problem.comparisons, problem.offsets)
+    names = ("token_logprobs", "topk_logprobs", "tail_logprobs")
+    return replace(spans, **{name: getattr(spans, name).double() for name in names})
+
+
+def _by_span(
+    of_span: Callable[[Problem, SpanView], Dual | None], *, later: int = 0, temperature: float = 1
+) -> Callable[[Problem], Expected]:
+    """Apply a slow twin to every span; its value is ``later`` positions behind the span's start."""
+
+    def expected(problem: Problem) -> Expected:
+        values = [(at + later, of_span(problem, view)) for at, view in views(problem, temperature)]
+        return scattered(problem, [(at, value) for at, value in values if value is not None])
+
+    return expected
+
+
+def _scattered_rows(
+    problem: Problem, values: Iterable[tuple[int, float, Sequence[float]]]
+) -> Expected:
+    per_token, gradients = np.zeros(len(problem.logits)), np.zeros(problem.logits.shape)
+    for position, value, gradient in values:
+        per_token[position], gradients[position, : len(gradient)] = value, gradient
+    return per_token, gradients
+
+
+def _spans(problem: Problem) -> Iterable[tuple[int, int, Any]]:
+    """Yield position and teacher row of the start of every span, and the comparison."""
+    for comparison, offset in zip(problem.comparisons, problem.offsets, strict=True):
+        starts = comparison.alignment.student_starts, comparison.alignment.teacher_starts
+        for position, row in zip(*(column.tolist() for column in starts), strict=True):
+            yield offset + position, row, comparison
+
+
+def _topk(
+    kind: type[config.CtkdConfig] | type[config.TopKKlConfig],
+    settings: TopKDivergenceSettings,
+    teacher_temperature: float = 1.0,
+) -> Row:
+    one_tokenizer = kind is config.TopKKlConfig
+
+    def expected(problem: Problem) -> Expected:
+        def values() -> Iterable[tuple[int, float, Sequence[float]]]:
+            for position, row, comparison in _spans(problem):
+                teacher = teacher_row(comparison, row)
+                yield (
+                    position,
+                    *topk_divergence.place(
+                        problem.logits[position].tolist(),
+                        problem.real.tolist(),
+                        problem.weights.tolist(),
+                        teacher.kept,
+                        teacher.rest,
+                        form=settings.form,
+                        divergence=slow(settings),
+                        forward=settings.divergence == "forward_kl",
+                        floored=settings.unbounded_where_teacher_vanishes,
+                        temperature=settings.kd_temperature or teacher_temperature,
+                        teacher_temperature=teacher_temperature,
+                    ),
+                )
+
+        return _scattered_rows(problem, values())
+
+    bucket = settings.form == "tail_bucket"
+    name = f"{'topk_kl' if one_tokenizer else 'ctkd'} {settings.form} {name_of(settings)}"
+    return Row(
+        name if teacher_temperature == 1 else f"{name} at {teacher_temperature}",
+        kind.model_validate(settings.model_dump()),
+        lambda problem: TopKDivergenceLoss(problem.projection(), settings, teacher_temperature),
+        expected,
+        problem=_one_vocabulary if one_tokenizer else random_problem,
+        temperature=teacher_temperature,
+        # The floor of the teacher's tail adds mass to the teacher's side.
+        least=-1e-4 if bucket and settings.unbounded_where_teacher_vanishes else 0.0,
+        conservative=settings.divergence != "adaptive_kl",  # the mixture's weight is a constant
+        smooth_at_equality=settings.divergence != "tvd",
+        # If both know the other's first token of a span, the first rows are different events.
+        equal_belief="longest_match",
+        # Only first positions of spans are trained, and mass moves to the untrained others.
+        keeps_language=one_tokenizer or settings.form == "renormalised",
+        one_tokenizer=one_tokenizer,
+    )
+
+
+def _one_vocabulary(seed: int, completions: int | None = None) -> Problem:
+    return random_problem(seed, completions, one_vocabulary=True)
+
+
+def _full_vocabulary(measure: config.DivergenceSettings, temperature: float) -> Row:
+    settings = config.TopKKlConfig.model_validate(
+        {**measure.model_dump(), "kd_temperature": temperature}
+    )
+
+    def loss(teacher: Problem | StudentSide) -> Loss:
+        if isinstance(teacher, Problem):
+            real = torch.ones(teacher.teacher_size, dtype=torch.bool)
+        else:
+            real = torch.tensor(teacher.table.real_ids(teacher.logit_width))
+        identity = torch.eye(len(real), dtype=torch.float64)  # the hidden states are the logits
+        return FullVocabularyLoss(Head(identity, real), settings)
+
+    def expected(problem: Problem) -> Expected:
+        def values() -> Iterable[tuple[int, float, Sequence[float]]]:
+            size = problem.teacher_size
+            for position, row, comparison in _spans(problem):
+                p = (problem.logits[position, :size] / temperature).softmax(0).tolist()
+                t = (comparison.score.hidden[row] / temperature).softmax(0).tolist()
+                compared = slow(measure)(p, t)
+                slopes = [temperature * slope for slope in by_logits(compared.slopes, p)]
+                yield position, temperature**2 * compared.value, slopes
+
+        return _scattered_rows(problem, values())
+
+    return Row(
+        f"full_vocabulary {name_of(measure)}",
+        settings,
+        loss,
+        expected,
+        problem=_one_vocabulary,
+        finite=False,  # by definition, as no tail collects the mass
+        conservative=measure.divergence != "adaptive_kl",
+        smooth_at_equality=measure.divergence != "tvd",
+        equal_belief="one_to_one",
+        one_tokenizer=True,
+    )
+
+
+def _pooled(divergence: Direction, temperature: float) -> Row:
+    forward = divergence == "forward_kl"
+    settings = config.CtkdConfig(divergence=divergence, span_rows="pooled")
+    return Row(
+        f"pooled_ctkd {divergence}",
+        settings,
+        lambda problem: PooledCtkdLoss(problem.projection(), settings, temperature),
+        _by_span(
+            lambda problem, view: xtoken.pooled(
+                view.student,
+                problem.weights.tolist(),
+                problem.real.tolist(),
+                view.teacher,
+                forward,
+                temperature,
+            ),
+            temperature=temperature,
+        ),
+        exact=lambda _, spans: pooled_targets(spans),
+        temperature=temperature,
+        least=0.0 if forward else -1e-4 * temperature**2,  # the floor of the teacher's tail
+        # Rows inside a span condition on pieces that the other side has no boundary for.
+        equal_belief="one_to_one",
+        keeps_language=False,
+    )
+
+
+def _alm(divergence: Literal["kl", "tvd"], tau: float | None) -> Row:
+    return Row(
+        f"alm {divergence} {tau}",
+        config.AlmConfig(divergence=divergence, tau=tau),
+        lambda _: AlmLoss(divergence, tau),
+        _by_span(lambda _, view: alm.alm(view, divergence, tau)),
+        smooth_at_equality=divergence != "tvd",
+        keeps_language=divergence == "tvd",  # only likelihoods of the sampled text are compared
+    )
+
+
+def _gold(beta: float, merge: Merge) -> Row:
+    weights = (0.7, 0.4)
+    return Row(
+        f"gold {beta} {merge}",
+        config.GoldConfig(
+            matched_weight=weights[0], unmatched_weight=weights[1], beta=beta, merge=merge
+        ),
+        lambda problem: GoldLoss(problem.match(), *weights, beta=beta, merge=merge),
+        _by_span(
+            lambda problem, view: gold.gold(
+                view, problem.real.tolist(), problem.partner, weights, beta, merge
+            ),
+            later=int(merge == "observed"),
+        ),
+        least=None,  # the matched part is a divergence of parts that do not sum to one
+        smooth_at_equality=False,  # the unmatched part is an L1 distance
+        equal_belief="one_to_one",  # merged vectors are over the ids of each side's last token
+        keeps_language=beta == 0,
+    )
+
+
+def _uld(merge: Merge) -> Row:
+    return Row(
+        f"uld {merge}",
+        config.UldConfig(merge=merge),
+        lambda problem: UldLoss(torch.tensor(problem.real), merge=merge),
+        _by_span(
+            lambda problem, view: gold.uld(view, problem.real.tolist(), merge),
+            later=int(merge == "observed"),
+        ),
+        smooth_at_equality=False,  # an L1 distance
+        # TRL's merge multiplies by probabilities of rows that predict other tokens.
+        equal_belief="any" if merge == "bayesian" else "one_to_one",
+        keeps_language=merge == "bayesian",
+    )
+
+
+def _simct(divergence: Direction) -> Row:
+    forward = divergence == "forward_kl"
+    return Row(
+        f"simct {divergence}",
+        config.SimctConfig(divergence=divergence),
+        lambda problem: SimctLoss(problem.match(), divergence),
+        _by_span(lambda problem, view: simct.simct(view, problem.partner, forward)),
+        least=0.0 if forward else -1e-4,  # the floor of the teacher's tail
+    )
+
+
+def support_of(problem: Problem) -> list[int]:
+    """Return every id that any row of the micro-batch sent."""
+    rows = [
+        teacher_row(comparison, row)
+        for comparison in problem.comparisons
+        for row in range(len(comparison.score.completion))
+    ]
+    return sorted({j for row in rows for j in row.kept})
+
+
+def on_support(problem: Problem, rows: list[TeacherRow]) -> list[list[float]]:
+    """Spread each row's tail over the ids of the support that the row did not send."""
+    support = support_of(problem)
+    return [xtoken.filled(row, support, problem.teacher_size) for row in rows]
+
+
+def _pkl(divergence: Direction, temperature: float) -> Row:
+    forward = divergence == "forward_kl"
+    return Row(
+        f"pkl_parity {divergence}",
+        config.PklParityConfig(divergence=divergence),
+        lambda problem: PklParityLoss(problem.projection(), divergence, temperature),
+        _by_span(
+            lambda problem, view: xtoken.pkl(
+                view.student,
+                problem.weights.tolist(),
+                on_support(problem, view.teacher),
+                support_of(problem),
+                forward,
+                temperature,
+            ),
+            temperature=temperature,
+        ),
+        exact=lambda problem, spans: topk_support(spans, problem.teacher_size),
+        temperature=temperature,
+        keeps_language=False,
+        **_XTOKEN,
+    )
+
+
+def _hkl(divergence: Direction, generalised: bool, temperature: float, ranks: int) -> Row:
+    forward = divergence == "forward_kl"
+    return Row(
+        f"hkl {divergence} {'generalised' if generalised else 'plain'} {ranks} ranks",
+        config.HklConfig(divergence=divergence, generalised=generalised, most_ranks=ranks),
+        lambda problem: HklLoss(problem.match(), divergence, generalised, temperature, ranks),
+        _by_span(
+            lambda problem, view: xtoken.hkl(
+                view.student,
+                problem.real.tolist(),
+                problem.partner,
+                on_support(problem, view.teacher),
+                support_of(problem),
+                forward,
+                generalised,
+                temperature,
+                ranks,
+            ),
+            temperature=temperature,
+        ),
+        exact=lambda problem, spans: topk_support(spans, problem.teacher_size),
+        temperature=temperature,
+        smooth_at_equality=False,  # an L1 distance of the others
+        keeps_language=forward or not generalised,
+        **_XTOKEN,
+    )
+
+
+#: X-Token's published losses have these faults by design and are kept for comparison.
+_XTOKEN: dict[str, Any] = {
+    "least": None,
+    "couples_rows": True,
+    "equal_belief": "one_to_one",
+}
+
+
+def _sampled(
+    loss_config: LossConfig, loss: Loss, twin: Callable[[Dual, float, float], Dual]
+) -> Row:
+    """``twin`` maps ``p(x)``, ``t(x)`` and ``mu(x)`` to the loss."""
+    policy_gradient = isinstance(loss, PolicyGradientLoss)
+
+    def expected(problem: Problem) -> Expected:
+        by_position = {
+            offset + at: math.exp(logprob)
+            for comparison, offset in zip(problem.comparisons, problem.offsets, strict=True)
+            for at, logprob in enumerate(comparison.sampled_logprobs.tolist())
+        }
+        values = [
+            (
+                at,
+                twin(
+                    view.student[0][view.labels[0]],
+                    view.teacher[0].token_probability,
+                    by_position[at],
+                ),
+            )
+            for at, view in views(problem)
+            if len(view.labels) == len(view.teacher) == 1
+        ]
+        return scattered(problem, values)
+
+    return Row(
+        loss_config.type,
+        loss_config,
+        lambda _: loss,
+        expected,
+        least=None if policy_gradient else 0.0,  # a single sample's log-ratio has either sign
+        conservative=not policy_gradient,
+        # Spans of several tokens are not trained; only k3 covers the teacher's mass.
+        keeps_language=loss_config.type == "k3",
+    )
+
+
+def _prefix_kl(divergence: Literal["forward_kl", "reverse_kl", "jsd"], floor: float) -> Row:
+    def expected(problem: PrefixProblem) -> Expected:
+        per_token = np.zeros(len(problem.logits))
+        for number, offset in enumerate(problem.offsets):
+            student, teacher = problem.sides(number)
+            values = slow_prefix_kl.per_token(student, teacher, divergence, floor)
+            per_token[offset : offset + len(values)] = values
+        return per_token, None
+
+    return Row(
+        f"prefix_kl {divergence}",
+        config.PrefixKlConfig(divergence=divergence, mass_floor=floor),
+        lambda problem: problem.pair.loss(floor, divergence=divergence),
+        expected,
+        problem=prefix_problem,
+        exact=lambda problem, _: problem.targets(divergence, floor),
+        least=-1e-4 if divergence == "reverse_kl" else 0.0,  # the floor of the teacher's tail
+        equal_belief="longest_match",  # by merges, one text has two events (signal.md)
+    )
+
+
+ROWS: tuple[Row, ...] = (
+    *(_topk(config.CtkdConfig, settings) for settings in TRUNCATED),
+    _topk(config.CtkdConfig, TRUNCATED[1], 2.0),
+    *(
+        _topk(config.TopKKlConfig, TopKDivergenceSettings(form=form))
+        for form in get_args(config.Form)
+    ),
+    _full_vocabulary(MEASURES[0], 2.0),
+    _full_vocabulary(MEASURES[3], 1.0),
+    _full_vocabulary(MEASURES[6], 1.0),
+    _pooled("forward_kl", 1.0),
+    _pooled("reverse_kl", 2.0),
+    _prefix_kl("forward_kl", 0.0),
+    _prefix_kl("reverse_kl", 1e-2),
+    _prefix_kl("jsd", 0.5),
+    _alm("kl", None),
+    _alm("tvd", None),
+    _alm("kl", 3.0),
+    _alm("tvd", 3.0),
+    _gold(0.5, "bayesian"),
+    _gold(0.1, "observed"),
+    _gold(0.0, "bayesian"),
+    _gold(1.0, "bayesian"),
+    _uld("bayesian"),
+    _uld("observed"),
+    _simct("forward_kl"),
+    _simct("reverse_kl"),
+    _pkl("forward_kl", 1.0),
+    _pkl("reverse_kl", 2.0),
+    _hkl("forward_kl", False, 2.0, 8192),
+    _hkl("reverse_kl", False, 1.0, 2),
+    _hkl("forward_kl", True, 1.0, 8192),
+    _hkl("reverse_kl", True, 1.0, 8192),
+    _sampled(config.PolicyGradientConfig(), PolicyGradientLoss(), sampled.policy_gradient),
+    _sampled(config.K2Config(), K2Loss(), sampled.k2),
+    _sampled(config.K3Config(), K3Loss(), sampled.k3),
+)
+
+
+def missing(
+    rows: Sequence[Row], union: object, divergences: Sequence[str], forms: Sequence[str]
+) -> set[str]:
+    """Return the types, divergences and forms that no row covers.
+
+    Args:
+        union: ``LossConfig``.
+    """
+    (members, *_) = get_args(union)
+    types = {member.model_fields["type"].default for member in get_args(members)}
+    configs = [row.config for row in rows]
+    top_k = [c for c in configs if isinstance(c, config.CtkdConfig)]
+    pairs = {(c.form, c.divergence) for c in top_k}
+    required = {
+        (form, divergence)
+        for form in forms
+        for divergence in divergences
+        if form != "generalised" or divergence in ("forward_kl", "reverse_kl")
+    }
+    return (types - {c.type for c in configs}) | {
+        f"{form} {divergence}" for form, divergence in required - pairs
+    }
