@@ -2,7 +2,7 @@
 
 A new loss gets a row with its settings, a builder, and its slow twin in ``tests/reference``; the
 suite fails if a member of ``LossConfig``, ``Divergence`` or ``Form`` is in no row. Fields that
-restrict a property say why in a comment.
+restrict a property have a comment with the reason.
 """
 
 import math

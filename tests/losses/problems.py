@@ -130,7 +130,7 @@ def with_ids(written: TokenSequence, ids: NDArray[np.integer]) -> TokenSequence:
 
 
 def topk_of(probabilities: Floats, tokens: NDArray[np.integer], kept: list[int]) -> TopKLogprobs:
-    """Rows cut to as many entries as ``kept`` says, short ones filled with absent entries."""
+    """Cut rows to ``kept`` entries each; pad short rows with missing entries."""
     width = max(kept, default=0)
     ids = np.full((len(kept), width), -1)
     logprobs = np.full((len(kept), width), -np.inf)
@@ -239,7 +239,7 @@ def equal_problem(seed: int, kept: int, temperature: float = 1.0, size: int = 5)
 
 
 def teacher_row(comparison: AlignedPair, row: int) -> TeacherRow:
-    """What was sent for one teacher token."""
+    """Return the entries that the teacher sent for one token."""
     topk = comparison.score.topk
     sent = zip(topk.ids[row].tolist(), topk.logprobs[row].tolist(), strict=True)
     return TeacherRow(
@@ -254,11 +254,11 @@ def views(problem: Problem, temperature: float = 1.0) -> list[tuple[int, SpanVie
     """(first position, span) for every span; every logit is a variable."""
     real = problem.real.tolist()
     rows = [softmax(row, real, temperature) for row in variables(problem.logits.tolist())]
-    found: list[tuple[int, SpanView]] = []
+    spans: list[tuple[int, SpanView]] = []
     for comparison, offset in zip(problem.comparisons, problem.offsets, strict=True):
         alignment, labels = comparison.alignment, comparison.student.token_ids.tolist()
-        mine = rows[offset : offset + len(labels)]
-        theirs = [teacher_row(comparison, r) for r in range(len(comparison.score.completion))]
+        student = rows[offset : offset + len(labels)]
+        teacher = [teacher_row(comparison, r) for r in range(len(comparison.score.completion))]
         columns = (
             alignment.student_starts,
             alignment.student_ends,
@@ -267,14 +267,14 @@ def views(problem: Problem, temperature: float = 1.0) -> list[tuple[int, SpanVie
         )
         for a, b, c, d in zip(*(column.tolist() for column in columns), strict=True):
             view = SpanView(
-                student=mine[a:b],
+                student=student[a:b],
                 labels=labels[a:b],
-                teacher=theirs[c:d],
-                next_student=mine[b] if b < len(mine) else None,
-                next_teacher=theirs[d] if d < len(theirs) else None,
+                teacher=teacher[c:d],
+                next_student=student[b] if b < len(student) else None,
+                next_teacher=teacher[d] if d < len(teacher) else None,
             )
-            found.append((offset + a, view))
-    return found
+            spans.append((offset + a, view))
+    return spans
 
 
 def scattered(problem: Problem, values: list[tuple[int, Dual]]) -> tuple[Floats, Floats]:

@@ -248,6 +248,8 @@ def test_bounded_divergences_see_the_teachers_tail_as_it_is(
 
 
 def test_logits_of_another_width_are_refused() -> None:
+    rows = DenseRows(torch.zeros(1, 3), torch.ones(3, dtype=torch.bool))
+    loss = TopKDivergenceLoss(identity(4), chosen_by("renormalised"))
     with pytest.raises(DataError) as caught:
-        topk_loss(torch.zeros(1, 3), targets_of(TEACHER, [[0]]), None, identity(4))
+        loss(rows, targets_of(TEACHER, [[0]]))
     assert caught.value.key == "logit_width"
