@@ -1,5 +1,10 @@
 """Everything that ``mopd`` and ``mopd-teacher`` import, for ``tests.processes`` to fork from."""
 
+import os
+
+# Read on import: a progress bar would be a line of a JSON log.
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
 import torch
 import torch.utils.tensorboard
 import transformers.models.gpt_neox.modeling_gpt_neox
