@@ -82,7 +82,7 @@ RULES = {
     "what it says -> its value": r"what (?:it|they|he|she) \w+",
     "answer -> completion, response": (
         r"(?<!reference\s)(?<!final\s)(?<!correct\s)(?<!expected\s)(?<!gold\s)(?<!right\s)(?<!source:\s)(?<!')"
-        r"(?:answer|answers|answered|answering)(?! keys?\b)"
+        r"(?:answer|answers|answered|answering)(?! keys?\b)(?!/)"
     ),
     "question -> request, prompt": r"questions?(?! keys?\b)",
     "leader, follower -> rank 0, non-zero ranks": (

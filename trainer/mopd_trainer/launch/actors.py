@@ -19,14 +19,14 @@ from mopd_trainer.config.run import RunConfig
 
 @dataclass(frozen=True)
 class RankResult:
-    """How a student rank ended."""
+    """Outcome of a student rank."""
 
     folder: Path | None = None  # of the trained student
     error: str | None = None  # message; empty if another rank reports the error
 
 
 class StudentRank:
-    """One rank of the student, in a process of its own."""
+    """One rank of the student, in a separate process."""
 
     def __repr__(self) -> str:
         return "mopd"

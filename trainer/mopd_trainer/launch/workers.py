@@ -28,7 +28,7 @@ _RESTART_POLL_SECONDS = 0.5
 
 
 class _Worker:
-    """A ``RolloutWorker`` in a process of its own; loading takes seconds to minutes."""
+    """A ``RolloutWorker`` in a separate process; loading takes seconds to minutes."""
 
     def __init__(self, config: RunConfig) -> None:
         from mopd_trainer.rollouts.worker import RolloutWorker
