@@ -35,13 +35,13 @@ def example(rollout: Rollout, *, seed: int = 0) -> TrainingExample:
 
 def losses_for(student: Student, divergences: Mapping[str, str] | None = None) -> dict[str, Loss]:
     """The losses of ``TOKENIZERS`` for a student with the ``digit`` tokenizer."""
-    found: dict[str, Loss] = {}
+    actual: dict[str, Loss] = {}
     for name, tokenizer_name in TOKENIZERS.items():
         divergence = (divergences or {}).get(name, "forward_kl")
         kind = TopKKlConfig if name == "math" else CtkdConfig
         config = kind.model_validate({"divergence": divergence})
-        found[name] = build_loss(config, student.identity, _teacher_tokenizer(tokenizer_name), CPU)
-    return found
+        actual[name] = build_loss(config, student.identity, _teacher_tokenizer(tokenizer_name), CPU)
+    return actual
 
 
 def _teacher_tokenizer(name: str) -> TeacherTokenizer:

@@ -52,6 +52,6 @@ def learner_for(student: Student, config: StudentConfig) -> Learner:
 
 def step(learner: Learner, number: int, budget: int = 60) -> dict[str, float]:
     """What a step on all examples tells; steps count from 0."""
-    tokens = sum(len(one.rollout.completion) for one in examples())
+    tokens = sum(len(example.rollout.completion) for example in examples())
     batches = pack(examples(), tokens_per_micro_batch=budget)
     return learner.update(batches, tokens=tokens, step=number)[0]

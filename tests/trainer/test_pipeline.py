@@ -105,15 +105,15 @@ async def test_what_is_too_old_is_dropped_and_counted() -> None:
 
     async with run_pipeline(collect, Writer().push, rules(1, "drop"), range(3)) as ahead:
         kept: list[list[int]] = []
-        told: list[dict[str, float]] = []
+        output: list[dict[str, float]] = []
         for step in range(3):
             examples, dropped = await ahead.collect(step)
             kept.append([example.rollout.policy_version for example in examples])
             await ahead.push_weights(step + 1)
-            told.append(dropped)
+            output.append(dropped)
     assert kept == [[0, 0], [0, 1], [1, 2, 1]]
-    assert told[0] == told[1] == {"dropped/total": 1.0}
-    assert told[2] == {"dropped/total": 2.0, "dropped/stale": 1.0}
+    assert output[0] == output[1] == {"dropped/total": 1.0}
+    assert output[2] == {"dropped/total": 2.0, "dropped/stale": 1.0}
 
 
 async def test_a_step_of_which_nothing_is_left_is_written_again() -> None:

@@ -19,20 +19,20 @@ from mopd_trainer.training.learner import Learner
 
 def run_here(values: dict[str, Any], **changes: Any) -> tuple[Path, str]:
     """Trains in this process; the student's folder and what was printed."""
-    told = StringIO()
+    output = StringIO()
     config = RunConfig.model_validate({**values, **changes})
-    folder = asyncio.run(train(config, Console(file=told, width=200)))
-    return folder, told.getvalue()
+    folder = asyncio.run(train(config, Console(file=output, width=200)))
+    return folder, output.getvalue()
 
 
 def run_cut_off(values: dict[str, Any], *, in_step: int, **changes: Any) -> None:
     """A run that ends where a step (counted from 1) would change the weights."""
-    honest = Learner.update
+    original = Learner.update
 
-    def update(self: Learner, *batches: Any, **told: Any) -> Any:
-        if told["step"] + 1 == in_step:
+    def update(self: Learner, *batches: Any, **output: Any) -> Any:
+        if output["step"] + 1 == in_step:
             raise RuntimeError("power cut")
-        return honest(self, *batches, **told)
+        return original(self, *batches, **output)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Learner, "update", update)
@@ -55,7 +55,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def assert_same_weights(folder: Path, other: Path) -> None:
     """To the last bit."""
-    ours, theirs = weights(folder), weights(other)
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert torch.equal(ours[name], theirs[name]), name
+    value, right = weights(folder), weights(other)
+    assert value.keys() == right.keys()
+    for name in value:
+        assert torch.equal(value[name], right[name]), name

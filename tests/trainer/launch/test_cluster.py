@@ -55,31 +55,31 @@ def started(path: Path) -> subprocess.Popen[str]:
 
 def processes(path: Path, name: str) -> list[int]:
     """Those of a run whose command line has the name, oldest first."""
-    found: list[int] = []
+    actual: list[int] = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            ours = f"MOPD_TEST_RUN={path}\0".encode() in (folder / "environ").read_bytes()
-            if ours and name.encode() in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
+            value = f"MOPD_TEST_RUN={path}\0".encode() in (folder / "environ").read_bytes()
+            if value and name.encode() in (folder / "cmdline").read_bytes():
+                actual.append(int(folder.name))
         except OSError:  # it has ended
             continue
-    return sorted(found)
+    return sorted(actual)
 
 
 def test_a_run_on_ray_trains_what_one_process_trains(
     tmp_path: Path, values: dict[str, Any], addresses: dict[str, str]
 ) -> None:
     run = started(write_run(tmp_path, values))
-    told, refused = run.communicate(timeout=800)
+    output, refused = run.communicate(timeout=800)
     assert run.returncode == 0, refused
-    assert told.count("saved the model to ") == 1
+    assert output.count("saved the model to ") == 1
     del values["resources"]
     values["student"]["sharding"] = "none"
     values["teachers"] = {n: {"url": address, "top_k": 8} for n, address in addresses.items()}
     alone, _ = run_here(values, output_dir=str(tmp_path / "alone"))
-    for ours, theirs in zip(journal(tmp_path / "run"), journal(tmp_path / "alone"), strict=True):
-        assert ours.pop("rollout/worker_restarts") == 0
-        assert untimed(ours) == pytest.approx(untimed(theirs), rel=1e-5)
+    for value, other in zip(journal(tmp_path / "run"), journal(tmp_path / "alone"), strict=True):
+        assert value.pop("rollout/worker_restarts") == 0
+        assert untimed(value) == pytest.approx(untimed(other), rel=1e-5)
     finished = weights(tmp_path / "run" / "final")
     for name, weight in weights(alone).items():
         torch.testing.assert_close(finished[name], weight, rtol=1e-5, atol=1e-5)

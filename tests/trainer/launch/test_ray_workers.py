@@ -68,7 +68,7 @@ def actors_of(config: RunConfig) -> list[Any]:
 class Dying(RayWorkers):
     """The first worker is killed before the sixth batch."""
 
-    asked = 0
+    requests = 0
 
     async def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Any:
         self.asked += 1
@@ -92,26 +92,26 @@ def without_restarts(folder: Path) -> tuple[list[dict[str, Any]], list[float]]:
 
 
 @pytest.fixture
-def alone(values: dict[str, Any]) -> Path:
+def baseline(values: dict[str, Any]) -> Path:
     """The folder of the run in which the student writes itself."""
     run_here(values)
     return Path(values["output_dir"])
 
 
 def test_workers_write_what_the_student_would_have_written(
-    cluster: None, values: dict[str, Any], alone: Path, caplog: pytest.LogCaptureFixture
+    cluster: None, values: dict[str, Any], baseline: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """To the last letter and the last bit: with one worker, with two, and with one that dies."""
-    expected = [untimed(line) for line in journal(alone)]
+    expected = [untimed(line) for line in journal(baseline)]
     config = with_workers(values, 2)
     actors = actors_of(config)
     for kind, own in ((RayWorkers, actors[:1]), (RayWorkers, actors), (Dying, actors)):
         folder = run_with(config, kind(own, config), f"{kind.__name__}-{len(own)}")
-        found, restarts = without_restarts(folder)
-        assert str(found) == str(expected)
+        actual, restarts = without_restarts(folder)
+        assert str(actual) == str(expected)
         texts = (folder / "completions.jsonl").read_bytes()
-        assert texts == (alone / "completions.jsonl").read_bytes()
-        assert_same_weights(folder / "final", alone / "final")
+        assert texts == (baseline / "completions.jsonl").read_bytes()
+        assert_same_weights(folder / "final", baseline / "final")
         assert sum(restarts) == (kind is Dying)
     for actor in actors:
         ray.kill(actor)
@@ -127,8 +127,8 @@ def test_a_run_ends_when_no_worker_is_left(cluster: None, values: dict[str, Any]
     actors = actors_of(config)
     with pytest.raises((BaseExceptionGroup, MopdError)) as ended:
         run_with(config, Dying(actors, config), "dying")
-    told = sentence(ended.value)
-    assert "none is left: rollout worker 1 of 1 crashed more often" in told
+    output = sentence(ended.value)
+    assert "none is left: rollout worker 1 of 1 crashed more often" in output
 
 
 def test_a_worker_that_cannot_be_says_why(cluster: None, values: dict[str, Any]) -> None:
@@ -136,13 +136,13 @@ def test_a_worker_that_cannot_be_says_why(cluster: None, values: dict[str, Any])
     missing = config.student.model_copy(update={"model": "/nowhere/at/all"})
     (actor,) = actors_of(config.model_copy(update={"student": missing}))
 
-    async def asked() -> None:
+    async def requests() -> None:
         workers = RayWorkers([actor], config)
         await workers.push_weights(0, {})
         await workers.generate([[5]], seed=0)
 
     with pytest.raises(MopdError, match=r"rollout worker failed: .*/nowhere"):
-        asyncio.run(asked())
+        asyncio.run(requests())
     ray.kill(actor)
 
 

@@ -52,12 +52,12 @@ def test_torchrun_trains_what_one_process_trains(tmp_path: Path, values: dict[st
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("saved the model to ") == 1
     assert ended.stdout.count("step 3/3  loss ") == 1
-    found, expected = journal(tmp_path / "run"), journal(tmp_path / "alone")
-    assert [line["update/skipped_empty"] for line in found] == [0, 1, 0]
-    assert [line["step"] for line in found] == [1, 2, 3]
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.keys() == theirs.keys()
-        assert untimed(ours) == pytest.approx(untimed(theirs), rel=1e-5)
+    actual, expected = journal(tmp_path / "run"), journal(tmp_path / "alone")
+    assert [line["update/skipped_empty"] for line in actual] == [0, 1, 0]
+    assert [line["step"] for line in actual] == [1, 2, 3]
+    for left, other in zip(actual, expected, strict=True):
+        assert left.keys() == other.keys()
+        assert untimed(left) == pytest.approx(untimed(other), rel=1e-5)
     finished = weights(tmp_path / "run" / "final")
     for name, weight in weights(alone).items():
         torch.testing.assert_close(finished[name], weight, rtol=1e-5, atol=1e-5)
@@ -96,8 +96,8 @@ def test_two_ranks_learn_from_a_teacher_of_their_own(
     alone, _ = run_here(values, output_dir=str(tmp_path / "alone"))
     ended = on_two_ranks(write_run(tmp_path, values), "student.sharding=fsdp")
     assert ended.returncode == 0, ended.stderr
-    for ours, theirs in zip(journal(tmp_path / "run"), journal(tmp_path / "alone"), strict=True):
-        assert untimed(ours) == pytest.approx(untimed(theirs), rel=1e-5)
+    for left, other in zip(journal(tmp_path / "run"), journal(tmp_path / "alone"), strict=True):
+        assert untimed(left) == pytest.approx(untimed(other), rel=1e-5)
     finished = weights(tmp_path / "run" / "final")
     for name, weight in weights(alone).items():
         torch.testing.assert_close(finished[name], weight, rtol=1e-5, atol=1e-5)
@@ -112,14 +112,14 @@ def test_two_ranks_learn_from_what_was_written_while_they_trained(
     values["rollout"] |= {"max_staleness": 1, "generation_batch_size": 2, "prompts_per_step": 10}
     ended = on_two_ranks(write_run(tmp_path, values), f"student.sharding={sharding}")
     assert ended.returncode == 0, ended.stderr
-    found = journal(tmp_path / "run")
-    assert [line["step"] for line in found] == [1, 2, 3, 4]
-    assert [line["staleness/max"] for line in found] == [0, 1, 1, 1]
+    actual = journal(tmp_path / "run")
+    assert [line["step"] for line in actual] == [1, 2, 3, 4]
+    assert [line["staleness/max"] for line in actual] == [0, 1, 1, 1]
     again = {"output_dir": str(tmp_path / "again"), "logging": {"tensorboard": False}}
     alone, _ = run_here(values, replay=str(tmp_path / "run"), **again)
-    for ours, theirs in zip(found, journal(tmp_path / "again"), strict=True):
+    for left, other in zip(actual, journal(tmp_path / "again"), strict=True):
         for key in ("loss", "grad_norm", "staleness/mean"):
-            assert ours[key] == pytest.approx(theirs[key], rel=1e-5), key
+            assert left[key] == pytest.approx(other[key], rel=1e-5), key
     finished = weights(tmp_path / "run" / "final")
     for name, weight in weights(alone).items():
         torch.testing.assert_close(finished[name], weight, rtol=1e-5, atol=1e-5)

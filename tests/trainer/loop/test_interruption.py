@@ -28,10 +28,10 @@ MOPD = Path(sys.executable).parent / "mopd"
 def as_in_a_terminal() -> Iterator[None]:
     """``nohup`` has the tests begun with SIGHUP ignored, and a shell's ``&`` with SIGINT."""
     ordinary = (signal.default_int_handler, signal.SIG_DFL, signal.SIG_DFL)
-    before = [signal.signal(one, to) for one, to in zip(HEARD, ordinary, strict=True)]
+    before = [signal.signal(example, to) for example, to in zip(HEARD, ordinary, strict=True)]
     yield
-    for one, to in zip(HEARD, before, strict=True):
-        signal.signal(one, to)
+    for example, to in zip(HEARD, before, strict=True):
+        signal.signal(example, to)
 
 
 @pytest.fixture
@@ -57,25 +57,25 @@ def signals_are_heard() -> Iterator[None]:
 
 def while_learning(patched: pytest.MonkeyPatch, number: signal.Signals) -> None:
     """The signal comes in step 2's update."""
-    honest = Learner.update
+    original = Learner.update
 
-    def update(self: Learner, *batches: Any, **told: Any) -> Any:
-        if told["step"] == 1:
+    def update(self: Learner, *batches: Any, **output: Any) -> Any:
+        if output["step"] == 1:
             os.kill(os.getpid(), number)
-        return honest(self, *batches, **told)
+        return original(self, *batches, **output)
 
     patched.setattr(Learner, "update", update)
 
 
 def while_waiting(patched: pytest.MonkeyPatch, number: signal.Signals) -> None:
     """The signal comes while step 3 waits for a teacher that never answers."""
-    honest = RolloutScorer.score
+    original = RolloutScorer.score
 
     async def score(self: RolloutScorer, rollouts: Any) -> Any:
         if rollouts[0].policy_version == 2:
             os.kill(os.getpid(), number)
             await asyncio.Event().wait()
-        return await honest(self, rollouts)
+        return await original(self, rollouts)
 
     patched.setattr(RolloutScorer, "score", score)
 
@@ -96,23 +96,23 @@ def test_an_interrupted_run_saves_what_it_learnt_and_goes_on(
     exit_code: int,
 ) -> None:
     path = write_run(tmp_path, values)
-    before = [signal.getsignal(one) for one in HEARD]
+    before = [signal.getsignal(example) for example in HEARD]
     with monkeypatch.context() as patched:
         when(patched, number)
         with pytest.raises(SystemExit) as ended:
             main(["train", str(path)])
     assert ended.value.code == exit_code
-    told = capsys.readouterr().err
+    output = capsys.readouterr().err
     folder = tmp_path / "run" / "checkpoints" / "step-00000002"
-    assert told == (
+    assert output == (
         f"mopd: {number.name} after step 2; the checkpoint is {folder}; resume with "
         "resume_from_checkpoint=true\n"
     )
-    assert [signal.getsignal(one) for one in HEARD] == before
+    assert [signal.getsignal(example) for example in HEARD] == before
     assert [line["step"] for line in journal(tmp_path / "run")] == [1, 2]
 
-    final, told = run_here(values, resume_from_checkpoint=True)
-    assert f"resumed after step 2 from {folder}" in told
+    final, output = run_here(values, resume_from_checkpoint=True)
+    assert f"resumed after step 2 from {folder}" in output
     whole, _ = run_here(values, output_dir=str(tmp_path / "whole"))
     assert [line["step"] for line in journal(tmp_path / "run")] == [1, 2, 3, 4]
     assert_same_weights(final, whole)
@@ -124,14 +124,14 @@ def test_a_run_whose_terminal_goes_away_saves_what_it_learnt(
 ) -> None:
     """Its lines cannot be written any more, which is no reason to lose it."""
     path = write_run(tmp_path, values | {"max_steps": 10_000, "logging_steps": 1})
-    terminal, ours = pty.openpty()
+    terminal, left = pty.openpty()
     run = subprocess.Popen(
         ["setsid", "--ctty", "--wait", MOPD, "train", path],
-        stdin=ours,
-        stdout=ours,
-        stderr=ours,
+        stdin=left,
+        stdout=left,
+        stderr=left,
     )
-    os.close(ours)
+    os.close(left)
     lines = tmp_path / "run" / "journal.jsonl"
     try:
         while not lines.exists() or lines.read_bytes().count(b"\n") < 2:

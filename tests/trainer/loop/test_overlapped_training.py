@@ -63,24 +63,24 @@ def test_what_is_written_ahead_is_weighted_by_how_likely_it_has_become(
     values: dict[str, Any], max_staleness: int, lora: Any
 ) -> None:
     values["student"]["lora"] = lora
-    found = lines(values, max_staleness=max_staleness)
-    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
-    ages = [line["staleness/max"] for line in found]
+    actual = lines(values, max_staleness=max_staleness)
+    assert [line["step"] for line in actual] == list(range(1, STEPS + 1))
+    ages = [line["staleness/max"] for line in actual]
     assert ages[:2] == [0, 1]  # the second step is written while the first is scored
     assert set(ages[2:]) <= set(range(1, max_staleness + 1))
-    assert not any("dropped/stale" in line for line in found)
-    for line in found:
+    assert not any("dropped/stale" in line for line in actual)
+    for line in actual:
         ratio = line["teacher/math/importance_ratio_mean"]
         assert math.isfinite(ratio)
         if line["staleness/mean"] == 0:
             assert ratio == pytest.approx(1.0, abs=1e-4)
-    assert any(abs(line["teacher/math/importance_ratio_mean"] - 1) > 1e-3 for line in found)
+    assert any(abs(line["teacher/math/importance_ratio_mean"] - 1) > 1e-3 for line in actual)
 
 
 def test_what_is_too_old_is_dropped_and_the_run_goes_on(values: dict[str, Any]) -> None:
-    found = lines(values, max_staleness=1, on_stale="drop")
-    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
-    for line in found:
+    actual = lines(values, max_staleness=1, on_stale="drop")
+    assert [line["step"] for line in actual] == list(range(1, STEPS + 1))
+    for line in actual:
         assert line["staleness/max"] <= 1
         assert line.get("dropped/stale", 0) <= line.get("dropped/total", 0)
         assert line["rollout/samples"] > 0
@@ -92,8 +92,8 @@ def test_a_resumed_run_begins_with_fresh_completions(
     ahead = {"rollout": {**values["rollout"], "max_staleness": 1}, "save_steps": 3}
     run_cut_off(values, in_step=4, **ahead)
     folder, _ = run_here(values, resume_from_checkpoint=True, **ahead)
-    found = journal(folder.parent)
-    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
-    assert found[3]["staleness/max"] == 0
-    assert found[3]["teacher/math/importance_ratio_mean"] == pytest.approx(1.0, abs=1e-4)
-    assert found[4]["staleness/max"] == 1
+    actual = journal(folder.parent)
+    assert [line["step"] for line in actual] == list(range(1, STEPS + 1))
+    assert actual[3]["staleness/max"] == 0
+    assert actual[3]["teacher/math/importance_ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert actual[4]["staleness/max"] == 1

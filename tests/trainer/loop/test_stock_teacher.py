@@ -47,10 +47,10 @@ async def test_a_stock_server_judges_what_the_student_wrote(tmp_path: Path, loss
     [judgement] = example.scores
     expected = [*tokenizer.encoder.encode("12 + 30 = 42"), 0]
     assert judgement.score.completion.token_ids.tolist() == expected
-    [asked] = [b["prompt"] for b in server.requests_to(COMPLETIONS) if len(b["prompt"]) != 4]
-    prompt = asked[: -len(expected)]
-    assert asked[len(prompt) :] == expected
-    last = server.row(asked[:-1])
+    [requests] = [b["prompt"] for b in server.requests_to(COMPLETIONS) if len(b["prompt"]) != 4]
+    prompt = requests[: -len(expected)]
+    assert requests[len(prompt) :] == expected
+    last = server.row(requests[:-1])
     np.testing.assert_allclose(
         judgement.score.topk.logprobs[-1], np.sort(last)[::-1][: config.top_k], rtol=1e-6
     )

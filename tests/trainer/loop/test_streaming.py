@@ -118,8 +118,8 @@ async def test_after_rollout_no_teacher_is_asked_before_all_is_written() -> None
         assert seen == [False] * 3
         assert asked.is_set()
         at_once, _ = await collect(PROMPTS, Sampler(student, settings(), seed=0), scorer, 0)
-    for one, other in zip(later, at_once, strict=True):
-        assert one.rollout.completion.token_ids.tolist() == (
+    for item, other in zip(later, at_once, strict=True):
+        assert item.rollout.completion.token_ids.tolist() == (
             other.rollout.completion.token_ids.tolist()
         )
 
@@ -129,8 +129,8 @@ async def test_examples_are_in_the_order_of_the_prompts_whatever_is_finished_fir
         async def complete(
             self, prompts: Sequence[Prompt], *, step: int
         ) -> AsyncGenerator[CompletionBatch]:
-            found = [each async for each in super().sample(prompts, step=step)]
-            for each in reversed(found):
+            actual = [each async for each in super().sample(prompts, step=step)]
+            for each in reversed(actual):
                 yield each
 
     student = student_of()

@@ -76,7 +76,7 @@ def teacher(case: tuple[str, str, str]) -> TinyTeacher:
 
 
 @pytest.fixture
-def asked(teacher: TinyTeacher, monkeypatch: pytest.MonkeyPatch) -> Recorded:
+def requested(teacher: TinyTeacher, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     """The runs' way to the teacher, which is in this process."""
     transport = Recorded(teacher.app)
 
@@ -85,7 +85,7 @@ def asked(teacher: TinyTeacher, monkeypatch: pytest.MonkeyPatch) -> Recorded:
             {name: TeacherClient(name, c.url, transport=transport) for name, c in configs.items()}
         )
 
-    monkeypatch.setattr("mopd_trainer.loop.teacher_pool", pool)
+    monkeypatch.setattr("mopd_trainer.setup.teacher_pool", pool)
     return transport
 
 
@@ -148,15 +148,15 @@ def own_ids(rollout: Rollout) -> list[list[int]]:
 
 def counterparts(own: list[int], dense: Dense) -> list[int]:
     """The teacher's ids that the student's are projected on, in their order, at most ``TOP_K``."""
-    found: dict[int, None] = {}
+    actual: dict[int, None] = {}
     for token in own:
         reached = [at for at, weight in enumerate(dense[token]) if weight > 0]
-        found |= dict.fromkeys(sorted(reached, key=lambda at: -dense[token][at]))
-    return list(found)[:TOP_K]
+        actual |= dict.fromkeys(sorted(reached, key=lambda at: -dense[token][at]))
+    return list(actual)[:TOP_K]
 
 
 def test_a_run_asks_about_the_students_ids_and_learns_from_them(
-    values: dict[str, Any], case: tuple[str, str, str], teacher: TinyTeacher, asked: Recorded
+    values: dict[str, Any], case: tuple[str, str, str], teacher: TinyTeacher, requested: Recorded
 ) -> None:
     name = case[2]
     run_here(values)
@@ -164,7 +164,7 @@ def test_a_run_asks_about_the_students_ids_and_learns_from_them(
     samples = recorded(values, 1)
     dense = dense_of(name)
     assert len(samples) == 8
-    wanted: list[list[list[int]]] = []
+    expected_values: list[list[list[int]]] = []
     total = 0.0
     for sample in samples:
         own = own_ids(sample.rollout)
@@ -173,18 +173,18 @@ def test_a_run_asks_about_the_students_ids_and_learns_from_them(
         rows: list[list[int]] = [[] for _ in range(len(sample.scores[0].score.completion))]
         for row, teacher_row in places(sample, name):
             rows[teacher_row] = own[row] if name == "digit" else counterparts(own[row], dense)
-        wanted.append(rows)
+        expected_values.append(rows)
         total += divergence(sample, rows, dense, teacher, name)
-    first = [sequence["candidate_ids"] for sequence in asked.sequences[: len(samples)]]
-    assert sorted(first) == sorted(wanted)
-    assert any(len(row) == TOP_K for rows in wanted for row in rows)
+    first = [sequence["candidate_ids"] for sequence in requested.sequences[: len(samples)]]
+    assert sorted(first) == sorted(expected_values)
+    assert any(len(row) == TOP_K for rows in expected_values for row in rows)
 
     lines = journal(Path(values["output_dir"]))
     tokens = sum(len(sample.rollout.completion) for sample in samples)
     assert lines[0]["loss"] == pytest.approx(total / tokens, rel=1e-4)
-    found = [line["loss"] for line in lines]
-    assert np.mean(found[-3:]) < 0.5 * np.mean(found[:3]), found
-    for body in asked.requests:
+    actual = [line["loss"] for line in lines]
+    assert np.mean(actual[-3:]) < 0.5 * np.mean(actual[:3]), actual
+    for body in requested.requests:
         assert all("candidate_ids" in sequence for sequence in body["sequences"])
 
 
@@ -199,12 +199,12 @@ def divergence(
     rollout, scored = sample.rollout, sample.scores[0].score.completion
     real = student().table.real_ids(student().identity.logit_width).tolist()
     prompt, ids = rollout.prompt_token_ids.tolist(), rollout.completion.token_ids.tolist()
-    theirs = rendered(sample, name)
+    other = rendered(sample, name)
     total = 0.0
     for row, teacher_row in places(sample, name):
         with torch.no_grad():
             logits = student().model(torch.tensor([prompt + ids[:row]])).logits[0, -1].tolist()
-        context = [*theirs, *scored.token_ids.tolist()[:teacher_row]]
+        context = [*other, *scored.token_ids.tolist()[:teacher_row]]
         whole = next_token_logprobs(teacher.model, context, teacher.real_ids)
         kept = {token: float(np.exp(whole[token])) for token in rows[teacher_row]}
         rest = 1.0 - sum(kept.values())
@@ -224,10 +224,10 @@ def divergence(
 
 
 def test_a_replay_compares_on_the_recorded_ids(
-    tmp_path: Path, values: dict[str, Any], asked: Recorded
+    tmp_path: Path, values: dict[str, Any], requested: Recorded
 ) -> None:
     live, _ = run_here(values, max_steps=3)
-    before = len(asked.requests)
+    before = len(requested.requests)
     again = {
         **values,
         "max_steps": 3,
@@ -237,7 +237,7 @@ def test_a_replay_compares_on_the_recorded_ids(
     }
     replayed, _ = run_here(again)
 
-    assert len(asked.requests) == before
+    assert len(requested.requests) == before
     assert_same_weights(replayed, live)
     assert [line["loss"] for line in journal(tmp_path / "replay")] == [
         line["loss"] for line in journal(tmp_path / "run")

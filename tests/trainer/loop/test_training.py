@@ -71,7 +71,7 @@ def uninterrupted(tmp_path: Path, values: dict[str, Any]) -> Path:
 def test_a_run_leaves_a_student_a_journal_and_checkpoints(
     tmp_path: Path, models: dict[str, Path], values: dict[str, Any]
 ) -> None:
-    folder, told = run_here(values)
+    folder, messages = run_here(values)
     output = tmp_path / "run"
     assert folder == output / "final"
     assert (output / "report.html").is_file()
@@ -88,12 +88,12 @@ def test_a_run_leaves_a_student_a_journal_and_checkpoints(
         fractions = [line[f"teacher/{name}/token_fraction"] for name in ("math", "code")]
         assert math.fsum(fractions) == pytest.approx(1.0)
         assert line["tokens/trained"] > 0
-    assert told.count(f"/{STEPS}  loss ") == STEPS
+    assert messages.count(f"/{STEPS}  loss ") == STEPS
     samples = [min(2, int(line["rollout/samples"])) for line in lines]
     assert (output / "completions.jsonl").read_bytes().count(b"\n") == sum(samples)
     assert [*(output / "tensorboard").glob("events.out.*")]
-    found = sorted(path.name for path in (output / "checkpoints").iterdir())
-    assert found == ["step-00000002", "step-00000004", "step-00000006"]
+    actual = sorted(path.name for path in (output / "checkpoints").iterdir())
+    assert actual == ["step-00000002", "step-00000004", "step-00000006"]
     assert load_run(output / "config.yaml") == RunConfig.model_validate(values)
     assert not list(output.rglob("*.part"))
 
@@ -101,14 +101,14 @@ def test_a_run_leaves_a_student_a_journal_and_checkpoints(
 def test_a_check_prints_who_teaches_and_writes_nothing(
     tmp_path: Path, values: dict[str, Any], addresses: dict[str, str]
 ) -> None:
-    told = StringIO()
+    messages = StringIO()
     before = sorted(tmp_path.rglob("*"))
-    asyncio.run(check_run(RunConfig.model_validate(values), Console(file=told, width=200)))
-    assert f"{STEPS} steps of 4 completions from 6 prompts" in told.getvalue()
+    asyncio.run(check_run(RunConfig.model_validate(values), Console(file=messages, width=200)))
+    assert f"{STEPS} steps of 4 completions from 6 prompts" in messages.getvalue()
     for name, address in addresses.items():
-        assert f"teacher {name}" in told.getvalue()
-        assert address in told.getvalue()
-    assert "ctkd reverse_kl on the teacher's top 8, weight 1, 3 prompts" in told.getvalue()
+        assert f"teacher {name}" in messages.getvalue()
+        assert address in messages.getvalue()
+    assert "ctkd reverse_kl on the teacher's top 8, weight 1, 3 prompts" in messages.getvalue()
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -117,10 +117,10 @@ def test_a_teachers_name_is_told_as_it_is(values: dict[str, Any]) -> None:
     settings = values["teachers"]["math"]
     for name in ("[/b]", "[bold]"):
         teachers = {**values["teachers"], name: settings}
-        told = StringIO()
+        messages = StringIO()
         config = RunConfig.model_validate({**values, "teachers": teachers})
-        asyncio.run(check_run(config, Console(file=told, width=200)))
-        assert f"teacher {name} " in told.getvalue()
+        asyncio.run(check_run(config, Console(file=messages, width=200)))
+        assert f"teacher {name} " in messages.getvalue()
 
 
 def test_a_run_outlives_who_reads_what_it_tells(tmp_path: Path, values: dict[str, Any]) -> None:
@@ -153,9 +153,9 @@ def test_a_killed_trainer_goes_on_as_if_nothing_had_happened(
         start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     ) as trainer:
-        told, _ = trainer.communicate()
-    assert trainer.returncode == -signal.SIGKILL, told
-    assert f"step 3/{STEPS}  loss " in told
+        messages, _ = trainer.communicate()
+    assert trainer.returncode == -signal.SIGKILL, messages
+    assert f"step 3/{STEPS}  loss " in messages
     with pytest.raises(ProcessLookupError):
         os.killpg(trainer.pid, 0)  # nothing that it started is left
     output = tmp_path / "run"
@@ -163,8 +163,8 @@ def test_a_killed_trainer_goes_on_as_if_nothing_had_happened(
     assert [line["step"] for line in journal(output)] == [1, 2, 3]
     assert not (output / "final").exists()
 
-    folder, told = run_here(values, resume_from_checkpoint=True)
-    assert "resumed after step 2" in told
+    folder, messages = run_here(values, resume_from_checkpoint=True)
+    assert "resumed after step 2" in messages
     assert [line["step"] for line in journal(output)] == list(range(1, STEPS + 1))
     assert_same_weights(folder, uninterrupted)
     expected = [line["loss"] for line in journal(uninterrupted.parent)]
@@ -177,8 +177,8 @@ def test_a_run_that_fails_between_checkpoints_repeats_no_step(
     run_cut_off(values, in_step=4)
     output = tmp_path / "run"
     assert [line["step"] for line in journal(output)] == [1, 2, 3]
-    folder, told = run_here(values, resume_from_checkpoint=True)
-    assert "resumed after step 2" in told
+    folder, messages = run_here(values, resume_from_checkpoint=True)
+    assert "resumed after step 2" in messages
     assert [line["step"] for line in journal(output)] == list(range(1, STEPS + 1))
     assert_same_weights(folder, uninterrupted)
 

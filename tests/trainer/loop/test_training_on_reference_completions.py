@@ -53,7 +53,7 @@ def test_plain_sft_learns_the_answers_and_asks_nobody(
     tmp_path: Path, values: dict[str, Any]
 ) -> None:
     values["student"] |= {"learning_rate": 1e-2, "weight_decay": 0.0}
-    folder, told = run_here(values, max_steps=60)
+    folder, output = run_here(values, max_steps=60)
     lines = journal(tmp_path / "run")
     losses = [line["sft/loss_per_token"] for line in lines]
     assert losses[0] > 5  # a fresh model knows nothing of 420 tokens: ln 420 = 6.04
@@ -63,8 +63,8 @@ def test_plain_sft_learns_the_answers_and_asks_nobody(
     assert lines[0]["answers/tokens"] == lines[0]["tokens/trained"]
     assert lines[0]["rollout/samples"] == 0
     assert not [key for key in lines[0] if key.startswith("teacher/")]
-    assert "loss 0.0" in told
-    assert "(sft 0.0" in told
+    assert "loss 0.0" in output
+    assert "(sft 0.0" in output
 
     student = AutoModelForCausalLM.from_pretrained(folder)
     reader = Student(student, tokenizer("digit"), CPU)
@@ -109,15 +109,15 @@ def test_a_resumed_mixture_goes_on_as_if_nothing_had_happened(
     values = mixed(values, addresses)
     uninterrupted, _ = run_here(values, output_dir=str(tmp_path / "uninterrupted"))
     run_cut_off(values, in_step=4)
-    folder, told = run_here(values, resume_from_checkpoint=True)
-    assert "resumed after step 2" in told
+    folder, output = run_here(values, resume_from_checkpoint=True)
+    assert "resumed after step 2" in output
     assert_same_weights(folder, uninterrupted)
-    found, expected = journal(tmp_path / "run"), journal(tmp_path / "uninterrupted")
+    actual, expected = journal(tmp_path / "run"), journal(tmp_path / "uninterrupted")
     for key in ("loss", "sft/loss_per_token", "answers/tokens", "rollout/tokens"):
-        assert [line[key] for line in found] == [line[key] for line in expected]
-    assert [line["answers/samples"] for line in found] == [2] * 6
-    assert all(0 < line["rollout/samples"] <= 12 for line in found)
-    assert all(math.isfinite(line["sft/loss_per_token"]) for line in found)
+        assert [line[key] for line in actual] == [line[key] for line in expected]
+    assert [line["answers/samples"] for line in actual] == [2] * 6
+    assert all(0 < line["rollout/samples"] <= 12 for line in actual)
+    assert all(math.isfinite(line["sft/loss_per_token"]) for line in actual)
 
 
 def test_completions_say_whose_they_are(
@@ -156,26 +156,26 @@ def test_answers_that_are_too_long_are_dropped_and_counted(
 
 
 def plan_of(values: dict[str, Any]) -> str:
-    told = StringIO()
-    asyncio.run(check_run(RunConfig.model_validate(values), Console(file=told, width=300)))
-    return told.getvalue()
+    output = StringIO()
+    asyncio.run(check_run(RunConfig.model_validate(values), Console(file=output, width=300)))
+    return output.getvalue()
 
 
 def test_a_check_says_who_completes_and_who_is_not_asked(
     values: dict[str, Any], addresses: dict[str, str]
 ) -> None:
-    told = plan_of(values)
-    assert "100% of prompts with reference answers: cross entropy only (SFT)" in told
-    assert "about 0.0 MB of scores per step" in told
+    output = plan_of(values)
+    assert "100% of prompts with reference answers: cross entropy only (SFT)" in output
+    assert "about 0.0 MB of scores per step" in output
     nobody = {"math": {"url": "http://127.0.0.1:9"}}  # to contact it would fail
     assert "math not contacted (student.distill_loss_weight is 0)" in plan_of(
         {**values, "teachers": nobody}
     )
-    told = plan_of(mixed(values, addresses))
+    output = plan_of(mixed(values, addresses))
     assert (
         "50% of prompts with reference answers: cross entropy 0.6, distillation 0.4; 50% on-policy"
-    ) in told
-    assert "ctkd forward_kl on the teacher's top 16, weight 1, 2 prompts" in told
+    ) in output
+    assert "ctkd forward_kl on the teacher's top 16, weight 1, 2 prompts" in output
 
 
 def test_a_prompt_that_the_student_cannot_read_ends_a_run_before_its_first_step(

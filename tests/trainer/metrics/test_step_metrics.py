@@ -43,51 +43,53 @@ def tokens(*chosen: int) -> int:
 
 
 def test_losses_are_per_token_and_per_byte_of_the_teachers_own_samples() -> None:
-    found = measured()
-    assert found["teacher/math/tokens"] == tokens(0, 2)
-    assert found["teacher/math/loss_per_token"] == pytest.approx(3.5 / tokens(0, 2))
-    assert found["teacher/code/loss_per_token"] == pytest.approx(4.0 / tokens(1, 2))
+    actual = measured()
+    assert actual["teacher/math/tokens"] == tokens(0, 2)
+    assert actual["teacher/math/loss_per_token"] == pytest.approx(3.5 / tokens(0, 2))
+    assert actual["teacher/code/loss_per_token"] == pytest.approx(4.0 / tokens(1, 2))
     spelled = len(b"12 + 30") + len("7 的".encode()) + 3
-    assert found["teacher/math/loss_per_byte"] == pytest.approx(3.5 / spelled)
+    assert actual["teacher/math/loss_per_byte"] == pytest.approx(3.5 / spelled)
 
 
 def test_token_fractions_are_shares_that_sum_to_one() -> None:
-    found = measured()
-    fractions = {name: found[f"teacher/{name}/token_fraction"] for name in NAMES}
+    actual = measured()
+    fractions = {name: actual[f"teacher/{name}/token_fraction"] for name in NAMES}
     assert math.fsum(fractions.values()) == pytest.approx(1.0)
     assert fractions["math"] == pytest.approx((tokens(0) + 0.25 * tokens(2)) / tokens(0, 1, 2))
     assert fractions["idle"] == 0
 
 
 def test_the_alignment_ratio_is_the_share_of_bytes_in_spans() -> None:
-    found = measured()
-    assert found["teacher/math/alignment_ratio"] == 1  # it reads the student's ids
+    actual = measured()
+    assert actual["teacher/math/alignment_ratio"] == 1  # it reads the student's ids
     # All of the second (its control token as eight bytes of text); the third up to the 0xff.
     whole, cut = len("def add<|pad|>(a)"), len("7 的".encode())
-    assert found["teacher/code/alignment_ratio"] == pytest.approx((whole + cut) / (whole + cut + 3))
-    assert found["teacher/code/control_tokens_as_text"] == 1
-    assert found["teacher/code/invalid_utf8_bytes"] == 3
+    assert actual["teacher/code/alignment_ratio"] == pytest.approx(
+        (whole + cut) / (whole + cut + 3)
+    )
+    assert actual["teacher/code/control_tokens_as_text"] == 1
+    assert actual["teacher/code/invalid_utf8_bytes"] == 3
 
 
 def test_a_teacher_without_a_sample_was_not_measured() -> None:
-    found = measured()
+    actual = measured()
     for key in ("loss_per_token", "loss_per_byte", "alignment_ratio", "score_seconds_p50"):
-        assert math.isnan(found[f"teacher/idle/{key}"]), key
-    assert found["teacher/idle/tokens"] == 0
+        assert math.isnan(actual[f"teacher/idle/{key}"]), key
+    assert actual["teacher/idle/tokens"] == 0
 
 
 def test_counters_are_told() -> None:
-    found = measured()
-    assert found["teacher/math/retries"] == 3
-    assert found["teacher/math/scored_tokens"] == 11
-    assert [found[f"teacher/math/{n}"] for n in ("cache_misses", "fallbacks", "waits")] == [
+    actual = measured()
+    assert actual["teacher/math/retries"] == 3
+    assert actual["teacher/math/scored_tokens"] == 11
+    assert [actual[f"teacher/math/{n}"] for n in ("cache_misses", "fallbacks", "waits")] == [
         4,
         5,
         6,
     ]
-    assert found["teacher/code/breaker_openings"] == found["teacher/code/cache_hits"] == 0
-    assert found["teacher/math/score_seconds_p50"] == 2.0
-    assert found["teacher/math/score_seconds_p95"] == pytest.approx(8.3)
+    assert actual["teacher/code/breaker_openings"] == actual["teacher/code/cache_hits"] == 0
+    assert actual["teacher/math/score_seconds_p50"] == 2.0
+    assert actual["teacher/math/score_seconds_p95"] == pytest.approx(8.3)
 
 
 def test_masses_are_means_and_the_first_percentile_over_all_micro_batches() -> None:
@@ -97,18 +99,18 @@ def test_masses_are_means_and_the_first_percentile_over_all_micro_batches() -> N
     for part in parts:
         vectors = {"teacher_mass": torch.tensor(part), "student_mass": torch.tensor(part / 2)}
         loss.add(LossOutput(torch.zeros(len(part), requires_grad=True), vectors))
-    found = loss.metrics()
+    actual = loss.metrics()
     ordered = sorted(float(value) for part in parts for value in part)
     # The first percentile of 101 values is exactly the second smallest.
-    assert found["teacher_mass_p1"] == pytest.approx(ordered[1])
-    assert found["teacher_mass_mean"] == pytest.approx(math.fsum(ordered) / 101)
-    assert found["student_mass_mean"] == pytest.approx(math.fsum(ordered) / 202)
+    assert actual["teacher_mass_p1"] == pytest.approx(ordered[1])
+    assert actual["teacher_mass_mean"] == pytest.approx(math.fsum(ordered) / 101)
+    assert actual["student_mass_mean"] == pytest.approx(math.fsum(ordered) / 202)
     assert loss.nats == 0
 
 
 def test_rollouts_are_told_by_length_end_and_age() -> None:
-    found = rollout_metrics(examples(), step=3)
-    assert found["rollout/samples"] == 3
-    assert found["rollout/completion_tokens_mean"] == pytest.approx(tokens(0, 1, 2) / 3)
-    assert found["rollout/finished_share"] == pytest.approx(1 / 3)
-    assert found["staleness/mean"] == found["staleness/max"] == 3
+    actual = rollout_metrics(examples(), step=3)
+    assert actual["rollout/samples"] == 3
+    assert actual["rollout/completion_tokens_mean"] == pytest.approx(tokens(0, 1, 2) / 3)
+    assert actual["rollout/finished_share"] == pytest.approx(1 / 3)
+    assert actual["staleness/mean"] == actual["staleness/max"] == 3

@@ -70,7 +70,7 @@ def test_a_phase_lasts_as_long_as_the_union_of_its_spans(
             if second == start + length:
                 held[at].__exit__(None, None, None)
         now.seconds += 1
-    found = clock.pop()
+    actual = clock.pop()
     for name, seconds in covered.items():
-        assert found[f"time/{name}"] == len(seconds)
-    assert found["time/wait"] == len(covered["score"] - covered["sample"])
+        assert actual[f"time/{name}"] == len(seconds)
+    assert actual["time/wait"] == len(covered["score"] - covered["sample"])

@@ -21,18 +21,18 @@ from tests.trainer.students import ids_of, rollout
 from tests.trainer.training.test_learner import double_student, examples, learner_of
 
 
-def by_hand(student: Student, one: TrainingExample) -> dict[str, list[float]]:
+def by_hand(student: Student, item: TrainingExample) -> dict[str, list[float]]:
     """Return nats per token by teacher, one context at a time; NaN inside spans."""
     losses = losses_for(student, {"code": "reverse_kl"})
     real_ids = torch.tensor(student.table.real_ids(student.identity.logit_width))
-    prompt = one.rollout.prompt_token_ids.tolist()
-    ids = one.rollout.completion.token_ids.tolist()
+    prompt = item.rollout.prompt_token_ids.tolist()
+    ids = item.rollout.completion.token_ids.tolist()
     rows = [
         student.model(torch.tensor([[*prompt, *ids[:row]]])).logits[0, -1]
         for row in range(len(ids))
     ]
     expected: dict[str, list[float]] = {}
-    for score in one.scores:
+    for score in item.scores:
         targets = topk_targets(score.alignment, score.score.topk)
         values = losses[score.teacher](DenseRows(torch.stack(rows), real_ids), targets)
         starts = set(score.alignment.student_starts.tolist())
@@ -48,7 +48,7 @@ def step_losses(
 ) -> list[dict[str, TokenLosses]]:
     """Make a step; return the losses of each example by teacher."""
     batches = pack(chosen, tokens_per_micro_batch=budget)
-    tokens = sum(len(one.rollout.completion) for one in chosen)
+    tokens = sum(len(item.rollout.completion) for item in chosen)
     _, losses = learner_of(student).update(batches, tokens=tokens, step=0)
     return [
         {n: loss.per_example[index] for n, loss in losses.items() if index in loss.per_example}
@@ -59,7 +59,7 @@ def step_losses(
 @pytest.mark.parametrize("budget", [1, 60, 10_000])
 def test_each_token_has_its_loss_by_each_of_its_teachers(budget: int) -> None:
     chosen = examples()
-    expected = [by_hand(double_student(), one) for one in chosen]
+    expected = [by_hand(double_student(), item) for item in chosen]
     actual = step_losses(double_student(), chosen, budget)
 
     for losses, other in zip(actual, expected, strict=True):
@@ -72,8 +72,8 @@ def test_each_token_has_its_loss_by_each_of_its_teachers(budget: int) -> None:
 
 
 def test_identical_models_were_compared() -> None:
-    one = example(rollout("digit", ids_of("digit", "12 + 30"), teachers={"code": 1.0}))
-    [batch] = pack([one], tokens_per_micro_batch=60)
+    item = example(rollout("digit", ids_of("digit", "12 + 30"), teachers={"code": 1.0}))
+    [batch] = pack([item], tokens_per_micro_batch=60)
     zero = LossOutput(torch.zeros(batch.slots))
     losses = token_losses(zero, batch.teachers["code"], batch)[0]
 
@@ -89,26 +89,26 @@ def test_four_digits_are_kept() -> None:
 
 def test_the_tokens_of_a_written_completion_are_its_bytes(tmp_path: Path) -> None:
     ids = ids_of("digit", "7 ", "的".encode(), b"\xff", "<|end|>")
-    one = example(rollout("digit", ids, teachers={"math": 1.0}))
+    item = example(rollout("digit", ids, teachers={"math": 1.0}))
     nats = np.arange(len(ids), dtype=np.float32)
     nats[1] = np.nan
     with Journal(tmp_path, from_step=0, tensorboard=False) as journal:
-        journal.write_completion(1, one, {"math": nats, "code": None})
+        journal.write_completion(1, item, {"math": nats, "code": None})
     line = json.loads((tmp_path / COMPLETIONS).read_text())
 
     spelled = [bytes.fromhex(each) for each in line["tokens"]["bytes"]]
     assert line["tokens"]["ids"] == ids
     assert spelled == [b"7", b" ", b"\xe7", b"\x9a", b"\x84", b"\xff", b""]
-    assert b"".join(spelled) == one.rollout.completion.text
+    assert b"".join(spelled) == item.rollout.completion.text
     assert line["tokens"]["marks"] == {"6": "end_of_turn"}
     assert line["nats"] == {"math": [0.0, None, 2.0, 3.0, 4.0, 5.0, 6.0]}
 
 
 def test_of_a_long_completion_the_first_tokens_are_told(tmp_path: Path) -> None:
     ids = [*ids_of("digit", "7" * 600), *ids_of("digit", "<|end|>")]
-    one = example(rollout("digit", ids, teachers={"math": 1.0}))
+    item = example(rollout("digit", ids, teachers={"math": 1.0}))
     with Journal(tmp_path, from_step=0, tensorboard=False) as journal:
-        journal.write_completion(1, one, {"math": np.full(601, 0.12345, dtype=np.float32)})
+        journal.write_completion(1, item, {"math": np.full(601, 0.12345, dtype=np.float32)})
     text = (tmp_path / COMPLETIONS).read_text()
     line = json.loads(text)
 

@@ -53,7 +53,7 @@ def sampler_of(engine: HeldEngine) -> EngineSampler:
 async def test_a_completion_goes_on_when_it_is_finished_and_knows_its_place() -> None:
     engine = HeldEngine()
     completed = sampler_of(engine).sample(PROMPTS, step=4)
-    found: list[tuple[int, int, int]] = []
+    actual: list[tuple[int, int, int]] = []
     first = asyncio.ensure_future(anext(completed))
     await asyncio.sleep(0.0)
     while len(engine.held) < 6:
@@ -63,9 +63,9 @@ async def test_a_completion_goes_on_when_it_is_finished_and_knows_its_place() ->
         each = await first if first else await anext(completed)
         first = None
         (rollout,) = each.rollouts
-        found.append((each.place, rollout.prompt.index, int(rollout.completion.token_ids[0])))
+        actual.append((each.place, rollout.prompt.index, int(rollout.completion.token_ids[0])))
     await completed.aclose()
-    assert found == [(n, n // 2, n + 10) for n in (3, 0, 5, 1, 2, 4)]
+    assert actual == [(n, n // 2, n + 10) for n in (3, 0, 5, 1, 2, 4)]
     assert engine.seeds == [derived_seed(7, 4, place) for place in range(6)]
     assert len(set(engine.seeds)) == 6
 

@@ -47,7 +47,7 @@ class Told:
         return Counter([self._reason])
 
 
-def asked(
+def requests(
     share: float, steps: Sequence[int], *, count: int = 12, seed: int = 0
 ) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
     """Step -> prompts that the student answers, and those that the data does."""
@@ -67,7 +67,7 @@ def asked(
 def test_every_prompt_has_one_source_and_shares_are_kept(
     share: float, count: int, steps: int
 ) -> None:
-    own, given_ = asked(share, range(steps), count=count)
+    own, given_ = requests(share, range(steps), count=count)
     for step in range(steps):
         assert sorted(own[step] + given_[step]) == list(range(count))
         assert abs(len(own[step]) - share * count) <= 1
@@ -76,13 +76,13 @@ def test_every_prompt_has_one_source_and_shares_are_kept(
 
 
 def test_what_a_step_takes_does_not_depend_on_the_steps_before() -> None:
-    whole, _ = asked(0.4, range(20))
-    assert asked(0.4, [13])[0][13] == whole[13]
-    assert asked(0.4, [13], seed=1)[0][13] != whole[13]
+    whole, _ = requests(0.4, range(20))
+    assert requests(0.4, [13])[0][13] == whole[13]
+    assert requests(0.4, [13], seed=1)[0][13] != whole[13]
 
 
 def test_no_place_in_a_step_belongs_to_one_source() -> None:
-    own, _ = asked(0.5, range(40))
+    own, _ = requests(0.5, range(40))
     often = Counter(index for chosen in own.values() for index in chosen)
     assert set(often) == set(range(12))
     assert max(often.values()) < 40
@@ -92,9 +92,9 @@ def test_no_place_in_a_step_belongs_to_one_source() -> None:
 @pytest.mark.parametrize("share", [0.25, 0.75])
 async def test_answers_come_before_what_has_to_be_written(share: float) -> None:
     mixture = Mixture(Told("own"), Told("given"), rollout_share=share, seed=0)
-    found = [each async for each in mixture.sample(PROMPTS, step=0)]
-    told = [each.rollouts[0].completion.text.decode() for each in found]
-    assert told == sorted(told)
-    assert [each.place for each in found] == list(range(12))
-    assert Counter(told) == {"given": 12 - 12 * share, "own": 12 * share}
+    actual = [each async for each in mixture.sample(PROMPTS, step=0)]
+    output = [each.rollouts[0].completion.text.decode() for each in actual]
+    assert output == sorted(output)
+    assert [each.place for each in actual] == list(range(12))
+    assert Counter(output) == {"given": 12 - 12 * share, "own": 12 * share}
     assert mixture.pop_dropped() == {"own": 1, "given": 1}

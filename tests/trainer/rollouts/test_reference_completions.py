@@ -103,8 +103,8 @@ async def test_answers_come_in_batches_in_order_and_once_each() -> None:
     reader = reader_of(generation_batch_size=2, samples_per_prompt=5)
     prompts = [prompt_of(str(index), index) for index in range(5)]
     batches = [batch async for batch in reader.sample(prompts, step=1)]
-    found = [[rollout.completion.text for rollout in batch.rollouts] for batch in batches]
-    assert found == [[b"0", b"1"], [b"2", b"3"], [b"4"]]
+    actual = [[rollout.completion.text for rollout in batch.rollouts] for batch in batches]
+    assert actual == [[b"0", b"1"], [b"2", b"3"], [b"4"]]
     assert [batch.place for batch in batches] == [0, 2, 4]
 
 

@@ -70,8 +70,8 @@ def test_a_worker_writes_with_the_weights_that_it_is_told(
     worker, student = RolloutWorker(config), Student.load(config.student)
 
     async def written(version: int, store: Callable[[], Any]) -> list[list[int]]:
-        found = await worker.generate(PROMPTS, seed=7, version=version, weights=store)
-        return [sampled.token_ids for sampled in found]
+        actual = await worker.generate(PROMPTS, seed=7, version=version, weights=store)
+        return [sampled.token_ids for sampled in actual]
 
     stores = {version: Store(changed(student, version)) for version in (0, 1)}
     expected: dict[int, list[list[int]]] = {}
@@ -98,19 +98,19 @@ def test_a_worker_writes_with_vllm(
     worker = RolloutWorker(config)
 
     async def written() -> list[Any]:
-        asked = [
+        requests = [
             worker.generate([prompt], seed=seed, version=5, weights=store)
             for seed, prompt in enumerate(PROMPTS)
         ]
-        return await asyncio.gather(*asked)
+        return await asyncio.gather(*requests)
 
     try:
-        found = asyncio.run(written())
+        actual = asyncio.run(written())
     finally:
         worker.close()
     assert store.fetched == 1
     real = student.table.present.nonzero()[0].tolist()
-    for prompt, (sampled,) in zip(PROMPTS, found, strict=True):
+    for prompt, (sampled,) in zip(PROMPTS, actual, strict=True):
         expected = completion_logprobs(student.model, prompt, sampled.token_ids, real, 0.7)
         own = [row[token] for row, token in zip(expected, sampled.token_ids, strict=True)]
         np.testing.assert_allclose(sampled.logprobs, own, atol=2e-5)

@@ -29,11 +29,11 @@ SEQUENCES = [
 
 
 def examples_of(name: str) -> list[TrainingExample]:
-    made = [
+    built = [
         rollout(name, completion, prompt_ids=prompt, teachers={"math": 1.0})
         for prompt, completion in SEQUENCES
     ]
-    return [example(one) for one in made]
+    return [example(item) for item in built]
 
 
 def gemma2(**sizes: Any) -> PreTrainedModel:

@@ -61,13 +61,13 @@ def test_what_others_do_to_the_process_s_generator_changes_nothing() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_temperature_zero_is_the_most_likely_token_each_time(family: str) -> None:
     student = student_of(family, sharpness=SHARP)
-    found = ids(write(student, temperature=0))
+    actual = ids(write(student, temperature=0))
     expected = [
         greedy(student.model, prompt, real_ids(student), student.table.roles.ending, 10)
         for prompt in PROMPTS
     ]
-    assert found == expected
-    assert len({tuple(completion) for completion in found}) == 3
+    assert actual == expected
+    assert len({tuple(completion) for completion in actual}) == 3
 
 
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0}, {"top_p": 0.5}])
@@ -84,11 +84,11 @@ def test_diverged_weights_raise_a_training_error(weight: float, changes: dict[st
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_is_answered_alone_as_among_longer_ones(family: str) -> None:
     student = student_of(family, sharpness=SHARP)
-    alone = [write(student, [prompt], temperature=0)[0] for prompt in PROMPTS]
+    baseline = [write(student, [prompt], temperature=0)[0] for prompt in PROMPTS]
     together = write(student, temperature=0)
-    assert ids(together) == ids(alone)
-    for one, other in zip(together, alone, strict=True):
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+    assert ids(together) == ids(baseline)
+    for example, other in zip(together, baseline, strict=True):
+        np.testing.assert_allclose(example.logprobs, other.logprobs, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -111,8 +111,8 @@ def test_told_logprobs_are_those_of_the_sampled_distribution(
 def test_a_student_tells_the_logprobs_of_what_was_written(family: str) -> None:
     student = student_of(family, sharpness=SHARP)
     for prompt, completion in zip(PROMPTS, write(student), strict=True):
-        found = student.logprobs(prompt, completion.token_ids)
-        np.testing.assert_allclose(found, completion.logprobs, atol=2e-4)
+        actual = student.logprobs(prompt, completion.token_ids)
+        np.testing.assert_allclose(actual, completion.logprobs, atol=2e-4)
 
 
 def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
@@ -122,8 +122,8 @@ def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
     counts = Counter(completion.token_ids[0] for completion in drawn)
 
     def distance(temperature: float) -> float:
-        told = next_token_logprobs(student.model, PROMPTS[0], real_ids(student), temperature)
-        return sum(abs(math.exp(value) - counts[i] / draws) for i, value in told.items()) / 2
+        output = next_token_logprobs(student.model, PROMPTS[0], real_ids(student), temperature)
+        return sum(abs(math.exp(value) - counts[i] / draws) for i, value in output.items()) / 2
 
     # 4000 draws from ~100 likely tokens stand about 0.05 from their distribution.
     assert distance(0.5) < 0.1
@@ -149,11 +149,11 @@ def test_padding_rows_of_the_head_are_never_sampled(garbage: float, temperature:
         model.get_output_embeddings().weight[clean.table.size :] = garbage
     dirty = Student(model, tokenizer("digit"), CPU)
     assert dirty.identity.logit_width > dirty.table.size
-    expected, found = (
+    expected, actual = (
         write(student, temperature=temperature, max_new_tokens=20) for student in (clean, dirty)
     )
-    assert ids(found) == ids(expected)
-    assert [one.logprobs for one in found] == [one.logprobs for one in expected]
+    assert ids(actual) == ids(expected)
+    assert [example.logprobs for example in actual] == [example.logprobs for example in expected]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -33,16 +33,16 @@ def calls_of_a_layer(student: Student) -> list[bool]:
 
 def test_the_gradient_is_the_same_and_every_layer_runs_twice(tmp_path: Path) -> None:
     chosen = [*answers(), *rollouts()]
-    told: dict[bool, Any] = {}
+    output: dict[bool, Any] = {}
     for checkpointing in (False, True):
         student = student_in(tmp_path, "qwen", checkpointing=checkpointing)
         calls = calls_of_a_layer(student)
-        metrics, _, found = step(chosen, 0.4, student=student)
-        told[checkpointing] = (metrics["loss"], found, len(calls))
-    assert told[True][0] == pytest.approx(told[False][0], rel=1e-9)
-    for ours, theirs in zip(told[True][1], told[False][1], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-10)
-    assert told[True][2] == 2 * told[False][2]
+        metrics, _, actual = step(chosen, 0.4, student=student)
+        output[checkpointing] = (metrics["loss"], actual, len(calls))
+    assert output[True][0] == pytest.approx(output[False][0], rel=1e-9)
+    for left, other in zip(output[True][1], output[False][1], strict=True):
+        torch.testing.assert_close(left, other, rtol=1e-6, atol=1e-10)
+    assert output[True][2] == 2 * output[False][2]
 
 
 def test_writing_runs_no_layer_twice(tmp_path: Path) -> None:

@@ -29,19 +29,19 @@ def step(compute: torch.dtype, **config: Any) -> tuple[float, list[Tensor], Lear
         seed=0,
     )
     chosen = [*answers(), *rollouts()]
-    tokens = sum(len(one.rollout.completion) for one in chosen)
+    tokens = sum(len(example.rollout.completion) for example in chosen)
     metrics, _ = learner.update(pack(chosen, tokens_per_micro_batch=60), tokens=tokens, step=0)
     return metrics["loss"], gradient(student), learner, student
 
 
 def test_loss_and_gradient_are_those_of_float32_to_half_a_precision() -> None:
     expected_loss, expected, *_ = step(torch.float32)
-    loss, found, *_ = step(torch.bfloat16)
+    loss, actual, *_ = step(torch.bfloat16)
     assert loss != expected_loss  # or nothing was in half precision
     assert loss == pytest.approx(expected_loss, rel=BFLOAT16)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.dtype == torch.float32
-        assert float((ours - theirs).norm()) <= 16 * BFLOAT16 * float(theirs.norm())
+    for left, other in zip(actual, expected, strict=True):
+        assert left.dtype == torch.float32
+        assert float((left - other).norm()) <= 16 * BFLOAT16 * float(other.norm())
 
 
 def test_weights_and_moments_stay_float32_and_keep_small_steps() -> None:
@@ -66,11 +66,11 @@ def test_the_setting_decides_in_what_products_are_made(tmp_path: Any, setting: s
         {"model": str(tmp_path), "device": "cpu", "dtype": setting}
     )
     student = Student.load(config)
-    made: list[torch.dtype] = []
+    built: list[torch.dtype] = []
     layer: Any = student.model.base_model.layers[0].mlp.up_proj
-    layer.register_forward_hook(lambda module, inputs, output: made.append(output.dtype))
+    layer.register_forward_hook(lambda module, inputs, output: built.append(output.dtype))
     student.generate([[5, 6, 7]], _two_tokens(), seed=0)
-    assert set(made) == {getattr(torch, setting)}
+    assert set(built) == {getattr(torch, setting)}
     assert {parameter.dtype for parameter in student.model.parameters()} == {torch.float32}
 
 

@@ -43,10 +43,10 @@ def test_only_adapters_are_trained_and_the_models_own_weights_stay_bit_for_bit(b
     learner = learner_for(student, config)
     losses = [step(learner, number)["loss"] for number in range(3)]
     assert losses == sorted(losses, reverse=True)
-    found = own_weights(student)
-    assert found.keys() == expected.keys()
+    actual = own_weights(student)
+    assert actual.keys() == expected.keys()
     for name, parameter in expected.items():
-        assert torch.equal(found[name], parameter), name
+        assert torch.equal(actual[name], parameter), name
     for name, parameter in student.model.named_parameters():
         assert (parameter.grad is not None) == (name in first), name
     for name, parameter in student.trained().items():
@@ -72,11 +72,11 @@ def test_every_linear_layer_has_adapters_but_the_head_and_the_embedding(base: Pa
 
 
 def test_the_first_step_sees_the_full_students_loss(base: Path) -> None:
-    told: list[float] = []
+    output: list[float] = []
     for lora in (LORA, None):
         config = config_in(base, lora)
-        told.append(step(learner_for(Student.load(config), config), 0)["loss"])
-    assert told[0] == told[1]
+        output.append(step(learner_for(Student.load(config), config), 0)["loss"])
+    assert output[0] == output[1]
 
 
 def test_the_gradient_is_what_the_full_students_says_about_the_two_matrices(base: Path) -> None:
@@ -96,10 +96,11 @@ def test_the_gradient_is_what_the_full_students_says_about_the_two_matrices(base
     with torch.no_grad():
         for name, (a, b) in before.items():
             weights[f"{name}.weight"] += scale * b @ a
-    ours, theirs = (
-        step(learner_for(one, its), 0) for one, its in ((student, config), (full, full_config))
+    left, right = (
+        step(learner_for(example, its), 0)
+        for example, its in ((student, config), (full, full_config))
     )
-    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+    assert left["loss"] == pytest.approx(right["loss"], rel=1e-6)
     for name, (a, b) in before.items():
         whole = weights[f"{name}.weight"].grad
         assert whole is not None
@@ -114,7 +115,7 @@ def test_the_gradient_is_what_the_full_students_says_about_the_two_matrices(base
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_micro_batch_budget_changes_nothing(base: Path, checkpointing: bool) -> None:
     """With every layer run twice too, which wants gradients through a frozen embedding."""
-    found: list[tuple[float, list[Tensor]]] = []
+    actual: list[tuple[float, list[Tensor]]] = []
     for budget, twice in ((10_000, False), (30, checkpointing)):
         config = config_in(base, gradient_checkpointing=twice, **FREELY)
         student = moved(Student.load(config))
@@ -122,20 +123,20 @@ def test_the_micro_batch_budget_changes_nothing(base: Path, checkpointing: bool)
         loss = step(learner_for(student, config), 0, budget)["loss"]
         gradients = [parameter.grad for parameter in student.trained().values()]
         assert all(gradient is not None for gradient in gradients)
-        found.append((loss, [gradient for gradient in gradients if gradient is not None]))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-9)
-    for ours, theirs in zip(found[0][1], found[1][1], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
+        actual.append((loss, [gradient for gradient in gradients if gradient is not None]))
+    assert actual[0][0] == pytest.approx(actual[1][0], rel=1e-9)
+    for left, right in zip(actual[0][1], actual[1][1], strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-8)
 
 
 def test_in_half_precision_adapters_and_moments_are_float32_beside_halves(base: Path) -> None:
-    told: list[float] = []
+    output: list[float] = []
     for dtype in ("float32", "bfloat16"):
         config = config_in(base, dtype=dtype, learning_rate=1e-6)
         student = moved(Student.load(config))
         before = {name: parameter.detach().clone() for name, parameter in student.trained().items()}
         learner = learner_for(student, config)
-        told.append(step(learner, 0)["loss"])
+        output.append(step(learner, 0)["loss"])
         assert {value.dtype for value in own_weights(student).values()} == {getattr(torch, dtype)}
         for name, parameter in student.trained().items():
             assert parameter.dtype == torch.float32
@@ -144,8 +145,8 @@ def test_in_half_precision_adapters_and_moments_are_float32_beside_halves(base: 
             assert largest == pytest.approx(1e-6, rel=0.1)
         for moments in learner.optimizer.state_dict()["state"].values():
             assert {value.dtype for value in moments.values()} == {torch.float32}
-    assert told[0] != told[1]
-    assert told[0] == pytest.approx(told[1], rel=2**-6)
+    assert output[0] != output[1]
+    assert output[0] == pytest.approx(output[1], rel=2**-6)
 
 
 def test_a_seed_decides_how_adapters_begin_and_nothing_else_is_drawn(base: Path) -> None:
@@ -162,18 +163,18 @@ def test_a_seed_decides_how_adapters_begin_and_nothing_else_is_drawn(base: Path)
 
 
 def test_dropout_is_of_training_alone_and_a_function_of_the_step(base: Path) -> None:
-    told: dict[float, list[Any]] = {}
+    output: dict[float, list[Any]] = {}
     for dropout in (0.0, 0.5):
-        told[dropout] = []
+        output[dropout] = []
         for _ in range(2):
             config = config_in(base, {**LORA, "dropout": dropout})
             student = moved(Student.load(config))
             [written] = student.generate([[5, 6, 7]], RolloutConfig(max_new_tokens=6), seed=0)
             torch.rand(1)  # whatever else was drawn meanwhile
             loss = step(learner_for(student, config), 0)["loss"]
-            told[dropout].append((written.token_ids, written.logprobs, loss))
-        assert told[dropout][0] == told[dropout][1]
-    without, with_dropout = told[0.0][0], told[0.5][0]
+            output[dropout].append((written.token_ids, written.logprobs, loss))
+        assert output[dropout][0] == output[dropout][1]
+    without, with_dropout = output[0.0][0], output[0.5][0]
     assert without[:2] == with_dropout[:2]
     assert without[2] != with_dropout[2]
 

@@ -83,9 +83,9 @@ def test_an_identity_read_without_weights_is_that_of_the_loaded_model(tmp_path: 
 def test_the_text_encoder_is_made_when_it_is_asked_for() -> None:
     identity = student_of().identity
     assert "encoder" not in vars(identity)
-    made = identity.encoder
-    assert made.encode("3 + 4") == encoder("digit").encode("3 + 4")
-    assert identity.encoder is made
+    built = identity.encoder
+    assert built.encode("3 + 4") == encoder("digit").encode("3 + 4")
+    assert identity.encoder is built
 
 
 def test_a_folder_without_a_model_raises_a_config_error(tmp_path: Path) -> None:

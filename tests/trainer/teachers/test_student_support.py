@@ -65,14 +65,14 @@ def test_a_rollout_keeps_the_students_most_likely_ids_of_every_token(top_p: floa
     prompts = [Prompt(n, QUESTION, {"math": 1.0}) for n in range(3)]
     rollouts = sampler.sample_batch(prompts, step=0, batch=0)
 
-    for made in rollouts:
-        ids = made.completion.token_ids.tolist()
-        full = [*made.prompt_token_ids.tolist(), *ids]
+    for built in rollouts:
+        ids = built.completion.token_ids.tolist()
+        full = [*built.prompt_token_ids.tolist(), *ids]
         with torch.no_grad():
             logits = student.model(torch.tensor([full])).logits[0, -len(ids) - 1 : -1]
         logits = logits[:, : table("digit").size]
-        assert made.student_topk_ids is not None
-        assert made.student_topk_ids.tolist() == logits.topk(5).indices.tolist()
+        assert built.student_topk_ids is not None
+        assert built.student_topk_ids.tolist() == logits.topk(5).indices.tolist()
 
 
 def test_nothing_is_kept_unless_asked_and_nothing_else_changes() -> None:
@@ -95,25 +95,30 @@ def test_ids_that_are_not_one_row_a_token_are_refused() -> None:
 
 async def test_a_teacher_with_the_same_tokenizer_scores_the_students_ids() -> None:
     transport, config = Recorded(service("digit").app), teacher_config(**SAME)
-    made = written("7 + 8", "<|end|>", keep=2 * TOP_K, math=1.0)
+    built = written("7 + 8", "<|end|>", keep=2 * TOP_K, math=1.0)
     async with scorer_of(IDENTITY, {"math": (transport, config)}) as scorer:
-        [example] = await scorer.score([made])
+        [example] = await scorer.score([built])
 
-    assert made.student_topk_ids is not None
-    wanted = made.student_topk_ids[:, :TOP_K]
-    assert transport.sequences[0]["candidate_ids"] == wanted.tolist()
-    found = example.scores[0].score.topk
+    assert built.student_topk_ids is not None
+    expected_values = built.student_topk_ids[:, :TOP_K]
+    assert transport.sequences[0]["candidate_ids"] == expected_values.tolist()
+    actual = example.scores[0].score.topk
     teacher = service("digit")
     rows = completion_logprobs(
         teacher.model,
         prompt_ids("digit"),
-        made.completion.token_ids.tolist(),
+        built.completion.token_ids.tolist(),
         teacher.real_ids,
         1.0,
     )
-    assert len(rows) == len(found) == len(wanted)
+    assert len(rows) == len(actual) == len(expected_values)
     for row, ids, topk_ids, logprobs, tail in zip(
-        rows, wanted.tolist(), found.ids, found.logprobs, found.tail_logprobs, strict=True
+        rows,
+        expected_values.tolist(),
+        actual.ids,
+        actual.logprobs,
+        actual.tail_logprobs,
+        strict=True,
     ):
         best = sorted(ids, key=lambda token: -row[token])
         assert topk_ids.tolist() == best
@@ -127,9 +132,9 @@ async def test_a_teacher_with_another_tokenizer_scores_counterparts_where_spans_
     name: str,
 ) -> None:
     transport, config = Recorded(service(name).app), teacher_config(**OTHER)
-    made = written("12 + 30 = 1999.50, the fox 的", "<|end|>", math=1.0)
+    built = written("12 + 30 = 1999.50, the fox 的", "<|end|>", math=1.0)
     async with scorer_of(IDENTITY, {"math": (transport, config)}) as scorer:
-        [example] = await scorer.score([made])
+        [example] = await scorer.score([built])
         projection = scorer.projection("math")
 
     [judgement] = example.scores
@@ -142,16 +147,16 @@ async def test_a_teacher_with_another_tokenizer_scores_counterparts_where_spans_
         dense[projection.student_ids[first:last], column] = projection.weights[first:last]
     alignment = align(judgement.teacher_input.completion, judgement.score.completion)
     starts = dict(zip(alignment.teacher_starts, alignment.student_starts, strict=True))
-    assert made.student_topk_ids is not None
+    assert built.student_topk_ids is not None
     for row, candidates in enumerate(sent):
         if row not in starts:
             assert candidates == []
             continue
-        reached = dense[made.student_topk_ids[starts[row]]] > 0
+        reached = dense[built.student_topk_ids[starts[row]]] > 0
         assert set(candidates) == set(np.flatnonzero(reached.any(axis=0)))
         assert len(candidates) <= TOP_K
-        told = judgement.score.topk.ids[row]
-        assert set(told[told >= 0]) == set(candidates)
+        reported = judgement.score.topk.ids[row]
+        assert set(reported[reported >= 0]) == set(candidates)
     teacher = service(name)
     rows = completion_logprobs(
         teacher.model,
@@ -187,36 +192,36 @@ async def test_on_the_students_support_a_reverse_divergence_is_nearly_the_whole_
     """Merging ids lowers a divergence; on the student's ids hardly anything is merged."""
     student, teacher = student_of(seed=3, sharpness=60), service("digit")
     sampler = Sampler(student, RolloutConfig(max_new_tokens=12), seed=0, keep_topk=TOP_K)
-    [made] = sampler.sample_batch([Prompt(0, QUESTION, {"math": 1.0})], step=0, batch=0)
-    prompt, ids = made.prompt_token_ids.tolist(), made.completion.token_ids.tolist()
+    [built] = sampler.sample_batch([Prompt(0, QUESTION, {"math": 1.0})], step=0, batch=0)
+    prompt, ids = built.prompt_token_ids.tolist(), built.completion.token_ids.tolist()
     with torch.no_grad():
         logits = student.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
     real = torch.tensor(student.table.real_ids(student.identity.logit_width))
-    ours = logits.masked_fill(~real, -torch.inf).double().log_softmax(dim=1).numpy()
-    theirs = completion_logprobs(teacher.model, prompt, ids, teacher.real_ids, 1.0)
+    value = logits.masked_fill(~real, -torch.inf).double().log_softmax(dim=1).numpy()
+    other = completion_logprobs(teacher.model, prompt, ids, teacher.real_ids, 1.0)
     whole = [
         sum(np.exp(own[token]) * (own[token] - row[token]) for token in row)
-        for own, row in zip(ours, theirs, strict=True)
+        for own, row in zip(value, other, strict=True)
     ]
-    found: dict[str, torch.Tensor] = {}
+    actual: dict[str, torch.Tensor] = {}
     for support in ("student_topk", "teacher_topk"):
         transport, config = Recorded(teacher.app), teacher_config(**{**SAME, "support": support})
         async with scorer_of(student.identity, {"math": (transport, config)}) as scorer:
-            [example] = await scorer.score([made])
+            [example] = await scorer.score([built])
             projection = ProjectionCache().on(CPU, scorer.projection("math"))
         [judgement] = example.scores
         comparison = AlignedPair(
             student=judgement.teacher_input.completion,
-            sampled_logprobs=made.sampled_logprobs,
+            sampled_logprobs=built.sampled_logprobs,
             score=judgement.score,
             alignment=judgement.alignment,
         )
         assert isinstance(config.loss, TopKKlConfig)
         loss = TopKDivergenceLoss(projection, config.loss)
         output = loss(DenseRows(logits, real), loss.targets([comparison], [0]))
-        found[support] = output.per_token
-    np.testing.assert_allclose(found["student_topk"], whole, rtol=0.1)
-    assert (found["teacher_topk"].numpy() < 0.5 * np.array(whole)).all()
+        actual[support] = output.per_token
+    np.testing.assert_allclose(actual["student_topk"], whole, rtol=0.1)
+    assert (actual["teacher_topk"].numpy() < 0.5 * np.array(whole)).all()
 
 
 async def test_a_teacher_that_scores_no_chosen_ids_is_refused(monkeypatch: Any) -> None:

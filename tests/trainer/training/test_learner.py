@@ -76,11 +76,11 @@ def updated(
 
 
 def gradients(student: Student) -> list[Tensor]:
-    found: list[Tensor] = []
+    actual: list[Tensor] = []
     for parameter in student.model.parameters():
         assert parameter.grad is not None
-        found.append(parameter.grad.clone())
-    return found
+        actual.append(parameter.grad.clone())
+    return actual
 
 
 def packed(chosen: list[TrainingExample], budget: int) -> tuple[list[MicroBatch], int]:
@@ -100,15 +100,15 @@ def slow_loss(student: Student, chosen: list[TrainingExample]) -> Tensor:
     real_ids = torch.tensor(student.table.real_ids(student.identity.logit_width))
     total = torch.zeros((), dtype=torch.float64)
     tokens = 0
-    for one in chosen:
-        prompt = one.rollout.prompt_token_ids.tolist()
-        ids = one.rollout.completion.token_ids.tolist()
+    for item in chosen:
+        prompt = item.rollout.prompt_token_ids.tolist()
+        ids = item.rollout.completion.token_ids.tolist()
         tokens += len(ids)
         rows = [
             student.model(torch.tensor([[*prompt, *ids[:row]]])).logits[0, -1]
             for row in range(len(ids))
         ]
-        for judgement in one.scores:
+        for judgement in item.scores:
             targets = topk_targets(judgement.alignment, judgement.score.topk)
             student_rows = DenseRows(torch.stack(rows), real_ids)
             output = losses[judgement.teacher](student_rows, targets)
@@ -123,38 +123,38 @@ def test_loss_and_gradient_are_the_weighted_sum_over_the_steps_tokens() -> None:
     expected = slow_loss(reference, examples())
     expected.backward()
     student = double_student()
-    metrics, found = updated(student, *packed(examples(), 60))
+    metrics, actual = updated(student, *packed(examples(), 60))
     assert metrics["loss"] == pytest.approx(float(expected.detach()), rel=1e-7)
-    for ours, theirs in zip(found, gradients(reference), strict=True):
+    for left, right in zip(actual, gradients(reference), strict=True):
         # Norms and rotations are single precision inside even a double model.
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
-    norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in found))
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-8)
+    norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in actual))
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-9)
 
 
 @pytest.mark.parametrize(("budget", "micro_batches"), [(1, 4), (30, 3), (45, 2), (10_000, 1)])
 def test_the_micro_batch_budget_changes_nothing(budget: int, micro_batches: int) -> None:
     batches, tokens = packed(examples(), budget)
-    metrics, found = updated(double_student(), batches, tokens)
+    metrics, actual = updated(double_student(), batches, tokens)
     expected_metrics, expected = updated(double_student(), *packed(examples(), 10_000))
     assert metrics["loss"] == pytest.approx(expected_metrics["loss"], rel=1e-12)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-10)
+    for left, right in zip(actual, expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-10)
     assert len(batches) == micro_batches
 
 
 def test_the_order_of_examples_changes_nothing() -> None:
     expected_metrics, expected = updated(double_student(), *packed(examples(), 45))
     for order in list(permutations(examples()))[1::5]:
-        metrics, found = updated(double_student(), *packed(list(order), 45))
+        metrics, actual = updated(double_student(), *packed(list(order), 45))
         assert metrics["loss"] == pytest.approx(expected_metrics["loss"], rel=1e-12)
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-10)
+        for left, right in zip(actual, expected, strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-10)
 
 
 def test_in_single_precision_packing_moves_the_loss_by_rounding_alone() -> None:
-    (one, _), (other, _) = (updated(student_of(), *packed(examples(), n)) for n in (1, 10_000))
-    assert one["loss"] == pytest.approx(other["loss"], abs=1e-6)
+    (item, _), (other, _) = (updated(student_of(), *packed(examples(), n)) for n in (1, 10_000))
+    assert item["loss"] == pytest.approx(other["loss"], abs=1e-6)
 
 
 def test_only_rows_that_predict_completion_tokens_have_a_gradient() -> None:
@@ -173,9 +173,9 @@ def test_only_rows_that_predict_completion_tokens_have_a_gradient() -> None:
     gradient = hidden[0].grad
     assert gradient is not None
     trained = torch.zeros(batch.input_ids.shape, dtype=torch.bool)
-    for row, one in enumerate(chosen):
-        first = len(one.rollout.prompt_token_ids) - 1
-        starts = {int(at) for j in one.scores for at in j.alignment.student_starts}
+    for row, item in enumerate(chosen):
+        first = len(item.rollout.prompt_token_ids) - 1
+        starts = {int(at) for j in item.scores for at in j.alignment.student_starts}
         trained[row, [first + at for at in starts]] = True
     assert torch.equal(gradient.abs().sum(dim=-1) > 0, trained)
     assert 0 < int(trained.sum()) < trained.numel()
@@ -186,10 +186,10 @@ def test_what_stands_in_the_padding_changes_nothing() -> None:
     padding = batch.attention_mask == 0
     assert padding.any()
     other = replace(batch, input_ids=torch.where(padding, 77, batch.input_ids))
-    metrics, found = updated(double_student(), [batch], batch.slots)
+    metrics, actual = updated(double_student(), [batch], batch.slots)
     other_metrics, others = updated(double_student(), [other], batch.slots)
     assert metrics == other_metrics
-    assert all(torch.equal(a, b) for a, b in zip(found, others, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(actual, others, strict=True))
 
 
 @pytest.mark.parametrize("garbage", [1e30, -1e30])
@@ -200,10 +200,10 @@ def test_garbage_in_padding_rows_of_the_head_changes_nothing(garbage: float) -> 
         dirty.model.get_output_embeddings().weight[size:] = garbage
     batches, tokens = packed(examples(), 60)
     expected_metrics, expected = updated(clean, batches, tokens)
-    metrics, found = updated(dirty, batches, tokens)
+    metrics, actual = updated(dirty, batches, tokens)
     assert metrics == expected_metrics
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours, theirs)
+    for left, right in zip(actual, expected, strict=True):
+        assert torch.equal(left, right)
     head = dirty.model.get_output_embeddings().weight
     assert head.grad is not None
     assert not head.grad[size:].any()
@@ -214,9 +214,9 @@ def test_a_step_forgets_the_gradient_of_the_one_before() -> None:
     student, fresh = double_student(), double_student()
     updated(student, *packed(examples()[:2], 60))
     fresh.model.load_state_dict(student.model.state_dict())
-    _, found = updated(student, *packed(examples(), 60))
+    _, actual = updated(student, *packed(examples(), 60))
     _, expected = updated(fresh, *packed(examples(), 60))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_a_gradient_is_clipped_to_its_largest_norm() -> None:
@@ -231,15 +231,15 @@ def test_a_gradient_is_clipped_to_its_largest_norm() -> None:
 
 def poisoned_learner(student: Student, poison: float, **config: Any) -> Learner:
     """A learner after one honest step, whose gradients are spoilt from then on."""
-    honest = losses_for(student)
+    original = losses_for(student)
 
     class Poisoned:
         """An honest loss, spoilt."""
 
-        targets = honest["math"].targets
+        targets = original["math"].targets
 
         def __call__(self, rows: StudentLogprobs, targets: TopKTargets) -> LossOutput:
-            return LossOutput(honest["math"](rows, targets).per_token * poison)
+            return LossOutput(original["math"](rows, targets).per_token * poison)
 
     learner = learner_of(student)
     batches, tokens = packed(examples(), 60)
@@ -247,7 +247,7 @@ def poisoned_learner(student: Student, poison: float, **config: Any) -> Learner:
     broken = Learner(
         student,
         StudentConfig(model="tiny", **config),
-        losses={**honest, "math": Poisoned()},
+        losses={**original, "math": Poisoned()},
         teacher_weights=TEACHER_WEIGHTS,
         max_steps=10,
         seed=0,
@@ -259,13 +259,13 @@ def poisoned_learner(student: Student, poison: float, **config: Any) -> Learner:
 def state_of(student: Student, learner: Learner) -> list[Tensor]:
     """Weights, then moments."""
     moments = learner.optimizer.state_dict()["state"].values()
-    tensors = [*student.model.parameters(), *(one for state in moments for one in state.values())]
+    tensors = [*student.model.parameters(), *(item for state in moments for item in state.values())]
     return [tensor.detach().clone() for tensor in tensors]
 
 
 def assert_unchanged(student: Student, learner: Learner, before: list[Tensor]) -> None:
     after = state_of(student, learner)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(after, before, strict=True))
+    assert all(torch.equal(left, right) for left, right in zip(after, before, strict=True))
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
@@ -351,9 +351,9 @@ def test_a_step_moves_the_weights_towards_the_teachers() -> None:
     student = student_of()
     learner = learner_of(student, learning_rate=1e-2)
     batches, tokens = packed(examples(), 60)
-    told = [learner.update(batches, tokens=tokens, step=step)[0]["loss"] for step in range(6)]
-    assert told == sorted(told, reverse=True)
-    assert told[-1] < 0.9 * told[0]
+    messages = [learner.update(batches, tokens=tokens, step=step)[0]["loss"] for step in range(6)]
+    assert messages == sorted(messages, reverse=True)
+    assert messages[-1] < 0.9 * messages[0]
 
 
 def test_a_step_uses_the_learning_rate_of_its_number() -> None:
@@ -374,11 +374,11 @@ def test_the_learning_rate_warms_up_and_follows_a_cosine_to_its_floor() -> None:
     config = StudentConfig(
         model="tiny", learning_rate=2.0, warmup_steps=4, min_learning_rate_ratio=0.1
     )
-    found = [learning_rate(config, step=step, max_steps=12) for step in range(13)]
-    assert found[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
-    assert found[8] == pytest.approx(1.1)  # half way: the mean of top and floor
-    assert found[12] == pytest.approx(0.2)
-    assert found[4:] == sorted(found[4:], reverse=True)
+    actual = [learning_rate(config, step=step, max_steps=12) for step in range(13)]
+    assert actual[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
+    assert actual[8] == pytest.approx(1.1)  # half way: the mean of top and floor
+    assert actual[12] == pytest.approx(0.2)
+    assert actual[4:] == sorted(actual[4:], reverse=True)
     flat = StudentConfig(model="tiny", learning_rate=2.0, min_learning_rate_ratio=1.0)
     assert {learning_rate(flat, step=step, max_steps=3) for step in range(3)} == {2.0}
     assert learning_rate(config, step=0, max_steps=2) == 0.5  # a warm-up longer than the run

@@ -28,13 +28,13 @@ SHARES = [0.0, 0.3, 1.0]
 def written(
     text: str, prompt: int, teachers: Mapping[str, float], *, seed: int, answer: bool
 ) -> TrainingExample:
-    made = rollout(
+    built = rollout(
         "digit",
         ids_of("digit", text, "<|end|>"),
         prompt_ids=range(5, 5 + prompt),
         teachers=teachers,
     )
-    return example(replace(made, sampled_logprobs=None) if answer else made, seed=seed)
+    return example(replace(built, sampled_logprobs=None) if answer else built, seed=seed)
 
 
 def answers() -> list[TrainingExample]:
@@ -54,7 +54,7 @@ def rollouts() -> list[TrainingExample]:
 
 
 def unjudged(chosen: list[TrainingExample]) -> list[TrainingExample]:
-    return [TrainingExample(one.rollout, ()) for one in chosen]
+    return [TrainingExample(item.rollout, ()) for item in chosen]
 
 
 def double_student() -> Student:
@@ -78,21 +78,21 @@ def step(
         max_steps=10,
         seed=0,
     )
-    tokens = sum(len(one.rollout.completion) for one in chosen)
+    tokens = sum(len(item.rollout.completion) for item in chosen)
     batches = pack(chosen, tokens_per_micro_batch=budget)
     metrics, measured = learner.update(batches, tokens=tokens, step=0)
     return metrics, measured, gradient(student)
 
 
 def gradient(student: Student) -> list[Tensor]:
-    found = [parameter.grad for parameter in student.model.parameters()]
-    return [torch.zeros(()) if one is None else one.clone() for one in found]
+    actual = [parameter.grad for parameter in student.model.parameters()]
+    return [torch.zeros(()) if item is None else item.clone() for item in actual]
 
 
-def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
+def assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for value, right in zip(actual, expected, strict=True):
         # Norms and rotations are single precision inside even a double model.
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(value, right, rtol=1e-5, atol=1e-8)
 
 
 def slow_step(chosen: list[TrainingExample], weight: float) -> tuple[float, list[Tensor]]:
@@ -102,18 +102,18 @@ def slow_step(chosen: list[TrainingExample], weight: float) -> tuple[float, list
     losses = losses_for(student, {"code": "reverse_kl"})
     real_ids = torch.tensor(student.table.real_ids(student.identity.logit_width))
     total, tokens = torch.zeros((), dtype=torch.float64), 0
-    for one in chosen:
-        prompt = one.rollout.prompt_token_ids.tolist()
-        ids = one.rollout.completion.token_ids.tolist()
+    for item in chosen:
+        prompt = item.rollout.prompt_token_ids.tolist()
+        ids = item.rollout.completion.token_ids.tolist()
         contexts = [torch.tensor([[*prompt, *ids[:row]]]) for row in range(len(ids))]
         rows = torch.stack([student.model(context).logits[0, -1] for context in contexts])
         distilled = None
-        for judgement in one.scores:
+        for judgement in item.scores:
             targets = topk_targets(judgement.alignment, judgement.score.topk)
             output = losses[judgement.teacher](DenseRows(rows, real_ids), targets)
             share = judgement.weight * TEACHER_WEIGHTS[judgement.teacher] * output.per_token
             distilled = share if distilled is None else distilled + share
-        answer = one.rollout.sampled_logprobs is None
+        answer = item.rollout.sampled_logprobs is None
         real = torch.nonzero(real_ids).flatten().tolist()
         labelled = cross_entropy(student.model, prompt, ids, real) if answer else None
         total = total + token_costs(labelled, distilled, weight).sum()
@@ -126,9 +126,9 @@ def slow_step(chosen: list[TrainingExample], weight: float) -> tuple[float, list
 def test_loss_and_gradient_are_those_of_the_formula(weight: float) -> None:
     chosen = [*answers(), *rollouts(), *unjudged(answers()[:1])]
     expected_loss, expected = slow_step(chosen, weight)
-    metrics, _, found = step(chosen, weight)
+    metrics, _, actual = step(chosen, weight)
     assert metrics["loss"] == pytest.approx(expected_loss, rel=1e-6)
-    assert_close(found, expected)
+    assert_close(actual, expected)
 
 
 def test_the_gradient_of_a_mixture_is_the_mixture_of_gradients() -> None:
@@ -145,10 +145,10 @@ def test_the_gradient_of_a_mixture_is_the_mixture_of_gradients() -> None:
 
 def test_what_the_student_wrote_itself_has_no_cross_entropy() -> None:
     expected, _, gradients = step(rollouts(), 1.0)
-    metrics, _, found = step(rollouts(), 0.2)
+    metrics, _, actual = step(rollouts(), 0.2)
     assert metrics == expected
     assert "sft/loss_per_token" not in metrics
-    assert all(torch.equal(a, b) for a, b in zip(found, gradients, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(actual, gradients, strict=True))
 
 
 def test_plain_sft_is_the_loss_that_transformers_computes_from_labels() -> None:
@@ -161,38 +161,38 @@ def test_plain_sft_is_the_loss_that_transformers_computes_from_labels() -> None:
     chosen = unjudged(answers())
     batch = micro_batch(chosen)
     labels = torch.full_like(batch.input_ids, -100)
-    for row, one in enumerate(chosen):
-        first = len(one.rollout.prompt_token_ids)
-        labels[row, first : one.length] = batch.input_ids[row, first : one.length]
-    theirs = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=labels)
-    theirs.loss.backward()
+    for row, item in enumerate(chosen):
+        first = len(item.rollout.prompt_token_ids)
+        labels[row, first : item.length] = batch.input_ids[row, first : item.length]
+    right = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=labels)
+    right.loss.backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     tokens = int((labels != -100).sum())
     assert tokens == batch.slots
-    metrics, _, found = step(chosen, 0.0, student=Student(model, own, CPU))
+    metrics, _, actual = step(chosen, 0.0, student=Student(model, own, CPU))
     # They divide by the labels' number, as this trainer does by the step's tokens.
-    assert metrics["loss"] * tokens == pytest.approx(float(theirs.loss.detach()) * tokens, rel=1e-6)
-    assert_close(found, expected)
+    assert metrics["loss"] * tokens == pytest.approx(float(right.loss.detach()) * tokens, rel=1e-6)
+    assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("budget", [1, 30, 45])
 def test_the_micro_batch_budget_changes_nothing(budget: int) -> None:
     chosen = [*answers(), *rollouts()]
     expected_metrics, _, expected = step(chosen, 0.4, budget=10_000)
-    metrics, measured, found = step(chosen, 0.4, budget=budget)
+    metrics, measured, actual = step(chosen, 0.4, budget=budget)
     for key in ("loss", "sft/loss_per_token"):
         assert metrics[key] == pytest.approx(expected_metrics[key], rel=1e-9)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-10)
+    for value, right in zip(actual, expected, strict=True):
+        torch.testing.assert_close(value, right, rtol=1e-6, atol=1e-10)
     assert set(measured) == {"math", "code"}
 
 
 def test_cross_entropy_is_measured_unweighted_per_token_of_answers() -> None:
-    alone, _, _ = step(unjudged(answers()), 0.0)
-    assert alone["sft/loss_per_token"] == pytest.approx(alone["loss"], rel=1e-6)
+    baseline, _, _ = step(unjudged(answers()), 0.0)
+    assert baseline["sft/loss_per_token"] == pytest.approx(baseline["loss"], rel=1e-6)
     for weight in SHARES:
         mixed, measured, _ = step([*answers(), *rollouts()], weight)
-        assert mixed["sft/loss_per_token"] == pytest.approx(alone["loss"], rel=1e-6)
+        assert mixed["sft/loss_per_token"] == pytest.approx(baseline["loss"], rel=1e-6)
         _, alone_measured, _ = step([*answers(), *rollouts()], 1.0)
         assert measured["math"].nats == pytest.approx(alone_measured["math"].nats, rel=1e-9)
 
@@ -206,7 +206,7 @@ def test_an_answer_may_have_no_judge_and_a_rollout_may_not() -> None:
 def test_labels_are_the_tokens_of_answers_and_ignored_elsewhere() -> None:
     chosen = [*answers()[:1], *rollouts()[1:]]
     batch = micro_batch(chosen)
-    answer, own = (one.rollout.completion.token_ids.tolist() for one in chosen)
+    answer, own = (item.rollout.completion.token_ids.tolist() for item in chosen)
     assert batch.labels.tolist() == [*answer, *[-100] * len(own)]
     assert batch.has_labels
     assert not micro_batch(rollouts()).has_labels

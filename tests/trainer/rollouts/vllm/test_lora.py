@@ -72,41 +72,41 @@ def engine(config: StudentConfig, student: Student, small_vllm: None) -> "Iterat
 
 def written(engine: "VllmEngine") -> list[tuple[list[int], Generation]]:
     """Prompts and their completions, all in flight at once."""
-    asked = [PROMPTS[seed % len(PROMPTS)] for seed in range(12)]
+    requests = [PROMPTS[seed % len(PROMPTS)] for seed in range(12)]
 
     async def write() -> list[Generation]:
         return await asyncio.gather(
-            *[engine.generate(prompt, seed=seed) for seed, prompt in enumerate(asked)]
+            *[engine.generate(prompt, seed=seed) for seed, prompt in enumerate(requests)]
         )
 
-    return list(zip(asked, asyncio.run(write()), strict=True))
+    return list(zip(requests, asyncio.run(write()), strict=True))
 
 
 def gaps(student: Student, completions: list[tuple[list[int], Generation]]) -> list[float]:
     """Between the logprobs that vLLM tells and the student's own, in nats, token by token."""
     real_ids = student.table.present.nonzero()[0].tolist()
-    found: list[float] = []
-    for prompt, one in completions:
-        for row, drawn in enumerate(one.token_ids):
-            context = [*prompt, *one.token_ids[:row]]
+    actual: list[float] = []
+    for prompt, example in completions:
+        for row, drawn in enumerate(example.token_ids):
+            context = [*prompt, *example.token_ids[:row]]
             expected = next_token_logprobs(student.model, context, real_ids, TEMPERATURE)
-            found.append(abs(expected[drawn] - one.logprobs[row]))
-    return found
+            actual.append(abs(expected[drawn] - example.logprobs[row]))
+    return actual
 
 
 def test_each_pushed_version_writes_and_its_logprobs_are_the_students_own(
     engine: "VllmEngine", student: Student
 ) -> None:
-    told = [written(engine)]  # before the first push the model is as it is, and so is the student
-    found = gaps(student, told[0])
+    output = [written(engine)]  # before the first push the model is as it is, and so is the student
+    actual = gaps(student, output[0])
     for version in range(2):
         moved(student, seed=version)
         asyncio.run(engine.push_weights())
-        told.append(written(engine))
-        found += gaps(student, told[-1])
-        assert max(gaps(student, told[-2])) > 100 * TOLERANCE  # of the version before
-    print(f"largest gap {max(found):.2e} nats over {len(found)} tokens")  # noqa: T201
-    assert max(found) < TOLERANCE
+        output.append(written(engine))
+        actual += gaps(student, output[-1])
+        assert max(gaps(student, output[-2])) > 100 * TOLERANCE  # of the version before
+    print(f"largest gap {max(actual):.2e} nats over {len(actual)} tokens")  # noqa: T201
+    assert max(actual) < TOLERANCE
     assert list(asyncio.run(_numbers(engine))) == [2]
 
 

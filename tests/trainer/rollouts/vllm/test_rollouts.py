@@ -63,12 +63,14 @@ class Pen:
 
     def write(self, seeds: range = range(12)) -> list[tuple[list[int], Generation]]:
         """Prompts and their completions, all in flight at once."""
-        asked = [(PROMPTS[seed % len(PROMPTS)], seed) for seed in seeds]
+        requests = [(PROMPTS[seed % len(PROMPTS)], seed) for seed in seeds]
 
         async def write() -> list[Generation]:
-            return await asyncio.gather(*[self.engine.generate(p, seed=s) for p, s in asked])
+            return await asyncio.gather(*[self.engine.generate(p, seed=s) for p, s in requests])
 
-        return [(prompt, one) for (prompt, _), one in zip(asked, call(write()), strict=True)]
+        return [
+            (prompt, example) for (prompt, _), example in zip(requests, call(write()), strict=True)
+        ]
 
     def change(self, seed: int) -> None:
         """Gives the student other weights, with garbage in the head's padding."""
@@ -87,20 +89,20 @@ class Pen:
     def gaps(self) -> list[float]:
         """Nats between what is told of drawn tokens, and what the student says; the most likely
         tokens are looked at, too."""
-        found: list[float] = []
-        for prompt, one in self.write():
-            for row, drawn in enumerate(one.token_ids):
-                context = [*prompt, *one.token_ids[:row]]
+        actual: list[float] = []
+        for prompt, example in self.write():
+            for row, drawn in enumerate(example.token_ids):
+                context = [*prompt, *example.token_ids[:row]]
                 expected = next_token_logprobs(self.student.model, context, self.real_ids, 0.7)
-                found.append(abs(expected[drawn] - one.logprobs[row]))
-                assert one.topk_ids is not None
+                actual.append(abs(expected[drawn] - example.logprobs[row]))
+                assert example.topk_ids is not None
                 likely = sorted(expected, key=expected.__getitem__, reverse=True)[:TOP_K]
                 np.testing.assert_allclose(
-                    [expected[found] for found in one.topk_ids[row].tolist()],
-                    [expected[found] for found in likely],
+                    [expected[actual] for actual in example.topk_ids[row].tolist()],
+                    [expected[actual] for actual in likely],
                     atol=TOLERANCE,
                 )
-        return found
+        return actual
 
 
 def saved_model(folder: Path, *, tied: bool) -> Path:
@@ -151,7 +153,9 @@ def test_pushed_weights_write_and_their_logprobs_are_the_students_own(pen: Pen) 
     before = pen.write()
     pen.push(seed=1)
     after = pen.write()
-    assert [one.token_ids for _, one in before] != [one.token_ids for _, one in after]
+    assert [example.token_ids for _, example in before] != [
+        example.token_ids for _, example in after
+    ]
     gaps = pen.gaps()
     print(f"largest gap {max(gaps):.2e} nats over {len(gaps)} tokens")  # noqa: T201
     assert max(gaps) < TOLERANCE
@@ -188,13 +192,13 @@ def test_weights_that_do_not_arrive_end_the_run(pen: Pen, monkeypatch: pytest.Mo
 def test_rows_of_the_head_without_a_token_are_never_written(pen: Pen) -> None:
     assert pen.student.identity.logit_width > pen.student.table.size
     pen.push(seed=2)
-    for _, one in pen.write(range(60)):
-        assert max(one.token_ids) < pen.student.table.size
+    for _, example in pen.write(range(60)):
+        assert max(example.token_ids) < pen.student.table.size
 
 
 def test_a_completion_ends_with_its_first_ending_token(pen: Pen) -> None:
     endings = set(pen.student.table.roles.ending)
-    completions = [one.token_ids for _, one in pen.write(range(200))]
+    completions = [example.token_ids for _, example in pen.write(range(200))]
     assert any(completion[-1] in endings for completion in completions)
     for completion in completions:
         assert endings.isdisjoint(completion[:-1])
@@ -203,31 +207,31 @@ def test_a_completion_ends_with_its_first_ending_token(pen: Pen) -> None:
 
 def test_a_seed_decides_what_is_written_beside_whatever_else(pen: Pen) -> None:
     together = pen.write(range(9))
-    alone = pen.write(range(4, 5))[0][1]
-    assert alone.token_ids == together[4][1].token_ids
-    assert len({tuple(one.token_ids) for _, one in together[1::3]}) == 3
+    baseline = pen.write(range(4, 5))[0][1]
+    assert baseline.token_ids == together[4][1].token_ids
+    assert len({tuple(example.token_ids) for _, example in together[1::3]}) == 3
 
 
 def test_top_p_writes_from_the_nucleus_and_tells_its_logprobs(
     pen: Pen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change(pen, monkeypatch, top_p=0.6)
-    for prompt, one in pen.write():
-        for row, drawn in enumerate(one.token_ids):
-            context = [*prompt, *one.token_ids[:row]]
+    for prompt, example in pen.write():
+        for row, drawn in enumerate(example.token_ids):
+            context = [*prompt, *example.token_ids[:row]]
             whole = next_token_logprobs(pen.student.model, context, pen.real_ids, 0.7)
             kept = nucleus(whole, 0.6)
-            assert one.logprobs[row] == pytest.approx(kept[drawn], abs=TOLERANCE)
+            assert example.logprobs[row] == pytest.approx(kept[drawn], abs=TOLERANCE)
 
 
 def test_temperature_zero_is_the_most_likely_token_each_time(
     pen: Pen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change(pen, monkeypatch, temperature=0)
-    for prompt, one in pen.write(range(3)):
+    for prompt, example in pen.write(range(3)):
         endings = pen.student.table.roles.ending
         expected = greedy(pen.student.model, prompt, pen.real_ids, endings, 12)
-        assert one.token_ids == expected
+        assert example.token_ids == expected
 
 
 def test_a_resumed_run_would_write_the_same(pen: Pen) -> None:
@@ -238,9 +242,9 @@ def test_a_resumed_run_would_write_the_same(pen: Pen) -> None:
         async def complete() -> dict[int, list[int]]:
             sampler = EngineSampler(pen.engine, pen.student, config, seed=3, version=version)
             await sampler.push(version)
-            found = [each async for each in sampler.sample(prompts, step=version)]
-            assert {each.rollouts[0].policy_version for each in found} == {version}
-            return {c.place: c.rollouts[0].completion.token_ids.tolist() for c in found}
+            actual = [each async for each in sampler.sample(prompts, step=version)]
+            assert {each.rollouts[0].policy_version for each in actual} == {version}
+            return {c.place: c.rollouts[0].completion.token_ids.tolist() for c in actual}
 
         return call(complete())
 
@@ -264,14 +268,14 @@ def test_a_run_trains_on_what_vllm_writes_and_tells_under_which_weights(
     values["student"] |= {"model": str(model_folder), "learning_rate": 1e-2}
     values["rollout"] |= {"engine": "vllm", "prompts_per_step": 12}
     folder, _ = run_here(values)
-    told = journal(folder.parent)
-    assert [line["step"] for line in told] == [1, 2, 3]
-    for line in told:
+    output = journal(folder.parent)
+    assert [line["step"] for line in output] == [1, 2, 3]
+    for line in output:
         assert line["staleness/max"] == 0
         # Weights that had not arrived would show here: steps are large.
         assert line["teacher/math/importance_ratio_mean"] == pytest.approx(1.0, abs=1e-4)
     # The first step is written with the weights that the engine was started with.
-    assert all(line["time/push"] > 0 for line in told[1:])
+    assert all(line["time/push"] > 0 for line in output[1:])
     completions = (folder.parent / "completions.jsonl").read_text().splitlines()
     assert {(line["step"], line["policy_version"]) for line in map(json.loads, completions)} == {
         (1, 0),
