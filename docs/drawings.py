@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from docs.import_graph import import_graph
 from docs.svg import box, drawing, line, text
 from mopd_losses import align, build_projection
 from mopd_protocol import (
@@ -195,6 +196,7 @@ def _examples(student: TokenTable, teacher: TokenTable, dense) -> list[tuple[int
 DRAWINGS = {
     "data-flow.svg": data_flow,
     "alignment.svg": alignment,
+    "architecture.svg": import_graph,
 }
 
 if __name__ == "__main__":

@@ -320,6 +320,7 @@ LossConfig = Annotated[
     | K3Config,
     Field(discriminator="type"),
 ]
+"""Settings of a loss, selected by ``type``."""
 
 
 #: Losses on the student's own samples: of other text they say nothing, or something else.

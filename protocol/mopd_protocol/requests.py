@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from mopd_protocol.samples import Message
 
 LogprobsDtype = Literal["float32", "float16"]
+"""Precision of log-probabilities in a response."""
 
 #: Sequences of one request. Each costs some work whatever its length, and one body has room for
 #: half a million empty ones.

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import yaml
 from omegaconf import OmegaConf
 from pydantic import TypeAdapter, ValidationError
 
-from docs import configuration_reference, drawings
+from docs import configuration_reference, drawings, metrics_reference
 from mopd_losses.config import LossConfig
 from mopd_server.http.http_metrics import HttpMetrics
 from mopd_server.main import parser
@@ -47,9 +48,17 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         env={"PATH": "/usr/bin:/bin", "NO_MKDOCS_2_WARNING": "1"},
     )
     assert ended.returncode == 0, ended.stderr
+    ids = set(re.findall(r'id="(mopd[\w.]+)"', (tmp_path / "api.html").read_text()))
+    assert public_names() - ids == set(), "names that the API page does not document"
     assert "WARNING" not in ended.stderr
     assert (tmp_path / "index.html").is_file()
     assert "fonts.g" not in (tmp_path / "index.html").read_text()  # nothing from elsewhere
+
+
+def public_names() -> set[str]:
+    """Return the qualified public names of the packages on the API page."""
+    packages = ("mopd_client", "mopd_losses", "mopd_protocol", "mopd_server", "mopd_trainer")
+    return {f"{p}.{name}" for p in packages for name in import_module(p).__all__}
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -60,6 +69,11 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_the_configuration_page_is_current() -> None:
     written = (PAGES / "configuration.md").read_text()
     assert written == configuration_reference.page(), "run docs/configuration_reference.py"
+
+
+def test_the_metrics_page_is_current() -> None:
+    text = (PAGES / "metrics.md").read_text()
+    assert text == metrics_reference.page(), "run python -m docs.metrics_reference"
 
 
 @pytest.mark.parametrize("name", drawings.DRAWINGS)

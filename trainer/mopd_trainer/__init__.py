@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mopd_trainer.data.prompts import PromptOrder
     from mopd_trainer.data.teacher_input import text_view
     from mopd_trainer.inspection.alignment import align
+    from mopd_trainer.metrics.table import metric_rows
     from mopd_trainer.rollouts.transformers_sampler import Sampler
     from mopd_trainer.student.identity import StudentIdentity
     from mopd_trainer.student.student import Student
@@ -46,6 +47,7 @@ else:
             "collect": "collection",
             "connect_teachers": "teachers.connect",
             "load_run": "config.loading",
+            "metric_rows": "metrics.table",
             "micro_batch": "data.packing",
             "pack": "data.packing",
             "report": "api",
@@ -75,6 +77,7 @@ __all__ = [
     "collect",
     "connect_teachers",
     "load_run",
+    "metric_rows",
     "micro_batch",
     "pack",
     "report",
