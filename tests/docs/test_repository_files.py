@@ -1,5 +1,6 @@
 """Workflows, templates and citation follow their schemas, and name targets that exist."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -51,3 +52,12 @@ def test_the_citation_and_the_changelog_have_the_version() -> None:
 def test_spelling() -> None:
     completed = subprocess.run([BIN / "codespell"], capture_output=True, text=True, cwd=ROOT)
     assert completed.returncode == 0, completed.stdout
+
+
+def test_workflows_call_targets_of_the_makefile() -> None:
+    targets = set(re.findall(r"^([\w./-]+):", (ROOT / "Makefile").read_text(), re.M))
+    called = {
+        target for file in WORKFLOWS for target in re.findall(r"\bmake (\S+)", file.read_text())
+    }
+    assert called
+    assert called <= targets
