@@ -25,6 +25,7 @@ from mopd_trainer.launch.preflight import check_run
 from mopd_trainer.teachers.local.client import LocalTeacher, TeacherLock
 from mopd_trainer.teachers.local.model import LocalModel, LocalTask, ScoreOptions
 from mopd_trainer.teachers.local.residency import LocalTeachers
+from mopd_trainer.teachers.local.row_scores import row_scores
 from tests import tiny_models
 from tests.broker import Broker
 from tests.trainer.ranked import on_ranks
@@ -155,6 +156,20 @@ def test_scores_are_those_of_the_model_on_the_bare_sequence(family: str) -> None
             torch.testing.assert_close(
                 row_logprobs[real], expected[real].float(), atol=1e-5, rtol=1e-5
             )
+
+
+def test_row_scores_are_at_the_requested_temperature() -> None:
+    """Entries, token and tail are of the softmax of logits / temperature."""
+    logits = torch.randn(3, 11, generator=torch.Generator().manual_seed(1))
+    scores = row_scores(logits, torch.tensor([4, 0, 10]), top_k=2, temperature=0.5)
+    expected = (logits.double() / 0.5).log_softmax(dim=1)
+    best = expected.topk(2, dim=1)
+    assert torch.equal(scores.ids, best.indices)
+    torch.testing.assert_close(scores.logprobs.double(), best.values, atol=1e-6, rtol=0)
+    tokens = expected[torch.arange(3), torch.tensor([4, 0, 10])]
+    torch.testing.assert_close(scores.token_logprobs.double(), tokens, atol=1e-6, rtol=0)
+    tails = (1 - best.values.exp().sum(dim=1)).log()
+    torch.testing.assert_close(scores.tail_logprobs.double(), tails, atol=1e-5, rtol=0)
 
 
 def test_model_that_changes_its_logits_is_scored_by_full_logits(
