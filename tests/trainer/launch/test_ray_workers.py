@@ -71,8 +71,8 @@ class Dying(RayWorkers):
     requests = 0
 
     async def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Any:
-        self.asked += 1
-        if self.asked == 6:
+        self.requests += 1
+        if self.requests == 6:
             os.kill(await self._actors[0].process_id.remote(), signal.SIGKILL)
         return await super().generate(prompts, seed=seed)
 
