@@ -4,16 +4,15 @@
 
 Completions are pieces of 4 kB of Python's standard library, with a teacher that is an n-gram model
 of its own tokens, top-64. Preparation runs on one core, a completion at a time; ``new text`` is the
-median over completions after 32 others (what was found for those is remembered), ``known text`` the
-best of three times the same ones again, ``slow twin`` the preparation one boundary, one token and
-one unit at a time (tests/reference/prefix_places.py), by the kilobyte. Values of both are compared.
+median over completions after 32 others (whose cuts and ranges are cached), ``known text`` the best
+of three times the same ones again. ``tests/losses/test_contract.py`` compares values with the slow
+twin.
 """
 
 import argparse
 import json
 import random
 import statistics
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -34,22 +33,19 @@ from mopd_losses import (
     Loss,
     LossTerm,
     PrefixKlConfig,
-    PrefixKlLoss,
     SftLoss,
-    SharedUnits,
     TopKDivergenceLoss,
     align,
     blockwise_head,
+    build_loss,
     build_projection,
     label_targets,
 )
 from mopd_protocol import TeacherScore, TopKLogprobs
 from tests.real_vocabularies import STANDARD_LIBRARY, Vocabulary, python_sources, real
-from tests.reference import prefix_places as slow
 
 PAIRS = [("tekken", "python_131k"), ("python_131k", "tekken"), ("tekken", "v3"), ("v3", "tekken")]
 COMPLETION_BYTES = 4_096
-SLOW_BYTES = 512
 K = 64
 ROWS, HIDDEN, ROWS_PER_BLOCK = 2_048, 512, 256
 
@@ -134,24 +130,12 @@ def measure_preparation(student: str, teacher: str, count: int) -> Result:
     found = completions(student, teacher, count)
     sides = real(student), real(teacher)
     before = _resident_bytes()
-    units, set_up = _timed(
-        lambda: SharedUnits(sides[0].table, sides[0].encoder, sides[1].table, sides[1].encoder)
-    )
+    loss, set_up = _timed(lambda: build_loss(PrefixKlConfig(), *sides))
     held = _resident_bytes() - before
-    loss = PrefixKlLoss(units, PrefixKlConfig())
     first = [_timed(lambda c=c: loss.targets([c], [0]))[1] for c in found]
     again = [
         min(_timed(lambda c=c: loss.targets([c], [0]))[1] for _ in range(3)) for c in found[32:]
     ]
-    model = NGramTeacher(sides[1], ["x = 1\n"])
-    text = found[0].student.text[:SLOW_BYTES].decode(errors="ignore")
-    short = compared(student, teacher, model, text)
-    fast, _ = _timed(lambda: loss.targets([short], [0]))
-    _, warm = _timed(lambda: loss.targets([short], [0]))
-    places, slowly = _timed(lambda: slow.places(short, units))
-    events = sum(nats > -np.inf for nats in fast.events.flatten().tolist())
-    if len(places) != len(fast.positions) or sum(len(p.events) for p in places) != events:
-        sys.exit("the slow twin found other events")
     return {
         "student": student,
         "teacher": teacher,
@@ -162,19 +146,16 @@ def measure_preparation(student: str, teacher: str, count: int) -> Result:
         "first_ms": first[0] * 1e3,
         "new_text_ms": statistics.median(first[32:]) * 1e3,
         "known_text_ms": statistics.median(again) * 1e3,
-        "fast_ms_a_kilobyte": warm * 1e6 / len(text.encode()),
-        "slow_twin_ms_a_kilobyte": slowly * 1e6 / len(text.encode()),
     }
 
 
 def measure_step(student: str, teacher: str, rounds: int) -> Result:
     """Milliseconds of a head's step with a loss and cross entropy, and of cross entropy alone."""
     sides = real(student), real(teacher)
-    units = SharedUnits(sides[0].table, sides[0].encoder, sides[1].table, sides[1].encoder)
     width = sides[0].logit_width
     matrix = build_projection(sides[0].table, sides[1].table, sides[1].encoder, student_width=width)
     losses: dict[str, Loss] = {
-        "prefix_kl": PrefixKlLoss(units, PrefixKlConfig()),
+        "prefix_kl": build_loss(PrefixKlConfig(), *sides),
         "ctkd": TopKDivergenceLoss(
             DeviceProjection.copy_of(matrix, torch.device("cpu")), CtkdConfig()
         ),
@@ -247,8 +228,8 @@ def main() -> None:
         "MB",
         "first",
         "new text",
+        "a 1,000 tokens",
         "known text",
-        "slow twin × (1/2 kB)",
     ):
         table.add_column(heading, justify="right" if heading != "student, teacher" else "left")
     for row in prepared:
@@ -259,8 +240,8 @@ def main() -> None:
             f"{row['set_up_bytes'] / 1e6:,.0f}",
             f"{row['first_ms']:,.0f}",
             f"{row['new_text_ms']:,.0f}",
+            f"{row['new_text_ms'] / row['student_tokens'] * 1e3:,.0f}",
             f"{row['known_text_ms']:,.0f}",
-            f"{row['slow_twin_ms_a_kilobyte'] / row['fast_ms_a_kilobyte']:,.0f}",
         )
     console.print(table)
     floor = steps["ms"]["cross entropy (floor)"]

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from mopd_losses.core.loss import AlignedPair, Loss, LossOutput
     from mopd_losses.core.student_rows import DenseRows
     from mopd_losses.prefix.loss import PrefixKlLoss
-    from mopd_losses.prefix.shared_units import SharedUnits
     from mopd_losses.projection.cache import DeviceProjection, ProjectionCache
     from mopd_losses.projection.matrix import ProjectionMatrix, build_projection
     from mopd_losses.sampled.k2_k3 import K2Loss, K3Loss
@@ -80,7 +79,6 @@ else:
             "ProjectionMatrix": "projection.matrix",
             "ProjectionSettings": "config",
             "SftLoss": "core.cross_entropy",
-            "SharedUnits": "prefix.shared_units",
             "SimctConfig": "config",
             "SimctLoss": "spans.simct",
             "TopKDivergenceLoss": "topk.topk_divergence",
@@ -130,7 +128,6 @@ __all__ = [
     "ProjectionMatrix",
     "ProjectionSettings",
     "SftLoss",
-    "SharedUnits",
     "SimctConfig",
     "SimctLoss",
     "TopKDivergenceLoss",

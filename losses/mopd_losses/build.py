@@ -25,7 +25,7 @@ from mopd_losses.config import (
 )
 from mopd_losses.core.loss import Loss
 from mopd_losses.prefix.loss import PrefixKlLoss
-from mopd_losses.prefix.shared_units import SharedUnits
+from mopd_losses.prefix.preparation import Preparation
 from mopd_losses.projection.cache import DeviceProjection, ProjectionCache
 from mopd_losses.projection.matrix import ProjectionMatrix
 from mopd_losses.projection.sides import StudentSide, TokenizerSide, find_projection
@@ -113,8 +113,8 @@ def _topk_divergence(config: CtkdConfig | TopKKlConfig, context: LossContext) ->
 
 def _prefix_kl(config: PrefixKlConfig, context: LossContext) -> Loss:
     student, teacher = context.student, context.teacher
-    units = SharedUnits(student.table, student.encoder, teacher.table, teacher.encoder)
-    return PrefixKlLoss(units, config, context.teacher_temperature)
+    preparation = Preparation(student.table, student.encoder, teacher.table)
+    return PrefixKlLoss(preparation, config, context.teacher_temperature)
 
 
 def _policy_gradient(config: PolicyGradientConfig, context: LossContext) -> Loss:

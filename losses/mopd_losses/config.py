@@ -181,19 +181,17 @@ class K3Config(BaseModel):
 
 
 class PrefixKlConfig(DivergenceSettings):
-    """A divergence at every token boundary of either side, for a teacher with any tokenizer.
+    """A divergence on text at every token boundary of either side, for any teacher tokenizer.
 
-    Reads what both models say inside long tokens, and after tokens that could have been longer.
-    With one tokenizer on both sides it is ``topk_kl`` in its tail-bucket form.
+    Compares how likely both models continue with the same strings, also inside long tokens and
+    after tokens that could have been longer; see ``mopd_losses.prefix.loss``.
     """
 
     type: Literal["prefix_kl"] = "prefix_kl"
-    mass_floor: float = Field(default=1e-5, ge=0, le=1)
-    """Where the teacher found the text since its last sure boundary less likely than this, its
-    top-k knows little of what would follow, and the boundary weighs the likelihood over this. It
-    bounds what an absurd text can do and mends no truncation: on random models cut to a top-k, the
-    error of forward KL's gradient was within 2 % of that without a floor at 1e-5, and larger from
-    1e-3 on (losses/README.md)."""
+    mass_floor: float = Field(default=0.1, ge=0, le=1)
+    """A boundary that the teacher reaches with a smaller probability, given the text at its first
+    open row, weighs that probability over this floor: what the teacher's top-k contains about such
+    a boundary is a small part of what may follow."""
 
 
 Direction = Literal["forward_kl", "reverse_kl"]

@@ -444,7 +444,6 @@ def _prefix_kl(divergence: Literal["forward_kl", "reverse_kl", "jsd"], floor: fl
         problem=prefix_problem,
         exact=lambda problem, _: problem.targets(divergence, floor),
         least=-1e-4 if divergence == "reverse_kl" else 0.0,  # the floor of the teacher's tail
-        equal_belief="longest_match",  # by merges, one text has two events (signal.md)
     )
 
 

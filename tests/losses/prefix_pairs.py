@@ -1,6 +1,5 @@
 """Pairs of tiny vocabularies that write by longest match, and completions scored in float64."""
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from mopd_losses.config import PrefixKlConfig
 from mopd_losses.core.loss import AlignedPair, LossOutput
 from mopd_losses.core.student_rows import DenseRows
 from mopd_losses.prefix.loss import PrefixKlLoss
-from mopd_losses.prefix.shared_units import SharedUnits
-from mopd_losses.prefix.targets import PrefixTargets, Readings
+from mopd_losses.prefix.preparation import Preparation
+from mopd_losses.prefix.targets import PrefixTargets
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.tokenizers.token_table import TokenTable
 from tests.losses.families import Family, made_of
@@ -125,38 +124,17 @@ class Tongue:
         """The canonical tokens of a text."""
         return [self.family.table.bytes_of(i).decode() for i in self.encoder.encode(text)]
 
-    def side(
-        self,
-        written: Sequence[int],
-        logprobs: Tensor,
-        tails: Sequence[float],
-        kept: list[list[int]],
-    ) -> slow.Side:
-        """The same for the slow reference; ``logprobs`` [tokens, width]."""
-        table = self.family.table
-        tokens = {i: b.decode("latin-1") for i, b in enumerate(table.all_bytes) if b}
+    def side(self, ids: Sequence[int], logprobs: Tensor, kept: list[list[int]]) -> slow.Side:
+        """The same for the slow reference; ``logprobs`` [tokens, width], of the ``kept`` ids."""
+        tokens = {i: b.decode("latin-1") for i, b in enumerate(self.table.all_bytes) if b}
         tokens[self.end] = END_CHARACTER
-
-        def spell(text: str) -> list[str]:
-            found: list[str] = []
-            for n, part in enumerate(text.split(END_CHARACTER)):
-                found += [END_CHARACTER] if n else []
-                found += [tokens[i] for i in self.encode_bytes(part.encode("latin-1"))]
-            return found
-
+        rows = logprobs.exp().tolist()
         return slow.Side(
-            spell=spell,
             tokens=tokens,
-            written=[int(token) for token in written],
-            rows=[
-                {i: math.exp(row[i]) for i in ids}
-                for row, ids in zip(logprobs.tolist(), kept, strict=True)
-            ],
-            written_probabilities=[
-                math.exp(row[int(token)])
-                for row, token in zip(logprobs.tolist(), written, strict=True)
-            ],
-            tails=list(tails),
+            realised=[int(token) for token in ids],
+            rows=[{i: row[i] for i in known} for row, known in zip(rows, kept, strict=True)],
+            realised_probabilities=[row[int(token)] for row, token in zip(rows, ids, strict=True)],
+            encode=lambda text: [tokens[i] for i in self.encode_bytes(text.encode("latin-1"))],
         )
 
 
@@ -168,13 +146,8 @@ class Pair:
     teacher: Tongue
 
     @cached_property
-    def units(self) -> SharedUnits:
-        return SharedUnits(
-            self.student.family.table,
-            self.student.encoder,
-            self.teacher.family.table,
-            self.teacher.encoder,
-        )
+    def preparation(self) -> Preparation:
+        return Preparation(self.student.table, self.student.encoder, self.teacher.table)
 
     @cached_property
     def real_ids(self) -> Tensor:
@@ -182,7 +155,7 @@ class Pair:
         return torch.tensor(family.table.real_ids(family.logit_width))
 
     def loss(self, mass_floor: float = 0.0, **settings: Any) -> PrefixKlLoss:
-        return PrefixKlLoss(self.units, PrefixKlConfig(mass_floor=mass_floor, **settings))
+        return PrefixKlLoss(self.preparation, PrefixKlConfig(mass_floor=mass_floor, **settings))
 
     def targets(
         self, comparisons: Sequence[AlignedPair], offsets: Sequence[int] = (0,), **settings: Any
@@ -191,13 +164,6 @@ class Pair:
 
     def value(self, logits: Tensor, targets: PrefixTargets, **settings: Any) -> LossOutput:
         return self.loss(**settings)(DenseRows(logits, self.real_ids), targets)
-
-
-def ids_read(targets: PrefixTargets, readings: Readings) -> Tensor:
-    """[ids read, 5], int64: place, column, position, id and path of each, in order."""
-    numbers, ids = targets.ids_of(readings)
-    columns = [readings.places, readings.columns, readings.positions]
-    return torch.stack([*(c[numbers] for c in columns), ids, readings.paths[numbers]], dim=1)
 
 
 def compared(
@@ -242,25 +208,17 @@ def model_rows(tongue: Tongue, model: TokenModel, text: str) -> Tensor:
 def prefix_closed(draw: random.Random, letters: str, words: int, longest: int) -> list[str]:
     """Random spellings of two letters and more, each with all that it begins with."""
     drawn = ["".join(draw.choices(letters, k=draw.randint(2, longest))) for _ in range(words)]
-    found = {word[:end] for word in drawn for end in range(2, len(word) + 1)}
-    return sorted(found, key=lambda word: (len(word), word))
+    prefixes = {word[:end] for word in drawn for end in range(2, len(word) + 1)}
+    return sorted(prefixes, key=lambda word: (len(word), word))
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
-    """Two models without rhyme or reason on one text, for both the fast and the slow form."""
+class Completion:
+    """Two unrelated models on one text."""
 
     pair: Pair
     logits: Tensor  # [student tokens, width]
     comparison: AlignedPair
-    teacher_side: slow.Side
-
-    def student_side(self) -> slow.Side:
-        logprobs = self.logits.masked_fill(~self.pair.real_ids, -torch.inf).log_softmax(dim=1)
-        tongue = self.pair.student
-        every = [i for i in range(tongue.family.table.size) if tongue.family.table.present[i]]
-        written = self.comparison.student.token_ids.tolist()
-        return tongue.side(written, logprobs.detach(), [0.0] * len(written), [every] * len(written))
 
 
 #: Random pairs are drawn from this many, which are made once.
@@ -281,7 +239,7 @@ def random_pair(seed: int, letters: str = "ab") -> Pair:
 
 @cache
 def gapped_pair(seed: int, letters: str = "ab") -> Pair:
-    """The same with long tokens that no shorter one leads to, so that roots say little of them."""
+    """The same with long tokens that no shorter one leads to."""
     draw = random.Random(seed)
 
     def words() -> list[str]:
@@ -290,8 +248,8 @@ def gapped_pair(seed: int, letters: str = "ab") -> Pair:
     return Pair(*(Tongue.of(*sorted({*words()}), end=e, alone=True) for e in ("<over>", "<stop>")))
 
 
-def random_problem(seed: int, letters: str = "ab", pair: Pair | None = None) -> Problem:
-    """Any vocabularies, any cuts of the student's, a teacher that reads the text or another."""
+def random_completion(seed: int, letters: str = "ab", pair: Pair | None = None) -> Completion:
+    """Any vocabularies, any cuts of the student's, a teacher that scores this or another text."""
     if pair is None:
         pair = (random_pair if seed // PAIRS % 2 else gapped_pair)(seed % PAIRS, letters)
     tongues = [pair.student, pair.teacher]
@@ -313,7 +271,7 @@ def random_problem(seed: int, letters: str = "ab", pair: Pair | None = None) -> 
     student_ids = tongues[0].ids([*pieces, *ended])
     teacher_ids = tongues[1].ids([*tongues[1].tokenize(read), *ended])
     scale = draw.choice([1.0, 3.0])
-    letter_ids = [  # what says something about the text; the others are there but unlikely
+    letter_ids = [  # tokens of the text's letters; all others are unlikely
         tongue.ids(
             [
                 *(
@@ -334,8 +292,4 @@ def random_problem(seed: int, letters: str = "ab", pair: Pair | None = None) -> 
     real = torch.tensor(tongues[1].family.table.real_ids(tongues[1].family.logit_width))
     logprobs = rows[1].masked_fill(~real, -torch.inf).log_softmax(dim=1)
     comparison = compared(pair, student_ids, teacher_ids, logprobs, k=draw.choice([1, 3, 6]))
-    topk = comparison.score.topk
-    side = tongues[1].side(
-        teacher_ids, logprobs, np.exp(topk.tail_logprobs).tolist(), topk.ids.tolist()
-    )
-    return Problem(pair, rows[0], comparison, side)
+    return Completion(pair, rows[0], comparison)

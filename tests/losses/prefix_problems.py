@@ -18,9 +18,9 @@ from tests.losses.prefix_pairs import (
     Pair,
     Tongue,
     gapped_pair,
+    random_completion,
     random_pair,
 )
-from tests.losses.prefix_pairs import random_problem as random_completion
 from tests.losses.problems import Problem, with_ids
 from tests.reference import prefix_kl as slow
 
@@ -38,8 +38,10 @@ class PrefixProblem(Problem):
 
     def columns(self, targets: Any) -> list[int]:
         """Return a dozen of the student ids that the targets read."""
-        read = {*targets.group_ids.tolist(), *targets.step_ids.tolist(), 0}
-        return sorted(token for token in read if token >= 0)[:12]
+        ids = self.pair.preparation.student.ids
+        ranges = zip(targets.named.starts.tolist(), targets.named.stops.tolist(), strict=True)
+        named = {token for start, stop in ranges for token in ids[start:stop].tolist()}
+        return sorted({*named, *targets.step_ids.tolist(), 0})[:12]
 
     def sides(self, number: int) -> tuple[slow.Side, slow.Side]:
         """Return one completion's student and teacher for the slow twin."""
@@ -51,7 +53,6 @@ class PrefixProblem(Problem):
         student = self.pair.student.side(
             tokens,
             logits.masked_fill(~self.pair.real_ids, -torch.inf).log_softmax(dim=1),
-            [0.0] * len(tokens),
             [every] * len(tokens),
         )
         score: Any = comparison.score
@@ -61,8 +62,8 @@ class PrefixProblem(Problem):
         logprobs = torch.full((len(tokens), width), -torch.inf, dtype=torch.float64)
         logprobs.scatter_(1, torch.tensor(topk.ids), torch.tensor(topk.logprobs))
         logprobs[torch.arange(len(tokens)), tokens] = torch.tensor(topk.token_logprobs)
-        tails = np.exp(topk.tail_logprobs).tolist()
-        return student, self.pair.teacher.side(tokens, logprobs, tails, topk.ids.tolist())
+        kept = [[token for token in row if token >= 0] for row in topk.ids.tolist()]
+        return student, self.pair.teacher.side(tokens, logprobs, kept)
 
     def renumbered(self, seed: int) -> tuple["PrefixProblem", NDArray[np.int64]]:
         """Permute the ids of both vocabularies; also return the old student id of each new one."""

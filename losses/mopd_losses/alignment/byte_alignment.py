@@ -68,7 +68,7 @@ class Alignment:
         return int((ends[self.student_ends] - ends[self.student_starts]).sum())
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """Equal runs of symbols: ``student[s:s + n]`` and ``teacher[t:t + n]``."""
 
     student: int
@@ -81,7 +81,7 @@ def align(student: TokenSequence, teacher: TokenSequence) -> Alignment:
     names: dict[str, int] = {}
     student_symbols, student_ends = _symbols(student, names)
     teacher_symbols, teacher_ends = _symbols(teacher, names)
-    blocks = list(_common_blocks(student_symbols, teacher_symbols))
+    blocks = list(common_blocks(student_symbols, teacher_symbols))
     spans = [_spans_in_block(block, student_ends, teacher_ends) for block in blocks]
     columns = np.concatenate(spans, axis=1) if spans else np.zeros((4, 0), dtype=np.int32)
     return Alignment(*columns)
@@ -107,7 +107,7 @@ def _symbols(sequence: TokenSequence, names: dict[str, int]) -> tuple[Symbols, E
     return symbols, ends + np.cumsum(is_mark)
 
 
-def _spans_in_block(block: _Block, student_ends: Ends, teacher_ends: Ends) -> IntArray:
+def _spans_in_block(block: Block, student_ends: Ends, teacher_ends: Ends) -> IntArray:
     """[4, spans]: the columns of ``Alignment`` for one block."""
     cuts = np.flatnonzero(
         _boundaries(student_ends, block.student, block.length)
@@ -135,19 +135,19 @@ def _boundaries(ends: Ends, start: int, length: int) -> NDArray[np.bool_]:
     return marks
 
 
-def _common_blocks(student: Symbols, teacher: Symbols) -> Iterator[_Block]:
+def common_blocks(student: Symbols, teacher: Symbols) -> Iterator[Block]:
     """Maximal equal runs, in order on both sides, disjoint; the whole text when all is equal."""
     prefix = _common_prefix(student, teacher)
     if prefix:
-        yield _Block(0, 0, prefix)
+        yield Block(0, 0, prefix)
     student_rest, teacher_rest = student[prefix:], teacher[prefix:]
     suffix = _common_prefix(student_rest[::-1], teacher_rest[::-1])
     student_end, teacher_end = len(student_rest) - suffix, len(teacher_rest) - suffix
     middle = _anchored_blocks(student_rest[:student_end], teacher_rest[:teacher_end])
     for block in middle:
-        yield _Block(block.student + prefix, block.teacher + prefix, block.length)
+        yield Block(block.student + prefix, block.teacher + prefix, block.length)
     if suffix:
-        yield _Block(student_end + prefix, teacher_end + prefix, suffix)
+        yield Block(student_end + prefix, teacher_end + prefix, suffix)
 
 
 def _common_prefix(left: Symbols, right: Symbols) -> int:
@@ -162,7 +162,7 @@ def _common_prefix(left: Symbols, right: Symbols) -> int:
     return limit
 
 
-def _anchored_blocks(student: Symbols, teacher: Symbols) -> Iterator[_Block]:
+def _anchored_blocks(student: Symbols, teacher: Symbols) -> Iterator[Block]:
     """Blocks grown from runs of symbols that occur exactly once on each side (patience diff)."""
     student_done = teacher_done = 0
     for anchor in _anchors(student, teacher):
@@ -176,11 +176,11 @@ def _anchored_blocks(student: Symbols, teacher: Symbols) -> Iterator[_Block]:
         forward = _common_prefix(student[at_student:], teacher[at_teacher:])
         if back + forward < ANCHOR_SYMBOLS:
             continue  # two different runs with one hash
-        yield _Block(at_student - back, at_teacher - back, back + forward)
+        yield Block(at_student - back, at_teacher - back, back + forward)
         student_done, teacher_done = at_student + forward, at_teacher + forward
 
 
-def _anchors(student: Symbols, teacher: Symbols) -> list[_Block]:
+def _anchors(student: Symbols, teacher: Symbols) -> list[Block]:
     """Where runs unique on both sides begin, as the longest chain that increases on both.
 
     Neighbouring beginnings are one block, and belong to the chain together or not at all.
@@ -200,7 +200,7 @@ def _anchors(student: Symbols, teacher: Symbols) -> list[_Block]:
     first = np.concatenate([[0], np.flatnonzero(breaks) + 1])
     lengths = np.diff(first, append=len(students))
     columns = (students[first].tolist(), teachers[first].tolist(), lengths.tolist())
-    return _longest_chain([_Block(*row) for row in zip(*columns, strict=True)])
+    return _longest_chain([Block(*row) for row in zip(*columns, strict=True)])
 
 
 def _unique_runs(symbols: Symbols) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
@@ -215,7 +215,7 @@ def _unique_runs(symbols: Symbols) -> tuple[NDArray[np.uint64], NDArray[np.int64
     return values[counts == 1], first[counts == 1]
 
 
-def _longest_chain(blocks: list[_Block]) -> list[_Block]:
+def _longest_chain(blocks: list[Block]) -> list[Block]:
     """The blocks (disjoint, in the student's order) that the teacher has in order, most symbols."""
     ends: list[int] = []  # where on the teacher's side the best chains end: the more, the later
     totals: list[int] = []  # symbols in each
@@ -227,7 +227,7 @@ def _longest_chain(blocks: list[_Block]) -> list[_Block]:
         previous.append(last[at - 1] if at else -1)
         stop = bisect_right(totals, total, lo=at)  # chains that end later and have no more symbols
         ends[at:stop], totals[at:stop], last[at:stop] = [block.teacher], [total], [index]
-    chain: list[_Block] = []
+    chain: list[Block] = []
     at = last[-1] if last else -1
     while at >= 0:
         chain.append(blocks[at])

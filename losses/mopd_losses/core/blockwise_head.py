@@ -11,7 +11,7 @@ dense in the first term and sparse in the second, so distillation costs what pla
 costs, whatever the size of the teacher's vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,9 +20,13 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from mopd_losses.core.loss import LossOutput, Targets
+from mopd_losses.core.segments import expand_ranges, segment_logsumexp
 from mopd_losses.core.student_rows import DenseRows, StudentLogprobs, most_likely_ids
 
 ROWS_PER_BLOCK = 1024
+
+#: Ids of ranges that are read at once.
+_RANGE_MEMBERS = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,6 +178,28 @@ class _BlockwiseHead(torch.autograd.Function):
         return (*gradients, None, None, None, None)
 
 
+@dataclass(frozen=True, eq=False)
+class _Ranges:
+    """Ranges of ids that are summed, expanded to their members a chunk at a time."""
+
+    positions: Tensor  # int64 [n]
+    starts: Tensor  # int64 [n], in ``ids``
+    stops: Tensor  # int64 [n]
+    ids: Tensor  # int64 [m]
+    temperature: float
+
+    def chunks(self, width: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield ranges, with each member's number of its range in the chunk and flat index."""
+        counts = (self.stops - self.starts).cumsum(0)
+        start, done = 0, 0
+        while start < len(counts):
+            stop = int(torch.searchsorted(counts, done + _RANGE_MEMBERS, right=True))
+            part = slice(start, max(stop, start + 1))
+            numbers, members = expand_ranges(self.starts[part], self.stops[part])
+            yield part, numbers, self.positions[part][numbers] * width + self.ids[members]
+            start, done = part.stop, int(counts[part.stop - 1])
+
+
 class _Block:
     """``StudentLogprobs`` of one block of logits; records the entries read, for the gradient."""
 
@@ -195,6 +221,7 @@ class _Block:
         self._log_normalisers: dict[float, Tensor] = {}
         self._readings: list[tuple[Tensor, Tensor]] = []  # (flat index, logits read)
         self._row_readings: list[tuple[Tensor, Tensor]] = []  # (position, full row)
+        self._range_readings: list[tuple[_Ranges, Tensor]] = []  # (ranges, log of their sums)
         self._zeros = torch.zeros(len(hidden), dtype=dtype, device=hidden.device)
 
     @property
@@ -230,6 +257,26 @@ class _Block:
     ) -> Int64[Tensor, "n most"]:
         return most_likely_ids(self._logits, positions, allowed, count)
 
+    def range_logmasses(
+        self,
+        positions: Int64[Tensor, "n"],
+        starts: Int64[Tensor, "n"],
+        stops: Int64[Tensor, "n"],
+        ids: Int64[Tensor, "m"],
+        *,
+        temperature: float = 1.0,
+    ) -> Float[Tensor, "n"]:
+        log_normalisers = self._normalisers(temperature)
+        ranges = _Ranges(positions, starts, stops, ids, temperature)
+        sums = torch.full((len(positions),), -torch.inf, dtype=self.dtype, device=self.device)
+        with torch.no_grad():
+            for part, numbers, indices in ranges.chunks(self.width):
+                logits = self._logits.view(-1)[indices] / temperature
+                sums[part] = segment_logsumexp(logits, numbers, part.stop - part.start)
+        if torch.is_grad_enabled():
+            self._range_readings.append((ranges, sums.requires_grad_()))
+        return sums - log_normalisers[positions]
+
     def whole_rows(
         self, positions: Int64[Tensor, "n"], *, temperature: float = 1.0
     ) -> Float[Tensor, "n width"]:
@@ -252,25 +299,45 @@ class _Block:
         normalisers = list(self._log_normalisers.items())
         readings = [*self._readings, *self._row_readings]
         leaves = [leaf for _, leaf in normalisers] + [read for _, read in readings]
+        leaves += [sums for _, sums in self._range_readings]
         if not value.requires_grad:
             return self._logits.zero_()
         # Not in the annotation: the gradient of an unused leaf is None.
         gradients = cast(
             Sequence[Tensor | None], torch.autograd.grad(value, leaves, allow_unused=True)
         )
+        by_sums = gradients[len(normalisers) + len(readings) :]
+        range_gradients = [
+            (ranges, self._range_gradient(ranges, sums.detach(), by_sum))
+            for (ranges, sums), by_sum in zip(self._range_readings, by_sums, strict=True)
+            if by_sum is not None
+        ]
         gradient = self._dense_gradient(
             [(t, leaf.detach(), g) for (t, leaf), g in zip(normalisers, gradients, strict=False)]
         )
         flat = gradient.view(-1)
-        for (indices, _), by_reading in zip(readings, gradients[len(normalisers) :], strict=True):
+        for (indices, _), by_reading in zip(readings, gradients[len(normalisers) :], strict=False):
             if by_reading is not None:
                 read_from = flat if by_reading.ndim == 1 else gradient
                 read_from.index_add_(0, indices, by_reading)
+        for ranges, by_member in range_gradients:
+            chunks = zip(ranges.chunks(self.width), by_member, strict=True)
+            for (_, _, indices), values in chunks:
+                flat.index_add_(0, indices, values)
         if self._squashed is not None:
             gradient *= 1 - self._squashed.square_()
         if self._head.scale != 1.0:
             gradient *= self._head.scale
         return gradient
+
+    def _range_gradient(self, ranges: "_Ranges", sums: Tensor, by_sum: Tensor) -> list[Tensor]:
+        """Return the gradient by the logits of each chunk, from the logits of the block."""
+        shifts = torch.where(torch.isneginf(sums), 0.0, sums)
+        values: list[Tensor] = []
+        for part, numbers, indices in ranges.chunks(self.width):
+            shares = self._logits.view(-1)[indices] / ranges.temperature - shifts[part][numbers]
+            values.append(shares.exp_() * (by_sum[part] / ranges.temperature)[numbers])
+        return values
 
     def _dense_gradient(self, normalisers: list[tuple[float, Tensor, Tensor | None]]) -> Tensor:
         """Return the softmax of every row times the gradient of its normaliser."""

@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from mopd_losses.core.segments import expand_ranges, segment_logsumexp
+
 _RANKED_ROWS = 64  # rows that are copied at once to be ranked
 
 
@@ -49,6 +51,29 @@ class StudentLogprobs(Protocol):
 
         Returns:
             [n]; ``-inf`` for padding ids.
+        """
+        ...
+
+    def range_logmasses(
+        self,
+        positions: Int64[Tensor, "n"],
+        starts: Int64[Tensor, "n"],
+        stops: Int64[Tensor, "n"],
+        ids: Int64[Tensor, "m"],
+        *,
+        temperature: float = 1.0,
+    ) -> Float[Tensor, "n"]:
+        """Return the log of the mass of ``ids[start:stop]`` at each position, in nats;
+        differentiable.
+
+        Args:
+            positions: int64 [n].
+            starts: int64 [n], ranges in ``ids``.
+            stops: int64 [n], exclusive.
+            ids: int64 [m].
+
+        Returns:
+            [n]; ``-inf`` for an empty range.
         """
         ...
 
@@ -130,6 +155,18 @@ class DenseRows:
             self._logits[positions, ids] / temperature - self._normalisers(temperature)[positions]
         )
 
+    def range_logmasses(
+        self,
+        positions: Int64[Tensor, "n"],
+        starts: Int64[Tensor, "n"],
+        stops: Int64[Tensor, "n"],
+        ids: Int64[Tensor, "m"],
+        *,
+        temperature: float = 1.0,
+    ) -> Float[Tensor, "n"]:
+        """See ``StudentLogprobs``."""
+        return range_logmasses(self, positions, starts, stops, ids, temperature=temperature)
+
     def whole_rows(
         self, positions: Int64[Tensor, "n"], *, temperature: float = 1.0
     ) -> Float[Tensor, "n width"]:
@@ -153,6 +190,21 @@ class DenseRows:
         if temperature not in self._log_normalisers:
             self._log_normalisers[temperature] = (self._logits / temperature).logsumexp(dim=1)
         return self._log_normalisers[temperature]
+
+
+def range_logmasses(
+    student: StudentLogprobs,
+    positions: Int64[Tensor, "n"],
+    starts: Int64[Tensor, "n"],
+    stops: Int64[Tensor, "n"],
+    ids: Int64[Tensor, "m"],
+    *,
+    temperature: float = 1.0,
+) -> Float[Tensor, "n"]:
+    """``StudentLogprobs.range_logmasses`` by reading every id of every range."""
+    numbers, members = expand_ranges(starts, stops)
+    logprobs = student.logprobs(positions[numbers], ids[members], temperature=temperature)
+    return segment_logsumexp(logprobs, numbers, len(positions))
 
 
 def most_likely_ids(

@@ -1,1 +1,1 @@
-"""Prefix KL."""
+"""Prefix KL: a cross-tokenizer divergence on text, at every token boundary of either side."""

@@ -1,181 +1,192 @@
-"""``Places``: every boundary of one completion, and the rows of either side that are open there."""
+"""``Boundaries``: the bytes at which a completion is compared, and the open rows.
+
+A boundary is a byte at which a token of either side begins, in a common block of both texts.
+A row is open at a boundary if its distribution still determines what follows the boundary: its
+token begins at the boundary or covers it, or some token of the vocabulary spells the text between
+the row's start and the boundary and continues.
+"""
 
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.prefix.junctions import Junction, Junctions
-from mopd_losses.prefix.shared_units import Crossings, SharedUnits, SideUnits
+from mopd_losses.alignment.byte_alignment import common_blocks
+from mopd_losses.prefix.sorted_vocabulary import SortedVocabulary, control_character
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 
-#: No row of a side starts, or is cut, at a boundary.
-NO_ROW = -1
+Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Written:
+class TokenizedText:
     """One side's tokens of a completion; offsets count bytes and control tokens."""
 
-    side: SideUnits
+    vocabulary: SortedVocabulary
     ids: list[int]
-    starts: NDArray[np.int64]
-    ends: NDArray[np.int64]
+    starts: Integers  # [rows]
+    ends: Integers  # [rows]
     symbols: str  # a Latin-1 character a byte, and a private one for each control token
-    spells: NDArray[np.bool_]  # [rows], False for control tokens, those sent as text too
+    spells: NDArray[np.bool_]  # [rows], False for control tokens, also for those sent as text
 
     @classmethod
-    def by(cls, side: SideUnits, sequence: TokenSequence, names: dict[str, str]) -> "Written":
-        """Reads a sequence.
+    def of(
+        cls, vocabulary: SortedVocabulary, sequence: TokenSequence, controls: dict[str, str]
+    ) -> "TokenizedText":
+        """Build the symbols of a token sequence.
 
         Args:
-            names: the private characters of control tokens, the same for both sides; grows.
+            controls: as for ``SortedVocabulary``; names that no vocabulary has are added.
         """
         text = sequence.text.decode("latin-1")
         lengths = np.diff(sequence.byte_ends, prepend=0).astype(np.int64)
-        if not sequence.marks:
-            symbols = text
-        else:
-            parts: list[str] = []
-            start = 0
-            for offset, mark in sequence.marks.items():
-                at = int(sequence.byte_ends[offset])
-                parts += [text[start:at], names.setdefault(mark, _name(len(names)))]
-                start = at
-                lengths[offset] = 1
-            symbols = "".join([*parts, text[start:]])
+        parts: list[str] = []
+        start = 0
+        for position, name in sequence.marks.items():
+            stop = int(sequence.byte_ends[position])
+            parts += [text[start:stop], controls.setdefault(name, control_character(len(controls)))]
+            start = stop
+            lengths[position] = 1
         ends = np.cumsum(lengths)
-        spells = side.table.byte_lengths[sequence.token_ids] > 0
-        return cls(side, sequence.token_ids.tolist(), ends - lengths, ends, symbols, spells)
+        return cls(
+            vocabulary=vocabulary,
+            ids=sequence.token_ids.tolist(),
+            starts=ends - lengths,
+            ends=ends,
+            symbols="".join([*parts, text[start:]]),
+            spells=vocabulary.table.byte_lengths[sequence.token_ids] > 0,
+        )
 
-
-def _name(number: int) -> str:
-    """The character that stands for a control token, above every byte."""
-    return chr(0x100 + number)
-
-
-@dataclass(frozen=True, eq=False)
-class Standing:
-    """Where one side stands at each place: the rows from which it says what comes next."""
-
-    written: Written
-    own: NDArray[np.int64]  # [places], the row that starts there, or NO_ROW
-    cut: NDArray[np.int64]  # [places], the row whose token starts before and ends after, or NO_ROW
-    crossed: list[list[tuple[int, Crossings]]]  # [places], rows that start before; nearest first
-
-    @property
-    def here(self) -> NDArray[np.int64]:
-        """[places], the last row that is open."""
-        return np.where(self.own == NO_ROW, self.cut, self.own)
-
-    @property
-    def first(self) -> NDArray[np.int64]:
-        """[places], the first row that is open."""
-        found = self.here
-        for place, crossed in enumerate(self.crossed):
-            if crossed:
-                found[place] = crossed[-1][0]
-        return found
+    def codes(self) -> NDArray[np.uint16]:
+        """Return the symbols as numbers."""
+        return np.frombuffer(self.symbols.encode("utf-16-le"), dtype=np.uint16)
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
-    """The boundaries of either side at which both sides can be read, in order."""
+class OpenRows:
+    """Open rows of one side, in the order of boundaries and rows.
 
-    at: NDArray[np.int64]  # [places], offsets in the text
-    student: Standing
-    teacher: Standing
-    junctions: list[Junction | None]  # [places]; None where no token crosses
+    The last open row of a boundary is the one whose token covers it or begins at it.
+    """
+
+    boundaries: Integers  # [open rows]
+    rows: Integers  # [open rows]
+    begun: list[str]  # [open rows], the text between the row's start and the boundary
+    starts: Integers  # [open rows], the first rank that counts as mass of what is open
+    longer: Integers  # [open rows], the first rank that reaches beyond the boundary
+    stops: Integers  # [open rows]
+    first: Integers  # [boundaries], index of the first open row
+    last: Integers  # [boundaries], index of the last open row
+
+
+@dataclass(frozen=True, eq=False)
+class Boundaries:
+    """The boundaries of one completion, in order."""
+
+    student: TokenizedText
+    teacher: TokenizedText
+    student_rows: OpenRows
+    teacher_rows: OpenRows
+    realised: list[str]  # [boundaries], the text up to the next token end of either side
 
     def __len__(self) -> int:
-        return len(self.junctions)
+        return len(self.realised)
 
 
-def places_of(student: TokenSequence, teacher: TokenSequence, junctions: Junctions) -> Places:
-    """The places of one completion."""
-    units = junctions.units
-    names: dict[str, str] = {}
-    ours = Written.by(units.student, student, names)
-    theirs = Written.by(units.teacher, teacher, names)
-    common = _common_beginning(ours.symbols, theirs.symbols)
-    at = np.unique(np.concatenate([ours.starts, theirs.starts]))
-    at = at[at <= common]
-    sides = [_rows_at(written, at) for written in (ours, theirs)]
-    readable = np.logical_and.reduce([(own != NO_ROW) | (cut != NO_ROW) for own, cut in sides])
-    at = at[readable]
-    student_standing, teacher_standing = (
-        Standing(written, own[readable], cut[readable], _crossed(written, other, at, units))
-        for (own, cut), written, other in zip(sides, (ours, theirs), (theirs, ours), strict=True)
+@dataclass(frozen=True)
+class _Place:
+    """A boundary in the offsets of one side."""
+
+    offset: int
+    row: int  # whose token covers the boundary, or begins at it
+    block_start: int  # rows that start before it have a different text behind them
+
+
+def boundaries_of(student: TokenizedText, teacher: TokenizedText) -> Boundaries:
+    """Find the boundaries of a completion in the tokens of both sides."""
+    student_places: list[_Place] = []
+    teacher_places: list[_Place] = []
+    realised: list[str] = []
+    for block in common_blocks(student.codes(), teacher.codes()):
+        shift, stop = block.teacher - block.student, block.student + block.length
+        offsets = np.union1d(
+            _inside(student.starts, block.student, stop),
+            _inside(teacher.starts - shift, block.student, stop),
+        )
+        student_covering = np.searchsorted(student.starts, offsets, side="right") - 1
+        teacher_covering = np.searchsorted(teacher.starts, offsets + shift, side="right") - 1
+        columns = (offsets.tolist(), student_covering.tolist(), teacher_covering.tolist())
+        for offset, student_row, teacher_row in zip(*columns, strict=True):
+            own = _Place(offset, student_row, block.student)
+            other = _Place(offset + shift, teacher_row, block.teacher)
+            if not (_is_readable(student, own) and _is_readable(teacher, other)):
+                continue
+            ends = int(student.ends[student_row]), int(teacher.ends[teacher_row]) - shift
+            end = min(*ends, stop)
+            if end <= offset:  # a token that spells nothing
+                continue
+            student_places.append(own)
+            teacher_places.append(other)
+            realised.append(student.symbols[offset:end])
+    return Boundaries(
+        student=student,
+        teacher=teacher,
+        student_rows=_open_rows(student, student_places),
+        teacher_rows=_open_rows(teacher, teacher_places),
+        realised=realised,
     )
-    found = _junctions(student_standing, teacher_standing, junctions)
-    return Places(at, student_standing, teacher_standing, found)
 
 
-def _common_beginning(left: str, right: str) -> int:
-    shorter = min(len(left), len(right))
-    if left[:shorter] == right[:shorter]:
-        return shorter
-    pairs = enumerate(zip(left, right, strict=False))
-    return next(at for at, (a, b) in pairs if a != b)
+def _inside(offsets: Integers, start: int, stop: int) -> Integers:
+    return offsets[(offsets >= start) & (offsets < stop)]
 
 
-def _rows_at(
-    written: Written, at: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The row that starts at each offset, and the one that is cut there.
-
-    A control token that was sent as text says all of it or nothing: none of its row is read inside.
-    """
-    if not len(written.starts):
-        return np.full(len(at), NO_ROW), np.full(len(at), NO_ROW)
-    last = np.searchsorted(written.starts, at, side="right") - 1
-    own = np.where((last >= 0) & (written.starts[last] == at), last, NO_ROW)
-    inside = (last >= 0) & (written.ends[last] > at) & written.spells[last]
-    cut = np.where((own == NO_ROW) & inside, last, NO_ROW)
-    return own, cut
+def _is_readable(text: TokenizedText, place: _Place) -> bool:
+    """Return whether the covering row determines what follows: a control token that was sent as
+    text is one event, and a row that starts before the block was conditioned on other text."""
+    if place.row < 0:
+        return False
+    start = int(text.starts[place.row])
+    return start == place.offset or (start >= place.block_start and bool(text.spells[place.row]))
 
 
-def _crossed(
-    written: Written, other: Written, at: NDArray[np.int64], units: SharedUnits
-) -> list[list[tuple[int, Crossings]]]:
-    side, symbols, places = written.side, written.symbols, at.tolist()
-    beginnings = side.beginnings
-    found: list[list[tuple[int, Crossings]]] = [[] for _ in places]
-    starts, ends = written.starts.tolist(), written.ends.tolist()
-    contexts = _contexts(written, other)
-    nexts = np.searchsorted(at, written.starts, side="right").tolist()
-    for row, (start, end, place) in enumerate(zip(starts, ends, nexts, strict=True)):
-        if not written.spells[row]:
+def _open_rows(text: TokenizedText, places: list[_Place]) -> OpenRows:
+    vocabulary, symbols = text.vocabulary, text.symbols
+    opened: list[list[tuple[int, str, int, int, int]]] = [[] for _ in places]
+    first_place = 0
+    for row, start in enumerate(text.starts.tolist()):
+        while first_place < len(places) and places[first_place].offset < start:
+            first_place += 1
+        number = first_place
+        if number < len(places) and places[number].offset == start and places[number].row == row:
+            opened[number].append((row, "", 0, 0, len(vocabulary)))
+            number += 1
+        if not text.spells[row]:
             continue
-        for later in range(place, len(places)):
-            offset = places[later]
-            before = symbols[start:offset]
-            if before not in beginnings:
+        # The tokens that a row leaves open only become fewer from one boundary to the next.
+        while number < len(places) and places[number].block_start <= start:
+            begun = symbols[start : places[number].offset]
+            tokens = vocabulary.range_of(begun)
+            covers = places[number].row == row
+            if tokens.longer == tokens.stop and not covers:
                 break
-            cut = written.ids[row] if offset < end else None
-            crossings = units.crossings(side, before, contexts[row], cut)
-            if crossings:
-                found[later].insert(0, (row, crossings))
-    return found
-
-
-def _contexts(written: Written, other: Written) -> list[str]:
-    """What the other side's token has spelt where each row starts; nothing at its boundaries."""
-    last = np.searchsorted(other.starts, written.starts, side="right") - 1
-    begun = other.starts[last].tolist() if len(other.starts) else [0] * len(last)
-    starts = written.starts.tolist()
-    return [other.symbols[first:start] for first, start in zip(begun, starts, strict=True)]
-
-
-def _junctions(student: Standing, teacher: Standing, junctions: Junctions) -> list[Junction | None]:
-    cuts = zip((student.cut != NO_ROW).tolist(), (teacher.cut != NO_ROW).tolist(), strict=True)
-    found: list[Junction | None] = []
-    for ours, theirs, (ours_cut, theirs_cut) in zip(
-        student.crossed, teacher.crossed, cuts, strict=True
-    ):
-        if not ours and not theirs:
-            found.append(None)
-            continue
-        crossed = tuple(c for _, c in ours), tuple(c for _, c in theirs)
-        found.append(junctions.at((*crossed, ours_cut, theirs_cut)))
-    return found
+            # A token that covers the boundary in the text could also have ended at it.
+            counted = tokens.start if covers else tokens.longer
+            opened[number].append((row, begun, counted, tokens.longer, tokens.stop))
+            number += 1
+    counts = np.array([len(rows) for rows in opened], dtype=np.int64)
+    flat = [entry for rows in opened for entry in rows]
+    numbers = np.array(
+        [(row, counted, longer, stop) for row, _, counted, longer, stop in flat], dtype=np.int64
+    ).reshape(-1, 4)
+    last = np.cumsum(counts) - 1
+    return OpenRows(
+        boundaries=np.repeat(np.arange(len(places)), counts),
+        rows=numbers[:, 0],
+        begun=[begun for _, begun, *_ in flat],
+        starts=numbers[:, 1],
+        longer=numbers[:, 2],
+        stops=numbers[:, 3],
+        first=last - counts + 1,
+        last=last,
+    )

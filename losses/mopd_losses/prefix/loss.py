@@ -1,64 +1,50 @@
-"""Prefix KL: an exact cross-tokenizer divergence at every token boundary of either side.
+"""Prefix KL: a cross-tokenizer divergence on text, at every token boundary of either side.
 
-Wherever a token of the student *or* of the teacher ends, both models have an opinion about what
-comes next, and both can be read from rows that are there already. At a boundary ``o`` of the text
-so far, each side's opinion is its distribution given *the text up to o, and that one of the two
-tokenizers has a boundary at o*. It is put together from up to three kinds of rows:
+At a boundary ``o`` of the student's or the teacher's tokens, both models determine what comes next,
+and both distributions are in rows that are computed anyway:
 
-* The row that starts at ``o``, where the side has a boundary there. It weighs what the side's own
-  tokens on the way there weigh (its *path*).
-* **Inside a long token.** A row that starts before ``o`` says what follows ``o`` with every token
-  that it knows to begin with the text up to ``o`` and to go on, if the other side writes that token
-  with a boundary at ``o`` (it *crosses* ``o``).
-* **After a token that could have been longer.** The same rows count where the side *does* have a
-  boundary at ``o``: a student that wrote ``5`` and stopped has said in that very row how likely
-  ``57`` was. Its next row only knows that it stopped, and answers another question.
+* The row that begins at ``o``, if the side has a boundary at ``o``.
+* **Inside a long token.** A row that begins before ``o`` determines what follows ``o`` with every
+  token that spells the text up to ``o`` and continues: the row of `` 2024`` also gives the
+  probability that ``024`` follows `` 2``.
+* **After a token that could have been longer.** The same rows count if the side does have a
+  boundary at ``o``: a student that produced ``5`` and stopped has given the probability of ``57``
+  in that very row. The next row is conditioned on having stopped.
 
-    X(e | o) = sum over open rows r of path(r) * sum of p_r(v) over tokens v that say e after o
-               divided by the same sum over everything that X says after o
+Events are named by text. A *cell* ``c`` is a string that may follow ``o``; a side's mass of it is
 
-``path(r)`` is the probability of X's own tokens from the first open row up to ``r``; the student's
-carries gradients: that is how it learns to stop less, or more. Where only the row at ``o`` is open
-its path is one and this is the ordinary conditional; for one tokenizer on both sides it always is,
-and the loss is the same-vocabulary tail-bucket form.
+    M(c | o) = sum over open rows r of path(r) * sum of p_r(v) over tokens v
+                                                whose bytes begin with text[start(r):o] + c
 
-Events are units that both sides can name (``shared_units``): tokens of both vocabularies, and
-control tokens by role or name, so that an end of turn is an event like any other. A token of one
-side counts for its root. Named are the units that the teacher's top-k leads to; all others, and
-the teacher's tail, are one bucket, ``rest``. (Naming the student's own token too, where the teacher
-does not, would not be the same-vocabulary form, and would need a mass that a top-k does not have.)
+and the loss compares ``M(c | o) / Z(o)`` of both sides over the cells of ``o`` and everything else
+(the rest), where ``Z(o)`` is the mass of all that is open. ``path(r)`` is the probability of the
+side's realised tokens from the first open row up to ``r``; the student's carries gradients: that is
+how it learns to stop less, or more. All tokens that begin with a string are one range of the
+vocabulary in the order of bytes (``sorted_vocabulary``), so a mass is a sum over a range.
 
-Three things that the design left open were decided by exactness (tests/reference/prefix_kl.py):
+The teacher's top-k names the cells: each candidate, cut where the student's tokenizer ends its
+first token beyond ``o`` (``cuts``), so that one token of the student decides it. The realised
+tokens of both sides always share a cell. Of the named strings only those stay that begin with no
+other one: cells are prefix-free, hence disjoint events of text for any tokenizers, and two
+models that agree about text differ by nothing. A cell that a longer string of the teacher begins
+with is distinguished at a later boundary, by the rows that are still open.
 
-1. A side that has no boundary at ``o`` may still *end a token* there (``5`` where ``57`` was
-   written). That is an opinion too, "not what my longer tokens say", but about what, only a row
-   that was never computed knows. It belongs to the whole, and to ``rest``. Without it, stopping is
-   never learnt from such a teacher. An event that a side could only say by ending at ``o`` first
-   cannot be named either.
-2. A token that crosses ``o`` says ``w`` and leaves open what comes after. Longer units that begin
-   with ``w``, and that this side would write through that token, are counted together with ``w``.
-3. Rows are compared as far as both have read the same bytes: the common beginning of two texts.
-
-Exact for models that write canonically, by longest match, if each side has a token that ends at
-the other's boundaries within its own. What is neglected elsewhere is ways over tokens that were
-not written (a model with ``5``, ``7`` and ``573`` but not ``57`` says ``574`` in rows that nobody
-computed), the tail of rows that do not start at ``o``, and spelling in context (a token's pieces
-are those of its bytes alone; the token really written counts wherever the other side cuts it).
-Tokens with one root are one event; where what follows the root would be asked for nowhere, the way
-to the next boundary of both sides is compared as a whole (``prefix_spans``). Units that too many
-tokens begin with (single bytes; ``shared_units`` has the limits) stay in ``rest``: coarser, but as
-exact.
+What is neglected: text over tokens that were not realised (rows that were not computed), the tail
+of a teacher's rows that do not begin at ``o``, and, at boundaries that the teacher reaches with
+little mass, what its top-k does not contain: such a boundary weighs ``mass / mass_floor``. Compared
+are the common blocks of both texts.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from mopd_losses.config import PrefixKlConfig
 from mopd_losses.core.loss import AlignedPair, LossOutput
+from mopd_losses.core.segments import segment_logsumexp
 from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.divergences.divergences import divergence_of
 from mopd_losses.divergences.truncation import (
@@ -67,117 +53,117 @@ from mopd_losses.divergences.truncation import (
     student_tail,
     with_tail_bucket,
 )
-from mopd_losses.prefix.junctions import Junctions
-from mopd_losses.prefix.preparation import prefix_targets
-from mopd_losses.prefix.shared_units import SharedUnits
-from mopd_losses.prefix.targets import PrefixTargets, Readings
-from mopd_losses.projection.projected_logprobs import segment_logsumexp
+from mopd_losses.prefix.preparation import Preparation
+from mopd_losses.prefix.targets import WHOLE_ROW, PrefixTargets, RangeReadings
 from mopd_protocol.errors import DataError
 
 
 @dataclass(frozen=True, eq=False)
 class PrefixKlLoss:
-    """``prefix_kl`` with its settings: a ``Loss`` for one pair of vocabularies."""
+    """``prefix_kl`` with its settings: a ``Loss`` for one pair of tokenizers."""
 
-    units: SharedUnits
+    preparation: Preparation
     settings: PrefixKlConfig
     temperature: float = 1.0
-
-    @cached_property
-    def junctions(self) -> Junctions:
-        """What was found where tokens cross boundaries, remembered from step to step."""
-        return Junctions(self.units)
+    _sorted_ids: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def targets(self, comparisons: Sequence[AlignedPair], offsets: Sequence[int]) -> PrefixTargets:
         """See ``Loss``."""
-        return prefix_targets(
-            comparisons, offsets, self.junctions, mass_floor=self.settings.mass_floor
-        )
+        floor = self.settings.mass_floor
+        return self.preparation.targets(comparisons, offsets, mass_floor=floor)
 
     def __call__(self, student: StudentLogprobs, targets: PrefixTargets) -> LossOutput:
         """See ``Loss``.
 
         Raises:
-            DataError: when the student's head is narrower than its tokenizer.
+            DataError: if the student's head is narrower than its tokenizer.
         """
-        if student.width < self.units.student.table.size:
+        vocabulary = self.preparation.student
+        if student.width < vocabulary.table.size:
             raise DataError(
-                f"logits of width {student.width} for a tokenizer of "
-                f"{self.units.student.table.size} ids; is this the tokenizer of this model?"
+                f"student: logits are narrower than the tokenizer (found width {student.width}, "
+                f"expected at least {vocabulary.table.size} ids). Use the tokenizer of this model.",
+                key="student",
             )
-        return prefix_kl(student, targets, self.settings, temperature=self.temperature)
+        if student.device not in self._sorted_ids:
+            self._sorted_ids[student.device] = torch.from_numpy(vocabulary.ids).to(student.device)
+        sorted_ids = self._sorted_ids[student.device]
+        return prefix_kl(student, targets, sorted_ids, self.settings, temperature=self.temperature)
 
 
 def prefix_kl(
     student: StudentLogprobs,
     targets: PrefixTargets,
+    sorted_ids: Tensor,
     settings: PrefixKlConfig,
     *,
     temperature: float = 1.0,
 ) -> LossOutput:
-    """Nats per student token; a boundary's divergence stands at the token there.
+    """Return nats per student token; a boundary's divergence is at the position of its last row.
 
     Args:
         targets: the teacher at every boundary, at the same ``temperature``.
+        sorted_ids: int64 [tokens], the student's ids in the order of their bytes.
         temperature: softmax temperature of both sides; the value is multiplied by its square.
 
     Returns:
-        ``measured``, one a boundary: ``teacher_mass`` and ``student_mass`` on the named events,
-        ``path_mass`` and ``student_path_mass``, how likely either side found the way from the first
-        open row to here, and ``path_weight``, below one where the teacher's was under the floor.
+        ``measured``, one value a boundary: ``teacher_mass`` and ``student_mass`` of all cells,
+        ``path_mass`` and ``student_path_mass`` of the text since the first open row, and
+        ``path_weight``, below one if the teacher's path mass is under the floor.
     """
-    events = _student_events(student, targets, temperature)
-    teacher = targets.events.to(student.dtype)
-    retained = ~torch.isneginf(events.named) & ~torch.isneginf(teacher)
+    named, known = _student_cells(student, targets, sorted_ids, temperature)
+    teacher = targets.cells.to(student.dtype)
+    retained = ~torch.isneginf(named) & ~torch.isneginf(teacher)
     unsupported = log_mass(teacher.masked_fill(retained, -torch.inf))
     teacher_rest = torch.logaddexp(targets.rests.to(student.dtype), unsupported)
-    # A place that compares nothing is all rest.
+    # A boundary without a cell compares nothing: all of it is rest.
     teacher_rest = teacher_rest.masked_fill(~retained.any(dim=1), 0.0)
-    ours, theirs = with_tail_bucket(events.named, teacher, teacher_rest, retained)
-    shares = theirs.detach()[:, :-1].exp().sum(dim=1)
-    theirs = floored_tail(theirs) if settings.unbounded_where_teacher_vanishes else theirs
-    values = divergence_of(settings)(ours, theirs) * targets.weights.to(student.dtype)
+    student_side, teacher_side = with_tail_bucket(named, teacher, teacher_rest, retained)
+    shares = teacher_side.detach()[:, :-1].exp().sum(dim=1)
+    if settings.unbounded_where_teacher_vanishes:
+        teacher_side = floored_tail(teacher_side)
+    weights = targets.weights.to(student.dtype)
+    values = divergence_of(settings)(student_side, teacher_side) * weights
     per_token = student.zeros().index_add(0, targets.positions, values * temperature**2)
     with torch.no_grad():
         measured = {
             "teacher_mass": shares,
-            "student_mass": -torch.expm1(student_tail(events.named, retained)),
+            "student_mass": -torch.expm1(student_tail(named, retained)),
             "path_mass": targets.path_masses.to(student.dtype),
-            "student_path_mass": events.known.exp(),
-            "path_weight": targets.weights.to(student.dtype),
+            "student_path_mass": known.exp(),
+            "path_weight": weights,
         }
-        # A span's two events are no sign of what a top-k holds.
-        boundaries = ~targets.are_spans
-        measured = {name: found[boundaries] for name, found in measured.items()}
     return LossOutput(per_token, measured)
 
 
-@dataclass(frozen=True, eq=False)
-class _StudentEvents:
-    named: Tensor  # [places, events], nats, given the text so far
-    known: Tensor  # [places], nats: of the text so far, from the first open row
-
-
-def _student_events(
-    student: StudentLogprobs, targets: PrefixTargets, temperature: float
-) -> _StudentEvents:
-    """The student's side of every place, each a segment log-sum-exp of what was read."""
-    places, width = targets.events.shape
+def _student_cells(
+    student: StudentLogprobs, targets: PrefixTargets, sorted_ids: Tensor, temperature: float
+) -> tuple[Float[Tensor, "boundaries cells"], Float[Tensor, "boundaries"]]:
+    """The student's mass of each cell, of what is open at its boundary; and that mass: nats."""
+    boundaries, width = targets.cells.shape
     steps = student.logprobs(targets.step_positions, targets.step_ids, temperature=temperature)
-    paths = torch.zeros(len(targets.path_places) + 1, dtype=student.dtype, device=student.device)
-    paths = paths.index_add(0, targets.step_paths, steps)  # the last one, -1, is of no token
+    paths = torch.zeros(
+        len(targets.path_boundaries) + 1, dtype=student.dtype, device=student.device
+    )
+    paths = paths.index_add(0, targets.step_paths, steps)  # the last one, -1, has no token
 
-    def summed(readings: Readings, segments: Tensor, count: int) -> Tensor:
-        numbers, ids = targets.ids_of(readings)
-        read = student.logprobs(
-            readings.positions[numbers], ids.clamp_min(0), temperature=temperature
-        ).masked_fill(ids < 0, 0.0)
-        return segment_logsumexp(read + paths[readings.paths[numbers]], segments[numbers], count)
+    def summed(readings: RangeReadings, segments: Tensor, count: int) -> Tensor:
+        is_range = readings.stops != WHOLE_ROW
+        masses = torch.zeros(len(is_range), dtype=student.dtype, device=student.device)
+        masses = masses.index_put(
+            (is_range.nonzero().squeeze(1),),
+            student.range_logmasses(
+                readings.positions[is_range],
+                readings.starts[is_range],
+                readings.stops[is_range],
+                sorted_ids,
+                temperature=temperature,
+            ),
+        )
+        return segment_logsumexp(masses + paths[readings.paths], segments, count)
 
-    # Everything from the place's likeliest path: the common part of long paths cancels here.
-    known = summed(targets.known, targets.known.places, places)
-    segments = targets.named.places * width + targets.named.columns
-    named = summed(targets.named, segments, places * width).view(places, width)
-    reached = ~torch.isneginf(known)
-    given = torch.where(reached, known, 0.0)
-    return _StudentEvents(named - given.unsqueeze(1), known)
+    known = summed(targets.known, targets.known.boundaries, boundaries)
+    segments = targets.named.boundaries * width + targets.named.cells
+    named = summed(targets.named, segments, boundaries * width).view(boundaries, width)
+    reached = torch.where(torch.isneginf(known), 0.0, known)
+    return named - reached.unsqueeze(1), known

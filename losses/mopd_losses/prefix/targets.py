@@ -1,121 +1,111 @@
-"""``PrefixTargets``: a teacher's events at every boundary, and what of the student feeds each.
+"""``PrefixTargets``: a teacher's cells at every boundary, and the student's ranges that feed them.
 
-Made on the CPU (``prefix_preparation``), once per completion; ragged lists of numbers that a loss
-gathers from, with no work left that depends on text.
+Built on the CPU (``preparation``), once per completion; nothing here depends on text any more.
 """
 
 from dataclasses import dataclass, fields, replace
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
-#: The group of no id in particular: a row as a whole, whose log-probability is 0.
-WHOLE_ROW = 0
-
-#: The path of no token, whose log-probability is 0.
+#: The path of no token; its log-probability is 0.
 NO_PATH = -1
+
+#: The stop of a range that is a whole row; its log-probability is 0.
+WHOLE_ROW = -1
 
 
 @dataclass(frozen=True, eq=False)
-class Readings:
-    """Groups of student ids, each with where it is summed and which path leads to its row.
+class RangeReadings:
+    """Ranges of the student's sorted vocabulary to sum. Sorted by boundary."""
 
-    Sorted by place.
-    """
+    boundaries: Int64[Tensor, "n"]
+    cells: Int64[Tensor, "n"]  # column of the cell at its boundary
+    positions: Int64[Tensor, "n"]
+    starts: Int64[Tensor, "n"]  # ranks
+    stops: Int64[Tensor, "n"]  # exclusive; or WHOLE_ROW
+    paths: Int64[Tensor, "n"]  # or NO_PATH
 
-    places: Tensor  # int64 [n]
-    columns: Tensor  # int64 [n], which event of the place
-    positions: Tensor  # int64 [n]
-    groups: Tensor  # int64 [n]; or WHOLE_ROW
-    paths: Tensor  # int64 [n]; or NO_PATH
-
-    def between(self, places: tuple[int, int], first_position: int, first_path: int) -> "Readings":
-        """The part about some places, everything but groups counted from the given firsts."""
-        first, last = torch.searchsorted(self.places, self.places.new_tensor(places)).tolist()
-        part = slice(first, last)
-        return Readings(
-            places=self.places[part] - places[0],
-            columns=self.columns[part],
+    def between(
+        self, first: int, last: int, first_position: int, first_path: int
+    ) -> "RangeReadings":
+        """Select boundaries ``[first, last)``, with all numbers counted from the given firsts."""
+        bounds = self.boundaries.new_tensor([first, last])
+        start, stop = torch.searchsorted(self.boundaries, bounds).tolist()
+        part = slice(start, stop)
+        paths = self.paths[part]
+        return RangeReadings(
+            boundaries=self.boundaries[part] - first,
+            cells=self.cells[part],
             positions=self.positions[part] - first_position,
-            groups=self.groups[part],
-            paths=torch.where(self.paths[part] < 0, NO_PATH, self.paths[part] - first_path),
+            starts=self.starts[part],
+            stops=self.stops[part],
+            paths=torch.where(paths == NO_PATH, NO_PATH, paths - first_path),
         )
 
-    def to(self, device: torch.device | str) -> "Readings":
-        """The same on a device."""
-        return Readings(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+    def to(self, device: torch.device | str) -> "RangeReadings":
+        """Copy to a device."""
+        return RangeReadings(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
 
 
 @dataclass(frozen=True, eq=False)
 class PrefixTargets:
-    """Places in order of their positions; natural logs in float64, for a loss to round once.
+    """Boundaries in the order of their positions; natural logs in float64, rounded by the loss.
 
-    Spans (``prefix_spans``) are places like any other. An absent event has ``-inf``. A path is a
-    run of the student's own tokens from the first row that is open at a place up to another one; a
-    path belongs to one place, paths are in the places' order and their steps in the paths'. Group
-    ``g`` of student ids, which many places may read, is
-    ``group_ids[group_starts[g]:group_starts[g + 1]]``.
+    A missing cell has ``-inf``. A path is a run of the student's realised tokens, from the first
+    row that is open at a boundary up to another open row; a path belongs to one boundary, paths are
+    in the order of boundaries and steps in the order of paths.
     """
 
-    positions: Tensor  # int64 [places]: where the value stands
-    first_positions: Tensor  # int64 [places]: the first position that is read
-    are_spans: Tensor  # bool [places]: whether a span's way is compared, and no boundary
-    events: Tensor  # float64 [places, events], nats: the teacher's, of all that it knows here
-    rests: Tensor  # float64 [places], nats: all else that the teacher knows here
-    path_masses: Tensor  # float64 [places]: how likely the teacher found the way here, at most 1
-    weights: Tensor  # float64 [places]
-    named: Readings  # what is summed for each event
-    known: Readings  # what is summed for everything together
-    path_places: Tensor  # int64 [paths]
-    step_paths: Tensor  # int64 [steps]
-    step_positions: Tensor  # int64 [steps]
-    step_ids: Tensor  # int64 [steps], the student's own tokens
-    group_starts: Tensor  # int64 [groups + 1]
-    group_ids: Tensor  # int64; of WHOLE_ROW a single one that nothing is read for
+    positions: Int64[Tensor, "boundaries"]  # of the value: the last open row
+    first_positions: Int64[Tensor, "boundaries"]  # the first open row
+    cells: Float[Tensor, "boundaries cells"]  # nats, of the teacher's mass here
+    rests: Float[Tensor, "boundaries"]  # nats, of the same: everything else
+    path_masses: Float[Tensor, "boundaries"]  # the teacher's mass of the text so far, at most 1
+    weights: Float[Tensor, "boundaries"]
+    named: RangeReadings  # summed for each cell
+    known: RangeReadings  # summed for everything that is open
+    path_boundaries: Int64[Tensor, "paths"]
+    step_paths: Int64[Tensor, "steps"]
+    step_positions: Int64[Tensor, "steps"]
+    step_ids: Int64[Tensor, "steps"]
 
     def to(self, device: torch.device | str) -> "PrefixTargets":
         """See ``Targets``."""
         return PrefixTargets(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
 
-    def ids_of(self, readings: Readings) -> tuple[Tensor, Tensor]:
-        """Each id that readings read, with the number of its reading: both int64 [ids read]."""
-        starts = self.group_starts[readings.groups]
-        counts = self.group_starts[readings.groups + 1] - starts
-        numbers = torch.repeat_interleave(counts)
-        shifts = starts - (counts.cumsum(0) - counts)
-        entries = torch.arange(len(numbers), device=numbers.device) + shifts[numbers]
-        return numbers, self.group_ids[entries]
-
     def between(self, start: int, stop: int) -> "PrefixTargets":
-        """See ``Targets``; groups stay whole, for readings name them by number."""
-        bounds = self.positions.new_tensor([start, stop])
-        first, last = torch.searchsorted(self.positions, bounds).tolist()
-        bounds = self.positions.new_tensor([first, last])
-        first_path, last_path = torch.searchsorted(self.path_places, bounds).tolist()
-        bounds = self.positions.new_tensor([first_path, last_path])
-        first_step, last_step = torch.searchsorted(self.step_paths, bounds).tolist()
-        places, steps = slice(first, last), slice(first_step, last_step)
+        """See ``Targets``."""
+        first, last = _searched(self.positions, start, stop)
+        first_path, last_path = _searched(self.path_boundaries, first, last)
+        first_step, last_step = _searched(self.step_paths, first_path, last_path)
+        boundaries, steps = slice(first, last), slice(first_step, last_step)
         return replace(
             self,
-            positions=self.positions[places] - start,
-            first_positions=self.first_positions[places] - start,
-            are_spans=self.are_spans[places],
-            events=self.events[places],
-            rests=self.rests[places],
-            path_masses=self.path_masses[places],
-            weights=self.weights[places],
-            named=self.named.between((first, last), start, first_path),
-            known=self.known.between((first, last), start, first_path),
-            path_places=self.path_places[first_path:last_path] - first,
+            positions=self.positions[boundaries] - start,
+            first_positions=self.first_positions[boundaries] - start,
+            cells=self.cells[boundaries],
+            rests=self.rests[boundaries],
+            path_masses=self.path_masses[boundaries],
+            weights=self.weights[boundaries],
+            named=self.named.between(first, last, start, first_path),
+            known=self.known.between(first, last, start, first_path),
+            path_boundaries=self.path_boundaries[first_path:last_path] - first,
             step_paths=self.step_paths[steps] - first_path,
             step_positions=self.step_positions[steps] - start,
             step_ids=self.step_ids[steps],
         )
 
     def uncuttable(self, positions: int) -> Tensor:
-        """See ``Targets``: a block may not end between rows that are read for one place."""
+        """See ``Targets``: a block may not end between rows that are open at one boundary."""
         firsts, lasts = self.first_positions.cpu(), self.positions.cpu()
         depth = torch.zeros(positions + 2, dtype=torch.int64)
         depth.index_add_(0, firsts + 1, torch.ones_like(firsts))
         depth.index_add_(0, lasts + 1, -torch.ones_like(lasts))
         return depth.cumsum(0)[: positions + 1] > 0
+
+
+def _searched(ascending: Tensor, start: int, stop: int) -> tuple[int, int]:
+    first, last = torch.searchsorted(ascending, ascending.new_tensor([start, stop])).tolist()
+    return first, last

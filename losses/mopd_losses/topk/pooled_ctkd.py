@@ -24,11 +24,11 @@ from torch import Tensor
 from mopd_losses.alignment.span_members import span_members
 from mopd_losses.config import TopKDivergenceSettings
 from mopd_losses.core.loss import AlignedPair, LossOutput
+from mopd_losses.core.segments import segment_logsumexp
 from mopd_losses.core.span_targets import SpanTargets, span_targets
 from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.core.targets import RowTargets
 from mopd_losses.projection.cache import DeviceProjection
-from mopd_losses.projection.projected_logprobs import segment_logsumexp
 from mopd_losses.topk.pooled_rows import PooledRows
 from mopd_losses.topk.topk_divergence import TopKDivergenceLoss
 from mopd_losses.topk.topk_targets import TopKTargets

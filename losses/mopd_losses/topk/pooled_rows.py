@@ -5,8 +5,8 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from mopd_losses.alignment.span_members import span_members
-from mopd_losses.core.student_rows import StudentLogprobs
-from mopd_losses.projection.projected_logprobs import segment_logsumexp
+from mopd_losses.core.segments import segment_logsumexp
+from mopd_losses.core.student_rows import StudentLogprobs, range_logmasses
 
 
 class PooledRows:
@@ -56,6 +56,18 @@ class PooledRows:
         logprobs = self._student.logprobs(members, ids[pairs], temperature=temperature)
         lengths = (ends - starts).to(self.dtype)
         return segment_logsumexp(logprobs, pairs, len(positions)) - lengths.log()
+
+    def range_logmasses(
+        self,
+        positions: Int64[Tensor, "n"],
+        starts: Int64[Tensor, "n"],
+        stops: Int64[Tensor, "n"],
+        ids: Int64[Tensor, "m"],
+        *,
+        temperature: float = 1.0,
+    ) -> Float[Tensor, "n"]:
+        """See ``StudentLogprobs``."""
+        return range_logmasses(self, positions, starts, stops, ids, temperature=temperature)
 
     def whole_rows(
         self, positions: Int64[Tensor, "n"], *, temperature: float = 1.0

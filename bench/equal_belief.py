@@ -1,0 +1,222 @@
+"""False loss: what a loss charges two models that are equally sure of one text.
+
+    python -m bench.equal_belief --pairs tekken:v3,student.json:teacher.json --losses prefix_kl,ctkd
+
+Each model gives every token of its tokenization of a text the same probability (0.999), and the
+remaining mass to all other tokens equally. They agree about the text, so a divergence should be
+close to zero, and its gradient should not push down the student's own tokens. Reported for each
+pair, kind of text and loss: nats per student token, and the share of the student's tokens whose
+logit the loss pushes down (gradient of the sum above ``--threshold``).
+
+A tokenizer is a name of ``tests/real_vocabularies.py`` (tekken, v1, v3, python_50k), a
+``tokenizer.json``, or a folder that contains one.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from pydantic import TypeAdapter
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from mopd_losses import AlignedPair, DenseRows, LossConfig, ProjectionCache, align, build_loss
+from mopd_protocol import TeacherScore, TextEncoder, TokenRoles, TokenTable, TopKLogprobs
+from tests.real_vocabularies import STANDARD_LIBRARY, tokenizer_and_roles
+
+PAIRS = "tekken:v3,v3:tekken,tekken:python_50k,python_50k:tekken,v1:python_50k,python_50k:v1"
+K = 64
+
+PROSE = (
+    "The committee sat on Tuesday to discuss the town's new library, which had been delayed for "
+    'three years. "We can\'t wait any longer," warned Mrs. Hargreaves; her neighbours agreed. '
+    "Few remembered how it'd first been proposed, but the architect's drawings, torn, still "
+    "hung in the hallway. Several thousand euros were missing.\n\n"
+)
+CJK = (
+    "你好,世界。床前明月光,疑是地上霜。漢字仮名交じり文:カタカナ、ひらがな。"
+    "今天的天气很好,我们去公园散步吧。東京都の人口は約1400万人です。안녕하세요 세계!"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """One tokenizer, as losses expect it."""
+
+    table: TokenTable
+    encoder: TextEncoder
+
+    @property
+    def logit_width(self) -> int:
+        """Rows of the head."""
+        return self.table.size
+
+
+@dataclass(frozen=True)
+class Result:
+    """One loss on one pair and text."""
+
+    student: str
+    teacher: str
+    text: str
+    loss: str
+    tokens: int
+    nats_per_token: float
+    pushed_down: float  # share of tokens
+    worst_nats: float  # of one token
+
+
+def main() -> None:
+    """Print and store a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pairs", default=PAIRS, metavar="STUDENT:TEACHER,…", help="tokenizers")
+    parser.add_argument("--texts", default="prose,code,numbers,json,cjk", metavar="A,B")
+    parser.add_argument("--losses", default="prefix_kl,ctkd", metavar="A,B", help="by type")
+    parser.add_argument("--confidence", type=float, default=0.999, help="of each token")
+    parser.add_argument("--threshold", type=float, default=0.1, help="nats per unit of logit")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="where the figures go")
+    options = parser.parse_args()
+    every_text = texts()
+    results: list[Result] = []
+    for pair in options.pairs.split(","):
+        student, _, teacher = pair.partition(":")
+        for loss in options.losses.split(","):
+            for name in options.texts.split(","):
+                results.append(
+                    measure(
+                        student,
+                        teacher,
+                        name,
+                        every_text[name],
+                        loss,
+                        confidence=options.confidence,
+                        threshold=options.threshold,
+                    )
+                )
+    table = Table("student", "teacher", "loss", "text", "tokens", "nats a token", "pushed down")
+    for result in results:
+        names = [Path(name).stem for name in (result.student, result.teacher)]
+        table.add_row(
+            *names,
+            result.loss,
+            result.text,
+            str(result.tokens),
+            f"{result.nats_per_token:.4f}",
+            f"{result.pushed_down:.1%}",
+        )
+    Console().print(table)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+
+
+def texts() -> dict[str, str]:
+    """Texts of five kinds."""
+    chance = random.Random(0)
+    records = [
+        {"id": i, "name": f"user_{i}", "tags": ["a", "b"], "value": chance.random(), "ok": None}
+        for i in range(8)
+    ]
+    source = (STANDARD_LIBRARY / "bisect.py").read_text(encoding="utf-8")[:1_500]
+    loop = "\n\nfor (int i = 0; i < n; ++i) {\n\t\tif (!ok) {\n\t\t\treturn;\n\t\t}\n}\n\n"
+    return {
+        "prose": PROSE * 2,
+        "code": source + loop,
+        "numbers": " ".join(
+            str(chance.randrange(10 ** chance.randrange(1, 8))) for _ in range(150)
+        ),
+        "json": json.dumps(records, indent=2),
+        "cjk": CJK * 2,
+    }
+
+
+@cache
+def side(name: str) -> Side:
+    """A tokenizer by name, file or folder."""
+    path = Path(name)
+    if path.exists():
+        file = path / "tokenizer.json" if path.is_dir() else path
+        tokenizer, roles = Tokenizer.from_file(str(file)), TokenRoles()
+    else:
+        tokenizer, roles = tokenizer_and_roles(name)
+    table = TokenTable.from_tokenizer(tokenizer, roles)
+    return Side(table, TextEncoder(tokenizer, table))
+
+
+def measure(
+    student: str,
+    teacher: str,
+    name: str,
+    text: str,
+    loss_type: str,
+    *,
+    confidence: float,
+    threshold: float,
+) -> Result:
+    """One loss on one text."""
+    sides = side(student), side(teacher)
+    config = TypeAdapter[LossConfig](LossConfig).validate_python({"type": loss_type})
+    loss = build_loss(config, *sides, cache=_projections())
+    pair = equally_sure(*sides, text, confidence)
+    ids = torch.from_numpy(pair.student.token_ids).long()
+    others = np.log((1 - confidence) / (sides[0].table.size - 1))
+    logits = torch.full((len(ids), sides[0].logit_width), float(others))
+    logits[torch.arange(len(ids)), ids] = float(np.log(confidence))
+    logits.requires_grad_()
+    real_ids = torch.from_numpy(sides[0].table.real_ids(sides[0].logit_width))
+    per_token = loss(DenseRows(logits, real_ids), loss.targets([pair], [0])).per_token
+    per_token.sum().backward()
+    assert logits.grad is not None
+    pushed = logits.grad[torch.arange(len(ids)), ids] > threshold
+    return Result(
+        student=student,
+        teacher=teacher,
+        text=name,
+        loss=loss_type,
+        tokens=len(ids),
+        nats_per_token=per_token.sum().item() / len(ids),
+        pushed_down=pushed.float().mean().item(),
+        worst_nats=per_token.max().item(),
+    )
+
+
+def equally_sure(student: Side, teacher: Side, text: str, confidence: float) -> AlignedPair:
+    """A text as both tokenize it, with a teacher that gives each of its tokens ``confidence``."""
+    sequences = [s.table.sequence(s.encoder.encode(text)) for s in (student, teacher)]
+    return AlignedPair(
+        sequences[0],
+        np.full(len(sequences[0]), np.log(confidence), dtype=np.float32),
+        TeacherScore("teacher", sequences[1], _scores(sequences[1].token_ids, teacher, confidence)),
+        align(*sequences),
+    )
+
+
+def _scores(token_ids: Sequence[int], teacher: Side, confidence: float) -> TopKLogprobs:
+    size = teacher.table.size
+    present = np.flatnonzero(teacher.table.present)
+    other = np.log((1 - confidence) / (size - 1))
+    ids = np.empty((len(token_ids), K), dtype=np.int32)
+    for row, token in enumerate(token_ids):
+        others = present[present != token][np.arange(row, row + K - 1) % (len(present) - 1)]
+        ids[row] = [token, *others]
+    logprobs = np.full(ids.shape, other, dtype=np.float32)
+    logprobs[:, 0] = np.log(confidence)
+    tails = np.full(len(ids), np.log((1 - confidence) * (size - K) / (size - 1)), dtype=np.float32)
+    return TopKLogprobs(ids, logprobs, logprobs[:, 0].copy(), tails)
+
+
+@cache
+def _projections() -> ProjectionCache:
+    return ProjectionCache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""``SortedVocabulary``: the tokens of one side in the order of their bytes.
+
+All tokens that begin with a string are one contiguous range of ranks, so the mass of "the text
+continues with this string" in one row is a sum over a range. Strings are bytes as Latin-1
+characters; a control token is one private character above them, the same on both sides for one
+role or name.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_protocol.tokenizers.token_table import TokenTable
+
+#: Sorts behind every character of a string.
+_HIGHEST_CHARACTER = "\U0010ffff"
+
+#: Ranges kept in memory; beyond, all are discarded and computed again.
+_CACHED_RANGES = 500_000
+
+
+class PrefixRange(NamedTuple):
+    """Ranks ``[start, stop)`` of the tokens that begin with a string; from ``longer`` on they have
+    more characters than the string."""
+
+    start: int
+    longer: int
+    stop: int
+
+
+def control_characters(*tables: TokenTable) -> dict[str, str]:
+    """Return the private character of each control token's name."""
+    names = sorted({name for table in tables for name in table.marks.values()})
+    return {name: control_character(number) for number, name in enumerate(names)}
+
+
+def control_character(number: int) -> str:
+    """Return the character of the control token with this number, above every byte."""
+    return chr(0x100 + number)
+
+
+class SortedVocabulary:
+    """Tokens sorted by their strings.
+
+    Args:
+        controls: name of a control token -> its private character.
+    """
+
+    def __init__(self, table: TokenTable, controls: Mapping[str, str]) -> None:
+        self.table = table
+        self.strings = [spelled.decode("latin-1") for spelled in table.all_bytes]  # by id
+        for token_id, name in table.marks.items():
+            self.strings[token_id] = controls[name]
+        tokens = [token_id for token_id, string in enumerate(self.strings) if string]
+        tokens.sort(key=self.strings.__getitem__)
+        self._keys = [self.strings[token_id] for token_id in tokens]
+        self.ids: NDArray[np.int64] = np.array(tokens, dtype=np.int64)  # [tokens], by rank
+        self.ranks: NDArray[np.int64] = np.full(len(self.strings), -1, dtype=np.int64)
+        """[vocabulary], rank of each id; -1 for ids without a string."""
+        self.ranks[self.ids] = np.arange(len(tokens))
+        self._ranges: dict[str, PrefixRange] = {}
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def range_of(self, prefix: str) -> PrefixRange:
+        """Return the ranks of all tokens that begin with ``prefix``."""
+        cached = self._ranges.get(prefix)
+        if cached is None:
+            if len(self._ranges) >= _CACHED_RANGES:
+                self._ranges.clear()
+            start = bisect_left(self._keys, prefix)
+            stop = bisect_left(self._keys, prefix + _HIGHEST_CHARACTER, lo=start)
+            longer = bisect_right(self._keys, prefix, lo=start, hi=stop)
+            cached = self._ranges[prefix] = PrefixRange(start, longer, stop)
+        return cached

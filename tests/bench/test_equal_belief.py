@@ -1,0 +1,21 @@
+"""Two models that agree about a text have no loss, between published vocabularies."""
+
+import pytest
+
+from bench.equal_belief import measure, texts
+
+
+@pytest.mark.parametrize("text", ["prose", "code", "numbers", "json", "cjk"])
+@pytest.mark.parametrize("pair", [("tekken", "v3"), ("v1", "python_50k"), ("python_50k", "v3")])
+def test_prefix_kl_of_equal_beliefs_is_zero(pair: tuple[str, str], text: str) -> None:
+    result = measure(*pair, text, texts()[text], "prefix_kl", confidence=0.999, threshold=0.1)
+    assert result.nats_per_token <= 0.01
+    assert result.pushed_down == 0.0
+
+
+def test_a_loss_that_names_tokens_is_found_out() -> None:
+    result = measure(
+        "python_50k", "tekken", "code", texts()["code"], "ctkd", confidence=0.999, threshold=0.1
+    )
+    assert result.nats_per_token > 0.05
+    assert result.pushed_down > 0.0
