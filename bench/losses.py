@@ -5,8 +5,8 @@
 
 Every variant gets the same hidden states, head, labels, teacher and projection, and does what a
 training step does: value, gradient of the hidden states, gradient of the head. Each runs in a
-process of its own, so that its peak memory is its own; rounds go over all variants in turn, so that
-a noisy minute does not hit one alone. Figures are medians.
+separate process, so that its peak memory is measured separately; rounds alternate between variants,
+so that a noisy minute affects them all. Figures are medians.
 
 The peers are written here from their published formulas: X-Token's P-KL (arXiv 2605.21699: top
 8,192 teacher ids over the batch, projected student, one-hot matrices to average rows of a chunk)
@@ -49,7 +49,7 @@ XTOKEN_SUPPORT = 8192
 
 @dataclass(frozen=True)
 class Size:
-    """How large everything is."""
+    """Sizes of the measured tensors."""
 
     rows: int
     student_vocabulary: int
@@ -78,7 +78,7 @@ class Problem:
     spans: Tensor  # [rows], the span of each row; one in eight spans has two rows
 
 
-def problem(size: Size, device: torch.device) -> Problem:
+def make_problem(size: Size, device: torch.device) -> Problem:
     """Tensors on ``device``."""
     torch.manual_seed(0)
     dtype = getattr(torch, size.dtype)
@@ -116,56 +116,58 @@ def problem(size: Size, device: torch.device) -> Problem:
     )
 
 
-def teacher_logits(given: Problem) -> Tensor:
+def teacher_logits(problem: Problem) -> Tensor:
     """[rows, teacher vocabulary], what the dense peers are sent, in the model's precision."""
     torch.manual_seed(1)
-    shape = (given.size.rows, given.size.teacher_vocabulary)
-    return torch.randn(shape, device=given.hidden.device, dtype=given.hidden.dtype)
+    shape = (problem.size.rows, problem.size.teacher_vocabulary)
+    return torch.randn(shape, device=problem.hidden.device, dtype=problem.hidden.dtype)
 
 
-def leaves(given: Problem) -> tuple[Tensor, Tensor]:
-    return given.hidden.detach().requires_grad_(), given.weight.detach().requires_grad_()
+def leaves(problem: Problem) -> tuple[Tensor, Tensor]:
+    return problem.hidden.detach().requires_grad_(), problem.weight.detach().requires_grad_()
 
 
-def weights(given: Problem) -> Tensor:
-    return torch.full((given.size.rows,), 1 / given.size.rows, device=given.hidden.device)
+def weights(problem: Problem) -> Tensor:
+    return torch.full((problem.size.rows,), 1 / problem.size.rows, device=problem.hidden.device)
 
 
-def distillation(given: Problem) -> TopKDivergenceLoss:
-    return TopKDivergenceLoss(given.projection, CtkdConfig())
+def distillation(problem: Problem) -> TopKDivergenceLoss:
+    return TopKDivergenceLoss(problem.projection, CtkdConfig())
 
 
-def ours(given: Problem) -> Callable[[], Tensor]:
+def ours(problem: Problem) -> Callable[[], Tensor]:
     """Block-wise head with CTKD and cross entropy."""
 
     def step() -> Tensor:
-        hidden, weight = leaves(given)
-        head = Head(weight, given.projection.real_ids)
+        hidden, weight = leaves(problem)
+        head = Head(weight, problem.projection.real_ids)
         terms = [
             LossTerm(
-                TopKDivergenceLoss(given.projection, CtkdConfig()), given.targets, weights(given)
+                TopKDivergenceLoss(problem.projection, CtkdConfig()),
+                problem.targets,
+                weights(problem),
             ),
-            LossTerm(SftLoss(), label_targets(given.labels), weights(given)),
+            LossTerm(SftLoss(), label_targets(problem.labels), weights(problem)),
         ]
-        total, _ = blockwise_head(hidden, head, terms, rows_per_block=given.size.rows_per_block)
+        total, _ = blockwise_head(hidden, head, terms, rows_per_block=problem.size.rows_per_block)
         total.backward()
         return total
 
     return step
 
 
-def cross_entropy_floor(given: Problem) -> Callable[[], Tensor]:
+def cross_entropy_floor(problem: Problem) -> Callable[[], Tensor]:
     """Plain cross entropy in the same blocks, with torch's own kernel: what cannot be saved."""
 
     def step() -> Tensor:
-        hidden, weight = given.hidden, given.weight
+        hidden, weight = problem.hidden, problem.weight
         hidden_gradient = torch.zeros_like(hidden, dtype=torch.float32)
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
         total = torch.zeros((), device=hidden.device)
-        for start in range(0, len(hidden), given.size.rows_per_block):
-            rows = slice(start, start + given.size.rows_per_block)
+        for start in range(0, len(hidden), problem.size.rows_per_block):
+            rows = slice(start, start + problem.size.rows_per_block)
             logits = (hidden[rows] @ weight.t()).float().requires_grad_()
-            loss = torch.nn.functional.cross_entropy(logits, given.labels[rows], reduction="sum")
+            loss = torch.nn.functional.cross_entropy(logits, problem.labels[rows], reduction="sum")
             (gradient,) = torch.autograd.grad(loss / len(hidden), logits)
             gradient = gradient.to(weight.dtype)
             hidden_gradient[rows] = gradient @ weight
@@ -179,42 +181,42 @@ def cross_entropy_floor(given: Problem) -> Callable[[], Tensor]:
     return step
 
 
-def dense_autograd(given: Problem) -> Callable[[], Tensor]:
+def dense_autograd(problem: Problem) -> Callable[[], Tensor]:
     """All logits at once: the same CTKD and cross entropy under autograd."""
 
     def step() -> Tensor:
-        hidden, weight = leaves(given)
-        student = DenseRows(hidden @ weight.t(), given.projection.real_ids)
-        distilled = TopKDivergenceLoss(given.projection, CtkdConfig())(
-            student, given.targets
+        hidden, weight = leaves(problem)
+        student = DenseRows(hidden @ weight.t(), problem.projection.real_ids)
+        distilled = TopKDivergenceLoss(problem.projection, CtkdConfig())(
+            student, problem.targets
         ).per_token
-        supervised = SftLoss()(student, label_targets(given.labels)).per_token
-        total = ((distilled + supervised) * weights(given)).sum()
+        supervised = SftLoss()(student, label_targets(problem.labels)).per_token
+        total = ((distilled + supervised) * weights(problem)).sum()
         total.backward()
         return total
 
     return step
 
 
-def xtoken(given: Problem) -> Callable[[], Tensor]:
+def xtoken(problem: Problem) -> Callable[[], Tensor]:
     """X-Token's P-KL as published: full teacher logits, a support of 8,192 ids, dense chunks."""
-    size, device = given.size, given.hidden.device
-    teacher = teacher_logits(given)
-    count = int(given.spans[-1]) + 1
-    one_hot = torch.nn.functional.one_hot(given.spans, count).float().t()  # [spans, rows]
+    size, device = problem.size, problem.hidden.device
+    teacher = teacher_logits(problem)
+    count = int(problem.spans[-1]) + 1
+    one_hot = torch.nn.functional.one_hot(problem.spans, count).float().t()  # [spans, rows]
     averages = one_hot / one_hot.sum(dim=1, keepdim=True)
     support_size = min(XTOKEN_SUPPORT, size.teacher_vocabulary)
 
     def step() -> Tensor:
-        hidden, weight = leaves(given)
+        hidden, weight = leaves(problem)
         logits = (hidden @ weight.t()).float()
         probabilities = logits.softmax(dim=1)
         full = teacher.float()
         support = full.amax(dim=0).topk(support_size).indices.sort().values
         place = torch.full((size.teacher_vocabulary,), -1, dtype=torch.int64, device=device)
         place[support] = torch.arange(support_size, device=device)
-        kept = torch.nonzero(place[given.teacher_of] >= 0).flatten()
-        columns = place[given.teacher_of[kept]]
+        kept = torch.nonzero(place[problem.teacher_of] >= 0).flatten()
+        columns = place[problem.teacher_of[kept]]
         projected = torch.zeros(size.rows, support_size, device=device)
         projected = projected.index_add(1, columns, probabilities[:, kept])
         teacher_log = full[:, support].log_softmax(dim=1)
@@ -222,7 +224,7 @@ def xtoken(given: Problem) -> Callable[[], Tensor]:
         teacher_chunks = averages @ teacher_log
         student_log = (student_chunks / (student_chunks.sum(1, keepdim=True) + 1e-10) + 1e-10).log()
         divergence = (teacher_chunks.exp() * (teacher_chunks - student_log)).sum() / count
-        supervised = torch.nn.functional.cross_entropy(logits, given.labels)
+        supervised = torch.nn.functional.cross_entropy(logits, problem.labels)
         total = divergence + supervised
         total.backward()
         return total
@@ -230,16 +232,16 @@ def xtoken(given: Problem) -> Callable[[], Tensor]:
     return step
 
 
-def gold(given: Problem) -> Callable[[], Tensor]:
+def gold(problem: Problem) -> Callable[[], Tensor]:
     """TRL's GOLD as published: merged full vectors, JSD on matched ids, sorted L1 on the rest."""
-    size = given.size
-    teacher = teacher_logits(given)
-    first = torch.cat([torch.ones_like(given.spans[:1]), given.spans[1:] - given.spans[:-1]])
+    size = problem.size
+    teacher = teacher_logits(problem)
+    first = torch.cat([torch.ones_like(problem.spans[:1]), problem.spans[1:] - problem.spans[:-1]])
     starts = torch.nonzero(first).flatten()
     ends = torch.cat([starts[1:], starts.new_tensor([size.rows])])
     shared = min(size.student_vocabulary, size.teacher_vocabulary)
-    matched = torch.arange(shared * 85 // 100, device=given.hidden.device)
-    ids = given.labels.clamp_max(shared - 1)
+    matched = torch.arange(shared * 85 // 100, device=problem.hidden.device)
+    ids = problem.labels.clamp_max(shared - 1)
 
     def merged(probabilities: Tensor) -> Tensor:
         # One gather in place of the row-by-row fill, which copies the matrix once a row.
@@ -248,7 +250,7 @@ def gold(given: Problem) -> Callable[[], Tensor]:
         return probabilities[ends - 1] * factor[:, None]
 
     def step() -> Tensor:
-        hidden, weight = leaves(given)
+        hidden, weight = leaves(problem)
         logits = (hidden @ weight.t()).float()
         student = merged(logits.softmax(dim=1))
         target = merged(teacher.float().softmax(dim=1))
@@ -264,7 +266,7 @@ def gold(given: Problem) -> Callable[[], Tensor]:
         ).abs()
         share = len(matched) / size.teacher_vocabulary
         divergence = (share * jsd + (1 - share) * l1.sum()) / len(starts)
-        total = divergence + torch.nn.functional.cross_entropy(logits, given.labels)
+        total = divergence + torch.nn.functional.cross_entropy(logits, problem.labels)
         total.backward()
         return total
 
@@ -281,10 +283,10 @@ VARIANTS: dict[str, Callable[[Problem], Callable[[], Tensor]]] = {
 
 
 def measure(name: str, size: Size, device_name: str, threads: int, pipe: Connection) -> None:
-    """In a process of its own: one step each time it is told to; seconds and peak bytes back."""
+    """Run one step per message in a separate process; return seconds and peak bytes."""
     torch.set_num_threads(threads)
     device = torch.device(device_name)
-    step = VARIANTS[name](problem(size, device))
+    step = VARIANTS[name](make_problem(size, device))
     while pipe.recv():
         before = resident_bytes(device)
         started = time.perf_counter()
@@ -305,7 +307,7 @@ def resident_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Of the process since ``resident_bytes``; of an accelerator's memory where it is one."""
+    """Peak bytes of the process since ``resident_bytes``; of the accelerator's memory if used."""
     return torch.cuda.max_memory_allocated() if device.type == "cuda" else _status_bytes("VmHWM")
 
 
@@ -371,14 +373,14 @@ def main() -> None:
     )
     for heading in ("", "ms", "× floor", "× ours", "peak MB", "peak × ours"):
         table.add_column(heading, justify="left" if not heading else "right")
-    for name, found in results.items():
+    for name, result in results.items():
         table.add_row(
             name,
-            f"{found['seconds_median'] * 1e3:,.0f}",
-            f"{found['seconds_median'] / floor['seconds_median']:.2f}",
-            f"{found['seconds_median'] / own['seconds_median']:.2f}",
-            f"{found['peak_bytes'] / 1e6:,.0f}",
-            f"{found['peak_bytes'] / own['peak_bytes']:.1f}",
+            f"{result['seconds_median'] * 1e3:,.0f}",
+            f"{result['seconds_median'] / floor['seconds_median']:.2f}",
+            f"{result['seconds_median'] / own['seconds_median']:.2f}",
+            f"{result['peak_bytes'] / 1e6:,.0f}",
+            f"{result['peak_bytes'] / own['peak_bytes']:.1f}",
         )
     console.print(table)
     if options.json:

@@ -1,12 +1,12 @@
-"""What prefix KL costs: its preparation on published vocabularies, and its share of a head's step.
+"""Cost of prefix KL: preparation on published vocabularies, and share of a head's step.
 
     python -m bench.prefix_kl --json prefix_kl.json
 
-Completions are pieces of 4 kB of Python's standard library, with a teacher that is an n-gram model
-of its own tokens, top-64. Preparation runs on one core, a completion at a time; ``new text`` is the
-median over completions after 32 others (whose cuts and ranges are cached), ``known text`` the best
-of three times the same ones again. ``tests/losses/test_contract.py`` compares values with the slow
-twin.
+Completions are pieces of 4 kB of Python's standard library; the teacher is a trigram model of its
+tokens, top-64. Preparation runs on one core, a completion at a time; ``new text`` is the median
+over completions after 32 others (whose cuts and ranges are cached), ``known text`` the best of
+three repetitions of the same completions. ``tests/losses/test_contract.py`` compares values with
+the reference implementation.
 """
 
 import argparse
@@ -53,7 +53,7 @@ Result = dict[str, Any]
 
 
 class NGramTeacher:
-    """What follows one and two tokens in a corpus, and what is frequent anyway."""
+    """Trigram model of a corpus, interpolated with bigrams and unigrams."""
 
     def __init__(self, vocabulary: Vocabulary, texts: Sequence[str]) -> None:
         self._after: list[dict[tuple[int, ...], Counter[int]]]
@@ -69,19 +69,19 @@ class NGramTeacher:
 
     def row(self, before: Sequence[int], own: int) -> dict[int, float]:
         """Probabilities of the likeliest ids and of ``own``, a little less than one in all."""
-        found: Counter[int] = Counter()  # type: ignore[type-var]
+        masses: Counter[int] = Counter()  # type: ignore[type-var]
         left = 1.0
         for length in (2, 1):
             seen = self._after[length - 1].get(tuple(before[-length:]))
             if seen and len(before) >= length:
                 for token, count in seen.most_common(K):
-                    found[token] += 0.7 * left * count / seen.total()  # type: ignore[assignment]
+                    masses[token] += 0.7 * left * count / seen.total()  # type: ignore[assignment]
                 left *= 0.3
         for token, share in self._frequent:
-            found[token] += left * share  # type: ignore[assignment]
-        found[own] += 1e-3  # type: ignore[assignment]
-        total = sum(found.values()) * 1.02
-        return {token: mass / total for token, mass in found.items()}
+            masses[token] += left * share  # type: ignore[assignment]
+        masses[own] += 1e-3  # type: ignore[assignment]
+        total = sum(masses.values()) * 1.02
+        return {token: mass / total for token, mass in masses.items()}
 
     def score(self, vocabulary: Vocabulary, text: str) -> TeacherScore:
         """A completion as a service would score it."""
@@ -127,22 +127,22 @@ def compared(student: str, teacher: str, model: NGramTeacher, text: str) -> Alig
 
 def measure_preparation(student: str, teacher: str, count: int) -> Result:
     """Milliseconds a completion, and what is set up once for a pair."""
-    found = completions(student, teacher, count)
+    pairs = completions(student, teacher, count)
     sides = real(student), real(teacher)
     before = _resident_bytes()
     loss, set_up = _timed(lambda: build_loss(PrefixKlConfig(), *sides))
-    held = _resident_bytes() - before
-    first = [_timed(lambda c=c: loss.targets([c], [0]))[1] for c in found]
+    set_up_bytes = _resident_bytes() - before
+    first = [_timed(lambda c=c: loss.targets([c], [0]))[1] for c in pairs]
     again = [
-        min(_timed(lambda c=c: loss.targets([c], [0]))[1] for _ in range(3)) for c in found[32:]
+        min(_timed(lambda c=c: loss.targets([c], [0]))[1] for _ in range(3)) for c in pairs[32:]
     ]
     return {
         "student": student,
         "teacher": teacher,
         "set_up_seconds": set_up,
-        "set_up_bytes": held,
+        "set_up_bytes": set_up_bytes,
         "kept_bytes": _resident_bytes() - before,
-        "student_tokens": statistics.mean(len(c.student) for c in found[32:]),
+        "student_tokens": statistics.mean(len(c.student) for c in pairs[32:]),
         "first_ms": first[0] * 1e3,
         "new_text_ms": statistics.median(first[32:]) * 1e3,
         "known_text_ms": statistics.median(again) * 1e3,
@@ -150,7 +150,7 @@ def measure_preparation(student: str, teacher: str, count: int) -> Result:
 
 
 def measure_step(student: str, teacher: str, rounds: int) -> Result:
-    """Milliseconds of a head's step with a loss and cross entropy, and of cross entropy alone."""
+    """Milliseconds of a head's step with a loss and cross entropy, and of cross entropy only."""
     sides = real(student), real(teacher)
     width = sides[0].logit_width
     matrix = build_projection(sides[0].table, sides[1].table, sides[1].encoder, student_width=width)
@@ -191,12 +191,12 @@ def measure_step(student: str, teacher: str, rounds: int) -> Result:
     return {
         "rows": rows,
         "vocabularies": [sides[0].table.size, sides[1].table.size],
-        "ms": {name: min(found[1:]) * 1e3 for name, found in seconds.items()},
+        "ms": {name: min(durations[1:]) * 1e3 for name, durations in seconds.items()},
     }
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    """What ``work`` returns, and seconds of processor time, which neighbours disturb the least."""
+    """Return the result of ``work`` and CPU seconds, which other processes disturb the least."""
     started = time.process_time()
     return work(), time.process_time() - started
 

@@ -12,9 +12,9 @@ ArrayLike: TypeAlias = NDArray[Any] | Sequence[Any]
 
 
 def frozen_array(values: ArrayLike, dtype: DTypeLike) -> NDArray[Any]:
-    """``values`` as a C-contiguous read-only array of ``dtype``; a copy only where one is needed.
+    """Return ``values`` as a C-contiguous read-only array of ``dtype``, copied only if needed.
 
-    An array that somebody else could still write to is copied, not borrowed.
+    An array is copied if its memory is writeable through another array.
     """
     array = np.ascontiguousarray(values, dtype=dtype)
     if isinstance(values, np.ndarray) and np.may_share_memory(array, values) and _writeable(values):
@@ -24,7 +24,7 @@ def frozen_array(values: ArrayLike, dtype: DTypeLike) -> NDArray[Any]:
 
 
 def _writeable(array: NDArray[Any]) -> bool:
-    """Whether the array, or one that it is a view of, can be written to."""
+    """Return whether the array, or an array that it is a view of, is writeable."""
     owner: Any = array
     while isinstance(owner, np.ndarray):
         if owner.flags.writeable:

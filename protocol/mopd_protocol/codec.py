@@ -1,8 +1,8 @@
-"""The two spellings of a response: one safetensors body for programs, JSON for people.
+"""The two encodings of a response: one safetensors body for programs, JSON for people.
 
-Binary: ragged sequences stand one after the other, ``offsets`` says where each begins. Everything
-that is not a number a token lives in the header's metadata. Both spellings carry the same fields,
-so decoding either gives the same response.
+Binary: ragged sequences are concatenated, ``offsets`` is the start of each. Everything that is not
+one number per token is in the header's metadata. Both encodings have the same fields, so decoding
+either returns the same response.
 """
 
 import base64
@@ -44,10 +44,10 @@ _TENSOR_TYPES = {
 
 
 def encode_binary(response: LogprobsResponse, dtype: LogprobsDtype = "float32") -> bytes:
-    """The response as one safetensors body.
+    """Encode the response as one safetensors body.
 
-    With ``float16`` the top-k logprobs are rounded; a probability that float16 cannot hold (below
-    e^-65504) would become -inf, so it is held at float16's most negative number instead.
+    With ``float16`` the top-k logprobs are rounded; a logprob below float16's range (-65504) would
+    become -inf, so it is clamped to float16's most negative number.
     """
     scores = response.scores
     k = max((score.topk.k for score in scores), default=0)
@@ -78,9 +78,16 @@ def encode_binary(response: LogprobsResponse, dtype: LogprobsDtype = "float32") 
     return save(tensors, metadata={"mopd": json.dumps(header)})
 
 
-#: What reading a field of the wrong kind ends in: absent, of another type, empty, too large, nested
+#: Errors raised by reading an invalid field: missing, of another type, empty, too large, nested
 #: without end.
-_NONSENSE = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+_FIELD_ERRORS = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
 
 
 def decode_binary(body: bytes) -> LogprobsResponse:
@@ -123,7 +130,7 @@ def decode_binary(body: bytes) -> LogprobsResponse:
         )
     except DataError:
         raise
-    except (SafetensorError, struct.error, *_NONSENSE) as error:
+    except (SafetensorError, struct.error, *_FIELD_ERRORS) as error:
         raise DataError(f"not a scores body: {error!r}; expected {BINARY_MEDIA_TYPE}") from error
 
 
@@ -175,7 +182,7 @@ def decode_json(body: dict[str, Any]) -> LogprobsResponse:
         )
     except DataError:
         raise
-    except _NONSENSE as error:
+    except _FIELD_ERRORS as error:
         raise DataError(f"not a scores document: {error!r}") from error
 
 
@@ -208,7 +215,7 @@ def _check_schema(header: dict[str, Any]) -> None:
 
 
 class _Header(BaseModel):
-    """What stands in the metadata of a scores body, beside the tensors."""
+    """Metadata of a scores body."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -238,7 +245,7 @@ def _tensor(tensors: Mapping[str, Array], name: str) -> Array:
 
 
 def _bounds(tensors: Mapping[str, Array], name: str, of: str) -> list[int]:
-    """Where each sequence begins in the tensor ``of``, and the last one's end."""
+    """Return the start of each sequence in the tensor ``of``, and the end of the last."""
     offsets = _tensor(tensors, name)
     rows = len(_tensor(tensors, of))
     if offsets.ndim != 1 or not len(offsets) or (np.diff(offsets) < 0).any():

@@ -1,4 +1,4 @@
-"""``Manifest``: who a teacher is, and a hash of everything that could change its scores."""
+"""``Manifest``: identity of a teacher, with a hash of everything that affects its scores."""
 
 import hashlib
 import json
@@ -7,12 +7,12 @@ from pydantic import BaseModel, ConfigDict, Field, computed_field
 
 from mopd_protocol.tokenizers.token_table import TokenRoles
 
-#: Version of the wire format. A client refuses a service that speaks another one.
+#: Version of the wire format. A client rejects a service of another version.
 SCHEMA_VERSION = 1
 
 
 class Features(BaseModel):
-    """What this teacher's engine can do beyond its own top-k at temperature 1."""
+    """Features of this teacher's engine beyond its own top-k at temperature 1."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -25,7 +25,7 @@ class Features(BaseModel):
 
 
 class Manifest(BaseModel):
-    """A teacher's identity card, answered by ``GET /v1/manifest``.
+    """Identity of a teacher, returned by ``GET /v1/manifest``.
 
     ``manifest_id`` covers what affects scores: model, revision, engine, precision, vocabulary,
     tokenizer, template. The service's name and its limits may change without changing scores.

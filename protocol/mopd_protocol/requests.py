@@ -1,4 +1,4 @@
-"""The body of ``POST /v1/logprobs``: what a teacher is asked to score."""
+"""The body of ``POST /v1/logprobs``: sequences for a teacher to score."""
 
 from typing import Annotated, Literal, TypeAlias
 
@@ -9,18 +9,19 @@ from mopd_protocol.samples import Message
 LogprobsDtype = Literal["float32", "float16"]
 """Precision of log-probabilities in a response."""
 
-#: Sequences of one request. Each costs some work whatever its length, and one body has room for
-#: half a million empty ones.
+#: Sequences of one request. Each has a fixed cost, and one body has room for half a
+#: million empty ones.
 MOST_SEQUENCES = 4096
 
-#: A list stops at its first mistake: one body can hold millions, each of which takes memory.
+#: Validation of a list stops at the first error: a body can contain millions, each of which takes
+#: memory.
 TokenIds: TypeAlias = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
 
 class ControlToken(BaseModel):
     """A control token inside a completion, by the literal text it has in the teacher's tokenizer.
 
-    Text never becomes a control token on its own; this is the only way to ask for one.
+    Text is never tokenized to a control token; this is the only way to request one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -74,9 +75,9 @@ class SequenceRequest(BaseModel):
 
 
 class LogprobsRequest(BaseModel):
-    """Sequences to score, and how much to tell about each token.
+    """Sequences to score, and how much to return per token.
 
-    A refused sequence refuses the request: nothing is scored in part.
+    If one sequence is invalid, the request is rejected: no partial scores are returned.
     """
 
     model_config = ConfigDict(

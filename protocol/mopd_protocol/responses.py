@@ -1,4 +1,4 @@
-"""``LogprobsResponse``: what a teacher answers, before it is written as bytes or as JSON."""
+"""``LogprobsResponse``: scores from a teacher, before they are encoded as bytes or as JSON."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -28,7 +28,7 @@ class Message(BaseModel):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line of the user's data, and who will judge the answer: nobody, for plain SFT.
+    """One line of the user's data, and the teachers that score it (none for plain SFT).
 
     Raises:
         DataError: when there is no message, or a weight not positive and finite.
@@ -38,7 +38,7 @@ class Prompt:
     messages: tuple[Message, ...]
     teachers: Mapping[str, float]  # teacher name -> weight; weights are normalised to sum to one
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    answer: str | None = None  # the data's own answer, where the run learns from it
+    answer: str | None = None  # reference completion, if the run trains on the data's
 
     def __post_init__(self) -> None:
         if not self.messages:
@@ -56,9 +56,9 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """What the student wrote for a prompt, under which weights; or the data's own answer.
+    """A completion that the student generated, with its policy version; or a reference completion.
 
-    An answer of the data was sampled from nothing, so it has no sampled logprobs.
+    A reference completion was not sampled, so it has no sampled logprobs.
 
     ``finish_reason`` is ``stop`` when the student ended its turn itself (the ending token is then
     the completion's last) and ``length`` when it ran into the limit.
@@ -75,7 +75,7 @@ class Rollout:
     finish_reason: FinishReason
     policy_version: int
     # [tokens, k], the student's own most likely ids where each token was drawn, most likely first
-    # and before top-p, -1 where absent; kept for teachers that are asked about exactly those
+    # and before top-p, -1 if missing; kept for teachers that score exactly these ids
     student_topk_ids: IntArray | None = None
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class Rollout:
 
     @property
     def source(self) -> Source:
-        """``rollout`` where the student wrote it, ``answers`` where the data did."""
+        """``rollout`` for the student's completions, ``answers`` for the data's reference ones."""
         return "answers" if self.sampled_logprobs is None else "rollout"
 
 

@@ -17,18 +17,18 @@ ABSENT_ID = -1
 class TopKLogprobs:
     """Row ``r`` is the distribution that predicts completion token ``r``, given all before it.
 
-    That is the only place where the shift between a model's output positions and the tokens that
-    they predict is spoken of: engines apply it once, everybody else reads row ``r`` for token
-    ``r``. Natural logarithms, most likely first. An absent entry is id ``-1`` with ``-inf``.
+    The shift between a model's output positions and the tokens that they predict is applied once,
+    by the engines; everywhere else row ``r`` belongs to token ``r``. Natural logarithms, most
+    likely first. A missing entry is id ``-1`` with ``-inf``.
 
     Raises:
-        DataError: on disagreeing shapes, unsorted rows, a logprob above zero or NaN, an absent
+        DataError: on disagreeing shapes, unsorted rows, a logprob above zero or NaN, a missing
             id with a probability (or the reverse), an id twice in a row, or mass above one.
     """
 
     ids: IntArray  # [rows, k]
     logprobs: FloatArray  # [rows, k], nats
-    token_logprobs: FloatArray  # [rows], nats: of the token that is really there
+    token_logprobs: FloatArray  # [rows], nats: of the completion's token
     tail_logprobs: FloatArray  # [rows], nats: log of the mass outside the k entries
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class TopKLogprobs:
 
     @property
     def k(self) -> int:
-        """Entries per row, absent ones counted."""
+        """Entries per row, including missing ones."""
         return self.ids.shape[1]
 
     def _check_shapes(self) -> None:
@@ -67,14 +67,14 @@ class TopKLogprobs:
                 raise DataError(
                     f"{name} of row {row} holds NaN or a value above 0; expected natural logs"
                 )
-        absent = self.ids < 0
-        if (absent != np.isneginf(self.logprobs)).any() or (self.ids < ABSENT_ID).any():
-            row = int(np.argwhere((absent != np.isneginf(self.logprobs)) | (self.ids < -1))[0][0])
+        missing = self.ids < 0
+        if (missing != np.isneginf(self.logprobs)).any() or (self.ids < ABSENT_ID).any():
+            row = int(np.argwhere((missing != np.isneginf(self.logprobs)) | (self.ids < -1))[0][0])
             raise DataError(
                 f"row {row} pairs an absent id with a probability, or an id with none; "
                 "expected -1 exactly where the logprob is -inf"
             )
-        with np.errstate(invalid="ignore"):  # -inf minus -inf between two absent entries
+        with np.errstate(invalid="ignore"):  # -inf minus -inf between two missing entries
             if (np.diff(self.logprobs, axis=1) > 0).any():
                 raise DataError("top-k logprobs are not sorted; expected the most likely first")
         ordered = np.sort(self.ids, axis=1)

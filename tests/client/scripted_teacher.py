@@ -1,4 +1,4 @@
-"""A small honest teacher without a model, which records what it is asked and fails when told to."""
+"""Teacher service without a model, which records requests and fails as scripted."""
 
 import json
 from collections import deque
@@ -26,7 +26,7 @@ Scripted = httpx.Response | Exception
 
 
 def manifest(**changes: Any) -> Manifest:
-    """Of the scripted teacher."""
+    """Return the manifest of the scripted teacher."""
     fields: dict[str, Any] = {
         "service": "scripted",
         "model": "org/scripted",
@@ -47,7 +47,7 @@ def manifest(**changes: Any) -> Manifest:
 
 
 def problem(status: int, detail: str, **headers: str) -> httpx.Response:
-    """An RFC 9457 answer, as the service gives it."""
+    """Return an RFC 9457 response, like the service."""
     document = {"type": "about:blank", "title": "Problem", "status": status, "detail": detail}
     media_type = "application/problem+json"
     return httpx.Response(status, json=document, headers={"content-type": media_type, **headers})
@@ -65,7 +65,7 @@ class RecordedRequest:
 
 @dataclass
 class ScriptedTeacher:
-    """Answers by the contract, but for what is scripted for a path: that comes first, once each."""
+    """Follows the contract; scripted responses for a path come first, once each."""
 
     manifest: Manifest = field(default_factory=manifest)
     scripts: dict[str, deque[Scripted]] = field(default_factory=dict[str, deque[Scripted]])
@@ -74,16 +74,16 @@ class ScriptedTeacher:
     most_in_flight: int = 0
     pause: Callable[[], Awaitable[object]] | None = None  # awaited in the middle of each scoring
 
-    def script(self, path: str, *answers: Scripted) -> None:
-        """The next answers to requests for ``path``."""
-        self.scripts.setdefault(path, deque()).extend(answers)
+    def script(self, path: str, *responses: Scripted) -> None:
+        """Queue the next responses to requests for ``path``."""
+        self.scripts.setdefault(path, deque()).extend(responses)
 
     def requests_to(self, path: str) -> list[RecordedRequest]:
         """Requests for ``path``, in order."""
-        return [asked for asked in self.requests if asked.path == path]
+        return [request for request in self.requests if request.path == path]
 
     async def respond(self, request: httpx.Request) -> httpx.Response:
-        """The next answer."""
+        """Return the next response."""
         body = json.loads(request.content) if request.content else None
         path = request.url.path
         self.requests.append(RecordedRequest(request.method, path, dict(request.headers), body))
@@ -134,7 +134,7 @@ def scores_for(request: LogprobsRequest, manifest: Manifest) -> LogprobsResponse
 
 
 def network(**teachers: ScriptedTeacher) -> httpx.MockTransport:
-    """Host name -> teacher; nobody else is there."""
+    """Return a transport of host name -> teacher; other hosts are unreachable."""
 
     async def deliver(request: httpx.Request) -> httpx.Response:
         if request.url.host not in teachers:

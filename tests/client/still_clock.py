@@ -12,14 +12,14 @@ class StillClock:
 
     seconds: float = 0.0
     random: float = 0.0
-    sleeps: list[float] = field(default_factory=list[float])
+    pauses: list[float] = field(default_factory=list[float])
 
     @property
     def clock(self) -> Clock:
         return Clock(now=lambda: self.seconds, sleep=self._sleep, random=lambda: self.random)
 
     async def _sleep(self, seconds: float) -> None:
-        self.sleeps.append(seconds)
+        self.pauses.append(seconds)
         self.seconds += seconds
 
 

@@ -29,7 +29,7 @@ FAMILIES = {
     "sentencepiece llama": (tiny_models.sentencepiece_tokenizer, tiny_models.llama),
     "whole number neox": (tiny_models.whole_number_tokenizer, tiny_models.gpt_neox),
 }
-QUESTION = [Message(role="user", content="3 + 4 =")]
+MESSAGES = [Message(role="user", content="3 + 4 =")]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -66,7 +66,7 @@ def client_of(service: TeacherService, **settings: Any) -> TeacherClient:
     )
 
 
-async def test_the_service_is_ready_and_meets_expectations(client, service):
+async def test_the_service_is_ready_and_satisfies_expectations(client, service):
     await client.wait_until_ready(600.0)
 
     manifest = await client.handshake(
@@ -82,7 +82,7 @@ async def test_the_service_is_ready_and_meets_expectations(client, service):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 async def test_scores_are_equal_on_both_sides_of_the_wire(client, service, dtype):
     sequences = [
-        SequenceRequest(id="a", messages=QUESTION, completion=" 7 的 🙂\n", finished=True),
+        SequenceRequest(id="a", messages=MESSAGES, completion=" 7 的 🙂\n", finished=True),
         SequenceRequest(prompt="the quick", completion=" brown fox"),
         SequenceRequest(id="c", prompt_token_ids=[5, 6, 7], completion_token_ids=[8, 9]),
     ]
@@ -132,7 +132,7 @@ async def test_candidate_ids_are_scored(client):
 async def test_a_finished_completion_has_the_teachers_tokens_and_end_of_turn(client):
     tokenizer = await client.tokenizer()
     text = "12 + 30 = 42 的"
-    sequence = SequenceRequest(messages=QUESTION, completion=text, finished=True)
+    sequence = SequenceRequest(messages=MESSAGES, completion=text, finished=True)
 
     [score] = await client.score([sequence], top_k=2)
 

@@ -23,26 +23,26 @@ pytestmark = pytest.mark.anyio
 REQUEST = {"sequences": [{"id": "a", "prompt": "?", "completion_token_ids": [70, 0]}], "top_k": 1}
 
 
-async def test_a_scripted_teacher_answers_by_the_contract():
+async def test_a_scripted_teacher_follows_the_contract():
     teacher = ScriptedTeacher()
     async with httpx.AsyncClient(transport=network(math=teacher), base_url="http://math") as http:
-        answered = Manifest.parse((await http.get("/v1/manifest")).json())
+        received = Manifest.parse((await http.get("/v1/manifest")).json())
         response = decode_binary((await http.post("/v1/logprobs", json=REQUEST)).content)
 
-    assert answered == manifest()
+    assert received == manifest()
     assert response.manifest_id == manifest().manifest_id
     assert response.ids == ("a",)
     assert response.scores[0].completion.token_ids.tolist() == [70, 0]
     assert response.scores[0].completion.ends_turn
 
 
-async def test_a_scripted_teacher_records_what_it_is_asked():
+async def test_a_scripted_teacher_records_its_requests():
     teacher = ScriptedTeacher()
     async with httpx.AsyncClient(transport=network(math=teacher), base_url="http://math") as http:
         await http.post("/v1/logprobs", json=REQUEST, headers={"x-mark": "1"})
         await http.get("/readyz")
 
-    assert [(asked.method, asked.path) for asked in teacher.requests] == [
+    assert [(request.method, request.path) for request in teacher.requests] == [
         ("POST", "/v1/logprobs"),
         ("GET", "/readyz"),
     ]
@@ -52,7 +52,7 @@ async def test_a_scripted_teacher_records_what_it_is_asked():
     assert (teacher.in_flight, teacher.most_in_flight) == (0, 1)
 
 
-async def test_a_scripted_teacher_fails_as_told_and_then_no_more():
+async def test_a_scripted_teacher_fails_as_scripted_and_then_recovers():
     teacher = ScriptedTeacher()
     teacher.script(
         "/readyz", httpx.ReadError("cut"), problem(503, "loading", **{"retry-after": "2"})
@@ -67,7 +67,7 @@ async def test_a_scripted_teacher_fails_as_told_and_then_no_more():
     assert third.status_code == 200
 
 
-async def test_an_unknown_host_does_not_answer():
+async def test_an_unknown_host_is_unreachable():
     async with httpx.AsyncClient(transport=network()) as http:
         with pytest.raises(httpx.ConnectError, match="no host code"):
             await http.get("http://code/readyz")
@@ -78,7 +78,7 @@ async def test_a_still_clock_moves_only_in_sleep():
     await still.clock.sleep(2.0)
 
     assert still.clock.now() == 2.0
-    assert still.sleeps == [2.0]
+    assert still.pauses == [2.0]
     assert still.clock.random() == 0.5
 
 
@@ -87,22 +87,22 @@ def scripted_vllm() -> ScriptedVllm:
     return ScriptedVllm(tokenizer, width=TABLE.size)
 
 
-async def test_a_scripted_vllm_answers_distributions_in_the_recorded_form():
+async def test_a_scripted_vllm_returns_distributions_in_the_recorded_form():
     server = scripted_vllm()
     body = {"model": "org/served", "prompt": [70, 71, 72], "prompt_logprobs": 2, "max_tokens": 1}
     async with httpx.AsyncClient(transport=server.transport, base_url="http://vllm") as http:
-        answer = (await http.post("/v1/completions", json=body)).json()
+        response = (await http.post("/v1/completions", json=body)).json()
 
     assert np.exp(server.row([70, 71])).sum() == pytest.approx(1)
-    [choice] = answer["choices"]
+    [choice] = response["choices"]
     nothing, _, last = choice["prompt_logprobs"]
     assert nothing is None
     assert next(iter(last)) == "72"  # the prompt's own token comes first
     ranked = np.argsort(-server.row([70, 71])).tolist()
     assert {int(token) for token in last} == {72, *ranked[:2]}
-    for token, told in last.items():
-        assert told["logprob"] == np.float32(server.row([70, 71])[int(token)])
-        assert told["rank"] == ranked.index(int(token)) + 1
+    for token, entry in last.items():
+        assert entry["logprob"] == np.float32(server.row([70, 71])[int(token)])
+        assert entry["rank"] == ranked.index(int(token)) + 1
     assert server.requests_to("/v1/completions") == [body]
 
 
@@ -116,7 +116,7 @@ async def test_a_scripted_vllm_answers_distributions_in_the_recorded_form():
         ({"model": "other"}, 404),
     ],
 )
-async def test_a_scripted_vllm_refuses_what_the_server_refuses(changes, status):
+async def test_a_scripted_vllm_rejects_the_same_requests_as_the_server(changes, status):
     body = {"model": "org/served", "prompt": [70], "prompt_logprobs": 20, "max_tokens": 1}
     async with httpx.AsyncClient(
         transport=scripted_vllm().transport, base_url="http://vllm"

@@ -139,13 +139,13 @@ def test_a_new_field_of_a_request_needs_a_decision():
 
 
 async def test_scores_of_another_teacher_are_requested(tmp_path):
-    one, other = ScriptedTeacher(), ScriptedTeacher(manifest(revision="r2"))
-    for teacher in (one, other):
+    first, second = ScriptedTeacher(), ScriptedTeacher(manifest(revision="r2"))
+    for teacher in (first, second):
         async with client_of(teacher, ScoreStore(tmp_path)) as client:
             [score] = await client.score([sequence(70)], top_k=1)
         assert score.manifest_id == teacher.manifest.manifest_id
 
-    assert requested(other) == [[70]]
+    assert requested(second) == [[70]]
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "another's", "no file type"])

@@ -41,10 +41,10 @@ def _unigram() -> Tokenizer:
     vocabulary = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)]
     vocabulary += [(f"<0x{byte:02X}>", -30.0) for byte in range(256)]
     vocabulary += [(piece, -4.0 - position / 10) for position, piece in enumerate(pieces)]
-    made = Tokenizer(models.Unigram(vocabulary, 0, byte_fallback=True))
-    made.pre_tokenizer = pre_tokenizers.Metaspace()
-    made.decoder = decoders.Sequence(
+    unigram = Tokenizer(models.Unigram(vocabulary, 0, byte_fallback=True))
+    unigram.pre_tokenizer = pre_tokenizers.Metaspace()
+    unigram.decoder = decoders.Sequence(
         [decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()]
     )
-    made.add_special_tokens(["<unk>", "<s>", "</s>"])
-    return made
+    unigram.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return unigram

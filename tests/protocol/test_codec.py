@@ -65,13 +65,13 @@ def test_json_gives_back_the_same_bits(response):
 def test_float16_keeps_every_entry_and_rounds_only_the_top_k(response):
     decoded = decode_binary(encode_binary(response, "float16"))
 
-    for ours, theirs in zip(decoded.scores, response.scores, strict=True):
-        k = theirs.topk.k
-        assert ours.topk.ids[:, :k].tobytes() == theirs.topk.ids.tobytes()
-        assert ours.topk.token_logprobs.tobytes() == theirs.topk.token_logprobs.tobytes()
-        assert ours.topk.tail_logprobs.tobytes() == theirs.topk.tail_logprobs.tobytes()
-        present = theirs.topk.ids >= 0
-        rounded, exact = ours.topk.logprobs[:, :k][present], theirs.topk.logprobs[present]
+    for actual, expected in zip(decoded.scores, response.scores, strict=True):
+        k = expected.topk.k
+        assert actual.topk.ids[:, :k].tobytes() == expected.topk.ids.tobytes()
+        assert actual.topk.token_logprobs.tobytes() == expected.topk.token_logprobs.tobytes()
+        assert actual.topk.tail_logprobs.tobytes() == expected.topk.tail_logprobs.tobytes()
+        present = expected.topk.ids >= 0
+        rounded, exact = actual.topk.logprobs[:, :k][present], expected.topk.logprobs[present]
         assert np.isfinite(rounded).all()
         np.testing.assert_allclose(rounded, np.maximum(exact, -65504), rtol=2**-10, atol=1e-7)
 

@@ -24,7 +24,7 @@ def loaded_by(module: str) -> set[str]:
 
 def test_importing_the_whole_protocol_loads_nothing_heavy():
     modules = [
-        f"mopd_protocol.{found.name}" for found in pkgutil.iter_modules(mopd_protocol.__path__)
+        f"mopd_protocol.{module.name}" for module in pkgutil.iter_modules(mopd_protocol.__path__)
     ]
 
     assert not loaded_by(", ".join(modules)) & HEAVY

@@ -60,12 +60,12 @@ def rollout(**changes: Any) -> Rollout:
         ({"marks": {1: "x"}}, "mark 'x' stands on token 1, which spells 1 bytes"),
     ],
 )
-def test_a_token_sequence_refuses_what_cannot_be(changes, message):
+def test_an_invalid_token_sequence_is_rejected(changes, message):
     with pytest.raises(DataError, match=message):
         sequence(**changes)
 
 
-def test_a_token_sequence_knows_whether_it_ends_the_turn():
+def test_a_token_sequence_ends_the_turn_if_its_last_mark_is_the_end_of_turn():
     assert sequence().ends_turn
     assert not sequence(marks={2: "other"}).ends_turn
     assert not sequence(token_ids=[0, 5, 6], byte_ends=[0, 1, 2], marks={0: END_OF_TURN}).ends_turn
@@ -102,12 +102,12 @@ def test_a_token_sequence_knows_whether_it_ends_the_turn():
         ({"logprobs": [[-0.1, -0.2], [-0.1, -INF]]}, "row 0 holds a probability mass of 1.7"),
     ],
 )
-def test_top_k_logprobs_refuse_what_cannot_be(changes, message):
+def test_invalid_top_k_logprobs_are_rejected(changes, message):
     with pytest.raises(DataError, match=message):
         topk(**changes)
 
 
-def test_top_k_logprobs_take_what_rounding_leaves():
+def test_top_k_logprobs_accept_rounding_errors():
     assert topk(token_logprobs=[-INF, 0.0], tail_logprobs=[-INF, 1e-6]).k == 2
     assert len(topk()) == 2
     assert topk(ids=[[-1, -1], [-1, -1]], logprobs=[[-INF, -INF], [-INF, -INF]]).k == 2
@@ -124,7 +124,7 @@ def test_top_k_logprobs_take_what_rounding_leaves():
         ("user", {"math": INF}, "each with a finite weight above 0"),
     ],
 )
-def test_a_prompt_refuses_what_cannot_be(messages, teachers, message):
+def test_an_invalid_prompt_is_rejected(messages, teachers, message):
     turns = (Message(role="user", content="?"),) if messages else ()
 
     with pytest.raises(DataError, match=message):
@@ -150,7 +150,7 @@ def test_a_prompts_weights_sum_to_one():
         ({"completion": sequence(marks={})}, "finish reason 'stop', but the completion does not"),
     ],
 )
-def test_a_rollout_refuses_what_cannot_be(changes, message):
+def test_an_invalid_rollout_is_rejected(changes, message):
     with pytest.raises(DataError, match=message):
         rollout(**changes)
 
@@ -183,17 +183,17 @@ def test_arrays_in_values_are_read_only_and_of_the_stated_types():
 def test_a_value_does_not_change_with_the_array_that_it_was_made_of():
     ids = np.array([5, 6, 0], dtype=np.int32)
     marks = {2: END_OF_TURN}
-    made = sequence(token_ids=ids, marks=marks)
+    value = sequence(token_ids=ids, marks=marks)
 
     ids[0] = 9
     marks.clear()
 
-    assert made.token_ids.tolist() == [5, 6, 0]
-    assert made.ends_turn
+    assert value.token_ids.tolist() == [5, 6, 0]
+    assert value.ends_turn
     assert ids.flags.writeable
 
 
-def test_a_read_only_view_of_an_array_that_somebody_can_write_to_is_copied():
+def test_a_read_only_view_of_a_writeable_array_is_copied():
     owner = np.arange(4, dtype=np.int32)
     view = owner[1:]
     view.flags.writeable = False
@@ -204,7 +204,7 @@ def test_a_read_only_view_of_an_array_that_somebody_can_write_to_is_copied():
     assert frozen.tolist() == [1, 2, 3]
 
 
-def test_an_array_that_nobody_can_write_to_is_not_copied():
+def test_a_read_only_array_is_not_copied():
     frozen = frozen_array([1, 2, 3], "int32")
 
     assert np.may_share_memory(frozen_array(frozen[1:], "int32"), frozen)
@@ -217,5 +217,5 @@ def test_errors_are_one_tree_and_the_fitting_builtins():
     assert issubclass(DataError, ValueError)
     assert issubclass(TeacherError, MopdError)
     assert issubclass(TeacherError, RuntimeError)
-    assert TeacherError("no answer").status is None
+    assert TeacherError("no response").status is None
     assert TeacherError("refused", status=413).status == 413

@@ -1,4 +1,4 @@
-"""A request says exactly one prompt and one completion, and nothing unknown."""
+"""A request has exactly one prompt and one completion, and no unknown field."""
 
 from typing import Any
 

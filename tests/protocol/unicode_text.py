@@ -1,4 +1,4 @@
-"""Text as people and models write it, and as nobody does."""
+"""Realistic and arbitrary Unicode text."""
 
 from hypothesis import strategies as st
 

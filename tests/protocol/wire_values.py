@@ -34,7 +34,7 @@ def topks(draw: st.DrawFn, rows: int) -> TopKLogprobs:
     logprobs = np.full((rows, k), -np.inf)
     for row in range(rows):
         chosen = draw(st.lists(st.integers(0, 2**31 - 1), max_size=k, unique=True))
-        # Each below 1/k, so that the mass stays below one whatever is drawn; float32's edges in.
+        # Each below 1/k, so that the mass stays below one for any draw; float32's limits included.
         highest = float(np.float32(-np.log(max(k, 1)) - 1e-3))
         likely = st.floats(LOWEST, highest, width=32) | st.floats(-40, highest, width=32)
         values = sorted((draw(likely) for _ in chosen), reverse=True)
@@ -60,31 +60,31 @@ def responses(draw: st.DrawFn) -> LogprobsResponse:
     )
 
 
-def assert_same(found: LogprobsResponse, expected: LogprobsResponse) -> None:
-    """Bit for bit, but for absent entries at the ends of rows: those are filled up to one width."""
-    assert found.manifest_id == expected.manifest_id
-    assert found.ids == expected.ids
-    assert dict(found.timings) == dict(expected.timings)
-    for ours, theirs in zip(found.scores, expected.scores, strict=True):
-        assert ours.manifest_id == theirs.manifest_id
-        assert ours.completion.text == theirs.completion.text
-        assert ours.completion.marks == theirs.completion.marks
+def assert_same(actual: LogprobsResponse, expected: LogprobsResponse) -> None:
+    """Assert bitwise equality, except for missing entries, which pad rows to one width."""
+    assert actual.manifest_id == expected.manifest_id
+    assert actual.ids == expected.ids
+    assert dict(actual.timings) == dict(expected.timings)
+    for score, reference in zip(actual.scores, expected.scores, strict=True):
+        assert score.manifest_id == reference.manifest_id
+        assert score.completion.text == reference.completion.text
+        assert score.completion.marks == reference.completion.marks
         for name in ("token_ids", "byte_ends"):
-            _assert_bits(getattr(ours.completion, name), getattr(theirs.completion, name))
+            _assert_bits(getattr(score.completion, name), getattr(reference.completion, name))
         for name in ("token_logprobs", "tail_logprobs"):
-            _assert_bits(getattr(ours.topk, name), getattr(theirs.topk, name))
-        k = min(ours.topk.k, theirs.topk.k)
-        for name, absent in (("ids", -1), ("logprobs", -np.inf)):
-            mine, given = getattr(ours.topk, name), getattr(theirs.topk, name)
-            _assert_bits(mine[:, :k], given[:, :k])
-            assert (mine[:, k:] == absent).all()
-            assert (given[:, k:] == absent).all()
+            _assert_bits(getattr(score.topk, name), getattr(reference.topk, name))
+        k = min(score.topk.k, reference.topk.k)
+        for name, missing in (("ids", -1), ("logprobs", -np.inf)):
+            values, references = getattr(score.topk, name), getattr(reference.topk, name)
+            _assert_bits(values[:, :k], references[:, :k])
+            assert (values[:, k:] == missing).all()
+            assert (references[:, k:] == missing).all()
 
 
-def _assert_bits(found: np.ndarray, expected: np.ndarray) -> None:
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
-    assert found.tobytes() == expected.tobytes()
+def _assert_bits(actual: np.ndarray, expected: np.ndarray) -> None:
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    assert actual.tobytes() == expected.tobytes()
 
 
 def _vector(elements: st.SearchStrategy[float], length: int) -> st.SearchStrategy[list[float]]:

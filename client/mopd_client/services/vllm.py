@@ -176,14 +176,14 @@ class VllmService:
                 status=response.status_code,
                 key="prompt_token_ids",
             ) from error
-        for text, found in zip(PROBES, server_ids, strict=True):
+        for text, actual in zip(PROBES, server_ids, strict=True):
             expected = tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
-            if found != expected:
-                pairs = zip(found, expected, strict=False)
+            if actual != expected:
+                pairs = zip(actual, expected, strict=False)
                 start = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
                 raise TeacherMismatchError(
                     f"{handshake.subject}: tokenizer differs from {self._source!r} on {text!r} "
-                    f"(found {found[start : start + 4]} from token {start} on, expected "
+                    f"(found {actual[start : start + 4]} from token {start} on, expected "
                     f"{expected[start : start + 4]}). Set the tokenizer of the served model",
                     status=response.status_code,
                     key="tokenizer",

@@ -1,4 +1,4 @@
-"""Files and folders that are either whole or not there, also after a kill or a power cut."""
+"""Atomic writes: files and folders are complete or missing, even after a kill or a power cut."""
 
 import os
 import re
@@ -12,12 +12,12 @@ _PART = re.compile(r"\..+\.\d+(\.old)?\.part")
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Generator[Path]:
-    """A temporary path beside ``path`` to write to; it takes the name at the end of the block.
+    """Yield a temporary path next to ``path``; it is renamed to ``path`` at the end of the block.
 
-    When the block raises, the temporary file goes and an earlier file stays as it was.
+    If the block raises, the temporary file is removed and an earlier file stays unchanged.
 
     Args:
-        durable: whether the file is to survive a power cut; what can be made again need not.
+        durable: whether the file must survive a power cut; not needed for reproducible files.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _part(path)
@@ -34,21 +34,21 @@ def replacing(path: Path, *, durable: bool = False) -> Generator[Path]:
 
 @contextmanager
 def replacing_folder(path: Path) -> Generator[Path]:
-    """A new temporary folder beside ``path`` to fill; it takes the name at the end of the block.
+    """Yield a new temporary folder next to ``path``; it is renamed at the end of the block.
 
-    When the block raises, the temporary folder goes and an earlier folder stays as it was.
-    Everything is on the disk before the name is: no power cut leaves a name with less behind it.
+    If the block raises, the temporary folder is removed and an earlier folder stays unchanged. All
+    content is flushed to disk before the rename: no power cut leaves an incomplete folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary, earlier = _part(path), path.with_name(f".{path.name}.{os.getpid()}.old.part")
-    for leftover in (temporary, earlier):  # of a killed process of this number
+    for leftover in (temporary, earlier):  # of a killed process with this pid
         shutil.rmtree(leftover, ignore_errors=True)
     temporary.mkdir()
     try:
         yield temporary
         _sync_tree(temporary)
         if path.exists():
-            os.replace(path, earlier)  # a folder cannot be renamed over one that holds files
+            os.replace(path, earlier)  # a folder cannot be renamed over one that contains files
         os.replace(temporary, path)
         _sync(path.parent)
     finally:
@@ -59,7 +59,7 @@ def replacing_folder(path: Path) -> Generator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder so that a kill never leaves a part of it under its name."""
+    """Remove a folder atomically: a kill never leaves an incomplete folder at ``path``."""
     leaving = _part(path)
     os.replace(path, leaving)
     _sync(path.parent)
@@ -67,19 +67,19 @@ def remove_folder(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Removes what processes that were killed while writing left in a folder (not deeper).
+    """Remove temporary files of killed processes from a folder (not recursively).
 
-    Only where no other process writes: what it has not finished would go too.
+    Safe only if no other process writes to the folder: its temporary files are removed too.
     """
     if not folder.is_dir():
         return []
-    found = sorted(path for path in folder.iterdir() if _PART.fullmatch(path.name))
-    for path in found:
+    leftovers = sorted(path for path in folder.iterdir() if _PART.fullmatch(path.name))
+    for path in leftovers:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-    return found
+    return leftovers
 
 
 def _part(path: Path) -> Path:

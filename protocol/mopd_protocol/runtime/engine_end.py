@@ -1,6 +1,6 @@
-"""``end_engine_with``: vLLM's engine ends when the process that started it has ended.
+"""``end_engine_with``: end vLLM's engine when the process that started it has ended.
 
-By itself it would go on for ever, and keep its memory, when that process is killed.
+Otherwise the engine would continue for ever, and keep its memory, when that process is killed.
 """
 
 import os
@@ -11,17 +11,16 @@ from contextlib import suppress
 
 
 def end_engine_with(starter: int) -> bool:
-    """Called in a worker of vLLM: ends its engine when the process ``starter`` has ended, and not
-    before.
+    """End the engine of this vLLM worker when the process ``starter`` has ended.
 
-    The engine's workers end with it. Ctrl-C reaches every process and must not end a worker: who
-    started vLLM finishes what is under way, then ends it. Returns False where ``starter`` cannot be
-    watched.
+    The engine's workers end with the engine. Ctrl-C reaches every process and must not end a
+    worker: the process that started vLLM finishes pending work, then ends vLLM. Returns False if
+    ``starter`` cannot be watched.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    here, parent = os.getpid(), os.getppid()
-    # A lone worker lives in the engine's process; several have processes of their own below it.
-    engine = here if parent == starter else parent
+    own_pid, parent = os.getpid(), os.getppid()
+    # A single worker runs in the engine's process; several run in child processes of the engine.
+    engine = own_pid if parent == starter else parent
     try:
         watched = os.pidfd_open(starter)
     except (AttributeError, OSError):  # not on Linux, or on another machine

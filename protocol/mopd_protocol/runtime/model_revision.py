@@ -1,7 +1,7 @@
-"""Which weights these are: the hub's commit, or a hash over samples of the weights' files.
+"""Revision of a model's weights: the hub's commit, or a hash over samples of the weight files.
 
 The index of a checkpoint, and the header of a safetensors file, are the same for every fine-tune
-of one architecture, so they cannot tell two teachers apart; bytes of the weights can. Hashing all
+of one architecture, so they cannot distinguish two teachers; bytes of the weights can. Hashing all
 of them would read the whole checkpoint twice, so blocks are taken evenly from every file.
 """
 
@@ -27,19 +27,19 @@ def folder_name(model: str) -> str:
     return os.path.basename(os.path.abspath(model))
 
 
-def revision_of(model: str, config: object, *, asked: str | None = None) -> str:
-    """The hub commit that transformers read ``config`` from, else a hash of the folder's
+def revision_of(model: str, config: object, *, requested: str | None = None) -> str:
+    """Return the hub commit that transformers read ``config`` from, else a hash of the folder's
     weights.
 
     Args:
-        asked: commit, branch or tag that was asked of the hub. A branch moves on, and a folder has
-            none, so this alone would be one name for several weights: it is the answer only where
-            transformers does not tell the commit.
+        requested: commit, branch or tag that was requested from the hub. A branch moves, and a
+            folder has none, so the same value could name several weights: used only if
+            transformers does not report the commit.
     """
     folder = Path(model)
     if not folder.is_dir():
         # transformers keeps the resolved commit here and offers no public name for it.
-        return getattr(config, "_commit_hash", None) or asked or "unknown"
+        return getattr(config, "_commit_hash", None) or requested or "unknown"
     return hash_of_weights(folder)
 
 
@@ -56,7 +56,7 @@ def hash_of_weights(folder: Path) -> str:
 
 
 def _samples(path: Path, size: int) -> Iterator[bytes]:
-    """Small files whole; of large ones, blocks at even distances."""
+    """Yield small files completely; of large files, evenly spaced blocks."""
     with path.open("rb") as file:
         if size <= _BLOCKS * _BLOCK_BYTES:
             yield file.read()

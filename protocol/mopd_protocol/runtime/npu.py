@@ -1,18 +1,18 @@
-"""Ascend NPUs: torch knows them once ``torch_npu`` is imported, which happens only where asked."""
+"""Ascend NPUs: torch supports NPUs once ``torch_npu`` is imported, which is done on request."""
 
 from importlib import import_module
 
 from mopd_protocol.errors import ConfigError
 
 
-def import_backend(device: str, *, asked_by: str) -> None:
-    """Imports ``torch_npu`` for a device such as ``npu`` or ``npu:1``, and nothing for others.
+def import_backend(device: str, *, subject: str) -> None:
+    """Import ``torch_npu`` for a device such as ``npu`` or ``npu:1`` (no-op for other devices).
 
     Args:
-        asked_by: how the refusal begins: where the device stands, for who wrote it there.
+        subject: start of the error message: the setting that names the device.
 
     Raises:
-        ConfigError: when it is not installed, or does not find the CANN that it needs.
+        ConfigError: if ``torch_npu`` is not installed, or does not find its CANN.
     """
     if device.partition(":")[0] != "npu":
         return
@@ -20,6 +20,6 @@ def import_backend(device: str, *, asked_by: str) -> None:
         import_module("torch_npu")
     except (ImportError, OSError) as error:
         raise ConfigError(
-            f"{asked_by} needs torch_npu, and that cannot be imported "
+            f"{subject} needs torch_npu, and that cannot be imported "
             f"({str(error).splitlines()[0]}); install the torch_npu that is made for this torch"
         ) from error

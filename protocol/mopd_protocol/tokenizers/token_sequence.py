@@ -7,7 +7,7 @@ from types import MappingProxyType
 from mopd_protocol.arrays import IntArray, frozen_array
 from mopd_protocol.errors import DataError
 
-#: The mark of every token that ends an answer (end of turn, end of text), whatever it is called.
+#: The mark of every token that ends a completion (end of turn, end of text), under any name.
 END_OF_TURN = "end_of_turn"
 
 
@@ -19,7 +19,7 @@ class TokenSequence:
     bytes; ``marks`` gives its name by position, so that the other side's can be found by name.
 
     Raises:
-        DataError: when lengths disagree, ends decrease, or a mark stands on a token with bytes.
+        DataError: when lengths disagree, ends decrease, or a token with bytes has a mark.
     """
 
     token_ids: IntArray  # [tokens]
@@ -59,5 +59,5 @@ class TokenSequence:
 
     @property
     def ends_turn(self) -> bool:
-        """Whether the last token is a control token that ends the answer."""
+        """True if the last token is a control token that ends the completion."""
         return len(self) > 0 and self.marks.get(len(self) - 1) == END_OF_TURN

@@ -33,7 +33,7 @@ _BYTE_SURFACE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenRoles(BaseModel):
-    """Which ids play the parts that every model family names differently."""
+    """Ids of the control tokens that model families name differently."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,9 +44,9 @@ class TokenRoles(BaseModel):
 
     @property
     def ending(self) -> tuple[int, ...]:
-        """Ids that end an answer: end of turn first, then end of text; may be empty."""
-        found = (role for role in (self.end_of_turn, self.eos) if role is not None)
-        return tuple(dict.fromkeys(found))
+        """Ids that end a completion: end of turn first, then end of text; may be empty."""
+        ending = (role for role in (self.end_of_turn, self.eos) if role is not None)
+        return tuple(dict.fromkeys(ending))
 
 
 def control_tokens(description: JSON) -> dict[str, int]:
@@ -73,11 +73,11 @@ class TokenTable:
 
     Special added tokens are control tokens. Added tokens that are not special (runs of spaces,
     ``<think>`` in many families) stay in decoded text by definition, so they spell their content
-    like any other token, and meet the other side's spelling of it by bytes.
+    like any other token, and are aligned by bytes.
 
     Raises:
-        DataError: when a role names an id outside the vocabulary (``from_tokenizer``) or an id
-            without a token is asked for.
+        DataError: when a role names an id outside the vocabulary (``from_tokenizer``) or a
+            requested id has no token.
     """
 
     fingerprint: str
@@ -201,9 +201,9 @@ class TokenTable:
 
 
 class TextEncoder:
-    """Completion text -> a ``TokenSequence``, as a continuation of whatever stands before it.
+    """Completion text -> a ``TokenSequence``, as a continuation of any preceding text.
 
-    No special token is ever made out of text, no leading space is invented, nothing is appended.
+    Text is never encoded to a special token, no leading space is added, nothing is appended.
     """
 
     def __init__(self, tokenizer: Tokenizer, table: TokenTable) -> None:
@@ -221,10 +221,10 @@ class TextEncoder:
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of ``text`` and nothing around it, while other threads go on.
+    """Return the token ids of ``text``, without special tokens and without the GIL.
 
-    ``Tokenizer.encode`` holds the interpreter's lock, for seconds where a text has megabytes, and
-    keeps offsets that nobody here reads; the call for batches does neither.
+    ``Tokenizer.encode`` keeps the GIL, for seconds if a text has megabytes, and computes offsets,
+    which are not used; ``encode_batch_fast`` does neither.
     """
     [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
     return encoding.ids
@@ -268,7 +268,7 @@ _ALPHABET = byte_level_alphabet()
 def _spell_byte_level(surface: str) -> bytes:
     try:
         return bytes([_ALPHABET[character] for character in surface])
-    except KeyError:  # a surface outside the alphabet is literal text (some vocabularies hold such)
+    except KeyError:  # a surface outside the alphabet is literal text (in some vocabularies)
         return surface.encode()
 
 

@@ -26,7 +26,7 @@ def fingerprint(description: JSON) -> str:
     """32 hex digits that name a tokenizer's behaviour.
 
     Hashes vocabulary, merges, normalizer, pre-tokenizer and added tokens. Padding, truncation and
-    post-processing (who adds BOS) are left out: they do not change how text becomes tokens.
+    post-processing (added BOS) are not hashed: they do not change how text becomes tokens.
     """
     decisive = {key: description.get(key) for key in ("model", "normalizer", "pre_tokenizer")}
     decisive["added_tokens"] = sorted(
@@ -37,11 +37,11 @@ def fingerprint(description: JSON) -> str:
 
 
 def kind_of(description: JSON) -> TokenizerKind:
-    """Whether surfaces spell bytes in the byte-level alphabet or text with ``▁`` for a space.
+    """Return the kind: surfaces in the byte-level alphabet, or text with ``▁`` for a space.
 
     Raises:
-        DataError: for tokenizers whose tokens do not spell bytes by themselves (WordPiece, whose
-            spaces live between tokens, and models without a reversible space).
+        DataError: for tokenizers whose tokens do not determine their bytes (WordPiece, whose
+            spaces are between tokens, and models without a reversible space).
     """
     steps = [
         step
@@ -72,7 +72,7 @@ def metaspace_of(description: JSON) -> str:
 
 
 def has_byte_fallback(description: JSON) -> bool:
-    """Whether surfaces such as ``<0x0A>`` stand for single bytes."""
+    """Return whether surfaces such as ``<0x0A>`` stand for single bytes."""
     decoder_types = {step["type"] for step in _steps(description.get("decoder"))}
     return bool(description["model"].get("byte_fallback")) or "ByteFallback" in decoder_types
 
@@ -80,10 +80,10 @@ def has_byte_fallback(description: JSON) -> bool:
 def continuation_tokenizer(description: JSON) -> Tokenizer:
     """The same tokenizer for text in the middle of a sequence, where every character is text.
 
-    Taken away are the invented leading space, the post-processor (BOS, EOS), the habit of some
-    added tokens to swallow the spaces around them, and every way in which text that merely spells
-    ``<|im_end|>`` could become a control token. The seam to whatever came before is then a byte
-    boundary by construction. Ids are those of the tokenizer itself.
+    Removed are the added leading space, the post-processor (BOS, EOS), the stripping of spaces
+    around added tokens, and every way in which text that spells ``<|im_end|>`` could become a
+    control token. The boundary to the preceding text is then a byte boundary by construction. Ids
+    are unchanged.
 
     Raises:
         DataError: when an added token would get another id.
@@ -111,11 +111,11 @@ def continuation_tokenizer(description: JSON) -> Tokenizer:
     # tokens in their order; this setting keeps them from being found in text.
     tokenizer.encode_special_tokens = True
     for token in kept:
-        found = tokenizer.token_to_id(token["content"])
-        if found != token["id"]:
+        token_id = tokenizer.token_to_id(token["content"])
+        if token_id != token["id"]:
             raise DataError(
                 f"added token {token['content']!r} has id {token['id']}, but the tokenizers "
-                f"library numbers it {found}; expected added tokens numbered without gaps"
+                f"library numbers it {token_id}; expected added tokens numbered without gaps"
             )
     return tokenizer
 
@@ -128,8 +128,8 @@ def _model_surfaces(model: JSON) -> set[str]:
 def _model_without(controls: set[str], model: JSON) -> JSON:
     """The model, unable to spell ``controls`` out of text; every id keeps its place.
 
-    A SentencePiece vocabulary holds ``</s>`` like any word, and merges or a best path can lead to
-    it. It gets a name with a space in it, which no text has once spaces are written as ``▁`` or
+    A SentencePiece vocabulary contains ``</s>`` like any word, and merges or a best path can lead
+    to it. Control tokens get a surface with a space, which no text has once spaces are ``▁`` or
     ``Ġ``.
     """
 

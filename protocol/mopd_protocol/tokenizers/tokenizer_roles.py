@@ -1,7 +1,7 @@
 """Finds which tokens begin, end and pad, from a tokenizer and its chat template.
 
-The end of a turn is read off the template itself: whatever control token it writes after an
-assistant's answer is the token that a model of this family emits to stop.
+The end of a turn is derived from the template: the control token after an assistant's message is
+the token that a model of this family emits to stop.
 """
 
 from collections.abc import Mapping

@@ -76,7 +76,7 @@ def load_engine(settings: TeacherSettings, table: TokenTable) -> "TransformersEn
         model,
         table,
         name=name_of(settings.model),
-        revision=revision_of(settings.model, model.config, asked=settings.revision),
+        revision=revision_of(settings.model, model.config, requested=settings.revision),
         max_model_len=_max_model_len(model, settings.max_model_len),
         max_batch_tokens=settings.max_batch_tokens,
     )
@@ -343,7 +343,7 @@ def _rows_by_full_model(model: PreTrainedModel, inputs: _Inputs) -> _Rows:
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    import_backend(name, asked_by=f"device {name!r}")
+    import_backend(name, subject=f"device {name!r}")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -146,7 +146,7 @@ async def test_an_unmet_expectation_raises(expectation, changes, error, key, num
     assert caught.value.key == key
 
 
-async def test_met_expectations_return_the_manifest():
+async def test_satisfied_expectations_return_the_manifest():
     strict = Expectation(
         top_k=64,
         temperature=0.7,
@@ -230,12 +230,12 @@ async def test_a_tokenizer_without_the_manifests_roles_raises():
 
 
 async def test_wait_until_ready_polls_every_replica():
-    one, other = ScriptedTeacher(), ScriptedTeacher()
-    other.script("/readyz", httpx.ConnectError("refused"), problem(503, "loading"))
-    async with client_of(one, other) as client:
+    first, second = ScriptedTeacher(), ScriptedTeacher()
+    second.script("/readyz", httpx.ConnectError("refused"), problem(503, "loading"))
+    async with client_of(first, second) as client:
         await client.wait_until_ready(30.0)
 
-    assert (len(one.requests_to("/readyz")), len(other.requests_to("/readyz"))) == (1, 3)
+    assert (len(first.requests_to("/readyz")), len(second.requests_to("/readyz"))) == (1, 3)
 
 
 async def test_a_starting_teacher_does_not_open_its_circuit_breaker(caplog):
@@ -245,7 +245,7 @@ async def test_a_starting_teacher_does_not_open_its_circuit_breaker(caplog):
     async with client:
         await client.wait_until_ready(1000.0)
 
-    assert still.sleeps == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 15.0]
+    assert still.pauses == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 15.0]
     assert client.counters.breaker_openings == 0
     assert caplog.messages == []
 

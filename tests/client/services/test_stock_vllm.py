@@ -29,9 +29,9 @@ from tests.vllm_marks import needs_vllm
 pytestmark = [*needs_vllm, pytest.mark.anyio]
 
 TOP_K = 20
-QUESTION = [Message(role="user", content="3 + 4 =")]
+MESSAGES = [Message(role="user", content="3 + 4 =")]
 SEQUENCES = [
-    SequenceRequest(messages=QUESTION, completion=" 7 的 🙂\n", finished=True),
+    SequenceRequest(messages=MESSAGES, completion=" 7 的 🙂\n", finished=True),
     SequenceRequest(prompt="the quick", completion=" brown fox jumps over 12 lazy dogs"),
     SequenceRequest(prompt="?", completion=["7 ", ControlToken(control="<|user|>"), "的"]),
     SequenceRequest(prompt_token_ids=[5, 6, 7], completion_token_ids=[8, 9]),

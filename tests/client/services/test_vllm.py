@@ -30,7 +30,7 @@ from tests.client.still_clock import StillClock
 
 pytestmark = pytest.mark.anyio
 
-QUESTION = [Message(role="user", content="3 + 4 =")]
+MESSAGES = [Message(role="user", content="3 + 4 =")]
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ async def test_scores_are_the_servers_distributions(server, folder):
 async def test_a_request_has_the_ids_of_prompt_and_completion(server, folder):
     tokenizer = load_tokenizer(folder)
     sequence = SequenceRequest(
-        messages=QUESTION, completion=["7 ", ControlToken(control="<|pad|>"), "的"], finished=True
+        messages=MESSAGES, completion=["7 ", ControlToken(control="<|pad|>"), "的"], finished=True
     )
     async with client_of(server, folder) as client:
         [score] = await client.score([sequence], top_k=3)
@@ -427,7 +427,7 @@ async def test_transient_failures_are_retried(server, folder):
 
 
 async def test_scores_are_cached(server, folder, tmp_path):
-    sequences = [SequenceRequest(messages=QUESTION, completion=str(n)) for n in range(3)]
+    sequences = [SequenceRequest(messages=MESSAGES, completion=str(n)) for n in range(3)]
     for _ in range(2):
         cache = ScoreStore(tmp_path)
         async with client_of(server, folder, revision="a", cache=cache) as client:

@@ -77,7 +77,7 @@ def test_the_prompts_token_is_skipped_if_it_is_not_among_the_most_likely():
 
 
 @pytest.mark.parametrize("nothing", [-9999.0, -math.inf, None])
-def test_an_impossible_token_is_absent(nothing):
+def test_an_impossible_token_is_missing(nothing):
     topk = convert([None, entry(_7=nothing, _8=-0.5, _9=nothing)], [1, 7])
 
     assert topk.ids.tolist() == [[8, -1, -1]]

@@ -24,7 +24,7 @@ FAILURES: dict[str, Scripted] = {
     "500": problem(500, "broken"),
     "503": problem(503, "loading"),
 }
-#: Responses of a working address, whatever their status.
+#: Responses of a working address, with any status.
 SIGNS_OF_LIFE: dict[str, Scripted] = {
     "413": problem(413, "too long"),
     "429": problem(429, "the queue is full"),
@@ -59,23 +59,23 @@ def count(teacher: ScriptedTeacher) -> int:
 
 @pytest.mark.parametrize("failure", FAILURES)
 async def test_a_replica_is_skipped_after_consecutive_failures_and_probed_after_a_pause(failure):
-    one, other, still = ScriptedTeacher(), ScriptedTeacher(), StillClock()
-    one.script("/v1/logprobs", *[FAILURES[failure]] * 99)
-    async with client_of(still, one=one, other=other) as client:
+    first, second, still = ScriptedTeacher(), ScriptedTeacher(), StillClock()
+    first.script("/v1/logprobs", *[FAILURES[failure]] * 99)
+    async with client_of(still, first=first, second=second) as client:
         await score(client, 20)
-        assert count(one) == FAILURES_TO_OPEN
+        assert count(first) == FAILURES_TO_OPEN
         assert client.counters.breaker_openings == 1
 
         still.seconds += PAUSE_SECONDS
         await score(client, 20)
-        assert count(one) == FAILURES_TO_OPEN + 1  # the failed probe
+        assert count(first) == FAILURES_TO_OPEN + 1  # the failed probe
         assert client.counters.breaker_openings == 1
 
-        one.scripts.clear()
+        first.scripts.clear()
         still.seconds += PAUSE_SECONDS
-        before = count(one)
+        before = count(first)
         await score(client, 4)
-        assert count(one) > before + 1  # the probe, and later requests
+        assert count(first) > before + 1  # the probe, and later requests
 
 
 @pytest.mark.parametrize("sign", SIGNS_OF_LIFE)
@@ -90,15 +90,15 @@ async def test_a_response_resets_the_count_of_failures(sign):
 
 
 async def test_with_all_breakers_open_a_call_waits_for_the_first_to_half_open():
-    one, other, still = ScriptedTeacher(), ScriptedTeacher(), StillClock()
-    async with client_of(still, one=one, other=other) as client:
+    first, second, still = ScriptedTeacher(), ScriptedTeacher(), StillClock()
+    async with client_of(still, first=first, second=second) as client:
         await client.handshake()
         for replica, half_open_at in zip(client.replicas, (40.0, 30.0), strict=True):
             open_breaker(replica, half_open_at)
         await client.score([SEQUENCE], top_k=1)
 
-    assert still.sleeps == [30.0]
-    assert (count(one), count(other)) == (0, 1)
+    assert still.pauses == [30.0]
+    assert (count(first), count(second)) == (0, 1)
 
 
 async def test_a_call_that_is_never_sent_reports_the_failure_of_earlier_calls():
@@ -165,11 +165,11 @@ async def test_late_responses_to_requests_before_the_opening():
 
 @pytest.mark.parametrize("revision", ["r1", "r2"])
 async def test_a_restarted_replica_is_used_again_only_if_it_is_the_same_teacher(revision):
-    one, other, still = ScriptedTeacher(), ScriptedTeacher(), StillClock()
-    one.script("/v1/logprobs", *[httpx.ConnectError("restarting")] * FAILURES_TO_OPEN)
-    async with client_of(still, one=one, other=other) as client:
+    first, second, still = ScriptedTeacher(), ScriptedTeacher(), StillClock()
+    first.script("/v1/logprobs", *[httpx.ConnectError("restarting")] * FAILURES_TO_OPEN)
+    async with client_of(still, first=first, second=second) as client:
         assert await score(client, 10) == 10
-        one.manifest = manifest(revision=revision)
+        first.manifest = manifest(revision=revision)
         still.seconds += PAUSE_SECONDS
         if revision == "r1":
             assert await score(client, 2) == 2
@@ -178,7 +178,7 @@ async def test_a_restarted_replica_is_used_again_only_if_it_is_the_same_teacher(
                 await score(client, 2)
             assert caught.value.key == "manifest_id"
 
-    assert count(one) > FAILURES_TO_OPEN
+    assert count(first) > FAILURES_TO_OPEN
 
 
 @given(

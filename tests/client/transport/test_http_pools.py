@@ -1,4 +1,4 @@
-"""Requests take turns over a few pools of connections."""
+"""Requests alternate between a few pools of connections."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ def used(pools: HttpPools, times: int) -> Counter[httpx.AsyncClient]:
     return Counter(pools.next() for _ in range(times))
 
 
-async def test_no_pool_is_asked_for_more_connections_than_it_handles_well():
+async def test_no_pool_gets_more_connections_than_it_handles_well():
     for concurrency in (1, 7, 8, 9, 64, 250):
         pools = HttpPools(concurrency, headers={}, transport=None)
         assert max(used(pools, concurrency).values()) <= CONNECTIONS_PER_POOL

@@ -45,7 +45,7 @@ def client_of(
     )
 
 
-async def sleeps_of_one_call(*failures: Scripted, random: float = 0.0) -> list[float]:
+async def pauses_of_one_call(*failures: Scripted, random: float = 0.0) -> list[float]:
     """Pauses of a call that fails with ``failures`` and succeeds in the end."""
     teacher, still = ScriptedTeacher(), StillClock(random=random)
     teacher.script("/v1/logprobs", *failures)
@@ -56,12 +56,12 @@ async def sleeps_of_one_call(*failures: Scripted, random: float = 0.0) -> list[f
     bodies = [request.body for request in teacher.requests_to("/v1/logprobs")]
     assert bodies == [bodies[0]] * (len(failures) + 1)
     assert (client.counters.retries, client.counters.failures) == (len(failures), 0)
-    return still.sleeps
+    return still.pauses
 
 
 @pytest.mark.parametrize("failure", TRANSIENT)
 async def test_a_transient_failure_is_retried(failure):
-    assert await sleeps_of_one_call(TRANSIENT[failure]) == [0.25]
+    assert await pauses_of_one_call(TRANSIENT[failure]) == [0.25]
 
 
 @pytest.mark.parametrize("status", FINAL)
@@ -75,7 +75,7 @@ async def test_any_other_status_is_final(status):
     assert caught.value.status == status
     assert not isinstance(caught.value, TeacherUnavailableError)
     assert len(teacher.requests_to("/v1/logprobs")) == 1
-    assert still.sleeps == []
+    assert still.pauses == []
     assert (client.counters.retries, client.counters.failures) == (0, 1)
 
 
@@ -92,12 +92,12 @@ async def test_requests_about_the_teacher_are_retried_but_not_counted(path):
 
 async def test_pauses_double_up_to_a_maximum():
     # 429, because a busy teacher does not open its circuit breaker.
-    sleeps = await sleeps_of_one_call(*[problem(429, "full") for _ in range(9)])
-    assert sleeps == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 15.0]
+    pauses = await pauses_of_one_call(*[problem(429, "full") for _ in range(9)])
+    assert pauses == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 15.0]
 
 
 async def test_a_random_number_shortens_a_pause_by_up_to_half():
-    assert await sleeps_of_one_call(problem(503, "loading"), random=0.5) == [0.25 * 0.75]
+    assert await pauses_of_one_call(problem(503, "loading"), random=0.5) == [0.25 * 0.75]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ async def test_a_random_number_shortens_a_pause_by_up_to_half():
 )
 async def test_retry_after_is_honoured_as_a_number_of_seconds_only(header, pause):
     failure = problem(503, "loading", **{"retry-after": header})
-    assert await sleeps_of_one_call(failure) == [pause]
+    assert await pauses_of_one_call(failure) == [pause]
 
 
 async def test_the_error_at_the_deadline_reports_the_last_failure():
@@ -148,7 +148,7 @@ async def test_a_retry_after_beyond_the_deadline_ends_the_call_at_once(seconds):
         with pytest.raises(TeacherUnavailableError, match=r"draining .*1 attempts within 60 s"):
             await client.score([SEQUENCE], top_k=1)
 
-    assert still.sleeps == []
+    assert still.pauses == []
 
 
 async def test_a_timeout_of_one_attempt_is_transient():
@@ -163,7 +163,7 @@ async def test_a_timeout_of_one_attempt_is_transient():
     response = await _send([Replica("http://math")], stuck_once, still.clock, timeout=0.01)
 
     assert response.status_code == 200
-    assert still.sleeps == [0.25]
+    assert still.pauses == [0.25]
 
 
 @pytest.mark.parametrize(("timeout", "deadline", "failures"), [(60.0, 0.01, 0), (0.01, 0.01, 1)])
@@ -191,39 +191,39 @@ async def test_a_bug_in_the_client_is_not_retried():
 
 
 async def test_a_retry_goes_to_another_replica():
-    one, other, still = ScriptedTeacher(), ScriptedTeacher(), StillClock()
-    one.script("/v1/logprobs", httpx.ConnectError("refused"))
-    async with client_of(still, one=one, other=other) as client:
+    first, second, still = ScriptedTeacher(), ScriptedTeacher(), StillClock()
+    first.script("/v1/logprobs", httpx.ConnectError("refused"))
+    async with client_of(still, first=first, second=second) as client:
         await client.score([SEQUENCE], top_k=1)
 
-    assert len(one.requests_to("/v1/logprobs")) == 1
-    assert len(other.requests_to("/v1/logprobs")) == 1
+    assert len(first.requests_to("/v1/logprobs")) == 1
+    assert len(second.requests_to("/v1/logprobs")) == 1
 
 
 async def test_a_replica_is_skipped_until_its_retry_after_expires():
-    one, other, still = ScriptedTeacher(), ScriptedTeacher(), StillClock()
-    one.script("/v1/logprobs", problem(429, "full", **{"retry-after": "30"}))
-    async with client_of(still, one=one, other=other) as client:
+    first, second, still = ScriptedTeacher(), ScriptedTeacher(), StillClock()
+    first.script("/v1/logprobs", problem(429, "full", **{"retry-after": "30"}))
+    async with client_of(still, first=first, second=second) as client:
         for _ in range(3):
             await client.score([SEQUENCE], top_k=1)
-        assert len(one.requests_to("/v1/logprobs")) == 1
-        assert still.sleeps == [0.25]
+        assert len(first.requests_to("/v1/logprobs")) == 1
+        assert still.pauses == [0.25]
 
         still.seconds += 30
         await client.score([SEQUENCE], top_k=1)
 
-    assert len(one.requests_to("/v1/logprobs")) == 2
+    assert len(first.requests_to("/v1/logprobs")) == 2
 
 
 async def test_with_a_retry_after_of_every_replica_a_call_waits_for_the_shortest():
-    one, other, still = ScriptedTeacher(), ScriptedTeacher(), StillClock()
-    one.script("/v1/logprobs", problem(429, "full", **{"retry-after": "30"}))
-    other.script("/v1/logprobs", problem(429, "full", **{"retry-after": "9"}))
-    async with client_of(still, one=one, other=other) as client:
+    first, second, still = ScriptedTeacher(), ScriptedTeacher(), StillClock()
+    first.script("/v1/logprobs", problem(429, "full", **{"retry-after": "30"}))
+    second.script("/v1/logprobs", problem(429, "full", **{"retry-after": "9"}))
+    async with client_of(still, first=first, second=second) as client:
         await client.score([SEQUENCE], top_k=1)
 
-    assert still.sleeps == [0.25, 9.0]
-    assert len(other.requests_to("/v1/logprobs")) == 2
+    assert still.pauses == [0.25, 9.0]
+    assert len(second.requests_to("/v1/logprobs")) == 2
 
 
 def test_the_least_busy_available_replica_is_chosen():

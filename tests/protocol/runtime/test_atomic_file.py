@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there: what is on the disk when a name is."""
+"""Atomic writes: the content is on the disk before the name."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ from mopd_protocol.runtime.atomic_file import (
 
 @pytest.fixture
 def order(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """What was synced and renamed, by final names, in order."""
+    """Record synced and renamed paths, by final name, in order."""
     happened: list[tuple[str, str]] = []
     fsync, replace = os.fsync, os.replace
 
@@ -75,7 +75,7 @@ def test_an_earlier_folder_comes_back_when_the_new_one_cannot_have_its_name(
     assert [path.name for path in tmp_path.rglob("*")] == ["made", "old"]
 
 
-def test_a_folder_that_goes_is_never_half_there_under_its_name(
+def test_a_removed_folder_is_never_incomplete_at_its_path(
     tmp_path: Path, order: list[tuple[str, str]]
 ) -> None:
     (tmp_path / "made").mkdir()
@@ -86,14 +86,14 @@ def test_a_folder_that_goes_is_never_half_there_under_its_name(
     assert not list(tmp_path.iterdir())
 
 
-def test_leftovers_of_killed_writers_go_and_nothing_else(tmp_path: Path) -> None:
+def test_only_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
     for name in ("step-1", ".hidden", "a.part", ".a.part"):
         (tmp_path / name).mkdir()
     for name in (".step-1.12.part", ".step-1.12.old.part"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "half").touch()
     (tmp_path / ".journal.jsonl.7.part").touch()
-    gone = [".journal.jsonl.7.part", ".step-1.12.old.part", ".step-1.12.part"]
-    assert [path.name for path in remove_leftovers(tmp_path)] == gone
+    leftovers = [".journal.jsonl.7.part", ".step-1.12.old.part", ".step-1.12.part"]
+    assert [path.name for path in remove_leftovers(tmp_path)] == leftovers
     assert {path.name for path in tmp_path.iterdir()} == {"step-1", ".hidden", "a.part", ".a.part"}
     assert remove_leftovers(tmp_path / "none") == []

@@ -33,15 +33,15 @@ def test_large_files_are_sampled_from_end_to_end(tmp_path: Path) -> None:
     assert hash_of_weights(folder(tmp_path / "d", trained)) != first
 
 
-def test_a_folders_weights_are_known_by_their_hash_whatever_was_asked_for(tmp_path: Path) -> None:
+def test_the_revision_of_a_folder_is_its_hash_for_any_requested_revision(tmp_path: Path) -> None:
     first, second = folder(tmp_path / "a", b"abc"), folder(tmp_path / "b", b"abd")
-    of_first = revision_of(str(first), None, asked="v1")
+    of_first = revision_of(str(first), None, requested="v1")
     assert of_first == hash_of_weights(first)
-    assert of_first != revision_of(str(second), None, asked="v1")
+    assert of_first != revision_of(str(second), None, requested="v1")
 
 
 @pytest.mark.parametrize(
-    ("commit", "asked", "expected"),
+    ("commit", "requested", "expected"),
     [
         ("9f8e", None, "9f8e"),
         ("9f8e", "main", "9f8e"),
@@ -50,10 +50,10 @@ def test_a_folders_weights_are_known_by_their_hash_whatever_was_asked_for(tmp_pa
     ],
 )
 def test_a_branch_of_the_hub_is_known_by_its_commit(
-    commit: str | None, asked: str | None, expected: str
+    commit: str | None, requested: str | None, expected: str
 ) -> None:
     config = SimpleNamespace(_commit_hash=commit)
-    assert revision_of("org/model", config, asked=asked) == expected
+    assert revision_of("org/model", config, requested=requested) == expected
 
 
 def test_a_folder_has_one_name_wherever_it_is_called_from(

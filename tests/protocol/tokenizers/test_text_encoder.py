@@ -32,11 +32,11 @@ def spelled(encoder: TextEncoder, text: str) -> bytes:
 
 
 def normalized(name: str, text: str) -> str:
-    """What is left of a text by the tokenizer's own normalizer."""
+    """Return the text after the tokenizer's normalizer."""
     if name == "whole_number":
         return unicodedata.normalize("NFC", text)
     if name in ("sentencepiece", "unigram"):
-        return text.replace("▁", " ")  # SentencePiece cannot tell the two apart
+        return text.replace("▁", " ")  # SentencePiece does not distinguish the two
     return text
 
 
@@ -85,7 +85,7 @@ def test_a_batch_is_encoded_as_each_of_its_texts(name, text):
     encoder = encoder_of(name)
     texts = [text, "", "the quick brown fox", text[::-1]]
 
-    assert encoder.encode_batch(texts) == [encoder.encode(one) for one in texts]
+    assert encoder.encode_batch(texts) == [encoder.encode(item) for item in texts]
 
 
 @pytest.mark.parametrize("name", sorted(known_tokenizers.BYTE_LEVEL))
@@ -162,7 +162,7 @@ def test_merges_do_not_lead_to_a_control_token():
     assert encoder(tokenizer).encode("<s>") == [1, 4]
 
 
-def test_a_word_that_is_a_control_token_is_taken_apart_where_merges_are_ignored():
+def test_a_word_that_is_a_control_token_is_split_if_merges_are_ignored():
     vocabulary = {"<unk>": 0, "<": 1, "s": 2, ">": 3, "<s>": 4}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", ignore_merges=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")

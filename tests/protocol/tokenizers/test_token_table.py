@@ -16,7 +16,7 @@ from tests.reference import token_bytes as reference
 @pytest.mark.parametrize(
     "source", [known_tokenizers.tokenizer, known_tokenizers.with_thinking_marks]
 )
-def test_every_token_spells_what_the_published_rules_say(name, source):
+def test_every_token_spells_its_bytes_by_the_published_rules(name, source):
     tokenizer: Tokenizer = source(name)
     table = TokenTable.from_tokenizer(tokenizer)
 
@@ -106,7 +106,7 @@ def test_special_tokens_spell_nothing_and_are_named():
     assert table.controls["<|user|>"] == user
 
 
-def test_the_padding_token_is_marked_by_its_part_unless_it_ends_answers():
+def test_the_padding_token_is_marked_by_its_role_unless_it_ends_completions():
     tokenizer = known_tokenizers.tokenizer("digit")
     end, pad = tokenizer.token_to_id("<|end|>"), tokenizer.token_to_id("<|pad|>")
 
@@ -176,7 +176,7 @@ def test_a_role_outside_the_vocabulary_is_refused():
         TokenTable.from_tokenizer(tokenizer, TokenRoles(eos=420))
 
 
-def test_ending_ids_stand_once_and_begin_with_the_end_of_the_turn():
+def test_ending_ids_are_unique_and_begin_with_the_end_of_turn():
     assert TokenRoles(eos=4, end_of_turn=7).ending == (7, 4)
     assert TokenRoles(eos=4, end_of_turn=4).ending == (4,)
     assert TokenRoles(eos=0).ending == (0,)

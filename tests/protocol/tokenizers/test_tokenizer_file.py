@@ -1,4 +1,4 @@
-"""What names a tokenizer's behaviour, and which tokenizers are refused."""
+"""Fingerprint and kind of a tokenizer; unsupported tokenizers are rejected."""
 
 import json
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def test_a_model_folder_has_the_fingerprint_of_its_tokenizer(make, tmp_path: Pat
     loaded = AutoTokenizer.from_pretrained(tmp_path)
 
     before, after = (
-        fingerprint(json.loads(one.backend_tokenizer.to_str())) for one in (wrapped, loaded)
+        fingerprint(json.loads(wrapper.backend_tokenizer.to_str())) for wrapper in (wrapped, loaded)
     )
     assert after == before
 
@@ -111,7 +111,7 @@ def test_what_changes_tokens_changes_the_fingerprint(change):
 
 
 @pytest.mark.parametrize("name", known_tokenizers.NAMES)
-def test_kinds_are_told_apart(name):
+def test_kinds_are_distinguished(name):
     byte_level = name in known_tokenizers.BYTE_LEVEL
 
     assert kind_of(plain(name)) == ("byte_level" if byte_level else "metaspace")

@@ -1,4 +1,4 @@
-"""Which token ends a turn, read off the chat template."""
+"""Roles of tokens: the end of turn is derived from the chat template."""
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -7,11 +7,11 @@ from mopd_protocol.tokenizers.tokenizer_roles import roles_of
 from tests import tiny_models
 
 
-def turns(after_answer: str) -> str:
-    """A template that writes this after each message."""
+def turns(suffix: str) -> str:
+    """Return a template that ends each message with ``suffix``."""
     return (
         "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content }}"
-        + after_answer
+        + suffix
         + "{% endfor %}"
     )
 
@@ -35,7 +35,7 @@ def with_template(template: str | None) -> PreTrainedTokenizerFast:
     "template",
     [turns("<|im_end|>"), turns("<|im_end|>\n"), turns("\n<|im_end|>"), turns(" <|im_end|> ")],
 )
-def test_the_end_of_a_turn_is_what_the_template_writes_after_an_answer(template):
+def test_the_end_of_turn_is_the_token_after_an_assistant_message(template):
     tokenizer = with_template(template)
 
     roles = roles_of(tokenizer, controls_of(tokenizer))
@@ -50,7 +50,7 @@ def test_an_end_of_turn_with_id_zero_is_found():
     assert roles_of(tokenizer, controls_of(tokenizer)).end_of_turn == 0
 
 
-def test_of_two_control_tokens_that_begin_alike_the_longer_one_is_found():
+def test_of_two_control_tokens_with_one_prefix_the_longer_one_is_matched():
     tokenizer = with_template(turns("<|im_end|>x"))
 
     roles = roles_of(tokenizer, {"<|im_end|>": 3, "<|im_end|>x": 8})
@@ -59,7 +59,7 @@ def test_of_two_control_tokens_that_begin_alike_the_longer_one_is_found():
 
 
 @pytest.mark.parametrize("template", [None, turns(""), turns("\n### Next")])
-def test_without_a_mark_after_the_answer_the_end_of_text_ends_the_turn(template):
+def test_without_a_control_token_after_the_message_the_end_of_text_ends_the_turn(template):
     tokenizer = with_template(template)
 
     roles = roles_of(tokenizer, controls_of(tokenizer))
@@ -79,6 +79,6 @@ def test_roles_are_ids_of_the_tokens_that_the_tokenizer_names(make, begin, end, 
     tokenizer = make()
     roles = roles_of(tokenizer, controls_of(tokenizer))
 
-    found = [roles.bos, roles.end_of_turn, roles.pad]
-    named = [None if role is None else tokenizer.convert_ids_to_tokens(role) for role in found]
+    role_ids = [roles.bos, roles.end_of_turn, roles.pad]
+    named = [None if role is None else tokenizer.convert_ids_to_tokens(role) for role in role_ids]
     assert named == [begin, end, pad]

@@ -371,7 +371,7 @@ def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:
 
 def _device(name: str) -> torch.device:
     if name != "auto":
-        import_backend(name, asked_by=f"student.device is {name!r}, which")
+        import_backend(name, subject=f"student.device is {name!r}, which")
         try:
             return torch.empty(0, device=name).device
         except (RuntimeError, AssertionError) as error:

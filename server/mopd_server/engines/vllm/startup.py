@@ -122,7 +122,7 @@ def _description(
         engine="vllm",
         engine_version=f"{vllm.__version__} ({', '.join(build)})",
         model=name_of(settings.model),
-        revision=revision_of(settings.model, model.hf_config, asked=settings.revision),
+        revision=revision_of(settings.model, model.hf_config, requested=settings.revision),
         dtype=str(model.dtype).removeprefix("torch."),
         logit_width=model.get_vocab_size(),
         max_model_len=limits.longest_sequence,

@@ -50,7 +50,7 @@ class LocalIdentity:
         manifest = Manifest(
             service=name,
             model=name_of(config.model),
-            revision=revision_of(config.model, settings, asked=config.revision),
+            revision=revision_of(config.model, settings, requested=config.revision),
             engine="transformers",
             engine_version=f"{transformers.__version__} (torch {torch.__version__})",
             dtype=str(dtype_of(config, settings, device)).removeprefix("torch."),
