@@ -166,12 +166,12 @@ def measure(
     config = TypeAdapter[LossConfig](LossConfig).validate_python({"type": loss_type})
     loss = build_loss(config, *sides, cache=_projections())
     pair = equally_sure(*sides, text, confidence)
-    ids = torch.from_numpy(pair.student.token_ids).long()
+    ids = torch.tensor(pair.student.token_ids, dtype=torch.int64)
     others = np.log((1 - confidence) / (sides[0].table.size - 1))
     logits = torch.full((len(ids), sides[0].logit_width), float(others))
     logits[torch.arange(len(ids)), ids] = float(np.log(confidence))
     logits.requires_grad_()
-    real_ids = torch.from_numpy(sides[0].table.real_ids(sides[0].logit_width))
+    real_ids = torch.tensor(sides[0].table.real_ids(sides[0].logit_width))
     per_token = loss(DenseRows(logits, real_ids), loss.targets([pair], [0])).per_token
     per_token.sum().backward()
     assert logits.grad is not None

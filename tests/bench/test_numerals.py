@@ -114,7 +114,7 @@ def test_reference_sampler_returns_the_reference_answers(root: Path) -> None:
     ]
     config = RolloutConfig(max_new_tokens=4)
     written = ReferenceSampler(student, config, Encoder(pair.student.tokenizer()), exercises)
-    rollouts = written.sample(prompts, step=0, batch=0)
+    rollouts = written.sample_batch(prompts, step=0, batch=0)
     assert [r.completion.text.decode() for r in rollouts] == [e.completion for e in exercises]
     assert all(rollout.completion.ends_turn for rollout in rollouts)
     assert all(len(rollout.completion) == 2 for rollout in rollouts)
