@@ -1,4 +1,4 @@
-"""Settings of the losses: one class a loss, told apart by ``type``. No torch here."""
+"""Settings of the losses: one class per loss, distinguished by ``type``. No torch here."""
 
 from typing import Annotated, Literal
 
@@ -24,7 +24,7 @@ _READERS: dict[str, tuple[Divergence, ...]] = {
 
 
 class ProjectionSettings(BaseModel):
-    """How a student token that the teacher does not have is spread over the teacher's pieces."""
+    """Weights of the teacher's pieces for a student token that the teacher does not have."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -66,7 +66,7 @@ class DivergenceSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     divergence: Divergence = "forward_kl"
-    """``forward_kl`` covers all that the teacher might say; ``reverse_kl`` settles on its modes;
+    """``forward_kl`` covers all modes of the teacher; ``reverse_kl`` concentrates on some of them;
     the others lie between the two, or mix them."""
     teacher_weight: float = Field(default=0.5, ge=0, le=1)
     """``jsd``: the teacher's share of the mixture that both are compared with; 0 is forward KL and
@@ -90,7 +90,7 @@ class DivergenceSettings(BaseModel):
 
     @property
     def unbounded_where_teacher_vanishes(self) -> bool:
-        """Whether it grows without bound as the teacher's probability of a likely id vanishes."""
+        """True if it grows without bound as the teacher's probability of a likely id vanishes."""
         return (
             self.divergence in ("reverse_kl", "adaptive_kl")
             or (self.divergence == "jsd" and self.teacher_weight == 1)
@@ -102,13 +102,13 @@ class TopKDivergenceSettings(DivergenceSettings):
     """A divergence from a teacher's top-k.
 
     Refused: form ``generalised`` of another divergence than ``forward_kl`` and ``reverse_kl``; and,
-    where the loss meets its teacher, a ``kd_temperature`` that the teacher did not score at in any
+    once the teacher is known, a ``kd_temperature`` that the teacher did not score at in any
     form but ``renormalised``.
     """
 
     form: Form = "tail_bucket"
-    """What becomes of mass outside the top-k: one bucket on either side (``tail_bucket``), left out
-    with the rest scaled to one (``renormalised``), or left out as it is (``generalised``)."""
+    """Treatment of mass outside the top-k: one bucket on either side (``tail_bucket``), dropped
+    with the rest scaled to one (``renormalised``), or dropped without scaling (``generalised``)."""
     kd_temperature: float | None = Field(default=None, gt=0)
     """Softmax temperature of both sides; none for the one that the teacher scores at."""
 
@@ -143,7 +143,7 @@ class TopKKlConfig(TopKDivergenceSettings):
 
 
 class PolicyGradientConfig(BaseModel):
-    """Policy gradient on the student's own tokens, where one of them meets one of the teacher's.
+    """Policy gradient on the student's own tokens, where one aligns with one teacher token.
 
     The advantage is ``ln t - ln p``; its expected gradient is that of reverse KL. Needs a teacher
     that scores at temperature 1.
@@ -153,7 +153,7 @@ class PolicyGradientConfig(BaseModel):
 
     type: Literal["policy_gradient"] = "policy_gradient"
     max_ratio: float = Field(default=2.0, gt=0)
-    """Upper limit of the importance ratio between the student now and when it wrote."""
+    """Upper limit of the importance ratio of the current student to the sampling policy."""
 
 
 class K2Config(BaseModel):
@@ -212,7 +212,7 @@ class GoldConfig(BaseModel):
     """The teacher's share of the mixture that ids in common are compared with; 0 is forward KL and
     1 reverse KL, both of parts that do not sum to one."""
     merge: Merge = "bayesian"
-    """How the rows of a longer span become one: by the chain rule, or ``observed`` as in TRL."""
+    """Merge of the rows of a longer span: by the chain rule, or ``observed`` as in TRL."""
     matched_weight: float | None = Field(default=None, ge=0)
     """Weight of ids in common; none for their share of the teacher's vocabulary."""
     unmatched_weight: float | None = Field(default=None, ge=0)
@@ -229,7 +229,7 @@ class GoldConfig(BaseModel):
 
 
 class UldConfig(BaseModel):
-    """Sorted probabilities against sorted probabilities, whatever their ids: a baseline.
+    """Sorted probabilities against sorted probabilities, regardless of ids: a baseline.
 
     Needs a teacher that scores at temperature 1.
     """
@@ -238,7 +238,7 @@ class UldConfig(BaseModel):
 
     type: Literal["uld"] = "uld"
     merge: Merge = "bayesian"
-    """How the rows of a longer span become one: by the chain rule, or ``observed`` as in TRL."""
+    """Merge of the rows of a longer span: by the chain rule, or ``observed`` as in TRL."""
 
 
 class AlmConfig(BaseModel):
@@ -266,7 +266,7 @@ class SimctConfig(BaseModel):
 
     type: Literal["simct"] = "simct"
     divergence: Direction = "reverse_kl"
-    """``forward_kl`` covers all that the teacher might say; ``reverse_kl`` settles on its modes."""
+    """``forward_kl`` covers all modes of the teacher; ``reverse_kl`` concentrates on some."""
 
 
 class PklParityConfig(BaseModel):
@@ -297,7 +297,7 @@ class HklConfig(BaseModel):
     generalised: bool = False
     """Corrects the KL for masses that do not sum to one, so that agreement has no gradient."""
     least_weight: float = Field(default=0.6, gt=0, le=1)
-    """How much of a student token must go to one teacher id for the two to be in common."""
+    """Least weight of a student token on one teacher id for the two to be in common."""
     most_ranks: int = Field(default=8192, ge=1)
     """Most entries of the sorted distance."""
     projection: ProjectionSettings = _DECAY
@@ -321,7 +321,7 @@ LossConfig = Annotated[
 """Settings of a loss, selected by ``type``."""
 
 
-#: Losses on the student's own samples: of other text they say nothing, or something else.
+#: Losses on the student's samples; undefined or biased on other text.
 ON_SAMPLES = (PolicyGradientConfig, K2Config, K3Config)
 
 

@@ -45,11 +45,11 @@ def family_of(tokenizer: Tokenizer, roles: TokenRoles, padding: int = 7) -> Fami
     return Family(tokenizer, table, TextEncoder(tokenizer, table), table.size + padding)
 
 
-def made_of(*spellings: str, end: str | None = None, alone: bool = False) -> Family:
-    """Byte-level BPE of the 256 bytes and ``spellings``, with what it takes to merge to them.
+def made_of(*spellings: str, end: str | None = None, without_merges: bool = False) -> Family:
+    """Byte-level BPE of the 256 bytes and ``spellings``, with the merges that produce them.
 
     Args:
-        alone: nothing else than they; BPE itself will never write them.
+        without_merges: add the spellings to the vocabulary only; BPE never produces them.
     """
     letters = {byte: character for character, byte in byte_level_alphabet().items()}
     surfaces = [letters[byte] for byte in range(256)]
@@ -57,7 +57,7 @@ def made_of(*spellings: str, end: str | None = None, alone: bool = False) -> Fam
     for spelling in spellings:
         characters = [letters[byte] for byte in spelling.encode()]
         whole = characters[0]
-        if alone:
+        if without_merges:
             surfaces.append("".join(characters))
             continue
         for character in characters[1:]:

@@ -3,7 +3,7 @@
 from mopd_losses.config import DivergenceSettings, TopKDivergenceSettings
 from tests.reference import divergences as reference
 
-#: All seven; none with a parameter that treats the two sides alike.
+#: All seven; no parameter has a value that weights both sides equally.
 MEASURES = (
     DivergenceSettings(divergence="forward_kl"),
     DivergenceSettings(divergence="reverse_kl"),

@@ -88,9 +88,13 @@ class Tongue:
     @classmethod
     @cache
     def of(
-        cls, *spellings: str, end: str = "<end>", by_merges: bool = False, alone: bool = False
+        cls,
+        *spellings: str,
+        end: str = "<end>",
+        by_merges: bool = False,
+        without_merges: bool = False,
     ) -> "Tongue":
-        family = made_of(*spellings, end=end, alone=alone)
+        family = made_of(*spellings, end=end, without_merges=without_merges)
         return cls(family, family.encoder if by_merges else LongestMatch(family.table))
 
     @property
@@ -245,7 +249,9 @@ def gapped_pair(seed: int, letters: str = "ab") -> Pair:
     def words() -> list[str]:
         return ["".join(draw.choices(letters, k=draw.randint(2, 4))) for _ in range(3)]
 
-    return Pair(*(Tongue.of(*sorted({*words()}), end=e, alone=True) for e in ("<over>", "<stop>")))
+    return Pair(
+        *(Tongue.of(*sorted({*words()}), end=e, without_merges=True) for e in ("<over>", "<stop>"))
+    )
 
 
 def random_completion(seed: int, letters: str = "ab", pair: Pair | None = None) -> Completion:

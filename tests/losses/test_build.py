@@ -57,7 +57,7 @@ def some_targets() -> TopKTargets:
     )
 
 
-def test_topk_kl_refuses_two_tokenizers_and_says_what_to_use() -> None:
+def test_topk_kl_rejects_two_tokenizers_and_suggests_another_loss() -> None:
     student, teacher = family("digit"), family("whole_number")
     with pytest.raises(ConfigError) as refused:
         build_loss(TopKKlConfig(), student, teacher)
@@ -68,21 +68,21 @@ def test_topk_kl_refuses_two_tokenizers_and_says_what_to_use() -> None:
 
 def test_topk_kl_compares_through_the_identity() -> None:
     side = family("digit")
-    found = find_projection(TopKKlConfig(), side, side, ProjectionCache())
-    assert found.key == identity_projection(side.table, logit_width=side.logit_width).key
+    projection = find_projection(TopKKlConfig(), side, side, ProjectionCache())
+    assert projection.key == identity_projection(side.table, logit_width=side.logit_width).key
 
 
 @pytest.mark.parametrize("name", ["digit", "whole_number", "sentencepiece"])
 def test_ctkd_of_one_tokenizer_compares_through_the_identity_too(name: str) -> None:
     side = family(name)
-    found = find_projection(CtkdConfig(), side, side, ProjectionCache())
-    assert found.key == identity_projection(side.table, logit_width=side.logit_width).key
+    projection = find_projection(CtkdConfig(), side, side, ProjectionCache())
+    assert projection.key == identity_projection(side.table, logit_width=side.logit_width).key
 
 
 def test_ctkd_uses_its_own_projection_settings_and_the_students_width() -> None:
     student, teacher = family("digit"), family("sentencepiece")
     config = CtkdConfig(projection=ProjectionSettings(weights="decay"))
-    found = find_projection(config, student, teacher, ProjectionCache())
+    built = find_projection(config, student, teacher, ProjectionCache())
     expected = build_projection(
         student.table,
         teacher.table,
@@ -90,14 +90,14 @@ def test_ctkd_uses_its_own_projection_settings_and_the_students_width() -> None:
         student_width=student.logit_width,
         settings=config.projection,
     )
-    assert found.key == expected.key
-    assert found.student_width == student.logit_width
+    assert built.key == expected.key
+    assert built.student_width == student.logit_width
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("kind", [CtkdConfig, TopKKlConfig])
-def test_a_built_loss_has_the_divergence_and_the_temperature_that_were_asked_for(
+def test_a_built_loss_has_the_configured_divergence_and_temperature(
     kind: type[CtkdConfig] | type[TopKKlConfig], divergence: str, temperature: float
 ) -> None:
     side = family("digit")
@@ -114,7 +114,7 @@ def test_a_built_loss_has_the_divergence_and_the_temperature_that_were_asked_for
     )
 
 
-def test_settings_are_told_apart_by_their_type() -> None:
+def test_settings_are_distinguished_by_their_type() -> None:
     adapter: TypeAdapter[LossConfig] = TypeAdapter(LossConfig)
     assert adapter.validate_python({"type": "topk_kl"}) == TopKKlConfig()
     assert adapter.validate_python({"type": "ctkd"}) == CtkdConfig()
@@ -130,8 +130,10 @@ def test_losses_load_neither_transport_nor_models(module: str) -> None:
     if module == "mopd_losses.config":
         heavy.append("torch")
     code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert completed.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(
@@ -166,10 +168,10 @@ def test_every_loss_of_the_table_compares_two_tokenizers(config: LossConfig) -> 
         requires_grad=True,
     )
     rows = DenseRows(logits, torch.tensor(student.table.real_ids(student.logit_width)))
-    found = loss(rows, loss.targets([comparison], [0]))
-    assert found.per_token.shape == (positions,)
-    assert found.per_token.isfinite().all()
-    found.per_token.sum().backward()
+    output = loss(rows, loss.targets([comparison], [0]))
+    assert output.per_token.shape == (positions,)
+    assert output.per_token.isfinite().all()
+    output.per_token.sum().backward()
     assert logits.grad is not None
     assert logits.grad.isfinite().all()
     assert (logits.grad != 0).any()
@@ -252,16 +254,20 @@ def test_losses_on_likelihoods_refuse_a_warmed_teacher(config: LossConfig) -> No
 
 def comparison_of(student: Family, teacher: Family, text: str) -> AlignedPair:
     """One text in both tokenizations, with a made-up but proper top-k of the teacher."""
-    ours = student.table.sequence([*student.encoder.encode(text), student.table.roles.ending[0]])
-    theirs = teacher.table.sequence([*teacher.encoder.encode(text), teacher.table.roles.ending[0]])
+    student_tokens = student.table.sequence(
+        [*student.encoder.encode(text), student.table.roles.ending[0]]
+    )
+    teacher_tokens = teacher.table.sequence(
+        [*teacher.encoder.encode(text), teacher.table.roles.ending[0]]
+    )
     generator = np.random.default_rng(0)
     others = generator.permutation(np.flatnonzero(teacher.table.present))
-    ids = np.stack([[own, *others[others != own][:3]] for own in theirs.token_ids.tolist()])
-    logprobs = np.log(np.tile([0.5, 0.2, 0.1, 0.05], (len(theirs), 1)))
+    ids = np.stack([[own, *others[others != own][:3]] for own in teacher_tokens.token_ids.tolist()])
+    logprobs = np.log(np.tile([0.5, 0.2, 0.1, 0.05], (len(teacher_tokens), 1)))
     score = TeacherScore(
         "m" * 32,
-        theirs,
-        TopKLogprobs(ids, logprobs, logprobs[:, 0], np.full(len(theirs), np.log(0.15))),
+        teacher_tokens,
+        TopKLogprobs(ids, logprobs, logprobs[:, 0], np.full(len(teacher_tokens), np.log(0.15))),
     )
-    sampled = np.full(len(ours), -1.0, dtype=np.float32)
-    return AlignedPair(ours, sampled, score, align(ours, theirs))
+    sampled = np.full(len(student_tokens), -1.0, dtype=np.float32)
+    return AlignedPair(student_tokens, sampled, score, align(student_tokens, teacher_tokens))

@@ -1,4 +1,4 @@
-"""Which settings of the same-vocabulary losses are refused, and with which sentence."""
+"""Defaults of the same-vocabulary losses, and errors for invalid settings."""
 
 import pytest
 from pydantic import BaseModel, ValidationError
@@ -14,7 +14,7 @@ from mopd_losses.config import (
 )
 
 
-def test_top_k_losses_are_forward_kl_with_a_tail_bucket_unless_said_otherwise() -> None:
+def test_top_k_losses_are_forward_kl_with_a_tail_bucket_by_default() -> None:
     for kind in (CtkdConfig, TopKKlConfig):
         settings = kind()
         assert (settings.divergence, settings.form) == ("forward_kl", "tail_bucket")

@@ -19,7 +19,7 @@ def test_two_distributions_on_different_vocabularies_are_refused() -> None:
     with pytest.raises(TypeCheckError, match="teacher"):
         forward_kl(ROWS, torch.zeros(2, 4))
     with pytest.raises(TypeCheckError, match="teacher"):
-        forward_kl(ROWS, torch.zeros(1, 3))  # arithmetic alone would broadcast it
+        forward_kl(ROWS, torch.zeros(1, 3))  # plain arithmetic would broadcast it
 
 
 def test_a_tail_for_other_rows_is_refused() -> None:

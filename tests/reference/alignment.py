@@ -13,7 +13,7 @@ Span = tuple[int, int, int, int]  # student start, student end, teacher start, t
 
 
 def tokens_of(sequence: TokenSequence) -> list[Token]:
-    """What each token spells."""
+    """List the bytes or control name of each token."""
     tokens: list[Token] = []
     start = 0
     for position, end in enumerate(sequence.byte_ends.tolist()):
@@ -58,7 +58,7 @@ def every_pair_of_suffixes(student: list[Token], teacher: list[Token]) -> list[S
 
 
 def common_prefix(left: Token, right: Token) -> int:
-    """How many symbols two spellings share from the start."""
+    """Count the symbols that two spellings share from the start."""
     length = 0
     while length < min(len(left), len(right)) and left[length] == right[length]:
         length += 1

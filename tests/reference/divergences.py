@@ -1,6 +1,6 @@
 """Divergences and their truncated forms in plain floats, from the formulas of losses.md section 4.
 
-Everything takes probabilities, and answers with a value in nats and its slope by each of the
+Every function takes probabilities and returns a value in nats and its slope by each of the
 student's probabilities; ``by_logits`` carries slopes on to the logits of a softmax.
 """
 
@@ -126,9 +126,9 @@ def renormalised(divergence: Divergence, q: Floats, t: Floats) -> Compared:
         return Compared(0.0, [])
     mass, teacher_mass = math.fsum(q), math.fsum(t)
     scaled = [a / mass for a in q]
-    found = divergence(scaled, [b / teacher_mass for b in t])
-    mean = math.fsum(a * slope for a, slope in zip(scaled, found.slopes, strict=True))
-    return Compared(found.value, [(slope - mean) / mass for slope in found.slopes])
+    result = divergence(scaled, [b / teacher_mass for b in t])
+    mean = math.fsum(a * slope for a, slope in zip(scaled, result.slopes, strict=True))
+    return Compared(result.value, [(slope - mean) / mass for slope in result.slopes])
 
 
 def raw_forward(q: Floats, t: Floats) -> Compared:
@@ -163,14 +163,14 @@ def tail_bucket(
     """Form E: the rest of either side as one more entry; the student's is ``1 - sum q``."""
     total = math.fsum([*t, t_rest])
     rest = t_rest / total
-    found = divergence(
+    result = divergence(
         [*q, max(q_rest, MARGIN)],
         [*(b / total for b in t), max(rest, FLOOR) if floored else rest],
     )
-    *slopes, of_rest = found.slopes
+    *slopes, of_rest = result.slopes
     if q_rest < MARGIN:
         of_rest = 0.0
-    return Compared(found.value, [slope - of_rest for slope in slopes])
+    return Compared(result.value, [slope - of_rest for slope in slopes])
 
 
 def by_logits(slopes: Floats, p: Floats) -> list[float]:

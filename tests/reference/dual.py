@@ -94,14 +94,14 @@ def descending(numbers: Iterable[Number]) -> list[Dual]:
 
 
 def variables(rows: Sequence[Sequence[float]]) -> list[list[Dual]]:
-    """Every entry a variable of its own, counted row by row."""
+    """Make every entry a separate variable, counted row by row."""
     count = sum(len(row) for row in rows)
-    found: list[list[Dual]] = []
+    duals: list[list[Dual]] = []
     at = 0
     for row in rows:
-        found.append([Dual(value, np.eye(count)[at + i]) for i, value in enumerate(row)])
+        duals.append([Dual(value, np.eye(count)[at + i]) for i, value in enumerate(row)])
         at += len(row)
-    return found
+    return duals
 
 
 def softmax(logits: Sequence[Dual], real: Sequence[bool], temperature: float = 1.0) -> list[Dual]:

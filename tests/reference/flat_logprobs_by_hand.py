@@ -26,7 +26,7 @@ class Flat:
 def flat_of(
     distributions: Sequence[Sequence[float]], tokens: Sequence[int], top_k: int, *, once: bool
 ) -> Flat:
-    """What vLLM says about ``tokens``, of which token ``i`` was predicted by distribution ``i``.
+    """Make vLLM's logprobs of ``tokens``; token ``i`` was predicted by distribution ``i``.
 
     ``distributions[0]`` is not read: nothing predicts the first token. With ``once``, a token that
     is among the ``top_k`` is not repeated, as in vLLM's dictionaries.
@@ -56,11 +56,11 @@ def rows_by_hand(
     distributions: Sequence[Sequence[float]], tokens: Sequence[int], rows: int, top_k: int
 ) -> list[Row]:
     """The last ``rows`` rows, from the distributions themselves."""
-    answer: list[Row] = []
+    entries: list[Row] = []
     for position in range(len(tokens) - rows, len(tokens)):
         logprobs = distributions[position]
         ranked = sorted(range(len(logprobs)), key=lambda i: -logprobs[i])
         kept = {i: logprobs[i] for i in ranked[:top_k] if logprobs[i] > -math.inf}
         left = sum(math.exp(logprobs[i]) for i in ranked[top_k:])
-        answer.append(Row(kept, logprobs[tokens[position]], left))
-    return answer
+        entries.append(Row(kept, logprobs[tokens[position]], left))
+    return entries

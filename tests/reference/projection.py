@@ -51,7 +51,7 @@ def _control(token_id: int, student: TokenTable, teacher: TokenTable) -> int | N
         if token_id == student.roles.end_of_turn:
             return text if turn is None else turn
         return turn if text is None else text
-    name = next(name for name, found in student.controls.items() if found == token_id)
+    name = next(name for name, control_id in student.controls.items() if control_id == token_id)
     return teacher.controls.get(name)
 
 
@@ -76,9 +76,9 @@ def _pieces(spelled: bytes, teacher: TokenTable, encoder: TextEncoder) -> list[i
     pieces: list[int] = []
     while spelled:
         for length in range(len(spelled), 0, -1):
-            found = _spelled_exactly(spelled[:length], teacher, encoder)
-            if found is not None:
-                pieces.append(found)
+            piece_id = _spelled_exactly(spelled[:length], teacher, encoder)
+            if piece_id is not None:
+                pieces.append(piece_id)
                 spelled = spelled[length:]
                 break
         else:

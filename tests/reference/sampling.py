@@ -1,4 +1,4 @@
-"""What a student writes, the slow way: one sequence, one token, one forward pass at a time."""
+"""Sampling, the slow way: one sequence, one token, one forward pass at a time."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -24,7 +24,7 @@ def greedy(
 
 
 def nucleus(logprobs: dict[int, float], top_p: float) -> dict[int, float]:
-    """The fewest most likely ids that hold ``top_p`` of the mass, made to sum to one."""
+    """The fewest most likely ids with at least ``top_p`` of the mass, normalised."""
     kept: dict[int, float] = {}
     for token_id in sorted(logprobs, key=logprobs.__getitem__, reverse=True):
         if math.fsum(map(math.exp, kept.values())) >= top_p:

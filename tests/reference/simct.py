@@ -15,22 +15,22 @@ def atoms(view: SpanView, partner: dict[int, int]) -> tuple[list[Dual], list[flo
     common = [
         j for j in row.kept if j in partner and j != row.token and partner[j] != view.labels[0]
     ]
-    ours = [view.student[0][partner[j]] for j in common]
-    theirs = [row.kept[j] for j in common]
-    ours.append(product(p[x] for p, x in zip(view.student, view.labels, strict=True)))
-    theirs.append(math.prod(r.token_probability for r in view.teacher))
+    student = [view.student[0][partner[j]] for j in common]
+    teacher = [row.kept[j] for j in common]
+    student.append(product(p[x] for p, x in zip(view.student, view.labels, strict=True)))
+    teacher.append(math.prod(r.token_probability for r in view.teacher))
     everything = math.fsum(row.kept.values()) + row.rest
-    ours.append(at_least(1 - total(ours), MARGIN))
-    theirs.append(everything - math.fsum(theirs))
-    if theirs[-1] < 1e-12:  # rounding
-        theirs[-1] = 0.0
-    return ours, [t / math.fsum(theirs) for t in theirs]
+    student.append(at_least(1 - total(student), MARGIN))
+    teacher.append(everything - math.fsum(teacher))
+    if teacher[-1] < 1e-12:  # rounding
+        teacher[-1] = 0.0
+    return student, [t / math.fsum(teacher) for t in teacher]
 
 
 def simct(view: SpanView, partner: dict[int, int], forward: bool) -> Dual:
-    """KL between the two; the teacher's rest is held above 1e-4 in the reverse direction."""
-    ours, theirs = atoms(view, partner)
+    """KL between the two; the teacher's rest is clamped above 1e-4 in the reverse direction."""
+    student, teacher = atoms(view, partner)
     if forward:
-        return total(t * log(t / p) for p, t in zip(ours, theirs, strict=True) if t > 0)
-    theirs[-1] = max(theirs[-1], 1e-4)
-    return total(p * log(p / t) for p, t in zip(ours, theirs, strict=True))
+        return total(t * log(t / p) for p, t in zip(student, teacher, strict=True) if t > 0)
+    teacher[-1] = max(teacher[-1], 1e-4)
+    return total(p * log(p / t) for p, t in zip(student, teacher, strict=True))

@@ -1,7 +1,7 @@
-"""What a teacher must answer, the slow way: one context at a time, from the formula.
+"""Expected scores of a teacher, the slow way: one context at a time, from the formula.
 
-The model is asked anew for every token with exactly the tokens before it, so there is no position
-to shift. The softmax is Python's, in float64.
+The model is called for every token with exactly the tokens before it, so there is no position to
+shift. The softmax is Python's, in float64.
 """
 
 import math

@@ -23,18 +23,18 @@ def markov_texts(letters: str, longest: int, seed: int, end: float = 0.2) -> dic
         context: [chance.gammavariate(0.7, 1.0) + 0.02 for _ in letters]
         for context in ["", *letters]
     }
-    found: dict[str, float] = {}
+    probabilities: dict[str, float] = {}
 
     def grow(text: str, mass: float) -> None:
         stop = 1.0 if len(text) == longest else end
-        found[text] = mass * stop
+        probabilities[text] = mass * stop
         if len(text) < longest:
             weights = rows[text[-1:]]
             for letter, weight in zip(letters, weights, strict=True):
                 grow(text + letter, mass * (1 - stop) * weight / math.fsum(weights))
 
     grow("", 1.0)
-    return found
+    return probabilities
 
 
 class TokenModel:
@@ -55,11 +55,11 @@ class TokenModel:
 
     @cached_property
     def _following(self) -> dict[tuple[str, ...], set[str]]:
-        found: dict[tuple[str, ...], set[str]] = {}
+        continuations: dict[tuple[str, ...], set[str]] = {}
         for tokens in self.written.values():
             for at, token in enumerate(tokens):
-                found.setdefault(tokens[:at], set()).add(token)
-        return found
+                continuations.setdefault(tokens[:at], set()).add(token)
+        return continuations
 
     def row(self, tokens: Sequence[str]) -> dict[str, float]:
         """Next token -> probability, after these."""
@@ -70,9 +70,9 @@ class TokenModel:
         }
 
     def boundaries(self, text: str) -> set[int]:
-        """Where a token starts in a text, the end's place included."""
-        at, found = 0, {0}
+        """Offsets at which a token starts in a text, the end of text included."""
+        at, starts = 0, {0}
         for token in self.written[text][:-1]:
             at += len(token)
-            found.add(at)
-        return found
+            starts.add(at)
+        return starts

@@ -44,7 +44,7 @@ def token_bytes(tokenizer: Tokenizer, token_id: int, *, byte_level: bool) -> byt
 
 
 def running_ends(pieces: list[bytes]) -> list[int]:
-    """Where each piece ends when all are written one after the other."""
+    """End offset of each piece in their concatenation."""
     return [len(b"".join(pieces[: position + 1])) for position in range(len(pieces))]
 
 

@@ -55,22 +55,22 @@ def place(
     q = project(p, weights)
     ids = [j for j in teacher if q[j] > 0]
     t = [teacher[j] for j in ids]
-    ours = [q[j] for j in ids]
+    projected = [q[j] for j in ids]
     if not ids:
         return 0.0, [0.0] * len(p)
     if form == "renormalised":
         exponent = teacher_temperature / temperature
-        found = renormalised(divergence, ours, [b**exponent for b in t])
+        result = renormalised(divergence, projected, [b**exponent for b in t])
     elif form == "generalised":
-        found = (generalised_forward if forward else generalised_reverse)(ours, t)
+        result = (generalised_forward if forward else generalised_reverse)(projected, t)
     else:
-        found = _with_rest(p, q, ids, weights, t, teacher, teacher_rest, divergence, floored)
+        result = _with_rest(p, q, ids, weights, t, teacher, teacher_rest, divergence, floored)
     slopes = [
-        math.fsum(slope * row[j] for slope, j in zip(found.slopes, ids, strict=True))
+        math.fsum(slope * row[j] for slope, j in zip(result.slopes, ids, strict=True))
         for row in weights
     ]
     gradient = by_logits(slopes, p)
-    return temperature**2 * found.value, [temperature * slope for slope in gradient]
+    return temperature**2 * result.value, [temperature * slope for slope in gradient]
 
 
 def _with_rest(

@@ -1,4 +1,4 @@
-"""X-Token's P-KL and H-KL of one span (losses.md sections 1.6, 1.7), and pooled CTKD beside them.
+"""X-Token's P-KL and H-KL of one span (losses.md sections 1.6, 1.7), and pooled CTKD.
 
 Teacher rows are lists over the support, not renormalised.
 """
@@ -37,12 +37,12 @@ def pkl(
         return Dual(0.0)
     pooled = [mean([project(row, weights, j) for row in student]) for j in support]
     mass = total(pooled)
-    ours = [log(q / (mass + EPSILON) + EPSILON) for q in pooled]
-    theirs = [
+    student_logs = [log(q / (mass + EPSILON) + EPSILON) for q in pooled]
+    teacher_logs = [
         math.fsum(math.log(row[i] / math.fsum(row)) for row in teacher) / len(teacher)
         for i in range(len(support))
     ]
-    pairs = zip(ours, theirs, strict=True)
+    pairs = zip(student_logs, teacher_logs, strict=True)
     if forward:
         value = total(math.exp(t) * (t - q) for q, t in pairs)
     else:
@@ -67,12 +67,13 @@ def hkl(
             value = value + (math.exp(t) * (t - p) if forward else exp(p) * (p - t))
             if generalised:
                 value = value + ((exp(p) - math.exp(t)) if forward else (math.exp(t) - exp(p)))
-    taken = set(partner.values())
-    ours = descending(exp(p) for v, p in a.items() if v not in taken)
-    theirs = descending(math.exp(b[j]) for j in support if j not in partner)
-    ranks = min(len(ours), len(theirs), most_ranks)
+    matched_ids = set(partner.values())
+    student_ranked = descending(exp(p) for v, p in a.items() if v not in matched_ids)
+    teacher_ranked = descending(math.exp(b[j]) for j in support if j not in partner)
+    ranks = min(len(student_ranked), len(teacher_ranked), most_ranks)
     value = value + total(
-        magnitude(p - t) for p, t in zip(ours[:ranks], theirs[:ranks], strict=True)
+        magnitude(p - t)
+        for p, t in zip(student_ranked[:ranks], teacher_ranked[:ranks], strict=True)
     )
     return value * temperature**2
 
@@ -90,18 +91,22 @@ def pooled(
     union = sorted({j for row in teacher for j in row.kept} & reachable)
     if not union:
         return Dual(0.0)
-    ours = [mean([project(row, weights, j) for row in student]) for j in union]
-    theirs = [math.fsum(row.kept.get(j, 0.0) for row in teacher) / len(teacher) for j in union]
+    student_masses = [mean([project(row, weights, j) for row in student]) for j in union]
+    teacher_masses = [
+        math.fsum(row.kept.get(j, 0.0) for row in teacher) / len(teacher) for j in union
+    ]
     everything = math.fsum(math.fsum(row.kept.values()) + row.rest for row in teacher) / len(
         teacher
     )
-    rest = everything - math.fsum(theirs)
-    left = 1 - total(ours)
-    ours.append(left if left.value > 1e-6 else Dual(1e-6))
-    theirs = [t / everything for t in [*theirs, rest]]
+    rest = everything - math.fsum(teacher_masses)
+    left = 1 - total(student_masses)
+    student_masses.append(left if left.value > 1e-6 else Dual(1e-6))
+    teacher_masses = [t / everything for t in [*teacher_masses, rest]]
     if forward:
-        value = total(t * log(t / q) for q, t in zip(ours, theirs, strict=True) if t > 0)
+        value = total(
+            t * log(t / q) for q, t in zip(student_masses, teacher_masses, strict=True) if t > 0
+        )
     else:
-        theirs[-1] = max(theirs[-1], 1e-4)
-        value = total(q * log(q / t) for q, t in zip(ours, theirs, strict=True))
+        teacher_masses[-1] = max(teacher_masses[-1], 1e-4)
+        value = total(q * log(q / t) for q, t in zip(student_masses, teacher_masses, strict=True))
     return value * temperature**2

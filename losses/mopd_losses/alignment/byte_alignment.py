@@ -1,9 +1,9 @@
 """Byte-exact alignment: the finest spans of tokens that spell the same bytes on both sides.
 
 Where both sides end a token at the same byte, the text can be cut; what lies between two
-neighbouring cuts is a span. Control tokens count as one symbol of their own, so that an end of
-turn can only meet an end of turn. Where the two texts differ (a normalizer, a truncation, invalid
-UTF-8) spans exist inside the common blocks alone and everything else belongs to none.
+neighbouring cuts is a span. A control token counts as one separate symbol, so that an end of
+turn aligns only with an end of turn. Where the two texts differ (a normalizer, a truncation,
+invalid UTF-8) spans exist only inside the common blocks and everything else belongs to none.
 
 O(bytes) time and memory for texts that agree, and O(n log n) for the blocks of texts that do not.
 """
@@ -58,7 +58,7 @@ class Alignment:
 
     @property
     def one_to_one(self) -> NDArray[np.bool_]:
-        """[spans], True where one student token meets one teacher token."""
+        """[spans], True where one student token aligns with one teacher token."""
         student = self.student_ends - self.student_starts
         return (student == 1) & (self.teacher_ends - self.teacher_starts == 1)
 
@@ -88,7 +88,7 @@ def align(student: TokenSequence, teacher: TokenSequence) -> Alignment:
 
 
 def identity_alignment(tokens: int) -> Alignment:
-    """One span a token: what a teacher that read the student's own ids is aligned by."""
+    """Align one span per token, for a teacher that scored the student's ids."""
     starts = np.arange(tokens, dtype=np.int32)
     return Alignment(starts, starts + 1, starts, starts + 1)
 
@@ -166,10 +166,10 @@ def _anchored_blocks(student: Symbols, teacher: Symbols) -> Iterator[Block]:
     """Blocks grown from runs of symbols that occur exactly once on each side (patience diff)."""
     student_done = teacher_done = 0
     for anchor in _anchors(student, teacher):
-        taken = max(student_done - anchor.student, teacher_done - anchor.teacher, 0)
-        if taken >= anchor.length:
+        consumed = max(student_done - anchor.student, teacher_done - anchor.teacher, 0)
+        if consumed >= anchor.length:
             continue
-        at_student, at_teacher = anchor.student + taken, anchor.teacher + taken
+        at_student, at_teacher = anchor.student + consumed, anchor.teacher + consumed
         back = _common_prefix(
             student[student_done:at_student][::-1], teacher[teacher_done:at_teacher][::-1]
         )
@@ -181,7 +181,7 @@ def _anchored_blocks(student: Symbols, teacher: Symbols) -> Iterator[Block]:
 
 
 def _anchors(student: Symbols, teacher: Symbols) -> list[Block]:
-    """Where runs unique on both sides begin, as the longest chain that increases on both.
+    """List the starts of runs unique on both sides: the longest chain that increases on both.
 
     Neighbouring beginnings are one block, and belong to the chain together or not at all.
     """

@@ -1,4 +1,4 @@
-"""Which positions (or rows) a span consists of, flat: one entry a pair of span and position."""
+"""Positions (or rows) of each span, flat: one entry per pair of span and position."""
 
 import torch
 from jaxtyping import Bool, Float, Int64

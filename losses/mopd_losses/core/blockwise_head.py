@@ -8,7 +8,7 @@ to the hidden states and the head before the next block begins. The gradient of 
     dZ[s, v] = p[s, v] * dL/d(lse[s]) + sum of dL/d(z) over the entries that a loss read at (s, v),
 
 dense in the first term and sparse in the second, so distillation costs what plain cross entropy
-costs, whatever the size of the teacher's vocabulary.
+costs, for any size of the teacher's vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence

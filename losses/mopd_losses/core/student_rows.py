@@ -2,7 +2,8 @@
 
 A loss reads no matrix of logits but the log-probabilities of pairs of position and id, from all
 logits under autograd (``DenseRows``) or from one block of logits with analytical gradients
-(``blockwise_head``). So every loss is implemented once and costs what it reads.
+(``blockwise_head``). So every loss is implemented once, and its
+cost depends only on the entries it reads.
 """
 
 from typing import Protocol, runtime_checkable

@@ -6,10 +6,10 @@ what a truncation left of it (``topk_divergence``). Gradients flow to both sides
 teacher. In float32 or float64: raise *logits* to float32 before the log-softmax, for log-
 probabilities rounded to half precision no longer sum to one.
 
-``-inf`` is a probability of zero. Where both sides say so (padding of the head) an entry adds
+``-inf`` is a probability of zero. Where both sides are zero (padding of the head) an entry adds
 nothing, to the value and to any gradient. Where only one does, the bounded divergences are exact
 and finite, and a KL that is infinite is returned as ``inf``: compare two models that rule out
-different ids on what both can say, with ``renormalised``. NaN stays NaN.
+different ids on their common ids, with ``renormalised``. NaN stays NaN.
 
 With ``z`` the student's logits, ``p = softmax(z)`` and ``t`` the teacher's probabilities (losses:
 section 4.1; none is multiplied by a temperature here).
@@ -59,7 +59,7 @@ def reverse_kl(
 ) -> Float[Tensor, "rows"]:
     """``KL(p || t) = sum p (ln p - ln t)``; by the logits: ``p (ln p - ln t - KL)``.
 
-    Unbounded where the teacher's probability of what the student says vanishes.
+    Unbounded as the teacher's probability of an id that is likely for the student vanishes.
     """
     return _kl(student, teacher)
 
@@ -159,7 +159,7 @@ def _kl(
     first: Float[Tensor, "rows entries"], second: Float[Tensor, "rows entries"]
 ) -> Float[Tensor, "rows"]:
     """``sum first (ln first - ln second)``; inputs are masked, never products (0 * inf is NaN)."""
-    impossible = first.exp() == 0  # also underflow, which would meet an infinite gap; never NaN
+    impossible = first.exp() == 0  # also underflow, which may have an infinite gap; never NaN
     gaps = first.masked_fill(impossible, 0.0) - second.masked_fill(impossible, 0.0)
     return (first.masked_fill(impossible, -torch.inf).exp() * gaps).sum(dim=-1)
 
@@ -170,14 +170,14 @@ def _log_mixture(
     """``ln(share * first + (1 - share) * second)``; no small number is ever added inside a log.
 
     From the larger of the two: where both agree nothing is added to it, which logs of the shares
-    would round, and a share may be below what the dtype can tell from zero.
+    would round, and a share may be too small for the dtype.
     """
     neither = torch.isneginf(first) & torch.isneginf(second)
     first, second = first.masked_fill(neither, 0.0), second.masked_fill(neither, 0.0)
     from_first = first >= second
     larger = torch.where(from_first, first, second)
     gap = torch.where(from_first, second, first) - larger
-    # Tensors of their own dtype: two plain numbers would make float32, which rounds 0.1.
+    # Tensors of the same dtype: two plain numbers would make float32, which rounds 0.1.
     own, other = larger.new_tensor([first_share, 1 - first_share])
     larger_share = torch.where(from_first, own, other)
     smaller_share = torch.where(from_first, other, own)
@@ -189,7 +189,7 @@ def _mass_up_to(probabilities: Float[Tensor, "rows entries"]) -> Float[Tensor, "
     """[rows, entries], the mass of all entries of the row that are not more likely than this."""
     ascending, order = probabilities.sort(dim=-1)
     masses = ascending.cumsum(dim=-1)
-    # The last of equals knows the mass of all of them; what comes later only grows.
+    # The last of equal entries has the mass of all of them; masses only grow after it.
     more_follow = torch.zeros_like(masses, dtype=torch.bool)
     more_follow[..., :-1] = ascending[..., :-1] == ascending[..., 1:]
     last_of_equals = masses.masked_fill(more_follow, torch.inf)

@@ -1,7 +1,7 @@
-"""Projections live on the CPU, once; each device gets its own copy, moved there once.
+"""Projections live on the CPU, once; each device gets its own copy, moved once.
 
 Nothing that a device computes with is shared with the cache or with another device, so a tensor
-can never be bound to whichever device happened to ask first.
+can never be bound to the device that happened to request it first.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class DeviceProjection:
 
 
 class ProjectionCache:
-    """Builds each projection once, keeps it on disk if told where, and moves it once a device."""
+    """Builds each projection once, saves it if a folder is set, and moves it once per device."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder

@@ -1,9 +1,9 @@
 """``ProjectionMatrix``: how each student token's probability spreads over a teacher's vocabulary.
 
-A row holds a student id's weights on teacher ids and sums to one, or is empty: a student token
-whose exact bytes the teacher has goes there whole; any other goes to the pieces that the teacher
+A row contains a student id's weights on teacher ids and sums to one, or is empty: a student token
+whose exact bytes the teacher has goes to that id; any other goes to the pieces that the teacher
 spells it with; a control token goes to the teacher's control token of the same role or name.
-Stored by columns (CSC), because losses ask which student ids feed the teacher ids of a top-k.
+Stored by columns (CSC), because losses look up which student ids feed the teacher ids of a top-k.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ BUILDER_VERSION = 1
 class ProjectionMatrix:
     """Sparse ``[student logit width, teacher vocabulary]``, by columns.
 
-    Column ``j`` holds ``student_ids[column_starts[j]:column_starts[j + 1]]`` and their weights.
+    Column ``j`` contains ``student_ids[column_starts[j]:column_starts[j + 1]]`` and their weights.
 
     Raises:
         DataError: when the arrays contradict each other or a row's weights do not sum to one.
@@ -106,14 +106,14 @@ class ProjectionMatrix:
 
     def require(self, student_fingerprint: str, teacher_fingerprint: str) -> None:
         """Raises DataError unless the matrix was built for these two tokenizers."""
-        for side, built, found in (
+        for side, built, fingerprint in (
             ("student", self.student_fingerprint, student_fingerprint),
             ("teacher", self.teacher_fingerprint, teacher_fingerprint),
         ):
-            if built != found:
+            if built != fingerprint:
                 raise DataError(
                     f"projection was built for {side} tokenizer {built[:12]}, but this {side} has "
-                    f"{found[:12]}; build a projection for this pair"
+                    f"{fingerprint[:12]}; build a projection for this pair"
                 )
 
     def dense(self) -> NDArray[np.float64]:
@@ -127,7 +127,7 @@ class ProjectionMatrix:
         """Writes one safetensors file with both fingerprints in its metadata, atomically.
 
         Raises:
-            DataError: when there is no writing there.
+            DataError: when the folder is not writable.
         """
         metadata = {
             "builder_version": str(BUILDER_VERSION),
@@ -192,7 +192,7 @@ def build_projection(
     student_width: int,
     settings: ProjectionSettings | None = None,
 ) -> ProjectionMatrix:
-    """The projection from one vocabulary to another, from bytes alone.
+    """The projection from one vocabulary to another, from bytes only.
 
     Args:
         student_width: rows of the student's language-model head, padding included.
@@ -218,7 +218,7 @@ Row = Mapping[int, float]  # teacher id -> weight
 
 
 def _control_rows(student: TokenTable, teacher: TokenTable) -> Iterator[tuple[int, Row]]:
-    """Endings meet by role, every other control token by its literal name."""
+    """Match endings by role, every other control token by its literal name."""
     ending = set(student.roles.ending)
     for name, student_id in student.controls.items():
         if student_id not in ending and name in teacher.controls:

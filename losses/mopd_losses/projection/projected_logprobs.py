@@ -17,23 +17,23 @@ def projected_logprobs(
     *,
     temperature: float = 1.0,
 ) -> Float[Tensor, "compared k"]:
-    """``ln q(j) = logsumexp over v of (ln W[v, j] + ln p(v))`` for the asked teacher ids.
+    """``ln q(j) = logsumexp over v of (ln W[v, j] + ln p(v))`` for the requested teacher ids.
 
-    Only student ids that feed an asked teacher id are read, so the cost does not depend on the
+    Only student ids that feed a requested teacher id are read, so the cost does not depend on the
     teacher's vocabulary. Exact also where all masses underflow.
 
     Args:
         positions: int64 [compared].
-        teacher_ids: int64 [compared, k]; -1 where absent.
+        teacher_ids: int64 [compared, k]; -1 for empty entries.
 
     Returns:
-        [compared, k], nats; ``-inf``, without a gradient, where the id is absent, no student id
+        [compared, k], nats; ``-inf``, without a gradient, where the entry is empty, no student id
         reaches it, or all that do have a logit of ``-inf``.
     """
     places, k = teacher_ids.shape
-    asked = teacher_ids.clamp_min(0)
-    starts = projection.column_starts[asked].flatten()
-    counts = (projection.column_starts[asked + 1].flatten() - starts) * (teacher_ids >= 0).flatten()
+    ids = teacher_ids.clamp_min(0)
+    starts = projection.column_starts[ids].flatten()
+    counts = (projection.column_starts[ids + 1].flatten() - starts) * (teacher_ids >= 0).flatten()
     pairs = torch.repeat_interleave(torch.arange(places * k, device=positions.device), counts)
     first_entry = counts.cumsum(0) - counts
     entries = torch.arange(len(pairs), device=positions.device) + (starts - first_entry)[pairs]

@@ -12,7 +12,7 @@ class Segmentation:
     that fits, again and again.
 
     Args:
-        exact: bytes -> the id that stands for them where the tokenizer is not asked.
+        exact: bytes -> the id that spells them, for pieces that the tokenizer does not encode.
     """
 
     def __init__(self, table: TokenTable, encoder: TextEncoder, exact: Mapping[bytes, int]) -> None:
@@ -29,8 +29,8 @@ class Segmentation:
     def of_all(self, spellings: Sequence[bytes]) -> Iterator[list[int]]:
         """The tokens of each spelling, by one call of the tokenizer."""
         texts = [as_text(spelled) for spelled in spellings]
-        asked = [text for text in texts if text is not None]
-        written = iter(self._encoder.encode_batch(asked))
+        encodable = [text for text in texts if text is not None]
+        written = iter(self._encoder.encode_batch(encodable))
         for spelled, text in zip(spellings, texts, strict=True):
             yield self._checked(spelled, None if text is None else next(written))
 

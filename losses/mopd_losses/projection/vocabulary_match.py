@@ -47,8 +47,8 @@ def exact_match(
     Of several student ids for one teacher id the one that ends a turn is taken, then the smallest.
 
     Args:
-        projection: between these two, by any settings; it says which of several teacher ids with
-            the same bytes is meant.
+        projection: between these two, by any settings; it selects one of several teacher ids with
+            the same bytes.
     """
     columns, rows, _ = _entries(projection)
     pairs = zip(columns.tolist(), rows.tolist(), strict=True)
@@ -88,7 +88,7 @@ def _best(
     rows: NDArray[np.int64],
     scores: NDArray[np.floating],
 ) -> VocabularyMatch:
-    """Of the candidates for a teacher id the one with the highest score, then the smallest id."""
+    """Select for each teacher id the candidate with the highest score, then the smallest id."""
     student_of = np.full(projection.teacher_size, -1, dtype=np.int64)
     worst_first = np.lexsort((-rows, scores))
     student_of[columns[worst_first]] = rows[worst_first]  # the last written is the best

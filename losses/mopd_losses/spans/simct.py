@@ -11,7 +11,7 @@ is one event on either side. For each span the two models are compared on
 which are disjoint and sum to one on both sides, so any divergence on them is a lower bound of the
 one between sequences. A span of one token on either side is plain top-k KL with a tail bucket.
 
-(SimCT, arXiv 2605.07711, in KDFlow: there a span's coordinate is the mean of raw logits, which
+(SimCT, arXiv 2605.07711, in KDFlow, where a span's coordinate is the mean of raw logits, which
 depends on a constant that no model's output depends on, and overlaps its first token.)
 """
 

@@ -1,4 +1,4 @@
-"""How likely each side finds the whole text of a span, in its own tokens."""
+"""Log-probability of the full text of a span on each side, in that side's tokens."""
 
 import torch
 from jaxtyping import Float

@@ -10,7 +10,8 @@ over the whole vocabulary, not renormalised), C the ids in common, U the others:
 The KL is of parts that do not sum to one, so where both models agree its gradient is not zero: it
 takes mass from every student id that is not in common (the suppression for which X-Token's paper
 blames GOLD-style training). ``generalised`` adds ``- sum of e^b + sum of e^a`` over C, which makes
-it stationary there at no cost. It reads the student's every id: for comparison, not for large runs.
+it stationary at agreement, at no cost. It reads all student ids: for comparison,
+not for large runs.
 """
 
 from collections.abc import Sequence

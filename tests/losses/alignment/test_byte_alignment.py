@@ -33,9 +33,9 @@ def test_alignment_equals_trying_every_pair_of_prefixes(two: Two) -> None:
 @given(two_tokenizations())
 @settings(deadline=None)
 def test_spans_of_one_text_leave_no_token_out_and_none_twice(two: Two) -> None:
-    found = aligned(*two)
-    student = [token for start, end, _, _ in found for token in range(start, end)]
-    teacher = [token for _, _, start, end in found for token in range(start, end)]
+    aligned_spans = aligned(*two)
+    student = [token for start, end, _, _ in aligned_spans for token in range(start, end)]
+    teacher = [token for _, _, start, end in aligned_spans for token in range(start, end)]
     assert student == list(range(len(two[0])))
     assert teacher == list(range(len(two[1])))
 
@@ -52,9 +52,9 @@ def test_both_sides_of_a_span_spell_the_same_and_no_smaller_span_does(two: Two) 
 @given(texts().flatmap(cut))
 @settings(deadline=None)
 def test_one_tokenization_aligns_with_itself_token_by_token(pieces: list[Piece]) -> None:
-    found = align(sequence(pieces), sequence(pieces, first_id=7))
-    assert spans(found) == spans(identity_alignment(len(pieces)))
-    assert found.one_to_one.tolist() == [True] * len(pieces)
+    alignment = align(sequence(pieces), sequence(pieces, first_id=7))
+    assert spans(alignment) == spans(identity_alignment(len(pieces)))
+    assert alignment.one_to_one.tolist() == [True] * len(pieces)
 
 
 @given(two_tokenizations())
@@ -80,30 +80,30 @@ def test_aligned_bytes_of_one_text_are_all_its_bytes(two: Two) -> None:
     assert align(student, teacher).aligned_bytes(student) == len(student.text)
 
 
-def test_an_end_of_turn_meets_an_end_of_turn_whatever_its_id() -> None:
-    found = aligned([b"the", b" end", END_OF_TURN], [b"the end", END_OF_TURN])
-    assert found == [(0, 2, 0, 1), (2, 3, 1, 2)]
+def test_end_of_turn_tokens_align_regardless_of_their_ids() -> None:
+    aligned_spans = aligned([b"the", b" end", END_OF_TURN], [b"the end", END_OF_TURN])
+    assert aligned_spans == [(0, 2, 0, 1), (2, 3, 1, 2)]
 
 
-def test_an_end_of_turn_meets_nothing_when_the_other_side_has_none() -> None:
+def test_an_end_of_turn_is_unaligned_when_the_other_side_has_none() -> None:
     assert aligned([b"the", b" end", END_OF_TURN], [b"the end"]) == [(0, 2, 0, 1)]
     assert aligned([b"the end"], [b"the", b" end", END_OF_TURN]) == [(0, 1, 0, 2)]
 
 
-def test_an_end_of_turn_meets_no_other_control_token_and_no_text() -> None:
+def test_an_end_of_turn_aligns_with_no_other_control_token_and_no_text() -> None:
     assert aligned([b"a", END_OF_TURN], [b"a", "<tool>"]) == [(0, 1, 0, 1)]
     assert aligned([b"a", END_OF_TURN], [b"a", b"<|end|>"]) == [(0, 1, 0, 1)]
 
 
-def test_a_control_token_of_one_side_alone_splits_no_span_of_the_rest() -> None:
+def test_a_control_token_of_only_one_side_splits_no_other_span() -> None:
     assert aligned(["bos", b"ab", b"c"], [b"a", b"bc"]) == [(1, 3, 0, 2)]
 
 
-def test_a_control_token_meets_its_like_at_the_same_place_alone() -> None:
-    found = aligned([b"a", "<tool>", b"bb", b"c"], [b"a", b"bb", "<tool>", b"c"])
-    assert (1, 2, 2, 3) not in found
-    assert found[0] == (0, 1, 0, 1)
-    assert found[-1] == (3, 4, 3, 4)
+def test_control_tokens_align_only_at_the_same_position() -> None:
+    aligned_spans = aligned([b"a", "<tool>", b"bb", b"c"], [b"a", b"bb", "<tool>", b"c"])
+    assert (1, 2, 2, 3) not in aligned_spans
+    assert aligned_spans[0] == (0, 1, 0, 1)
+    assert aligned_spans[-1] == (3, 4, 3, 4)
 
 
 def test_a_completion_that_ends_inside_a_character_aligns_to_its_last_byte() -> None:
@@ -112,7 +112,7 @@ def test_a_completion_that_ends_inside_a_character_aligns_to_its_last_byte() -> 
     assert aligned(student, [b"a", character[:2]]) == [(0, 1, 0, 1), (1, 3, 1, 2)]
 
 
-def test_a_character_split_into_bytes_meets_the_whole_character() -> None:
+def test_a_character_split_into_bytes_aligns_with_the_whole_character() -> None:
     family = "👨‍👩‍👧".encode()
     student: list[Piece] = [bytes([byte]) for byte in family]
     assert aligned(student, [family]) == [(0, len(family), 0, 1)]
@@ -132,11 +132,11 @@ def test_unmarked_tokens_without_bytes_change_no_span_of_the_others(
     at = data.draw(st.integers(0, len(two[0])))
     widened = [*two[0][:at], b"", *two[0][at:]]
     others = [token for token in range(len(widened)) if token != at]
-    found = [
+    aligned_spans = [
         ([token for token in range(s, s_end) if token != at], t, t_end)
         for s, s_end, t, t_end in aligned(widened, two[1])
     ]
-    assert found == [(others[s:s_end], t, t_end) for s, s_end, t, t_end in aligned(*two)]
+    assert aligned_spans == [(others[s:s_end], t, t_end) for s, s_end, t, t_end in aligned(*two)]
 
 
 @pytest.mark.parametrize(

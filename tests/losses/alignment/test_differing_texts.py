@@ -25,21 +25,21 @@ WORDS = [f"{number:x}{chr(97 + number % 26)} ".encode() for number in range(100,
 
 def assert_spans_are_true_and_minimal(student: list[Piece], teacher: list[Piece]) -> list[Span]:
     left, right = tokens_of(sequence(student)), tokens_of(sequence(teacher))
-    found = aligned(student, teacher)
-    for s, s_end, t, t_end in found:
+    aligned_spans = aligned(student, teacher)
+    for s, s_end, t, t_end in aligned_spans:
         assert spell(left[s:s_end]) == spell(right[t:t_end])
         assert len(every_pair_of_prefixes(left[s:s_end], right[t:t_end])) == 1
-    return found
+    return aligned_spans
 
 
 @given(two_texts())
 @settings(deadline=None, max_examples=150)
 def test_no_span_has_two_spellings_and_common_prefix_and_suffix_are_aligned(two: Two) -> None:
     left, right = tokens_of(sequence(two[0])), tokens_of(sequence(two[1]))
-    found = assert_spans_are_true_and_minimal(*two)
+    aligned_spans = assert_spans_are_true_and_minimal(*two)
     prefix, suffix = every_pair_of_prefixes(left, right), every_pair_of_suffixes(left, right)
-    assert found[: len(prefix)] == prefix
-    assert not suffix or found[-len(suffix) :] == suffix
+    assert aligned_spans[: len(prefix)] == prefix
+    assert not suffix or aligned_spans[-len(suffix) :] == suffix
 
 
 @given(texts().flatmap(cut), texts().flatmap(cut))
@@ -59,9 +59,9 @@ def test_a_truncated_side_aligns_up_to_the_truncation(data: st.DataObject, side:
     kept = text[: data.draw(st.integers(0, len(text)))]
     two = [data.draw(cut(text)), data.draw(cut(kept))]
     student, teacher = two[side], two[1 - side]
-    found = assert_spans_are_true_and_minimal(student, teacher)
+    aligned_spans = assert_spans_are_true_and_minimal(student, teacher)
     expected = every_pair_of_prefixes(tokens_of(sequence(student)), tokens_of(sequence(teacher)))
-    assert found == expected
+    assert aligned_spans == expected
 
 
 def test_one_changed_byte_loses_only_the_tokens_around_it() -> None:
@@ -82,8 +82,8 @@ def test_text_between_two_differences_is_aligned_where_it_can_be_found_again(
     teacher = list(WORDS)
     for place in reversed(places):
         teacher[place : place + 1] = [b"#", b"###"][: generator.randint(0, 2)]
-    found = assert_spans_are_true_and_minimal(list(WORDS), list(teacher))
-    whole = {s for s, s_end, _, _ in found if s_end == s + 1}
+    aligned_spans = assert_spans_are_true_and_minimal(list(WORDS), list(teacher))
+    whole = {s for s, s_end, _, _ in aligned_spans if s_end == s + 1}
     # A neighbour may share letters with what was taken out, and lose them to it.
     around = {at for place in places for at in (place - 1, place, place + 1)}
     assert whole >= set(range(200)) - around
@@ -92,24 +92,24 @@ def test_text_between_two_differences_is_aligned_where_it_can_be_found_again(
 def test_a_part_that_moved_is_aligned_once_at_most() -> None:
     student = list(WORDS)
     teacher = [*WORDS[100:], *WORDS[:100]]
-    found = assert_spans_are_true_and_minimal(student, teacher)
-    assert 99 <= len(found) <= 100  # the last word may lose its space to the common suffix
+    aligned_spans = assert_spans_are_true_and_minimal(student, teacher)
+    assert 99 <= len(aligned_spans) <= 100  # the last word may lose its space to the common suffix
 
 
-def test_composed_and_decomposed_characters_meet_everywhere_else() -> None:
+def test_texts_with_composed_and_decomposed_characters_align_everywhere_else() -> None:
     text = "".join(f"mot {number} déjà vu; " for number in range(30))
     composed, decomposed = (
         [character.encode() for character in unicodedata.normalize(form, text)]
         for form in ("NFC", "NFD")
     )
-    found = assert_spans_are_true_and_minimal(composed, decomposed)
+    aligned_spans = assert_spans_are_true_and_minimal(composed, decomposed)
     plain = {at for at, piece in enumerate(composed) if len(piece) == 1}
-    reached = {s for s, _, _, _ in found}
+    reached = {s for s, _, _, _ in aligned_spans}
     assert reached <= plain
     assert len(reached) > 0.8 * len(plain)
 
 
-def test_bytes_that_are_no_text_are_lost_alone() -> None:
+def test_only_bytes_that_are_invalid_utf8_are_unaligned() -> None:
     sampled: list[Piece] = [b"before", b"\x80\xff", b" after", END_OF_TURN]
     reread: list[Piece] = [b"before", "\ufffd\ufffd".encode(), b" after", END_OF_TURN]
     assert aligned(sampled, reread) == [(0, 1, 0, 1), (2, 3, 2, 3), (3, 4, 3, 4)]
@@ -151,7 +151,7 @@ def test_two_parts_that_follow_each_other_outweigh_a_longer_one() -> None:
     assert align(student, teacher).aligned_bytes(student) >= kept + 2
 
 
-def test_anchors_side_by_side_on_one_side_alone_are_two() -> None:
+def test_anchors_adjacent_on_only_one_side_stay_separate() -> None:
     text = b"".join(WORDS[:20])
     student = sequence([bytes([byte]) for byte in b"<@" + text + b"!"])
     teacher = sequence([bytes([byte]) for byte in b">@" + text[:7] + b"#" + text + b"?"])

@@ -19,12 +19,12 @@ def cut_every(text: bytes, length: int) -> TokenSequence:
 def test_repeated_digits_align_to_the_last_byte(student: int, teacher: int) -> None:
     text = b"7" * 100_000
     left, right = cut_every(text, student), cut_every(text, teacher)
-    found = align(left, right)
-    assert found.aligned_bytes(left) == 100_000
-    assert len(found) == len({*left.byte_ends.tolist()} & {*right.byte_ends.tolist()})
+    alignment = align(left, right)
+    assert alignment.aligned_bytes(left) == 100_000
+    assert len(alignment) == len({*left.byte_ends.tolist()} & {*right.byte_ends.tolist()})
 
 
-def test_five_byte_tokens_meet_one_token_each_time() -> None:
+def test_every_five_byte_tokens_align_with_one_token() -> None:
     text = "🙂\n".encode() * 20_000
     left, right = cut_every(text, 1), cut_every(text, 5)
     expected = [(5 * n, 5 * n + 5, n, n + 1) for n in range(20_000)]
@@ -35,11 +35,11 @@ def test_five_byte_tokens_meet_one_token_each_time() -> None:
 def test_a_million_repeated_digits_with_one_difference_align_around_it(changed: bytes) -> None:
     half = b"7" * 500_000
     left, right = cut_every(half + b"8" + half, 1), cut_every(half + changed + half, 1)
-    found = align(left, right)
+    alignment = align(left, right)
     if changed == b"8":
-        assert len(found) == int(found.one_to_one.sum()) == 1_000_001
+        assert len(alignment) == int(alignment.one_to_one.sum()) == 1_000_001
     else:
-        assert found.aligned_bytes(left) >= 1_000_000
+        assert alignment.aligned_bytes(left) >= 1_000_000
 
 
 def test_many_differences_in_a_long_text_lose_only_themselves() -> None:

@@ -25,7 +25,7 @@ SAMPLES = [
 mixed = st.text(
     st.one_of(
         st.sampled_from("aeiou bcd 0123456789 \t\r\n.,<|>的漢字אבגपनมس안🙂👨‍🏳️"),
-        # SentencePiece writes a space as ▁, and so cannot tell ▁ from a space.
+        # SentencePiece writes a space as ▁, and so cannot distinguish ▁ from a space.
         st.characters(exclude_categories=["Cs"], exclude_characters="▁"),
     ),
     max_size=60,
@@ -38,9 +38,9 @@ def assert_all_bytes_align(text: str, student_name: str, teacher_name: str) -> N
         for name in (student_name, teacher_name)
     )
     assert student.text == teacher.text == text.encode()
-    found = align(student, teacher)
-    assert found.aligned_bytes(student) == len(student.text)
-    assert spans(found) == every_pair_of_prefixes(tokens_of(student), tokens_of(teacher))
+    alignment = align(student, teacher)
+    assert alignment.aligned_bytes(student) == len(student.text)
+    assert spans(alignment) == every_pair_of_prefixes(tokens_of(student), tokens_of(teacher))
 
 
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
@@ -56,22 +56,22 @@ def test_every_byte_of_any_text_aligns(text: str, student: str, teacher: str) ->
     assert_all_bytes_align(text, student, teacher)
 
 
-def test_a_normalizing_teacher_aligns_everything_but_what_it_changed() -> None:
+def test_a_normalizing_teacher_aligns_all_unchanged_text() -> None:
     text = "cafe\u0301 au lait"
     student, teacher = (
         family(name).table.sequence(family(name).encoder.encode(text))
         for name in ("digit", "whole_number")
     )
     assert student.text != teacher.text
-    found = align(student, teacher)
+    alignment = align(student, teacher)
     ends = [0, *student.byte_ends.tolist()]
-    spelled = [student.text[ends[s] : ends[s_end]] for s, s_end, _, _ in spans(found)]
+    spelled = [student.text[ends[s] : ends[s_end]] for s, s_end, _, _ in spans(alignment)]
     assert b"".join(spelled).startswith(b"ca")
     assert b"".join(spelled).endswith(b" lait")
 
 
 @pytest.mark.parametrize("other", ["digit", "whole_number"])
-def test_a_character_that_one_side_cannot_write_is_lost_alone(other: str) -> None:
+def test_only_a_character_that_one_side_cannot_encode_is_unaligned(other: str) -> None:
     text = "before ▁ after"
     student, teacher = (
         family(name).table.sequence(family(name).encoder.encode(text))

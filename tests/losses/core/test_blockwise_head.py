@@ -70,8 +70,8 @@ def test_value_and_gradients_equal_the_dense_form(
 ) -> None:
     terms, positions, real_ids = terms_of(seed, 1.5 if warm else 1.0)
     torch.manual_seed(seed)
-    # Where a student is nearly certain, what is left of its mass (and its gradient) is a
-    # difference of which float32 keeps few digits, in either form: there float64 must do.
+    # For a nearly certain student, the remaining mass (and its gradient) is a difference of which
+    # float32 keeps few digits, in either form: such logits are tested in float64 only.
     spread = 1.0 if dtype == torch.float64 else 0.3
     hidden = (spread * torch.randn(positions, 5, dtype=dtype)).requires_grad_()
     weight = torch.randn(len(real_ids), 5, dtype=dtype, requires_grad=True)
@@ -80,9 +80,9 @@ def test_value_and_gradients_equal_the_dense_form(
     leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None]
     expected = dense_total(hidden, head, terms)
     expected_gradients = torch.autograd.grad(expected * 3, leaves)
-    found, _ = blockwise_head(hidden, head, terms, rows_per_block=rows_per_block)
-    gradients = torch.autograd.grad(found * 3, leaves)
-    torch.testing.assert_close(found.double(), expected, rtol=error, atol=error)
+    loss, _ = blockwise_head(hidden, head, terms, rows_per_block=rows_per_block)
+    gradients = torch.autograd.grad(loss * 3, leaves)
+    torch.testing.assert_close(loss.double(), expected, rtol=error, atol=error)
     for gradient, exact in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, exact, rtol=error, atol=error)
 
@@ -92,22 +92,22 @@ def test_a_head_that_is_not_trained_keeps_no_gradient_and_changes_none(trained: 
     terms, positions, real_ids = terms_of(1, 1.0)
     hidden = torch.randn(positions, 5, requires_grad=True)
     matrix, offset = torch.randn(len(real_ids), 5), torch.randn(len(real_ids))
-    found: list[dict[str, Tensor | None]] = []
-    for wanted in ({"weight", "bias"}, {trained}):
-        weight = matrix.clone().requires_grad_("weight" in wanted)
-        bias = offset.clone().requires_grad_("bias" in wanted)
+    per_selection: list[dict[str, Tensor | None]] = []
+    for trainable in ({"weight", "bias"}, {trained}):
+        weight = matrix.clone().requires_grad_("weight" in trainable)
+        bias = offset.clone().requires_grad_("bias" in trainable)
         hidden.grad = None
         total, _ = blockwise_head(hidden, Head(weight, real_ids, bias), terms)
         kept: Any = total.grad_fn
-        assert [one is not None for one in kept.saved_tensors] == [
+        assert [tensor is not None for tensor in kept.saved_tensors] == [
             True,
-            "weight" in wanted,
-            "bias" in wanted,
+            "weight" in trainable,
+            "bias" in trainable,
         ]
         (total * 2).backward()
-        found.append({"hidden": hidden.grad, "weight": weight.grad, "bias": bias.grad})
+        per_selection.append({"hidden": hidden.grad, "weight": weight.grad, "bias": bias.grad})
     for name in ("hidden", *filter(None, [trained])):
-        ours, theirs = (gradients[name] for gradients in found)
-        assert ours is not None
-        assert theirs is not None
-        assert torch.equal(ours, theirs)
+        with_both, with_single = (gradients[name] for gradients in per_selection)
+        assert with_both is not None
+        assert with_single is not None
+        assert torch.equal(with_both, with_single)

@@ -15,7 +15,7 @@ from mopd_losses.core.cross_entropy import (
     mixed_terms,
 )
 from mopd_losses.core.student_rows import DenseRows
-from tests.losses.judged_completions import STUDENT_SIZE, several
+from tests.losses.scored_completions import STUDENT_SIZE, several
 
 REAL = torch.ones(4, dtype=torch.bool)
 
@@ -28,19 +28,19 @@ def random_logits(positions: int, width: int = 4) -> torch.Tensor:
 def test_it_is_torchs_cross_entropy_with_ignored_labels() -> None:
     logits = random_logits(6)
     labels = torch.tensor([2, IGNORED, 0, 3, IGNORED, 1])
-    found = SftLoss()(DenseRows(logits, REAL), label_targets(labels)).per_token
+    losses = SftLoss()(DenseRows(logits, REAL), label_targets(labels)).per_token
     expected = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-    torch.testing.assert_close(found, expected)
-    (ours,) = torch.autograd.grad(found.sum(), logits)
-    (theirs,) = torch.autograd.grad(expected.sum(), logits)
-    torch.testing.assert_close(ours, theirs)
-    assert (ours[[1, 4]] == 0).all()
+    torch.testing.assert_close(losses, expected)
+    (gradient,) = torch.autograd.grad(losses.sum(), logits)
+    (expected_gradient,) = torch.autograd.grad(expected.sum(), logits)
+    torch.testing.assert_close(gradient, expected_gradient)
+    assert (gradient[[1, 4]] == 0).all()
 
 
 def test_it_is_minus_the_log_of_the_labels_probability() -> None:
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
-    found = SftLoss()(DenseRows(logits, REAL), label_targets(torch.tensor([2]))).per_token
-    assert found.item() == pytest.approx(3 * math.log(2))
+    losses = SftLoss()(DenseRows(logits, REAL), label_targets(torch.tensor([2]))).per_token
+    assert losses.item() == pytest.approx(3 * math.log(2))
 
 
 def test_a_completions_own_tokens_are_its_labels_wherever_its_positions_begin() -> None:
@@ -74,9 +74,9 @@ def test_no_label_costs_nothing_and_keeps_its_graph(positions: int) -> None:
         LabelTargets(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)),
     ):
         logits = random_logits(positions)
-        found = SftLoss()(DenseRows(logits, REAL), targets.to("cpu")).per_token
-        assert found.tolist() == [0] * positions
-        found.sum().backward()
+        losses = SftLoss()(DenseRows(logits, REAL), targets.to("cpu")).per_token
+        assert losses.tolist() == [0] * positions
+        losses.sum().backward()
         assert logits.grad is not None
         assert (logits.grad == 0).all()
 
@@ -93,8 +93,10 @@ def test_every_position_is_shared_between_its_label_and_its_teachers(shares: lis
     share = torch.tensor(shares, dtype=torch.float64)
     mixed = mixed_terms(supervised, distilled, distill_weights=share)
     total, _ = blockwise_head(hidden, Head(weight, REAL), mixed)
-    _, (own, *theirs) = blockwise_head(hidden, Head(weight, REAL), [supervised, *distilled])
-    taught = 0.25 * theirs[0].per_token + 0.75 * theirs[1].per_token
+    _, (own, *distilled_outputs) = blockwise_head(
+        hidden, Head(weight, REAL), [supervised, *distilled]
+    )
+    taught = 0.25 * distilled_outputs[0].per_token + 0.75 * distilled_outputs[1].per_token
     expected = (weights * ((1 - share) * own.per_token + share * taught)).sum()
     torch.testing.assert_close(total, expected)
     assert torch.equal(supervised.position_weights, weights)  # terms are values

@@ -67,8 +67,8 @@ def probabilities(logprobs: Tensor) -> list[list[float]]:
 def test_the_divergences_give_the_published_numbers(
     measure: DivergenceSettings, expected: float
 ) -> None:
-    found = divergence_of(measure)(logs(STUDENT), logs(TEACHER))
-    assert found.tolist() == pytest.approx([expected], abs=5e-7)
+    values = divergence_of(measure)(logs(STUDENT), logs(TEACHER))
+    assert values.tolist() == pytest.approx([expected], abs=5e-7)
 
 
 @golden
@@ -91,7 +91,7 @@ def test_the_references_slopes_are_the_slopes_of_its_value(
     if measure.divergence == "adaptive_kl":
         return  # descends another function at each point; its two parts are tested
     p, t = np.random.default_rng(seed).dirichlet(np.full(4, 3.0), size=2).clip(1e-3).tolist()
-    found = slow(measure)(p, t)
+    result = slow(measure)(p, t)
     for at in range(4):
         sides: list[Compared] = []
         for by in (1e-7, -1e-7):
@@ -99,7 +99,7 @@ def test_the_references_slopes_are_the_slopes_of_its_value(
             moved[at] += by
             sides.append(slow(measure)(moved, t))
         slope = (sides[0].value - sides[1].value) / 2e-7
-        assert found.slopes[at] == pytest.approx(slope, abs=1e-5, rel=1e-5)
+        assert result.slopes[at] == pytest.approx(slope, abs=1e-5, rel=1e-5)
 
 
 @each
@@ -111,12 +111,12 @@ def test_value_and_gradient_equal_the_slow_reference(
     logits, teacher = random_pair(seed)
     logits.requires_grad_()
     student = logits.log_softmax(dim=1)
-    found = divergence_of(measure)(student, teacher)
-    found.sum().backward()
+    values = divergence_of(measure)(student, teacher)
+    values.sum().backward()
     assert logits.grad is not None
     for row, (p, t) in enumerate(zip(probabilities(student), probabilities(teacher), strict=True)):
         expected = slow(measure)(p, t)
-        assert found[row].item() == pytest.approx(expected.value, abs=1e-11, rel=1e-9)
+        assert values[row].item() == pytest.approx(expected.value, abs=1e-11, rel=1e-9)
         gradient = by_logits(expected.slopes, p)
         np.testing.assert_allclose(logits.grad[row].numpy(), gradient, rtol=1e-8, atol=1e-10)
 
@@ -138,8 +138,8 @@ def test_the_gradients_are_those_of_the_specification(seed: int) -> None:
     torch.testing.assert_close(gradient(reverse_kl(student, teacher)), p * (gaps - kl))
     above = (p / (0.7 * p + 0.3 * t)).log()
     expected = 0.7 * p * (above - (p * above).sum(dim=1, keepdim=True))
-    found = gradient(jensen_shannon(student, teacher, teacher_weight=0.3))
-    torch.testing.assert_close(found, expected)
+    actual = gradient(jensen_shannon(student, teacher, teacher_weight=0.3))
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -162,10 +162,10 @@ def test_at_equality_value_and_gradient_are_zero(measure: DivergenceSettings, se
     logits, _ = random_pair(seed)
     logits.requires_grad_()
     student = logits.log_softmax(dim=1)
-    found = divergence_of(measure)(student, student.detach().clone())
-    found.sum().backward()
+    values = divergence_of(measure)(student, student.detach().clone())
+    values.sum().backward()
     assert logits.grad is not None
-    np.testing.assert_allclose(found.detach().numpy(), 0, atol=1e-14)
+    np.testing.assert_allclose(values.detach().numpy(), 0, atol=1e-14)
     np.testing.assert_allclose(logits.grad.numpy(), 0, atol=1e-14)
 
 
@@ -181,10 +181,10 @@ def test_jsd_is_zero_and_stationary_at_equal_parts_of_a_distribution_too(
     teacher_weight: float,
 ) -> None:
     part = logs([0.3, 0.2, 0.1]).requires_grad_()
-    found = jensen_shannon(part, part.detach().clone(), teacher_weight=teacher_weight)
-    found.sum().backward()
+    values = jensen_shannon(part, part.detach().clone(), teacher_weight=teacher_weight)
+    values.sum().backward()
     assert part.grad is not None
-    assert found.item() == pytest.approx(0, abs=1e-15)
+    assert values.item() == pytest.approx(0, abs=1e-15)
     np.testing.assert_allclose(part.grad.numpy(), 0, atol=1e-15)
 
 
@@ -232,8 +232,8 @@ def test_swapping_the_sides_swaps_the_directions(seed: int) -> None:
         ),
         (total_variation(student, teacher), total_variation(teacher, student)),
     ]
-    for found, expected in pairs:
-        torch.testing.assert_close(found, expected)
+    for actual, expected in pairs:
+        torch.testing.assert_close(actual, expected)
 
 
 @given(seeds)
@@ -260,7 +260,7 @@ def test_the_ends_of_jsd_and_of_skewing_are_the_unscaled_kls() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 1e-12, 1e-9, 0.3])
-def test_a_share_too_small_for_float32_still_holds_up_what_the_other_side_rules_out(
+def test_a_share_too_small_for_float32_still_bounds_ids_that_the_other_side_rules_out(
     share: float,
 ) -> None:
     sure = torch.tensor([[0.0, -200.0, -40.0]])
@@ -284,8 +284,8 @@ def test_adaptive_kl_follows_forward_kl_in_the_head_and_reverse_kl_in_the_tail()
     teacher = logs([0.6, 0.2, 0.12, 0.08])
     in_head, in_tail = logs([0.5, 0.3, 0.12, 0.08]), logs([0.6, 0.2, 0.16, 0.04])
     for student, pure in ((in_head, forward_kl), (in_tail, reverse_kl)):
-        found = adaptive_kl(student, teacher, tail_mass=0.25)
-        torch.testing.assert_close(found, pure(student, teacher))
+        actual = adaptive_kl(student, teacher, tail_mass=0.25)
+        torch.testing.assert_close(actual, pure(student, teacher))
 
 
 @each
@@ -299,8 +299,8 @@ def test_the_order_of_ids_changes_nothing_even_where_the_teacher_has_ties(
     teacher = torch.tensor(draw.integers(0, 3, size=(3, 6)).astype(float)).log_softmax(dim=1)
     order = torch.tensor(draw.permutation(6))
     student = logits.log_softmax(dim=1)
-    found = divergence_of(measure)(student[:, order], teacher[:, order])
-    torch.testing.assert_close(found, divergence_of(measure)(student, teacher))
+    values = divergence_of(measure)(student[:, order], teacher[:, order])
+    torch.testing.assert_close(values, divergence_of(measure)(student, teacher))
 
 
 @each
@@ -313,10 +313,10 @@ def test_ids_that_both_sides_rule_out_change_neither_value_nor_gradient(
     never = torch.full((3, 2), -torch.inf, dtype=torch.float64)
     narrow, wide = logits.clone().requires_grad_(), torch.cat([never, logits], 1).requires_grad_()
     expected = divergence_of(measure)(narrow.log_softmax(dim=1), teacher)
-    found = divergence_of(measure)(wide.log_softmax(dim=1), torch.cat([never, teacher], dim=1))
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+    values = divergence_of(measure)(wide.log_softmax(dim=1), torch.cat([never, teacher], dim=1))
+    torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-13)
     expected.sum().backward()
-    found.sum().backward()
+    values.sum().backward()
     assert narrow.grad is not None
     assert wide.grad is not None
     torch.testing.assert_close(wide.grad[:, 2:], narrow.grad, rtol=1e-12, atol=1e-13)
@@ -326,7 +326,7 @@ def test_ids_that_both_sides_rule_out_change_neither_value_nor_gradient(
 @each_bounded
 @given(seeds)
 @settings(deadline=None, max_examples=20)
-def test_bounded_divergences_are_exact_where_one_side_says_never(
+def test_bounded_divergences_are_exact_where_one_probability_is_zero(
     measure: DivergenceSettings, seed: int
 ) -> None:
     draw = np.random.default_rng(seed)
@@ -336,12 +336,12 @@ def test_bounded_divergences_are_exact_where_one_side_says_never(
     logits[:, 0] = teacher[:, 1] = 0.3  # something is left on either side
     logits.requires_grad_()
     student, teacher = logits.log_softmax(dim=1), teacher.log_softmax(dim=1)
-    found = divergence_of(measure)(student, teacher)
-    found.sum().backward()
+    values = divergence_of(measure)(student, teacher)
+    values.sum().backward()
     assert logits.grad is not None
     for row, (p, t) in enumerate(zip(probabilities(student), probabilities(teacher), strict=True)):
         expected = slow(measure)(p, t)
-        assert found[row].item() == pytest.approx(expected.value, abs=1e-12)
+        assert values[row].item() == pytest.approx(expected.value, abs=1e-12)
         gradient = by_logits(expected.slopes, p)
         np.testing.assert_allclose(logits.grad[row].numpy(), gradient, atol=1e-12)
 
@@ -358,7 +358,7 @@ def test_an_infinite_kl_is_infinite_and_a_nan_is_seen() -> None:
         assert divergence_of(measure)(unknown, everything).isnan().all()
 
 
-def test_mass_that_underflows_meets_an_id_that_the_other_side_rules_out_without_nan() -> None:
+def test_mass_that_underflows_on_an_id_that_the_other_side_rules_out_gives_no_nan() -> None:
     student = torch.tensor([[0.0, -200.0]]).requires_grad_()
     teacher = torch.tensor([[0.0, -torch.inf]])
     for measure in MEASURES:
@@ -375,10 +375,10 @@ def test_extreme_logits_stay_finite(measure: DivergenceSettings, dtype: torch.dt
     logits = torch.diag_embed(sizes)[:, None].repeat(1, 4, 1, 1).flatten(0, 2)
     teacher = torch.diag_embed(sizes)[None].repeat(4, 1, 1, 1).flatten(0, 2).log_softmax(dim=1)
     logits.requires_grad_()
-    found = divergence_of(measure)(logits.log_softmax(dim=1), teacher)
-    found.sum().backward()
-    assert found.isfinite().all()
-    assert (found >= -1e-6).all()
+    values = divergence_of(measure)(logits.log_softmax(dim=1), teacher)
+    values.sum().backward()
+    assert values.isfinite().all()
+    assert (values >= -1e-6).all()
     assert logits.grad is not None
     assert logits.grad.isfinite().all()
 
@@ -405,7 +405,7 @@ def test_nothing_compared_costs_nothing(
     measure: DivergenceSettings, shape: tuple[int, int]
 ) -> None:
     student = torch.zeros(shape, requires_grad=True)
-    found = divergence_of(measure)(student, torch.zeros(shape))
-    assert found.tolist() == [0.0] * shape[0]
-    found.sum().backward()
+    values = divergence_of(measure)(student, torch.zeros(shape))
+    assert values.tolist() == [0.0] * shape[0]
+    values.sum().backward()
     assert student.grad is not None

@@ -149,9 +149,9 @@ def test_each_device_has_its_own_copy_moved_once() -> None:
 
 def test_two_matrices_do_not_share_a_copy() -> None:
     cache = ProjectionCache()
-    there = cached(cache, family("digit"), family("sentencepiece"))
+    forward = cached(cache, family("digit"), family("sentencepiece"))
     back = cached(cache, family("sentencepiece"), family("digit"))
-    assert cache.on("cpu", there) is not cache.on("cpu", back)
+    assert cache.on("cpu", forward) is not cache.on("cpu", back)
 
 
 def test_a_copy_on_the_cpu_shares_no_memory_with_the_matrix_or_with_another_copy() -> None:
@@ -159,9 +159,9 @@ def test_a_copy_on_the_cpu_shares_no_memory_with_the_matrix_or_with_another_copy
     first, second = (ProjectionCache().on("cpu", matrix) for _ in range(2))
     own = [matrix.column_starts, matrix.student_ids, matrix.weights, matrix.real_ids]
     for name in TENSORS:
-        mine = getattr(first, name).numpy()
-        assert not np.shares_memory(mine, getattr(second, name).numpy())
-        assert not any(np.shares_memory(mine, array) for array in own)
+        first_array = getattr(first, name).numpy()
+        assert not np.shares_memory(first_array, getattr(second, name).numpy())
+        assert not any(np.shares_memory(first_array, array) for array in own)
     key, before = matrix.key, matrix.dense()
     first.log_weights.fill_(7)
     first.column_starts.zero_()
@@ -171,7 +171,7 @@ def test_a_copy_on_the_cpu_shares_no_memory_with_the_matrix_or_with_another_copy
     assert second.log_weights.max() <= 0
 
 
-def test_the_copy_holds_what_the_matrix_says() -> None:
+def test_the_copy_equals_the_matrix() -> None:
     matrix = cached(ProjectionCache(), family("digit"), family("sentencepiece"))
     copy = DeviceProjection.copy_of(matrix, torch.device("cpu"))
     np.testing.assert_array_equal(copy.column_starts, matrix.column_starts)

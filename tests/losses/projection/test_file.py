@@ -1,4 +1,4 @@
-"""The projection on disk: whole or not there, and refused when it is not what it should be."""
+"""Projection files: saved atomically, validated when loaded."""
 
 from pathlib import Path
 
@@ -85,7 +85,7 @@ def test_a_truncated_file_is_refused(matrix: ProjectionMatrix, tmp_path: Path, k
         ProjectionMatrix.load(path)
 
 
-def test_a_file_that_is_not_there_or_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_missing_or_invalid_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="missing"):
         ProjectionMatrix.load(tmp_path / "missing")
     other = tmp_path / "other"
@@ -113,8 +113,8 @@ def test_metadata_that_makes_no_sense_is_refused_with_the_files_name(
 ) -> None:
     path = tmp_path / "odd"
     matrix.save(path)
-    arrays, found = contents(path)
-    save_file(arrays, path, metadata=found | metadata)
+    arrays, stored = contents(path)
+    save_file(arrays, path, metadata=stored | metadata)
     with pytest.raises(DataError, match="odd"):
         ProjectionMatrix.load(path)
 
@@ -125,11 +125,11 @@ def test_missing_or_empty_arrays_are_refused(
 ) -> None:
     path = tmp_path / "odd"
     matrix.save(path)
-    arrays, found = contents(path)
-    save_file(arrays | {missing: arrays[missing][:0]}, path, metadata=found)
+    arrays, stored = contents(path)
+    save_file(arrays | {missing: arrays[missing][:0]}, path, metadata=stored)
     with pytest.raises(DataError, match="odd"):
         ProjectionMatrix.load(path)
-    save_file({n: a for n, a in arrays.items() if n != missing}, path, metadata=found)
+    save_file({n: a for n, a in arrays.items() if n != missing}, path, metadata=stored)
     with pytest.raises(DataError, match="odd"):
         ProjectionMatrix.load(path)
 

@@ -45,7 +45,7 @@ def row(matrix: ProjectionMatrix, student_id: int) -> dict[int, float]:
 
 
 def only_id(side: Family, spelled: bytes) -> int:
-    (token_id,) = [n for n, found in enumerate(side.table.all_bytes) if found == spelled]
+    (token_id,) = [n for n, candidate in enumerate(side.table.all_bytes) if candidate == spelled]
     return token_id
 
 
@@ -150,7 +150,7 @@ def test_an_end_of_turn_goes_whole_to_the_teachers_end_of_turn(student: str, tea
         ({"eos": 256, "end_of_turn": 257}, {}, {}),
     ],
 )
-def test_endings_meet_by_role(
+def test_endings_match_by_role(
     student: dict[str, int], teacher: dict[str, int], expected: dict[int, int]
 ) -> None:
     def side(prefix: str, roles: dict[str, int]) -> Family:
@@ -162,13 +162,13 @@ def test_endings_meet_by_role(
     left, right = side("s", student), side("t", teacher)
     shift = left.table.size - 2 - 256
     dense = build(left, right).dense()
-    found = {
+    targets = {
         v - shift: int(dense[v].argmax()) - shift for v in left.table.roles.ending if dense[v].any()
     }
-    assert found == expected
+    assert targets == expected
 
 
-def test_other_control_tokens_meet_by_their_literal_name_alone() -> None:
+def test_other_control_tokens_match_only_by_literal_name() -> None:
     left, right = family("digit"), family("whole_number")
     matrix = build(left, right)
     for name in ("<|system|>", "<|user|>", "<|assistant|>"):
@@ -192,25 +192,25 @@ def test_decay_weights_are_the_published_ones(pieces: int, expected: list[float]
     student = made_of("abcdefghi"[:pieces])
     teacher = made_of()
     token_id = only_id(student, b"abcdefghi"[:pieces])
-    found = row(build(student, teacher, DECAY), token_id)
+    weights = row(build(student, teacher, DECAY), token_id)
     ids = [only_id(teacher, bytes([letter])) for letter in b"abcdefghi"[: len(expected)]]
-    assert [found[i] for i in ids] == pytest.approx(expected, abs=6e-5)
-    assert len(found) == len(expected)
+    assert [weights[i] for i in ids] == pytest.approx(expected, abs=6e-5)
+    assert len(weights) == len(expected)
 
 
 @pytest.mark.parametrize("decay", [0.0, 1e-60, 1.0])
 def test_extreme_decays_still_give_rows_that_sum_to_one(decay: float) -> None:
     student, teacher = made_of("abcd"), made_of()
     matrix = build(student, teacher, ProjectionSettings(weights="decay", decay=decay))
-    found = row(matrix, only_id(student, b"abcd"))
-    assert sum(found.values()) == pytest.approx(1)
-    assert len(found) == (4 if decay == 1 else 1)
+    row_weights = row(matrix, only_id(student, b"abcd"))
+    assert sum(row_weights.values()) == pytest.approx(1)
+    assert len(row_weights) == (4 if decay == 1 else 1)
 
 
 def test_a_piece_that_comes_twice_gets_both_weights() -> None:
     student, teacher = made_of("aba"), made_of()
-    found = row(build(student, teacher, DECAY), only_id(student, b"aba"))
-    assert found == {
+    weights = row(build(student, teacher, DECAY), only_id(student, b"aba"))
+    assert weights == {
         ord("a"): pytest.approx((0.9 + 0.009) / 0.999),
         ord("b"): pytest.approx(0.09 / 0.999),
     }
@@ -219,8 +219,8 @@ def test_a_piece_that_comes_twice_gets_both_weights() -> None:
 def test_the_first_piece_is_the_teachers_own_and_not_the_longest() -> None:
     # The teacher merges "bc" before anything else, so that it never writes "ab" in "abc".
     student, teacher = made_of("abc"), made_of("bc", "ab")
-    found = row(build(student, teacher), only_id(student, b"abc"))
-    assert found == {only_id(teacher, b"a"): 1.0}
+    weights = row(build(student, teacher), only_id(student, b"abc"))
+    assert weights == {only_id(teacher, b"a"): 1.0}
 
 
 def test_a_token_with_a_leading_space_does_not_share_a_target_with_one_without() -> None:
@@ -236,8 +236,8 @@ def test_a_leading_space_is_the_first_piece_where_the_teacher_has_no_such_token(
     settings: ProjectionSettings,
 ) -> None:
     student, teacher = made_of("的", " 的"), made_of("的")
-    found = row(build(student, teacher, settings), only_id(student, " 的".encode()))
-    assert max(found, key=found.__getitem__) == only_id(teacher, b" ")
+    weights = row(build(student, teacher, settings), only_id(student, " 的".encode()))
+    assert max(weights, key=weights.__getitem__) == only_id(teacher, b" ")
 
 
 @pytest.mark.parametrize("teacher", ["digit", "whole_number", "sentencepiece"])
@@ -285,8 +285,8 @@ def test_of_two_teacher_ids_with_the_same_bytes_the_one_that_is_written_is_chose
 
 def test_text_that_the_teachers_normalizer_would_change_keeps_its_bytes() -> None:
     student, teacher = made_of("e\u0301"), family("whole_number")  # the teacher writes NFC
-    found = row(build(student, teacher), only_id(student, "e\u0301".encode()))
-    (target,) = found
+    weights = row(build(student, teacher), only_id(student, "e\u0301".encode()))
+    (target,) = weights
     assert target == only_id(teacher, b"e")
 
 
@@ -298,8 +298,8 @@ def test_permuting_a_vocabulary_permutes_the_matrix(settings: ProjectionSettings
     columns = [new_right.tokenizer.token_to_id(t) for t in tokens(right)]
     assert rows != list(range(len(rows)))
     expected = build(left, right, settings).dense()[: len(rows)]
-    found = build(new_left, new_right, settings).dense()[: len(rows)]
-    np.testing.assert_array_equal(found[np.ix_(rows, columns)], expected)
+    dense = build(new_left, new_right, settings).dense()[: len(rows)]
+    np.testing.assert_array_equal(dense[np.ix_(rows, columns)], expected)
 
 
 def tokens(side: Family) -> list[str]:
@@ -393,7 +393,7 @@ def test_impossible_settings_are_refused(wrong: dict[str, Literal[0]]) -> None:
 @pytest.mark.parametrize("name", ["decay", "max_length"])
 def test_what_only_decay_reads_is_refused_without_it(name: str) -> None:
     """A loss whose own default is decay loses it to settings that do not name it again."""
-    for settings in (ProjectionSettings, lambda **given: PklParityConfig(projection=given)):
+    for settings in (ProjectionSettings, lambda **keywords: PklParityConfig(projection=keywords)):
         with pytest.raises(ValidationError, match=f"{name} set, but projection weights 'first'"):
             settings(**{name: 3})
         settings(**{name: 3, "weights": "decay"})

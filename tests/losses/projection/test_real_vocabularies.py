@@ -1,4 +1,4 @@
-"""Published vocabularies of 32,000 to 131,072 ids: what holds for tiny ones holds at full size."""
+"""Alignment and projection of published vocabularies of 32,000 to 131,072 ids."""
 
 from functools import cache
 from itertools import product
@@ -50,7 +50,7 @@ def columns_of(matrix: ProjectionMatrix) -> NDArray[np.int64]:
 
 
 def without_controls(text: str) -> str:
-    """Their libraries know no way to leave control tokens alone in a text."""
+    """Remove lines with control tokens, which their libraries always parse."""
     return "\n".join(line for line in text.split("\n") if "[INST]" not in line)
 
 
@@ -96,13 +96,13 @@ def test_every_byte_aligns_in_the_finest_spans(student: str, teacher: str, text:
         real(name).table.sequence(real(name).encoder.encode(TEXTS[text]))
         for name in (student, teacher)
     )
-    found = align(left, right)
-    assert found.aligned_bytes(left) == len(TEXTS[text].encode())
+    alignment = align(left, right)
+    assert alignment.aligned_bytes(left) == len(TEXTS[text].encode())
     common = sorted({*left.byte_ends.tolist()} & {*right.byte_ends.tolist()})
-    assert (left.byte_ends[found.student_ends - 1].tolist() == common) is True
-    assert (right.byte_ends[found.teacher_ends - 1].tolist() == common) is True
-    assert found.student_starts.tolist() == [0, *found.student_ends[:-1].tolist()]
-    assert found.teacher_starts.tolist() == [0, *found.teacher_ends[:-1].tolist()]
+    assert (left.byte_ends[alignment.student_ends - 1].tolist() == common) is True
+    assert (right.byte_ends[alignment.teacher_ends - 1].tolist() == common) is True
+    assert alignment.student_starts.tolist() == [0, *alignment.student_ends[:-1].tolist()]
+    assert alignment.teacher_starts.tolist() == [0, *alignment.teacher_ends[:-1].tolist()]
 
 
 @pytest.mark.parametrize("settings", [None, DECAY], ids=["first", "decay"])
@@ -123,43 +123,47 @@ def test_every_token_with_bytes_is_projected_whole(
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
 def test_a_row_goes_to_the_same_bytes_or_to_how_they_begin(student: str, teacher: str) -> None:
     matrix = projection(student, teacher)
-    mine, theirs = real(student).table.all_bytes, real(teacher).table.all_bytes
-    known = {*theirs}
+    student_bytes, teacher_bytes = real(student).table.all_bytes, real(teacher).table.all_bytes
+    known = {*teacher_bytes}
     columns = columns_of(matrix).tolist()
     exact = 0
     for student_id, teacher_id in zip(matrix.student_ids.tolist(), columns, strict=True):
-        if mine[student_id] in known:
-            assert theirs[teacher_id] == mine[student_id]
-            exact += bool(mine[student_id])
+        if student_bytes[student_id] in known:
+            assert teacher_bytes[teacher_id] == student_bytes[student_id]
+            exact += bool(student_bytes[student_id])
         else:
-            assert theirs[teacher_id]
-            assert mine[student_id].startswith(theirs[teacher_id])
-    assert exact == sum(spelled in known for spelled in mine if spelled)
+            assert teacher_bytes[teacher_id]
+            assert student_bytes[student_id].startswith(teacher_bytes[teacher_id])
+    assert exact == sum(spelled in known for spelled in student_bytes if spelled)
     assert (matrix.weights == 1).all()
 
 
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
 def test_decaying_rows_follow_the_pieces_of_the_bytes(student: str, teacher: str) -> None:
     matrix = projection(student, teacher, DECAY)
-    mine, theirs = real(student).table.all_bytes, real(teacher).table.all_bytes
+    student_bytes, teacher_bytes = real(student).table.all_bytes, real(teacher).table.all_bytes
     order = np.lexsort((-matrix.weights, matrix.student_ids))
     students = matrix.student_ids[order]
     heaviest = np.flatnonzero(np.r_[True, students[1:] != students[:-1]])
     first = columns_of(matrix)[order][heaviest].tolist()
     rows = dict(zip(students[heaviest].tolist(), first, strict=True))
-    assert all(mine[row].startswith(theirs[target]) for row, target in rows.items() if mine[row])
+    assert all(
+        student_bytes[row].startswith(teacher_bytes[target])
+        for row, target in rows.items()
+        if student_bytes[row]
+    )
     counts = np.bincount(matrix.student_ids)
     assert counts.max() == DECAY.max_length
-    known = {*theirs}
+    known = {*teacher_bytes}
     assert all(
         counts[token_id] == 1
-        for token_id, spelled in enumerate(mine)
+        for token_id, spelled in enumerate(student_bytes)
         if spelled and spelled in known
     )
 
 
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
-def test_an_end_meets_an_end(student: str, teacher: str) -> None:
+def test_an_end_maps_to_an_end(student: str, teacher: str) -> None:
     matrix = projection(student, teacher)
     ends = [*real(student).table.roles.ending]
     columns = columns_of(matrix)[np.isin(matrix.student_ids, ends)]
@@ -177,10 +181,10 @@ def test_a_newer_release_of_a_vocabulary_is_reached_but_for_bytes_that_have_a_pi
         if newer.bytes_of(token_id) in shared and token_id not in newer.marks
     }
     # ``<0x41>`` and ``A`` spell the same; encoding never emits the former.
-    assert missed == {bytes([byte]) for byte in range(128)} - _bytes_alone()
+    assert missed == {bytes([byte]) for byte in range(128)} - _bytes_with_one_id()
 
 
-def _bytes_alone() -> set[bytes]:
+def _bytes_with_one_id() -> set[bytes]:
     """ASCII that ``v3`` spells by one token only, a byte."""
     spelled = real("v3").table.all_bytes
     return {bytes([byte]) for byte in range(128) if spelled.count(bytes([byte])) == 1}
@@ -193,6 +197,6 @@ def _bytes_alone() -> set[bytes]:
 def test_a_known_share_of_tokens_has_the_same_bytes(
     student: str, teacher: str, least: float
 ) -> None:
-    mine = [spelled for spelled in real(student).table.all_bytes if spelled]
+    spellings = [spelled for spelled in real(student).table.all_bytes if spelled]
     known = {*real(teacher).table.all_bytes}
-    assert least < sum(spelled in known for spelled in mine) / len(mine) < least + 0.25
+    assert least < sum(spelled in known for spelled in spellings) / len(spellings) < least + 0.25

@@ -1,4 +1,4 @@
-"""Which ids two vocabularies have in common, by bytes and by weight."""
+"""Ids that two vocabularies have in common, by bytes and by weight."""
 
 import numpy as np
 import pytest
@@ -37,16 +37,16 @@ def test_an_exact_match_pairs_equal_bytes_once_and_leaves_no_pair_out(
 ) -> None:
     student, teacher = family(names[0]), family(names[1])
     match = exact_match(projection(student, teacher, settings), student.table, teacher.table)
-    found = pairs(match)
-    for v, j in found.items():
+    matched = pairs(match)
+    for v, j in matched.items():
         assert student.table.all_bytes[v] == teacher.table.all_bytes[j]
     spelled = {b for b in student.table.all_bytes if b} & {b for b in teacher.table.all_bytes if b}
-    assert {student.table.all_bytes[v] for v in found if student.table.all_bytes[v]} == spelled
-    assert found[student.table.roles.ending[0]] in teacher.table.roles.ending
-    assert match.pairs == len(found)
-    assert match.coverage == len(found) / teacher.table.size
+    assert {student.table.all_bytes[v] for v in matched if student.table.all_bytes[v]} == spelled
+    assert matched[student.table.roles.ending[0]] in teacher.table.roles.ending
+    assert match.pairs == len(matched)
+    assert match.coverage == len(matched) / teacher.table.size
     real = set(np.flatnonzero(student.table.real_ids(student.logit_width)).tolist())
-    assert set(match.unmatched.nonzero().flatten().tolist()) == real - set(found)
+    assert set(match.unmatched.nonzero().flatten().tolist()) == real - set(matched)
 
 
 def test_a_vocabulary_matches_itself_whole() -> None:
@@ -60,13 +60,13 @@ def test_a_vocabulary_matches_itself_whole() -> None:
 
 @pytest.mark.parametrize("turn_first", [False, True])
 def test_of_two_ending_tokens_the_one_that_ends_a_turn_is_matched(turn_first: bool) -> None:
-    one, two = made_of("ab", end="<eos>"), made_of("ab", end="<eos>")
-    two.tokenizer.add_special_tokens(["<turn>"])
-    ids = [two.tokenizer.token_to_id(name) for name in ("<eos>", "<turn>")]
+    first, second = made_of("ab", end="<eos>"), made_of("ab", end="<eos>")
+    second.tokenizer.add_special_tokens(["<turn>"])
+    ids = [second.tokenizer.token_to_id(name) for name in ("<eos>", "<turn>")]
     eos, turn = reversed(ids) if turn_first else ids
-    student = family_of(two.tokenizer, TokenRoles(eos=eos, end_of_turn=turn))
-    match = exact_match(projection(student, one), student.table, one.table)
-    assert pairs(match)[turn] == one.table.roles.end_of_turn
+    student = family_of(second.tokenizer, TokenRoles(eos=eos, end_of_turn=turn))
+    match = exact_match(projection(student, first), student.table, first.table)
+    assert pairs(match)[turn] == first.table.roles.end_of_turn
     assert match.unmatched[eos]
 
 
@@ -88,15 +88,15 @@ def weighted(entries: dict[tuple[int, int], float], students: int) -> Projection
 
 def test_a_token_without_a_counterpart_takes_its_first_piece_only_if_that_is_free() -> None:
     student, teacher = made_of("ab", "abc"), made_of("ab")
-    found = weighted_match(projection(student, teacher))
+    match = weighted_match(projection(student, teacher))
     ab, abc = (student.table.all_bytes.index(spelled) for spelled in (b"ab", b"abc"))
-    assert pairs(found)[ab] == teacher.table.all_bytes.index(b"ab")
-    assert found.unmatched[abc]
-    assert not found.unmatched[ab]
-    alone = weighted({(0, 0): 0.75, (1, 0): 0.25}, 1)
-    assert weighted_match(alone).student_of.tolist() == [0, -1]
-    assert weighted_match(alone, least_weight=0.8).student_of.tolist() == [-1, -1]
-    assert weighted_match(alone, least_weight=0.8).unmatched.tolist() == [True]
+    assert pairs(match)[ab] == teacher.table.all_bytes.index(b"ab")
+    assert match.unmatched[abc]
+    assert not match.unmatched[ab]
+    single = weighted({(0, 0): 0.75, (1, 0): 0.25}, 1)
+    assert weighted_match(single).student_of.tolist() == [0, -1]
+    assert weighted_match(single, least_weight=0.8).student_of.tolist() == [-1, -1]
+    assert weighted_match(single, least_weight=0.8).unmatched.tolist() == [True]
 
 
 def test_the_largest_weight_wins_and_then_the_smallest_student_id() -> None:

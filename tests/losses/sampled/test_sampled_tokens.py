@@ -16,7 +16,7 @@ from mopd_losses.core.student_rows import DenseRows
 from mopd_losses.divergences.divergences import forward_kl, reverse_kl
 from mopd_losses.sampled.k2_k3 import K2Loss, K3Loss, k2, k3
 from mopd_losses.sampled.policy_gradient import PolicyGradientLoss
-from tests.losses.judged_completions import STUDENT_SIZE, several
+from tests.losses.scored_completions import STUDENT_SIZE, several
 
 seeds = st.integers(0, 2**32)
 each = pytest.mark.parametrize("loss", [PolicyGradientLoss(), K2Loss(), K3Loss()])
@@ -107,7 +107,7 @@ def test_k1_and_any_baseline_have_no_gradient_in_expectation(seed: int) -> None:
 
 @given(seeds)
 @settings(deadline=None, max_examples=25)
-def test_the_policy_gradient_is_that_of_reverse_kl_whoever_drew_the_samples(seed: int) -> None:
+def test_the_policy_gradient_is_that_of_reverse_kl_for_any_sampling_policy(seed: int) -> None:
     logits, teacher, sampled = three_distributions(seed)
     loss = PolicyGradientLoss(max_ratio=1e9)
     for drawn_from in (sampled, logits.detach().log_softmax(0)):
@@ -152,12 +152,12 @@ def test_k2_and_k3_keep_their_slopes_in_the_precision_that_students_are_trained_
     d = torch.linspace(-12, 12, 97, requires_grad=True)
     exact = d.detach().double()
     for estimate, slope in ((k2, exact), (k3, -torch.expm1(-exact))):
-        (found,) = torch.autograd.grad(estimate(d).sum(), d)
-        torch.testing.assert_close(found.double(), slope, rtol=1e-5, atol=1e-6)
+        (gradient,) = torch.autograd.grad(estimate(d).sum(), d)
+        torch.testing.assert_close(gradient.double(), slope, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_k3_goes_on_as_a_line_where_its_exponential_would_overflow(dtype: torch.dtype) -> None:
+def test_k3_continues_linearly_where_its_exponential_would_overflow(dtype: torch.dtype) -> None:
     d = torch.tensor([-20.0, -21.0, -1e4], dtype=dtype, requires_grad=True)
     value = k3(d)
     (slope,) = torch.autograd.grad(value.sum(), d)
@@ -169,7 +169,7 @@ def test_k3_goes_on_as_a_line_where_its_exponential_would_overflow(dtype: torch.
 
 
 @each
-def test_a_token_that_either_side_rules_out_is_left_out_and_counted(
+def test_a_token_that_either_side_rules_out_is_skipped_and_counted(
     loss: PolicyGradientLoss | K2Loss | K3Loss,
 ) -> None:
     logits, teacher, sampled = three_distributions(1)
@@ -189,7 +189,7 @@ def test_a_token_that_either_side_rules_out_is_left_out_and_counted(
 
 
 @each
-def test_a_teacher_that_says_nan_is_seen(loss: PolicyGradientLoss | K2Loss | K3Loss) -> None:
+def test_nan_from_a_teacher_reaches_the_loss(loss: PolicyGradientLoss | K2Loss | K3Loss) -> None:
     logits, teacher, sampled = three_distributions(1)
     teacher[4] = torch.nan
     rows = DenseRows(logits.repeat(6, 1), torch.ones(6, dtype=torch.bool))
@@ -208,15 +208,15 @@ def test_only_spans_of_one_token_on_either_side_are_compared(
     output = loss(rows, loss.targets(comparisons, offsets))
     student = logits.log_softmax(dim=1)
     # [a b][cd][end] and [a][b c][d][e]; between them, positions 4 to 6 of a completion that this
-    # teacher did not judge.
+    # teacher did not score.
     one_to_one = {3: (0, 3, 3), 7: (1, 0, 0), 10: (1, 3, 2), 11: (1, 4, 3)}
     assert output.per_token.nonzero().flatten().tolist() == list(one_to_one)
-    found = output.measured["log_ratio"].tolist()
-    for (position, (which, token, row)), d in zip(one_to_one.items(), found, strict=True):
+    log_ratios = output.measured["log_ratio"].tolist()
+    for (position, (which, token, row)), d in zip(one_to_one.items(), log_ratios, strict=True):
         comparison = comparisons[which]
         label = int(comparison.student.token_ids[token])
-        theirs = float(comparison.score.topk.token_logprobs[row])
-        assert d == pytest.approx(student[position, label].item() - theirs, abs=1e-6)
+        teacher_logprob = float(comparison.score.topk.token_logprobs[row])
+        assert d == pytest.approx(student[position, label].item() - teacher_logprob, abs=1e-6)
     if isinstance(loss, PolicyGradientLoss):
         ratio = output.measured["importance_ratio"][2].item()
         sampled = float(comparisons[1].sampled_logprobs[3])
@@ -224,7 +224,7 @@ def test_only_spans_of_one_token_on_either_side_are_compared(
         assert ratio == pytest.approx(math.exp(student[10, label].item() - sampled), rel=1e-5)
 
 
-def test_labels_stand_at_their_positions_also_after_a_completion_of_others() -> None:
+def test_labels_are_at_their_positions_after_a_completion_of_another_teacher() -> None:
     comparisons, offsets, positions = several(seed=1)
     targets = span_targets(comparisons, offsets)
     first, second = comparisons

@@ -23,7 +23,7 @@ seeds = st.integers(0, 2**32)
 def one_span(
     student: list[float], teacher: list[float]
 ) -> tuple[torch.Tensor, DenseRows, SpanTargets]:
-    """Tokens of given surprisals, in nats; token 0 is always the one that is there."""
+    """Tokens of given surprisals, in nats; token 0 is always the observed one."""
     rows = [[-s, np.log1p(-np.exp(-s))] for s in student]
     empty = torch.zeros(len(teacher), 0)
     targets = SpanTargets(
@@ -94,7 +94,7 @@ def test_the_gradient_is_zero_exactly_where_the_likelihoods_agree(
             assert gradient.abs().max() > 0
 
 
-def test_every_position_of_a_span_is_pulled_alike() -> None:
+def test_every_position_of_a_span_gets_the_same_gradient_coefficient() -> None:
     logits, rows, targets = one_span([1.0, 2.0], [2.0])
     (gradient,) = torch.autograd.grad(AlmLoss()(rows, targets).per_token.sum(), logits)
     p = logits.detach().softmax(dim=1)
@@ -102,7 +102,7 @@ def test_every_position_of_a_span_is_pulled_alike() -> None:
     torch.testing.assert_close(gradient, expected)
 
 
-def test_a_certain_teacher_or_student_is_held_at_the_floor() -> None:
+def test_a_certain_teacher_or_student_is_clamped_at_the_floor() -> None:
     for student, teacher in (([1e-9], [2.0]), ([2.0], [0.0]), ([1e-9], [0.0])):
         logits, rows, targets = one_span(student, teacher)
         output = AlmLoss()(rows, targets)

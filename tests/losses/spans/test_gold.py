@@ -33,7 +33,8 @@ seeds = st.integers(0, 2**32)
 merges: list[Merge] = ["bayesian", "observed"]
 both_merges = pytest.mark.parametrize("merge", merges)
 A, B, C = 0, 1, 2
-#: A bigram model: the row of each token says what follows it; the joint of "a, b" is 0.6 * 0.7.
+#: A bigram model: the row of each token is the distribution of the next token; the joint of "a, b"
+#: is 0.6 * 0.7.
 START, AFTER = [0.6, 0.3, 0.1], {A: [0.1, 0.7, 0.2], B: [0.3, 0.1, 0.6]}
 
 
@@ -72,7 +73,7 @@ def whole(problem: Problem, merge: Merge) -> tuple[SpanTargets, Tensor]:
 def whole_views(problem: Problem, logits: Tensor) -> list[tuple[int, SpanView]]:
     """Spans as the reference sees them, with the whole teacher."""
     rows = logits.softmax(dim=1).tolist()
-    found: list[tuple[int, SpanView]] = []
+    positioned_views: list[tuple[int, SpanView]] = []
     spans = iter(views(problem))
     row = 0
     for comparison in problem.comparisons:
@@ -86,8 +87,10 @@ def whole_views(problem: Problem, logits: Tensor) -> list[tuple[int, SpanView]]:
         for c, d in zip(alignment.teacher_starts, alignment.teacher_ends, strict=True):
             position, view = next(spans)
             following = full[d] if d < len(full) else None
-            found.append((position, replace(view, teacher=full[c:d], next_teacher=following)))
-    return found
+            positioned_views.append(
+                (position, replace(view, teacher=full[c:d], next_teacher=following))
+            )
+    return positioned_views
 
 
 @both_merges
@@ -146,9 +149,9 @@ def test_from_whole_distributions_gold_equals_the_slow_reference(
     value, gradient = value_and_gradient(problem, output)
     real = problem.real.tolist()
     expected = [
-        (position + (merge == "observed"), found)
+        (position + (merge == "observed"), compared)
         for position, view in whole_views(problem, logits)
-        if (found := reference.gold(view, real, problem.partner, (0.3, 0.8), beta, merge))
+        if (compared := reference.gold(view, real, problem.partner, (0.3, 0.8), beta, merge))
         is not None
     ]
     expected_value, expected_gradient = scattered(problem, expected)
@@ -156,7 +159,7 @@ def test_from_whole_distributions_gold_equals_the_slow_reference(
     np.testing.assert_allclose(gradient, expected_gradient, atol=1e-8)
 
 
-def test_observed_leaves_out_a_completions_last_span_and_never_reads_past_it() -> None:
+def test_observed_skips_a_completions_last_span_and_never_reads_past_it() -> None:
     for seed in range(20):
         problem = random_problem(seed)
         bayesian = mergeable_targets(problem.comparisons, problem.offsets, "bayesian")
@@ -206,8 +209,8 @@ def test_one_model_on_both_sides_costs_nothing_also_cut_to_its_top_k(
     logits, targets, match = one_vocabulary(seed)
     targets = cut_to(targets, k) if k < 5 else targets
     student = DenseRows(logits, all_rows(5))
-    found = GoldLoss(match, 1.0, 1.0, beta)(student, targets)
-    assert found.per_token.abs().max() < 1e-12
+    output = GoldLoss(match, 1.0, 1.0, beta)(student, targets)
+    assert output.per_token.abs().max() < 1e-12
     assert UldLoss(all_rows(5))(student, targets).per_token.abs().max() < 1e-12
 
 
@@ -235,12 +238,12 @@ def test_uld_is_the_cheapest_assignment_of_one_set_of_masses_to_the_other(
     logits = torch.tensor(draw.normal(size=(1, size)) * 2)
     teacher = torch.tensor(draw.normal(size=(1, teacher_size)) * 2)
     targets = with_full_rows(span_pairs([(0, 1)], [(0, 1)]), teacher)
-    found = UldLoss(all_rows(size))(DenseRows(logits, all_rows(size)), targets).per_token.item()
+    value = UldLoss(all_rows(size))(DenseRows(logits, all_rows(size)), targets).per_token.item()
     width = max(size, teacher_size)
     p = np.pad(logits.softmax(dim=1)[0].numpy(), (0, width - size))
     t = np.pad(teacher.softmax(dim=1)[0].numpy(), (0, width - teacher_size))
     costs = np.abs(p[:, None] - t[None, :])
-    assert found == pytest.approx(costs[linear_sum_assignment(costs)].sum(), abs=1e-12)
+    assert value == pytest.approx(costs[linear_sum_assignment(costs)].sum(), abs=1e-12)
 
 
 @given(seed=seeds, k=st.integers(0, 9))
@@ -251,10 +254,10 @@ def test_uld_from_a_top_k_is_too_small_by_at_most_both_rests(seed: int, k: int) 
     targets = with_full_rows(span_pairs([(0, 1)], [(0, 1)]), teacher)
     student = DenseRows(logits, all_rows(10))
     exact = UldLoss(all_rows(10))(student, targets).per_token.item()
-    found = UldLoss(all_rows(10))(student, cut_to(targets, k)).per_token.item()
+    value = UldLoss(all_rows(10))(student, cut_to(targets, k)).per_token.item()
     p = logits.softmax(dim=1)[0].sort(descending=True).values
     rests = p[k:].sum().item() + cut_to(targets, k).tail_logprobs.exp().item()
-    assert exact - rests - 1e-12 <= found <= exact + 1e-12
+    assert exact - rests - 1e-12 <= value <= exact + 1e-12
 
 
 def test_an_id_in_common_that_the_student_rules_out_is_as_if_it_had_not_been_sent() -> None:
@@ -270,11 +273,11 @@ def test_an_id_in_common_that_the_student_rules_out_is_as_if_it_had_not_been_sen
         tail_logprobs=torch.tensor([0.4]).double().log(),
     )
     match = VocabularyMatch(torch.tensor([0, 1, -1, -1]), torch.tensor([0, 0, 1, 1]).bool())
-    found, expected = (
+    values, expected = (
         GoldLoss(match, 1.0, 1.0)(student, spans).per_token for spans in (targets, without)
     )
-    torch.testing.assert_close(found, expected)
-    (gradient,) = torch.autograd.grad(found.sum(), logits)
+    torch.testing.assert_close(values, expected)
+    (gradient,) = torch.autograd.grad(values.sum(), logits)
     assert gradient.isfinite().all()
 
 
@@ -284,7 +287,7 @@ def test_weights_by_default_are_the_share_in_common_and_the_rest() -> None:
     assert adaptive_weights(match, teacher_width=12) == pytest.approx((0.25, 0.75))
 
 
-def test_factors_are_held_above_one_in_a_hundred_million() -> None:
+def test_factors_are_clamped_above_one_in_a_hundred_million() -> None:
     logits = torch.tensor([[-100.0, 0.0], [0.0, 0.0]], dtype=torch.float64, requires_grad=True)
     targets = span_pairs([(0, 2)], [(0, 2)])
     targets = replace(targets, token_logprobs=torch.tensor([-torch.inf, 0.0]))

@@ -25,10 +25,10 @@ def test_settings_are_named_frozen_and_know_their_keys(name: str, kind: type[Bas
         kind().type = "other"  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("given", ["matched_weight", "unmatched_weight"])
-def test_one_weight_without_the_other_is_refused(given: str) -> None:
+@pytest.mark.parametrize("weight", ["matched_weight", "unmatched_weight"])
+def test_one_weight_without_the_other_is_refused(weight: str) -> None:
     with pytest.raises(ValidationError, match="set both, or neither"):
-        GoldConfig.model_validate({given: 0.5})
+        GoldConfig.model_validate({weight: 0.5})
     GoldConfig(matched_weight=0.5, unmatched_weight=0.0)
 
 
@@ -37,6 +37,6 @@ def test_xtoken_losses_spread_tokens_over_their_pieces() -> None:
     assert HklConfig().projection.weights == "decay"
 
 
-def test_ctkd_compares_first_rows_unless_told() -> None:
+def test_ctkd_compares_first_rows_by_default() -> None:
     assert CtkdConfig().span_rows == "first"
     assert CtkdConfig(span_rows="pooled").span_rows == "pooled"

@@ -28,10 +28,10 @@ def test_masses_sum_to_one_on_both_sides(seed: int) -> None:
     atoms = span_atoms(problem.rows(), exact_spans(problem), problem.match())
     kept = torch.where(atoms.retained, atoms.teacher, -torch.inf).exp().sum(dim=1)
     np.testing.assert_allclose((kept + atoms.teacher_rest.exp()).numpy(), 1, atol=2e-6)
-    ours = torch.where(atoms.retained, atoms.student, -torch.inf).exp().sum(dim=1)
-    assert (ours <= 1 + 1e-12).all()
+    student_mass = torch.where(atoms.retained, atoms.student, -torch.inf).exp().sum(dim=1)
+    assert (student_mass <= 1 + 1e-12).all()
     rest = student_tail(atoms.student, atoms.retained).exp()
-    np.testing.assert_allclose((ours + rest).numpy(), 1, atol=2e-6)
+    np.testing.assert_allclose((student_mass + rest).numpy(), 1, atol=2e-6)
 
 
 def test_atoms_of_a_span_that_the_two_cut_differently() -> None:
@@ -57,13 +57,13 @@ def test_atoms_of_a_span_that_the_two_cut_differently() -> None:
     assert atoms.retained.sum() == 3
     assert atoms.teacher_rest.exp().item() == pytest.approx(0.3)
     expected_rest = 1 - 0.2 - 0.1 - 0.3
-    found = SimctLoss(match, "forward_kl")(rows, with_full_rows(targets, teacher.log()))
+    output = SimctLoss(match, "forward_kl")(rows, with_full_rows(targets, teacher.log()))
     pairs = [(0.15, 0.2), (0.15, 0.1), (0.4, 0.3), (0.3, expected_rest)]
-    assert found.per_token.tolist() == pytest.approx(
+    assert output.per_token.tolist() == pytest.approx(
         [sum(t * np.log(t / p) for t, p in pairs), 0.0]
     )
-    assert found.measured["student_span_mass"].item() == pytest.approx(0.3)
-    assert found.measured["teacher_span_mass"].item() == pytest.approx(0.4)
+    assert output.measured["student_span_mass"].item() == pytest.approx(0.3)
+    assert output.measured["teacher_span_mass"].item() == pytest.approx(0.4)
 
 
 @both

@@ -22,26 +22,26 @@ WIDTHS = (9, 8)  # of the student's head and the teacher's: padding of either
 def problem(seed: int, positions: int = 5) -> tuple[Tensor, Head, Tensor, Head]:
     """Hidden states and heads of a student and a teacher, in float64."""
     draw = torch.Generator().manual_seed(seed)
-    found: list[Tensor | Head] = []
+    drawn: list[Tensor | Head] = []
     for width, size in zip(WIDTHS, (4, 3), strict=True):
         real = torch.arange(width) < IDS
         weight = torch.randn((width, size), generator=draw, dtype=torch.float64)
-        found.append(torch.randn((positions, size), generator=draw, dtype=torch.float64) * 2)
-        found.append(Head(weight, real))
-    hidden, head, theirs, teacher = found
+        drawn.append(torch.randn((positions, size), generator=draw, dtype=torch.float64) * 2)
+        drawn.append(Head(weight, real))
+    hidden, head, teacher_hidden, teacher = drawn
     assert isinstance(hidden, Tensor)
-    assert isinstance(theirs, Tensor)
+    assert isinstance(teacher_hidden, Tensor)
     assert isinstance(head, Head)
     assert isinstance(teacher, Head)
-    return hidden, head, theirs, teacher
+    return hidden, head, teacher_hidden, teacher
 
 
 @pytest.mark.parametrize("rows_per_block", [1, 2, 100])
 def test_blocks_change_nothing(rows_per_block: int) -> None:
-    """Also beside another loss that reads single ids."""
-    hidden, head, theirs, teacher = problem(3)
+    """Also combined with another loss that reads single ids."""
+    hidden, head, teacher_hidden, teacher = problem(3)
     config = TopKKlConfig(divergence="jsd", kd_temperature=0.7)
-    targets = HiddenTargets(torch.arange(5), theirs)
+    targets = HiddenTargets(torch.arange(5), teacher_hidden)
 
     def terms() -> list[LossTerm]:
         weights = torch.linspace(0.5, 2, 5)
@@ -52,13 +52,13 @@ def test_blocks_change_nothing(rows_per_block: int) -> None:
     hidden.requires_grad_()
     dense, outputs = dense_head(hidden @ head.weight.T, head.real_ids, terms())
     (expected,) = torch.autograd.grad(dense, hidden)
-    found, others = blockwise_head(hidden, head, terms(), rows_per_block=rows_per_block)
-    (gradient,) = torch.autograd.grad(found, hidden)
-    torch.testing.assert_close(found, dense)
+    total, others = blockwise_head(hidden, head, terms(), rows_per_block=rows_per_block)
+    (gradient,) = torch.autograd.grad(total, hidden)
+    torch.testing.assert_close(total, dense)
     torch.testing.assert_close(gradient, expected)
-    for ours, theirs_ in zip(others, outputs, strict=True):
-        torch.testing.assert_close(ours.per_token, theirs_.per_token)
-        assert ours.measured["teacher_mass"].tolist() == [1.0] * 5
+    for output, dense_output in zip(others, outputs, strict=True):
+        torch.testing.assert_close(output.per_token, dense_output.per_token)
+        assert output.measured["teacher_mass"].tolist() == [1.0] * 5
 
 
 def completion(tokens: int) -> TokenSequence:
@@ -75,7 +75,7 @@ def topk(tokens: int) -> TopKLogprobs:
     )
 
 
-def test_targets_stand_where_their_completions_do() -> None:
+def test_targets_are_at_the_positions_of_their_completions() -> None:
     hidden = torch.randn(5, 3)
     comparisons = [
         AlignedPair(
@@ -113,8 +113,8 @@ def test_a_heads_logits_are_what_families_make_of_them(
 ) -> None:
     hidden, head, _, _ = problem(1)
     bias = torch.linspace(-1, 1, WIDTHS[0], dtype=torch.float64)
-    made = scale * (hidden @ head.weight.T + bias)
-    expected = made if soft_cap is None else soft_cap * torch.tanh(made / soft_cap)
-    found = Head(head.weight, head.real_ids, bias, scale, soft_cap).logits(hidden)
-    torch.testing.assert_close(found[:, :IDS], expected[:, :IDS])
-    assert torch.isneginf(found[:, IDS:]).all()
+    uncapped = scale * (hidden @ head.weight.T + bias)
+    expected = uncapped if soft_cap is None else soft_cap * torch.tanh(uncapped / soft_cap)
+    logits = Head(head.weight, head.real_ids, bias, scale, soft_cap).logits(hidden)
+    torch.testing.assert_close(logits[:, :IDS], expected[:, :IDS])
+    assert torch.isneginf(logits[:, IDS:]).all()

@@ -1,4 +1,4 @@
-"""CTKD on means over spans: what it is where spans are single tokens, and zero where all agree."""
+"""CTKD on means over spans: equal to CTKD for spans of single tokens, zero for equal models."""
 
 import numpy as np
 import pytest
@@ -31,17 +31,17 @@ def test_spans_of_single_tokens_are_plain_ctkd(divergence: str, seed: int) -> No
         if comparison.alignment.one_to_one.all()
     ]
     comparisons, offsets = [c for c, _ in single], [o for _, o in single]
-    wanted = TopKDivergenceSettings(divergence=divergence)  # type: ignore[arg-type]
-    found, expected = (
+    chosen = TopKDivergenceSettings(divergence=divergence)  # type: ignore[arg-type]
+    output, expected = (
         loss(problem.rows(), loss.targets(comparisons, offsets))  # type: ignore[arg-type]
         for loss in (
-            PooledCtkdLoss(problem.projection(), wanted),
-            TopKDivergenceLoss(problem.projection(), wanted),
+            PooledCtkdLoss(problem.projection(), chosen),
+            TopKDivergenceLoss(problem.projection(), chosen),
         )
     )
-    torch.testing.assert_close(found.per_token, expected.per_token, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(output.per_token, expected.per_token, rtol=1e-5, atol=1e-6)
     for name, column in expected.measured.items():
-        torch.testing.assert_close(found.measured[name], column, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(output.measured[name], column, rtol=1e-5, atol=1e-6)
 
 
 @given(seed=seeds)

@@ -49,9 +49,9 @@ def test_the_forms_give_the_published_numbers(
     form: str, divergence: str, value: float, gradient: list[float] | None
 ) -> None:
     logits = STUDENT.log().requires_grad_()
-    found = of(logits, targets_of(TEACHER, [[0, 1]]), chosen_by(form, divergence))
-    assert found.item() == pytest.approx(value, abs=5e-7)
-    found.sum().backward()
+    losses = of(logits, targets_of(TEACHER, [[0, 1]]), chosen_by(form, divergence))
+    assert losses.item() == pytest.approx(value, abs=5e-7)
+    losses.sum().backward()
     assert logits.grad is not None
     if gradient is not None:
         np.testing.assert_allclose(logits.grad[0].numpy(), gradient, atol=1e-6)
@@ -75,7 +75,7 @@ def test_plain_sums_over_a_top_k_have_their_minimum_away_from_the_teacher() -> N
 
 @given(seeds, st.integers(1, 6))
 @settings(deadline=None, max_examples=40)
-def test_the_forms_are_ordered_as_the_specification_says(seed: int, k: int) -> None:
+def test_the_forms_are_ordered_as_in_the_specification(seed: int, k: int) -> None:
     draw = np.random.default_rng(seed)
     teacher = 0.9 * draw.dirichlet(np.ones(7), size=3) + 0.1 / 7  # no tail under the floor
     logits = torch.tensor(draw.normal(size=(3, 7)) * 2)
@@ -94,13 +94,16 @@ def test_the_forms_are_ordered_as_the_specification_says(seed: int, k: int) -> N
         assert (generalised <= bucketed + 1e-12).all()
         assert (bucketed <= whole + 1e-12).all()
     rows = list(zip(student.exp(), torch.tensor(teacher), kept, strict=True))
-    ours = torch.stack([row[ids].sum() for row, _, ids in rows])
-    theirs = torch.stack([row[ids].sum() for _, row, ids in rows])
-    binary = theirs * (theirs / ours).log() + (1 - theirs) * ((1 - theirs) / (1 - ours)).log()
+    student_mass = torch.stack([row[ids].sum() for row, _, ids in rows])
+    teacher_mass = torch.stack([row[ids].sum() for _, row, ids in rows])
+    binary = (
+        teacher_mass * (teacher_mass / student_mass).log()
+        + (1 - teacher_mass) * ((1 - teacher_mass) / (1 - student_mass)).log()
+    )
     scaled, bucketed = (
         of(logits, targets, chosen_by(form)) for form in ("renormalised", "tail_bucket")
     )
-    torch.testing.assert_close(bucketed, theirs * scaled + binary)
+    torch.testing.assert_close(bucketed, teacher_mass * scaled + binary)
 
 
 @pytest.mark.parametrize("measure", F_DIVERGENCES, ids=name_of)
@@ -127,8 +130,8 @@ def test_with_all_entries_every_form_is_the_full_divergence(divergence: str) -> 
     expected = {"forward_kl": 0.167956, "reverse_kl": 0.195631}[divergence]
     for form in ("renormalised", "generalised", "tail_bucket"):
         targets = targets_of(TEACHER, [[0, 1, 2, 3]])
-        found = of(STUDENT.log(), targets, chosen_by(form, divergence))
-        assert found.item() == pytest.approx(expected, abs=1e-5)
+        loss = of(STUDENT.log(), targets, chosen_by(form, divergence))
+        assert loss.item() == pytest.approx(expected, abs=1e-5)
 
 
 def test_only_the_tail_bucket_and_the_generalised_form_see_mass_outside_the_top_k() -> None:
@@ -142,9 +145,9 @@ def test_only_the_tail_bucket_and_the_generalised_form_see_mass_outside_the_top_
 @pytest.mark.parametrize("chosen", [c for c in TRUNCATED if c.form == "renormalised"], ids=name_of)
 def test_a_single_renormalised_entry_compares_nothing(chosen: TopKDivergenceSettings) -> None:
     logits = STUDENT.log().requires_grad_()
-    found = of(logits, targets_of(TEACHER, [[1]]), chosen)
-    found.sum().backward()
-    assert found.item() == 0
+    losses = of(logits, targets_of(TEACHER, [[1]]), chosen)
+    losses.sum().backward()
+    assert losses.item() == 0
     assert logits.grad is not None
     assert logits.grad.abs().max() <= 1e-16
 
@@ -156,11 +159,11 @@ def test_renormalised_entries_of_any_temperature_give_those_of_any_other_exactly
     chosen: TopKDivergenceSettings, kd_temperature: float, teacher_temperature: float
 ) -> None:
     draw = np.random.default_rng(0)
-    ours, theirs = torch.tensor(draw.normal(size=(2, 3, 7)) * 2)
+    student_logits, teacher_logits = torch.tensor(draw.normal(size=(2, 3, 7)) * 2)
     kept = [[0, 3, 5], [1, 2], [6, 0, 1, 2]]
-    scored = targets_of(theirs.div(teacher_temperature).softmax(dim=1).numpy(), kept)
-    found = topk_loss(
-        ours,
+    scored = targets_of(teacher_logits.div(teacher_temperature).softmax(dim=1).numpy(), kept)
+    losses = topk_loss(
+        student_logits,
         scored,
         chosen.model_copy(update={"kd_temperature": kd_temperature}),
         teacher_temperature=teacher_temperature,
@@ -168,10 +171,10 @@ def test_renormalised_entries_of_any_temperature_give_those_of_any_other_exactly
     for row, ids in enumerate(kept):
         student, teacher = (
             side[row : row + 1, ids].div(kd_temperature).log_softmax(dim=1)
-            for side in (ours, theirs)
+            for side in (student_logits, teacher_logits)
         )
         expected = kd_temperature**2 * divergence_of(chosen)(student, teacher)
-        torch.testing.assert_close(found[row : row + 1], expected)
+        torch.testing.assert_close(losses[row : row + 1], expected)
 
 
 @pytest.mark.parametrize("form", ["generalised", "tail_bucket"])
@@ -187,10 +190,10 @@ def test_a_temperature_that_the_teacher_did_not_score_at_is_refused(form: str) -
     )
     unsaid = TopKDivergenceLoss(projection, chosen_by(form), teacher_temperature=2)
     rows, targets = DenseRows(STUDENT.log(), projection.real_ids), targets_of(TEACHER, [[0, 1]])
-    found = scored_so(rows, targets).per_token
-    assert torch.equal(found, unsaid(rows, targets).per_token)
+    losses = scored_so(rows, targets).per_token
+    assert torch.equal(losses, unsaid(rows, targets).per_token)
     cold = TopKDivergenceLoss(projection, chosen_by(form))(rows, targets).per_token
-    assert not torch.allclose(found, cold, rtol=1e-2)
+    assert not torch.allclose(losses, cold, rtol=1e-2)
 
 
 @each
@@ -199,11 +202,11 @@ def test_an_id_that_the_student_rules_out_is_compared_no_more(
 ) -> None:
     teacher = np.array([[0.5, 0.2, 0.2, 0.1]])
     logits = torch.tensor([[1.0, -torch.inf, 0.5, 0.2]], dtype=torch.float64, requires_grad=True)
-    found = of(logits, targets_of(teacher, [[0, 1, 2]]), chosen)
-    (gradient,) = torch.autograd.grad(found.sum(), logits)
+    losses = of(logits, targets_of(teacher, [[0, 1, 2]]), chosen)
+    (gradient,) = torch.autograd.grad(losses.sum(), logits)
     without = of(logits, targets_of(teacher, [[0, 2]]), chosen)
     (expected,) = torch.autograd.grad(without.sum(), logits)
-    torch.testing.assert_close(found, without)
+    torch.testing.assert_close(losses, without)
     torch.testing.assert_close(gradient, expected)
 
 
@@ -212,24 +215,24 @@ def test_every_form_measures_the_same_masses() -> None:
     expected = problem.loss(chosen_by("tail_bucket")).measured
     assert set(expected) == {"teacher_mass", "student_mass", "unsupported_mass", "unprojected_mass"}
     for form in ("renormalised", "generalised"):
-        found = problem.loss(chosen_by(form)).measured
+        measured = problem.loss(chosen_by(form)).measured
         for name, mass in expected.items():
-            assert torch.equal(found[name], mass)
+            assert torch.equal(measured[name], mass)
             assert not mass.requires_grad
 
 
 @pytest.mark.parametrize("divergence", ["reverse_kl", "jsd", "skewed_reverse_kl", "adaptive_kl"])
-def test_where_a_teacher_has_no_tail_unbounded_divergences_are_held_by_its_floor(
+def test_unbounded_divergences_are_limited_by_the_floor_of_a_teacher_without_tail(
     divergence: str,
 ) -> None:
     ends = {"jsd": {"teacher_weight": 1.0}, "skewed_reverse_kl": {"skew": 0.0}}
     chosen = chosen_by("tail_bucket", divergence, **ends.get(divergence, {}))
     logits = torch.tensor([[-1e3, 1e3]], dtype=torch.float64)
-    found = of(logits, targets_of(np.array([[1.0, 0.0]]), [[0]]), chosen).item()
+    loss = of(logits, targets_of(np.array([[1.0, 0.0]]), [[0]]), chosen).item()
     if divergence == "adaptive_kl":
-        assert 4 < found < 2000
+        assert 4 < loss < 2000
     else:
-        assert found == pytest.approx(-math.log(1e-4))
+        assert loss == pytest.approx(-math.log(1e-4))
 
 
 @pytest.mark.parametrize("measure", F_DIVERGENCES, ids=name_of)
@@ -239,12 +242,12 @@ def test_bounded_divergences_see_the_teachers_tail_as_it_is(
     teacher = np.array([[1 - 2e-5, 2e-5]])
     logits = torch.tensor([[2.0, 0.0]], dtype=torch.float64)
     chosen = chosen_by("tail_bucket", **measure.model_dump())
-    found = of(logits, targets_of(teacher, [[0]]), chosen).item()
+    loss = of(logits, targets_of(teacher, [[0]]), chosen).item()
     exact = divergence_of(measure)(logits.log_softmax(dim=1), torch.tensor(teacher).log()).item()
     if measure.divergence == "reverse_kl":
-        assert found < exact - 0.1
+        assert loss < exact - 0.1
     else:
-        assert found == pytest.approx(exact, abs=1e-12)
+        assert loss == pytest.approx(exact, abs=1e-12)
 
 
 def test_logits_of_another_width_are_refused() -> None:

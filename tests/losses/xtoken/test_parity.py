@@ -42,15 +42,15 @@ def test_pkl_gives_the_published_numbers(divergence: str) -> None:
     targets = on([0, 1, 3], TEACHER, [(0, 2)])
     projection = device_projection(WEIGHTS, np.ones(3, dtype=np.bool_))
     rows = DenseRows(STUDENT.log(), all_rows(3))
-    found = PklParityLoss(projection, divergence)(rows, targets)  # type: ignore[arg-type]
-    assert found.per_token.tolist() == pytest.approx([GOLDEN[divergence], 0], abs=5e-7)
+    output = PklParityLoss(projection, divergence)(rows, targets)  # type: ignore[arg-type]
+    assert output.per_token.tolist() == pytest.approx([GOLDEN[divergence], 0], abs=5e-7)
     mass = teacher_means(targets, torch.float64).exp().sum()
     assert mass.item() == pytest.approx(0.772693, abs=5e-7)
 
 
 @both
 def test_the_reference_gives_the_published_numbers_too(divergence: str) -> None:
-    found = xtoken.pkl(
+    compared = xtoken.pkl(
         [[Dual(p) for p in row] for row in STUDENT.tolist()],
         WEIGHTS.tolist(),
         TEACHER[:, [0, 1, 3]].tolist(),
@@ -58,7 +58,7 @@ def test_the_reference_gives_the_published_numbers_too(divergence: str) -> None:
         divergence == "forward_kl",
         1.0,
     )
-    assert found.value == pytest.approx(GOLDEN[divergence], abs=5e-7)
+    assert compared.value == pytest.approx(GOLDEN[divergence], abs=5e-7)
 
 
 @both
@@ -87,28 +87,28 @@ def test_pkl_pays_a_constant_for_ids_that_no_student_id_reaches() -> None:
     projection = device_projection(weights, np.ones(2, dtype=np.bool_))
     teacher = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64)
     rows = DenseRows(torch.tensor([[0.5, 0.3]], dtype=torch.float64).log(), all_rows(2))
-    found = PklParityLoss(projection)(rows, on([0, 1, 2], teacher, [(0, 1)])).per_token.item()
+    loss = PklParityLoss(projection)(rows, on([0, 1, 2], teacher, [(0, 1)])).per_token.item()
     rest = 0.5 * np.log(0.5 / 0.625) + 0.3 * np.log(0.3 / 0.375)
-    assert found == pytest.approx(0.2 * np.log(0.2 / 1e-10) + rest, abs=1e-6)
-    assert found > 4
+    assert loss == pytest.approx(0.2 * np.log(0.2 / 1e-10) + rest, abs=1e-6)
+    assert loss > 4
 
 
 def test_another_completion_in_the_micro_batch_changes_pkl() -> None:
     changed = 0
     for seed in range(20):
         problem = random_problem(seed, completions=2)
-        alone = problem.comparisons[:1], problem.offsets[:1]
+        first_only = problem.comparisons[:1], problem.offsets[:1]
         both_of_them = topk_support(exact_spans(problem), problem.teacher_size)
         first = topk_support(
-            exact_spans(replace(problem, comparisons=alone[0], offsets=alone[1])),
+            exact_spans(replace(problem, comparisons=first_only[0], offsets=first_only[1])),
             problem.teacher_size,
         )
-        found, expected = (
+        actual, expected = (
             PklParityLoss(problem.projection())(problem.rows(), targets).per_token
             for targets in (both_of_them.between(0, problem.offsets[1]), first)
         )
         positions = slice(0, problem.offsets[1])
-        changed += not torch.allclose(found[positions], expected[positions])
+        changed += not torch.allclose(actual[positions], expected[positions])
     assert changed > 3
 
 

@@ -1,4 +1,4 @@
-"""Completions of two tokenizations with everything random that a teacher may say about them."""
+"""Completions of two tokenizations with random scores of a teacher."""
 
 import numpy as np
 
@@ -27,7 +27,7 @@ def with_ids(pieces: list[Piece], size: int, draw: np.random.Generator) -> Token
     return TokenSequence(ids, plain.byte_ends, plain.text, plain.marks)
 
 
-def judged(text: int, seed: int, k: int = 2) -> AlignedPair:
+def scored(text: int, seed: int, k: int = 2) -> AlignedPair:
     """One of ``TEXTS``, sampled and scored at random."""
     draw = np.random.default_rng([seed, text])
     student = with_ids(TEXTS[text][0], STUDENT_SIZE, draw)
@@ -50,6 +50,6 @@ def judged(text: int, seed: int, k: int = 2) -> AlignedPair:
 
 
 def several(seed: int) -> tuple[list[AlignedPair], list[int], int]:
-    """Two judged completions with another one's positions between them; offsets; all positions."""
-    comparisons = [judged(0, seed), judged(2, seed)]
+    """Two scored completions, separated by positions of a third; offsets; number of positions."""
+    comparisons = [scored(0, seed), scored(2, seed)]
     return comparisons, [0, 7], 12
