@@ -15,8 +15,8 @@ def examples(language: str, *pages: str) -> list[tuple[str, str]]:
     return [
         (file.name, text)
         for file in files
-        for found, text in _FENCE.findall(file.read_text())
-        if found == language
+        for kind, text in _FENCE.findall(file.read_text())
+        if kind == language
     ]
 
 

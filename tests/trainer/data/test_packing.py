@@ -26,12 +26,12 @@ def targets_of(part: TeacherPart) -> TopKTargets:
 
 def examples_of(sizes: list[tuple[int, int]]) -> list[TrainingExample]:
     """Examples with these many tokens of prompt and completion; every token its own id."""
-    made: list[TrainingExample] = []
+    created: list[TrainingExample] = []
     for index, (prompt, completion) in enumerate(sizes):
         first = 20 + 20 * index
         ids = range(first, first + prompt + completion)
         teachers = [{"math": 1.0}, {"code": 1.0}, {"math": 1.0, "code": 3.0}][index % 3]
-        made.append(
+        created.append(
             example(
                 rollout(
                     "digit",
@@ -43,7 +43,7 @@ def examples_of(sizes: list[tuple[int, int]]) -> list[TrainingExample]:
                 seed=index,
             )
         )
-    return made
+    return created
 
 
 def packed(examples: list[TrainingExample], budget: int) -> list[MicroBatch]:
@@ -63,13 +63,16 @@ def test_every_completion_token_is_predicted_once_from_what_stands_before_it(
     sizes: list[tuple[int, int]], budget: int
 ) -> None:
     examples = examples_of(sizes)
-    found = [context for batch in packed(examples, budget) for context in slots_of(batch)]
+    contexts = [context for batch in packed(examples, budget) for context in slots_of(batch)]
     expected = [
-        (*one.rollout.prompt_token_ids.tolist(), *one.rollout.completion.token_ids[:row].tolist())
-        for one in examples
-        for row in range(len(one.rollout.completion))
+        (
+            *sample.rollout.prompt_token_ids.tolist(),
+            *sample.rollout.completion.token_ids[:row].tolist(),
+        )
+        for sample in examples
+        for row in range(len(sample.rollout.completion))
     ]
-    assert sorted(found) == sorted(expected)
+    assert sorted(contexts) == sorted(expected)
 
 
 @given(sizes=SIZES, budget=st.integers(1, 60))
@@ -95,10 +98,10 @@ def test_weights_and_targets_go_with_their_tokens(
 ) -> None:
     examples = examples_of(sizes)
     expected: dict[str, dict[Slot, tuple[float, list[int]]]] = {"math": {}, "code": {}}
-    for one in examples:
-        prompt = one.rollout.prompt_token_ids.tolist()
-        ids = one.rollout.completion.token_ids.tolist()
-        for judgement in one.scores:
+    for sample in examples:
+        prompt = sample.rollout.prompt_token_ids.tolist()
+        ids = sample.rollout.completion.token_ids.tolist()
+        for judgement in sample.scores:
             alignment = judgement.alignment
             rows = dict(
                 zip(
@@ -122,15 +125,15 @@ def test_weights_and_targets_go_with_their_tokens(
 
 
 def test_who_comes_first_among_equals_does_not_depend_on_arrival() -> None:
-    one, *_ = packed(examples_of([(2, 3), (2, 3), (2, 3)]), 100)
-    assert one.input_ids[:, 0].tolist() == [20, 40, 60]
-    assert list(one.teachers) == ["code", "math"]
+    sample, *_ = packed(examples_of([(2, 3), (2, 3), (2, 3)]), 100)
+    assert sample.input_ids[:, 0].tolist() == [20, 40, 60]
+    assert list(sample.teachers) == ["code", "math"]
 
 
 def test_targets_keep_their_values() -> None:
-    [one] = examples_of([(2, 3)])
-    [batch] = packed([one], 100)
-    topk = one.scores[0].score.topk
+    [sample] = examples_of([(2, 3)])
+    [batch] = packed([sample], 100)
+    topk = sample.scores[0].score.topk
     targets = targets_of(batch.teachers["math"])
     np.testing.assert_array_equal(targets.logprobs.numpy(), topk.logprobs)
     np.testing.assert_array_equal(targets.tail_logprobs.numpy(), topk.tail_logprobs)

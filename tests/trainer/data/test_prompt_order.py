@@ -17,10 +17,10 @@ def taken(count: int, per_step: int, steps: range, *, seed: int = 0, shuffle: bo
 
 @given(count=st.integers(1, 10), per_step=st.integers(1, 25), seed=st.integers(0, 3))
 def test_every_epoch_takes_every_prompt_once(count: int, per_step: int, seed: int) -> None:
-    found = taken(count, per_step, range(3 * count), seed=seed)
-    assert len(found) == 3 * count * per_step
-    for start in range(0, len(found) - count + 1, count):
-        assert sorted(found[start : start + count]) == list(range(count))
+    order = taken(count, per_step, range(3 * count), seed=seed)
+    assert len(order) == 3 * count * per_step
+    for start in range(0, len(order) - count + 1, count):
+        assert sorted(order[start : start + count]) == list(range(count))
 
 
 @given(per_step=st.integers(1, 25), first=st.integers(0, 20))

@@ -20,9 +20,9 @@ def test_all_ranks_together_predict_what_one_rank_predicts(
     sizes: list[tuple[int, int]], budget: int, ranks: int
 ) -> None:
     parts = dealt(sizes, budget, ranks)
-    found = [context for part in parts for batch in part for context in slots_of(batch)]
+    contexts = [context for part in parts for batch in part for context in slots_of(batch)]
     alone = packed(examples_of(sizes), budget)
-    assert sorted(found) == sorted(context for batch in alone for context in slots_of(batch))
+    assert sorted(contexts) == sorted(context for batch in alone for context in slots_of(batch))
     for part in parts:
         assert all(len(b.input_ids) == 1 or b.input_ids.numel() <= budget for b in part)
 

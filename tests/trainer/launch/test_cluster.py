@@ -132,11 +132,11 @@ def test_a_teacher_service_that_dies_is_started_again_where_it_was() -> None:
         os.kill(second, 0)
 
 
-def until(there: Callable[[], bool], run: subprocess.Popen[str] | None) -> None:
+def until(condition: Callable[[], bool], run: subprocess.Popen[str] | None) -> None:
     """Waits for something to become true, for ten minutes at most."""
     waiting = threading.Event()
     for _ in range(6000):
-        if there():
+        if condition():
             return
         assert run is None or run.poll() is None
         waiting.wait(0.1)

@@ -164,11 +164,11 @@ async def test_a_second_hangup_does_nothing_and_one_under_nohup_neither() -> Non
 @pytest.mark.anyio
 async def test_a_second_signal_is_not_held_back() -> None:
     with Interruption() as interruption:
-        held = signal.getsignal(signal.SIGTERM)
+        handler = signal.getsignal(signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(Stopped):
             await interruption.cancel_on_signal(asyncio.sleep(1e9))
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL != held
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL != handler
         with pytest.raises(Stopped):  # nothing is begun any more
             await interruption.cancel_on_signal(asyncio.sleep(0))
 

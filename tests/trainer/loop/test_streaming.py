@@ -31,9 +31,9 @@ def settings(**changes: object) -> RolloutConfig:
 class WaitsForATeacher(Sampler):
     """Writes its last generation batch only when a teacher has been asked about another."""
 
-    def __init__(self, student: Student, config: RolloutConfig, asked: threading.Event) -> None:
+    def __init__(self, student: Student, config: RolloutConfig, requested: threading.Event) -> None:
         super().__init__(student, config, seed=0)
-        self._asked = asked
+        self._asked = requested
 
     def sample_batch(self, prompts: Sequence[Prompt], *, step: int, batch: int) -> list[Rollout]:
         """As ``Sampler``; gives up on the teachers after five minutes."""
@@ -55,12 +55,12 @@ def a_teacher() -> Recorded:
 
 
 async def test_scoring_begins_before_the_last_batch_is_written() -> None:
-    asked = threading.Event()
+    requested = threading.Event()
     transport = a_teacher()
-    transport.on_scoring = asked.set
+    transport.on_scoring = requested.set
     student = student_of()
     async with scorer_for(student, transport) as scorer:
-        sampler = WaitsForATeacher(student, settings(), asked)
+        sampler = WaitsForATeacher(student, settings(), requested)
         examples, _ = await collect(PROMPTS, sampler, scorer, 0)
     assert [example.rollout.prompt.index for example in examples] == [0, 1, 2, 3, 4, 5]
     assert [len(body["sequences"]) for body in transport.requests] == [2, 2, 2]
@@ -99,16 +99,16 @@ async def test_a_prompt_that_leaves_no_room_for_an_answer_is_dropped_and_counted
 
 
 async def test_after_rollout_no_teacher_is_asked_before_all_is_written() -> None:
-    asked = threading.Event()
+    requested = threading.Event()
     transport = a_teacher()
-    transport.on_scoring = asked.set
+    transport.on_scoring = requested.set
     seen: list[bool] = []
 
     class Watches(Sampler):
         def sample_batch(
             self, prompts: Sequence[Prompt], *, step: int, batch: int
         ) -> list[Rollout]:
-            seen.append(asked.is_set())
+            seen.append(requested.is_set())
             return super().sample_batch(prompts, step=step, batch=batch)
 
     student = student_of()
@@ -116,7 +116,7 @@ async def test_after_rollout_no_teacher_is_asked_before_all_is_written() -> None
         sampler = Watches(student, settings(), seed=0)
         later, _ = await collect(PROMPTS, sampler, scorer, 0, scoring="after_rollout")
         assert seen == [False] * 3
-        assert asked.is_set()
+        assert requested.is_set()
         at_once, _ = await collect(PROMPTS, Sampler(student, settings(), seed=0), scorer, 0)
     for item, other in zip(later, at_once, strict=True):
         assert item.rollout.completion.token_ids.tolist() == (

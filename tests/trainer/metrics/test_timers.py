@@ -59,16 +59,16 @@ def test_a_phase_lasts_as_long_as_the_union_of_its_spans(
 ) -> None:
     now = Told()
     clock = StepTimer(now)
-    held = {at: clock.phase(name) for at, (name, _, _) in enumerate(spans)}
+    phases = {at: clock.phase(name) for at, (name, _, _) in enumerate(spans)}
     covered: dict[str, set[int]] = {"sample": set(), "score": set(), "train": set()}
     for name, start, length in spans:
         covered[name] |= set(range(start, start + length))
     for second in range(20):
         for at, (_, start, length) in enumerate(spans):
             if second == start:
-                held[at].__enter__()
+                phases[at].__enter__()
             if second == start + length:
-                held[at].__exit__(None, None, None)
+                phases[at].__exit__(None, None, None)
         now.seconds += 1
     actual = clock.pop()
     for name, seconds in covered.items():

@@ -42,7 +42,7 @@ class HeldEngine:
 
     async def push_weights(self) -> None:
         """Counts it."""
-        assert all(held.done() for held in self.held)
+        assert all(pending.done() for pending in self.held)
         self.pushes += 1
 
 
@@ -78,8 +78,8 @@ async def test_weights_are_pushed_when_nothing_is_being_written() -> None:
     while len(engine.held) < 2:
         await asyncio.sleep(0.0)
     pushing = asyncio.create_task(sampler.push_weights(3))
-    for held in engine.held:
-        held.set_result(None)
+    for pending in engine.held:
+        pending.set_result(None)
     old = [await first, *[each async for each in completed]]
     await pushing
     assert engine.pushes == 1

@@ -67,9 +67,9 @@ def requests(
 def test_every_prompt_has_one_source_and_shares_are_kept(
     share: float, count: int, steps: int
 ) -> None:
-    own, given_ = requests(share, range(steps), count=count)
+    own, reference_indices = requests(share, range(steps), count=count)
     for step in range(steps):
-        assert sorted(own[step] + given_[step]) == list(range(count))
+        assert sorted(own[step] + reference_indices[step]) == list(range(count))
         assert abs(len(own[step]) - share * count) <= 1
         assert own[step] == sorted(own[step])  # in the step's own order
     assert abs(sum(map(len, own.values())) - share * count * steps) <= 0.5 + 1e-9

@@ -67,8 +67,8 @@ def test_a_replay_with_the_same_loss_ends_with_the_same_weights(
     tmp_path: Path, values: dict[str, Any]
 ) -> None:
     live, _ = run_here(values)
-    again, told = run_here(replayed(values, tmp_path))
-    assert f"replay: completions and scores recorded by {tmp_path / 'run'}" in told
+    again, output = run_here(replayed(values, tmp_path))
+    assert f"replay: completions and scores recorded by {tmp_path / 'run'}" in output
     assert_same_weights(again, live)
     assert losses(tmp_path / "replay") == losses(tmp_path / "run")
     for line, other in zip(journal(tmp_path / "replay"), journal(tmp_path / "run"), strict=True):
@@ -86,12 +86,12 @@ def test_a_step_without_samples_is_skipped_in_the_replay_too(
     write_lines(tmp_path / "prompts.jsonl", [*questions(4), *long, *questions(4)])
     values["data"] = {"prompts": values["data"]["prompts"], "shuffle": False}
     values["student"]["distill_loss_weight"] = 1.0
-    live, told = run_here(values)
-    found = journal(tmp_path / "run")
-    assert [line["update/skipped_empty"] for line in found] == [0, 1, 0]
-    assert [line["loss"] is None for line in found] == [False, True, False]
-    assert [line.get("dropped/prompt_too_long", 0) for line in found] == [0, 12, 0]
-    assert "step 2/3  step skipped" in told
+    live, output = run_here(values)
+    replayed_lines = journal(tmp_path / "run")
+    assert [line["update/skipped_empty"] for line in replayed_lines] == [0, 1, 0]
+    assert [line["loss"] is None for line in replayed_lines] == [False, True, False]
+    assert [line.get("dropped/prompt_too_long", 0) for line in replayed_lines] == [0, 12, 0]
+    assert "step 2/3  step skipped" in output
     again, _ = run_here(replayed(values, tmp_path))
     assert_same_weights(again, live)
     assert losses(tmp_path / "replay") == losses(tmp_path / "run")
@@ -104,10 +104,10 @@ def test_a_replay_may_have_another_loss_and_more_steps(
     other = replayed(values, tmp_path, max_steps=2 * STEPS)
     other["teachers"]["code"]["loss"] = {"type": "gold"}
     again, _ = run_here(other)
-    found = losses(tmp_path / "replay")
-    assert len(found) == 2 * STEPS
-    assert found[0] != losses(tmp_path / "run")[0]
-    assert found[STEPS] < found[0]  # the same completions, a second time
+    replayed_lines = losses(tmp_path / "replay")
+    assert len(replayed_lines) == 2 * STEPS
+    assert replayed_lines[0] != losses(tmp_path / "run")[0]
+    assert replayed_lines[STEPS] < replayed_lines[0]  # the same completions, a second time
     with pytest.raises(AssertionError):
         assert_same_weights(again, live)
 

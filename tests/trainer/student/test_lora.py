@@ -97,8 +97,8 @@ def test_the_gradient_is_what_the_full_students_says_about_the_two_matrices(base
         for name, (a, b) in before.items():
             weights[f"{name}.weight"] += scale * b @ a
     left, right = (
-        step(learner_for(example, its), 0)
-        for example, its in ((student, config), (full, full_config))
+        step(learner_for(example, its_config), 0)
+        for example, its_config in ((student, config), (full, full_config))
     )
     assert left["loss"] == pytest.approx(right["loss"], rel=1e-6)
     for name, (a, b) in before.items():

@@ -82,9 +82,9 @@ def test_a_checkpoint_holds_adapters_and_goes_on_bit_for_bit(tmp_path: Path, bas
     stored = load_file(folder / "model" / _WEIGHTS)
     assert len(stored) == len(student.trained()) == 28
     assert not list((folder / "model").glob("model*"))
-    resumed, its = begun(config)
-    Checkpoint.open(folder).restore(resumed, its.optimizer)
-    assert step(its, 2) == step(learner, 2)
+    resumed, resumed_learner = begun(config)
+    Checkpoint.open(folder).restore(resumed, resumed_learner.optimizer)
+    assert step(resumed_learner, 2) == step(learner, 2)
     for name, parameter in student.trained().items():
         assert torch.equal(resumed.trained()[name], parameter), name
 
@@ -101,9 +101,9 @@ def test_peft_and_transformers_load_the_folder(tmp_path: Path, base: Path) -> No
     ):
         torch.testing.assert_close(logits(loaded), expected, rtol=0, atol=1e-6)
     assert AutoTokenizer.from_pretrained(folder).chat_template
-    told = json.loads((folder / "adapter_config.json").read_text())
-    assert (told["r"], told["lora_alpha"]) == (4, 8)
-    assert told["base_model_name_or_path"] == str(base)
+    output = json.loads((folder / "adapter_config.json").read_text())
+    assert (output["r"], output["lora_alpha"]) == (4, 8)
+    assert output["base_model_name_or_path"] == str(base)
 
 
 def test_an_adapter_folder_is_not_a_student(tmp_path: Path, base: Path) -> None:
@@ -121,12 +121,12 @@ def test_a_run_and_its_check_tell_what_is_trained(tmp_path: Path, base: Path) ->
     values["data"] |= {"source": "answers", "answer_key": "answer"}
     values["student"]["distill_loss_weight"] = 0
     values["teachers"] = {}
-    told = StringIO()
-    asyncio.run(check_run(RunConfig.model_validate(values), Console(file=told, width=400)))
+    output = StringIO()
+    asyncio.run(check_run(RunConfig.model_validate(values), Console(file=output, width=400)))
     folder, printed = run_here(values)
     trained = sum(value.numel() for value in load_file(folder / _WEIGHTS).values())
     whole = trained + sum(p.numel() for p in model_of("qwen").parameters())
-    for text in (told.getvalue(), printed):
+    for text in (output.getvalue(), printed):
         assert f"LoRA of rank 4 trains {trained / 1e6:,.2f} M ({trained / whole:.2%}), " in text
 
 
@@ -191,7 +191,7 @@ def test_what_cannot_be_merged_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("was", "now", "told"),
+    ("was", "now", "output"),
     [
         (LORA, {**LORA, "rank": 8}, r"student\.lora\.rank was 4, is 8"),
         (LORA, {**LORA, "alpha": 4}, r"student\.lora\.alpha was 8, is 4"),
@@ -205,12 +205,12 @@ def test_what_cannot_be_merged_is_refused(
     ],
 )
 def test_a_checkpoint_with_other_adapters_is_refused(
-    tmp_path: Path, base: Path, was: Any, now: Any, told: str
+    tmp_path: Path, base: Path, was: Any, now: Any, output: str
 ) -> None:
     config = config_of(tmp_path, was)
     folder = checkpointed(config, *begun(config), 1)
     changed = config_of(tmp_path, now).model_copy(update={"resume_from_checkpoint": True})
-    with pytest.raises(ConfigError, match=rf"\({told}") as refusal:
+    with pytest.raises(ConfigError, match=rf"\({output}") as refusal:
         starting_checkpoint(changed, identity_of(changed))
     assert refusal.value.args[0].count("student.lora") == 1
     # Also with accept_changed_settings.
