@@ -1,4 +1,4 @@
-"""What the pages say is so: examples parse, quoted messages exist, generated parts are current."""
+"""Tests of the pages: examples parse, quoted messages exist, generated parts are current."""
 
 import ast
 import json
@@ -23,7 +23,7 @@ from mopd_trainer.config.loading import parse_run
 from tests.docs.pages import PAGES, ROOT, code_spans, examples
 
 YAML = examples("yaml")
-#: What an example that shows a part of a run leaves out.
+#: Settings that are missing from an example of a part of a run.
 REST = {
     "output_dir": "run",
     "max_steps": 1,
@@ -89,23 +89,23 @@ def test_an_example_of_a_run_is_one(place: int) -> None:
 
 
 def test_lines_of_data_are_json() -> None:
-    found = [line for _, text in examples("json") for line in text.splitlines()]
-    assert len(found) >= 2
-    assert all("teacher" in json.loads(line) for line in found)
+    lines = [line for _, text in examples("json") for line in text.splitlines()]
+    assert len(lines) >= 2
+    assert all("teacher" in json.loads(line) for line in lines)
 
 
 def test_quoted_messages_are_messages_of_ours() -> None:
     text = (PAGES / "troubleshooting.md").read_text()
     quoted = re.findall(r"^`([^`]+)`\n:", text, re.M)
     assert len(quoted) > 20
-    ours = "\n".join(_messages())
-    assert [message for message in quoted if message not in ours] == []
+    known_messages = "\n".join(_messages())
+    assert [message for message in quoted if message not in known_messages] == []
 
 
 def test_metrics_on_the_operations_page_are_exported() -> None:
     service = ServiceMetrics(queued_sequences=lambda: 0.0, queued_tokens=lambda: 0.0)
-    told = (service.exposition() + HttpMetrics(ready=lambda: True).exposition()).decode()
-    exported = set(re.findall(r"^# TYPE (\w+)", told, re.M))
+    exposition = (service.exposition() + HttpMetrics(ready=lambda: True).exposition()).decode()
+    exported = set(re.findall(r"^# TYPE (\w+)", exposition, re.M))
     named = {span for span in code_spans("operations.md") if span.startswith("mopd_")}
     assert len(named) > 10
     assert named - exported == set()
@@ -127,7 +127,7 @@ def test_keys_on_pages_are_keys_of_a_run() -> None:
         assert named - known == set(), page
 
 
-def test_settings_beside_those_of_other_projects_are_ours() -> None:
+def test_settings_next_to_those_of_other_projects_exist() -> None:
     rows = re.findall(r"^\|.+ \| (.+) \|$", (PAGES / "coming-from.md").read_text(), re.M)
     spans = {span for cell in rows for span in re.findall(r"`([^`]+)`", cell)}
     settings = {span: match.groups() for span in spans if (match := SETTING.fullmatch(span))}
@@ -138,13 +138,13 @@ def test_settings_beside_those_of_other_projects_are_ours() -> None:
 
 
 def _kinds_of_settings() -> dict[str, str]:
-    """What the reference says that each key takes; of a loss's key, for every loss that has it."""
+    """Map each key to its types in the reference; a loss's key to those of every loss with it."""
     rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \|", (PAGES / "configuration.md").read_text(), re.M)
     return {key: " ".join(kind for other, kind in rows if other == key) for key, _ in rows}
 
 
 def _is_ours(key: str, value: str | None, kinds: dict[str, str]) -> bool:
-    """Whether a key is in the reference (one without a section: a teacher's) and takes a value."""
+    """Return whether a key is in the reference and accepts the value (no section: a teacher's)."""
     key = key.replace("teachers.math", "teachers.NAME")
     if value is None:
         return key in kinds or any(known.startswith(f"{key}.") for known in kinds)
