@@ -8,7 +8,7 @@ from tests import processes
 from tests.broker import Broker
 from tests.ports import free_port
 from tests.trainer.conftest import models
-from tests.trainer.runs import questions, run_values, write_lines, write_run
+from tests.trainer.runs import prompt_lines, run_values, write_lines, write_run
 from tests.trainer.whole_runs import journal
 
 __all__ = ["models"]
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.smoke
 def test_mopd_train_learns_from_two_teacher_services(
     size: int, tmp_path: Path, models: dict[str, Path], broker: Broker
 ) -> None:
-    write_lines(tmp_path / "prompts.jsonl", questions(5))
+    write_lines(tmp_path / "prompts.jsonl", prompt_lines(5))
     values = run_values(tmp_path)
     values["student"] |= {"model": str(models["student"]), "sharding": "none"}
     addresses = broker.serve({name: models[name] for name in ("math", "code")})

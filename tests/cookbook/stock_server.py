@@ -16,23 +16,23 @@ def listening(server: ScriptedVllm) -> Generator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._answer()
+            self._respond()
 
         def do_POST(self) -> None:
-            self._answer()
+            self._respond()
 
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-        def _answer(self) -> None:
+        def _respond(self) -> None:
             content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             url = f"http://{self.headers['Host']}{self.path}"
-            answer = server.respond(httpx.Request(self.command, url, content=content))
-            self.send_response(answer.status_code)
-            self.send_header("Content-Type", answer.headers.get("Content-Type", "text/plain"))
-            self.send_header("Content-Length", str(len(answer.content)))
+            response = server.respond(httpx.Request(self.command, url, content=content))
+            self.send_response(response.status_code)
+            self.send_header("Content-Type", response.headers.get("Content-Type", "text/plain"))
+            self.send_header("Content-Length", str(len(response.content)))
             self.end_headers()
-            self.wfile.write(answer.content)
+            self.wfile.write(response.content)
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=http.serve_forever)

@@ -21,7 +21,7 @@ from tests.broker import Broker
 from tests.deploy.compose_files import DEPLOY, ray_groups, ray_job
 from tests.ports import free_port
 from tests.trainer.launch.test_cluster import until
-from tests.trainer.runs import questions, write_lines
+from tests.trainer.runs import prompt_lines, write_lines
 from tests.trainer.students import model_of, tokenizer
 from tests.trainer.whole_runs import journal
 
@@ -95,7 +95,7 @@ def run_file(broker: Broker, tmp_path_factory: pytest.TempPathFactory) -> Path:
     values["data"]["prompts"] = str(tmp_path / "prompts.jsonl")
     values["student"]["model"] = str(tmp_path / "student")
     values["rollout"] |= {"prompts_per_step": 4, "max_new_tokens": 8}
-    write_lines(tmp_path / "prompts.jsonl", questions(4, ["math", "general"]))
+    write_lines(tmp_path / "prompts.jsonl", prompt_lines(4, ["math", "general"]))
     for name, seed in (("student", 0), ("math", 1), ("general", 2)):
         tiny_models.save(model_of("qwen", seed, sharpness=4), tokenizer("digit"), tmp_path / name)
     folders = {name: tmp_path / name for name in values["teachers"]}

@@ -15,11 +15,11 @@ def examples(language: str, *pages: str) -> list[tuple[str, str]]:
     return [
         (file.name, text)
         for file in files
-        for kind, text in _FENCE.findall(file.read_text())
-        if kind == language
+        for language_of_fence, text in _FENCE.findall(file.read_text())
+        if language_of_fence == language
     ]
 
 
 def code_spans(page: str) -> list[str]:
-    """What stands between backticks in a page, outside of fences."""
+    """Return the inline code of a page, outside of fences."""
     return re.findall(r"`([^`\n]+)`", _FENCE.sub("", (PAGES / page).read_text()))

@@ -25,7 +25,7 @@ from tests.survival.running_teacher import (
     environment,
     running_teacher,
 )
-from tests.trainer.runs import questions, run_values, write_lines
+from tests.trainer.runs import prompt_lines, run_values, write_lines
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ STAND_IN = "tests.survival.unlucky_teacher"
 
 def run(folder: Path, student: Path, urls: list[str]) -> list[dict[str, Any]]:
     """Trains once through as many prompts as there are; the journal."""
-    write_lines(folder / "prompts.jsonl", questions(STEPS * PROMPTS_A_STEP, ["math"]))
+    write_lines(folder / "prompts.jsonl", prompt_lines(STEPS * PROMPTS_A_STEP, ["math"]))
     values = run_values(folder, max_steps=STEPS, logging={"completions": 99, "tensorboard": False})
     values["student"]["model"] = str(student)
     values["teachers"] = {"math": {"url": urls, "top_k": 8, "deadline_seconds": PATIENCE_SECONDS}}

@@ -10,16 +10,16 @@ from mopd_trainer.data.packing import pack
 from mopd_trainer.student.student import Student
 from mopd_trainer.training.learner import Learner
 from tests import tiny_models
-from tests.trainer.judged import losses_for
+from tests.trainer.scored_examples import losses_for
 from tests.trainer.students import model_of, tokenizer
 from tests.trainer.training.test_learner import TEACHER_WEIGHTS, examples
 
-#: Of every LoRA student here, where a test does not say otherwise.
+#: Settings of every LoRA student, unless a test overrides them.
 LORA: dict[str, Any] = {"rank": 4, "alpha": 8}
 
 
 def base_in(folder: Path, seed: int = 0) -> Path:
-    """A model whose logits say something."""
+    """Save a model whose logits are not nearly uniform."""
     return tiny_models.save(model_of("qwen", seed, sharpness=4.0), tokenizer("digit"), folder)
 
 
@@ -39,7 +39,7 @@ def moved(student: Student, seed: int = 1) -> Student:
 
 
 def learner_for(student: Student, config: StudentConfig) -> Learner:
-    """Of ten steps on the examples of ``test_learner``."""
+    """Return a learner for ten steps on the examples of ``test_learner``."""
     return Learner(
         student,
         config,
@@ -51,7 +51,7 @@ def learner_for(student: Student, config: StudentConfig) -> Learner:
 
 
 def step(learner: Learner, number: int, budget: int = 60) -> dict[str, float]:
-    """What a step on all examples tells; steps count from 0."""
+    """Return the metrics of a step on all examples; steps count from 0."""
     tokens = sum(len(example.rollout.completion) for example in examples())
     batches = pack(examples(), tokens_per_micro_batch=budget)
     return learner.update(batches, tokens=tokens, step=number)[0]

@@ -37,7 +37,7 @@ def write_lines(path: Path, lines: Sequence[object]) -> Path:
     return path
 
 
-def questions(count: int, teachers: Sequence[str] = ("math", "code")) -> list[dict[str, str]]:
+def prompt_lines(count: int, teachers: Sequence[str] = ("math", "code")) -> list[dict[str, str]]:
     """Lines of data whose teachers take turns."""
     return [
         {"prompt": f"{number} + 4 =", "teacher": teachers[number % len(teachers)]}

@@ -1,4 +1,4 @@
-"""Tiny students, and what they could have written."""
+"""Tiny students and completions of theirs."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -20,7 +20,7 @@ FAMILIES = {
     "llama": (tiny_models.llama, "sentencepiece"),
     "gpt_neox": (tiny_models.gpt_neox, "whole_number"),
 }
-QUESTION = (Message(role="user", content="3 + 4 ="),)
+MESSAGES = (Message(role="user", content="3 + 4 ="),)
 
 
 @cache
@@ -31,7 +31,7 @@ def tokenizer(name: str) -> PreTrainedTokenizerFast:
 
 @cache
 def table(name: str) -> TokenTable:
-    """Its tokens, as a student or a teacher has them."""
+    """Return the token table of a tokenizer, as a student or a teacher has it."""
     description = tokenizer_json(tokenizer(name).backend_tokenizer)
     return TokenTable.from_json(description, roles_of(tokenizer(name), control_tokens(description)))
 
@@ -80,7 +80,7 @@ def rollout(
     teachers: Mapping[str, float] | None = None,
     prompt_ids: Sequence[int] = (5, 6, 7),
     index: int = 0,
-    messages: tuple[Message, ...] = QUESTION,
+    messages: tuple[Message, ...] = MESSAGES,
     topk_ids: np.ndarray | None = None,
 ) -> Rollout:
     """A completion as the sampler hands it on."""

@@ -129,7 +129,7 @@ async def test_a_step_of_which_nothing_is_left_is_written_again() -> None:
     assert writer.begun == [(0, 0), (1, 0), (2, 0), (2, 2)]
 
 
-async def test_a_failure_is_told_when_its_step_is_asked_for_and_nothing_goes_on() -> None:
+async def test_a_failure_is_raised_at_its_step_and_cancels_all_tasks() -> None:
     stopped: list[int] = []
 
     async def collect(step: int, written: asyncio.Event) -> Collected:

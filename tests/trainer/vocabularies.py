@@ -25,7 +25,7 @@ def model_folder(family: str) -> Path:
 
 
 def tokenizer_file(family: str, folder: Path) -> Path:
-    """Its ``tokenizer.json`` with nothing beside it."""
+    """Copy the family's ``tokenizer.json`` without its other files."""
     path = folder / f"{family}.json"
     path.write_bytes((model_folder(family) / "tokenizer.json").read_bytes())
     return path

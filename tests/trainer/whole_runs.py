@@ -1,4 +1,4 @@
-"""Whole runs in this process, and what they leave behind."""
+"""Whole runs in this process, and the files that they create."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ def journal(folder: Path) -> list[dict[str, Any]]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """What a model folder holds."""
+    """Load the state dict of a model folder."""
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 

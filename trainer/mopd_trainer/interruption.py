@@ -17,7 +17,7 @@ class Stopped(Exception):
 
 
 class Interrupted(Exception):
-    """A signal ended the run; a checkpoint holds its last step."""
+    """A signal ended the run; a checkpoint contains its last step."""
 
     def __init__(self, message: str, *, exit_code: int) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""``mopd``: invalid runs are rejected in one sentence, before anything is written."""
+"""``mopd``: invalid runs are rejected with a one-line error before any file is created."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from mopd_protocol.errors import DataError, MopdError
 from mopd_trainer import check
 from mopd_trainer.cli.main import main
 from tests import tiny_models
-from tests.trainer.runs import questions, run_values, write_lines, write_run
+from tests.trainer.runs import prompt_lines, run_values, write_lines, write_run
 from tests.trainer.students import model_of, tokenizer
 
 Change = Callable[[Path, dict[str, Any]], object]
@@ -35,7 +35,7 @@ def no_prompts(folder: Path, values: dict[str, Any]) -> None:
 
 
 def unknown_teacher(folder: Path, values: dict[str, Any]) -> None:
-    lines = [*questions(3), {"prompt": "?", "teacher": "history"}]
+    lines = [*prompt_lines(3), {"prompt": "?", "teacher": "history"}]
     write_lines(folder / "prompts.jsonl", lines)
 
 
@@ -46,7 +46,7 @@ def no_model(folder: Path, values: dict[str, Any]) -> None:
 def unreachable_teacher(folder: Path, values: dict[str, Any]) -> None:
     del values["teachers"]["code"]
     values["teacher_wait_seconds"] = 0.05
-    write_lines(folder / "prompts.jsonl", questions(3, ["math"]))
+    write_lines(folder / "prompts.jsonl", prompt_lines(3, ["math"]))
 
 
 def existing_run(folder: Path, values: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ def invalid_run(folder: Path, student: Path, change: Change) -> Path:
     """Write a run with one error."""
     values = run_values(folder)
     values["student"]["model"] = str(student)
-    write_lines(folder / "prompts.jsonl", questions(4))
+    write_lines(folder / "prompts.jsonl", prompt_lines(4))
     path = folder / "run.yaml"
     path.touch()
     change(folder, values)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mopd_losses.topk.topk_targets import TopKTargets, concatenate_targets, topk_targets
 from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.data.packing import MicroBatch, TeacherPart, pack
-from tests.trainer.judged import example
+from tests.trainer.scored_examples import example
 from tests.trainer.students import rollout
 
 Slot = tuple[int, ...]
@@ -18,7 +18,7 @@ SIZES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, ma
 
 
 def targets_of(part: TeacherPart) -> TopKTargets:
-    """What a loss on the first rows of spans makes of a teacher's part."""
+    """Return a teacher's targets for a loss on the first rows of spans."""
     return concatenate_targets(
         [topk_targets(c.alignment, c.score.topk) for c in part.comparisons], part.slot_offsets
     )
@@ -26,12 +26,12 @@ def targets_of(part: TeacherPart) -> TopKTargets:
 
 def examples_of(sizes: list[tuple[int, int]]) -> list[TrainingExample]:
     """Examples with these many tokens of prompt and completion; every token its own id."""
-    created: list[TrainingExample] = []
+    examples: list[TrainingExample] = []
     for index, (prompt, completion) in enumerate(sizes):
         first = 20 + 20 * index
         ids = range(first, first + prompt + completion)
         teachers = [{"math": 1.0}, {"code": 1.0}, {"math": 1.0, "code": 3.0}][index % 3]
-        created.append(
+        examples.append(
             example(
                 rollout(
                     "digit",
@@ -43,7 +43,7 @@ def examples_of(sizes: list[tuple[int, int]]) -> list[TrainingExample]:
                 seed=index,
             )
         )
-    return created
+    return examples
 
 
 def packed(examples: list[TrainingExample], budget: int) -> list[MicroBatch]:
@@ -59,20 +59,17 @@ def slots_of(batch: MicroBatch) -> list[Slot]:
 
 
 @given(sizes=SIZES, budget=st.integers(1, 60))
-def test_every_completion_token_is_predicted_once_from_what_stands_before_it(
+def test_every_completion_token_is_predicted_once_from_its_prefix(
     sizes: list[tuple[int, int]], budget: int
 ) -> None:
     examples = examples_of(sizes)
-    contexts = [context for batch in packed(examples, budget) for context in slots_of(batch)]
+    actual = [context for batch in packed(examples, budget) for context in slots_of(batch)]
     expected = [
-        (
-            *sample.rollout.prompt_token_ids.tolist(),
-            *sample.rollout.completion.token_ids[:row].tolist(),
-        )
-        for sample in examples
-        for row in range(len(sample.rollout.completion))
+        (*item.rollout.prompt_token_ids.tolist(), *item.rollout.completion.token_ids[:row].tolist())
+        for item in examples
+        for row in range(len(item.rollout.completion))
     ]
-    assert sorted(contexts) == sorted(expected)
+    assert sorted(actual) == sorted(expected)
 
 
 @given(sizes=SIZES, budget=st.integers(1, 60))
@@ -98,11 +95,11 @@ def test_weights_and_targets_go_with_their_tokens(
 ) -> None:
     examples = examples_of(sizes)
     expected: dict[str, dict[Slot, tuple[float, list[int]]]] = {"math": {}, "code": {}}
-    for sample in examples:
-        prompt = sample.rollout.prompt_token_ids.tolist()
-        ids = sample.rollout.completion.token_ids.tolist()
-        for judgement in sample.scores:
-            alignment = judgement.alignment
+    for item in examples:
+        prompt = item.rollout.prompt_token_ids.tolist()
+        ids = item.rollout.completion.token_ids.tolist()
+        for aligned_score in item.scores:
+            alignment = aligned_score.alignment
             rows = dict(
                 zip(
                     alignment.student_starts.tolist(),
@@ -111,8 +108,11 @@ def test_weights_and_targets_go_with_their_tokens(
                 )
             )
             for row in range(len(ids)):
-                targets = judgement.score.topk.ids[rows[row]].tolist() if row in rows else []
-                expected[judgement.teacher][(*prompt, *ids[:row])] = (judgement.weight, targets)
+                targets = aligned_score.score.topk.ids[rows[row]].tolist() if row in rows else []
+                expected[aligned_score.teacher][(*prompt, *ids[:row])] = (
+                    aligned_score.weight,
+                    targets,
+                )
     for batch in packed(examples, budget):
         contexts = slots_of(batch)
         for name, part in batch.teachers.items():
@@ -124,16 +124,16 @@ def test_weights_and_targets_go_with_their_tokens(
                 assert by_slot.get(slot, []) == targets
 
 
-def test_who_comes_first_among_equals_does_not_depend_on_arrival() -> None:
-    sample, *_ = packed(examples_of([(2, 3), (2, 3), (2, 3)]), 100)
-    assert sample.input_ids[:, 0].tolist() == [20, 40, 60]
-    assert list(sample.teachers) == ["code", "math"]
+def test_the_order_of_equal_lengths_does_not_depend_on_arrival() -> None:
+    batch, *_ = packed(examples_of([(2, 3), (2, 3), (2, 3)]), 100)
+    assert batch.input_ids[:, 0].tolist() == [20, 40, 60]
+    assert list(batch.teachers) == ["code", "math"]
 
 
 def test_targets_keep_their_values() -> None:
-    [sample] = examples_of([(2, 3)])
-    [batch] = packed([sample], 100)
-    topk = sample.scores[0].score.topk
+    [item] = examples_of([(2, 3)])
+    [batch] = packed([item], 100)
+    topk = item.scores[0].score.topk
     targets = targets_of(batch.teachers["math"])
     np.testing.assert_array_equal(targets.logprobs.numpy(), topk.logprobs)
     np.testing.assert_array_equal(targets.tail_logprobs.numpy(), topk.tail_logprobs)

@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from mopd_protocol.samples import Prompt
 from mopd_trainer.data.prompts import PromptOrder
-from tests.trainer.students import QUESTION
+from tests.trainer.students import MESSAGES
 
-PROMPTS = [Prompt(index=index, messages=QUESTION, teachers={"math": 1.0}) for index in range(10)]
+PROMPTS = [Prompt(index=index, messages=MESSAGES, teachers={"math": 1.0}) for index in range(10)]
 
 
 def taken(count: int, per_step: int, steps: range, *, seed: int = 0, shuffle: bool = True):
@@ -17,14 +17,14 @@ def taken(count: int, per_step: int, steps: range, *, seed: int = 0, shuffle: bo
 
 @given(count=st.integers(1, 10), per_step=st.integers(1, 25), seed=st.integers(0, 3))
 def test_every_epoch_takes_every_prompt_once(count: int, per_step: int, seed: int) -> None:
-    order = taken(count, per_step, range(3 * count), seed=seed)
-    assert len(order) == 3 * count * per_step
-    for start in range(0, len(order) - count + 1, count):
-        assert sorted(order[start : start + count]) == list(range(count))
+    indices = taken(count, per_step, range(3 * count), seed=seed)
+    assert len(indices) == 3 * count * per_step
+    for start in range(0, len(indices) - count + 1, count):
+        assert sorted(indices[start : start + count]) == list(range(count))
 
 
 @given(per_step=st.integers(1, 25), first=st.integers(0, 20))
-def test_a_step_takes_the_same_prompts_whatever_was_before(per_step: int, first: int) -> None:
+def test_a_step_takes_the_same_prompts_after_a_resume(per_step: int, first: int) -> None:
     whole = taken(7, per_step, range(first + 2))
     assert taken(7, per_step, range(first, first + 2)) == whole[first * per_step :]
 

@@ -56,7 +56,7 @@ def test_line_has_messages_or_a_prompt(tmp_path: Path) -> None:
     assert [first.index, second.index] == [0, 1]
 
 
-def test_configured_keys_of_prompt_and_answer(tmp_path: Path) -> None:
+def test_configured_keys_of_prompt_and_reference_answer(tmp_path: Path) -> None:
     [prompt] = read(
         tmp_path,
         {"q": "why?", "a": {"text": "because"}, "prompt": "ignored", "teacher": "math"},

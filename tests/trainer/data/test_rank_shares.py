@@ -21,8 +21,8 @@ def test_all_ranks_together_predict_what_one_rank_predicts(
 ) -> None:
     parts = dealt(sizes, budget, ranks)
     contexts = [context for part in parts for batch in part for context in slots_of(batch)]
-    alone = packed(examples_of(sizes), budget)
-    assert sorted(contexts) == sorted(context for batch in alone for context in slots_of(batch))
+    unsharded = packed(examples_of(sizes), budget)
+    assert sorted(contexts) == sorted(context for batch in unsharded for context in slots_of(batch))
     for part in parts:
         assert all(len(b.input_ids) == 1 or b.input_ids.numel() <= budget for b in part)
 

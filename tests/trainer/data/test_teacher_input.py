@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mopd_protocol.requests import ControlToken
 from mopd_protocol.tokenizers.token_table import TokenRoles
 from mopd_trainer.data.teacher_input import TeacherInput, text_view, token_view
-from tests.trainer.students import QUESTION, ids_of, rollout, table
+from tests.trainer.students import MESSAGES, ids_of, rollout, table
 
 HAN = "的".encode()  # three bytes
 
@@ -31,7 +31,7 @@ def test_a_finished_completion_is_sent_as_text_without_its_ending() -> None:
     view = seen(" 7 的 🙂\n", "<|end|>")
     assert sent(view) == " 7 的 🙂\n"
     assert view.request.finished
-    assert view.request.messages == [*QUESTION]
+    assert view.request.messages == [*MESSAGES]
     assert view.request.completion_token_ids is None
     assert view.request.prompt_token_ids is None
     assert (view.control_tokens_as_text, view.invalid_utf8_bytes) == (0, 0)

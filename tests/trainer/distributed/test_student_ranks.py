@@ -20,10 +20,10 @@ from mopd_trainer.run_folder.checkpoint import Checkpoint, save_checkpoint
 from mopd_trainer.student.student import Student
 from mopd_trainer.training.learner import Learner
 from tests import tiny_models
-from tests.trainer.judged import losses_for
 from tests.trainer.lora_students import LORA
 from tests.trainer.ranked import on_ranks
 from tests.trainer.runs import run_values
+from tests.trainer.scored_examples import losses_for
 from tests.trainer.students import model_of, tokenizer
 from tests.trainer.training.test_learner import TEACHER_WEIGHTS, examples
 

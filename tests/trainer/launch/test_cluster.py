@@ -15,7 +15,7 @@ import torch
 from mopd_trainer.config.resources import device_counts, placed_teachers
 from mopd_trainer.config.run import RunConfig
 from tests.trainer.launch.test_torchrun import untimed
-from tests.trainer.runs import questions, run_values, write_lines, write_run
+from tests.trainer.runs import prompt_lines, run_values, write_lines, write_run
 from tests.trainer.whole_runs import journal, run_here, weights
 
 pytest.importorskip("ray")
@@ -29,7 +29,7 @@ MOPD = Path(sys.executable).parent / "mopd"
 def values(tmp_path: Path, models: dict[str, Path]) -> dict[str, Any]:
     """Two ranks, a worker that writes for them, and two teachers on one core that the run starts
     itself."""
-    write_lines(tmp_path / "prompts.jsonl", questions(5))
+    write_lines(tmp_path / "prompts.jsonl", prompt_lines(5))
     values = run_values(tmp_path, max_steps=2)
     values["student"] |= {"model": str(models["student"]), "sharding": "fsdp"}
     values["student"]["learning_rate"] = 1e-4
@@ -54,7 +54,7 @@ def started(path: Path) -> subprocess.Popen[str]:
 
 
 def processes(path: Path, name: str) -> list[int]:
-    """Those of a run whose command line has the name, oldest first."""
+    """Return the PIDs of a run whose command line has the name, oldest first."""
     actual: list[int] = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -76,12 +76,12 @@ def test_a_run_on_ray_trains_what_one_process_trains(
     del values["resources"]
     values["student"]["sharding"] = "none"
     values["teachers"] = {n: {"url": address, "top_k": 8} for n, address in addresses.items()}
-    alone, _ = run_here(values, output_dir=str(tmp_path / "alone"))
+    single, _ = run_here(values, output_dir=str(tmp_path / "alone"))
     for value, other in zip(journal(tmp_path / "run"), journal(tmp_path / "alone"), strict=True):
         assert value.pop("rollout/worker_restarts") == 0
         assert untimed(value) == pytest.approx(untimed(other), rel=1e-5)
     finished = weights(tmp_path / "run" / "final")
-    for name, weight in weights(alone).items():
+    for name, weight in weights(single).items():
         torch.testing.assert_close(finished[name], weight, rtol=1e-5, atol=1e-5)
 
 
@@ -93,7 +93,7 @@ def test_teachers_that_share_devices_are_counted_once(values: dict[str, Any]) ->
     assert device_counts(config.resources, config.teachers) == [1, 1, 2, 1]
 
 
-def test_a_rank_that_dies_on_ray_ends_the_run_with_a_sentence(
+def test_a_rank_that_crashes_on_ray_ends_the_run_with_an_error(
     tmp_path: Path, values: dict[str, Any], addresses: dict[str, str]
 ) -> None:
     values["max_steps"] = 10_000
@@ -111,7 +111,7 @@ def test_a_rank_that_dies_on_ray_ends_the_run_with_a_sentence(
     until(lambda: not processes(path, "ray::StudentRank"), None)
 
 
-def test_a_teacher_service_that_dies_is_started_again_where_it_was() -> None:
+def test_a_teacher_service_that_crashes_is_restarted_with_its_command() -> None:
     from mopd_trainer.launch.services import TeacherServices
 
     waits = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -133,7 +133,7 @@ def test_a_teacher_service_that_dies_is_started_again_where_it_was() -> None:
 
 
 def until(condition: Callable[[], bool], run: subprocess.Popen[str] | None) -> None:
-    """Waits for something to become true, for ten minutes at most."""
+    """Wait for the condition to become true, for ten minutes at most."""
     waiting = threading.Event()
     for _ in range(6000):
         if condition():

@@ -1,5 +1,4 @@
-"""Rollout workers on Ray, which is started once for all of this: what they write, and when they
-die."""
+"""Rollout workers on Ray, which is started once for all tests: completions and crashes."""
 
 import asyncio
 import os
@@ -18,7 +17,7 @@ from mopd_trainer.config.resources import device_counts
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.loop import train
 from tests.trainer.launch.test_torchrun import untimed
-from tests.trainer.runs import questions, run_values, write_lines
+from tests.trainer.runs import prompt_lines, run_values, write_lines
 from tests.trainer.whole_runs import assert_same_weights, journal, run_here
 
 ray = pytest.importorskip("ray")
@@ -32,7 +31,7 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """Cores by name only: three actors at most are there at once."""
+    """Cores by name only: at most three actors exist at once."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["OMP_NUM_THREADS"] = "1"
     ray.init(num_cpus=3, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
@@ -42,8 +41,8 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture
 def values(tmp_path: Path, models: dict[str, Path]) -> dict[str, Any]:
-    """Four batches a step; the teacher sleeps here, so that nobody is asked over HTTP."""
-    write_lines(tmp_path / "prompts.jsonl", questions(8, ["code"]))
+    """Return a run of four batches a step with a local teacher, so that no HTTP request is sent."""
+    write_lines(tmp_path / "prompts.jsonl", prompt_lines(8, ["code"]))
     values = run_values(tmp_path, max_steps=STEPS, logging={"completions": 99})
     values["student"] |= {"model": str(models["student"]), "learning_rate": 1e-3}
     values["rollout"] |= {
@@ -65,7 +64,7 @@ def actors_of(config: RunConfig) -> list[Any]:
     return [worker_actor(config, {"num_cpus": 1}) for _ in range(config.resources.rollout_workers)]
 
 
-class Dying(RayWorkers):
+class Crashing(RayWorkers):
     """The first worker is killed before the sixth batch."""
 
     requests = 0
@@ -93,7 +92,7 @@ def without_restarts(folder: Path) -> tuple[list[dict[str, Any]], list[float]]:
 
 @pytest.fixture
 def baseline(values: dict[str, Any]) -> Path:
-    """The folder of the run in which the student writes itself."""
+    """Return the folder of the run without workers."""
     run_here(values)
     return Path(values["output_dir"])
 
@@ -101,18 +100,18 @@ def baseline(values: dict[str, Any]) -> Path:
 def test_workers_write_what_the_student_would_have_written(
     cluster: None, values: dict[str, Any], baseline: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """To the last letter and the last bit: with one worker, with two, and with one that dies."""
+    """To the last letter and the last bit: with one worker, with two, and with one that crashes."""
     expected = [untimed(line) for line in journal(baseline)]
     config = with_workers(values, 2)
     actors = actors_of(config)
-    for kind, own in ((RayWorkers, actors[:1]), (RayWorkers, actors), (Dying, actors)):
+    for kind, own in ((RayWorkers, actors[:1]), (RayWorkers, actors), (Crashing, actors)):
         folder = run_with(config, kind(own, config), f"{kind.__name__}-{len(own)}")
         actual, restarts = without_restarts(folder)
         assert str(actual) == str(expected)
         texts = (folder / "completions.jsonl").read_bytes()
         assert texts == (baseline / "completions.jsonl").read_bytes()
         assert_same_weights(folder / "final", baseline / "final")
-        assert sum(restarts) == (kind is Dying)
+        assert sum(restarts) == (kind is Crashing)
     for actor in actors:
         ray.kill(actor)
     messages = [record.getMessage() for record in caplog.records]
@@ -126,12 +125,14 @@ def test_a_run_ends_when_no_worker_is_left(cluster: None, values: dict[str, Any]
     config = with_workers(values, 1, rollout_worker_restarts=0)
     actors = actors_of(config)
     with pytest.raises((BaseExceptionGroup, MopdError)) as ended:
-        run_with(config, Dying(actors, config), "dying")
+        run_with(config, Crashing(actors, config), "dying")
     output = sentence(ended.value)
     assert "none is left: rollout worker 1 of 1 crashed more often" in output
 
 
-def test_a_worker_that_cannot_be_says_why(cluster: None, values: dict[str, Any]) -> None:
+def test_a_worker_that_fails_to_start_reports_the_reason(
+    cluster: None, values: dict[str, Any]
+) -> None:
     config = with_workers(values, 1)
     missing = config.student.model_copy(update={"model": "/nowhere/at/all"})
     (actor,) = actors_of(config.model_copy(update={"student": missing}))
@@ -152,7 +153,7 @@ def sentence(error: BaseException) -> str:
     return str(error)
 
 
-def test_workers_have_devices_of_their_own(values: dict[str, Any]) -> None:
+def test_workers_have_separate_devices(values: dict[str, Any]) -> None:
     resources = {"device": "cuda", "student": 2, "rollout_workers": 3}
     config = RunConfig.model_validate({**values, "resources": resources})
     assert config.resources is not None

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: a step is finished or given up, and a checkpoint is there."""
+"""Ctrl-C, SIGTERM and SIGHUP: the step is finished or abandoned, and a checkpoint is saved."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ from tests.trainer.runs import run_values, write_lines, write_run
 from tests.trainer.whole_runs import assert_same_weights, journal, run_here
 
 STEPS = 4
-HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MOPD = Path(sys.executable).parent / "mopd"
 
 
@@ -28,15 +28,15 @@ MOPD = Path(sys.executable).parent / "mopd"
 def as_in_a_terminal() -> Iterator[None]:
     """``nohup`` has the tests begun with SIGHUP ignored, and a shell's ``&`` with SIGINT."""
     ordinary = (signal.default_int_handler, signal.SIG_DFL, signal.SIG_DFL)
-    before = [signal.signal(example, to) for example, to in zip(HEARD, ordinary, strict=True)]
+    before = [signal.signal(example, to) for example, to in zip(SIGNALS, ordinary, strict=True)]
     yield
-    for example, to in zip(HEARD, before, strict=True):
+    for example, to in zip(SIGNALS, before, strict=True):
         signal.signal(example, to)
 
 
 @pytest.fixture
 def values(tmp_path: Path, models: dict[str, Path]) -> dict[str, Any]:
-    """Plain SFT, which needs nobody; a checkpoint at the end only."""
+    """Return a run of plain SFT, without teachers; a checkpoint at the end only."""
     lines = [{"prompt": f"{number} + 2 =", "solution": str(number + 2)} for number in range(5)]
     write_lines(tmp_path / "prompts.jsonl", lines)
     values = run_values(tmp_path, teachers={}, max_steps=STEPS, logging={"tensorboard": False})
@@ -46,8 +46,8 @@ def values(tmp_path: Path, models: dict[str, Path]) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def signals_are_heard() -> Iterator[None]:
-    """Also where the tests themselves run under ``nohup``, or in the background of a script."""
+def signals_are_delivered() -> Iterator[None]:
+    """Restore default handlers, also under ``nohup`` or in the background of a script."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -68,7 +68,7 @@ def while_learning(patched: pytest.MonkeyPatch, number: signal.Signals) -> None:
 
 
 def while_waiting(patched: pytest.MonkeyPatch, number: signal.Signals) -> None:
-    """The signal comes while step 3 waits for a teacher that never answers."""
+    """The signal comes while step 3 waits for a teacher that never responds."""
     original = RolloutScorer.score
 
     async def score(self: RolloutScorer, rollouts: Any) -> Any:
@@ -86,7 +86,7 @@ def while_waiting(patched: pytest.MonkeyPatch, number: signal.Signals) -> None:
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
     ids=["INT", "TERM", "HUP"],
 )
-def test_an_interrupted_run_saves_what_it_learnt_and_goes_on(
+def test_an_interrupted_run_saves_its_progress_and_resumes(
     tmp_path: Path,
     values: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -96,7 +96,7 @@ def test_an_interrupted_run_saves_what_it_learnt_and_goes_on(
     exit_code: int,
 ) -> None:
     path = write_run(tmp_path, values)
-    before = [signal.getsignal(example) for example in HEARD]
+    before = [signal.getsignal(example) for example in SIGNALS]
     with monkeypatch.context() as patched:
         when(patched, number)
         with pytest.raises(SystemExit) as ended:
@@ -108,7 +108,7 @@ def test_an_interrupted_run_saves_what_it_learnt_and_goes_on(
         f"mopd: {number.name} after step 2; the checkpoint is {folder}; resume with "
         "resume_from_checkpoint=true\n"
     )
-    assert [signal.getsignal(example) for example in HEARD] == before
+    assert [signal.getsignal(example) for example in SIGNALS] == before
     assert [line["step"] for line in journal(tmp_path / "run")] == [1, 2]
 
     final, output = run_here(values, resume_from_checkpoint=True)
@@ -119,10 +119,10 @@ def test_an_interrupted_run_saves_what_it_learnt_and_goes_on(
 
 
 @pytest.mark.process
-def test_a_run_whose_terminal_goes_away_saves_what_it_learnt(
+def test_a_run_whose_terminal_is_closed_saves_its_progress(
     tmp_path: Path, values: dict[str, Any]
 ) -> None:
-    """Its lines cannot be written any more, which is no reason to lose it."""
+    """The console can no longer be written to; the run must not be lost."""
     path = write_run(tmp_path, values | {"max_steps": 10_000, "logging_steps": 1})
     terminal, left = pty.openpty()
     run = subprocess.Popen(
@@ -162,7 +162,7 @@ async def test_a_second_hangup_does_nothing_and_one_under_nohup_neither() -> Non
 
 
 @pytest.mark.anyio
-async def test_a_second_signal_is_not_held_back() -> None:
+async def test_a_second_signal_is_not_delayed() -> None:
     with Interruption() as interruption:
         handler = signal.getsignal(signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)

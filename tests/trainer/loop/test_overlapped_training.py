@@ -9,7 +9,7 @@ import pytest
 from tests import tiny_models
 from tests.broker import Broker
 from tests.trainer.lora_students import LORA
-from tests.trainer.runs import questions, run_values, write_lines
+from tests.trainer.runs import prompt_lines, run_values, write_lines
 from tests.trainer.students import model_of, tokenizer
 from tests.trainer.whole_runs import journal, run_cut_off, run_here
 
@@ -36,7 +36,7 @@ def address(broker: Broker, model_folder: Path) -> str:
 @pytest.fixture
 def values(tmp_path: Path, models: dict[str, Path], address: str) -> dict[str, Any]:
     """A run of policy gradient with steps that are large enough to move the student."""
-    write_lines(tmp_path / "prompts.jsonl", questions(12, ["math"]))
+    write_lines(tmp_path / "prompts.jsonl", prompt_lines(12, ["math"]))
     teacher = {"url": address, "top_k": 8, "loss": {"type": "policy_gradient"}}
     values = run_values(tmp_path, max_steps=STEPS, teachers={"math": teacher})
     values["rollout"]["prompts_per_step"] = 12  # some of what a fresh student babbles is dropped
@@ -77,7 +77,7 @@ def test_what_is_written_ahead_is_weighted_by_how_likely_it_has_become(
     assert any(abs(line["teacher/math/importance_ratio_mean"] - 1) > 1e-3 for line in actual)
 
 
-def test_what_is_too_old_is_dropped_and_the_run_goes_on(values: dict[str, Any]) -> None:
+def test_stale_samples_are_dropped_and_the_run_continues(values: dict[str, Any]) -> None:
     actual = lines(values, max_staleness=1, on_stale="drop")
     assert [line["step"] for line in actual] == list(range(1, STEPS + 1))
     for line in actual:

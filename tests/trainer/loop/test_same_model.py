@@ -12,15 +12,15 @@ from mopd_trainer.rollouts.transformers_sampler import Sampler
 from mopd_trainer.training.learner import Learner
 from tests.server.tiny_teachers import teacher_of
 from tests.trainer.in_process import Recorded, scorer_of, teacher_config
-from tests.trainer.students import CPU, QUESTION, model_of, student_of, tokenizer
+from tests.trainer.students import CPU, MESSAGES, model_of, student_of, tokenizer
 
 pytestmark = pytest.mark.anyio
 
-PROMPTS = [Prompt(index=index, messages=QUESTION, teachers={"math": 1.0}) for index in range(8)]
+PROMPTS = [Prompt(index=index, messages=MESSAGES, teachers={"math": 1.0}) for index in range(8)]
 
 
 async def first_step(loss: TopKKlConfig | CtkdConfig, *, teacher_seed: int) -> dict[str, float]:
-    """The metrics of one step on what a student wrote, with a teacher of the same family."""
+    """Return the metrics of one step on sampled completions, with a teacher of the same family."""
     student = student_of(sharpness=8)
     teacher = teacher_of(model_of("qwen", teacher_seed, sharpness=8), tokenizer("digit"))
     config = teacher_config(top_k=32, loss=loss.model_dump())

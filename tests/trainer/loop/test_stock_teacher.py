@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("loss", ["ctkd", "topk_kl"])
-async def test_a_stock_server_judges_what_the_student_wrote(tmp_path: Path, loss: str) -> None:
+async def test_a_stock_server_scores_sampled_completions(tmp_path: Path, loss: str) -> None:
     same = loss == "topk_kl"
     own = tiny_models.digit_tokenizer() if same else tiny_models.whole_number_tokenizer()
     own.save_pretrained(tmp_path)
@@ -36,22 +36,22 @@ async def test_a_stock_server_judges_what_the_student_wrote(tmp_path: Path, loss
         rollout("digit", ids_of("digit", "x9" * 200), index=1),
     ]
     async with TeacherPool({"math": client}) as pool:
-        met = await connect_teachers(
+        teachers = await connect_teachers(
             pool, {"math": config}, IDENTITY, ProjectionCache(), {}, wait_seconds=600.0
         )
-        scorer = RolloutScorer(pool, met, IDENTITY.table)
+        scorer = RolloutScorer(pool, teachers, IDENTITY.table)
         [example] = await scorer.score(rollouts)
 
-    assert met["math"].path == COMPLETIONS
+    assert teachers["math"].path == COMPLETIONS
     assert scorer.dropped == {"math/too_long": 1, "total": 1}
-    [judgement] = example.scores
+    [aligned_score] = example.scores
     expected = [*tokenizer.encoder.encode("12 + 30 = 42"), 0]
-    assert judgement.score.completion.token_ids.tolist() == expected
+    assert aligned_score.score.completion.token_ids.tolist() == expected
     [requests] = [b["prompt"] for b in server.requests_to(COMPLETIONS) if len(b["prompt"]) != 4]
     prompt = requests[: -len(expected)]
     assert requests[len(prompt) :] == expected
     last = server.row(requests[:-1])
     np.testing.assert_allclose(
-        judgement.score.topk.logprobs[-1], np.sort(last)[::-1][: config.top_k], rtol=1e-6
+        aligned_score.score.topk.logprobs[-1], np.sort(last)[::-1][: config.top_k], rtol=1e-6
     )
-    assert len(judgement.alignment)
+    assert len(aligned_score.alignment)

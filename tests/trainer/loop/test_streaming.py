@@ -1,4 +1,4 @@
-"""Teachers read the first completions while the student still writes the last."""
+"""Teachers score the first completions while the student is still generating the last."""
 
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -15,11 +15,11 @@ from mopd_trainer.student.student import Student
 from mopd_trainer.teachers.scoring import RolloutScorer
 from tests.server.tiny_teachers import teacher_of
 from tests.trainer.in_process import Recorded, scorer_of, teacher_config
-from tests.trainer.students import QUESTION, model_of, student_of, tokenizer
+from tests.trainer.students import MESSAGES, model_of, student_of, tokenizer
 
 pytestmark = pytest.mark.anyio
 
-PROMPTS = [Prompt(index=index, messages=QUESTION, teachers={"math": 1.0}) for index in range(6)]
+PROMPTS = [Prompt(index=index, messages=MESSAGES, teachers={"math": 1.0}) for index in range(6)]
 
 
 def settings(**changes: object) -> RolloutConfig:
@@ -29,16 +29,16 @@ def settings(**changes: object) -> RolloutConfig:
 
 
 class WaitsForATeacher(Sampler):
-    """Writes its last generation batch only when a teacher has been asked about another."""
+    """Generate the last batch only after a teacher has received a request for another."""
 
     def __init__(self, student: Student, config: RolloutConfig, requested: threading.Event) -> None:
         super().__init__(student, config, seed=0)
-        self._asked = requested
+        self._requested = requested
 
     def sample_batch(self, prompts: Sequence[Prompt], *, step: int, batch: int) -> list[Rollout]:
-        """As ``Sampler``; gives up on the teachers after five minutes."""
+        """Like ``Sampler``; fails after five minutes without a request to the teachers."""
         if batch == 2:
-            assert self._asked.wait(300), "no teacher was asked before the last batch was written"
+            assert self._requested.wait(300), "no teacher received a request before the last batch"
         return super().sample_batch(prompts, step=step, batch=batch)
 
 
@@ -66,7 +66,7 @@ async def test_scoring_begins_before_the_last_batch_is_written() -> None:
     assert [len(body["sequences"]) for body in transport.requests] == [2, 2, 2]
 
 
-async def test_a_prompt_is_sampled_as_often_as_asked_and_differently_each_time() -> None:
+async def test_samples_per_prompt_are_drawn_and_differ() -> None:
     student = student_of()
     sampler = Sampler(student, settings(samples_per_prompt=3), seed=0, version=5)
     async with scorer_for(student, a_teacher()) as scorer:
@@ -76,12 +76,12 @@ async def test_a_prompt_is_sampled_as_often_as_asked_and_differently_each_time()
     assert {example.rollout.policy_version for example in examples} == {5}
 
 
-async def test_a_prompt_that_leaves_no_room_for_an_answer_is_dropped_and_counted() -> None:
+async def test_a_prompt_without_room_for_a_completion_is_dropped_and_counted() -> None:
     student = student_of()
     assert student.max_length == 256
     long = Prompt(
         index=9,
-        messages=(QUESTION[0].model_copy(update={"content": "x9" * 150}),),
+        messages=(MESSAGES[0].model_copy(update={"content": "x9" * 150}),),
         teachers={"math": 1.0},
     )
     async with scorer_for(student, a_teacher()) as scorer:
@@ -98,7 +98,7 @@ async def test_a_prompt_that_leaves_no_room_for_an_answer_is_dropped_and_counted
         )
 
 
-async def test_after_rollout_no_teacher_is_asked_before_all_is_written() -> None:
+async def test_after_rollout_scoring_begins_after_the_last_completion() -> None:
     requested = threading.Event()
     transport = a_teacher()
     transport.on_scoring = requested.set
@@ -124,7 +124,7 @@ async def test_after_rollout_no_teacher_is_asked_before_all_is_written() -> None
         )
 
 
-async def test_examples_are_in_the_order_of_the_prompts_whatever_is_finished_first() -> None:
+async def test_examples_are_in_the_order_of_the_prompts_not_of_completion() -> None:
     class Backwards(Sampler):
         async def complete(
             self, prompts: Sequence[Prompt], *, step: int

@@ -1,4 +1,4 @@
-"""Whole runs whose teacher is asked about the student's own most likely ids, and their replays."""
+"""Whole runs whose teacher scores the student's own most likely ids, and their replays."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -28,7 +28,7 @@ from tests.reference.projection import Dense, dense_projection
 from tests.reference.teacher_scores import completion_logprobs, next_token_logprobs
 from tests.server.tiny_teachers import TinyTeacher, teacher_of
 from tests.trainer.in_process import Recorded
-from tests.trainer.runs import questions, run_values, write_lines
+from tests.trainer.runs import prompt_lines, run_values, write_lines
 from tests.trainer.students import CPU, FAMILIES, encoder, model_of, table, tokenizer
 from tests.trainer.whole_runs import assert_same_weights, journal, run_here
 
@@ -63,7 +63,7 @@ def reader_of(family: str, lines: Sequence[str]) -> PreTrainedModel:
 
 @cache
 def student() -> Student:
-    """Whose weights each run begins with."""
+    """Return the student whose weights each run begins with."""
     lines = ["the quick brown fox", "7 + 4 = 11", "jumps over the lazy dog"]
     return Student(reader_of("qwen", lines), tokenizer("digit"), CPU)
 
@@ -91,7 +91,7 @@ def requested(teacher: TinyTeacher, monkeypatch: pytest.MonkeyPatch) -> Recorded
 
 @pytest.fixture
 def values(tmp_path: Path, case: tuple[str, str, str]) -> dict[str, Any]:
-    write_lines(tmp_path / "prompts.jsonl", questions(4, ["math"]))
+    write_lines(tmp_path / "prompts.jsonl", prompt_lines(4, ["math"]))
     folder = tiny_models.save(student().model, tokenizer("digit"), tmp_path / "student")
     values = run_values(tmp_path, max_steps=STEPS)
     values["student"] |= {"model": str(folder), "learning_rate": 3e-3}
@@ -124,7 +124,7 @@ def places(sample: RecordedSample, name: str) -> list[tuple[int, int]]:
     """Student row and teacher row of what is compared."""
     if name == "digit":
         return [(row, row) for row in range(len(sample.rollout.completion))]
-    # A text that the teacher reads, ended by its own token where the student has ended it.
+    # A text that is scored, with the teacher's ending token in place of the student's.
     alignment = align(sample.rollout.completion, sample.scores[0].score.completion)
     return list(
         zip(alignment.student_starts.tolist(), alignment.teacher_starts.tolist(), strict=True)
@@ -139,7 +139,7 @@ def rendered(sample: RecordedSample, name: str) -> list[int]:
 
 
 def own_ids(rollout: Rollout) -> list[list[int]]:
-    """The student's most likely ids at each token, from its distribution there."""
+    """Return the student's most likely ids at each token, from its full distribution."""
     real = np.flatnonzero(student().table.real_ids(student().identity.logit_width)).tolist()
     prompt, ids = rollout.prompt_token_ids.tolist(), rollout.completion.token_ids.tolist()
     rows = completion_logprobs(student().model, prompt, ids, real)
@@ -155,7 +155,7 @@ def counterparts(own: list[int], dense: Dense) -> list[int]:
     return list(actual)[:TOP_K]
 
 
-def test_a_run_asks_about_the_students_ids_and_learns_from_them(
+def test_a_run_requests_scores_of_the_students_ids_and_learns_from_them(
     values: dict[str, Any], case: tuple[str, str, str], teacher: TinyTeacher, requested: Recorded
 ) -> None:
     name = case[2]
@@ -195,7 +195,7 @@ def divergence(
     teacher: TinyTeacher,
     name: str,
 ) -> float:
-    """Nats: the sum over what is compared, from both whole distributions on the asked ids."""
+    """Nats: the sum over what is compared, from both full distributions on the requested ids."""
     rollout, scored = sample.rollout, sample.scores[0].score.completion
     real = student().table.real_ids(student().identity.logit_width).tolist()
     prompt, ids = rollout.prompt_token_ids.tolist(), rollout.completion.token_ids.tolist()

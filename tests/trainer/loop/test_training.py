@@ -1,4 +1,4 @@
-"""Whole runs: two teacher services with tokenizers of their own, and a trainer that is killed."""
+"""Whole runs: two teacher services with different tokenizers, and a trainer that is killed."""
 
 import asyncio
 import json
@@ -21,8 +21,8 @@ from mopd_trainer.config.loading import load_run
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.launch.preflight import check_run
 from mopd_trainer.loop import train
-from tests.trainer.runs import questions, run_values, write_lines, write_run
-from tests.trainer.students import QUESTION
+from tests.trainer.runs import prompt_lines, run_values, write_lines, write_run
+from tests.trainer.students import MESSAGES
 from tests.trainer.whole_runs import assert_same_weights, journal, run_cut_off, run_here, weights
 
 pytestmark = pytest.mark.slow
@@ -37,10 +37,10 @@ from mopd_trainer.cli.main import main
 
 honest = Learner.update
 
-def update(self, *batches, **told):
-    if told["step"] + 1 == 4:
+def update(self, *batches, **options):
+    if options["step"] + 1 == 4:
         os.kill(os.getpid(), signal.SIGKILL)
-    return honest(self, *batches, **told)
+    return honest(self, *batches, **options)
 
 Learner.update = update
 main(sys.argv[1:])
@@ -49,8 +49,8 @@ main(sys.argv[1:])
 
 @pytest.fixture
 def values(tmp_path: Path, models: dict[str, Path], addresses: dict[str, str]) -> dict[str, Any]:
-    """A run of a few steps; each teacher is asked once a step, so that its batches are the same."""
-    lines: list[object] = [*questions(5), {"prompt": "?", "teacher": {"math": 1, "code": 3}}]
+    """A run of a few steps; one request per teacher and step, so that batches are equal."""
+    lines: list[object] = [*prompt_lines(5), {"prompt": "?", "teacher": {"math": 1, "code": 3}}]
     write_lines(tmp_path / "prompts.jsonl", lines)
     values = run_values(tmp_path, max_steps=STEPS, save_steps=2)
     values["student"]["model"] = str(models["student"])
@@ -78,7 +78,7 @@ def test_a_run_leaves_a_student_a_journal_and_checkpoints(
     before, after = weights(models["student"]), weights(folder)
     assert any(not torch.equal(before[name], after[name]) for name in before)
     loaded = AutoTokenizer.from_pretrained(folder)
-    assert loaded.apply_chat_template([QUESTION[0].model_dump()], tokenize=False)
+    assert loaded.apply_chat_template([MESSAGES[0].model_dump()], tokenize=False)
 
     lines = journal(output)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
@@ -98,7 +98,7 @@ def test_a_run_leaves_a_student_a_journal_and_checkpoints(
     assert not list(output.rglob("*.part"))
 
 
-def test_a_check_prints_who_teaches_and_writes_nothing(
+def test_a_check_prints_the_teachers_and_creates_no_file(
     tmp_path: Path, values: dict[str, Any], addresses: dict[str, str]
 ) -> None:
     messages = StringIO()
@@ -112,8 +112,8 @@ def test_a_check_prints_who_teaches_and_writes_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_teachers_name_is_told_as_it_is(values: dict[str, Any]) -> None:
-    """What looks like markup of the console is none."""
+def test_a_teachers_name_is_printed_verbatim(values: dict[str, Any]) -> None:
+    """Console markup in a name is not interpreted."""
     settings = values["teachers"]["math"]
     for name in ("[/b]", "[bold]"):
         teachers = {**values["teachers"], name: settings}
@@ -123,7 +123,7 @@ def test_a_teachers_name_is_told_as_it_is(values: dict[str, Any]) -> None:
         assert f"teacher {name} " in messages.getvalue()
 
 
-def test_a_run_outlives_who_reads_what_it_tells(tmp_path: Path, values: dict[str, Any]) -> None:
+def test_a_run_survives_a_closed_stdout(tmp_path: Path, values: dict[str, Any]) -> None:
     path = write_run(tmp_path, values)
     with subprocess.Popen(
         [MOPD, "train", path],
@@ -141,7 +141,7 @@ def test_a_run_outlives_who_reads_what_it_tells(tmp_path: Path, values: dict[str
     assert (Path(values["output_dir"]) / "final").is_dir()
 
 
-def test_a_killed_trainer_goes_on_as_if_nothing_had_happened(
+def test_a_killed_trainer_resumes_as_if_uninterrupted(
     tmp_path: Path, values: dict[str, Any], uninterrupted: Path
 ) -> None:
     path = write_run(tmp_path, values)
@@ -183,7 +183,7 @@ def test_a_run_that_fails_between_checkpoints_repeats_no_step(
     assert_same_weights(folder, uninterrupted)
 
 
-def test_a_finished_run_goes_on_only_with_the_teachers_that_it_had(
+def test_a_finished_run_resumes_only_with_the_same_teachers(
     tmp_path: Path, values: dict[str, Any], addresses: dict[str, str]
 ) -> None:
     run_here(values, max_steps=2)

@@ -1,4 +1,4 @@
-"""Whole runs on reference answers: plain SFT, teachers that read them, and both sources at once."""
+"""Complete runs on reference answers: plain SFT, scored by teachers, and both sources at once."""
 
 import asyncio
 import json
@@ -28,14 +28,14 @@ SOLVED = {"1 + 2 =": "3", "2 + 5 =": "7", "add": "def add(a, b)", "fox": "the qu
 
 def solved_lines(teachers: tuple[str, ...] = ("math", "code")) -> list[object]:
     return [
-        {"prompt": question, "solution": answer, "teacher": teachers[at % len(teachers)]}
-        for at, (question, answer) in enumerate(SOLVED.items())
+        {"prompt": prompt, "solution": reference, "teacher": teachers[at % len(teachers)]}
+        for at, (prompt, reference) in enumerate(SOLVED.items())
     ]
 
 
 @pytest.fixture
 def values(tmp_path: Path, models: dict[str, Path]) -> dict[str, Any]:
-    """Plain SFT on four answers, with nobody to ask."""
+    """Return a run of plain SFT on four reference answers, without teachers."""
     write_lines(tmp_path / "prompts.jsonl", solved_lines())
     values = run_values(tmp_path, teachers={}, logging={"tensorboard": False})
     values["data"] |= {"source": "answers", "answer_key": "solution"}
@@ -49,14 +49,14 @@ def taught(values: dict[str, Any], addresses: dict[str, str]) -> dict[str, Any]:
     return {**values, "teachers": teachers}
 
 
-def test_plain_sft_learns_the_answers_and_asks_nobody(
+def test_plain_sft_learns_the_references_without_teachers(
     tmp_path: Path, values: dict[str, Any]
 ) -> None:
     values["student"] |= {"learning_rate": 1e-2, "weight_decay": 0.0}
     folder, output = run_here(values, max_steps=60)
     lines = journal(tmp_path / "run")
     losses = [line["sft/loss_per_token"] for line in lines]
-    assert losses[0] > 5  # a fresh model knows nothing of 420 tokens: ln 420 = 6.04
+    assert losses[0] > 5  # a fresh model is uniform over 420 tokens: ln 420 = 6.04
     assert losses[-1] < 0.05
     assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-5)
     assert lines[0]["answers/samples"] == 4
@@ -69,13 +69,13 @@ def test_plain_sft_learns_the_answers_and_asks_nobody(
     student = AutoModelForCausalLM.from_pretrained(folder)
     reader = Student(student, tokenizer("digit"), CPU)
     real = table("digit").present.nonzero()[0].tolist()
-    for question, answer in SOLVED.items():
-        prompt = reader.prompt_token_ids((Message(role="user", content=question),))
+    for problem, reference in SOLVED.items():
+        prompt = reader.prompt_token_ids((Message(role="user", content=problem),))
         written = greedy(student, prompt, real, table("digit").roles.ending, 20)
-        assert table("digit").sequence(written).text.decode() == answer
+        assert table("digit").sequence(written).text.decode() == reference
 
 
-def test_a_teacher_that_reads_answers_is_learnt_from(
+def test_scores_of_reference_answers_are_learnt_from(
     tmp_path: Path, values: dict[str, Any], addresses: dict[str, str]
 ) -> None:
     """Off-policy distillation: the student never writes, and comes closer all the same."""
@@ -88,7 +88,7 @@ def test_a_teacher_that_reads_answers_is_learnt_from(
         assert losses[-1] < 0.5 * losses[0]
         assert lines[-1][f"teacher/{name}/scored_tokens"] > 0
     assert {line["rollout/samples"] for line in lines} == {0}
-    # A fresh teacher knows none of these answers, and neither does who learns from it alone.
+    # A fresh teacher has not learnt these references, so neither has its student.
     assert lines[-1]["sft/loss_per_token"] > 3
 
 
@@ -96,12 +96,12 @@ def mixed(values: dict[str, Any], addresses: dict[str, str]) -> dict[str, Any]:
     values = taught(values, addresses)
     values["data"]["on_policy_fraction"] = 0.5
     values["student"]["distill_loss_weight"] = 0.4
-    # A fresh student babbles bytes: some of what it writes has nothing that a teacher can read.
+    # A fresh student babbles bytes: some completions have nothing that a teacher can score.
     values["rollout"]["samples_per_prompt"] = 6
     return {**values, "max_steps": 6, "save_steps": 2}
 
 
-def test_a_resumed_mixture_goes_on_as_if_nothing_had_happened(
+def test_a_resumed_mixture_continues_as_if_uninterrupted(
     tmp_path: Path,
     values: dict[str, Any],
     addresses: dict[str, str],
@@ -120,7 +120,7 @@ def test_a_resumed_mixture_goes_on_as_if_nothing_had_happened(
     assert all(math.isfinite(line["sft/loss_per_token"]) for line in actual)
 
 
-def test_completions_say_whose_they_are(
+def test_logged_completions_name_their_source(
     tmp_path: Path, values: dict[str, Any], addresses: dict[str, str]
 ) -> None:
     run_here({**mixed(values, addresses), "max_steps": 2, "logging": {"completions": 1}})
@@ -133,19 +133,19 @@ def test_completions_say_whose_they_are(
         assert len(line["teachers"]) == 1
 
 
-def test_without_distillation_only_the_students_own_completions_are_judged(
+def test_without_distillation_only_sampled_completions_are_scored(
     tmp_path: Path, values: dict[str, Any], addresses: dict[str, str]
 ) -> None:
     values = mixed(values, addresses)
     values["student"]["distill_loss_weight"] = 0.0
     run_here(values, max_steps=2)
     for line in journal(tmp_path / "run"):
-        judged = sum(line[f"teacher/{name}/tokens"] for name in addresses)
-        assert judged == line["rollout/tokens"] > 0
+        scored = sum(line[f"teacher/{name}/tokens"] for name in addresses)
+        assert scored == line["rollout/tokens"] > 0
         assert line["answers/tokens"] > 0
 
 
-def test_answers_that_are_too_long_are_dropped_and_counted(
+def test_reference_answers_that_are_too_long_are_dropped_and_counted(
     tmp_path: Path, values: dict[str, Any]
 ) -> None:
     values["rollout"]["max_new_tokens"] = 4
@@ -161,15 +161,15 @@ def plan_of(values: dict[str, Any]) -> str:
     return output.getvalue()
 
 
-def test_a_check_says_who_completes_and_who_is_not_asked(
+def test_a_check_prints_the_sources_and_the_unused_teachers(
     values: dict[str, Any], addresses: dict[str, str]
 ) -> None:
     output = plan_of(values)
     assert "100% of prompts with reference answers: cross entropy only (SFT)" in output
     assert "about 0.0 MB of scores per step" in output
-    nobody = {"math": {"url": "http://127.0.0.1:9"}}  # to contact it would fail
+    unreachable = {"math": {"url": "http://127.0.0.1:9"}}  # to contact it would fail
     assert "math not contacted (student.distill_loss_weight is 0)" in plan_of(
-        {**values, "teachers": nobody}
+        {**values, "teachers": unreachable}
     )
     output = plan_of(mixed(values, addresses))
     assert (

@@ -1,4 +1,4 @@
-"""What a step is measured by, against plain Python."""
+"""Metrics of a step, compared with plain Python."""
 
 import math
 
@@ -10,7 +10,7 @@ from mopd_client.transport.counters import Counters
 from mopd_losses.core.loss import LossOutput
 from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.metrics.step_metrics import LossMeasurements, rollout_metrics, teacher_metrics
-from tests.trainer.judged import example
+from tests.trainer.scored_examples import example
 from tests.trainer.students import ids_of, rollout
 
 NAMES = ("math", "code", "idle")
@@ -78,7 +78,7 @@ def test_a_teacher_without_a_sample_was_not_measured() -> None:
     assert actual["teacher/idle/tokens"] == 0
 
 
-def test_counters_are_told() -> None:
+def test_counters_are_reported() -> None:
     actual = measured()
     assert actual["teacher/math/retries"] == 3
     assert actual["teacher/math/scored_tokens"] == 11
@@ -108,7 +108,7 @@ def test_masses_are_means_and_the_first_percentile_over_all_micro_batches() -> N
     assert loss.nats == 0
 
 
-def test_rollouts_are_told_by_length_end_and_age() -> None:
+def test_rollout_metrics_by_length_end_and_age() -> None:
     actual = rollout_metrics(examples(), step=3)
     assert actual["rollout/samples"] == 3
     assert actual["rollout/completion_tokens_mean"] == pytest.approx(tokens(0, 1, 2) / 3)

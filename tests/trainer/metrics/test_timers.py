@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from mopd_trainer.metrics.timers import Phase, StepTimer
 
 
-class Told:
-    """Seconds that pass when they are told to."""
+class ManualClock:
+    """A clock whose seconds a test sets."""
 
     def __init__(self) -> None:
         self.seconds = 100.0
@@ -19,9 +19,9 @@ class Told:
 
 
 def test_teachers_are_waited_for_while_nothing_is_written() -> None:
-    now = Told()
+    now = ManualClock()
     clock = StepTimer(now)
-    now.seconds += 1  # nothing goes on
+    now.seconds += 1  # no phase is active
     with clock.phase("score"), clock.phase("score"):
         with clock.phase("sample"):
             now.seconds += 3
@@ -40,8 +40,8 @@ def test_teachers_are_waited_for_while_nothing_is_written() -> None:
     assert math.isnan(clock.pop()["time/hidden_share"])
 
 
-def test_a_phase_that_goes_on_is_shared_between_two_questions() -> None:
-    now = Told()
+def test_an_active_phase_is_split_between_two_readings() -> None:
+    now = ManualClock()
     clock = StepTimer(now)
     with clock.phase("sample"):
         now.seconds += 2
@@ -57,7 +57,7 @@ PHASES = st.sampled_from(("sample", "score", "train"))
 def test_a_phase_lasts_as_long_as_the_union_of_its_spans(
     spans: list[tuple[Phase, int, int]],
 ) -> None:
-    now = Told()
+    now = ManualClock()
     clock = StepTimer(now)
     phases = {at: clock.phase(name) for at, (name, _, _) in enumerate(spans)}
     covered: dict[str, set[int]] = {"sample": set(), "score": set(), "train": set()}

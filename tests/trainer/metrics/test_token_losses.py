@@ -16,7 +16,7 @@ from mopd_trainer.data.packing import pack
 from mopd_trainer.metrics.token_losses import TokenLosses, rounded, token_losses
 from mopd_trainer.run_folder.journal import COMPLETIONS, Journal
 from mopd_trainer.student.student import Student
-from tests.trainer.judged import example, losses_for
+from tests.trainer.scored_examples import example, losses_for
 from tests.trainer.students import ids_of, rollout
 from tests.trainer.training.test_learner import double_student, examples, learner_of
 
@@ -104,7 +104,7 @@ def test_the_tokens_of_a_written_completion_are_its_bytes(tmp_path: Path) -> Non
     assert line["nats"] == {"math": [0.0, None, 2.0, 3.0, 4.0, 5.0, 6.0]}
 
 
-def test_of_a_long_completion_the_first_tokens_are_told(tmp_path: Path) -> None:
+def test_the_first_tokens_of_a_long_completion_are_logged(tmp_path: Path) -> None:
     ids = [*ids_of("digit", "7" * 600), *ids_of("digit", "<|end|>")]
     item = example(rollout("digit", ids, teachers={"math": 1.0}))
     with Journal(tmp_path, from_step=0, tensorboard=False) as journal:

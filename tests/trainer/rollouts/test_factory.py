@@ -18,7 +18,7 @@ from mopd_trainer.rollouts.transformers_sampler import Sampler
 from mopd_trainer.student.generation import Generation
 from mopd_trainer.student.student import Student
 from tests.trainer.runs import run_values
-from tests.trainer.students import QUESTION, student_of
+from tests.trainer.students import MESSAGES, student_of
 
 pytestmark = pytest.mark.anyio
 
@@ -92,7 +92,7 @@ async def test_an_engine_needs_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of()
     rollout = config.rollout.model_copy(update={"engine": "toy"})
     config = config.model_copy(update={"rollout": rollout})
-    prompts = [Prompt(index=0, messages=QUESTION, teachers={"math": 1.0})]
+    prompts = [Prompt(index=0, messages=MESSAGES, teachers={"math": 1.0})]
     async with open_source(config, student_of()) as source:
         batches = [batch async for batch in source.sample(prompts, step=0)]
     assert [len(batch.rollouts) for batch in batches] == [1]

@@ -11,30 +11,30 @@ from hypothesis import strategies as st
 
 from mopd_protocol.samples import Prompt, Rollout
 from mopd_trainer.rollouts.source import CompletionBatch, Mixture
-from tests.trainer.students import QUESTION, ids_of, rollout
+from tests.trainer.students import MESSAGES, ids_of, rollout
 
-PROMPTS = [Prompt(index=index, messages=QUESTION, teachers={"math": 1.0}) for index in range(12)]
+PROMPTS = [Prompt(index=index, messages=MESSAGES, teachers={"math": 1.0}) for index in range(12)]
 
 
 @cache
 def written(text: str) -> Rollout:
-    """A completion that says this."""
+    """Return a completion with this text."""
     return rollout("digit", ids_of("digit", text))
 
 
-class Told:
-    """A source that only remembers what it was asked to complete."""
+class RecordedSource:
+    """A source that only records its requests."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
-        self.asked: dict[int, list[int]] = {}
+        self.requests_of_step: dict[int, list[int]] = {}
         self.version = 0
 
     async def sample(
         self, prompts: Sequence[Prompt], *, step: int
     ) -> AsyncGenerator[CompletionBatch]:
         """A batch a prompt."""
-        self.asked[step] = [prompt.index for prompt in prompts]
+        self.requests_of_step[step] = [prompt.index for prompt in prompts]
         for place in range(len(prompts)):
             yield CompletionBatch(place, [written(self._reason)])
 
@@ -50,9 +50,9 @@ class Told:
 def requests(
     share: float, steps: Sequence[int], *, count: int = 12, seed: int = 0
 ) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Step -> prompts that the student answers, and those that the data does."""
-    rollouts, answers = Told("own"), Told("given")
-    mixture = Mixture(rollouts, answers, rollout_share=share, seed=seed)
+    """Map each step to the prompts of the student, and to those of the references."""
+    rollouts, references = RecordedSource("own"), RecordedSource("given")
+    mixture = Mixture(rollouts, references, rollout_share=share, seed=seed)
 
     async def complete() -> None:
         for step in steps:
@@ -60,16 +60,16 @@ def requests(
                 pass
 
     asyncio.run(complete())
-    return rollouts.asked, answers.asked
+    return rollouts.requests_of_step, references.requests_of_step
 
 
 @given(share=st.floats(0, 1), count=st.integers(1, 12), steps=st.integers(1, 30))
 def test_every_prompt_has_one_source_and_shares_are_kept(
     share: float, count: int, steps: int
 ) -> None:
-    own, reference_indices = requests(share, range(steps), count=count)
+    own, reference = requests(share, range(steps), count=count)
     for step in range(steps):
-        assert sorted(own[step] + reference_indices[step]) == list(range(count))
+        assert sorted(own[step] + reference[step]) == list(range(count))
         assert abs(len(own[step]) - share * count) <= 1
         assert own[step] == sorted(own[step])  # in the step's own order
     assert abs(sum(map(len, own.values())) - share * count * steps) <= 0.5 + 1e-9
@@ -90,8 +90,8 @@ def test_no_place_in_a_step_belongs_to_one_source() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("share", [0.25, 0.75])
-async def test_answers_come_before_what_has_to_be_written(share: float) -> None:
-    mixture = Mixture(Told("own"), Told("given"), rollout_share=share, seed=0)
+async def test_references_come_before_sampled_completions(share: float) -> None:
+    mixture = Mixture(RecordedSource("own"), RecordedSource("given"), rollout_share=share, seed=0)
     actual = [each async for each in mixture.sample(PROMPTS, step=0)]
     output = [each.rollouts[0].completion.text.decode() for each in actual]
     assert output == sorted(output)

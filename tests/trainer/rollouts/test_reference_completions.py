@@ -12,15 +12,15 @@ from mopd_trainer.config.run import RolloutConfig
 from mopd_trainer.rollouts.reference_completions import ReferenceCompletions
 from mopd_trainer.student.student import Student
 from tests import tiny_models
-from tests.trainer.students import CPU, QUESTION, model_of, student_of
+from tests.trainer.students import CPU, MESSAGES, model_of, student_of
 
 STUDENTS = {family: student_of(family) for family in ("qwen", "llama", "gpt_neox")}
 #: With surrogates there would be no bytes.
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
 
 
-def prompt_of(answer: str | None, index: int = 0) -> Prompt:
-    return Prompt(index=index, messages=QUESTION, teachers={"math": 1.0}, answer=answer)
+def prompt_of(reference: str | None, index: int = 0) -> Prompt:
+    return Prompt(index=index, messages=MESSAGES, teachers={"math": 1.0}, answer=reference)
 
 
 def reader_of(
@@ -32,24 +32,26 @@ def reader_of(
     )
 
 
-def read(answer: str, family: str = "qwen") -> Rollout:
-    [rollout] = reader_of(family).rollouts([prompt_of(answer)], step=3)
+def read(reference: str, family: str = "qwen") -> Rollout:
+    [rollout] = reader_of(family).rollouts([prompt_of(reference)], step=3)
     return rollout
 
 
-@given(answer=TEXTS)
+@given(reference=TEXTS)
 @pytest.mark.parametrize("family", ["qwen", "llama"])
-def test_an_answer_spells_the_datas_text_and_ends_the_turn(family: str, answer: str) -> None:
-    student, rollout = STUDENTS[family], read(answer, family)
-    assert rollout.completion.text == answer.encode()
+def test_a_reference_has_the_text_of_the_data_and_ends_the_turn(
+    family: str, reference: str
+) -> None:
+    student, rollout = STUDENTS[family], read(reference, family)
+    assert rollout.completion.text == reference.encode()
     assert rollout.finish_reason == "stop"
     *written, ending = rollout.completion.token_ids.tolist()
     assert ending == student.table.roles.ending[0]
     assert set(student.table.roles.ending).isdisjoint(written)
-    assert rollout.prompt_token_ids.tolist() == student.prompt_token_ids(QUESTION)
+    assert rollout.prompt_token_ids.tolist() == student.prompt_token_ids(MESSAGES)
 
 
-def test_an_answer_ends_with_the_end_of_a_turn_not_of_the_text() -> None:
+def test_a_reference_ends_with_the_end_of_a_turn_not_of_the_text() -> None:
     own = tiny_models.digit_tokenizer()
     own.chat_template = str(own.chat_template).replace("eos_token", "'<|end|>'")
     own.eos_token = "<|pad|>"
@@ -62,7 +64,7 @@ def test_an_answer_ends_with_the_end_of_a_turn_not_of_the_text() -> None:
     assert int(rollout.completion.token_ids[-1]) == own.convert_tokens_to_ids("<|end|>")
 
 
-def test_an_answer_was_sampled_from_nothing() -> None:
+def test_a_reference_has_no_sampled_logprobs() -> None:
     rollout = read("7")
     assert rollout.sampled_logprobs is None
     assert (rollout.source, rollout.policy_version) == ("answers", 3)
@@ -71,7 +73,7 @@ def test_an_answer_was_sampled_from_nothing() -> None:
 
 
 @pytest.mark.parametrize("family", STUDENTS)
-def test_an_answer_is_a_continuation_as_the_student_would_write_it(family: str) -> None:
+def test_a_reference_is_tokenized_as_a_continuation(family: str) -> None:
     """No space that only the beginning of a text has, no token that begins a text."""
     student = STUDENTS[family]
     ids = read("the quick", family).completion.token_ids.tolist()
@@ -80,7 +82,7 @@ def test_an_answer_is_a_continuation_as_the_student_would_write_it(family: str) 
     assert student.table.roles.bos not in ids
 
 
-def test_a_longer_answer_than_a_rollout_may_be_is_dropped_and_counted() -> None:
+def test_a_reference_longer_than_max_new_tokens_is_dropped_and_counted() -> None:
     tokens = len(read("12 + 30 = 42").completion)
     prompts = [prompt_of("12 + 30 = 42", 0), prompt_of("7", 1)]
     for longest, kept in ((tokens, [0, 1]), (tokens - 1, [1])):
@@ -90,8 +92,8 @@ def test_a_longer_answer_than_a_rollout_may_be_is_dropped_and_counted() -> None:
         assert reader.pop_dropped() == {}
 
 
-def test_an_answer_that_the_student_has_no_room_for_is_dropped_and_counted() -> None:
-    room = len(STUDENTS["qwen"].prompt_token_ids(QUESTION)) + len(read("12 + 30").completion)
+def test_a_reference_that_exceeds_the_context_is_dropped_and_counted() -> None:
+    room = len(STUDENTS["qwen"].prompt_token_ids(MESSAGES)) + len(read("12 + 30").completion)
     for limit, dropped in ((room, 0), (room - 1, 1)):
         reader = reader_of(max_length=limit)
         assert len(reader.rollouts([prompt_of("12 + 30")], step=0)) == 1 - dropped
@@ -99,7 +101,7 @@ def test_an_answer_that_the_student_has_no_room_for_is_dropped_and_counted() -> 
 
 
 @pytest.mark.anyio
-async def test_answers_come_in_batches_in_order_and_once_each() -> None:
+async def test_references_come_in_batches_in_order_and_once_each() -> None:
     reader = reader_of(generation_batch_size=2, samples_per_prompt=5)
     prompts = [prompt_of(str(index), index) for index in range(5)]
     batches = [batch async for batch in reader.sample(prompts, step=1)]
@@ -108,6 +110,6 @@ async def test_answers_come_in_batches_in_order_and_once_each() -> None:
     assert [batch.place for batch in batches] == [0, 2, 4]
 
 
-def test_a_prompt_without_an_answer_is_no_answer() -> None:
+def test_a_prompt_without_a_reference_raises() -> None:
     with pytest.raises(DataError, match="prompt 4: no reference answer"):
         reader_of().rollouts([prompt_of(None, 4)], step=0)

@@ -1,4 +1,4 @@
-"""A rollout worker by itself: whose weights write, with either engine."""
+"""A single rollout worker: the weights that it generates with, for both engines."""
 
 import asyncio
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def config_of(folder: Path, **rollout: Any) -> RunConfig:
 
 
 def changed(student: Student, seed: int) -> Weights:
-    """Other weights, which the student takes over too."""
+    """Return changed weights, and load them into the student."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in student.trained().values():
@@ -61,7 +61,7 @@ class Store:
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4}])
-def test_a_worker_writes_with_the_weights_that_it_is_told(
+def test_a_worker_generates_with_the_pushed_weights(
     folder: Path, lora: dict[str, int] | None
 ) -> None:
     config = config_of(folder)
@@ -90,7 +90,7 @@ def test_a_worker_writes_with_the_weights_that_it_is_told(
 def test_a_worker_writes_with_vllm(
     folder: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    """The logprobs that it tells are those of the weights that it was given."""
+    """The returned logprobs are those of the pushed weights."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     config = config_of(folder, engine=engine)
     student = Student.load(config.student)

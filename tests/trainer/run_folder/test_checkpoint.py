@@ -65,8 +65,8 @@ def save(config: RunConfig, step: int, student: Student, optimizer: Any = None) 
     )
 
 
-def identity_of(config: RunConfig, question: str = "1 + 1 =") -> RunIdentity:
-    messages = (Message(role="user", content=question),)
+def identity_of(config: RunConfig, content: str = "1 + 1 =") -> RunIdentity:
+    messages = (Message(role="user", content=content),)
     return RunIdentity.of(config, [Prompt(index=0, messages=messages, teachers={"math": 1.0})])
 
 

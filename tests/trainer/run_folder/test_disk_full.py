@@ -13,8 +13,8 @@ import pytest
 from mopd_protocol.errors import DiskError
 from mopd_trainer.run_folder.checkpoint import Checkpoint, save_student
 from mopd_trainer.run_folder.journal import COMPLETIONS, JOURNAL, Journal
-from tests.trainer.judged import example
 from tests.trainer.run_folder.test_checkpoint import config_of, files_under, save
+from tests.trainer.scored_examples import example
 from tests.trainer.students import ids_of, rollout, student_of
 
 

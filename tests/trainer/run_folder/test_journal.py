@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mopd_protocol.errors import CheckpointError
 from mopd_trainer.run_folder.journal import COMPLETIONS, JOURNAL, Journal
-from tests.trainer.judged import example
+from tests.trainer.scored_examples import example
 from tests.trainer.students import ids_of, rollout
 
 

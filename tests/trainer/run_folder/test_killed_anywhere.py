@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.trainer.forked_runs import Ended, run_mopd
 from tests.trainer.lora_students import LORA
-from tests.trainer.runs import questions, run_values, write_lines, write_run
+from tests.trainer.runs import prompt_lines, run_values, write_lines, write_run
 from tests.trainer.whole_runs import assert_same_weights, journal
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ TIMED = ("time/", "seconds", "received_bytes", "hidden_share")
 @pytest.fixture
 def values(tmp_path: Path, models: dict[str, Path], addresses: dict[str, str]) -> dict[str, Any]:
     """On-policy, two teachers, a checkpoint every second step, of which one is kept."""
-    write_lines(tmp_path / "prompts.jsonl", questions(5))
+    write_lines(tmp_path / "prompts.jsonl", prompt_lines(5))
     values = run_values(tmp_path, max_steps=STEPS, save_steps=2, keep_checkpoints=1)
     values["logging"] = {"record": True}
     values["student"]["model"] = str(models["student"])

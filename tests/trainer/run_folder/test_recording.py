@@ -9,10 +9,10 @@ from mopd_protocol.errors import CheckpointError
 from mopd_protocol.samples import Prompt, Rollout
 from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.run_folder.recording import Recorder, Recording, step_path
-from tests.trainer.judged import example
-from tests.trainer.students import QUESTION, ids_of, rollout, table
+from tests.trainer.scored_examples import example
+from tests.trainer.students import MESSAGES, ids_of, rollout, table
 
-PROMPTS = [Prompt(index=at, messages=QUESTION, teachers={"math": 1.0}) for at in range(4)]
+PROMPTS = [Prompt(index=at, messages=MESSAGES, teachers={"math": 1.0}) for at in range(4)]
 
 
 def recorder(folder: Path, done: int = 0) -> Recorder:
@@ -26,7 +26,7 @@ def examples() -> list[TrainingExample]:
     both = rollout("digit", ids, teachers={"math": 1.0, "code": 3.0}, index=2)
     reference = rollout("digit", ids_of("digit", "42", "<|end|>"), index=1)
     unscored = Rollout(
-        prompt=Prompt(index=1, messages=QUESTION, teachers={}),
+        prompt=Prompt(index=1, messages=MESSAGES, teachers={}),
         prompt_token_ids=reference.prompt_token_ids,
         completion=reference.completion,
         sampled_logprobs=None,

@@ -15,7 +15,7 @@ from mopd_trainer.config.run import RunConfig
 from mopd_trainer.data.prompts import read_prompts
 from mopd_trainer.launch.preflight import check_run
 from mopd_trainer.run_folder.recording import Recording, step_path
-from tests.trainer.runs import questions, run_values, write_lines
+from tests.trainer.runs import prompt_lines, run_values, write_lines
 from tests.trainer.students import table
 from tests.trainer.whole_runs import assert_same_weights, journal, run_cut_off, run_here
 
@@ -82,15 +82,15 @@ def test_a_replay_with_the_same_loss_ends_with_the_same_weights(
 def test_a_step_without_samples_is_skipped_in_the_replay_too(
     tmp_path: Path, values: dict[str, Any]
 ) -> None:
-    long = [{**line, "prompt": "x9" * 150} for line in questions(4)]
-    write_lines(tmp_path / "prompts.jsonl", [*questions(4), *long, *questions(4)])
+    long = [{**line, "prompt": "x9" * 150} for line in prompt_lines(4)]
+    write_lines(tmp_path / "prompts.jsonl", [*prompt_lines(4), *long, *prompt_lines(4)])
     values["data"] = {"prompts": values["data"]["prompts"], "shuffle": False}
     values["student"]["distill_loss_weight"] = 1.0
     live, output = run_here(values)
-    replayed_lines = journal(tmp_path / "run")
-    assert [line["update/skipped_empty"] for line in replayed_lines] == [0, 1, 0]
-    assert [line["loss"] is None for line in replayed_lines] == [False, True, False]
-    assert [line.get("dropped/prompt_too_long", 0) for line in replayed_lines] == [0, 12, 0]
+    lines = journal(tmp_path / "run")
+    assert [line["update/skipped_empty"] for line in lines] == [0, 1, 0]
+    assert [line["loss"] is None for line in lines] == [False, True, False]
+    assert [line.get("dropped/prompt_too_long", 0) for line in lines] == [0, 12, 0]
     assert "step 2/3  step skipped" in output
     again, _ = run_here(replayed(values, tmp_path))
     assert_same_weights(again, live)
@@ -104,10 +104,10 @@ def test_a_replay_may_have_another_loss_and_more_steps(
     other = replayed(values, tmp_path, max_steps=2 * STEPS)
     other["teachers"]["code"]["loss"] = {"type": "gold"}
     again, _ = run_here(other)
-    replayed_lines = losses(tmp_path / "replay")
-    assert len(replayed_lines) == 2 * STEPS
-    assert replayed_lines[0] != losses(tmp_path / "run")[0]
-    assert replayed_lines[STEPS] < replayed_lines[0]  # the same completions, a second time
+    replayed_losses = losses(tmp_path / "replay")
+    assert len(replayed_losses) == 2 * STEPS
+    assert replayed_losses[0] != losses(tmp_path / "run")[0]
+    assert replayed_losses[STEPS] < replayed_losses[0]  # the same completions, a second time
     with pytest.raises(AssertionError):
         assert_same_weights(again, live)
 

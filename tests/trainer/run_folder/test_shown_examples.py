@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.run_folder.shown_examples import shown_examples
-from tests.trainer.judged import example
+from tests.trainer.scored_examples import example
 from tests.trainer.students import rollout
 
 

@@ -17,7 +17,7 @@ from transformers import (
 from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.data.packing import micro_batch
 from mopd_trainer.student.student import Student
-from tests.trainer.judged import example
+from tests.trainer.scored_examples import example
 from tests.trainer.students import CPU, FAMILIES, rollout, student_of, tokenizer
 
 #: (prompt, completion) of unequal lengths; ids that all three tokenizers have.

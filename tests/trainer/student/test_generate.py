@@ -1,4 +1,4 @@
-"""What the student writes, against a reference without cache, batch or padding."""
+"""Generation, compared with a reference without cache, batch or padding."""
 
 import math
 from collections import Counter
@@ -82,7 +82,7 @@ def test_diverged_weights_raise_a_training_error(weight: float, changes: dict[st
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_is_answered_alone_as_among_longer_ones(family: str) -> None:
+def test_a_completion_does_not_depend_on_the_batch(family: str) -> None:
     student = student_of(family, sharpness=SHARP)
     baseline = [write(student, [prompt], temperature=0)[0] for prompt in PROMPTS]
     together = write(student, temperature=0)
@@ -93,7 +93,7 @@ def test_a_prompt_is_answered_alone_as_among_longer_ones(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_told_logprobs_are_those_of_the_sampled_distribution(
+def test_returned_logprobs_are_those_of_the_sampled_distribution(
     family: str, temperature: float
 ) -> None:
     student = student_of(family, sharpness=SHARP)
@@ -108,14 +108,14 @@ def test_told_logprobs_are_those_of_the_sampled_distribution(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_student_tells_the_logprobs_of_what_was_written(family: str) -> None:
+def test_a_student_returns_the_logprobs_of_its_completions(family: str) -> None:
     student = student_of(family, sharpness=SHARP)
     for prompt, completion in zip(PROMPTS, write(student), strict=True):
         actual = student.logprobs(prompt, completion.token_ids)
         np.testing.assert_allclose(actual, completion.logprobs, atol=2e-4)
 
 
-def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
+def test_tokens_are_drawn_with_their_probability() -> None:
     student = student_of(sharpness=SHARP)
     draws = 4000
     drawn = write(student, [PROMPTS[0]] * draws, temperature=0.5, max_new_tokens=1)
@@ -125,12 +125,12 @@ def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
         output = next_token_logprobs(student.model, PROMPTS[0], real_ids(student), temperature)
         return sum(abs(math.exp(value) - counts[i] / draws) for i, value in output.items()) / 2
 
-    # 4000 draws from ~100 likely tokens stand about 0.05 from their distribution.
+    # 4000 draws from ~100 likely tokens are about 0.05 from their distribution.
     assert distance(0.5) < 0.1
     assert distance(1.0) > 0.3
 
 
-def test_top_p_samples_from_the_nucleus_and_tells_its_logprobs() -> None:
+def test_top_p_samples_from_the_nucleus_and_returns_its_logprobs() -> None:
     student = student_of(sharpness=SHARP)
     sampled = write(student, PROMPTS * 4, temperature=0.5, top_p=0.6)
     for prompt, completion in zip(PROMPTS * 4, sampled, strict=True):
@@ -157,7 +157,7 @@ def test_padding_rows_of_the_head_are_never_sampled(garbage: float, temperature:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_what_a_publisher_likes_to_generate_with_changes_nothing(temperature: float) -> None:
+def test_the_models_generation_config_is_ignored(temperature: float) -> None:
     model = model_of("qwen", sharpness=SHARP)
     model.generation_config = GenerationConfig(
         do_sample=True,

@@ -11,7 +11,7 @@ from mopd_trainer.config.run import RolloutConfig, StudentConfig
 from mopd_trainer.student.student import Student
 from tests import tiny_models
 from tests.trainer.students import FAMILIES, model_of, tokenizer
-from tests.trainer.training.test_reference_completions import answers, rollouts, step
+from tests.trainer.training.test_reference_completions import references, rollouts, step
 
 
 def student_in(folder: Path, family: str, *, checkpointing: bool) -> Student:
@@ -23,7 +23,7 @@ def student_in(folder: Path, family: str, *, checkpointing: bool) -> Student:
 
 
 def calls_of_a_layer(student: Student) -> list[bool]:
-    """Grows by whether gradients are wanted, whenever the first layer's attention begins."""
+    """Return a list that records whether gradients are enabled at each call of the first layer."""
     calls: list[bool] = []
     attentions = ("0.self_attn", "0.attention")
     layer: Any = next(m for name, m in student.model.named_modules() if name.endswith(attentions))
@@ -32,7 +32,7 @@ def calls_of_a_layer(student: Student) -> list[bool]:
 
 
 def test_the_gradient_is_the_same_and_every_layer_runs_twice(tmp_path: Path) -> None:
-    chosen = [*answers(), *rollouts()]
+    chosen = [*references(), *rollouts()]
     output: dict[bool, Any] = {}
     for checkpointing in (False, True):
         student = student_in(tmp_path, "qwen", checkpointing=checkpointing)

@@ -1,4 +1,4 @@
-"""Half precision in products, over weights, sums and moments that stay whole."""
+"""Half precision in products, with float32 weights, sums and moments."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from mopd_trainer.config.run import StudentConfig
 from mopd_trainer.data.packing import pack
 from mopd_trainer.student.student import Student
 from mopd_trainer.training.learner import Learner
-from tests.trainer.judged import losses_for
+from tests.trainer.scored_examples import losses_for
 from tests.trainer.students import CPU, model_of, tokenizer
-from tests.trainer.training.test_reference_completions import answers, gradient, rollouts
+from tests.trainer.training.test_reference_completions import gradient, references, rollouts
 
 #: bfloat16 keeps 8 bits: one rounding is 2^-9 of a number, and a layer makes dozens.
 BFLOAT16 = 2**-8
@@ -28,7 +28,7 @@ def step(compute: torch.dtype, **config: Any) -> tuple[float, list[Tensor], Lear
         max_steps=10,
         seed=0,
     )
-    chosen = [*answers(), *rollouts()]
+    chosen = [*references(), *rollouts()]
     tokens = sum(len(example.rollout.completion) for example in chosen)
     metrics, _ = learner.update(pack(chosen, tokens_per_micro_batch=60), tokens=tokens, step=0)
     return metrics["loss"], gradient(student), learner, student

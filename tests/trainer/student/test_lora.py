@@ -26,7 +26,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def own_weights(student: Student) -> dict[str, Tensor]:
-    """Those that the model came with, under the names that it has without adapters."""
+    """Return the base model's weights, under their names without adapters."""
     trained = student.trained()
     return {
         name.replace(".base_layer.", "."): parameter.detach().clone()
@@ -79,8 +79,8 @@ def test_the_first_step_sees_the_full_students_loss(base: Path) -> None:
     assert output[0] == output[1]
 
 
-def test_the_gradient_is_what_the_full_students_says_about_the_two_matrices(base: Path) -> None:
-    """Of ``W + s B A``: ``s B^T dW`` by A and ``s dW A^T`` by B."""
+def test_the_gradient_of_the_two_matrices_follows_from_the_full_students(base: Path) -> None:
+    """The gradients of ``W + s B A`` are ``s B^T dW`` by A and ``s dW A^T`` by B."""
     config = config_in(base, **FREELY)
     student = moved(Student.load(config))
     student.model.double()
@@ -97,8 +97,8 @@ def test_the_gradient_is_what_the_full_students_says_about_the_two_matrices(base
         for name, (a, b) in before.items():
             weights[f"{name}.weight"] += scale * b @ a
     left, right = (
-        step(learner_for(example, its_config), 0)
-        for example, its_config in ((student, config), (full, full_config))
+        step(learner_for(example, settings), 0)
+        for example, settings in ((student, config), (full, full_config))
     )
     assert left["loss"] == pytest.approx(right["loss"], rel=1e-6)
     for name, (a, b) in before.items():
@@ -114,7 +114,7 @@ def test_the_gradient_is_what_the_full_students_says_about_the_two_matrices(base
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_micro_batch_budget_changes_nothing(base: Path, checkpointing: bool) -> None:
-    """With every layer run twice too, which wants gradients through a frozen embedding."""
+    """With every layer run twice too, which requires gradients through a frozen embedding."""
     actual: list[tuple[float, list[Tensor]]] = []
     for budget, twice in ((10_000, False), (30, checkpointing)):
         config = config_in(base, gradient_checkpointing=twice, **FREELY)
@@ -129,7 +129,7 @@ def test_the_micro_batch_budget_changes_nothing(base: Path, checkpointing: bool)
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-8)
 
 
-def test_in_half_precision_adapters_and_moments_are_float32_beside_halves(base: Path) -> None:
+def test_in_half_precision_adapters_and_moments_are_float32(base: Path) -> None:
     output: list[float] = []
     for dtype in ("float32", "bfloat16"):
         config = config_in(base, dtype=dtype, learning_rate=1e-6)
@@ -162,7 +162,7 @@ def test_a_seed_decides_how_adapters_begin_and_nothing_else_is_drawn(base: Path)
         assert ("lora_B" in name) == (not parameter.any())
 
 
-def test_dropout_is_of_training_alone_and_a_function_of_the_step(base: Path) -> None:
+def test_dropout_is_only_active_in_training_and_a_function_of_the_step(base: Path) -> None:
     output: dict[float, list[Any]] = {}
     for dropout in (0.0, 0.5):
         output[dropout] = []
@@ -170,7 +170,7 @@ def test_dropout_is_of_training_alone_and_a_function_of_the_step(base: Path) -> 
             config = config_in(base, {**LORA, "dropout": dropout})
             student = moved(Student.load(config))
             [written] = student.generate([[5, 6, 7]], RolloutConfig(max_new_tokens=6), seed=0)
-            torch.rand(1)  # whatever else was drawn meanwhile
+            torch.rand(1)  # an unrelated draw
             loss = step(learner_for(student, config), 0)["loss"]
             output[dropout].append((written.token_ids, written.logprobs, loss))
         assert output[dropout][0] == output[dropout][1]
@@ -195,7 +195,7 @@ async def test_a_copy_has_its_own_adapters_and_shares_frozen_weights(base: Path)
     assert all(torch.equal(copied[name], parameter) for name, parameter in trained.items())
 
 
-def test_what_is_told_without_weights_counts_adapters_too(base: Path) -> None:
+def test_the_identity_without_weights_counts_adapters_too(base: Path) -> None:
     config = config_in(base)
     read, student = StudentIdentity.read(config), Student.load(config)
     counted = sum(parameter.numel() for parameter in student.trained().values())

@@ -1,4 +1,4 @@
-"""LoRA students on disk: adapters alone, for whoever loads adapters, and merged into a model."""
+"""LoRA students on disk: adapters only, for any loader of adapters, and merged into a model."""
 
 import asyncio
 import json
@@ -73,7 +73,7 @@ def logits(model: Any) -> Tensor:
     return model.eval()(IDS).logits
 
 
-def test_a_checkpoint_holds_adapters_and_goes_on_bit_for_bit(tmp_path: Path, base: Path) -> None:
+def test_a_checkpoint_contains_adapters_and_resumes_bit_for_bit(tmp_path: Path, base: Path) -> None:
     config = config_of(tmp_path, {**LORA, "dropout": 0.2})
     student, learner = begun(config)
     step(learner, 0)
@@ -101,9 +101,9 @@ def test_peft_and_transformers_load_the_folder(tmp_path: Path, base: Path) -> No
     ):
         torch.testing.assert_close(logits(loaded), expected, rtol=0, atol=1e-6)
     assert AutoTokenizer.from_pretrained(folder).chat_template
-    output = json.loads((folder / "adapter_config.json").read_text())
-    assert (output["r"], output["lora_alpha"]) == (4, 8)
-    assert output["base_model_name_or_path"] == str(base)
+    adapter_config = json.loads((folder / "adapter_config.json").read_text())
+    assert (adapter_config["r"], adapter_config["lora_alpha"]) == (4, 8)
+    assert adapter_config["base_model_name_or_path"] == str(base)
 
 
 def test_an_adapter_folder_is_not_a_student(tmp_path: Path, base: Path) -> None:
@@ -114,7 +114,7 @@ def test_an_adapter_folder_is_not_a_student(tmp_path: Path, base: Path) -> None:
             read(config.model_copy(update={"model": str(folder)}))
 
 
-def test_a_run_and_its_check_tell_what_is_trained(tmp_path: Path, base: Path) -> None:
+def test_a_run_and_its_check_print_the_trained_parameters(tmp_path: Path, base: Path) -> None:
     line = {"prompt": "3 + 4 =", "answer": "7"}
     write_lines(tmp_path / "prompts.jsonl", [line] * 4)
     values = config_of(tmp_path).model_dump(mode="json")
@@ -131,10 +131,10 @@ def test_a_run_and_its_check_tell_what_is_trained(tmp_path: Path, base: Path) ->
 
 
 @pytest.mark.parametrize("kept", ["float32", "bfloat16"])
-def test_a_merged_student_says_what_its_adapters_say(
+def test_a_merged_student_has_the_logits_of_its_adapters(
     tmp_path: Path, base: Path, kept: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a finished run or one of its checkpoints, also where its own weights were halves."""
+    """Merge a finished run or one of its checkpoints, also from half-precision weights."""
     GenerationConfig(temperature=0.6, do_sample=True).save_pretrained(base)
     config = config_of(tmp_path, dtype=kept)
     student, learner = begun(config)
@@ -156,7 +156,7 @@ def test_a_merged_student_says_what_its_adapters_say(
         assert model.state_dict().keys() == model_of("qwen").state_dict().keys()
 
 
-def test_weights_are_written_in_the_precision_that_is_asked_for(tmp_path: Path, base: Path) -> None:
+def test_weights_are_saved_in_the_configured_precision(tmp_path: Path, base: Path) -> None:
     config = config_of(tmp_path)
     save_student(moved(Student.load(config.student)), config.output_dir / "final")
     write_resolved(config, config.output_dir / "config.yaml")
@@ -191,7 +191,7 @@ def test_what_cannot_be_merged_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("was", "now", "output"),
+    ("was", "now", "reason"),
     [
         (LORA, {**LORA, "rank": 8}, r"student\.lora\.rank was 4, is 8"),
         (LORA, {**LORA, "alpha": 4}, r"student\.lora\.alpha was 8, is 4"),
@@ -205,12 +205,12 @@ def test_what_cannot_be_merged_is_refused(
     ],
 )
 def test_a_checkpoint_with_other_adapters_is_refused(
-    tmp_path: Path, base: Path, was: Any, now: Any, output: str
+    tmp_path: Path, base: Path, was: Any, now: Any, reason: str
 ) -> None:
     config = config_of(tmp_path, was)
     folder = checkpointed(config, *begun(config), 1)
     changed = config_of(tmp_path, now).model_copy(update={"resume_from_checkpoint": True})
-    with pytest.raises(ConfigError, match=rf"\({output}") as refusal:
+    with pytest.raises(ConfigError, match=rf"\({reason}") as refusal:
         starting_checkpoint(changed, identity_of(changed))
     assert refusal.value.args[0].count("student.lora") == 1
     # Also with accept_changed_settings.

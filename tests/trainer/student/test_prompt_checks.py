@@ -12,13 +12,13 @@ from mopd_trainer.student.prompt_checks import RENDERED, check_prompts, rendered
 from mopd_trainer.student.student import Student
 from tests import tiny_models
 from tests.trainer.runs import run_values
-from tests.trainer.students import CPU, QUESTION, model_of
+from tests.trainer.students import CPU, MESSAGES, model_of
 
-SYSTEM = (Message(role="system", content="be brief"), *QUESTION)
+SYSTEM = (Message(role="system", content="be brief"), *MESSAGES)
 
 
 def identity() -> StudentIdentity:
-    """Of a student whose template refuses system turns, as Gemma's does."""
+    """Return the identity of a student whose template rejects system turns, like Gemma's."""
     own = tiny_models.digit_tokenizer()
     own.chat_template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -29,7 +29,7 @@ def identity() -> StudentIdentity:
 
 def prompts(count: int, rejected: int) -> list[Prompt]:
     return [
-        Prompt(index=at, messages=SYSTEM if at == rejected else QUESTION, teachers={"math": 1.0})
+        Prompt(index=at, messages=SYSTEM if at == rejected else MESSAGES, teachers={"math": 1.0})
         for at in range(count)
     ]
 
@@ -44,7 +44,7 @@ def test_the_error_names_the_first_rejected_prompt() -> None:
 def test_only_the_first_prompts_are_rendered() -> None:
     student, source = identity(), Path("data.jsonl")
     lengths = rendered_lengths(prompts(RENDERED + 1, RENDERED), student, source=source)
-    assert lengths == [len(student.prompt_token_ids(QUESTION))] * RENDERED
+    assert lengths == [len(student.prompt_token_ids(MESSAGES))] * RENDERED
     with pytest.raises(DataError, match=f"prompt {RENDERED}: "):
         rendered_lengths(prompts(RENDERED + 1, RENDERED - 1), student, source=source)
 
@@ -52,8 +52,8 @@ def test_only_the_first_prompts_are_rendered() -> None:
 def test_a_run_without_room_for_any_completion_is_rejected(tmp_path: Path) -> None:
     student = identity()
     assert student.max_length == 256
-    room = student.max_length - len(student.prompt_token_ids(QUESTION))
-    longer = Prompt(index=1, messages=QUESTION * 2, teachers={"math": 1.0})
+    room = student.max_length - len(student.prompt_token_ids(MESSAGES))
+    longer = Prompt(index=1, messages=MESSAGES * 2, teachers={"math": 1.0})
 
     def run(max_new_tokens: int, **data: str) -> RunConfig:
         values = run_values(tmp_path)

@@ -16,7 +16,7 @@ from tests import tiny_models
 from tests.trainer.students import (
     CPU,
     FAMILIES,
-    QUESTION,
+    MESSAGES,
     encoder,
     model_of,
     student_of,
@@ -47,9 +47,9 @@ def test_a_saved_student_is_an_ordinary_model_folder(tmp_path: Path) -> None:
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     weights = student.model.state_dict()
     assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
-    messages = [message.model_dump() for message in QUESTION]
+    messages = [message.model_dump() for message in MESSAGES]
     text = loaded.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert loaded(text, add_special_tokens=False)["input_ids"] == student.prompt_token_ids(QUESTION)
+    assert loaded(text, add_special_tokens=False)["input_ids"] == student.prompt_token_ids(MESSAGES)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_an_identity_read_without_weights_is_that_of_the_loaded_model(tmp_path: 
     assert read.logit_width > read.table.size
 
 
-def test_the_text_encoder_is_made_when_it_is_asked_for() -> None:
+def test_the_text_encoder_is_built_on_first_use() -> None:
     identity = student_of().identity
     assert "encoder" not in vars(identity)
     built = identity.encoder
@@ -120,8 +120,8 @@ def test_the_error_lists_the_roles_of_rejected_messages() -> None:
         + str(own.chat_template)
     )
     student = Student(model_of("qwen"), own, CPU)
-    assert student.prompt_token_ids(QUESTION)
-    turns = (Message(role="system", content="be brief"), *QUESTION)
+    assert student.prompt_token_ids(MESSAGES)
+    turns = (Message(role="system", content="be brief"), *MESSAGES)
     with pytest.raises(DataError, match="system, user: no system"):
         student.prompt_token_ids(turns)
 

@@ -68,10 +68,10 @@ async def test_each_sample_is_scored_by_its_teacher() -> None:
     assert [example.rollout.prompt.index for example in examples] == [0, 1, 2, 3, 4]
     assert [[j.teacher for j in e.scores] for e in examples] == [[name] for name in owners]
     for example in examples:
-        [judgement] = example.scores
-        name = "sentencepiece" if judgement.teacher == "math" else "whole_number"
-        assert judgement.score.completion.text == example.rollout.completion.text
-        again = table(name).sequence(judgement.score.completion.token_ids)
+        [aligned_score] = example.scores
+        name = "sentencepiece" if aligned_score.teacher == "math" else "whole_number"
+        assert aligned_score.score.completion.text == example.rollout.completion.text
+        again = table(name).sequence(aligned_score.score.completion.token_ids)
         assert again.text == example.rollout.completion.text
 
 
@@ -98,7 +98,9 @@ async def test_control_tokens_are_sent_by_the_vocabulary_of_each_teacher() -> No
     [example], _ = await scored(teachers, [rollout("digit", ids, teachers={"other": 1, "same": 1})])
     sent = {name: transport.sequences[0]["completion"] for name, (transport, _) in teachers.items()}
     assert sent == {"other": "a<|pad|>b", "same": ["a", {"control": "<|pad|>"}, "b"]}
-    assert [judgement.teacher_input.control_tokens_as_text for judgement in example.scores] == [
+    assert [
+        aligned_score.teacher_input.control_tokens_as_text for aligned_score in example.scores
+    ] == [
         1,
         0,
     ]
@@ -113,9 +115,11 @@ async def test_teacher_with_the_same_tokenizer_receives_the_ids() -> None:
     [sequence] = transport.sequences
     assert set(sequence) == {"messages", "completion_token_ids", "finished"}
     assert sequence["completion_token_ids"] == ids[:-1]
-    [judgement] = example.scores
-    assert judgement.score.completion.token_ids.tolist() == ids
-    spans = zip(judgement.alignment.student_starts, judgement.alignment.teacher_ends, strict=True)
+    [aligned_score] = example.scores
+    assert aligned_score.score.completion.token_ids.tolist() == ids
+    spans = zip(
+        aligned_score.alignment.student_starts, aligned_score.alignment.teacher_ends, strict=True
+    )
     assert [(int(start), int(end)) for start, end in spans] == [(r, r + 1) for r in range(len(ids))]
 
 
@@ -220,7 +224,7 @@ async def test_on_error_wait_retries_until_the_teacher_is_available(
         counters = scorer.counters("code")
         assert counters.waits >= 20
         assert counters.failures == counters.waits
-    assert [judgement.teacher for judgement in example.scores] == ["code"]
+    assert [aligned_score.teacher for aligned_score in example.scores] == ["code"]
     assert not scorer.dropped
     lines = [record.message for record in caplog.records if "waiting" in record.message]
     assert lines[0].startswith("waiting for teacher 'code', 0 s so far: teacher 'code' is unr")
@@ -245,11 +249,11 @@ async def test_fallback_scores_with_its_settings_and_the_unavailable_teachers_we
         rollouts = [written("a", 0, math=3.0, general=1.0), written("b", 1, general=1.0)]
         examples = await scorer.score(rollouts)
         assert scorer.counters("math").fallbacks == 1
-    [judgement, other] = examples[0].scores
-    assert (judgement.teacher, judgement.weight) == ("code", 0.75)
+    [aligned_score, other] = examples[0].scores
+    assert (aligned_score.teacher, aligned_score.weight) == ("code", 0.75)
     assert (other.teacher, other.weight) == ("general", 0.25)
     assert teachers["code"][0].requests[0]["top_k"] == 5
-    assert judgement.score.manifest_id == service("whole_number").service.manifest.manifest_id
+    assert aligned_score.score.manifest_id == service("whole_number").service.manifest.manifest_id
     assert len(examples) == 2
     assert not scorer.dropped
 

@@ -1,4 +1,4 @@
-"""A teacher that is asked about the student's own most likely ids scores exactly those."""
+"""A teacher scores exactly the student's most likely ids that a request lists."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ from tests.trainer.in_process import Recorded, scorer_of, teacher_config
 from tests.trainer.runs import run_values
 from tests.trainer.students import (
     CPU,
-    QUESTION,
+    MESSAGES,
     ids_of,
     rollout,
     student_of,
@@ -52,7 +52,7 @@ def written(*pieces: str | bytes, keep: int = TOP_K, seed: int = 0, **teachers: 
 
 def prompt_ids(name: str) -> list[int]:
     text = tokenizer(name).apply_chat_template(
-        [message.model_dump() for message in QUESTION], add_generation_prompt=True, tokenize=False
+        [message.model_dump() for message in MESSAGES], add_generation_prompt=True, tokenize=False
     )
     return tokenizer(name)(text, add_special_tokens=False)["input_ids"]
 
@@ -62,7 +62,7 @@ def test_a_rollout_keeps_the_students_most_likely_ids_of_every_token(top_p: floa
     student = student_of(sharpness=20)
     config = RolloutConfig(max_new_tokens=12, temperature=0.7, top_p=top_p)
     sampler = Sampler(student, config, seed=0, keep_topk=5)
-    prompts = [Prompt(n, QUESTION, {"math": 1.0}) for n in range(3)]
+    prompts = [Prompt(n, MESSAGES, {"math": 1.0}) for n in range(3)]
     rollouts = sampler.sample_batch(prompts, step=0, batch=0)
 
     for built in rollouts:
@@ -75,9 +75,9 @@ def test_a_rollout_keeps_the_students_most_likely_ids_of_every_token(top_p: floa
         assert built.student_topk_ids.tolist() == logits.topk(5).indices.tolist()
 
 
-def test_nothing_is_kept_unless_asked_and_nothing_else_changes() -> None:
+def test_top_ids_are_only_kept_if_configured_and_change_nothing_else() -> None:
     config = RolloutConfig(max_new_tokens=12)
-    prompts = [Prompt(0, QUESTION, {"math": 1.0})]
+    prompts = [Prompt(0, MESSAGES, {"math": 1.0})]
     [plain] = Sampler(student_of(), config, seed=0).sample_batch(prompts, step=0, batch=0)
     [kept] = Sampler(student_of(), config, seed=0, keep_topk=10**6).sample_batch(
         prompts, step=0, batch=0
@@ -137,15 +137,15 @@ async def test_a_teacher_with_another_tokenizer_scores_counterparts_where_spans_
         [example] = await scorer.score([built])
         projection = scorer.projection("math")
 
-    [judgement] = example.scores
+    [aligned_score] = example.scores
     sent = transport.sequences[0]["candidate_ids"]
-    assert len(sent) == len(judgement.score.completion)
+    assert len(sent) == len(aligned_score.score.completion)
     # The dense matrix, row by row: slow and obvious.
     dense = np.zeros((projection.student_width, projection.teacher_size))
     for column in range(projection.teacher_size):
         first, last = projection.column_starts[column : column + 2]
         dense[projection.student_ids[first:last], column] = projection.weights[first:last]
-    alignment = align(judgement.teacher_input.completion, judgement.score.completion)
+    alignment = align(aligned_score.teacher_input.completion, aligned_score.score.completion)
     starts = dict(zip(alignment.teacher_starts, alignment.student_starts, strict=True))
     assert built.student_topk_ids is not None
     for row, candidates in enumerate(sent):
@@ -155,18 +155,18 @@ async def test_a_teacher_with_another_tokenizer_scores_counterparts_where_spans_
         reached = dense[built.student_topk_ids[starts[row]]] > 0
         assert set(candidates) == set(np.flatnonzero(reached.any(axis=0)))
         assert len(candidates) <= TOP_K
-        reported = judgement.score.topk.ids[row]
+        reported = aligned_score.score.topk.ids[row]
         assert set(reported[reported >= 0]) == set(candidates)
     teacher = service(name)
     rows = completion_logprobs(
         teacher.model,
         prompt_ids(name),
-        judgement.score.completion.token_ids.tolist(),
+        aligned_score.score.completion.token_ids.tolist(),
         teacher.real_ids,
         1.0,
     )
     for row, ids, logprobs in zip(
-        rows, judgement.score.topk.ids, judgement.score.topk.logprobs, strict=True
+        rows, aligned_score.score.topk.ids, aligned_score.score.topk.logprobs, strict=True
     ):
         for token, logprob in zip(ids[ids >= 0], logprobs[ids >= 0], strict=True):
             assert logprob == pytest.approx(row[int(token)], abs=2e-5)
@@ -192,7 +192,7 @@ async def test_on_the_students_support_a_reverse_divergence_is_nearly_the_whole_
     """Merging ids lowers a divergence; on the student's ids hardly anything is merged."""
     student, teacher = student_of(seed=3, sharpness=60), service("digit")
     sampler = Sampler(student, RolloutConfig(max_new_tokens=12), seed=0, keep_topk=TOP_K)
-    [built] = sampler.sample_batch([Prompt(0, QUESTION, {"math": 1.0})], step=0, batch=0)
+    [built] = sampler.sample_batch([Prompt(0, MESSAGES, {"math": 1.0})], step=0, batch=0)
     prompt, ids = built.prompt_token_ids.tolist(), built.completion.token_ids.tolist()
     with torch.no_grad():
         logits = student.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
@@ -209,12 +209,12 @@ async def test_on_the_students_support_a_reverse_divergence_is_nearly_the_whole_
         async with scorer_of(student.identity, {"math": (transport, config)}) as scorer:
             [example] = await scorer.score([built])
             projection = ProjectionCache().on(CPU, scorer.projection("math"))
-        [judgement] = example.scores
+        [aligned_score] = example.scores
         comparison = AlignedPair(
-            student=judgement.teacher_input.completion,
+            student=aligned_score.teacher_input.completion,
             sampled_logprobs=built.sampled_logprobs,
-            score=judgement.score,
-            alignment=judgement.alignment,
+            score=aligned_score.score,
+            alignment=aligned_score.alignment,
         )
         assert isinstance(config.loss, TopKKlConfig)
         loss = TopKDivergenceLoss(projection, config.loss)

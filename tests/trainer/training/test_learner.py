@@ -1,4 +1,4 @@
-"""One optimizer step: what it is trained on, and that packing it differently changes nothing."""
+"""One optimizer step: its loss and gradient, which do not depend on the packing."""
 
 import math
 from dataclasses import replace
@@ -20,7 +20,7 @@ from mopd_trainer.metrics.step_metrics import LossMeasurements, Metrics
 from mopd_trainer.student.student import Student
 from mopd_trainer.training.learner import Learner, learning_rate
 from mopd_trainer.training.update_guard import UpdateGuard
-from tests.trainer.judged import example, losses_for
+from tests.trainer.scored_examples import example, losses_for
 from tests.trainer.students import CPU, ids_of, model_of, rollout, student_of, tokenizer
 
 TEACHER_WEIGHTS = {"math": 1.0, "code": 2.5}
@@ -29,7 +29,7 @@ FREELY = {"max_grad_norm": 1e9}
 
 
 def examples() -> list[TrainingExample]:
-    """Of unequal lengths, for one teacher, the other, and both."""
+    """Return examples of unequal lengths, for one teacher, the other, and both."""
     written = [
         ("12 + 30 = 42", 4, {"math": 1.0}),
         ("def add(a, b):\n    return a + b", 2, {"code": 1.0}),
@@ -70,7 +70,7 @@ def double_student() -> Student:
 def updated(
     student: Student, batches: list[MicroBatch], tokens: int, **config: Any
 ) -> tuple[Metrics, list[Tensor]]:
-    """What a step tells, and the gradient that it used."""
+    """Return the metrics of a step, and its gradient."""
     metrics, _ = learner_of(student, **FREELY, **config).update(batches, tokens=tokens, step=0)
     return metrics, gradients(student)
 
@@ -108,11 +108,11 @@ def slow_loss(student: Student, chosen: list[TrainingExample]) -> Tensor:
             student.model(torch.tensor([[*prompt, *ids[:row]]])).logits[0, -1]
             for row in range(len(ids))
         ]
-        for judgement in item.scores:
-            targets = topk_targets(judgement.alignment, judgement.score.topk)
+        for aligned_score in item.scores:
+            targets = topk_targets(aligned_score.alignment, aligned_score.score.topk)
             student_rows = DenseRows(torch.stack(rows), real_ids)
-            output = losses[judgement.teacher](student_rows, targets)
-            weight = judgement.weight * TEACHER_WEIGHTS[judgement.teacher]
+            output = losses[aligned_score.teacher](student_rows, targets)
+            weight = aligned_score.weight * TEACHER_WEIGHTS[aligned_score.teacher]
             total = total + weight * output.per_token.sum()
     return total / tokens
 
@@ -152,7 +152,7 @@ def test_the_order_of_examples_changes_nothing() -> None:
             torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-10)
 
 
-def test_in_single_precision_packing_moves_the_loss_by_rounding_alone() -> None:
+def test_in_single_precision_packing_changes_the_loss_only_by_rounding() -> None:
     (item, _), (other, _) = (updated(student_of(), *packed(examples(), n)) for n in (1, 10_000))
     assert item["loss"] == pytest.approx(other["loss"], abs=1e-6)
 
@@ -280,7 +280,7 @@ def test_a_gradient_that_is_no_number_ends_the_run_and_changes_nothing(poison: f
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_a_gradient_that_is_no_number_can_be_left_out_a_few_times_in_a_row(poison: float) -> None:
+def test_a_nonfinite_gradient_can_be_skipped_a_few_times_in_a_row(poison: float) -> None:
     student = student_of()
     learner = poisoned_learner(student, poison, on_nonfinite="skip", max_skipped_in_a_row=2)
     before = state_of(student, learner)
@@ -296,7 +296,7 @@ def test_a_gradient_that_is_no_number_can_be_left_out_a_few_times_in_a_row(poiso
     assert caught.value.key == "student.max_skipped_in_a_row"
 
 
-def test_an_exploding_gradient_is_left_out_and_an_honest_one_ends_the_row() -> None:
+def test_an_exploding_gradient_is_skipped_and_a_normal_one_resets_the_count() -> None:
     student = student_of()
     learner = poisoned_learner(student, 1e6, skip_grad_norm_above=1e3, max_skipped_in_a_row=1)
     [few], tokens = packed(examples()[1:2], 60)  # of the other teacher, whose loss is honest
@@ -314,7 +314,7 @@ def test_an_exploding_gradient_is_left_out_and_an_honest_one_ends_the_row() -> N
         assert_unchanged(student, learner, before)
 
 
-def test_a_step_without_samples_is_left_out_a_few_times_in_a_row() -> None:
+def test_a_step_without_samples_is_skipped_a_few_times_in_a_row() -> None:
     student = student_of()
     learner = learner_of(student, max_skipped_in_a_row=2)
     update(learner, 0)
@@ -341,7 +341,7 @@ def test_a_step_without_samples_is_left_out_a_few_times_in_a_row() -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_no_number_is_not_followed_whatever_its_gradient(loss: float) -> None:
+def test_a_nonfinite_loss_is_skipped_for_any_gradient(loss: float) -> None:
     guard = UpdateGuard(StudentConfig(model="tiny", on_nonfinite="skip"))
     assert guard.check(loss=loss, norm=1.0, step=0)["update/skipped_nonfinite"] == 1
     assert guard.check(loss=1.0, norm=1.0, step=1)["update/skipped_nonfinite"] == 0

@@ -1,4 +1,4 @@
-"""One optimizer step on reference answers, alone and among rollouts."""
+"""One optimizer step on reference answers, with and without rollouts."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,7 +18,7 @@ from mopd_trainer.metrics.step_metrics import LossMeasurements, Metrics
 from mopd_trainer.student.student import Student
 from mopd_trainer.training.learner import Learner
 from tests.reference.mixture import cross_entropy, token_costs
-from tests.trainer.judged import example, losses_for
+from tests.trainer.scored_examples import example, losses_for
 from tests.trainer.students import CPU, ids_of, model_of, rollout, tokenizer
 
 TEACHER_WEIGHTS = {"math": 1.0, "code": 2.5}
@@ -26,7 +26,7 @@ SHARES = [0.0, 0.3, 1.0]
 
 
 def written(
-    text: str, prompt: int, teachers: Mapping[str, float], *, seed: int, answer: bool
+    text: str, prompt: int, teachers: Mapping[str, float], *, seed: int, is_reference: bool
 ) -> TrainingExample:
     built = rollout(
         "digit",
@@ -34,26 +34,26 @@ def written(
         prompt_ids=range(5, 5 + prompt),
         teachers=teachers,
     )
-    return example(replace(built, sampled_logprobs=None) if answer else built, seed=seed)
+    return example(replace(built, sampled_logprobs=None) if is_reference else built, seed=seed)
 
 
-def answers() -> list[TrainingExample]:
-    """Reference answers that one teacher judges, the other, and both."""
+def references() -> list[TrainingExample]:
+    """Return reference answers scored by one teacher, the other, and both."""
     return [
-        written("12 + 30 = 42", 4, {"math": 1.0}, seed=0, answer=True),
-        written("def add(a, b)", 2, {"code": 1.0}, seed=10, answer=True),
-        written("的 🙂", 9, {"math": 1.0, "code": 3.0}, seed=20, answer=True),
+        written("12 + 30 = 42", 4, {"math": 1.0}, seed=0, is_reference=True),
+        written("def add(a, b)", 2, {"code": 1.0}, seed=10, is_reference=True),
+        written("的 🙂", 9, {"math": 1.0, "code": 3.0}, seed=20, is_reference=True),
     ]
 
 
 def rollouts() -> list[TrainingExample]:
     return [
-        written("12 + 31 = 7", 4, {"math": 1.0, "code": 1.0}, seed=30, answer=False),
-        written("7", 1, {"code": 1.0}, seed=40, answer=False),
+        written("12 + 31 = 7", 4, {"math": 1.0, "code": 1.0}, seed=30, is_reference=False),
+        written("7", 1, {"code": 1.0}, seed=40, is_reference=False),
     ]
 
 
-def unjudged(chosen: list[TrainingExample]) -> list[TrainingExample]:
+def unscored(chosen: list[TrainingExample]) -> list[TrainingExample]:
     return [TrainingExample(item.rollout, ()) for item in chosen]
 
 
@@ -68,7 +68,7 @@ def step(
     budget: int = 60,
     student: Student | None = None,
 ) -> tuple[Metrics, dict[str, LossMeasurements], list[Tensor]]:
-    """What a step tells, and the gradient that it used."""
+    """Return the metrics of a step, and its gradient."""
     student = student or double_student()
     learner = Learner(
         student,
@@ -108,14 +108,14 @@ def slow_step(chosen: list[TrainingExample], weight: float) -> tuple[float, list
         contexts = [torch.tensor([[*prompt, *ids[:row]]]) for row in range(len(ids))]
         rows = torch.stack([student.model(context).logits[0, -1] for context in contexts])
         distilled = None
-        for judgement in item.scores:
-            targets = topk_targets(judgement.alignment, judgement.score.topk)
-            output = losses[judgement.teacher](DenseRows(rows, real_ids), targets)
-            share = judgement.weight * TEACHER_WEIGHTS[judgement.teacher] * output.per_token
+        for aligned_score in item.scores:
+            targets = topk_targets(aligned_score.alignment, aligned_score.score.topk)
+            output = losses[aligned_score.teacher](DenseRows(rows, real_ids), targets)
+            share = aligned_score.weight * TEACHER_WEIGHTS[aligned_score.teacher] * output.per_token
             distilled = share if distilled is None else distilled + share
-        answer = item.rollout.sampled_logprobs is None
+        is_reference = item.rollout.sampled_logprobs is None
         real = torch.nonzero(real_ids).flatten().tolist()
-        labelled = cross_entropy(student.model, prompt, ids, real) if answer else None
+        labelled = cross_entropy(student.model, prompt, ids, real) if is_reference else None
         total = total + token_costs(labelled, distilled, weight).sum()
         tokens += len(ids)
     (total / tokens).backward()
@@ -124,7 +124,7 @@ def slow_step(chosen: list[TrainingExample], weight: float) -> tuple[float, list
 
 @pytest.mark.parametrize("weight", SHARES)
 def test_loss_and_gradient_are_those_of_the_formula(weight: float) -> None:
-    chosen = [*answers(), *rollouts(), *unjudged(answers()[:1])]
+    chosen = [*references(), *rollouts(), *unscored(references()[:1])]
     expected_loss, expected = slow_step(chosen, weight)
     metrics, _, actual = step(chosen, weight)
     assert metrics["loss"] == pytest.approx(expected_loss, rel=1e-6)
@@ -132,18 +132,18 @@ def test_loss_and_gradient_are_those_of_the_formula(weight: float) -> None:
 
 
 def test_the_gradient_of_a_mixture_is_the_mixture_of_gradients() -> None:
-    _, _, supervised = step(unjudged(answers()), 0.0)
-    _, _, distilled = step(answers(), 1.0)
+    _, _, supervised = step(unscored(references()), 0.0)
+    _, _, distilled = step(references(), 1.0)
     assert max(float((a - b).abs().max()) for a, b in zip(supervised, distilled, strict=True)) > 0.1
     for weight in SHARES:
-        _, _, mixed = step(answers(), weight)
+        _, _, mixed = step(references(), weight)
         expected = [
             (1 - weight) * sft + weight * kd for sft, kd in zip(supervised, distilled, strict=True)
         ]
         assert_close(mixed, expected)
 
 
-def test_what_the_student_wrote_itself_has_no_cross_entropy() -> None:
+def test_sampled_completions_have_no_cross_entropy() -> None:
     expected, _, gradients = step(rollouts(), 1.0)
     metrics, _, actual = step(rollouts(), 0.2)
     assert metrics == expected
@@ -158,7 +158,7 @@ def test_plain_sft_is_the_loss_that_transformers_computes_from_labels() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(own), **sizes, **heads)).double()
-    chosen = unjudged(answers())
+    chosen = unscored(references())
     batch = micro_batch(chosen)
     labels = torch.full_like(batch.input_ids, -100)
     for row, item in enumerate(chosen):
@@ -170,14 +170,14 @@ def test_plain_sft_is_the_loss_that_transformers_computes_from_labels() -> None:
     tokens = int((labels != -100).sum())
     assert tokens == batch.slots
     metrics, _, actual = step(chosen, 0.0, student=Student(model, own, CPU))
-    # They divide by the labels' number, as this trainer does by the step's tokens.
+    # transformers divides by the number of labels, this trainer by the step's tokens.
     assert metrics["loss"] * tokens == pytest.approx(float(right.loss.detach()) * tokens, rel=1e-6)
     assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("budget", [1, 30, 45])
 def test_the_micro_batch_budget_changes_nothing(budget: int) -> None:
-    chosen = [*answers(), *rollouts()]
+    chosen = [*references(), *rollouts()]
     expected_metrics, _, expected = step(chosen, 0.4, budget=10_000)
     metrics, measured, actual = step(chosen, 0.4, budget=budget)
     for key in ("loss", "sft/loss_per_token"):
@@ -187,26 +187,26 @@ def test_the_micro_batch_budget_changes_nothing(budget: int) -> None:
     assert set(measured) == {"math", "code"}
 
 
-def test_cross_entropy_is_measured_unweighted_per_token_of_answers() -> None:
-    baseline, _, _ = step(unjudged(answers()), 0.0)
+def test_cross_entropy_is_measured_unweighted_per_reference_token() -> None:
+    baseline, _, _ = step(unscored(references()), 0.0)
     assert baseline["sft/loss_per_token"] == pytest.approx(baseline["loss"], rel=1e-6)
     for weight in SHARES:
-        mixed, measured, _ = step([*answers(), *rollouts()], weight)
+        mixed, measured, _ = step([*references(), *rollouts()], weight)
         assert mixed["sft/loss_per_token"] == pytest.approx(baseline["loss"], rel=1e-6)
-        _, alone_measured, _ = step([*answers(), *rollouts()], 1.0)
-        assert measured["math"].nats == pytest.approx(alone_measured["math"].nats, rel=1e-9)
+        _, distilled_only, _ = step([*references(), *rollouts()], 1.0)
+        assert measured["math"].nats == pytest.approx(distilled_only["math"].nats, rel=1e-9)
 
 
-def test_an_answer_may_have_no_judge_and_a_rollout_may_not() -> None:
-    assert unjudged(answers())[0].scores == ()
+def test_a_reference_needs_no_score_and_a_rollout_does() -> None:
+    assert unscored(references())[0].scores == ()
     with pytest.raises(DataError, match="prompt 0: the rollout has no score"):
-        unjudged(rollouts())
+        unscored(rollouts())
 
 
-def test_labels_are_the_tokens_of_answers_and_ignored_elsewhere() -> None:
-    chosen = [*answers()[:1], *rollouts()[1:]]
+def test_labels_are_the_tokens_of_references_and_ignored_elsewhere() -> None:
+    chosen = [*references()[:1], *rollouts()[1:]]
     batch = micro_batch(chosen)
-    answer, own = (item.rollout.completion.token_ids.tolist() for item in chosen)
-    assert batch.labels.tolist() == [*answer, *[-100] * len(own)]
+    reference, own = (item.rollout.completion.token_ids.tolist() for item in chosen)
+    assert batch.labels.tolist() == [*reference, *[-100] * len(own)]
     assert batch.has_labels
     assert not micro_batch(rollouts()).has_labels

@@ -18,8 +18,8 @@ class DataConfig(Settings):
     prompts: Incidental[Path]
     """JSONL file with ``messages``, ``prompt`` or the keys named below."""
     source: Source = "rollout"
-    """Source of completions: ``rollout`` (sampled from the student) or ``answers`` (the reference
-    answer of each line)."""
+    """Source of completions: ``rollout`` (sampled from the student) or ``answers`` (each line's
+    reference answer)."""
     on_policy_fraction: float | None = Field(default=None, ge=0, le=1)
     """Fraction of a step's prompts that the student completes; the rest use reference answers.
     Default: 1 for ``rollout``, 0 for ``answers``."""
@@ -32,8 +32,8 @@ class DataConfig(Settings):
     """Key of the user message, for data without ``messages`` and ``prompt``."""
     answer_key: Incidental[str | None] = None
     """Key of the reference answer. Default: the last message of ``messages``, if the run uses
-    reference answers. If the run does not use them, the answer is only logged next to the
-    completion."""
+    reference answers. If the run does not use them, the reference answer is only logged next
+    to the completion."""
     shuffle: bool = True
     """Shuffle the prompts in each epoch, with an order derived from ``seed``."""
     on_bad_line: Incidental[Literal["fail", "skip"]] = "fail"

@@ -56,7 +56,7 @@ def pack(
 ) -> Iterator[MicroBatch]:
     """Yield micro-batches of all examples, longest first.
 
-    An example longer than the budget gets a micro-batch of its own. For several ranks the budget
+    An example longer than the budget gets a separate micro-batch. For several ranks the budget
     shrinks if that gives every rank the same number of micro-batches. The order depends only on
     the order of the examples.
     """

@@ -94,7 +94,7 @@ class _LineError(ValueError):
 
 def _prompt(line: bytes, index: int, config: DataConfig, known: Sequence[str]) -> Prompt:
     values = _parse(line)
-    messages, answer = _messages_and_answer(values, config)
+    messages, reference = _messages_and_reference(values, config)
     metadata: JSON = {}
     if config.answer_key is not None and config.answer_key in values:
         metadata = {"answer": values[config.answer_key]}
@@ -103,7 +103,7 @@ def _prompt(line: bytes, index: int, config: DataConfig, known: Sequence[str]) -
         messages=messages,
         teachers=_teachers(values, config, known) if known else {},
         metadata=metadata,
-        answer=answer,
+        answer=reference,
     )
 
 
@@ -121,12 +121,12 @@ def _parse(line: bytes) -> JSON:
     return values  # pyright: ignore[reportUnknownVariableType]
 
 
-def _messages_and_answer(
+def _messages_and_reference(
     values: JSON, config: DataConfig
 ) -> tuple[tuple[Message, ...], str | None]:
-    messages, answer = _messages(values, config), None
+    messages, reference = _messages(values, config), None
     if config.uses_reference_answers and config.answer_key is not None:
-        answer = _text(values, config.answer_key)
+        reference = _text(values, config.answer_key)
     elif config.uses_reference_answers:
         *messages, last = messages
         if last.role != "assistant" or not last.content:
@@ -135,11 +135,11 @@ def _messages_and_answer(
                 f"{len(last.content)} characters). End 'messages' with an assistant message, or "
                 "set data.answer_key."
             )
-        answer = last.content
+        reference = last.content
     if not messages or messages[-1].role == "assistant":
         problem = "ends with an assistant message" if messages else "has no user message"
         raise _LineError(f"'messages' {problem}, expected a message to complete")
-    return tuple(messages), answer
+    return tuple(messages), reference
 
 
 def _messages(values: JSON, config: DataConfig) -> Sequence[Message]:

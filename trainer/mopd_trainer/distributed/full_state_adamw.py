@@ -1,4 +1,4 @@
-"""``FullStateAdamW``: AdamW whose state dict is unsharded, whatever the number of ranks."""
+"""``FullStateAdamW``: AdamW whose state dict is unsharded for any number of ranks."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -9,8 +9,8 @@ from mopd_trainer.metrics.step_metrics import of_source
 
 def shown_examples(examples: Sequence[TrainingExample], count: int) -> list[TrainingExample]:
     """Return up to ``count`` examples of each source, round robin over teachers, in order."""
-    answers, rollouts = of_source(examples, "answers"), of_source(examples, "rollout")
-    return [*_round_robin(answers)[:count], *_round_robin(rollouts)[:count]]
+    references, rollouts = of_source(examples, "answers"), of_source(examples, "rollout")
+    return [*_round_robin(references)[:count], *_round_robin(rollouts)[:count]]
 
 
 def _round_robin(examples: Sequence[TrainingExample]) -> list[TrainingExample]:

@@ -26,7 +26,7 @@ from mopd_trainer.student.weight_files import FullModelFiles, WeightFiles
 
 #: Files of an adapter folder, as peft and vLLM name them.
 ADAPTER_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-#: Prefix of parameter names in peft's files, and the adapter name that peft omits there.
+#: Prefix of parameter names in peft's files, and the adapter name that these files omit.
 _PREFIX, _ADAPTER = "base_model.model.", "default"
 #: Metadata key of the base model's fingerprint.
 _BASE = "base_model_fingerprint"

@@ -19,7 +19,7 @@ from tests import tiny_models
 from tests.broker import Broker
 from tests.reference.teacher_scores import next_token_logprobs
 from tests.trainer.lora_students import LORA, moved
-from tests.trainer.runs import questions, run_values, write_lines
+from tests.trainer.runs import prompt_lines, run_values, write_lines
 from tests.trainer.whole_runs import journal, run_here
 from tests.vllm_marks import needs_vllm
 
@@ -83,7 +83,7 @@ def written(engine: "VllmEngine") -> list[tuple[list[int], Generation]]:
 
 
 def gaps(student: Student, completions: list[tuple[list[int], Generation]]) -> list[float]:
-    """Between the logprobs that vLLM tells and the student's own, in nats, token by token."""
+    """Return the differences of vLLM's logprobs and the student's, in nats, per token."""
     real_ids = student.table.present.nonzero()[0].tolist()
     actual: list[float] = []
     for prompt, example in completions:
@@ -110,7 +110,7 @@ def test_each_pushed_version_writes_and_its_logprobs_are_the_students_own(
     assert list(asyncio.run(_numbers(engine))) == [2]
 
 
-def test_adapters_that_vllm_has_no_room_for_are_told_in_one_sentence(
+def test_adapters_that_do_not_fit_into_vllm_raise_a_one_line_error(
     engine: "VllmEngine", config: StudentConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert config.lora is not None
@@ -126,7 +126,7 @@ def test_adapters_that_vllm_has_no_room_for_are_told_in_one_sentence(
 def test_a_run_learns_from_what_its_pushed_adapters_wrote(
     tmp_path: Path, model_folder: Path, broker: Broker
 ) -> None:
-    write_lines(tmp_path / "prompts.jsonl", questions(12, ["math"]))
+    write_lines(tmp_path / "prompts.jsonl", prompt_lines(12, ["math"]))
     teacher = {
         "url": broker.serve({"math": model_folder})["math"],
         "top_k": 8,
@@ -143,6 +143,6 @@ def test_a_run_learns_from_what_its_pushed_adapters_wrote(
 
 
 async def _numbers(engine: "VllmEngine") -> Any:
-    """Of the adapters that vLLM has."""
+    """Return the numbers of the adapters that vLLM has loaded."""
     running: Any = engine
     return await running._in_loop(running._engine.list_loras())

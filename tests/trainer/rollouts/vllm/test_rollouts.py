@@ -1,4 +1,4 @@
-"""vLLM as the student's pen: started once, and compared with the student's own forward pass."""
+"""The vLLM rollout engine: started once, and compared with the student's own forward pass."""
 
 import asyncio
 import json
@@ -25,8 +25,8 @@ from tests import tiny_models
 from tests.broker import Broker
 from tests.reference.sampling import greedy, nucleus
 from tests.reference.teacher_scores import next_token_logprobs
-from tests.trainer.runs import questions, run_values, write_lines
-from tests.trainer.students import QUESTION
+from tests.trainer.runs import prompt_lines, run_values, write_lines
+from tests.trainer.students import MESSAGES
 from tests.trainer.whole_runs import journal, run_here
 from tests.vllm_marks import needs_vllm
 
@@ -45,13 +45,13 @@ TOLERANCE = 2e-5
 
 
 def call(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-    """Its result, from a loop that is gone afterwards."""
+    """Run the coroutine in a temporary event loop and return its result."""
     return asyncio.run(coroutine)
 
 
 @dataclass(frozen=True)
-class Pen:
-    """A student and the engine that writes for it."""
+class VllmStudent:
+    """A student and its vLLM engine."""
 
     student: Student
     engine: "VllmEngine"
@@ -87,8 +87,8 @@ class Pen:
         call(self.engine.push_weights())
 
     def gaps(self) -> list[float]:
-        """Nats between what is told of drawn tokens, and what the student says; the most likely
-        tokens are looked at, too."""
+        """Return the differences of vLLM's logprobs and the student's, in nats, for drawn tokens
+        and for the most likely ones."""
         actual: list[float] = []
         for prompt, example in self.write():
             for row, drawn in enumerate(example.token_ids):
@@ -117,7 +117,7 @@ def saved_model(folder: Path, *, tied: bool) -> Path:
 
 
 @contextmanager
-def started_pen(folder: Path) -> Iterator[Pen]:
+def started_student(folder: Path) -> Iterator[VllmStudent]:
     prepare_environment()
     from mopd_trainer.rollouts.vllm.engine import VllmEngine
 
@@ -126,54 +126,56 @@ def started_pen(folder: Path) -> Iterator[Pen]:
     rollout = RolloutConfig.model_validate(ROLLOUT)
     engine = VllmEngine(student, config, rollout, PushThroughFolder(), keep_topk=TOP_K)
     try:
-        yield Pen(student, engine)
+        yield VllmStudent(student, engine)
     finally:
         engine.close()
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its head is a matrix of its own."""
+    """Save a model whose output head is not tied to the embedding."""
     return saved_model(tmp_path_factory.mktemp("student"), tied=False)
 
 
 @pytest.fixture(scope="module")
-def pen(model_folder: Path, small_vllm: None) -> Iterator[Pen]:
-    with started_pen(model_folder) as pen:
-        yield pen
+def vllm_student(model_folder: Path, small_vllm: None) -> Iterator[VllmStudent]:
+    with started_student(model_folder) as vllm_student:
+        yield vllm_student
 
 
-def change(pen: Pen, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+def change(vllm_student: VllmStudent, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
     """Other settings for one test; an engine takes long to start."""
     rollout = RolloutConfig.model_validate({**ROLLOUT, **settings})
-    monkeypatch.setattr(pen.engine, "_rollout", rollout)
+    monkeypatch.setattr(vllm_student.engine, "_rollout", rollout)
 
 
-def test_pushed_weights_write_and_their_logprobs_are_the_students_own(pen: Pen) -> None:
-    before = pen.write()
-    pen.push(seed=1)
-    after = pen.write()
+def test_pushed_weights_generate_with_the_students_logprobs(vllm_student: VllmStudent) -> None:
+    before = vllm_student.write()
+    vllm_student.push(seed=1)
+    after = vllm_student.write()
     assert [example.token_ids for _, example in before] != [
         example.token_ids for _, example in after
     ]
-    gaps = pen.gaps()
+    gaps = vllm_student.gaps()
     print(f"largest gap {max(gaps):.2e} nats over {len(gaps)} tokens")  # noqa: T201
     assert max(gaps) < TOLERANCE
 
 
 def test_a_head_that_is_the_embedding_is_pushed_with_it(tmp_path: Path) -> None:
-    with started_pen(saved_model(tmp_path, tied=True)) as pen:
+    with started_student(saved_model(tmp_path, tied=True)) as vllm_student:
         head, embedding = (
-            pen.student.model.get_output_embeddings(),
-            pen.student.model.get_input_embeddings(),
+            vllm_student.student.model.get_output_embeddings(),
+            vllm_student.student.model.get_input_embeddings(),
         )
         assert head.weight is embedding.weight
         for seed in (1, 2):
-            pen.push(seed)
-            assert max(pen.gaps()) < TOLERANCE
+            vllm_student.push(seed)
+            assert max(vllm_student.gaps()) < TOLERANCE
 
 
-def test_weights_that_do_not_arrive_end_the_run(pen: Pen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_do_not_arrive_end_the_run(
+    vllm_student: VllmStudent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class PushesNothing:
         """A push that forgets to."""
 
@@ -181,66 +183,70 @@ def test_weights_that_do_not_arrive_end_the_run(pen: Pen, monkeypatch: pytest.Mo
             """See ``WeightPush``."""
 
     with monkeypatch.context() as patched:
-        patched.setattr(pen.engine, "_push", PushesNothing())
-        pen.change(seed=3)
+        patched.setattr(vllm_student.engine, "_push", PushesNothing())
+        vllm_student.change(seed=3)
         with pytest.raises(MopdError, match="did not load the pushed weights"):
-            call(pen.engine.push_weights())
-    call(pen.engine.push_weights())
-    assert max(pen.gaps()) < TOLERANCE
+            call(vllm_student.engine.push_weights())
+    call(vllm_student.engine.push_weights())
+    assert max(vllm_student.gaps()) < TOLERANCE
 
 
-def test_rows_of_the_head_without_a_token_are_never_written(pen: Pen) -> None:
-    assert pen.student.identity.logit_width > pen.student.table.size
-    pen.push(seed=2)
-    for _, example in pen.write(range(60)):
-        assert max(example.token_ids) < pen.student.table.size
+def test_rows_of_the_head_without_a_token_are_never_written(vllm_student: VllmStudent) -> None:
+    assert vllm_student.student.identity.logit_width > vllm_student.student.table.size
+    vllm_student.push(seed=2)
+    for _, example in vllm_student.write(range(60)):
+        assert max(example.token_ids) < vllm_student.student.table.size
 
 
-def test_a_completion_ends_with_its_first_ending_token(pen: Pen) -> None:
-    endings = set(pen.student.table.roles.ending)
-    completions = [example.token_ids for _, example in pen.write(range(200))]
+def test_a_completion_ends_with_its_first_ending_token(vllm_student: VllmStudent) -> None:
+    endings = set(vllm_student.student.table.roles.ending)
+    completions = [example.token_ids for _, example in vllm_student.write(range(200))]
     assert any(completion[-1] in endings for completion in completions)
     for completion in completions:
         assert endings.isdisjoint(completion[:-1])
         assert len(completion) == 12 or completion[-1] in endings
 
 
-def test_a_seed_decides_what_is_written_beside_whatever_else(pen: Pen) -> None:
-    together = pen.write(range(9))
-    baseline = pen.write(range(4, 5))[0][1]
+def test_a_seed_decides_the_completion_in_any_batch(vllm_student: VllmStudent) -> None:
+    together = vllm_student.write(range(9))
+    baseline = vllm_student.write(range(4, 5))[0][1]
     assert baseline.token_ids == together[4][1].token_ids
     assert len({tuple(example.token_ids) for _, example in together[1::3]}) == 3
 
 
-def test_top_p_writes_from_the_nucleus_and_tells_its_logprobs(
-    pen: Pen, monkeypatch: pytest.MonkeyPatch
+def test_top_p_samples_from_the_nucleus_and_returns_its_logprobs(
+    vllm_student: VllmStudent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change(pen, monkeypatch, top_p=0.6)
-    for prompt, example in pen.write():
+    change(vllm_student, monkeypatch, top_p=0.6)
+    for prompt, example in vllm_student.write():
         for row, drawn in enumerate(example.token_ids):
             context = [*prompt, *example.token_ids[:row]]
-            whole = next_token_logprobs(pen.student.model, context, pen.real_ids, 0.7)
+            whole = next_token_logprobs(
+                vllm_student.student.model, context, vllm_student.real_ids, 0.7
+            )
             kept = nucleus(whole, 0.6)
             assert example.logprobs[row] == pytest.approx(kept[drawn], abs=TOLERANCE)
 
 
 def test_temperature_zero_is_the_most_likely_token_each_time(
-    pen: Pen, monkeypatch: pytest.MonkeyPatch
+    vllm_student: VllmStudent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change(pen, monkeypatch, temperature=0)
-    for prompt, example in pen.write(range(3)):
-        endings = pen.student.table.roles.ending
-        expected = greedy(pen.student.model, prompt, pen.real_ids, endings, 12)
+    change(vllm_student, monkeypatch, temperature=0)
+    for prompt, example in vllm_student.write(range(3)):
+        endings = vllm_student.student.table.roles.ending
+        expected = greedy(vllm_student.student.model, prompt, vllm_student.real_ids, endings, 12)
         assert example.token_ids == expected
 
 
-def test_a_resumed_run_would_write_the_same(pen: Pen) -> None:
-    prompts = [Prompt(index=n, messages=QUESTION, teachers={"math": 1.0}) for n in range(4)]
+def test_a_resumed_run_would_write_the_same(vllm_student: VllmStudent) -> None:
+    prompts = [Prompt(index=n, messages=MESSAGES, teachers={"math": 1.0}) for n in range(4)]
     config = RolloutConfig.model_validate({**ROLLOUT, "samples_per_prompt": 2})
 
     def write(version: int) -> dict[int, list[int]]:
         async def complete() -> dict[int, list[int]]:
-            sampler = EngineSampler(pen.engine, pen.student, config, seed=3, version=version)
+            sampler = EngineSampler(
+                vllm_student.engine, vllm_student.student, config, seed=3, version=version
+            )
             await sampler.push(version)
             actual = [each async for each in sampler.sample(prompts, step=version)]
             assert {each.rollouts[0].policy_version for each in actual} == {version}
@@ -255,10 +261,10 @@ def test_a_resumed_run_would_write_the_same(pen: Pen) -> None:
     assert len({tuple(ids) for ids in first.values()}) > 4
 
 
-def test_a_run_trains_on_what_vllm_writes_and_tells_under_which_weights(
+def test_a_run_trains_on_vllm_completions_and_logs_their_policy_version(
     tmp_path: Path, model_folder: Path, broker: Broker
 ) -> None:
-    write_lines(tmp_path / "prompts.jsonl", questions(12, ["math"]))
+    write_lines(tmp_path / "prompts.jsonl", prompt_lines(12, ["math"]))
     teacher = {
         "url": broker.serve({"math": model_folder})["math"],
         "top_k": 8,

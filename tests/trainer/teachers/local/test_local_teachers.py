@@ -29,7 +29,7 @@ from mopd_trainer.teachers.local.row_scores import row_scores
 from tests import tiny_models
 from tests.broker import Broker
 from tests.trainer.ranked import on_ranks
-from tests.trainer.runs import questions, run_values, write_lines
+from tests.trainer.runs import prompt_lines, run_values, write_lines
 from tests.trainer.students import CPU, FAMILIES, model_of, table, tokenizer
 from tests.trainer.whole_runs import journal, run_here, weights
 
@@ -212,10 +212,10 @@ class Watched(LocalTeachers):
             model.score = self._watching(name, model.score)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _watching(self, name: str, score: Any) -> Any:
-        def watched(tasks: Any, question: Any) -> Any:
+        def watched(tasks: Any, options: Any) -> Any:
             assert self.loaded == [name]
             self.seen.append((self.loaded, len(tasks)))
-            return score(tasks, question)
+            return score(tasks, options)
 
         return watched
 
@@ -352,7 +352,7 @@ def test_whole_rows_are_not_recorded(tmp_path: Path) -> None:
 @pytest.fixture
 def values(tmp_path: Path, models: dict[str, Path]) -> dict[str, Any]:
     """A step has prompts of either teacher, of both, and one step none of ``other``."""
-    lines: list[object] = [*questions(5, ["same", "other"])]
+    lines: list[object] = [*prompt_lines(5, ["same", "other"])]
     lines += [{"prompt": "?", "teacher": {"same": 1, "other": 3}}]
     write_lines(tmp_path / "prompts.jsonl", lines)
     values = run_values(tmp_path, max_steps=3)
@@ -434,7 +434,7 @@ def test_whole_rows_teach_what_a_complete_top_k_teaches(
 def test_resumed_run_verifies_its_local_teacher(
     tmp_path: Path, values: dict[str, Any], folders: dict[str, Path], models: dict[str, Path]
 ) -> None:
-    write_lines(tmp_path / "prompts.jsonl", questions(5, ["same"]))
+    write_lines(tmp_path / "prompts.jsonl", prompt_lines(5, ["same"]))
     teacher = local(folders["same"], loss={"type": "topk_kl"})
     values |= {"teachers": {"same": teacher}, "save_steps": 1}
     values["student"]["min_learning_rate_ratio"] = 1

@@ -23,11 +23,11 @@ TOP_K = 8
 
 
 def example(rollout: Rollout, *, seed: int = 0) -> TrainingExample:
-    """The rollout with a made-up judgement by each of its teachers."""
+    """Return the rollout with made-up scores of each of its teachers."""
     return TrainingExample(
         rollout,
         tuple(
-            _judgement(name, weight, rollout, seed + position)
+            _aligned_score(name, weight, rollout, seed + position)
             for position, (name, weight) in enumerate(rollout.prompt.teachers.items())
         ),
     )
@@ -49,7 +49,7 @@ def _teacher_tokenizer(name: str) -> TeacherTokenizer:
 
 
 def topk_of(completion: TokenSequence, vocabulary: Sequence[int], seed: int) -> TopKLogprobs:
-    """Random distributions, of which the ``TOP_K`` most likely entries are told."""
+    """Random distributions, of which the ``TOP_K`` most likely entries are returned."""
     generator = np.random.default_rng(seed)
     logits = generator.normal(size=(len(completion), len(vocabulary))) * 2
     logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -63,7 +63,7 @@ def topk_of(completion: TokenSequence, vocabulary: Sequence[int], seed: int) -> 
     )
 
 
-def _judgement(name: str, weight: float, rollout: Rollout, seed: int) -> AlignedScore:
+def _aligned_score(name: str, weight: float, rollout: Rollout, seed: int) -> AlignedScore:
     own = table(TOKENIZERS[name])
     if name == "math":
         view, completion = token_view(rollout), rollout.completion
