@@ -176,7 +176,11 @@ def named_cells(student: Side, teacher: Side, at: int, teacher_at: int, realised
                 continue
             if path(teacher, teacher_at, row, top_k_only) * probability >= NAMING_SHARE * whole:
                 candidate = text[len(crossed) :]
-                named.add(candidate[: cut(student, begun, candidate)])
+                covered = any(t.startswith(begun + candidate) for t in student.tokens.values())
+                if covered and not candidate.startswith(student.text[at : student.end(covering)]):
+                    named.add(candidate)
+                else:
+                    named.add(candidate[: cut(student, begun, candidate)])
     named.discard("")
     return [c for c in sorted(named) if not any(c.startswith(o) and c != o for o in named)]
 

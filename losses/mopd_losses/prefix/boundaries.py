@@ -88,6 +88,7 @@ class Boundaries:
     student_rows: OpenRows
     teacher_rows: OpenRows
     realised: list[str]  # [boundaries], the text up to the next token end of either side
+    student_realised: list[str]  # [boundaries], the text up to the student's next token end
 
     def __len__(self) -> int:
         return len(self.realised)
@@ -107,6 +108,7 @@ def boundaries_of(student: TokenizedText, teacher: TokenizedText) -> Boundaries:
     student_places: list[_Place] = []
     teacher_places: list[_Place] = []
     realised: list[str] = []
+    student_realised: list[str] = []
     for block in common_blocks(student.codes(), teacher.codes()):
         shift, stop = block.teacher - block.student, block.student + block.length
         offsets = np.union1d(
@@ -128,12 +130,14 @@ def boundaries_of(student: TokenizedText, teacher: TokenizedText) -> Boundaries:
             student_places.append(own)
             teacher_places.append(other)
             realised.append(student.symbols[offset:end])
+            student_realised.append(student.symbols[offset : ends[0]])
     return Boundaries(
         student=student,
         teacher=teacher,
         student_rows=_open_rows(student, student_places),
         teacher_rows=_open_rows(teacher, teacher_places),
         realised=realised,
+        student_realised=student_realised,
     )
 
 

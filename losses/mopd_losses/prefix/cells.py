@@ -131,12 +131,26 @@ def _name_cells(
     ):
         candidates[number].add(strings[token][len(rows.begun[row]) :])
     begun = _begun_by_student(boundaries.student_rows)
-    cuts.prepare((begun[number], text) for number, texts in enumerate(candidates) for text in texts)
+    # A token of the student that covers a candidate decides it, unless the student just spelled the
+    # candidate's beginning with a shorter token: the tokenizer then shows how far one token goes.
+    student = boundaries.student.vocabulary
+    uncertain = [
+        {
+            text
+            for text in texts
+            if text.startswith(realised) or not student.covers(begun[number] + text)
+        }
+        for number, (texts, realised) in enumerate(
+            zip(candidates, boundaries.student_realised, strict=True)
+        )
+    ]
+    cuts.prepare((begun[number], text) for number, texts in enumerate(uncertain) for text in texts)
     cell_texts: list[str] = []
     cell_boundaries: list[int] = []
     for number, (texts, realised) in enumerate(zip(candidates, boundaries.realised, strict=True)):
         # The realised tokens of both sides always share a cell.
-        named = {realised} | {text[: cuts.of(begun[number], text)] for text in texts}
+        named = {realised} | (texts - uncertain[number])
+        named |= {text[: cuts.of(begun[number], text)] for text in uncertain[number]}
         cells = _prefix_free(named - {""})
         cell_texts += cells
         cell_boundaries += [number] * len(cells)

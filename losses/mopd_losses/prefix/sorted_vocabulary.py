@@ -66,6 +66,11 @@ class SortedVocabulary:
     def __len__(self) -> int:
         return len(self._keys)
 
+    def covers(self, prefix: str) -> bool:
+        """Return whether any token begins with ``prefix``."""
+        tokens = self.range_of(prefix)
+        return tokens.start < tokens.stop
+
     def range_of(self, prefix: str) -> PrefixRange:
         """Return the ranks of all tokens that begin with ``prefix``."""
         cached = self._ranges.get(prefix)
