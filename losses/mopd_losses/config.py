@@ -45,7 +45,7 @@ class ProjectionSettings(BaseModel):
         if changed and self.weights == "first":
             raise ValueError(
                 f"{' and '.join(changed)} set, but projection weights 'first' put all on the first "
-                "piece and do not read it; set weights to 'decay', or leave it out"
+                "piece and do not read it; set weights to 'decay', or remove the setting"
             )
         return self
 

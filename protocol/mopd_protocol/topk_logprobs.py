@@ -65,22 +65,24 @@ class TopKLogprobs:
             if np.isnan(values).any() or (values > 1e-3).any():
                 row = int(np.argwhere(np.isnan(values) | (values > 1e-3))[0][0])
                 raise DataError(
-                    f"{name} of row {row} holds NaN or a value above 0; expected natural logs"
+                    f"{name} of row {row}: NaN or a value above 0. Expected natural logarithms."
                 )
         missing = self.ids < 0
         if (missing != np.isneginf(self.logprobs)).any() or (self.ids < ABSENT_ID).any():
             row = int(np.argwhere((missing != np.isneginf(self.logprobs)) | (self.ids < -1))[0][0])
             raise DataError(
-                f"row {row} pairs an absent id with a probability, or an id with none; "
-                "expected -1 exactly where the logprob is -inf"
+                f"top-k ids of row {row}: id -1 and logprob -inf do not coincide. "
+                "Expected -1 exactly where the logprob is -inf."
             )
         with np.errstate(invalid="ignore"):  # -inf minus -inf between two missing entries
             if (np.diff(self.logprobs, axis=1) > 0).any():
                 raise DataError("top-k logprobs are not sorted; expected the most likely first")
         ordered = np.sort(self.ids, axis=1)
         if ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any():
-            raise DataError("a token id stands twice in one row of the top-k")
+            raise DataError("top-k ids: a token id occurs twice in one row")
         mass = np.exp(self.logprobs.astype(np.float64)).sum(axis=1)
         if (mass > 1 + MASS_TOLERANCE).any():
             row = int(mass.argmax())
-            raise DataError(f"row {row} holds a probability mass of {mass[row]:.4f}, above one")
+            raise DataError(
+                f"top-k logprobs of row {row}: probability mass above 1 (found {mass[row]:.4f})"
+            )

@@ -54,10 +54,10 @@ def rollout(**changes: Any) -> Rollout:
         ({"byte_ends": [-1, 2, 2]}, "byte ends decrease along the sequence"),
         ({"text": b"abc"}, "end at byte 2 but the text has 3 bytes"),
         ({"token_ids": [], "byte_ends": [], "marks": {}}, "end at byte 0 but the text has 2 bytes"),
-        ({"marks": {3: "x"}}, "mark 'x' stands at token 3 of 3"),
-        ({"marks": {-1: "x"}}, "mark 'x' stands at token -1 of 3"),
-        ({"marks": {0: "x"}}, "mark 'x' stands on token 0, which spells 1 bytes"),
-        ({"marks": {1: "x"}}, "mark 'x' stands on token 1, which spells 1 bytes"),
+        ({"marks": {3: "x"}}, "mark 'x' is at token 3 of 3"),
+        ({"marks": {-1: "x"}}, "mark 'x' is at token -1 of 3"),
+        ({"marks": {0: "x"}}, "mark 'x' is on token 0, which spells 1 bytes"),
+        ({"marks": {1: "x"}}, "mark 'x' is on token 1, which spells 1 bytes"),
     ],
 )
 def test_an_invalid_token_sequence_is_rejected(changes, message):
@@ -80,26 +80,29 @@ def test_a_token_sequence_ends_the_turn_if_its_last_mark_is_the_end_of_turn():
         ({"ids": [[3], [4]]}, r"expected one shape \[rows, k\]"),
         ({"token_logprobs": [-1.5]}, r"token_logprobs has shape \(1,\), expected \(2,\)"),
         ({"tail_logprobs": [[-1.0], [-1.0]]}, r"tail_logprobs has shape \(2, 1\)"),
-        ({"logprobs": [[-0.5, -1.5], [NAN, -INF]]}, "logprobs of row 1 holds NaN or a value above"),
+        ({"logprobs": [[-0.5, -1.5], [NAN, -INF]]}, "logprobs of row 1: NaN or a value above"),
         (
             {"logprobs": [[0.01, -1.5], [-0.1, -INF]]},
-            "logprobs of row 0 holds NaN or a value above",
+            "logprobs of row 0: NaN or a value above",
         ),
-        ({"token_logprobs": [-1.0, NAN]}, "token_logprobs of row 1 holds NaN"),
-        ({"tail_logprobs": [-1.0, 0.5]}, "tail_logprobs of row 1 holds NaN or a value above 0"),
-        ({"logprobs": [[-0.5, -1.5], [-0.1, -9.0]]}, "row 1 pairs an absent id with a probability"),
+        ({"token_logprobs": [-1.0, NAN]}, "token_logprobs of row 1: NaN"),
+        ({"tail_logprobs": [-1.0, 0.5]}, "tail_logprobs of row 1: NaN or a value above 0"),
+        ({"logprobs": [[-0.5, -1.5], [-0.1, -9.0]]}, "row 1: id -1 and logprob -inf do not"),
         (
             {"ids": [[3, 1], [4, 7]]},
-            "row 1 pairs an absent id with a probability, or an id with no",
+            "row 1: id -1 and logprob -inf do not",
         ),
-        ({"ids": [[3, 1], [4, -2]]}, "expected -1 exactly where the logprob is -inf"),
+        ({"ids": [[3, 1], [4, -2]]}, "Expected -1 exactly where the logprob is -inf"),
         ({"logprobs": [[-1.5, -0.5], [-0.1, -INF]]}, "expected the most likely first"),
         (
             {"ids": [[3, 1], [-1, 4]], "logprobs": [[-0.5, -1.5], [-INF, -0.1]]},
             "expected the most likely first",
         ),
-        ({"ids": [[3, 3], [4, -1]]}, "a token id stands twice in one row"),
-        ({"logprobs": [[-0.1, -0.2], [-0.1, -INF]]}, "row 0 holds a probability mass of 1.7"),
+        ({"ids": [[3, 3], [4, -1]]}, "a token id occurs twice in one row"),
+        (
+            {"logprobs": [[-0.1, -0.2], [-0.1, -INF]]},
+            r"row 0: probability mass above 1 \(found 1.7",
+        ),
     ],
 )
 def test_invalid_top_k_logprobs_are_rejected(changes, message):

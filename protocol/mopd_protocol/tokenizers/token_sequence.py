@@ -46,11 +46,11 @@ class TokenSequence:
             )
         for position, name in self.marks.items():
             if not 0 <= position < len(ids):
-                raise DataError(f"mark {name!r} stands at token {position} of {len(ids)}")
+                raise DataError(f"mark {name!r} is at token {position} of {len(ids)}")
             start = int(ends[position - 1]) if position else 0
             if int(ends[position]) != start:
                 raise DataError(
-                    f"mark {name!r} stands on token {position}, which spells "
+                    f"mark {name!r} is on token {position}, which spells "
                     f"{int(ends[position]) - start} bytes; a control token spells none"
                 )
 

@@ -56,8 +56,8 @@ def kind_of(description: JSON) -> TokenizerKind:
         if "Metaspace" in types or any(_writes_spaces_as_metaspace(step) for step in steps):
             return "metaspace"
     raise DataError(
-        f"cannot tell the bytes of single tokens for a {model} tokenizer with steps "
-        f"{sorted(types)}; expected byte-level BPE, or a SentencePiece-style tokenizer that "
+        f"unsupported tokenizer: tokens of a {model} tokenizer with steps {sorted(types)} have no "
+        f"defined bytes; expected byte-level BPE, or a SentencePiece-style tokenizer that "
         "writes spaces as ▁"
     )
 

@@ -119,11 +119,11 @@ def test_kinds_are_distinguished(name):
     assert metaspace_of(plain(name)) == "▁"
 
 
-def test_a_word_piece_tokenizer_is_refused_with_a_sentence():
+def test_word_piece_tokenizer_is_rejected():
     tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
 
-    with pytest.raises(DataError, match=r"cannot tell .* for a WordPiece .* expected"):
+    with pytest.raises(DataError, match=r"unsupported tokenizer: .* WordPiece .* expected"):
         kind_of(json.loads(tokenizer.to_str()))
 
 
