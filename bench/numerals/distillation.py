@@ -181,14 +181,14 @@ class ReferenceSampler(Sampler):
     ) -> None:
         super().__init__(student, config, seed=0)
         self._own = student
-        self._encoder = encoder
+        self._reference_encoder = encoder
         self._exercises = exercises
 
     def sample_batch(self, prompts: Sequence[Prompt], *, step: int, batch: int) -> list[Rollout]:
         """See ``Sampler``."""
         del batch
         completions = [
-            self._encoder.completion(self._exercises[prompt.index]) for prompt in prompts
+            self._reference_encoder.completion(self._exercises[prompt.index]) for prompt in prompts
         ]
         return [
             Rollout(
