@@ -27,10 +27,10 @@ def _script(name: str) -> ModuleType:
 def _losses_of_the_loop(
     script: ModuleType, stand_ins: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> list[tuple[float, str]]:
-    """Nats a token, and what was written, of each of its steps."""
+    """Nats a token and the sampled text of each step."""
     teacher = f"math={stand_ins['math']}"
     script.main([stand_ins["student"], teacher, "--steps", "8", "--learning-rate", "0.01"])
-    lines = re.findall(r": (\S+) nats a token; wrote (.*)", capsys.readouterr().out)
+    lines = re.findall(r": (\S+) nats a token; sampled (.*)", capsys.readouterr().out)
     return [(float(nats), written) for nats, written in lines]
 
 
