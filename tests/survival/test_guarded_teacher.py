@@ -51,6 +51,8 @@ def guarded(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         teacher.verify = context
         teacher.until("/readyz", 200)
         with httpx.Client(base_url=teacher.url, verify=context, timeout=PATIENCE_SECONDS) as client:
+            manifest = client.get("/v1/manifest", headers={"Authorization": "Bearer sesame-alice"})
+            assert manifest.status_code == 200
             yield Guarded(teacher, client, keys)
     log = (folder / "log").read_text()
     assert "sesame" not in log

@@ -62,8 +62,8 @@ def assert_same_run(folder: Path, other: Path) -> None:
     assert lasting(folder) == lasting(other)
     assert [line["step"] for line in journal(folder)] == list(range(1, STEPS + 1))
     assert (folder / "completions.jsonl").read_bytes() == (other / "completions.jsonl").read_bytes()
-    for recorded in (other / "recordings").iterdir():
-        assert (folder / "recordings" / recorded.name).read_bytes() == recorded.read_bytes()
+    for recorded in filter(Path.is_file, (other / "recordings").rglob("*")):
+        assert (folder / recorded.relative_to(other)).read_bytes() == recorded.read_bytes()
     assert losses_shown(folder) == losses_shown(other)
     assert_same_weights(folder / "final", other / "final")
     for path, expected in zip(sorted(folder.rglob("*")), sorted(other.rglob("*")), strict=False):
