@@ -119,7 +119,7 @@ def test_the_tail_is_empty_if_all_ids_are_entries():
         ([None, entry(_7=math.nan)], "no valid logprobs"),
         ([None, entry(_7=2.0)], "a value above 0"),
         ([None, entry(_7=-1, _8=-2, _9=-3, _10=-4, _11=-5)], "found 5, expected 3 or 4"),
-        ([None, entry(_7=-0.1, _8=-0.1, _9=-0.1)], "probability mass above 1 \(found 2.7"),
+        ([None, entry(_7=-0.1, _8=-0.1, _9=-0.1)], r"probability mass above 1 \(found 2.7"),
     ],
 )
 def test_invalid_entries_raise(entries, message):
