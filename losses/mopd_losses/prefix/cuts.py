@@ -40,9 +40,8 @@ class Cuts:
             missing = list(pairs)
         lengths = self._first_token_lengths(missing)
         for begun, candidate in missing:
-            covering = self._student.range_of(begun + candidate)
             decided = lengths[begun, candidate]
-            if covering.start < covering.stop:
+            if self._student.covers(begun + candidate):
                 decided.append(len(candidate))
             self._cuts[begun, candidate] = min(*decided, len(candidate)) if decided else 0
 

@@ -16,7 +16,6 @@ from mopd_trainer.metrics.step_metrics import Metrics, mean
 from mopd_trainer.run_folder.checkpoint import (
     CHECKPOINTS,
     Checkpoint,
-    checkpoint_folder,
     save_checkpoint,
 )
 from mopd_trainer.run_folder.journal import JOURNAL
@@ -122,19 +121,6 @@ class CheckpointManager:
         self._metric_values.clear()
         self._prune()
         return folder
-
-    def ensure(self, step: int, student: Student, optimizer: torch.optim.Optimizer) -> str:
-        """Save the checkpoint after ``step`` steps unless it exists; return a clause about it.
-
-        Raises:
-            DiskError: as ``save``.
-        """
-        if step == 0:
-            return "no step was completed"
-        folder = checkpoint_folder(self._config, step)
-        if not folder.is_dir():
-            self.save(step, student, optimizer)
-        return f"its checkpoint is {folder}"
 
     def _mean_metric(self) -> float | None:
         name = self._config.best_checkpoint_metric
