@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         TeacherUnavailableError,
         TokenizerError,
         TrainingError,
+        WeightsError,
         WireFormatError,
     )
     from mopd_protocol.manifest import Manifest
@@ -71,6 +72,7 @@ else:
             "TokenizerError": "errors",
             "TopKLogprobs": "topk_logprobs",
             "TrainingError": "errors",
+            "WeightsError": "errors",
             "WireFormatError": "errors",
             "control_tokens": "tokenizers.token_table",
             "decode_json": "codec",
@@ -111,6 +113,7 @@ __all__ = [
     "TokenizerError",
     "TopKLogprobs",
     "TrainingError",
+    "WeightsError",
     "WireFormatError",
     "control_tokens",
     "decode_json",

@@ -9,6 +9,7 @@ Every class has a ``code`` that a program can test; a ``key`` names the setting,
     ├── DataError (ValueError)         invalid_data           key: the file, field or line
     │   ├── TokenizerError             invalid_tokenizer
     │   ├── WireFormatError            invalid_wire_format
+    │   ├── WeightsError               incomplete_weights     key: the tensor
     │   └── CheckpointError            damaged_checkpoint     key: the file
     ├── TeacherError (RuntimeError)    teacher_failed         status: HTTP status or None
     │   ├── TeacherUnavailableError    teacher_unavailable
@@ -69,6 +70,12 @@ class WireFormatError(DataError):
     """A request or response body does not have the wire format."""
 
     code = "invalid_wire_format"
+
+
+class WeightsError(DataError):
+    """The weights of a model are incomplete, or those of another architecture."""
+
+    code = "incomplete_weights"
 
 
 class CheckpointError(DataError):

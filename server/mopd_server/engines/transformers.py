@@ -16,8 +16,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mopd_protocol.errors import ConfigError
+from mopd_protocol.errors import ConfigError, WeightsError
 from mopd_protocol.runtime.model_revision import name_of, revision_of
+from mopd_protocol.runtime.model_weights import load_complete
 from mopd_protocol.runtime.npu import import_backend
 from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_protocol.topk_logprobs import ABSENT_ID, TopKLogprobs
@@ -54,16 +55,21 @@ def load_engine(settings: TeacherSettings, table: TokenTable) -> "TransformersEn
 
     Raises:
         ConfigError: if the model cannot be loaded or does not fit the settings.
+        WeightsError: if the weights are incomplete, or not those of a causal language model.
         DataError: if the head is narrower than the tokenizer.
     """
     device = _device(settings.device)
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model: PreTrainedModel = load_complete(
+            f"model {settings.model!r}",
+            AutoModelForCausalLM.from_pretrained,
             settings.model,
             revision=settings.revision,
             dtype=_dtype(settings.dtype, device),
             trust_remote_code=settings.trust_remote_code,
         )
+    except WeightsError:
+        raise
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"model {settings.model!r}: loading failed: {first_line(error)} (expected a folder or "

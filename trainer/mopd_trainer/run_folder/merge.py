@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mopd_protocol.errors import CheckpointError, ConfigError
+from mopd_protocol.runtime.model_weights import load_complete
 from mopd_trainer.config.loading import load_run
 from mopd_trainer.run_folder.checkpoint import FINAL, Checkpoint, save_student
 from mopd_trainer.student.identity import explained, load_tokenizer, source
@@ -28,6 +29,7 @@ def merge(run: Path, output: Path, *, dtype: Literal["float32", "bfloat16"] = "f
     Raises:
         ConfigError: if ``run`` has no LoRA student, the base model cannot be loaded or differs from
             the one in training, or ``output`` already exists.
+        WeightsError: if weights of the base model are missing or unexpected.
         DiskError: if saving fails.
     """
     if not (run / "config.yaml").is_file():
@@ -45,8 +47,12 @@ def merge(run: Path, output: Path, *, dtype: Literal["float32", "bfloat16"] = "f
         raise ConfigError(f"{output}: already exists. Choose another folder.", key=str(output))
     adapters = _adapter_folder(run)
     with explained(config):
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            config.model, dtype=torch.float32, **source(config)
+        model: Any = load_complete(
+            f"student.model: {config.model!r}",
+            AutoModelForCausalLM.from_pretrained,
+            config.model,
+            dtype=torch.float32,
+            **source(config),
         )
     try:
         model = merge_adapters(model, adapters)

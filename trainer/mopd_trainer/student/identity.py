@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from mopd_protocol.errors import ConfigError, DataError
+from mopd_protocol.errors import ConfigError, DataError, MopdError
 from mopd_protocol.samples import Message
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable, control_tokens
 from mopd_protocol.tokenizers.tokenizer_file import tokenizer_json
@@ -172,6 +172,8 @@ def explained(config: StudentConfig) -> Generator[None]:
     """
     try:
         yield
+    except MopdError:
+        raise
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise ConfigError(

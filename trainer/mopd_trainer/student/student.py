@@ -22,6 +22,7 @@ from transformers import (
 from mopd_losses.core.blockwise_head import Head, LossTerm, blockwise_head, dense_head
 from mopd_losses.core.loss import LossOutput
 from mopd_protocol.errors import ConfigError
+from mopd_protocol.runtime.model_weights import load_complete
 from mopd_protocol.runtime.npu import import_backend
 from mopd_protocol.samples import Message
 from mopd_trainer.config.run import RolloutConfig, StudentConfig
@@ -87,6 +88,7 @@ class Student:
             ConfigError: when the model or device does not exist, the tokenizer is not a fast one
                 with a chat template, or the model does not support gradient checkpointing,
                 sharding or the configured adapters.
+            WeightsError: when weights are missing, unexpected or of another shape.
         """
         ranks = ranks or Ranks()
         if ranks.size > 1 and config.sharding == "none":
@@ -99,8 +101,12 @@ class Student:
         device = ranks.device or _device(config.device)
         tokenizer = load_tokenizer(config)
         with explained(config):
-            model = AutoModelForCausalLM.from_pretrained(
-                config.model, dtype=weights_dtype(config), **source(config)
+            model = load_complete(
+                f"student.model: {config.model!r}",
+                AutoModelForCausalLM.from_pretrained,
+                config.model,
+                dtype=weights_dtype(config),
+                **source(config),
             )
         add_adapters(model, config)
         if config.gradient_checkpointing:

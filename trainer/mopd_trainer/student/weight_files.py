@@ -6,6 +6,8 @@ from typing import Any, Protocol
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from mopd_protocol.runtime.model_weights import load_complete
+
 
 class WeightFiles(Protocol):
     """A format of the trained weights on disk."""
@@ -32,7 +34,9 @@ class FullModelFiles:
 
     def read(self, model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
         """See ``WeightFiles``; buffers are included."""
-        saved: Any = type(model).from_pretrained(folder, dtype=model.dtype)
+        saved: Any = load_complete(
+            str(folder), type(model).from_pretrained, folder, dtype=model.dtype
+        )
         parameters: dict[str, Tensor] = {
             name: p.data for name, p in saved.named_parameters() if p.requires_grad
         }

@@ -16,6 +16,7 @@ from mopd_protocol.errors import ConfigError, DataError
 from mopd_protocol.runtime.model_revision import name_of, revision_of
 from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_server.engines.base import EngineCrashError, EngineDescription, first_line
+from mopd_server.engines.vllm.checkpoint import require_complete_checkpoint
 from mopd_server.engines.vllm.engine import VllmEngine
 from mopd_server.engines.vllm.memory import VllmLimits, derive_limits, describe
 from mopd_server.engines.vllm.worker_extension import ScoringWorkerExtension
@@ -42,9 +43,11 @@ def start_engine(settings: TeacherSettings, table: TokenTable) -> VllmEngine:
 
     Raises:
         ConfigError: if vLLM cannot load the model with these settings.
+        WeightsError: if the weights are incomplete, or not those of a causal language model.
         DataError: if the head is narrower than the tokenizer.
     """
     _require_device(settings.device)
+    require_complete_checkpoint(settings)
     try:
         model = AsyncEngineArgs(**_model_arguments(settings)).create_model_config()
         real_ids = table.real_ids(model.get_vocab_size())

@@ -9,7 +9,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mopd_client.tokenizers.pretrained import PretrainedTokenizer, load_tokenizer
-from mopd_protocol.errors import ConfigError
+from mopd_protocol.errors import ConfigError, MopdError
 from mopd_protocol.manifest import Features, Manifest
 from mopd_protocol.runtime.model_revision import name_of, revision_of
 from mopd_trainer.config.teacher import TeacherConfig
@@ -92,6 +92,8 @@ def load(name: str, config: TeacherConfig, from_pretrained: Any) -> Any:
     """
     try:
         return from_pretrained(revision=config.revision)
+    except MopdError:
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise ConfigError(

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from mopd_losses.core.blockwise_head import Head
 from mopd_protocol.arrays import IntArray
+from mopd_protocol.runtime.model_weights import load_complete
 from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_protocol.topk_logprobs import ABSENT_ID, TopKLogprobs
 from mopd_trainer.config.teacher import TeacherConfig
@@ -96,11 +97,18 @@ class LocalModel:
 
         Raises:
             ConfigError: when the model does not exist.
+            WeightsError: when weights are missing, unexpected or of another shape.
         """
         assert config.model is not None  # checked with the settings
         settings = load(name, config, partial(AutoConfig.from_pretrained, config.model))
         dtype = dtype_of(config, settings, device.type)
-        from_pretrained = partial(AutoModelForCausalLM.from_pretrained, config.model, dtype=dtype)
+        from_pretrained = partial(
+            load_complete,
+            f"teacher {name!r}: model {config.model!r}",
+            AutoModelForCausalLM.from_pretrained,
+            config.model,
+            dtype=dtype,
+        )
         model = load(name, config, from_pretrained)
         return cls(model, table, device, tokens_per_batch)
 
