@@ -130,6 +130,22 @@ def test_one_model_on_both_sides_has_no_loss_and_no_gradient(row: Row, seed: int
 
 @every_loss
 @given(seed=seeds)
+@settings(deadline=None, max_examples=4)
+def test_the_compared_tokens_are_those_that_are_trained(row: Row, seed: int) -> None:
+    problem = row.problem(seed)
+    compared = row.loss(problem)(problem.rows(), row.targets(problem)).compared
+    assert not compared.requires_grad
+    assert ((compared >= 0) & (compared <= 1)).all()
+    _, gradient = value_and_gradient(row, problem)
+    trained = torch.tensor(gradient).abs().amax(dim=1) > 1e-12
+    # A sorted distance may be flat, and so may be shares of ids that one student token projects to.
+    if row.config.type in ("gold", "uld", "hkl") or "renormalised" in row.name:
+        trained |= compared > 0
+    assert torch.equal(compared > 0, trained)
+
+
+@every_loss
+@given(seed=seeds)
 @settings(deadline=None, max_examples=2)
 def test_the_value_is_never_below_its_bound(row: Row, seed: int) -> None:
     if row.least is not None:

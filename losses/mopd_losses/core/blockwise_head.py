@@ -12,7 +12,7 @@ costs, for any size of the teacher's vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -112,7 +112,7 @@ def dense_head(
     for term in terms:
         output = term.loss(student, term.targets)
         total = total + (output.per_token * term.position_weights.to(output.per_token.dtype)).sum()
-        outputs.append(LossOutput(output.per_token.detach(), output.measured))
+        outputs.append(replace(output, per_token=output.per_token.detach()))
     return total, outputs
 
 
@@ -147,7 +147,7 @@ class _BlockwiseHead(torch.autograd.Function):
                     output = term.loss(block, term.targets.between(start, stop))
                     weights = term.position_weights[start:stop].to(output.per_token.dtype)
                     value = value + (output.per_token * weights).sum()
-                    blocks.append(LossOutput(output.per_token.detach(), output.measured))
+                    blocks.append(replace(output, per_token=output.per_token.detach()))
             total += value.detach()
             gradient = block.logit_gradient(value)
             if bias_gradient is not None:
@@ -385,9 +385,11 @@ def _joined(
     parts: Sequence[LossOutput], positions: int, dtype: torch.dtype, device: torch.device
 ) -> LossOutput:
     if not parts:
-        return LossOutput(torch.zeros(positions, dtype=dtype, device=device))
+        zeros = torch.zeros(positions, dtype=dtype, device=device)
+        return LossOutput(zeros, zeros)
     names = parts[0].measured
     return LossOutput(
         torch.cat([part.per_token for part in parts]),
+        torch.cat([part.compared for part in parts]),
         {name: torch.cat([part.measured[name] for part in parts]) for name in names},
     )

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from mopd_losses.core.blockwise_head import LossTerm
+from mopd_losses.core.compared_tokens import compared_positions
 from mopd_losses.core.loss import AlignedPair, LossOutput
 from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.core.targets import RowTargets
@@ -47,7 +48,10 @@ class SftLoss:
     def __call__(self, student: StudentLogprobs, targets: LabelTargets) -> LossOutput:
         """Return ``-ln p(label)`` in nats at every position with a label."""
         logprobs = student.logprobs(targets.positions, targets.labels)
-        return LossOutput(student.zeros().index_add(0, targets.positions, -logprobs))
+        return LossOutput(
+            student.zeros().index_add(0, targets.positions, -logprobs),
+            compared_positions(student, targets.positions),
+        )
 
 
 def mixed_terms(

@@ -30,11 +30,14 @@ class AlignedPair:
 class LossOutput:
     """Nats per student token, unreduced: only the trainer divides, by the step's token count.
 
+    ``compared`` is the share of each token that is compared with the teacher: 1, 0 where nothing
+    is, or a weight between them. A token is compared if its probability enters the loss.
     ``measured`` contains detached vectors with one value per comparison, for means and
     percentiles over a step.
     """
 
     per_token: Float[Tensor, "tokens"]  # nats; zero, with a graph, where nothing is compared
+    compared: Float[Tensor, "tokens"]  # 0 to 1, detached
     measured: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # name -> [compared]
 
 

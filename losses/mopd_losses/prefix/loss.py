@@ -43,6 +43,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mopd_losses.config import PrefixKlConfig
+from mopd_losses.core.compared_tokens import compared_positions
 from mopd_losses.core.loss import AlignedPair, LossOutput
 from mopd_losses.core.segments import segment_logsumexp
 from mopd_losses.core.student_rows import StudentLogprobs
@@ -117,7 +118,8 @@ def prefix_kl(
     unsupported = log_mass(teacher.masked_fill(retained, -torch.inf))
     teacher_rest = torch.logaddexp(targets.rests.to(student.dtype), unsupported)
     # A boundary without a cell compares nothing: all of it is rest.
-    teacher_rest = teacher_rest.masked_fill(~retained.any(dim=1), 0.0)
+    compared = retained.any(dim=1)
+    teacher_rest = teacher_rest.masked_fill(~compared, 0.0)
     student_side, teacher_side = with_tail_bucket(named, teacher, teacher_rest, retained)
     shares = teacher_side.detach()[:, :-1].exp().sum(dim=1)
     if settings.unbounded_where_teacher_vanishes:
@@ -133,7 +135,8 @@ def prefix_kl(
             "student_path_mass": known.exp(),
             "path_weight": weights,
         }
-    return LossOutput(per_token, measured)
+    shares = compared_positions(student, targets.positions, weights * compared)
+    return LossOutput(per_token, shares, measured)
 
 
 def _student_cells(

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mopd_losses.core.compared_tokens import compared_positions
 from mopd_losses.core.loss import LossOutput
 from mopd_losses.core.span_targets import SpanLoss, SpanTargets
 from mopd_losses.core.student_rows import StudentLogprobs
@@ -75,5 +76,6 @@ def _on_sampled_tokens(
     tokens = sampled_tokens(student, targets)
     return LossOutput(
         student.zeros().index_add(0, tokens.positions, estimate(tokens.log_ratios)),
+        compared_positions(student, tokens.positions),
         {"log_ratio": tokens.log_ratios.detach(), "ruled_out": tokens.ruled_out},
     )

@@ -17,6 +17,7 @@ own position gets credit, none before it.
 
 from dataclasses import dataclass
 
+from mopd_losses.core.compared_tokens import compared_positions
 from mopd_losses.core.loss import LossOutput
 from mopd_losses.core.span_targets import SpanLoss, SpanTargets
 from mopd_losses.core.student_rows import StudentLogprobs
@@ -48,6 +49,7 @@ class PolicyGradientLoss(SpanLoss):
         values = ratios.clamp_max(self.max_ratio) * log_ratios * (tokens.student - current).exp()
         return LossOutput(
             student.zeros().index_add(0, tokens.positions, values),
+            compared_positions(student, tokens.positions),
             {
                 "log_ratio": log_ratios,
                 "importance_ratio": ratios,

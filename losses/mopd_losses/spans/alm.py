@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mopd_losses.core.compared_tokens import compared_spans
 from mopd_losses.core.loss import LossOutput
 from mopd_losses.core.span_targets import SpanLoss, SpanTargets
 from mopd_losses.core.student_rows import StudentLogprobs
@@ -64,7 +65,8 @@ class AlmLoss(SpanLoss):
             "student_surprisal": beta.detach()[compared],
             "teacher_surprisal": alpha[compared],
         }
-        return LossOutput(per_token, measured)
+        tokens = compared_spans(student, targets.student_starts, targets.student_ends, compared)
+        return LossOutput(per_token, tokens, measured)
 
 
 def _in_the_limit(alpha: Tensor, beta: Tensor, divergence: BinaryDivergence) -> Tensor:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from mopd_losses.config import Merge
+from mopd_losses.core.compared_tokens import compared_spans
 from mopd_losses.core.loss import AlignedPair, LossOutput
 from mopd_losses.core.span_targets import SpanTargets
 from mopd_losses.core.student_rows import StudentLogprobs
@@ -87,7 +88,8 @@ class GoldLoss:
             * merged.teacher_log_factors.exp(),
             "student_matched_mass": common.detach().exp().sum(dim=1) * factor,
         }
-        return LossOutput(per_token, measured)
+        compared = compared_spans(student, targets.student_starts, targets.student_ends)
+        return LossOutput(per_token, compared, measured)
 
 
 def adaptive_weights(

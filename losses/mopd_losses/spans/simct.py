@@ -22,6 +22,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mopd_losses.config import Direction
+from mopd_losses.core.compared_tokens import compared_spans
 from mopd_losses.core.loss import LossOutput
 from mopd_losses.core.span_targets import SpanLoss, SpanTargets
 from mopd_losses.core.student_rows import StudentLogprobs
@@ -58,7 +59,10 @@ class SimctLoss(SpanLoss):
                 "teacher_span_mass": torch.where(span, atoms.teacher[:, -1].exp(), 0.0),
                 "student_span_mass": torch.where(span, atoms.student[:, -1].exp(), 0.0),
             }
-        return LossOutput(per_token, measured)
+        compared = compared_spans(
+            student, targets.student_starts, targets.student_ends, atoms.retained.any(dim=1)
+        )
+        return LossOutput(per_token, compared, measured)
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from mopd_losses.config import Merge
+from mopd_losses.core.compared_tokens import compared_spans
 from mopd_losses.core.loss import AlignedPair, LossOutput
 from mopd_losses.core.span_targets import SpanTargets
 from mopd_losses.core.student_rows import StudentLogprobs
@@ -45,7 +46,10 @@ class UldLoss:
         tail = targets.tail_logprobs[merged.rows].to(student.dtype)
         distances = sorted_distance(student, merged, teacher, tail.exp(), self.real_ids, None)
         per_token = student.zeros().index_add(0, targets.student_starts, distances)
-        return LossOutput(per_token, {"teacher_rest": (tail + merged.teacher_log_factors).exp()})
+        compared = compared_spans(student, targets.student_starts, targets.student_ends)
+        return LossOutput(
+            per_token, compared, {"teacher_rest": (tail + merged.teacher_log_factors).exp()}
+        )
 
 
 def sorted_distance(

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from mopd_losses.config import TopKKlConfig
 from mopd_losses.core.blockwise_head import Head
+from mopd_losses.core.compared_tokens import compared_positions
 from mopd_losses.core.loss import AlignedPair, LossOutput
 from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.core.targets import RowTargets
@@ -99,6 +100,7 @@ class FullVocabularyLoss:
         zeros = torch.zeros_like(ones)
         return LossOutput(
             per_token,
+            compared_positions(student, targets.positions),
             {
                 "teacher_mass": ones,
                 "student_mass": ones,

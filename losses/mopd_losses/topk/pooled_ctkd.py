@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mopd_losses.alignment.span_members import span_members
 from mopd_losses.config import TopKDivergenceSettings
+from mopd_losses.core.compared_tokens import compared_spans
 from mopd_losses.core.loss import AlignedPair, LossOutput
 from mopd_losses.core.segments import segment_logsumexp
 from mopd_losses.core.span_targets import SpanTargets, span_targets
@@ -81,7 +82,10 @@ class PooledCtkdLoss:
         loss = TopKDivergenceLoss(self.projection, self.settings, self.teacher_temperature)
         output = loss(rows, by_span)
         per_token = student.zeros().index_add(0, targets.student_starts, output.per_token)
-        return LossOutput(per_token, output.measured)
+        compared = compared_spans(
+            student, targets.student_starts, targets.student_ends, output.compared
+        )
+        return LossOutput(per_token, compared, output.measured)
 
 
 def pooled_targets(spans: SpanTargets) -> PooledTargets:

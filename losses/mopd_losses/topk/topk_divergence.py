@@ -18,6 +18,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from mopd_losses.config import TopKDivergenceSettings
+from mopd_losses.core.compared_tokens import compared_positions
 from mopd_losses.core.loss import AlignedPair, LossOutput
 from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.divergences.divergences import divergence_of
@@ -106,7 +107,11 @@ class TopKDivergenceLoss:
                 "unsupported_mass": unsupported.exp(),
                 "unprojected_mass": self._unprojected_mass(student, targets.positions),
             }
-        return LossOutput(per_token, measured)
+        # A single id, scaled to one on both sides, compares nothing.
+        compared = retained.sum(dim=1) > (self.settings.form == "renormalised")
+        return LossOutput(
+            per_token, compared_positions(student, targets.positions, compared), measured
+        )
 
     def _values(
         self, student: Tensor, teacher: Tensor, teacher_tail: Tensor, retained: Tensor

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mopd_losses.alignment.span_members import span_means, span_members
 from mopd_losses.config import Direction
+from mopd_losses.core.compared_tokens import compared_spans
 from mopd_losses.core.loss import AlignedPair, LossOutput
 from mopd_losses.core.span_targets import span_targets
 from mopd_losses.core.student_rows import StudentLogprobs
@@ -79,7 +80,10 @@ class HklLoss:
         unmatched = gaps.abs().sum(dim=1)
         values = (matched + unmatched) * self.temperature**2
         per_token = student.zeros().index_add(0, targets.student_starts, values)
-        return LossOutput(per_token, {"matched": matched.detach(), "unmatched": unmatched.detach()})
+        compared = compared_spans(student, targets.student_starts, targets.student_ends)
+        return LossOutput(
+            per_token, compared, {"matched": matched.detach(), "unmatched": unmatched.detach()}
+        )
 
 
 def xtoken_form(match: VocabularyMatch, least_coverage: float = LEAST_COVERAGE) -> XTokenForm:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mopd_losses.alignment.span_members import span_means, span_members
 from mopd_losses.config import Direction
+from mopd_losses.core.compared_tokens import compared_spans
 from mopd_losses.core.loss import AlignedPair, LossOutput
 from mopd_losses.core.span_targets import span_targets
 from mopd_losses.core.student_rows import StudentLogprobs
@@ -73,7 +74,8 @@ class PklParityLoss:
         gaps = torch.where(torch.isneginf(first), 0.0, first - second)
         values = (first.exp() * gaps).sum(dim=1) * self.temperature**2
         per_token = student.zeros().index_add(0, targets.student_starts, values)
-        return LossOutput(per_token, {"student_mass": mass.detach().squeeze(1)})
+        compared = compared_spans(student, targets.student_starts, targets.student_ends)
+        return LossOutput(per_token, compared, {"student_mass": mass.detach().squeeze(1)})
 
 
 def teacher_means(targets: SupportTargets, dtype: torch.dtype) -> Tensor:

@@ -30,9 +30,9 @@ def examples() -> list[TrainingExample]:
 
 def measured() -> dict[str, float]:
     losses = {"math": LossMeasurements(), "code": LossMeasurements()}
-    losses["math"].add(LossOutput(torch.tensor([1.0, 2.0])))
-    losses["math"].add(LossOutput(torch.tensor([0.5])))
-    losses["code"].add(LossOutput(torch.tensor([4.0])))
+    losses["math"].add(LossOutput(torch.tensor([1.0, 2.0]), torch.ones(2)))
+    losses["math"].add(LossOutput(torch.tensor([0.5]), torch.zeros(1)))
+    losses["code"].add(LossOutput(torch.tensor([4.0]), torch.tensor([0.5])))
     counters = {name: Counters() for name in NAMES}
     counters["math"] = Counters(2, 3, 0, 11, [1.0, 2.0, 9.0], cache_misses=4, fallbacks=5, waits=6)
     return teacher_metrics(examples(), losses, counters)
@@ -98,7 +98,8 @@ def test_masses_are_means_and_the_first_percentile_over_all_micro_batches() -> N
     loss = LossMeasurements()
     for part in parts:
         vectors = {"teacher_mass": torch.tensor(part), "student_mass": torch.tensor(part / 2)}
-        loss.add(LossOutput(torch.zeros(len(part), requires_grad=True), vectors))
+        zeros = torch.zeros(len(part), requires_grad=True)
+        loss.add(LossOutput(zeros, zeros.detach(), vectors))
     actual = loss.metrics()
     ordered = sorted(float(value) for part in parts for value in part)
     # The first percentile of 101 values is exactly the second smallest.

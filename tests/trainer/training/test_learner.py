@@ -239,7 +239,8 @@ def poisoned_learner(student: Student, poison: float, **config: Any) -> Learner:
         targets = original["math"].targets
 
         def __call__(self, rows: StudentLogprobs, targets: TopKTargets) -> LossOutput:
-            return LossOutput(original["math"](rows, targets).per_token * poison)
+            honest = original["math"](rows, targets)
+            return replace(honest, per_token=honest.per_token * poison)
 
     learner = learner_of(student)
     batches, tokens = packed(examples(), 60)
