@@ -136,5 +136,5 @@ def test_a_run_without_the_clusters_token_is_refused_in_a_sentence(
     )
     assert refused.returncode == 2
     assert refused.stderr.count("mopd: ") == 1
-    assert "set RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN" in refused.stderr
+    assert "RAY_AUTH_MODE=token" in refused.stderr
     assert "Traceback" not in refused.stderr

@@ -126,7 +126,7 @@ async def test_after_rollout_scoring_begins_after_the_last_completion() -> None:
 
 async def test_examples_are_in_the_order_of_the_prompts_not_of_completion() -> None:
     class Backwards(Sampler):
-        async def complete(
+        async def sample(
             self, prompts: Sequence[Prompt], *, step: int
         ) -> AsyncGenerator[CompletionBatch]:
             actual = [each async for each in super().sample(prompts, step=step)]

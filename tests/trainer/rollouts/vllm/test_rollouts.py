@@ -247,7 +247,7 @@ def test_a_resumed_run_would_write_the_same(vllm_student: VllmStudent) -> None:
             sampler = EngineSampler(
                 vllm_student.engine, vllm_student.student, config, seed=3, version=version
             )
-            await sampler.push(version)
+            await sampler.push_weights(version)
             actual = [each async for each in sampler.sample(prompts, step=version)]
             assert {each.rollouts[0].policy_version for each in actual} == {version}
             return {c.place: c.rollouts[0].completion.token_ids.tolist() for c in actual}
