@@ -6,10 +6,10 @@ from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 from mopd_client.services.expectation import Expectation
-from mopd_client.tokenizers.teacher import TeacherTokenizer
 from mopd_client.transport.counters import Counters
 from mopd_protocol.errors import ConfigError, MopdError, TeacherError
 from mopd_protocol.manifest import Manifest
+from mopd_protocol.request_tokenizer import TeacherTokenizer
 from mopd_protocol.requests import LogprobsDtype, SequenceRequest
 from mopd_protocol.samples import TeacherScore
 

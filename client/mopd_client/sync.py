@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from mopd_client.services.expectation import Expectation
 from mopd_client.teacher_client import ClientOptions, TeacherClient
-from mopd_client.tokenizers.teacher import TeacherTokenizer
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.manifest import Manifest
+from mopd_protocol.request_tokenizer import TeacherTokenizer
 from mopd_protocol.requests import ControlToken, LogprobsDtype, SequenceRequest
 from mopd_protocol.samples import Message, TeacherScore
 

@@ -15,7 +15,6 @@ from mopd_client.score_store import ScoreKey, ScoreStore
 from mopd_client.services.base import Service
 from mopd_client.services.expectation import Expectation
 from mopd_client.services.mopd import MopdService
-from mopd_client.tokenizers.teacher import TeacherTokenizer
 from mopd_client.transport.clock import Clock
 from mopd_client.transport.connection import Connection
 from mopd_client.transport.counters import Counters
@@ -28,6 +27,7 @@ from mopd_protocol.errors import (
     TeacherUnavailableError,
 )
 from mopd_protocol.manifest import Manifest
+from mopd_protocol.request_tokenizer import TeacherTokenizer
 from mopd_protocol.requests import LogprobsDtype, LogprobsRequest, SequenceRequest
 from mopd_protocol.samples import TeacherScore
 

@@ -46,16 +46,6 @@ class ServiceError(TeacherError):
         self.code = code or default_code(status)
         self.retry_after_seconds = retry_after_seconds
 
-    def in_field(self, field: str) -> "ServiceError":
-        """Return the same error with ``field`` in front of its message and key."""
-        return ServiceError(
-            self.status,
-            f"{field}: {self}",
-            code=self.code,
-            key=f"{field}.{self.key}" if self.key else field,
-            retry_after_seconds=self.retry_after_seconds,
-        )
-
 
 def invalid_field(field: str, problem: str, status: int = HTTPStatus.BAD_REQUEST) -> ServiceError:
     """Return the error of an invalid field of a request."""

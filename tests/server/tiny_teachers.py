@@ -12,12 +12,13 @@ import numpy as np
 from fastapi import FastAPI
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from mopd_protocol.request_tokenizer import RequestTokenizer
 from mopd_server.app import create_app
 from mopd_server.engines.base import ScoringTask
 from mopd_server.engines.transformers import TransformersEngine
 from mopd_server.http.problems import PROBLEM_MEDIA_TYPE
 from mopd_server.scoring.service import TeacherService
-from mopd_server.scoring.tokenization import RequestTokenizer
+from mopd_server.scoring.tokenizer_loading import ServedTokenizer
 from mopd_server.settings import TeacherSettings
 from tests import tiny_models
 
@@ -62,24 +63,22 @@ def teacher_of(
     **settings: Any,
 ) -> TinyTeacher:
     """Return a teacher around a model in memory, ready unless ``warm`` is false."""
-    teacher_tokenizer = RequestTokenizer(tokenizer)
+    served = ServedTokenizer.of(tokenizer)
     engine = TransformersEngine(
         model,
-        teacher_tokenizer.table,
+        served.requests.table,
         name="tiny",
         revision="none",
         max_model_len=256,
         max_batch_tokens=MAX_BATCH_TOKENS,
     )
-    service = TeacherService(
-        teacher_tokenizer, engine, TeacherSettings(model="tiny", name="math", **settings)
-    )
+    service = TeacherService(served, engine, TeacherSettings(model="tiny", name="math", **settings))
     if warm:
         # A warm-up runs an event loop; some tests create teachers inside a running one.
         thread = threading.Thread(target=service.warm_up)
         thread.start()
         thread.join()
-    return TinyTeacher(model, teacher_tokenizer, engine, service)
+    return TinyTeacher(model, served.requests, engine, service)
 
 
 def teacher_of_family(family: str, *, warm: bool = True, **settings: Any) -> TinyTeacher:

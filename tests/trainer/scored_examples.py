@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mopd_client.tokenizers.teacher import TeacherTokenizer
 from mopd_losses.alignment.byte_alignment import align, identity_alignment
 from mopd_losses.build import build_loss
 from mopd_losses.config import CtkdConfig, TopKKlConfig
 from mopd_losses.core.loss import Loss
+from mopd_protocol.request_tokenizer import TeacherTokenizer
 from mopd_protocol.samples import Rollout, TeacherScore
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs

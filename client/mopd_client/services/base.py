@@ -3,10 +3,10 @@
 from typing import Protocol
 
 from mopd_client.services.expectation import Expectation
-from mopd_client.tokenizers.teacher import TeacherTokenizer
 from mopd_client.transport.connection import Connection
 from mopd_client.transport.replica import Replica
 from mopd_protocol.manifest import Manifest
+from mopd_protocol.request_tokenizer import TeacherTokenizer
 from mopd_protocol.requests import LogprobsRequest
 from mopd_protocol.responses import LogprobsResponse
 

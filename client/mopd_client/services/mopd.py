@@ -3,12 +3,13 @@
 from pydantic import ValidationError
 
 from mopd_client.services.expectation import Expectation
-from mopd_client.tokenizers.teacher import TeacherTokenizer, teacher_tokenizer
+from mopd_client.tokenizers.teacher import teacher_tokenizer
 from mopd_client.transport.connection import Connection
 from mopd_client.transport.replica import Replica
 from mopd_protocol.codec import BINARY_MEDIA_TYPE, decode_binary
 from mopd_protocol.errors import DataError, InvalidResponseError, TeacherMismatchError
 from mopd_protocol.manifest import SCHEMA_VERSION, Manifest
+from mopd_protocol.request_tokenizer import TeacherTokenizer
 from mopd_protocol.requests import LogprobsRequest
 from mopd_protocol.responses import LogprobsResponse
 

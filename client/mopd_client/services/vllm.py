@@ -18,9 +18,8 @@ import httpx
 
 from mopd_client.services.expectation import Expectation
 from mopd_client.services.vllm_logprobs import topk_of_prompt_logprobs
-from mopd_client.tokenizers.pretrained import PretrainedTokenizer, load_tokenizer
-from mopd_client.tokenizers.sequence_tokens import SequenceTokens, require_length, sequence_tokens
-from mopd_client.tokenizers.teacher import TeacherTokenizer
+from mopd_client.tokenizers.pretrained import load_tokenizer
+from mopd_client.tokenizers.teacher import rejections_of
 from mopd_client.transport.connection import Connection
 from mopd_client.transport.outcome import problem_of
 from mopd_client.transport.replica import Replica
@@ -32,6 +31,11 @@ from mopd_protocol.errors import (
     TeacherMismatchError,
 )
 from mopd_protocol.manifest import Features, Manifest
+from mopd_protocol.request_tokenizer import (
+    RequestTokenizer,
+    TeacherTokenizer,
+    TokenizedSequence,
+)
 from mopd_protocol.requests import LogprobsRequest
 from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.samples import TeacherScore
@@ -71,7 +75,7 @@ class VllmService:
         self._source = tokenizer
         self._model = model
         self._revision = revision
-        self._tokenizer: PretrainedTokenizer | None = None
+        self._tokenizer: RequestTokenizer | None = None
         self._load_lock = asyncio.Lock()
         self._top_k = 1  # the largest that a server has accepted
         self._manifests: dict[str | None, Manifest] = {}  # by the server's system_fingerprint
@@ -128,9 +132,10 @@ class VllmService:
         teacher = connection.teacher
         _require_supported(teacher, request)
         tokenizer = await self._load_tokenizer()
-        tokens = [sequence_tokens(teacher, tokenizer, sequence) for sequence in request.sequences]
-        for sequence in tokens:
-            require_length(teacher, sequence, manifest)
+        with rejections_of(teacher):
+            tokens = [tokenizer.tokenize(sequence) for sequence in request.sequences]
+            for sequence in tokens:
+                sequence.require_length(manifest.max_model_len)
         scores = await _gather_or_cancel(
             [self._score(connection, tokenizer, t, request.top_k, manifest) for t in tokens]
         )
@@ -141,7 +146,7 @@ class VllmService:
             scores=tuple(scores),
         )
 
-    async def _load_tokenizer(self) -> PretrainedTokenizer:
+    async def _load_tokenizer(self) -> RequestTokenizer:
         async with self._load_lock:
             if self._tokenizer is None:
                 self._tokenizer = await asyncio.to_thread(
@@ -150,7 +155,7 @@ class VllmService:
         return self._tokenizer
 
     async def _probe(
-        self, handshake: "_Handshake", model: str, tokenizer: PretrainedTokenizer, top_k: int
+        self, handshake: "_Handshake", model: str, tokenizer: RequestTokenizer, top_k: int
     ) -> str | None:
         """Compare the server's tokenization of ``PROBES``; return its ``system_fingerprint``."""
         body = {
@@ -191,7 +196,7 @@ class VllmService:
         return document.get("system_fingerprint")
 
     async def _compare_templates(
-        self, handshake: "_Handshake", model: str, tokenizer: PretrainedTokenizer
+        self, handshake: "_Handshake", model: str, tokenizer: RequestTokenizer
     ) -> None:
         """Warn if the server renders messages differently, which may be intended."""
         if not tokenizer.has_chat_template:
@@ -212,8 +217,8 @@ class VllmService:
     async def _score(
         self,
         connection: Connection,
-        tokenizer: PretrainedTokenizer,
-        tokens: SequenceTokens,
+        tokenizer: RequestTokenizer,
+        tokens: TokenizedSequence,
         top_k: int,
         manifest: Manifest,
     ) -> TeacherScore:

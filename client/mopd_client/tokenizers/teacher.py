@@ -1,21 +1,14 @@
-"""``TeacherTokenizer``: a teacher's tokenizer on the student's side."""
+"""A teacher's tokenizer on the student's side, from the file that a service sends."""
 
-from dataclasses import dataclass
+from collections.abc import Generator
+from contextlib import contextmanager
 
 from tokenizers import Tokenizer
 
-from mopd_protocol.errors import DataError, InvalidResponseError, TeacherMismatchError
+from mopd_protocol.errors import DataError, InvalidResponseError, TeacherError, TeacherMismatchError
 from mopd_protocol.manifest import Manifest
+from mopd_protocol.request_tokenizer import TeacherTokenizer
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
-
-
-@dataclass(frozen=True, eq=False)
-class TeacherTokenizer:
-    """A tokenizer, the bytes of its tokens, and its encoder of completions."""
-
-    tokenizer: Tokenizer
-    table: TokenTable
-    encoder: TextEncoder
 
 
 def teacher_tokenizer(teacher: str, manifest: Manifest, tokenizer_json: str) -> TeacherTokenizer:
@@ -45,3 +38,16 @@ def teacher_tokenizer(teacher: str, manifest: Manifest, tokenizer_json: str) -> 
             key="tokenizer_fingerprint",
         )
     return TeacherTokenizer(tokenizer, table, TextEncoder(tokenizer, table))
+
+
+@contextmanager
+def rejections_of(teacher: str) -> Generator[None]:
+    """Name the teacher in the errors of its ``RequestTokenizer``."""
+    try:
+        yield
+    except TeacherError as error:
+        raise TeacherError(
+            f"teacher {teacher!r} rejects the sequence: {error}",
+            status=error.status,
+            key=error.key,
+        ) from error

@@ -7,14 +7,16 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any
 
 import numpy as np
 
+from mopd_protocol.errors import TeacherError
 from mopd_protocol.manifest import Features, Manifest
+from mopd_protocol.request_tokenizer import RequestTokenizer, TokenizedSequence
 from mopd_protocol.requests import ControlToken, LogprobsRequest, SequenceRequest
 from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.samples import TeacherScore
@@ -25,8 +27,7 @@ from mopd_server.scoring.direct_scoring import DirectScorer
 from mopd_server.scoring.metrics import ServiceMetrics
 from mopd_server.scoring.scorer import Scorer
 from mopd_server.scoring.self_check import check_engine
-from mopd_server.scoring.tokenization import RequestTokenizer, TokenizedSequence
-from mopd_server.scoring.tokenizer_loading import load_tokenizer
+from mopd_server.scoring.tokenizer_loading import ServedTokenizer, load_tokenizer
 from mopd_server.service_error import ServiceError, invalid_field
 from mopd_server.settings import TeacherSettings
 
@@ -45,13 +46,15 @@ class TeacherService:
 
     def __init__(
         self,
-        tokenizer: RequestTokenizer,
+        tokenizer: ServedTokenizer,
         engine: Engine | AsyncEngine,
         settings: TeacherSettings,
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer_files = tokenizer.files
+        """File name -> text, for ``AutoTokenizer.from_pretrained`` on the student's side."""
+        self._tokenizer = tokenizer.requests
         self._engine = engine
-        self.manifest = _manifest(tokenizer, engine, settings)
+        self.manifest = _manifest(self._tokenizer, engine, settings)
         self.metrics = ServiceMetrics(
             queued_sequences=lambda: self._scorer.queued_sequences,
             queued_tokens=lambda: self._scorer.queued_tokens,
@@ -76,8 +79,8 @@ class TeacherService:
             ConfigError: if the model, its tokenizer or a setting is invalid.
             DataError: if the tokenizer is unsupported, or wider than the head of the model.
         """
-        tokenizer = RequestTokenizer(load_tokenizer(settings))
-        return cls(tokenizer, load_engine(settings, tokenizer.table), settings)
+        tokenizer = ServedTokenizer.of(load_tokenizer(settings))
+        return cls(tokenizer, load_engine(settings, tokenizer.requests.table), settings)
 
     @property
     def ready(self) -> bool:
@@ -99,11 +102,6 @@ class TeacherService:
             cause = self._crash_cause
         if callback is not None and cause is not None:
             callback(cause)
-
-    @property
-    def tokenizer_files(self) -> Mapping[str, str]:
-        """File name -> text, for ``AutoTokenizer.from_pretrained`` on the student's side."""
-        return self._tokenizer.files
 
     def warm_up(self) -> None:
         """Run the self-check, which also compiles and allocates lazily created objects.
@@ -168,7 +166,7 @@ class TeacherService:
         if admit is not None:
             admit(prompt_tokens, completion_tokens)
         results = await self._scorer.score(
-            [sequence.task for sequence in sequences],
+            [_task(sequence) for sequence in sequences],
             top_k=request.top_k,
             temperature=request.temperature,
         )
@@ -265,20 +263,16 @@ class TeacherService:
         for index, sequence in enumerate(request.sequences):
             try:
                 tokenized.append(self._tokenizer.tokenize(sequence))
-                self._require_short_enough(tokenized[-1].task)
-            except ServiceError as error:
-                raise error.in_field(f"sequences[{index}]") from error
+                tokenized[-1].require_length(self.manifest.max_model_len)
+            except TeacherError as error:
+                status, field = error.status or HTTPStatus.BAD_REQUEST, f"sequences[{index}]"
+                message, key = f"{field}: {error}", f"{field}.{error.key}"
+                raise ServiceError(status, message, key=key) from error
         return tokenized
 
-    def _require_short_enough(self, task: ScoringTask) -> None:
-        limit = self.manifest.max_model_len
-        if task.tokens > limit:
-            raise ServiceError(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"the sequence is too long (found {task.tokens} tokens, {len(task.prompt_ids)} of "
-                f"prompt and {len(task.completion_ids)} of completion, expected at most {limit}: "
-                "max_model_len in the manifest of this teacher)",
-            )
+
+def _task(sequence: TokenizedSequence) -> ScoringTask:
+    return ScoringTask(sequence.prompt_ids, sequence.completion.token_ids, sequence.candidate_ids)
 
 
 def _characters(request: LogprobsRequest) -> int:
@@ -324,12 +318,12 @@ def _manifest(
         tokenizer_fingerprint=table.fingerprint,
         tokenizer_size=table.size,
         roles=table.roles,
-        chat_template_hash=tokenizer.template_hash,
+        chat_template_hash=tokenizer.chat_template_hash,
         max_model_len=description.max_model_len,
         max_top_k=min(settings.top_k_max, int(table.present.sum())),
         features=Features(
             candidate_ids=description.candidate_ids,
             temperature=description.temperature,
-            messages=tokenizer.renders_messages,
+            messages=tokenizer.has_chat_template,
         ),
     )

@@ -2,20 +2,41 @@
 
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mopd_protocol.errors import ConfigError
+from mopd_protocol.request_tokenizer import RequestTokenizer
 from mopd_server.engines.base import first_line
 from mopd_server.settings import TeacherSettings
 
-TOKENIZER_FILE = "tokenizer.json"
+_TOKENIZER_FILE = "tokenizer.json"
 
 #: Files of a tokenizer: the fast one, or one that transformers converts.
-_VOCABULARY_PATTERNS = (TOKENIZER_FILE, "vocab.*", "*.model", "*.tiktoken")
+_VOCABULARY_PATTERNS = (_TOKENIZER_FILE, "vocab.*", "*.model", "*.tiktoken")
 
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt")
+
+
+@dataclass(frozen=True, eq=False)
+class ServedTokenizer:
+    """The tokenizer of requests, and its files: file name -> text."""
+
+    requests: RequestTokenizer
+    files: Mapping[str, str]
+
+    @classmethod
+    def of(cls, chat: PreTrainedTokenizerFast) -> "ServedTokenizer":
+        """Use the served ``tokenizer.json`` for requests, too.
+
+        Raises:
+            ConfigError: if the chat template cannot render a user and an assistant message.
+            DataError: if single tokens of the tokenizer have no bytes.
+        """
+        files = _files(chat)
+        return cls(RequestTokenizer.wrap(chat, files[_TOKENIZER_FILE]), files)
 
 
 def load_tokenizer(settings: TeacherSettings) -> PreTrainedTokenizerFast:
@@ -33,19 +54,19 @@ def load_tokenizer(settings: TeacherSettings) -> PreTrainedTokenizerFast:
     except Exception as error:  # the tokenizers library raises the base class
         raise ConfigError(
             f"model {model!r}: loading the tokenizer failed: {first_line(error)} (expected an "
-            f"existing folder or a hub id with a {TOKENIZER_FILE})",
+            f"existing folder or a hub id with a {_TOKENIZER_FILE})",
             key="model",
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError(
             f"model {model!r}: not a fast tokenizer (found {type(tokenizer).__name__}, expected "
-            f"one with a {TOKENIZER_FILE})",
+            f"one with a {_TOKENIZER_FILE})",
             key="model",
         )
     return tokenizer
 
 
-def tokenizer_files(tokenizer: PreTrainedTokenizerFast) -> Mapping[str, str]:
+def _files(tokenizer: PreTrainedTokenizerFast) -> Mapping[str, str]:
     """Return file name -> text of all files for ``AutoTokenizer.from_pretrained``."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -65,7 +86,7 @@ def _require_model(model: str) -> None:
         # transformers would create an empty tokenizer from the model type.
         if any(any(path.glob(pattern)) for pattern in _VOCABULARY_PATTERNS):
             return
-        problem, expected = "contains no tokenizer", f"a {TOKENIZER_FILE}"
+        problem, expected = "contains no tokenizer", f"a {_TOKENIZER_FILE}"
     elif path.is_file():
         problem = "is a file"
     elif path.is_absolute() or model.startswith((".", "~")) or len(path.parts) > 2:

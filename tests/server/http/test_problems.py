@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from mopd_protocol.request_tokenizer import RequestTokenizer
 from mopd_protocol.requests import SequenceRequest
 from mopd_server.app import create_app
 from mopd_server.scoring.service import LARGE_TEXT
@@ -232,7 +233,7 @@ def test_unexpected_error_is_a_500_and_the_next_request_is_scored(
 ) -> None:
     teacher = teacher_of_family("qwen")
     with monkeypatch.context() as patch:
-        patch.setattr(getattr(teacher, owner), method, fail)
+        patch.setattr(type(getattr(teacher, owner)), method, fail)
         response = post(teacher.app, BODY)
         assert "RuntimeError" in problem(response, 500, code)["detail"]
         assert not re.search("secret|opt|Traceback", response.text)
@@ -329,7 +330,7 @@ def test_probes_are_not_delayed_by_the_tokenization_of_megabytes(
             loop.call_soon_threadsafe(started.set)
             return tokenize(request)
 
-        monkeypatch.setattr(teacher.tokenizer, "tokenize", observed)
+        monkeypatch.setattr(RequestTokenizer, "tokenize", lambda _, each: observed(each))
         request = asyncio.create_task(post_async(teacher.app, {"sequences": [sequence]}))
         await started.wait()
         probes = 0
@@ -355,7 +356,7 @@ def test_large_texts_are_tokenized_sequentially_and_do_not_delay_small_ones(
             assert gate.wait(timeout=300), "the gate is closed after a failed test"
         return tokenize(sequence)
 
-    monkeypatch.setattr(teacher.tokenizer, "tokenize", blocked)
+    monkeypatch.setattr(RequestTokenizer, "tokenize", lambda _, each: blocked(each))
 
     async def scenario() -> list[httpx.Response]:
         def request(name: str, **fields: Any) -> "asyncio.Task[httpx.Response]":

@@ -13,6 +13,7 @@ from mopd_server.engines.base import Engine, EngineCrashError, EngineDescription
 from mopd_server.scoring.batching import Batcher
 from mopd_server.scoring.self_check import TOLERANCES, SelfCheckError, check_engine
 from mopd_server.scoring.service import TeacherService
+from mopd_server.scoring.tokenizer_loading import ServedTokenizer
 from mopd_server.service_error import ServiceError
 from mopd_server.settings import TeacherSettings
 from tests.server.tiny_teachers import TinyTeacher
@@ -144,7 +145,9 @@ def test_sequences_of_the_check_fit_the_model(longest: int, qwen_teacher: TinyTe
 
 def service_with(teacher: TinyTeacher, fault: Fault) -> TeacherService:
     settings = TeacherSettings(model="tiny", name="faulty")
-    return TeacherService(teacher.tokenizer, FaultyEngine(teacher.engine, fault), settings)
+    return TeacherService(
+        ServedTokenizer(teacher.tokenizer, {}), FaultyEngine(teacher.engine, fault), settings
+    )
 
 
 def test_faulty_teacher_never_becomes_ready(qwen_teacher: TinyTeacher) -> None:

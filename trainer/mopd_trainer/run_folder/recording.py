@@ -19,9 +19,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from mopd_client.score_store import ScoreKey, Shard, load_shard
-from mopd_client.tokenizers.teacher import TeacherTokenizer, teacher_tokenizer
+from mopd_client.tokenizers.teacher import teacher_tokenizer
 from mopd_protocol.errors import CheckpointError
 from mopd_protocol.manifest import Manifest
+from mopd_protocol.request_tokenizer import TeacherTokenizer
 from mopd_protocol.requests import LogprobsRequest
 from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.runtime.atomic_file import remove_leftovers, replacing

@@ -12,12 +12,12 @@ from mopd_client.services.expectation import Expectation
 from mopd_client.services.mopd import MopdService
 from mopd_client.services.vllm import VllmService
 from mopd_client.teacher_client import TeacherClient
-from mopd_client.tokenizers.teacher import TeacherTokenizer
 from mopd_losses.projection.cache import ProjectionCache
 from mopd_losses.projection.matrix import ProjectionMatrix
 from mopd_losses.projection.sides import find_projection
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.manifest import Manifest
+from mopd_protocol.request_tokenizer import TeacherTokenizer
 from mopd_trainer.config.teacher import ScoreCacheConfig, TeacherConfig
 from mopd_trainer.student.identity import StudentIdentity
 from mopd_trainer.teachers.local.client import LocalTeacher, TeacherLock

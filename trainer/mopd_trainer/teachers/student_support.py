@@ -12,7 +12,6 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_client.tokenizers.sequence_tokens import completion_tokens
 from mopd_losses.alignment.byte_alignment import align
 from mopd_losses.projection.matrix import ProjectionMatrix
 from mopd_protocol.errors import DataError, TeacherError
@@ -71,7 +70,7 @@ def _projected_rows(
 ) -> list[list[int]]:
     """Return one row per token of the teacher's tokenization."""
     try:
-        completion = completion_tokens(teacher.name, teacher.tokenizer, teacher_input.request)
+        completion = teacher.tokenizer.completion(teacher_input.request)
     except TeacherError:
         return []  # the teacher rejects the request with the same reason
     alignment = align(teacher_input.completion, completion)

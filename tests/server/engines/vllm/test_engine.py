@@ -22,8 +22,7 @@ from mopd_server.engines.base import AsyncEngine, EngineCrashError, EngineTimes,
 from mopd_server.engines.registry import load_engine
 from mopd_server.engines.transformers import TransformersEngine
 from mopd_server.scoring.service import TeacherService
-from mopd_server.scoring.tokenization import RequestTokenizer
-from mopd_server.scoring.tokenizer_loading import load_tokenizer
+from mopd_server.scoring.tokenizer_loading import ServedTokenizer, load_tokenizer
 from mopd_server.settings import TeacherSettings
 from tests import tiny_models
 from tests.server.tiny_teachers import get, post, problem, scores_of
@@ -93,8 +92,8 @@ def pair(model_folder: Path) -> Iterator[Pair]:
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         patch.setenv("HF_HUB_OFFLINE", "1")
         both = [TeacherSettings(engine=name, **settings) for name in ("vllm", "transformers")]
-        tokenizer = RequestTokenizer(load_tokenizer(both[0]))
-        vllm, transformers = (load_engine(each, tokenizer.table) for each in both)
+        tokenizer = ServedTokenizer.of(load_tokenizer(both[0]))
+        vllm, transformers = (load_engine(each, tokenizer.requests.table) for each in both)
         assert isinstance(vllm, AsyncEngine)
         assert isinstance(transformers, TransformersEngine)
         services = (
@@ -104,7 +103,7 @@ def pair(model_folder: Path) -> Iterator[Pair]:
         for service in services:
             service.warm_up()
             assert service.ready, service.failure
-        yield Pair(vllm, transformers, *services, np.flatnonzero(tokenizer.table.present))
+        yield Pair(vllm, transformers, *services, np.flatnonzero(tokenizer.requests.table.present))
         services[0].close()
 
 

@@ -272,7 +272,7 @@ def test_no_weights_are_loaded_without_a_task(folders: dict[str, Path]) -> None:
     ("fields", "message"),
     [
         ({"candidate_ids": [[5]]}, r"candidate_ids: .*\(found 1, expected"),
-        ({"completion": None, "completion_token_ids": [10**6]}, "id 1000000"),
+        ({"completion": None, "completion_token_ids": [10**6]}, "found 1000000"),
         ({"completion": None, "completion_token_ids": [5, 0], "finished": True}, "already ends"),
     ],
 )

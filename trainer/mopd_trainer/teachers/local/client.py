@@ -7,17 +7,14 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from http import HTTPStatus
-
-import numpy as np
 
 from mopd_client.services.expectation import Expectation
-from mopd_client.tokenizers.sequence_tokens import SequenceTokens, require_length, sequence_tokens
-from mopd_client.tokenizers.teacher import TeacherTokenizer
+from mopd_client.tokenizers.teacher import rejections_of
 from mopd_client.transport.counters import Counters
 from mopd_losses.topk.full_vocabulary import HiddenScore
-from mopd_protocol.errors import DataError, TeacherError
+from mopd_protocol.errors import TeacherError
 from mopd_protocol.manifest import Manifest
+from mopd_protocol.request_tokenizer import TeacherTokenizer, TokenizedSequence
 from mopd_protocol.requests import LogprobsDtype, SequenceRequest
 from mopd_protocol.samples import TeacherScore
 from mopd_trainer.config.teacher import TeacherConfig
@@ -155,17 +152,17 @@ class LocalTeacher:
 
     def _score_calls(self, calls: Sequence[_Call]) -> list[list[TeacherScore] | TeacherError]:
         """Return the scores of each call; an invalid sequence fails only its own call."""
-        tokenized: list[list[SequenceTokens] | TeacherError] = []
+        tokenized: list[list[TokenizedSequence] | TeacherError] = []
         tasks: list[LocalTask] = []
         for call in calls:
             try:
-                tokens = [self._tokens(sequence) for sequence in call.sequences]
-                new_tasks = [self._task(*pair) for pair in zip(call.sequences, tokens, strict=True)]
+                with rejections_of(self.name):
+                    tokens = [self._tokens(sequence) for sequence in call.sequences]
             except TeacherError as error:
                 tokenized.append(error)
             else:
                 tokenized.append(tokens)
-                tasks += new_tasks
+                tasks += [_task(sequence) for sequence in tokens]
         assert self._lock.models is not None  # loaded before the first step
         scores = iter(self._lock.models.score(self.name, tasks, calls[0].options))
         return [
@@ -173,38 +170,19 @@ class LocalTeacher:
             for each in tokenized
         ]
 
-    def _tokens(self, sequence: SequenceRequest) -> SequenceTokens:
+    def _tokens(self, sequence: SequenceRequest) -> TokenizedSequence:
         assert self._identity is not None
-        tokens = sequence_tokens(self.name, self._identity.tokenizer, sequence)
-        require_length(self.name, tokens, self._identity.manifest)
+        tokens = self._identity.tokenizer.tokenize(sequence)
+        tokens.require_length(self._identity.manifest.max_model_len)
         return tokens
 
-    def _task(self, sequence: SequenceRequest, tokens: SequenceTokens) -> LocalTask:
-        assert self._identity is not None
-        rows = sequence.candidate_ids
-        if rows is not None:
-            try:
-                for row in rows:
-                    self._identity.tokenizer.table.require_known(np.array(row, dtype=np.int64))
-            except DataError as error:
-                raise self._bad_request(f"candidate_ids: {error}") from error
-            if len(rows) != len(tokens.completion):
-                raise self._bad_request(
-                    f"candidate_ids: one row per completion token, including the end-of-turn token "
-                    f"(found {len(rows)}, expected {len(tokens.completion)})"
-                )
-            rows = [list(dict.fromkeys(row)) for row in rows]
-        prompt = np.array(tokens.prompt_ids, dtype=np.int32)
-        return LocalTask(prompt, tokens.completion.token_ids, rows)
-
-    def _bad_request(self, reason: str) -> TeacherError:
-        return TeacherError(
-            f"teacher {self.name!r}: invalid request: {reason}", status=HTTPStatus.BAD_REQUEST
-        )
-
-    def _score(self, tokens: SequenceTokens, scored: LocalScore) -> TeacherScore:
+    def _score(self, tokens: TokenizedSequence, scored: LocalScore) -> TeacherScore:
         assert self._identity is not None
         manifest_id = self._identity.manifest.manifest_id
         if scored.hidden is None:
             return TeacherScore(manifest_id, tokens.completion, scored.topk)
         return HiddenScore(manifest_id, tokens.completion, scored.topk, scored.hidden)
+
+
+def _task(tokens: TokenizedSequence) -> LocalTask:
+    return LocalTask(tokens.prompt_ids, tokens.completion.token_ids, tokens.candidate_ids)

@@ -8,9 +8,10 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mopd_client.tokenizers.pretrained import PretrainedTokenizer, load_tokenizer
+from mopd_client.tokenizers.pretrained import load_tokenizer
 from mopd_protocol.errors import ConfigError, MopdError
 from mopd_protocol.manifest import Features, Manifest
+from mopd_protocol.request_tokenizer import RequestTokenizer
 from mopd_protocol.runtime.model_revision import name_of, revision_of
 from mopd_trainer.config.teacher import TeacherConfig
 
@@ -20,7 +21,7 @@ class LocalIdentity:
     """Manifest and tokenizer of a model folder; the manifest id equals that of a service."""
 
     manifest: Manifest
-    tokenizer: PretrainedTokenizer
+    tokenizer: RequestTokenizer
 
     @classmethod
     def read(cls, name: str, config: TeacherConfig, device: str) -> "LocalIdentity":

@@ -35,7 +35,7 @@ class LocalTask:
 
     prompt_ids: IntArray  # [prompt tokens], at least one
     completion_ids: IntArray  # [rows]
-    candidate_ids: list[list[int]] | None = None  # distinct ids, per row
+    candidate_ids: tuple[IntArray, ...] | None = None  # distinct ids, per row
 
     @property
     def input_tokens(self) -> int:
@@ -234,7 +234,7 @@ def _candidates(tasks: Sequence[LocalTask], device: torch.device) -> Tensor | No
     """Return [rows, widest], -1 where missing; None if the teacher chooses its top-k."""
     if tasks[0].candidate_ids is None:
         return None
-    rows = [row for task in tasks for row in task.candidate_ids or []]
+    rows = [row for task in tasks for row in task.candidate_ids or ()]
     padded = np.full((len(rows), max(map(len, rows))), ABSENT_ID, dtype=np.int64)
     for index, row in enumerate(rows):
         padded[index, : len(row)] = row

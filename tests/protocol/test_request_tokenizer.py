@@ -7,16 +7,27 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from mopd_protocol.errors import ConfigError, DataError
+from mopd_protocol.errors import ConfigError, DataError, TeacherError
+from mopd_protocol.request_tokenizer import RequestTokenizer, TokenizedSequence
 from mopd_protocol.requests import SequenceRequest
-from mopd_server.scoring.tokenization import RequestTokenizer, TokenizedSequence
-from mopd_server.scoring.tokenizer_loading import load_tokenizer
-from mopd_server.service_error import ServiceError
-from mopd_server.settings import TeacherSettings
 from tests import tiny_models
-from tests.server.tiny_teachers import TinyTeacher
 
 MESSAGES = [{"role": "user", "content": "3 + 4 ="}]
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> dict[str, RequestTokenizer]:
+    makers = {
+        "qwen": tiny_models.digit_tokenizer,
+        "llama": tiny_models.sentencepiece_tokenizer,
+        "gpt_neox": tiny_models.whole_number_tokenizer,
+    }
+    return {name: RequestTokenizer.wrap(make()) for name, make in makers.items()}
+
+
+@pytest.fixture
+def qwen(tokenizers: dict[str, RequestTokenizer]) -> RequestTokenizer:
+    return tokenizers["qwen"]
 
 
 def tokenize(tokenizer: RequestTokenizer, **sequence: Any) -> TokenizedSequence:
@@ -25,24 +36,24 @@ def tokenize(tokenizer: RequestTokenizer, **sequence: Any) -> TokenizedSequence:
     return tokenizer.tokenize(SequenceRequest(**sequence))
 
 
-def completion_ids(teacher: TinyTeacher, **sequence: Any) -> list[int]:
-    return tokenize(teacher.tokenizer, **sequence).completion.token_ids.tolist()
+def completion_ids(tokenizer: RequestTokenizer, **sequence: Any) -> list[int]:
+    return tokenize(tokenizer, **sequence).completion.token_ids.tolist()
 
 
-def error_of(tokenizer: RequestTokenizer, **sequence: Any) -> ServiceError:
-    with pytest.raises(ServiceError) as caught:
+def error_of(tokenizer: RequestTokenizer, **sequence: Any) -> TeacherError:
+    with pytest.raises(TeacherError) as caught:
         tokenize(tokenizer, **sequence)
     return caught.value
 
 
 def test_messages_are_rendered_with_the_generation_prompt_and_without_a_second_bos(
-    teachers: dict[str, TinyTeacher],
+    tokenizers: dict[str, RequestTokenizer],
 ) -> None:
-    for teacher in teachers.values():
-        controls = teacher.tokenizer.table.controls
-        ids = tokenize(teacher.tokenizer, messages=MESSAGES, completion="7").prompt_ids.tolist()
+    for tokenizer in tokenizers.values():
+        controls = tokenizer.table.controls
+        ids = tokenize(tokenizer, messages=MESSAGES, completion="7").prompt_ids.tolist()
         assert (ids[0], ids[-1]) == (controls["<|user|>"], controls["<|assistant|>"])
-        assert teacher.tokenizer.table.sequence(ids).text.strip() == b"3 + 4 ="
+        assert tokenizer.table.sequence(ids).text.strip() == b"3 + 4 ="
 
 
 @pytest.mark.parametrize("prompt", ["the fox", "the </s> fox", "ends with </s>"])
@@ -53,7 +64,7 @@ def test_eos_added_by_the_tokenizer_is_removed_from_a_prompt(prompt: str) -> Non
         single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
     )
     assert hugging_face(prompt).input_ids == [1, *ids, 2]
-    tokenized = tokenize(RequestTokenizer(hugging_face), prompt=prompt, completion="7")
+    tokenized = tokenize(RequestTokenizer.wrap(hugging_face), prompt=prompt, completion="7")
     assert tokenized.prompt_ids.tolist() == [1, *ids]
 
 
@@ -62,7 +73,7 @@ def test_bos_is_added_to_a_prompt_but_neither_to_messages_nor_to_a_completion() 
     hugging_face.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
     )
-    tokenizer = RequestTokenizer(hugging_face)
+    tokenizer = RequestTokenizer.wrap(hugging_face)
     plain = tokenize(tokenizer, prompt="the fox", completion="7")
     assert plain.prompt_ids.tolist() == hugging_face("the fox").input_ids
     assert plain.prompt_ids[0] == 1
@@ -71,15 +82,17 @@ def test_bos_is_added_to_a_prompt_but_neither_to_messages_nor_to_a_completion() 
     assert 1 not in chat.prompt_ids.tolist()
 
 
-def test_completion_bytes_are_preserved(teachers: dict[str, TinyTeacher]) -> None:
-    for teacher in teachers.values():
+def test_completion_bytes_are_preserved(tokenizers: dict[str, RequestTokenizer]) -> None:
+    for tokenizer in tokenizers.values():
         for text in (" the fox", "the fox", "  7\n", "Grüße 🙂", ""):
-            tokenized = tokenize(teacher.tokenizer, completion=text)
+            tokenized = tokenize(tokenizer, completion=text)
             assert tokenized.completion.text == text.encode()
 
 
-def test_sentencepiece_adds_no_space_to_a_completion(teachers: dict[str, TinyTeacher]) -> None:
-    tokenizer = teachers["llama"].tokenizer
+def test_sentencepiece_adds_no_space_to_a_completion(
+    tokenizers: dict[str, RequestTokenizer],
+) -> None:
+    tokenizer = tokenizers["llama"]
     without = tokenize(tokenizer, completion="fox").completion
     with_space = tokenize(tokenizer, completion=" fox").completion
     assert (without.text, with_space.text) == (b"fox", b" fox")
@@ -90,19 +103,19 @@ def test_sentencepiece_adds_no_space_to_a_completion(teachers: dict[str, TinyTea
 
 
 @pytest.mark.parametrize("text", ["<|end|>", "a<|end|>b", "<|user|>"])
-def test_text_of_a_control_token_remains_text(qwen_teacher: TinyTeacher, text: str) -> None:
-    completion = tokenize(qwen_teacher.tokenizer, completion=text).completion
+def test_text_of_a_control_token_remains_text(qwen: RequestTokenizer, text: str) -> None:
+    completion = tokenize(qwen, completion=text).completion
     assert (completion.text, completion.marks) == (text.encode(), {})
 
 
-def test_control_tokens_are_inserted_between_texts(qwen_teacher: TinyTeacher) -> None:
+def test_control_tokens_are_inserted_between_texts(qwen: RequestTokenizer) -> None:
     parts = ["12", {"control": "<|user|>"}, " the", " fox"]
-    completion = tokenize(qwen_teacher.tokenizer, completion=parts).completion
-    control = qwen_teacher.tokenizer.table.controls["<|user|>"]
+    completion = tokenize(qwen, completion=parts).completion
+    control = qwen.table.controls["<|user|>"]
     position = completion.token_ids.tolist().index(control)
     assert completion.marks == {position: "<|user|>"}
     assert completion.text == b"12 the fox"
-    joined = completion_ids(qwen_teacher, completion=" the fox")
+    joined = completion_ids(qwen, completion=" the fox")
     assert completion.token_ids.tolist()[position + 1 :] == joined  # adjacent texts are joined
 
 
@@ -115,17 +128,17 @@ def test_control_tokens_are_inserted_between_texts(qwen_teacher: TinyTeacher) ->
     ],
 )
 def test_finished_appends_the_end_of_turn(
-    qwen_teacher: TinyTeacher, sequence: dict[str, Any], ids: list[int]
+    qwen: RequestTokenizer, sequence: dict[str, Any], ids: list[int]
 ) -> None:
-    completion = tokenize(qwen_teacher.tokenizer, finished=True, **sequence).completion
-    end = qwen_teacher.tokenizer.table.roles.end_of_turn
+    completion = tokenize(qwen, finished=True, **sequence).completion
+    end = qwen.table.roles.end_of_turn
     assert completion.token_ids.tolist() == [*ids, end]
     assert completion.ends_turn
 
 
-def test_given_ids_are_unchanged_and_candidates_unique(qwen_teacher: TinyTeacher) -> None:
+def test_given_ids_are_unchanged_and_candidates_unique(qwen: RequestTokenizer) -> None:
     tokenized = tokenize(
-        qwen_teacher.tokenizer,
+        qwen,
         prompt_token_ids=[5, 0, 9],
         completion_token_ids=[300, 2],
         candidate_ids=[[4, 4, 9], []],
@@ -137,12 +150,12 @@ def test_given_ids_are_unchanged_and_candidates_unique(qwen_teacher: TinyTeacher
 
 
 def test_empty_prompt_becomes_bos_if_the_tokenizer_has_one(
-    teachers: dict[str, TinyTeacher],
+    tokenizers: dict[str, RequestTokenizer],
 ) -> None:
-    tokenizer = teachers["llama"].tokenizer
+    tokenizer = tokenizers["llama"]
     assert tokenize(tokenizer, prompt="", completion="a").prompt_ids.tolist() == [1]
     for error in (
-        error_of(teachers["qwen"].tokenizer, prompt="", completion="a"),
+        error_of(tokenizers["qwen"], prompt="", completion="a"),
         error_of(tokenizer, prompt_token_ids=[], completion="a"),
     ):
         assert (error.status, error.key) == (400, "prompt")
@@ -158,10 +171,10 @@ def test_empty_prompt_becomes_bos_if_the_tokenizer_has_one(
     ],
 )
 def test_id_outside_the_vocabulary_is_an_error(
-    qwen_teacher: TinyTeacher, field: str, sequence: dict[str, Any], foreign: int
+    qwen: RequestTokenizer, field: str, sequence: dict[str, Any], foreign: int
 ) -> None:
     ids = [[foreign]] if field == "candidate_ids" else [3, foreign]
-    error = error_of(qwen_teacher.tokenizer, **sequence, **{field: ids})
+    error = error_of(qwen, **sequence, **{field: ids})
     assert (error.status, error.key) == (400, field)
     assert str(foreign) in str(error)
     assert "less than 420" in str(error)
@@ -187,27 +200,27 @@ def test_id_outside_the_vocabulary_is_an_error(
     ],
 )
 def test_invalid_sequence_is_an_error_with_field_and_numbers(
-    qwen_teacher: TinyTeacher, sequence: dict[str, Any], status: int, key: str, numbers: str
+    qwen: RequestTokenizer, sequence: dict[str, Any], status: int, key: str, numbers: str
 ) -> None:
-    error = error_of(qwen_teacher.tokenizer, **sequence)
+    error = error_of(qwen, **sequence)
     assert (error.status, error.key) == (status, key)
     assert numbers in str(error)
 
 
 @pytest.mark.parametrize(("field", "text"), [("prompt", "\ud800"), ("completion", "a\ud800")])
-def test_lone_surrogate_is_an_error(qwen_teacher: TinyTeacher, field: str, text: str) -> None:
+def test_lone_surrogate_is_an_error(qwen: RequestTokenizer, field: str, text: str) -> None:
     fields = {"prompt": "a", "completion": "", field: text}
-    with pytest.raises(ServiceError) as caught:
-        qwen_teacher.tokenizer.tokenize(SequenceRequest.model_construct(**fields))
+    with pytest.raises(TeacherError) as caught:
+        qwen.tokenize(SequenceRequest.model_construct(**fields))
     assert (caught.value.status, caught.value.key) == (400, field)
 
 
 def test_messages_without_a_chat_template_are_an_error() -> None:
     hugging_face = tiny_models.digit_tokenizer()
     hugging_face.chat_template = None
-    tokenizer = RequestTokenizer(hugging_face)
-    assert not tokenizer.renders_messages
-    assert tokenizer.template_hash is None
+    tokenizer = RequestTokenizer.wrap(hugging_face)
+    assert not tokenizer.has_chat_template
+    assert tokenizer.chat_template_hash is None
     error = error_of(tokenizer, messages=MESSAGES, completion="7")
     assert (error.status, error.key) == (422, "messages")
 
@@ -219,7 +232,7 @@ def test_roles_unsupported_by_the_template_are_an_error() -> None:
         + tiny_models.CHAT_TEMPLATE
     )
     messages = [{"role": "system", "content": "be brief"}, *MESSAGES]
-    error = error_of(RequestTokenizer(hugging_face), messages=messages, completion="7")
+    error = error_of(RequestTokenizer.wrap(hugging_face), messages=messages, completion="7")
     assert (error.status, error.key) == (422, "messages")
     assert "system, user: no system here" in str(error)
 
@@ -228,7 +241,7 @@ def test_finished_without_an_end_of_turn_token_is_an_error() -> None:
     hugging_face = tiny_models.digit_tokenizer()
     hugging_face.chat_template = None
     hugging_face.eos_token = None
-    error = error_of(RequestTokenizer(hugging_face), prompt="a", completion="b", finished=True)
+    error = error_of(RequestTokenizer.wrap(hugging_face), prompt="a", completion="b", finished=True)
     assert (error.status, error.key) == (422, "finished")
 
 
@@ -236,7 +249,7 @@ def test_template_that_cannot_render_a_conversation_is_a_config_error() -> None:
     hugging_face = tiny_models.digit_tokenizer()
     hugging_face.chat_template = "{{ raise_exception('only tools') }}"
     with pytest.raises(ConfigError) as caught:
-        RequestTokenizer(hugging_face)
+        RequestTokenizer.wrap(hugging_face)
     assert caught.value.key == "chat_template"
     assert "only tools" in str(caught.value)
 
@@ -245,33 +258,4 @@ def test_tokenizer_whose_tokens_have_no_bytes_is_an_error() -> None:
     words = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     with pytest.raises(DataError):
-        RequestTokenizer(PreTrainedTokenizerFast(tokenizer_object=words))
-
-
-@pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "a/b/c"])
-def test_missing_model_folder_is_an_error(model: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_tokenizer(TeacherSettings(model=model))
-    assert caught.value.key == "model"
-    assert f"{model!r}: not found" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("model", "content", "problem"),
-    [
-        (".", None, "contains no tokenizer"),
-        (".", "not JSON", "loading the tokenizer failed"),
-        (".", '{"model": {"type": "of the future"}}', "loading the tokenizer failed"),
-        ("config.json", None, "is a file"),
-    ],
-)
-def test_model_without_a_valid_tokenizer_is_an_error(
-    model: str, content: str | None, problem: str, tmp_path
-) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    if content is not None:
-        (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ConfigError) as caught:
-        load_tokenizer(TeacherSettings(model=str(tmp_path / model)))
-    assert caught.value.key == "model"
-    assert problem in str(caught.value)
+        RequestTokenizer.wrap(PreTrainedTokenizerFast(tokenizer_object=words))
