@@ -1,4 +1,4 @@
-"""Which tokens a loss has compared with the teacher, for ``LossOutput.compared``."""
+"""Tokens that a loss has compared with the teacher, for ``LossOutput.compared``."""
 
 import torch
 from jaxtyping import Bool, Float, Int64

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from mopd_protocol.errors import WeightsError
+from mopd_protocol.request_tokenizer import RequestTokenizer
 from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_server.engines.transformers import load_engine
 from mopd_server.engines.vllm.checkpoint import require_complete_checkpoint
 from mopd_server.main import main
-from mopd_server.scoring.tokenization import RequestTokenizer
 from mopd_server.scoring.tokenizer_loading import load_tokenizer
 from mopd_server.settings import TeacherSettings
 from mopd_trainer.config.student import StudentConfig
@@ -31,7 +31,7 @@ def _settings(folder: Path) -> TeacherSettings:
 
 
 def _table(folder: Path) -> TokenTable:
-    return RequestTokenizer(load_tokenizer(_settings(folder))).table
+    return RequestTokenizer.wrap(load_tokenizer(_settings(folder))).table
 
 
 def _student(folder: Path) -> Student:
