@@ -15,11 +15,10 @@ from typing import Any
 
 import httpx
 import numpy as np
-from transformers import PreTrainedModel
 
+from bench.numerals.accuracy import accuracy
 from bench.numerals.material import model_folder, model_key
 from bench.numerals.pairs import SFT, Pair, loss_settings
-from mopd.demo.accuracy import exact_match
 from mopd.demo.examples import Encoder
 from mopd.demo.tasks import Exercise
 from mopd_client import TeacherClient, TeacherPool
@@ -97,7 +96,7 @@ async def _distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
     held_out = pair.student.task.held_out()
     sampler, order = _sampling(run, student, encoder)
     cache = ProjectionCache()
-    curve = [_point(0, student.model, encoder, held_out, {})]
+    curve = [_point(0, await accuracy(student, held_out), {})]
     seconds = {"collect": 0.0, "update": 0.0}
     since: list[Metrics] = []
     first_loss = math.nan
@@ -123,7 +122,8 @@ async def _distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
             first_loss = updated["loss"] if step == 0 else first_loss
             since.append(updated | measured[_TEACHER].metrics())
             if _is_due(step + 1, run):
-                curve.append(_point(step + 1, student.model, encoder, held_out, _means(since)))
+                share = await accuracy(student, held_out)
+                curve.append(_point(step + 1, share, _means(since)))
                 since = []
             report(step + 1, updated["loss"], curve[-1]["accuracy"])
     return {
@@ -235,14 +235,8 @@ def _is_due(steps_done: int, run: Run) -> bool:
     return steps_done * run.evaluations // steps > (steps_done - 1) * run.evaluations // steps
 
 
-def _point(
-    step: int,
-    model: PreTrainedModel,
-    encoder: Encoder,
-    held_out: Sequence[Exercise],
-    metrics: Metrics,
-) -> dict[str, Any]:
-    return {"step": step, "accuracy": exact_match(model, encoder, held_out), **metrics}
+def _point(step: int, share: float, metrics: Metrics) -> dict[str, Any]:
+    return {"step": step, "accuracy": share, **metrics}
 
 
 def _means(metrics: Sequence[Metrics]) -> Metrics:

@@ -1,5 +1,6 @@
 """Models before distillation: teachers trained on the task, students on its format only."""
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -13,13 +14,14 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
+from bench.numerals.accuracy import accuracy
 from bench.numerals.pairs import Pair, Side
 from mopd.demo import models
-from mopd.demo.accuracy import exact_match
 from mopd.demo.examples import IGNORED, Batch, Encoder, supervised_batch
 from mopd.demo.tasks import Exercise
 from mopd.demo.training import warm_up_and_cosine
 from mopd_protocol import replacing_folder
+from mopd_trainer import Student
 
 Role = Literal["teacher", "student"]
 #: (steps done, steps in all)
@@ -71,11 +73,12 @@ def train_model(pair: Pair, role: Role, seed: int, root: Path, report: Report) -
     encoder = Encoder(tokenizer)
     model = models.build_model(side.family, tokenizer, seed)
     _train(model, encoder, side, role, seed, report)
-    accuracy = exact_match(model, encoder, side.task.held_out())
     with replacing_folder(folder) as unfinished:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
-        (unfinished / _ACCURACY).write_text(f"{accuracy}\n")
+        student = Student(model, tokenizer, torch.device("cpu"))
+        share = asyncio.run(accuracy(student, side.task.held_out()))
+        (unfinished / _ACCURACY).write_text(f"{share}\n")
     return folder
 
 

@@ -20,18 +20,19 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
-from mopd.demo.recipes import STUDENT, WORDS_TEACHER, Recipe
+from mopd.demo.recipes import STUDENT, WORDS_TEACHER
 from mopd.demo.run import (
     EXERCISES,
-    accuracy,
+    accuracies,
     distillation,
     read_journal,
     result_table,
+    write_held_out,
     write_json,
     write_prompts,
 )
 from mopd.demo.services import teacher_services
-from mopd.demo.tasks import draw_training
+from mopd.demo.tasks import draw_training, held_out_exercises
 from mopd.demo.teachers import train_models
 from mopd_trainer import train
 
@@ -127,8 +128,11 @@ def run_pairings(
     trained = train_models(list(recipes.values()), output_dir / "models", console, processes=2)
     folders = {name: trained[recipe.name] for name, recipe in recipes.items()}
     prompts = output_dir / "prompts.jsonl"
-    before = accuracy(recipes["student"], folders["student"], "words", seed, exercises)
-    console.print(f"models: {time.perf_counter() - started:.0f} s; student accuracy {before:.1%}")
+    console.print(f"models: {time.perf_counter() - started:.0f} s")
+    held_out = write_held_out(
+        output_dir / "held-out.jsonl", held_out_exercises("words", exercises, seed)
+    )
+    evaluation = {"every": steps, "sets": {"words": held_out | {"samples": 0}}}
     results: list[PairingResult] = []
     with teacher_services(
         {name: folders[name] for name in ("own", "other")}, output_dir / "logs"
@@ -146,12 +150,14 @@ def run_pairings(
                 _run(
                     pairing,
                     folder,
-                    {"prompts": prompts, "student": folders["student"], "teachers": teachers},
-                    recipes["student"],
-                    before=before,
+                    {
+                        "prompts": prompts,
+                        "student": folders["student"],
+                        "teachers": teachers,
+                        "evaluation": evaluation,
+                    },
                     steps=steps,
                     seed=seed,
-                    exercises=exercises,
                 )
             )
     console.print(_table(results))
@@ -168,26 +174,24 @@ def _run(
     pairing: Pairing,
     folder: Path,
     parts: Mapping[str, Any],
-    student: Recipe,
     *,
-    before: float,
     steps: int,
     seed: int,
-    exercises: int,
 ) -> PairingResult:
     """Distil one pairing and measure the student."""
     shutil.rmtree(folder, ignore_errors=True)
     config = distillation(folder, **parts, steps=steps, seed=seed)
     started = time.perf_counter()
-    final = train(config)
+    train(config)
     seconds = time.perf_counter() - started
-    journal = read_journal(folder)
+    before, *journal = read_journal(folder)
     losses = [step["loss"] for step in journal[-_LAST_STEPS:]]
+    accuracy = accuracies([before, *journal], "words")
     return PairingResult(
         pairing=pairing.name,
         losses=", ".join(loss["type"] for loss in pairing.losses.values()),
-        accuracy_before=before,
-        accuracy_after=accuracy(student, final, "words", seed, exercises),
+        accuracy_before=accuracy[0],
+        accuracy_after=accuracy[steps],
         loss=sum(losses) / len(losses),
         seconds=round(seconds, 1),
         tokens=round(sum(step["tokens/trained"] for step in journal)),

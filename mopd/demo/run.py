@@ -13,13 +13,17 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM
 
-from mopd.demo.accuracy import exact_match
-from mopd.demo.examples import Encoder
-from mopd.demo.recipes import RECIPES, Recipe
+from mopd.demo.recipes import RECIPES
 from mopd.demo.services import teacher_services
-from mopd.demo.tasks import TASKS, Exercise, TaskName, draw_training, held_out_exercises
+from mopd.demo.tasks import (
+    MAX_COMPLETION_TOKENS,
+    TASKS,
+    Exercise,
+    TaskName,
+    draw_training,
+    held_out_exercises,
+)
 from mopd.demo.teachers import train_models
 from mopd_losses import described
 from mopd_protocol import replacing
@@ -32,18 +36,22 @@ PROMPTS: Mapping[TaskName, int] = {"sums": 6_000, "words": 2_000}
 #: Sums improve after 200 to 400 steps, by seed and processor: after 500 steps one seed had reached
 #: 46 % and another 94 %.
 STEPS = 800
+#: Steps between evaluations.
+EVALUATION_STEPS = 100
 #: One direction of the KL per teacher.
 DIVERGENCES = {"sums": "forward_kl", "words": "reverse_kl"}
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """One row of the table: shares of held-out exercises with an exact match."""
+    """One row of the table: shares of held-out exercises with an exact match, greedy."""
 
     loss: str
     teacher_accuracy: float
     student_before: float
     student_after: float
+    curve: Mapping[int, float]
+    """Steps -> the student's accuracy."""
     scored_tokens_per_second: float
     """Teacher tokens divided by the seconds of scoring requests."""
 
@@ -59,6 +67,14 @@ def run_demo(output_dir: Path, *, seed: int, steps: int | None, console: Console
     models_done = time.perf_counter()
     console.print("[bold]2. Distillation: the student samples, both teachers score over HTTP")
     run_folder = output_dir / "distillation"
+    sets = {
+        task: {
+            **write_held_out(output_dir / f"held-out-{task}.jsonl", exercises),
+            "teachers": [task],
+        }
+        for task in TASKS
+        for exercises in [held_out_exercises(task, EXERCISES, seed)]
+    }
     shutil.rmtree(run_folder, ignore_errors=True)
     prompts = output_dir / "prompts.jsonl"
     random = Random(seed)
@@ -78,26 +94,16 @@ def run_demo(output_dir: Path, *, seed: int, steps: int | None, console: Console
             },
             steps=steps or STEPS,
             seed=seed,
+            evaluation={"every": EVALUATION_STEPS, "teachers": True, "sets": sets},
         )
         final = train(config)
-    distilled = time.perf_counter()
-    console.print(f"[bold]3. Exact match on {EXERCISES} held-out exercises per task, greedy")
-    rates = _scoring_rates(read_journal(run_folder))
-    results: dict[TaskName, TaskResult] = {
-        task: TaskResult(
-            loss=described(config.teachers[task].loss),
-            teacher_accuracy=accuracy(teacher, folders[teacher.name], task, seed),
-            student_before=accuracy(student, folders[student.name], task, seed),
-            student_after=accuracy(student, final, task, seed),
-            scored_tokens_per_second=round(rates[task], 1),
-        )
-        for task, teacher in zip(TASKS, (sums, words), strict=True)
-    }
     ended = time.perf_counter()
+    console.print(f"[bold]3. Exact match on {EXERCISES} held-out exercises per task, greedy")
+    journal = read_journal(run_folder)
+    results: dict[TaskName, TaskResult] = {task: _result(task, config, journal) for task in TASKS}
     seconds = {
         "models": models_done - started,
-        "distillation": distilled - models_done,
-        "evaluation": ended - distilled,
+        "distillation": ended - models_done,
         "total": ended - started,
     }
     console.print(_table(results))
@@ -115,8 +121,8 @@ def run_demo(output_dir: Path, *, seed: int, steps: int | None, console: Console
     console.print(
         f"seed {seed}, {config.max_steps} steps of {config.rollout.prompts_per_step} completions, "
         f"{seconds['total']:.0f} s ({seconds['models']:.0f} models, "
-        f"{seconds['distillation']:.0f} distillation, {seconds['evaluation']:.0f} evaluation); "
-        f"results in {summary}, student in {final}",
+        f"{seconds['distillation']:.0f} distillation with evaluation); results in {summary}, "
+        f"student in {final}",
         soft_wrap=True,
     )
 
@@ -129,6 +135,7 @@ def distillation(
     teachers: Mapping[str, Mapping[str, Any]],
     steps: int,
     seed: int,
+    evaluation: Mapping[str, Any],
 ) -> RunConfig:
     """Return a run with the demo's sizes and learning rate."""
     values: dict[str, Any] = {
@@ -151,6 +158,7 @@ def distillation(
         },
         "rollout": {"prompts_per_step": 64, "max_new_tokens": 12, "generation_batch_size": 32},
         "teachers": {name: {"top_k": 16, **settings} for name, settings in teachers.items()},
+        "evaluation": evaluation,
     }
     return RunConfig.model_validate(values)
 
@@ -165,6 +173,20 @@ def write_prompts(path: Path, routed: Iterable[tuple[Exercise, str | Mapping[str
         temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def write_held_out(path: Path, exercises: Iterable[Exercise]) -> dict[str, Any]:
+    """Save exercises as JSON lines; return the settings of an evaluation set of them."""
+    lines = ({"prompt": each.prompt, "completion": each.completion} for each in exercises)
+    with replacing(path) as temporary:
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return {"prompts": path, "answer_key": "completion", "max_new_tokens": MAX_COMPLETION_TOKENS}
+
+
+def accuracies(journal: Iterable[Mapping[str, float]], name: str) -> dict[int, float]:
+    """Return steps -> greedy accuracy on an evaluation set."""
+    key = f"evaluation/{name}/accuracy"
+    return {int(line["step"]): line[key] for line in journal if key in line}
+
+
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Save values as indented JSON."""
     with replacing(path) as temporary:
@@ -176,22 +198,20 @@ def read_journal(run_folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_folder / "journal.jsonl").read_text().splitlines()]
 
 
-def accuracy(
-    recipe: Recipe, folder: Path, task: TaskName, seed: int, exercises: int = EXERCISES
-) -> float:
-    """Return the exact-match accuracy of a model folder on held-out exercises."""
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    return exact_match(
-        model, Encoder(recipe.tokenizer()), held_out_exercises(task, exercises, seed)
+def _result(task: TaskName, config: RunConfig, journal: list[dict[str, float]]) -> TaskResult:
+    curve = accuracies(journal, task)
+    tokens, seconds = (
+        sum(line.get(f"teacher/{task}/{name}", 0.0) for line in journal)
+        for name in ("scored_tokens", "score_seconds_total")
     )
-
-
-def _scoring_rates(steps: list[dict[str, float]]) -> dict[TaskName, float]:
-    return {
-        task: sum(step[f"teacher/{task}/scored_tokens"] for step in steps)
-        / sum(step[f"teacher/{task}/score_seconds_total"] for step in steps)
-        for task in TASKS
-    }
+    return TaskResult(
+        loss=described(config.teachers[task].loss),
+        teacher_accuracy=journal[0][f"evaluation/{task}/teacher/{task}/accuracy"],
+        student_before=curve[0],
+        student_after=curve[config.max_steps],
+        curve=curve,
+        scored_tokens_per_second=round(tokens / seconds, 1),
+    )
 
 
 def _table(results: Mapping[TaskName, TaskResult]) -> Table:

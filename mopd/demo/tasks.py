@@ -14,6 +14,8 @@ from mopd_protocol import DataError, Message
 TaskName = Literal["sums", "words"]
 TASKS: tuple[TaskName, ...] = ("sums", "words")
 
+#: A completion without an end of turn after this many tokens is wrong.
+MAX_COMPLETION_TOKENS = 24
 #: Addends: they and all sums have two digits.
 NUMBERS = range(10, 50)
 WORDS_PER_LIST = 4

@@ -65,6 +65,7 @@ async def test_steps_are_begun_as_far_ahead_as_is_allowed_and_no_further(
     further = max_staleness + (on_stale == "drop")
     config = rules(max_staleness, on_stale)
     async with run_pipeline(writer.collect, writer.push, config, range(3, 13)) as ahead:
+        ahead.start()
         for step in range(3, 7):
             await until_idle()
             assert {step for step, _ in writer.begun} == set(range(3, step + further + 1))
@@ -119,6 +120,7 @@ async def test_what_is_too_old_is_dropped_and_counted() -> None:
 async def test_a_step_of_which_nothing_is_left_is_written_again() -> None:
     writer = Writer()
     async with run_pipeline(writer.collect, writer.push, rules(1, "drop"), range(3)) as ahead:
+        ahead.start()
         await until_idle()  # all three steps are written with the first weights
         for step in range(2):
             await ahead.collect(step)

@@ -7,6 +7,7 @@ from mopd_protocol.runtime.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from mopd_trainer.api import check, report, train
     from mopd_trainer.collection import collect
+    from mopd_trainer.config.evaluation import EvaluationConfig, EvaluationSetConfig
     from mopd_trainer.config.loading import load_run
     from mopd_trainer.config.rollout import RolloutConfig
     from mopd_trainer.config.run import RunConfig
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from mopd_trainer.data.packing import MicroBatch, TeacherPart, micro_batch, pack
     from mopd_trainer.data.prompts import PromptOrder
     from mopd_trainer.data.teacher_input import text_view
+    from mopd_trainer.evaluation.models import StudentModel
+    from mopd_trainer.evaluation.results import evaluate_set
+    from mopd_trainer.evaluation.sets import EvaluationSet
     from mopd_trainer.inspection.alignment import align
     from mopd_trainer.metrics.table import metric_rows
     from mopd_trainer.rollouts.transformers_sampler import Sampler
@@ -28,6 +32,9 @@ else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
+            "EvaluationConfig": "config.evaluation",
+            "EvaluationSet": "evaluation.sets",
+            "EvaluationSetConfig": "config.evaluation",
             "Learner": "training.learner",
             "MicroBatch": "data.packing",
             "PromptOrder": "data.prompts",
@@ -38,6 +45,7 @@ else:
             "Student": "student.student",
             "StudentConfig": "config.student",
             "StudentIdentity": "student.identity",
+            "StudentModel": "evaluation.models",
             "Teacher": "teachers.connect",
             "TeacherConfig": "config.teacher",
             "TeacherPart": "data.packing",
@@ -46,6 +54,7 @@ else:
             "check": "api",
             "collect": "collection",
             "connect_teachers": "teachers.connect",
+            "evaluate_set": "evaluation.results",
             "load_run": "config.loading",
             "metric_rows": "metrics.table",
             "micro_batch": "data.packing",
@@ -58,6 +67,9 @@ else:
     )
 
 __all__ = [
+    "EvaluationConfig",
+    "EvaluationSet",
+    "EvaluationSetConfig",
     "Learner",
     "MicroBatch",
     "PromptOrder",
@@ -68,6 +80,7 @@ __all__ = [
     "Student",
     "StudentConfig",
     "StudentIdentity",
+    "StudentModel",
     "Teacher",
     "TeacherConfig",
     "TeacherPart",
@@ -76,6 +89,7 @@ __all__ = [
     "check",
     "collect",
     "connect_teachers",
+    "evaluate_set",
     "load_run",
     "metric_rows",
     "micro_batch",

@@ -119,8 +119,10 @@ def _load(
     require_trainer_extra()
     from mopd_trainer.config.loading import load_run
     from mopd_trainer.data.prompts import read_prompts
+    from mopd_trainer.evaluation.sets import read_sets
 
     config = load_run(run, overrides, **settings)
+    read_sets(config.evaluation)
     return config, read_prompts(config.data, config.scoring_teachers)
 
 

@@ -23,8 +23,9 @@ async def train(
     """Run a distillation; return the folder of the trained student.
 
     Each step samples completions, scores them with their teachers, aligns the tokens, packs
-    micro-batches, updates the student, logs, saves a checkpoint if one is due, and pushes the
-    weights to the sampler. With ``max_staleness`` the next steps are sampled and scored meanwhile.
+    micro-batches, updates the student, evaluates it if due, logs, saves a checkpoint if one is due,
+    and pushes the weights to the sampler. With ``max_staleness`` the next steps are sampled and
+    scored meanwhile.
 
     Every rank runs this loop. Rank 0 samples, scores, logs and saves; all ranks update, and gather
     the weights and optimizer state that rank 0 needs. Weights are pushed last, so that a failing
@@ -42,11 +43,13 @@ async def train(
             current step is completed, or abandoned if it has not changed any weight.
     """
     async with open_run(config, console, prompts=prompts, ranks=ranks, workers=workers) as run:
+        await run.evaluate(run.first_step)
         for step in range(run.first_step, config.max_steps):
             examples, dropped = await run.collect(step)  # sample, score, align
             run.record(step, examples)
             micro_batches, tokens = await run.pack(examples)
             update = await run.update(micro_batches, step=step, tokens=tokens, dropped=dropped)
+            await run.evaluate(step + 1)
             run.log(step, examples, update, tokens=tokens, dropped=dropped)
             if run.is_checkpoint_due(step + 1):
                 await run.save_checkpoint(step + 1)

@@ -14,6 +14,7 @@ from mopd_trainer.config.run import RunConfig
 from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.data.packing import MicroBatch, pack, split
 from mopd_trainer.distributed.process_group import Ranks
+from mopd_trainer.evaluation.schedule import RunEvaluation
 from mopd_trainer.interruption import Interruption, Stopped
 from mopd_trainer.metrics.step_metrics import LossMeasurements, Metrics
 from mopd_trainer.metrics.timers import StepTimer
@@ -40,6 +41,7 @@ class Coordinator:
     recorder: Recorder | None
     log: StepLog
     checkpoints: CheckpointManager
+    evaluation: RunEvaluation
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +108,31 @@ class Run:
             return await asyncio.to_thread(
                 self.learner.update, micro_batches, tokens=tokens, step=step, dropped=dropped
             )
+
+    async def evaluate(self, steps: int) -> None:
+        """Evaluate the weights after ``steps`` steps, if due.
+
+        A signal cancels the evaluation; the resumed run repeats it.
+
+        Raises:
+            MopdError: when sampling or a teacher fails.
+        """
+        if self.config.evaluation is None:
+            return
+        coordinator = self.coordinator
+        due = coordinator is not None and coordinator.evaluation.is_due(steps)
+        if not await asyncio.to_thread(self.ranks.broadcast, due):
+            return
+        await asyncio.to_thread(self.student.gather)
+        if coordinator is None:
+            return
+        with suppress(Stopped):
+            with self.timer.phase("evaluate"):
+                evaluating = coordinator.evaluation.evaluate(steps)
+                metrics = await self.interruption.cancel_on_signal(evaluating)
+            if steps == self.first_step:
+                self.timer.pop()  # not part of a step
+            coordinator.log.add_evaluation(steps, metrics)
 
     def log(
         self,

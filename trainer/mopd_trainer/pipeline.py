@@ -25,19 +25,27 @@ Push = Callable[[int], Awaitable[None]]
 
 
 class Pipeline:
-    """Collect steps in order, at most as far ahead of the pushed weights as the settings allow."""
+    """Collect steps in order, at most as far ahead of the pushed weights as the settings allow.
 
-    def __init__(
-        self, collect: Collect, push: Push, config: RolloutConfig, *, version: int
-    ) -> None:
+    The weights of the first step are pushed already.
+    """
+
+    def __init__(self, collect: Collect, push: Push, config: RolloutConfig, steps: range) -> None:
         self._collect = collect
         self._push = push
         self._max_staleness = config.max_staleness
         self._steps_ahead = config.max_staleness + (config.on_stale == "drop")
-        self._version = version
+        self._version = steps.start
         self._pushed = asyncio.Event()
         self._started: asyncio.Queue[asyncio.Task[Collected]] = asyncio.Queue()
         self._tasks: set[asyncio.Task[Collected]] = set()
+        self._steps = steps
+        self._running: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start to collect in the background, at the latest with the first ``collect``."""
+        if self._running is None:
+            self._running = asyncio.create_task(self._run())
 
     async def push_weights(self, version: int) -> None:
         """Push the weights after ``version`` steps; later steps are collected with these weights.
@@ -55,6 +63,7 @@ class Pipeline:
         Raises:
             MopdError: from collecting the step, possibly in an exception group.
         """
+        self.start()
         examples, dropped = await (await self._started.get())
         fresh = [
             example
@@ -70,9 +79,9 @@ class Pipeline:
         examples, dropped_again = await self._collect(step, asyncio.Event())
         return examples, _sums(dropped, dropped_again)
 
-    async def run(self, steps: range) -> None:
+    async def _run(self) -> None:
         """Start collecting the steps, each after the previous one is sampled."""
-        for step in steps:
+        for step in self._steps:
             while step - self._version > self._steps_ahead:
                 self._pushed.clear()
                 await self._pushed.wait()
@@ -85,6 +94,9 @@ class Pipeline:
 
     async def cancel(self) -> None:
         """Cancel the steps that are still being collected."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -94,14 +106,11 @@ class Pipeline:
 async def run_pipeline(
     collect: Collect, push: Push, config: RolloutConfig, steps: range
 ) -> AsyncGenerator[Pipeline]:
-    """Collect these steps in the background; all tasks are cancelled on exit."""
-    pipeline = Pipeline(collect, push, config, version=steps.start)
-    running = asyncio.create_task(pipeline.run(steps))
+    """Open a pipeline of these steps; all its tasks are cancelled on exit."""
+    pipeline = Pipeline(collect, push, config, steps)
     try:
         yield pipeline
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
         await pipeline.cancel()
 
 

@@ -22,6 +22,10 @@ from mopd_trainer.config.loading import write_resolved
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.data.prompts import PromptOrder, read_prompts
 from mopd_trainer.distributed.process_group import Ranks
+from mopd_trainer.evaluation.models import StudentModel
+from mopd_trainer.evaluation.schedule import RunEvaluation
+from mopd_trainer.evaluation.sets import EvaluationSet, read_sets
+from mopd_trainer.evaluation.teacher_model import TeacherModel
 from mopd_trainer.interruption import Interruption
 from mopd_trainer.metrics.timers import StepTimer
 from mopd_trainer.phases import Coordinator, Run
@@ -56,6 +60,7 @@ class _Inputs:
     projections: ProjectionCache
     replay: Replay | None
     teachers: dict[str, Teacher]
+    sets: Sequence[EvaluationSet]
 
 
 @asynccontextmanager
@@ -115,6 +120,7 @@ async def _open_inputs(
 ) -> _Inputs:
     prompts = read_prompts(config.data, config.scoring_teachers) if prompts is None else prompts
     require_packages(config)
+    sets = read_sets(config.evaluation)
     identity = RunIdentity.of(config, prompts)
     stack.enter_context(run_lock(config.output_dir))
     checkpoint = starting_checkpoint(config, identity)
@@ -124,7 +130,7 @@ async def _open_inputs(
     pool = teacher_pool(teachers, config.score_cache, lock=lock, device=device)
     await stack.enter_async_context(pool)
     projections = ProjectionCache(config.projection_folder)
-    return _Inputs(prompts, identity, checkpoint, pool, lock, projections, None, {})
+    return _Inputs(prompts, identity, checkpoint, pool, lock, projections, None, {}, sets)
 
 
 async def _connect(config: RunConfig, inputs: _Inputs, student: Student, console: Console) -> None:
@@ -240,7 +246,7 @@ async def _open_coordinator(
         shuffle=config.data.shuffle,
     )
     scorer = RolloutScorer(inputs.pool, inputs.teachers, student.table)
-    source = await stack.enter_async_context(
+    source, generator = await stack.enter_async_context(
         open_source(config, student, version=first_step, workers=workers)
     )
 
@@ -264,4 +270,23 @@ async def _open_coordinator(
 
     log = StepLog(config, console, first_step=first_step, counters=counters, workers=workers)
     stack.enter_context(log)
-    return Coordinator(pipeline, inputs.replay, recorder, log, checkpoints)
+    evaluation = RunEvaluation(
+        config,
+        inputs.sets,
+        StudentModel(student, generator),
+        _evaluated_teachers(config, inputs),
+        log.evaluations(),
+    )
+    return Coordinator(pipeline, inputs.replay, recorder, log, checkpoints, evaluation)
+
+
+def _evaluated_teachers(config: RunConfig, inputs: _Inputs) -> dict[str, TeacherModel]:
+    names = {name for each in inputs.sets for name in config.evaluated_teachers(each.name)}
+    return {
+        name: TeacherModel(
+            inputs.pool.client(name),
+            inputs.teachers[name].tokenizer.table,
+            max_top_k=inputs.teachers[name].manifest.max_top_k,
+        )
+        for name in sorted(names)
+    }

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 
@@ -17,6 +17,7 @@ from mopd_trainer.metrics.step_metrics import (
     teacher_metrics,
 )
 from mopd_trainer.metrics.timers import StepTimer
+from mopd_trainer.reporting.evaluation_text import evaluation_lines
 from mopd_trainer.reporting.progress import RunProgress
 from mopd_trainer.rollouts.remote_sampler import RolloutWorkers
 from mopd_trainer.run_folder.journal import Journal
@@ -43,7 +44,10 @@ class StepLog:
         workers: RolloutWorkers | None,
     ) -> None:
         self._config = config
+        self._console = console
         self._counters = counters
+        self._first_step = first_step
+        self._evaluation: Metrics = {}  # of the step that is written next
         self._workers = workers
         self._journal = Journal(
             config.output_dir,
@@ -54,6 +58,25 @@ class StepLog:
         self._progress = RunProgress(
             console, name=config.exp_name, done=first_step, total=config.max_steps
         )
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Return the evaluations of earlier parts of the run, as lines of the journal."""
+        return self._journal.evaluations()
+
+    def add_evaluation(self, steps: int, metrics: Metrics) -> None:
+        """Write the evaluation after ``steps`` steps with the metrics of its step; before the first
+        step of this part of the run, in a separate line."""
+        if steps > self._first_step:
+            self._evaluation = metrics
+            return
+        self._counters()  # requests to evaluate teachers are not part of a step
+        self._journal.write(steps, metrics)
+        self._print_evaluation(steps, metrics)
+
+    def _print_evaluation(self, steps: int, metrics: Metrics) -> None:
+        for line in evaluation_lines(metrics):
+            text = f"evaluation after step {steps}  {line}"
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def write(
         self,
@@ -75,7 +98,7 @@ class StepLog:
         metrics |= teacher_metrics(examples, losses, self._counters())
         if self._workers is not None:
             metrics["rollout/worker_restarts"] = float(self._workers.take_restarts())
-        metrics |= timer.pop()
+        metrics |= timer.pop() | self._evaluation
         self._journal.write(step + 1, metrics)
         is_logged = (step + 1) % config.logging_steps == 0 or step + 1 == config.max_steps
         if is_logged or step == 0:
@@ -85,6 +108,8 @@ class StepLog:
                 token_losses = {n: loss.per_example.get(index) for n, loss in losses.items()}
                 self._journal.write_completion(step + 1, example, token_losses)
         self._progress.advance(step + 1, metrics, show=is_logged)
+        self._print_evaluation(step + 1, self._evaluation)
+        self._evaluation = {}
         return metrics
 
     def flush(self) -> None:

@@ -9,7 +9,6 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from mopd.demo.accuracy import exact_match
 from mopd.demo.examples import IGNORED, Encoder, supervised_batch
 from mopd.demo.model_folder import is_cached
 from mopd.demo.models import build_model
@@ -190,8 +189,7 @@ def test_a_trained_model_is_saved_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     encoder = Encoder(AutoTokenizer.from_pretrained(folder))
     assert encoder.table.fingerprint == Encoder(TINY.tokenizer()).table.fingerprint
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    assert exact_match(model, encoder, held_out_exercises("sums", 8, seed=0)) <= 1.0
+    assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size >= encoder.table.size
 
 
 def test_a_failed_save_leaves_no_partial_folder(

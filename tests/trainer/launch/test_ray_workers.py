@@ -69,11 +69,11 @@ class Crashing(RayWorkers):
 
     requests = 0
 
-    async def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Any:
+    async def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> Any:
         self.requests += 1
         if self.requests == 6:
             os.kill(await self._actors[0].process_id.remote(), signal.SIGKILL)
-        return await super().generate(prompts, seed=seed)
+        return await super().generate(prompts, **options)
 
 
 def run_with(config: RunConfig, workers: RayWorkers, name: str) -> Path:

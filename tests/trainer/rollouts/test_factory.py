@@ -39,13 +39,13 @@ def config_of(**changes: dict[str, Any]) -> RunConfig:
     ],
 )
 async def test_the_data_settings_choose_the_source(data: dict[str, Any], kind: type) -> None:
-    async with open_source(config_of(data=data), student_of()) as source:
+    async with open_source(config_of(data=data), student_of()) as (source, _):
         assert type(source) is kind
 
 
 async def test_no_engine_is_started_for_reference_answers() -> None:
     config = config_of(data={"source": "answers"}, rollout={"engine": "vllm"})
-    async with open_source(config, student_of()) as source:
+    async with open_source(config, student_of()) as (source, _):
         assert type(source) is ReferenceCompletions
 
 
@@ -69,7 +69,7 @@ class ToyEngine:
         self._ending = student.table.roles.ending[0]
         self.calls: list[str] = []
 
-    async def generate(self, prompt_ids: Sequence[int], *, seed: int) -> Generation:
+    async def generate(self, prompt_ids: Sequence[int], **options: Any) -> Generation:
         self.calls.append("generate")
         return Generation([self._ending], [0.0])
 
@@ -93,7 +93,7 @@ async def test_an_engine_needs_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     rollout = config.rollout.model_copy(update={"engine": "toy"})
     config = config.model_copy(update={"rollout": rollout})
     prompts = [Prompt(index=0, messages=MESSAGES, teachers={"math": 1.0})]
-    async with open_source(config, student_of()) as source:
+    async with open_source(config, student_of()) as (source, _):
         batches = [batch async for batch in source.sample(prompts, step=0)]
     assert [len(batch.rollouts) for batch in batches] == [1]
     assert engines[0].calls == ["push_weights", "generate", "close"]

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from mopd_losses.config import ON_SAMPLES, K2Config, K3Config, PolicyGradientConfig
 from mopd_trainer.config.data import DataConfig
+from mopd_trainer.config.evaluation import EvaluationConfig, EvaluationSetConfig
 from mopd_trainer.config.resources import ResourcesConfig
 from mopd_trainer.config.rollout import RolloutConfig, VllmConfig
 from mopd_trainer.config.settings import Incidental, Settings, invalid
@@ -22,6 +23,8 @@ from mopd_trainer.config.teacher import (
 
 __all__ = [
     "DataConfig",
+    "EvaluationConfig",
+    "EvaluationSetConfig",
     "LoggingConfig",
     "LoraConfig",
     "ResourcesConfig",
@@ -75,10 +78,12 @@ class RunConfig(Settings):
     """Number of most recent checkpoints to keep; 0 or ``null``: all. One more exists while a
     checkpoint is being saved."""
     best_checkpoint_metric: Incidental[str | None] = None
-    """Metric of the journal (``loss``, ``teacher/math/loss_per_token``). The checkpoint with the
-    best mean of the metric since the previous checkpoint is kept too."""
-    best_checkpoint_mode: Incidental[Literal["min", "max"]] = "min"
-    """Direction of ``best_checkpoint_metric``."""
+    """Metric of the journal (``evaluation/sums/accuracy``, ``loss``). The checkpoint with the best
+    mean of the metric since the previous checkpoint (of an evaluation: with the best last value) is
+    kept too."""
+    best_checkpoint_mode: Incidental[Literal["min", "max"] | None] = None
+    """Direction of ``best_checkpoint_metric``. Default: ``max`` for an evaluation, except for
+    ``bits_per_byte``; else ``min``."""
     logging_steps: Incidental[int] = Field(default=1, ge=1)
     """Steps between lines on the console."""
     resume_from_checkpoint: Incidental[bool | Path] = False
@@ -107,6 +112,8 @@ class RunConfig(Settings):
     """Sampling."""
     teachers: dict[str, TeacherConfig]
     """Teachers by name; ``{}`` for plain SFT."""
+    evaluation: Incidental[EvaluationConfig | None] = None
+    """Held-out prompts that the student completes during the run. Default: no evaluation."""
     logging: Incidental[LoggingConfig] = LoggingConfig()
     """Logs, trackers and recordings."""
     resources: Incidental[ResourcesConfig | None] = None
@@ -257,6 +264,31 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _validate_evaluation(self) -> "RunConfig":
+        sets = {} if self.evaluation is None else self.evaluation.sets
+        metric = self.best_checkpoint_metric or ""
+        if metric.startswith("evaluation/") and metric.split("/")[1] not in sets:
+            raise invalid(
+                "best_checkpoint_metric",
+                f"unknown evaluation set (found {metric.split('/')[1]!r}, expected "
+                f"{' or '.join(sorted(sets)) or 'an evaluation section'})",
+            )
+        for name in sets:
+            for teacher in self.evaluated_teachers(name):
+                key = f"evaluation.sets.{name}.teachers"
+                if teacher not in self.contacted_teachers:
+                    known = ", ".join(sorted(self.contacted_teachers)) or "no teacher"
+                    problem = f"unknown teacher (found {teacher!r}, expected {known})"
+                    raise invalid(key, problem)
+                if self.teachers[teacher].support == "full":
+                    raise invalid(
+                        key,
+                        f"teacher {teacher!r} has support 'full' and cannot generate. Name the "
+                        "other teachers in evaluation.teachers, or set it to false.",
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _validate_replay(self) -> "RunConfig":
         if self.replay is not None and self.logging.record:
             raise invalid(
@@ -288,6 +320,20 @@ class RunConfig(Settings):
     def contacted_teachers(self) -> dict[str, TeacherConfig]:
         """Teachers that receive requests; empty for plain SFT and for a replay."""
         return self.scoring_teachers if self.replay is None else {}
+
+    def evaluated_teachers(self, name: str) -> tuple[str, ...]:
+        """Return the teachers that are evaluated on a set of ``evaluation.sets``."""
+        if self.evaluation is None:
+            return ()
+        return self.evaluation.teachers_of(name, tuple(self.contacted_teachers))
+
+    @property
+    def maximizes_best_metric(self) -> bool:
+        """True if a larger ``best_checkpoint_metric`` is better."""
+        metric = self.best_checkpoint_metric or ""
+        if self.best_checkpoint_mode is None:
+            return metric.startswith("evaluation/") and not metric.endswith("bits_per_byte")
+        return self.best_checkpoint_mode == "max"
 
     @property
     def projection_folder(self) -> Path:

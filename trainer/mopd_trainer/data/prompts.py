@@ -22,11 +22,14 @@ TEACHER_KEYS = ("teacher", "data_source", "tag", "dataset")
 JSON = dict[str, Any]
 
 
-def read_prompts(config: DataConfig, teachers: Iterable[str]) -> list[Prompt]:
+def read_prompts(
+    config: DataConfig, teachers: Iterable[str], *, keep_lines: bool = False
+) -> list[Prompt]:
     """Load the prompts of a JSONL file; with ``on_bad_line: skip``, invalid lines are dropped.
 
     Args:
         teachers: names of the scoring teachers; empty for plain SFT.
+        keep_lines: keep each complete line as the prompt's metadata.
 
     Raises:
         DataError: for a missing or empty file, and for an invalid line: no JSON object, no prompt,
@@ -44,7 +47,7 @@ def read_prompts(config: DataConfig, teachers: Iterable[str]) -> list[Prompt]:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
-                    prompts.append(_prompt(line, len(prompts), config, known))
+                    prompts.append(_prompt(line, len(prompts), config, known, keep_lines))
                 except _LineError as error:
                     where = f"{path}:{number}"
                     errors.append(DataError(f"{where}: {error}", key=where))
@@ -92,11 +95,13 @@ class _LineError(ValueError):
     """An invalid line."""
 
 
-def _prompt(line: bytes, index: int, config: DataConfig, known: Sequence[str]) -> Prompt:
+def _prompt(
+    line: bytes, index: int, config: DataConfig, known: Sequence[str], keep_line: bool
+) -> Prompt:
     values = _parse(line)
     messages, reference = _messages_and_reference(values, config)
-    metadata: JSON = {}
-    if config.answer_key is not None and config.answer_key in values:
+    metadata: JSON = values if keep_line else {}
+    if not keep_line and config.answer_key is not None and config.answer_key in values:
         metadata = {"answer": values[config.answer_key]}
     return Prompt(
         index=index,

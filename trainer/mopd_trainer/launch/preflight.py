@@ -12,6 +12,7 @@ from mopd_trainer.config.extras import require_packages
 from mopd_trainer.config.fingerprint import RunIdentity
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.data.prompts import read_prompts
+from mopd_trainer.evaluation.sets import read_sets
 from mopd_trainer.reporting.plan import describe_plan
 from mopd_trainer.run_folder.replay import Replay
 from mopd_trainer.run_folder.retention import starting_checkpoint
@@ -33,6 +34,7 @@ async def check_run(
     """
     prompts = read_prompts(config.data, config.scoring_teachers) if prompts is None else prompts
     require_packages(config)
+    read_sets(config.evaluation)
     identity = RunIdentity.of(config, prompts)
     checkpoint = starting_checkpoint(config, identity)
     expected = checkpoint.manifest_ids if checkpoint else {}

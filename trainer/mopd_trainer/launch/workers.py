@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from mopd_protocol.errors import MopdError
-from mopd_trainer.config.run import RunConfig
+from mopd_trainer.config.run import RolloutConfig, RunConfig
 from mopd_trainer.launch.actors import one_line
 from mopd_trainer.rollouts.engine import worker_concurrency
 
@@ -47,7 +47,12 @@ class _Worker:
         return os.getpid()
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], seed: int, version: int, weights: Sequence[Any]
+        self,
+        prompts: Sequence[Sequence[int]],
+        seed: int,
+        version: int,
+        weights: Sequence[Any],
+        settings: RolloutConfig | None,
     ) -> "list[Generation]":
         """See ``RolloutWorker``.
 
@@ -60,7 +65,9 @@ class _Worker:
         async def fetch() -> "Weights":
             return await weights[0]
 
-        return await self._worker.generate(prompts, seed=seed, version=version, weights=fetch)
+        return await self._worker.generate(
+            prompts, seed=seed, version=version, weights=fetch, settings=settings
+        )
 
 
 def worker_actor(config: RunConfig, options: Mapping[str, Any]) -> Any:
@@ -96,7 +103,11 @@ class RayWorkers:
         self._weights = (version, await asyncio.to_thread(ray.put, weights))
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], *, seed: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        seed: int,
+        settings: RolloutConfig | None = None,
     ) -> "tuple[list[Generation], int]":
         """See ``RolloutWorkers``."""
         weights: tuple[int, Any] | None = None
@@ -111,7 +122,7 @@ class RayWorkers:
             life = self._lives[worker]
             try:
                 generations: list[Any] = await self._actors[worker].generate.remote(
-                    prompts, seed, version, [reference]
+                    prompts, seed, version, [reference], settings
                 )
             except RayTaskError as error:
                 if isinstance(error.cause, MopdError):

@@ -54,6 +54,8 @@ _RUN = {
     "time/score": ("s", "time with scoring in progress"),
     "time/wait": ("s", "time with scoring but no sampling in progress"),
     "time/train": ("s", "time of the update"),
+    "time/evaluate": ("s", "time of an evaluation, in the step after whose update it is made"),
+    "time/evaluate_share": (_SHARE, "time of the evaluation since the end of the previous one"),
     "time/push": ("s", "time to push the weights to the sampler, in the step after the update"),
     "time/step": ("s", "time since the previous step"),
     "time/hidden_share": (_SHARE, "scoring time that overlaps with sampling"),
@@ -105,10 +107,37 @@ _TEACHER = {
 }
 
 
+_EVALUATION = {
+    "accuracy": (_SHARE, "mean score of the greedy completions"),
+    "accuracy_low": (_SHARE, "lower bound of the 95 % interval of the accuracy (Wilson)"),
+    "accuracy_high": (_SHARE, "upper bound of the 95 % interval of the accuracy (Wilson)"),
+    "tokens_mean": ("tokens", "mean length of a greedy completion"),
+    "finished_share": (_SHARE, "greedy completions finished with an ending token"),
+    "sampled_accuracy": (_SHARE, "mean score of the sampled completions"),
+    "sampled_accuracy_low": (_SHARE, "lower bound of its interval; a prompt is one trial"),
+    "sampled_accuracy_high": (_SHARE, "upper bound of its interval; a prompt is one trial"),
+    "sampled_tokens_mean": ("tokens", "mean length of a sampled completion"),
+    "sampled_finished_share": (_SHARE, "sampled completions finished with an ending token"),
+    "pass_at_{k}": (_SHARE, "probability that one of k samples has score 1, unbiased estimate"),
+    "bits_per_byte": ("bits/byte", "negative log-likelihood of the reference answers"),
+    "source/{source}/accuracy": (_SHARE, "accuracy on the lines of a data source"),
+    "source/{source}/sampled_accuracy": (_SHARE, "sampled accuracy on the lines of a data source"),
+    "source/{source}/bits_per_byte": ("bits/byte", "bits per byte on the lines of a data source"),
+    "gap_closed/{teacher}": (
+        _SHARE,
+        "(student - before) / (teacher - before), of accuracy or bits per byte",
+    ),
+    "sampled_gap_closed/{teacher}": (_SHARE, "the same of the sampled accuracy"),
+    "teacher/{teacher}/{metric}": ("", "a metric above of a teacher, in the first evaluation"),
+}
+
+
 def metric_rows() -> Iterator[MetricRow]:
     """Yield every row, in the order of the documentation."""
     for name, (unit, meaning) in _RUN.items():
         yield MetricRow(name, unit, meaning)
+    for name, (unit, meaning) in _EVALUATION.items():
+        yield MetricRow(f"evaluation/{{set}}/{name}", unit, meaning)
     for name, (unit, meaning) in _TEACHER.items():
         yield MetricRow(f"teacher/{{teacher}}/{name}", unit, meaning)
 

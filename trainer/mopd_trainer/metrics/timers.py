@@ -8,7 +8,7 @@ from typing import Literal
 
 from mopd_trainer.metrics.step_metrics import Metrics, ratio
 
-Phase = Literal["sample", "score", "train", "push"]
+Phase = Literal["sample", "score", "train", "evaluate", "push"]
 
 
 class StepTimer:
@@ -44,12 +44,14 @@ class StepTimer:
         seconds, self._seconds = self._seconds, defaultdict[frozenset[Phase], float](float)
         scoring = _total(seconds, "score")
         waiting = sum(s for p, s in seconds.items() if "score" in p and "sample" not in p)
+        evaluating = _total(seconds, "evaluate")
         return {
             "time/sample": _total(seconds, "sample"),
             "time/score": scoring,
             "time/wait": waiting,
             "time/train": _total(seconds, "train"),
             "time/push": _total(seconds, "push"),
+            **({"time/evaluate": evaluating} if evaluating else {}),
             "time/step": sum(seconds.values()),
             "time/hidden_share": 1 - ratio(waiting, scoring),
         }

@@ -5,6 +5,7 @@ readable without a network: no scripts, no libraries.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 
 from mopd_protocol.errors import ConfigError, DiskError
 from mopd_protocol.runtime.atomic_file import replacing
+from mopd_trainer.evaluation.metric_names import PREFIX
 from mopd_trainer.reporting.completions_html import Line, completions_page, completions_style
+from mopd_trainer.reporting.evaluation_text import evaluation_lines
 from mopd_trainer.reporting.line_chart import COLOURS, Curve, line_chart
 from mopd_trainer.run_folder.journal import COMPLETIONS, JOURNAL
 
@@ -35,6 +38,12 @@ _RUN_CHARTS = {
         "time/train",
         "time/push",
     ),
+}
+#: Title of a chart -> last parts of an evaluation's key; one curve per set and part.
+_EVALUATION_CHARTS = {
+    "evaluation: accuracy": ("accuracy", "sampled_accuracy"),
+    "evaluation: share of the gap to the teacher that is closed": ("gap_closed",),
+    "evaluation: bits per byte of the reference answers": ("bits_per_byte",),
 }
 #: Title of a chart -> last part of a teacher's key; one curve per teacher.
 _TEACHER_CHARTS = {
@@ -112,11 +121,13 @@ def _page(run: Path, journal: Sequence[Line], completions: Sequence[Line], damag
     config = run / "config.yaml"
     settings = escape(config.read_text(encoding="utf-8")) if config.is_file() else ""
     body = [
-        f"<h1>{name}</h1><p>{len(journal):,} steps, up to step {journal[-1]['step']:,}.</p>",
+        f"<h1>{name}</h1><p>{len({line['step'] for line in journal} - {0}):,} steps, up to step "
+        f"{journal[-1]['step']:,}.</p>",
         damage,
         "<section>",
         *_charts(journal, keys),
         "</section>",
+        _evaluation_table(journal),
         _teachers_table(journal, keys),
         _dropped_table(journal, keys),
         completions_page(completions),
@@ -128,6 +139,16 @@ def _page(run: Path, journal: Sequence[Line], completions: Sequence[Line], damag
 
 
 def _charts(journal: Sequence[Line], keys: Sequence[str]) -> Iterable[str]:
+    evaluations = [line for line in journal if any(key.startswith(PREFIX) for key in line)]
+    for heading, parts in _EVALUATION_CHARTS.items():
+        names = [
+            key
+            for key in keys
+            for part in parts
+            if re.fullmatch(rf"{PREFIX}[^/]+/{part}(/.+)?", key)
+        ]
+        curves = {name.removeprefix(PREFIX): _curve(evaluations, name) for name in names}
+        yield _chart(heading, curves)
     for heading, names in _RUN_CHARTS.items():
         yield _chart(heading, {key: _curve(journal, key) for key in names if key in keys})
     for heading, last in _TEACHER_CHARTS.items():
@@ -154,6 +175,17 @@ def _teachers(keys: Sequence[str]) -> list[str]:
     # A teacher's name may contain a slash; the metric after it does not.
     names = (key.removeprefix("teacher/") for key in keys if key.startswith("teacher/"))
     return [*dict.fromkeys(name.rsplit("/", 1)[0] for name in names)]
+
+
+def _evaluation_table(journal: Sequence[Line]) -> str:
+    """Return the last evaluation of each model: the student, and the teachers."""
+    last: dict[str, tuple[int, str]] = {}
+    for line in journal:
+        for text in evaluation_lines(line):
+            model, _, results = text.partition(": ")
+            last[model] = (line["step"], results)
+    rows = [[model, f"{step:,}", results] for model, (step, results) in last.items()]
+    return _table("Evaluation", ("model", "after step", "results"), rows) if rows else ""
 
 
 def _teachers_table(journal: Sequence[Line], keys: Sequence[str]) -> str:

@@ -21,8 +21,14 @@ if TYPE_CHECKING:
 class GenerationEngine(Protocol):
     """Sample with the weights that were pushed last."""
 
-    async def generate(self, prompt_ids: Sequence[int], *, seed: int) -> "Generation":
-        """Return one completion; a function of prompt, seed and weights."""
+    async def generate(
+        self, prompt_ids: Sequence[int], *, seed: int, settings: RolloutConfig | None = None
+    ) -> "Generation":
+        """Return one completion; a function of prompt, seed, settings and weights.
+
+        Args:
+            settings: default: those of the run.
+        """
         ...
 
     async def push_weights(self) -> None:

@@ -10,6 +10,7 @@ from mopd_trainer.data.seeds import derived_seed
 from mopd_trainer.rollouts.engine import GenerationEngine
 from mopd_trainer.rollouts.prompt_encoder import EncodedPrompt, PromptEncoder
 from mopd_trainer.rollouts.source import CompletionBatch
+from mopd_trainer.student.generation import Generation
 from mopd_trainer.student.student import Student
 
 
@@ -57,6 +58,18 @@ class EngineSampler:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], settings: RolloutConfig, *, seed: int
+    ) -> list[Generation]:
+        """See ``CompletionGenerator``; each completion has its seed."""
+        async with self._lock:
+            return await asyncio.gather(
+                *[
+                    self._engine.generate(ids, seed=derived_seed(seed, place), settings=settings)
+                    for place, ids in enumerate(prompts)
+                ]
+            )
 
     async def push_weights(self, version: int) -> None:
         """See ``CompletionSource``."""

@@ -10,9 +10,11 @@ from mopd_trainer.rollouts.engine import configured_engine
 from mopd_trainer.rollouts.engine_sampler import EngineSampler
 from mopd_trainer.rollouts.reference_completions import ReferenceCompletions
 from mopd_trainer.rollouts.remote_sampler import RolloutWorkers, WorkerEngine, WorkerSampler
-from mopd_trainer.rollouts.source import CompletionSource, Mixture
+from mopd_trainer.rollouts.source import CompletionGenerator, CompletionSource, Mixture
 from mopd_trainer.rollouts.transformers_sampler import Sampler
 from mopd_trainer.student.student import Student
+
+_Sampler = Sampler | WorkerSampler | EngineSampler
 
 
 @asynccontextmanager
@@ -22,8 +24,9 @@ async def open_source(
     *,
     version: int = 0,
     workers: RolloutWorkers | None = None,
-) -> AsyncGenerator[CompletionSource]:
-    """Open the sampler, the data's reference answers, or a mixture of both.
+) -> AsyncGenerator[tuple[CompletionSource, CompletionGenerator]]:
+    """Open the sampler, the data's reference answers, or a mixture of both; and the generator of
+    completions for an evaluation, which is the sampler, or the student if the run has no sampler.
 
     Args:
         version: steps behind the student's weights.
@@ -40,19 +43,21 @@ async def open_source(
         scored=config.scores_reference_answers,
     )
     if not config.samples_rollouts:  # nor does a replay, which needs no engine
-        yield references
+        rollout = config.rollout.model_copy(update={"max_staleness": 0})
+        yield references, Sampler(student, rollout, seed=config.seed)
         return
     async with _open_sampler(config, student, version, workers) as sampler:
         if share == 1:
-            yield sampler
+            yield sampler, sampler
         else:
-            yield Mixture(sampler, references, rollout_share=share, seed=config.seed)
+            mixture = Mixture(sampler, references, rollout_share=share, seed=config.seed)
+            yield mixture, sampler
 
 
 @asynccontextmanager
 async def _open_sampler(
     config: RunConfig, student: Student, version: int, workers: RolloutWorkers | None
-) -> AsyncGenerator[CompletionSource]:
+) -> AsyncGenerator[_Sampler]:
     rollout, seed = config.rollout, config.seed
     row = configured_engine(rollout)
     if row is None:

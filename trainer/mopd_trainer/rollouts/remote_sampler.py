@@ -28,12 +28,19 @@ class RolloutWorkers(Protocol):
         ...
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], *, seed: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        seed: int,
+        settings: RolloutConfig | None = None,
     ) -> tuple[list[Generation], int]:
         """Return a completion per prompt, and the version of the weights used.
 
-        A function of prompts, seed and weights, also when a worker crashes and the batch is
-        retried.
+        A function of prompts, seed, settings and weights, also when a worker crashes and the batch
+        is retried.
+
+        Args:
+            settings: default: those of the run.
 
         Raises:
             MopdError: when no worker is left.
@@ -87,6 +94,23 @@ class WorkerSampler:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], settings: RolloutConfig, *, seed: int
+    ) -> list[Generation]:
+        """See ``CompletionGenerator``: batches and seeds of ``Sampler``."""
+        size = settings.generation_batch_size
+        batches = await asyncio.gather(
+            *[
+                self._workers.generate(
+                    prompts[place : place + size],
+                    seed=derived_seed(seed, place),
+                    settings=settings,
+                )
+                for place in range(0, len(prompts), size)
+            ]
+        )
+        return [generation for generations, _ in batches for generation in generations]
+
     async def push_weights(self, version: int) -> None:
         """See ``CompletionSource``; batches in progress keep the weights they started with."""
         await push_to_workers(self._workers, self._student, version)
@@ -121,9 +145,12 @@ class WorkerEngine:
         self._student = student
         self._version = version
 
-    async def generate(self, prompt_ids: Sequence[int], *, seed: int) -> Generation:
+    async def generate(
+        self, prompt_ids: Sequence[int], *, seed: int, settings: RolloutConfig | None = None
+    ) -> Generation:
         """See ``GenerationEngine``."""
-        (generation,), _ = await self._workers.generate([prompt_ids], seed=seed)
+        call = self._workers.generate([prompt_ids], seed=seed, settings=settings)
+        (generation,), _ = await call
         return generation
 
     async def push_weights(self) -> None:

@@ -9,6 +9,8 @@ from typing import Protocol
 import numpy as np
 
 from mopd_protocol.samples import Prompt, Rollout
+from mopd_trainer.config.rollout import RolloutConfig
+from mopd_trainer.student.generation import Generation
 
 _MIXTURE = 1  # seed offset: keeps the mixture's RNG stream independent of prompt shuffling
 
@@ -22,6 +24,23 @@ class CompletionBatch:
 
     place: int
     rollouts: list[Rollout]
+
+
+class CompletionGenerator(Protocol):
+    """Generate completions with the sampler's weights, outside the steps of a run."""
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], settings: RolloutConfig, *, seed: int
+    ) -> list[Generation]:
+        """Return one completion per prompt, given in the student's tokens.
+
+        A function of prompts, settings, seed and weights; later steps do not depend on it.
+        """
+        ...
+
+    async def push_weights(self, version: int) -> None:
+        """See ``CompletionSource``."""
+        ...
 
 
 class CompletionSource(Protocol):

@@ -11,6 +11,7 @@ from mopd_trainer.config.run import RolloutConfig
 from mopd_trainer.data.seeds import derived_seed
 from mopd_trainer.rollouts.prompt_encoder import PromptEncoder
 from mopd_trainer.rollouts.source import CompletionBatch
+from mopd_trainer.student.generation import Generation
 from mopd_trainer.student.student import Student
 
 
@@ -60,6 +61,22 @@ class Sampler:
             async with self._lock:
                 rollouts = await asyncio.to_thread(self.sample_batch, part, step=step, batch=batch)
             yield CompletionBatch(place, rollouts)
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], settings: RolloutConfig, *, seed: int
+    ) -> list[Generation]:
+        """See ``CompletionGenerator``: batch by batch."""
+        size = settings.generation_batch_size
+        generations: list[Generation] = []
+        for place in range(0, len(prompts), size):
+            async with self._lock:
+                generations += await asyncio.to_thread(
+                    self._student.generate,
+                    prompts[place : place + size],
+                    settings,
+                    seed=derived_seed(seed, place),
+                )
+        return generations
 
     async def push_weights(self, version: int) -> None:
         """See ``CompletionSource``."""

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 
-from mopd_trainer.config.run import RunConfig
+from mopd_trainer.config.run import RolloutConfig, RunConfig
 from mopd_trainer.config.teacher import student_topk
 from mopd_trainer.rollouts.engine import configured_engine
 from mopd_trainer.rollouts.remote_sampler import Weights
@@ -44,12 +44,14 @@ class RolloutWorker:
         seed: int,
         version: int,
         weights: Callable[[], Awaitable[Weights]],
+        settings: RolloutConfig | None = None,
     ) -> list[Generation]:
         """Return one completion per prompt.
 
         Args:
             version: of the weights to sample with.
             weights: fetches these weights; called if the version differs from the loaded one.
+            settings: default: those of the run.
         """
         async with self._lock:
             if version != self._version:
@@ -58,8 +60,12 @@ class RolloutWorker:
                     await self._engine.push_weights()
                 self._version = version
         if self._engine is not None:
-            return [await self._engine.generate(ids, seed=seed) for ids in prompts]
-        return self._student.generate(prompts, self._settings, seed=seed, keep_topk=self._keep_topk)
+            return [
+                await self._engine.generate(ids, seed=seed, settings=settings) for ids in prompts
+            ]
+        return self._student.generate(
+            prompts, settings or self._settings, seed=seed, keep_topk=self._keep_topk
+        )
 
     def close(self) -> None:
         """Close the engine, if there is one."""

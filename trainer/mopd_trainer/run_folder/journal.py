@@ -73,6 +73,11 @@ class Journal:
         for tracker in self._trackers:
             tracker.log(step, measured)
 
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Return the lines with metrics of an evaluation."""
+        lines = Path(self._journal.name).read_bytes().splitlines()
+        return [json.loads(line) for line in lines if b'"evaluation/' in line]
+
     def write_completion(
         self,
         step: int,

@@ -126,7 +126,10 @@ class CheckpointManager:
         name = self._config.best_checkpoint_metric
         if name is not None and not self._metric_values:
             logger.warning("metric %r was not measured since the last checkpoint", name)
-        return mean(self._metric_values) if self._metric_values else None
+        values = self._metric_values
+        if name is not None and name.startswith("evaluation/"):
+            values = values[-1:]  # of the checkpoint's weights, or of the closest before
+        return mean(values) if values else None
 
     def _prune(self) -> None:
         if not self._config.keep_checkpoints:
@@ -139,7 +142,7 @@ class CheckpointManager:
                 remove_folder(folder)
 
     def _best(self, folders: list[Path]) -> Path | None:
-        sign = 1 if self._config.best_checkpoint_mode == "min" else -1
+        sign = -1 if self._config.maximizes_best_metric else 1
         candidates: list[tuple[float, Path]] = []
         for folder in folders:
             try:

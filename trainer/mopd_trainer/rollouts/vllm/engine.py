@@ -104,9 +104,11 @@ class VllmEngine:
             self.close()
             raise
 
-    async def generate(self, prompt_ids: Sequence[int], *, seed: int) -> Generation:
+    async def generate(
+        self, prompt_ids: Sequence[int], *, seed: int, settings: RolloutConfig | None = None
+    ) -> Generation:
         """See ``GenerationEngine``."""
-        return await self._in_loop(self._generate(prompt_ids, seed))
+        return await self._in_loop(self._generate(prompt_ids, seed, settings))
 
     async def push_weights(self) -> None:
         """See ``GenerationEngine``; also resets vLLM's prefix cache.

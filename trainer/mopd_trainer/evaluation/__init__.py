@@ -1,0 +1,1 @@
+"""Evaluation on held-out prompts: sets, graders, statistics, the student and its teachers."""
