@@ -30,9 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console()
     pairs = [shortened(PAIRS[name], options.steps, options.model_steps) for name in options.pairs]
     folders = Folders(options.runs)
-    runs = _runs(pairs, options.losses, options.seeds, options.evaluations)
+    runs = runs_by_seed(pairs, options.losses, options.seeds, options.evaluations)
     results = run_all(runs, folders, console, options.processes)
-    teachers = {p.name: held_out_accuracy(p, "teacher", 0, folders.models) for p in pairs}
+    teachers = {
+        pair.name: held_out_accuracy(side, "teacher", 0, folders.models)["greedy"]
+        for pair in pairs
+        for side in pair.teachers.values()
+    }
     results_summary = summary(results, pairs, teachers)
     for pair in pairs:
         console.print(table(results_summary, pair.name))
@@ -43,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(f"curves and bars in {picture}", soft_wrap=True)
 
 
-def _runs(pairs: Sequence[Pair], losses: Sequence[str], seeds: int, evaluations: int) -> list[Run]:
+def runs_by_seed(
+    pairs: Sequence[Pair], losses: Sequence[str], seeds: int, evaluations: int
+) -> list[Run]:
     """List the runs seed by seed, so that an interruption leaves complete seeds."""
     return [
         Run(pair, loss, seed, evaluations)
@@ -67,14 +73,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=3, help="students a loss (default: 3)")
     parser.add_argument(
         "--losses",
-        type=_Names(LOSSES),
+        type=NameList(LOSSES),
         default=LOSSES,
         metavar="A,B",
         help=f"of {', '.join(LOSSES)} (default: all, where a pair can have them)",
     )
     parser.add_argument(
         "--pairs",
-        type=_Names(tuple(PAIRS)),
+        type=NameList(tuple(PAIRS)),
         default=tuple(PAIRS),
         metavar="A,B",
         help=f"of {', '.join(PAIRS)} (default: all)",
@@ -99,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Names:
+class NameList:
     """Parser of comma-separated names."""
 
     def __init__(self, known: Sequence[str]) -> None:

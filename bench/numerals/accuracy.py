@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from mopd.demo.tasks import MAX_COMPLETION_TOKENS, Exercise
+from mopd.demo.tasks import Exercise
 from mopd_protocol import Prompt
 from mopd_trainer import (
     EvaluationSet,
@@ -16,9 +16,9 @@ from mopd_trainer import (
 )
 
 
-async def accuracy(student: Student, exercises: Sequence[Exercise]) -> float:
+async def accuracy(student: Student, exercises: Sequence[Exercise], max_new_tokens: int) -> float:
     """Return the share of exercises whose greedy completion is correct and ends its turn."""
-    rollout = RolloutConfig(max_new_tokens=MAX_COMPLETION_TOKENS)
+    rollout = RolloutConfig(max_new_tokens=max_new_tokens)
     model = StudentModel(student, Sampler(student, rollout, seed=0))
     prompts = [
         Prompt(index=index, messages=exercise.messages, teachers={})

@@ -1,13 +1,13 @@
-"""One run: a warm student, one teacher, one loss, with its accuracy curve on held-out exercises.
+"""One run: a warm student, its teachers, one loss, with accuracy curves on held-out exercises.
 
-Everything between prompt and optimizer step is the trainer's code. The teacher is the real service,
+Everything between prompt and optimizer step is the trainer's code. A teacher is the real service,
 called by the real client in this process instead of over a socket.
 """
 
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +17,13 @@ import httpx
 import numpy as np
 
 from bench.numerals.accuracy import accuracy
-from bench.numerals.material import model_folder, model_key
-from bench.numerals.pairs import SFT, Pair, loss_settings
+from bench.numerals.material import Role, model_folder, model_key
+from bench.numerals.pairs import SFT, Pair, Side, loss_settings
 from mopd.demo.examples import Encoder
 from mopd.demo.tasks import Exercise
 from mopd_client import TeacherClient, TeacherPool
 from mopd_losses import Loss, ProjectionCache, SftLoss, build_loss
-from mopd_protocol import Prompt, Rollout
+from mopd_protocol import Prompt, Rollout, replacing_folder
 from mopd_server import TeacherService, TeacherSettings, create_app
 from mopd_trainer import (
     Learner,
@@ -35,18 +35,17 @@ from mopd_trainer import (
     StudentConfig,
     Teacher,
     TeacherConfig,
+    TrainingExample,
     collect,
     connect_teachers,
     pack,
 )
+from mopd_trainer.metrics.step_metrics import LossMeasurements
 
 Metrics = dict[str, float]
 
 PROMPTS_PER_STEP = 64
 _WARM_UP_STEPS = 20
-_TEACHER = "teacher"
-_ADDRESS = "http://teacher"
-
 #: Progress callback: steps done, loss in nats per student token, last accuracy.
 Report = Callable[[int, float, float], None]
 
@@ -68,11 +67,25 @@ class Run:
         return f"{self.pair.name}-{self.loss}-seed{self.seed}-steps{self.pair.steps}"
 
     @property
+    def teachers(self) -> Mapping[str, Side]:
+        """The run's teachers by name."""
+        return self.pair.teachers_of(self.loss)
+
+    @property
+    def models(self) -> list[tuple[Side, Role, int]]:
+        """The models of the run: side, role and seed."""
+        sides = self.teachers.values()
+        return [
+            *((side, "teacher", 0) for side in sides),
+            (self.pair.student, "student", self.seed),
+        ]
+
+    @property
     def settings(self) -> dict[str, Any]:
         """Everything that determines the result, up to rounding, except the code."""
         pair = self.pair
         return {
-            "models": [model_key(pair, "teacher", 0), model_key(pair, "student", self.seed)],
+            "models": [model_key(*model) for model in self.models],
             "loss": loss_settings(self.loss).model_dump(mode="json"),
             "steps": pair.steps,
             "learning_rate": pair.learning_rate,
@@ -93,20 +106,20 @@ async def _distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
     config = student_config(run, models)
     student = Student.load(config)
     encoder = Encoder(pair.student.tokenizer())
-    held_out = pair.student.task.held_out()
+    held_out = {name: task.held_out() for name, task in pair.tasks.items()}
     sampler, order = _sampling(run, student, encoder)
     cache = ProjectionCache()
-    curve = [_point(0, await accuracy(student, held_out), {})]
+    curve = [await _point(0, run, student, held_out, {})]
     seconds = {"collect": 0.0, "update": 0.0}
     since: list[Metrics] = []
     first_loss = math.nan
-    async with _teacher(run, student, models, cache) as (pool, teacher):
-        scorer = RolloutScorer(pool, {_TEACHER: teacher}, student.table)
+    async with connected_teachers(run, student, models, cache) as (pool, teachers):
+        scorer = RolloutScorer(pool, teachers, student.table)
         learner = Learner(
             student,
             config,
-            losses={_TEACHER: _loss(run.loss, student, teacher, cache)},
-            teacher_weights={_TEACHER: 1.0},
+            losses={name: loss_of(run, student, each, cache) for name, each in teachers.items()},
+            teacher_weights=dict.fromkeys(teachers, 1.0),
             max_steps=pair.steps,
             seed=run.seed,
         )
@@ -120,12 +133,14 @@ async def _distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
             seconds["collect"] += collected - begun
             seconds["update"] += time.process_time() - collected
             first_loss = updated["loss"] if step == 0 else first_loss
-            since.append(updated | measured[_TEACHER].metrics())
+            since.append(updated | comparison_metrics(examples, measured, PROMPTS_PER_STEP))
             if _is_due(step + 1, run):
-                share = await accuracy(student, held_out)
-                curve.append(_point(step + 1, share, _means(since)))
+                curve.append(await _point(step + 1, run, student, held_out, _means(since)))
                 since = []
             report(step + 1, updated["loss"], curve[-1]["accuracy"])
+    with replacing_folder(student_folder(run, models)) as unfinished:
+        student.model.save_pretrained(unfinished)
+        student.tokenizer.save_pretrained(unfinished)
     return {
         "pair": pair.name,
         "loss": run.loss,
@@ -139,10 +154,15 @@ async def _distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
     }
 
 
+def student_folder(run: Run, models: Path) -> Path:
+    """Return the folder of the distilled student."""
+    return models / f"distilled-{run.name}"
+
+
 def student_config(run: Run, models: Path) -> StudentConfig:
     """Return the settings of the student and its optimizer, the same for every loss."""
     return StudentConfig(
-        model=str(model_folder(run.pair, "student", run.seed, models)),
+        model=str(model_folder(run.pair.student, "student", run.seed, models)),
         device="cpu",
         learning_rate=run.pair.learning_rate,
         warmup_steps=min(_WARM_UP_STEPS, run.pair.steps),
@@ -153,10 +173,14 @@ def student_config(run: Run, models: Path) -> StudentConfig:
 
 
 def _sampling(run: Run, student: Student, encoder: Encoder) -> tuple[Sampler, PromptOrder]:
-    exercises = run.pair.student.task.training(run.seed)
+    sources = [
+        (exercise, name)
+        for name, task in run.pair.tasks.items()
+        for exercise in task.training(run.seed)
+    ]
     prompts = [
-        Prompt(index=index, messages=exercise.messages, teachers={_TEACHER: 1.0})
-        for index, exercise in enumerate(exercises)
+        Prompt(index=index, messages=exercise.messages, teachers={name: 1.0})
+        for index, (exercise, name) in enumerate(sources)
     ]
     order = PromptOrder(prompts, prompts_per_step=PROMPTS_PER_STEP, seed=run.seed, shuffle=True)
     config = RolloutConfig(
@@ -165,6 +189,7 @@ def _sampling(run: Run, student: Student, encoder: Encoder) -> tuple[Sampler, Pr
         max_new_tokens=run.pair.max_new_tokens,
     )
     if run.loss == SFT:
+        exercises = [exercise for exercise, _ in sources]
         return ReferenceSampler(student, config, encoder, exercises), order
     return Sampler(student, config, seed=run.seed), order
 
@@ -206,24 +231,30 @@ class ReferenceSampler(Sampler):
 
 
 @asynccontextmanager
-async def _teacher(
+async def connected_teachers(
     run: Run, student: Student, models: Path, cache: ProjectionCache
-) -> AsyncGenerator[tuple[TeacherPool, Teacher]]:
-    folder = model_folder(run.pair, "teacher", 0, models)
-    service = TeacherService.load(TeacherSettings(model=str(folder), name=_TEACHER, device="cpu"))
-    await asyncio.to_thread(service.warm_up)  # it runs an event loop
-    config = TeacherConfig(url=(_ADDRESS,), top_k=run.pair.top_k, loss=loss_settings(run.loss))
-    transport = httpx.ASGITransport(create_app(service))
-    client = TeacherClient(_TEACHER, config.url, transport=transport)
-    async with TeacherPool({_TEACHER: client}) as pool:
-        teachers = await connect_teachers(
-            pool, {_TEACHER: config}, student.identity, cache, {}, wait_seconds=60.0
+) -> AsyncGenerator[tuple[TeacherPool, Mapping[str, Teacher]]]:
+    """Start the teachers of a run and connect to them."""
+    clients: dict[str, TeacherClient] = {}
+    configs: dict[str, TeacherConfig] = {}
+    for name, side in run.teachers.items():
+        folder = model_folder(side, "teacher", 0, models)
+        service = TeacherService.load(TeacherSettings(model=str(folder), name=name, device="cpu"))
+        await asyncio.to_thread(service.warm_up)  # it runs an event loop
+        url = (f"http://{name}",)
+        configs[name] = TeacherConfig(url=url, top_k=run.pair.top_k, loss=loss_settings(run.loss))
+        transport = httpx.ASGITransport(create_app(service))
+        clients[name] = TeacherClient(name, url, transport=transport)
+    async with TeacherPool(clients) as pool:
+        yield (
+            pool,
+            await connect_teachers(pool, configs, student.identity, cache, {}, wait_seconds=60.0),
         )
-        yield pool, teachers[_TEACHER]
 
 
-def _loss(name: str, student: Student, teacher: Teacher, cache: ProjectionCache) -> Loss:
-    if name == SFT:
+def loss_of(run: Run, student: Student, teacher: Teacher, cache: ProjectionCache) -> Loss:
+    """Build the loss between the student and one teacher."""
+    if run.loss == SFT:
         return SftLoss()
     sides = student.identity, teacher.tokenizer
     return build_loss(teacher.config.loss, *sides, student.device, cache=cache)
@@ -235,8 +266,40 @@ def _is_due(steps_done: int, run: Run) -> bool:
     return steps_done * run.evaluations // steps > (steps_done - 1) * run.evaluations // steps
 
 
-def _point(step: int, share: float, metrics: Metrics) -> dict[str, Any]:
-    return {"step": step, "accuracy": share, **metrics}
+def comparison_metrics(
+    examples: Sequence[TrainingExample],
+    measured: Mapping[str, LossMeasurements],
+    prompts: int,
+) -> Metrics:
+    """Return how much of the samples was compared, over all teachers.
+
+    Args:
+        prompts: samples of the step; those that were dropped were not compared.
+    """
+    nats = [each for loss in measured.values() for each in loss.per_example.values()]
+    tokens = sum(map(len, nats))
+    compared = sum(int(np.isfinite(each).sum()) for each in nats)
+    inputs = [score.teacher_input for example in examples for score in example.scores]
+    text_bytes = sum(len(each.completion.text) for each in inputs)
+    return {
+        "compared_share": compared / max(tokens, 1) * len(examples) / prompts,
+        "invalid_byte_share": sum(each.invalid_utf8_bytes for each in inputs) / max(text_bytes, 1),
+        "loss_per_compared_token": sum(loss.nats for loss in measured.values()) / max(compared, 1),
+    }
+
+
+async def _point(
+    step: int,
+    run: Run,
+    student: Student,
+    held_out: Mapping[str, Sequence[Exercise]],
+    metrics: Metrics,
+) -> dict[str, Any]:
+    """Return one point of the curve; ``accuracy`` is the mean over the tasks."""
+    longest = run.pair.student.max_new_tokens
+    shares = {name: await accuracy(student, each, longest) for name, each in held_out.items()}
+    mean = math.fsum(shares.values()) / len(shares)
+    return {"step": step, "accuracy": mean, "accuracies": shares, **metrics}
 
 
 def _means(metrics: Sequence[Metrics]) -> Metrics:

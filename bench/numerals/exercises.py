@@ -34,8 +34,8 @@ class Task(Protocol):
         """Return the held-out exercises, the same for all runs."""
         ...
 
-    def with_format_only(self, exercise: Exercise, random: Random) -> Exercise:
-        """Return the exercise with a reference answer that is independent of the correct one."""
+    def warm_start(self, exercise: Exercise, random: Random) -> Exercise:
+        """Return what a student is trained on before distillation, with the same prompt."""
         ...
 
     def wrong_ids(self, encoder: Encoder) -> list[int]:
@@ -58,7 +58,7 @@ class Sums:
         """See ``Task``."""
         return [self._exercise(a, b) for a, b in _pairs() if _is_held_out(a, b)]
 
-    def with_format_only(self, exercise: Exercise, random: Random) -> Exercise:
+    def warm_start(self, exercise: Exercise, random: Random) -> Exercise:
         """See ``Task``: the result of a random sum."""
         other = random.choice(ADDENDS) + random.choice(ADDENDS)
         return Exercise("sums", exercise.prompt, self._parts(other))
@@ -88,7 +88,7 @@ class WordLists:
         """See ``Task``."""
         return held_out_exercises("words", _HELD_OUT_WORD_LISTS, seed=0)
 
-    def with_format_only(self, exercise: Exercise, random: Random) -> Exercise:
+    def warm_start(self, exercise: Exercise, random: Random) -> Exercise:
         """See ``Task``: the same words in any order."""
         return with_random_completion(exercise, random)
 

@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from bench.numerals.distillation import Run, distil
 from bench.numerals.material import Role, model_folder, train_model
-from bench.numerals.pairs import Pair
+from bench.numerals.pairs import Side
 from mopd_protocol import replacing
 
 Result = dict[str, Any]
@@ -71,34 +71,35 @@ def run_all(
     missing = [run for run in runs if finished(run, folders) is None]
     if missing:
         console.print(f"{len(runs) - len(missing)} of {len(runs)} runs are finished already")
+        train_models(missing, folders, console, processes)
         with _workers(console, processes) as workers:
-            workers.finish(
-                [
-                    workers.submit(f"{pair.name}, {role}", _train, pair, role, seed, folders)
-                    for pair, role, seed in _models(missing, folders)
-                ]
-            )
             workers.finish([workers.submit(run.name, _distil, run, folders) for run in missing])
     return [json.loads(folders.result(run).read_text()) for run in runs]
 
 
-def _models(runs: Sequence[Run], folders: Folders) -> list[tuple[Pair, Role, int]]:
-    """List the models to train before the runs, each once."""
-    needed: dict[Path, tuple[Pair, Role, int]] = {}
-    for run in runs:
-        roles: tuple[tuple[Role, int], ...] = (("teacher", 0), ("student", run.seed))
-        for role, seed in roles:
-            folder = model_folder(run.pair, role, seed, folders.models)
-            if not folder.is_dir():
-                needed[folder] = (run.pair, role, seed)
-    return list(needed.values())
+def train_models(runs: Sequence[Run], folders: Folders, console: Console, processes: int) -> None:
+    """Train the teachers and warm students that the runs need and that are missing."""
+    missing = _missing_models(runs, folders)
+    if missing:
+        with _workers(console, processes) as workers:
+            workers.finish(
+                [
+                    workers.submit(folder.name, _train, model, folders)
+                    for folder, model in missing.items()
+                ]
+            )
 
 
-def _train(name: str, news: "Queue[_News]", pair: Pair, role: Role, seed: int, at: Folders) -> None:
+def _missing_models(runs: Sequence[Run], folders: Folders) -> dict[Path, tuple[Side, Role, int]]:
+    """Return the models to train before the runs, by folder."""
+    models = [model for run in runs for model in run.models]
+    needed = {model_folder(*model, folders.models): model for model in models}
+    return {folder: model for folder, model in needed.items() if not folder.is_dir()}
+
+
+def _train(name: str, news: "Queue[_News]", model: tuple[Side, Role, int], at: Folders) -> None:
     _configure_process()
-    train_model(
-        pair, role, seed, at.models, lambda done, steps: _report(news, name, done, steps, "")
-    )
+    train_model(*model, at.models, lambda done, steps: _report(news, name, done, steps, ""))
 
 
 def _distil(name: str, news: "Queue[_News]", run: Run, at: Folders) -> None:

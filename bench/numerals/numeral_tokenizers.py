@@ -58,6 +58,12 @@ def _tokenizer(
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
+    return with_chat_template(tokenizer, names)
+
+
+def with_chat_template(tokenizer: Tokenizer, names: ControlNames) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with control tokens and a chat template."""
+    controls = [names.end, names.padding, names.user, names.assistant]
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in controls])
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=names.end, pad_token=names.padding

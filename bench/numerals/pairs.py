@@ -1,7 +1,7 @@
 """Compared pairs of teacher and student, and the losses between them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,8 @@ from mopd_losses import LossConfig
 
 #: The baseline: cross entropy on reference answers, with the same steps and prompts.
 SFT = "sft"
+#: The loss of teachers with the student's own tokenizer: what the transfer could reach.
+CEILING = "topk_kl"
 
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "prefix_kl": {"type": "prefix_kl"},
@@ -52,28 +54,46 @@ class Side:
     tokenizer: Callable[[], PreTrainedTokenizerFast]
     task: Task
     steps: int
-    """Steps of supervised training, on the task or only on its format."""
+    """Steps of supervised training."""
     examples_per_step: int
     corruption: float = 0.0
     """Probability of replacing a part of a reference answer that is then continued."""
     misreading: float = 0.0
     """Probability of replacing a completion token by any number or digit."""
     learning_rate: float = 2e-3
+    max_new_tokens: int = 24
+    """A longer completion is wrong."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A teacher, a student, and a budget that is the same for every loss."""
+    """Teachers, a student, and a budget that is the same for every loss."""
 
     name: str
     title: str
-    teacher: Side
+    teachers: Mapping[str, Side]
+    """Teachers by name; prompts are shared equally between them."""
     student: Side
+    tasks: Mapping[str, Task]
+    """Each teacher's task with reference answers in the student's tokens."""
     losses: tuple[str, ...]
     steps: int
     learning_rate: float
     top_k: int
     max_new_tokens: int
+    ceiling: Mapping[str, Side] = field(default_factory=dict[str, Side])
+    """Teachers with the student's own tokenizer, for ``topk_kl``, if ``teachers`` have others."""
+
+    def teachers_of(self, loss: str) -> Mapping[str, Side]:
+        """Return the teachers of a run with this loss."""
+        return self.ceiling if loss == CEILING and self.ceiling else self.teachers
+
+
+def _pair(teacher: Side, student: Side, **settings: Any) -> Pair:
+    """Return a pair with one teacher."""
+    return Pair(
+        teachers={"teacher": teacher}, student=student, tasks={"teacher": student.task}, **settings
+    )
 
 
 def _sums(
@@ -98,7 +118,7 @@ def _sums(
 _ACROSS = tuple(name for name in LOSSES if name != "topk_kl")
 
 _PAIRS = (
-    Pair(
+    _pair(
         name="digits_to_numerals",
         title="teacher writes digits, student whole numbers",
         teacher=_sums(digit_tokenizer, TEACHER_NAMES, teaches=True),
@@ -109,7 +129,7 @@ _PAIRS = (
         top_k=16,
         max_new_tokens=4,
     ),
-    Pair(
+    _pair(
         name="numerals_to_digits",
         title="teacher writes whole numbers, student digits",
         teacher=_sums(numeral_tokenizer, TEACHER_NAMES, teaches=True),
@@ -120,7 +140,7 @@ _PAIRS = (
         top_k=16,
         max_new_tokens=4,
     ),
-    Pair(
+    _pair(
         name="words",
         title="teacher in SentencePiece-like pieces, student in byte-level ones, lists of words",
         teacher=Side("llama", words_teacher_tokenizer, WordLists(), 350, 128, corruption=0.15),
@@ -131,7 +151,7 @@ _PAIRS = (
         top_k=16,
         max_new_tokens=12,
     ),
-    Pair(
+    _pair(
         name="equal",
         title="one tokenizer (digits) on both sides",
         teacher=_sums(digit_tokenizer, TEACHER_NAMES, teaches=True),
@@ -151,6 +171,14 @@ PAIRS: Mapping[str, Pair] = {pair.name: pair for pair in _PAIRS}
 def shortened(pair: Pair, steps: int | None, model_steps: int | None) -> Pair:
     """The pair with fewer steps of distillation, and of the training before it."""
     if model_steps is not None:
-        teacher = replace(pair.teacher, steps=model_steps)
-        pair = replace(pair, teacher=teacher, student=replace(pair.student, steps=model_steps))
+        pair = replace(
+            pair,
+            teachers=_with_steps(pair.teachers, model_steps),
+            ceiling=_with_steps(pair.ceiling, model_steps),
+            student=replace(pair.student, steps=model_steps),
+        )
     return pair if steps is None else replace(pair, steps=steps)
+
+
+def _with_steps(sides: Mapping[str, Side], steps: int) -> dict[str, Side]:
+    return {name: replace(side, steps=steps) for name, side in sides.items()}

@@ -34,9 +34,9 @@ def summary(
             pair.name: {
                 "title": pair.title,
                 "steps": pair.steps,
-                "held_out": len(pair.student.task.held_out()),
+                "held_out": sum(len(task.held_out()) for task in pair.tasks.values()),
                 "teacher": teachers[pair.name],
-                "before": _spread([r["before"] for r in _distinct_students(results, pair)]),
+                "before": spread([r["before"] for r in _distinct_students(results, pair)]),
                 "losses": {
                     loss: _loss_summary(matches)
                     for loss in LOSSES
@@ -79,13 +79,14 @@ def table(comparison: Summary, name: str) -> Table:
 
 def _loss_summary(results: Sequence[Result]) -> Summary:
     return {
-        "accuracy": _spread([result["accuracy"] for result in results]),
-        "first_loss": _spread([result["first_loss"] for result in results]),
+        "accuracy": spread([result["accuracy"] for result in results]),
+        "first_loss": spread([result["first_loss"] for result in results]),
         "processor_seconds": statistics.fmean(r["processor_seconds"]["total"] for r in results),
     }
 
 
-def _spread(values: Sequence[float]) -> Summary:
+def spread(values: Sequence[float]) -> Summary:
+    """Return mean, lowest and highest value, and their number."""
     return {
         "mean": statistics.fmean(values),
         "lowest": min(values),

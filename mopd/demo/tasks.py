@@ -37,7 +37,7 @@ _HELD_OUT_EVERY = 5
 class Exercise:
     """A prompt and its only correct completion, in parts (digits, words)."""
 
-    task: TaskName
+    task: str
     prompt: str
     completion_parts: tuple[str, ...]
 

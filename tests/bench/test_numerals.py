@@ -11,7 +11,7 @@ import torch
 from bench.numerals.__main__ import main
 from bench.numerals.distillation import ReferenceSampler, Run, distil, student_config
 from bench.numerals.exercises import ADDENDS, Sums, WordLists
-from bench.numerals.material import Role, replace_tokens, train_model
+from bench.numerals.material import replace_tokens, train_model
 from bench.numerals.matrix import Folders, finished
 from bench.numerals.numeral_tokenizers import STUDENT_NAMES, digit_tokenizer, numeral_tokenizer
 from bench.numerals.pairs import LOSSES, PAIRS, Pair, loss_settings, shortened
@@ -32,9 +32,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(name: str, root: Path, *, steps: int = 2, model_steps: int = 2) -> Pair:
     """Train the models of a pair for a few steps and return the pair."""
     pair = shortened(PAIRS[name], steps, model_steps)
-    roles: tuple[Role, ...] = ("teacher", "student")
-    for role in roles:
-        train_model(pair, role, 0, Folders(root).models, lambda done, steps: None)
+    for model in Run(pair, pair.losses[0], seed=0, evaluations=1).models:
+        train_model(*model, Folders(root).models, lambda done, steps: None)
     return pair
 
 
@@ -69,13 +68,13 @@ def test_held_out_exercises_are_not_in_the_training_set_in_either_order() -> Non
 def test_corrupted_exercise_keeps_the_prompt_but_not_the_reference_answer(pair: Pair) -> None:
     task, random = pair.student.task, Random(0)
     exercise = task.held_out()[0]
-    shown = [task.with_format_only(exercise, random) for _ in range(200)]
+    shown = [task.warm_start(exercise, random) for _ in range(200)]
     assert {corrupted.prompt for corrupted in shown} == {exercise.prompt}
     assert sum(corrupted.completion == exercise.completion for corrupted in shown) < 40
 
 
 def test_replace_tokens_replaces_completion_tokens_by_any_number() -> None:
-    side = PAIRS["numerals_to_digits"].teacher
+    side = PAIRS["numerals_to_digits"].teachers["teacher"]
     encoder = Encoder(side.tokenizer())
     batch = supervised_batch(encoder, side.task.training(0)[:300], 0.0, Random(0))
     wrong = torch.tensor(side.task.wrong_ids(encoder))

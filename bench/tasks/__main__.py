@@ -1,0 +1,131 @@
+"""Compare losses on tasks of a stranger: dates in words, subtraction, rows of CSV as JSON.
+
+    python -m bench.tasks --json OUT
+    python -m bench.tasks --pairs dates+subtraction,dates --losses prefix_kl,topk_kl --seeds 1
+    python -m bench.tasks --oracle --pairs dates+subtraction --losses prefix_kl,ctkd
+    python -m bench.tasks --quick
+
+Each task has a teacher with a tokenizer of another kind. A student that answers 10 to 20 % of the
+prompts correctly is distilled from one teacher alone, and from several at once: 400 steps of 64
+prompts for every loss. ``topk_kl`` has the same teachers with the student's own tokenizer, the
+ceiling of what a transfer can reach; ``sft`` is cross entropy on reference answers.
+
+``--oracle`` trains nothing but the models: it lists the positions at which a loss pushes the
+student away from the correct token, worst first (``bench/tasks/oracle.py``).
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from bench.numerals.__main__ import NameList, runs_by_seed
+from bench.numerals.distillation import Run
+from bench.numerals.matrix import Folders, run_all, train_models
+from bench.numerals.pairs import CEILING, SFT, shortened
+from bench.tasks.oracle import measure, summary
+from bench.tasks.pairs import LOSSES, PAIRS
+from bench.tasks.plot import draw
+from bench.tasks.report import comparison, oracle_table, show_worst, table
+
+#: Steps of ``--quick``, of each model and run.
+_QUICK_STEPS = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the missing comparisons, print tables and save figures; or run the oracle."""
+    options = _parser().parse_args(arguments)
+    console = Console()
+    steps = _QUICK_STEPS if options.quick else options.steps
+    model_steps = _QUICK_STEPS if options.quick else None
+    pairs = [shortened(PAIRS[name], steps, model_steps) for name in options.pairs]
+    folders = Folders(options.runs)
+    runs = runs_by_seed(pairs, options.losses, 1 if options.oracle else options.seeds, 20)
+    if options.oracle:
+        _run_oracle([run for run in runs if run.loss != SFT], folders, console, options)
+        return
+    results = run_all(runs, folders, console, options.processes)
+    compared = comparison(results, pairs, folders.models)
+    for pair in pairs:
+        console.print(table(compared, pair.name))
+    if options.json:
+        options.json.write_text(json.dumps(compared, indent=1) + "\n")
+    picture = options.plot or (options.json or folders.root / "tasks").with_suffix(".png")
+    draw(compared, picture)
+    console.print(f"curves in {picture}", soft_wrap=True)
+
+
+def _run_oracle(
+    runs: Sequence[Run], folders: Folders, console: Console, options: argparse.Namespace
+) -> None:
+    train_models(
+        [replace(run, loss=loss) for run in runs for loss in (run.loss, CEILING)],
+        folders,
+        console,
+        options.processes,
+    )
+    figures: dict[str, object] = {}
+    for run in runs:
+        pushes = measure(run, folders.models, options.prompts)
+        console.print(oracle_table(run, summary(pushes)))
+        show_worst(console, pushes, options.worst)
+        figures[run.name] = summary(pushes)
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.tasks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument(
+        "--plot", type=Path, help="file for the plot (default: next to the figures)"
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="students a loss (default: 3)")
+    parser.add_argument(
+        "--losses",
+        type=NameList(LOSSES),
+        default=LOSSES,
+        metavar="A,B",
+        help=f"of {', '.join(LOSSES)} (default: all)",
+    )
+    parser.add_argument(
+        "--pairs",
+        type=NameList(tuple(PAIRS)),
+        default=tuple(PAIRS),
+        metavar="A,B",
+        help=f"of {', '.join(PAIRS)} (default: all)",
+    )
+    parser.add_argument("--steps", type=int, help="of every run (default: 400)")
+    parser.add_argument(
+        "--processes", type=int, default=2, help="runs at once, one thread each (default: 2)"
+    )
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        default=Path("runs/tasks"),
+        metavar="DIR",
+        help="models and finished runs, which are not done again (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="2 steps of everything, to test the program"
+    )
+    oracle = parser.add_argument_group("oracle")
+    oracle.add_argument(
+        "--oracle", action="store_true", help="list the positions that are pushed the wrong way"
+    )
+    oracle.add_argument(
+        "--prompts", type=int, default=64, help="held-out prompts per task (default: 64)"
+    )
+    oracle.add_argument("--worst", type=int, default=8, help="positions to show (default: 8)")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Three tasks: dates in words, subtraction, and rows of CSV as JSON.
+
+The text is the same for every tokenizer, so one class serves teachers and students. A hash of the
+prompt decides if an exercise is held out.
+"""
+
+import hashlib
+import json
+from abc import abstractmethod
+from calendar import month_name
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, timedelta
+from random import Random
+
+from mopd.demo.examples import Encoder
+from mopd.demo.tasks import Exercise
+
+_HELD_OUT = 200
+
+_FIRST_DAY, _DAYS = date(1900, 1, 1), 150 * 365
+#: Values of a column; numbers for the last two.
+_COLUMNS: Mapping[str, Sequence[str | int]] = {
+    "item": ("apple", "banana", "cherry", "lemon", "mango", "olive", "pear", "plum"),
+    "city": ("Berlin", "Dublin", "Lisbon", "London", "Madrid", "Oslo", "Paris", "Vienna"),
+    "colour": ("black", "blue", "brown", "green", "grey", "orange", "red", "white"),
+    "unit": ("bag", "box", "crate", "jar", "kilo", "litre", "pack", "tray"),
+    "count": range(1, 1_000),
+    "price": range(1, 10_000),
+}
+_COLUMNS_PER_ROW = 5
+#: One exercise in this many is held out.
+_HELD_OUT_EVERY = 5
+
+
+class TextTask:
+    """A task with one reference answer per prompt, as text."""
+
+    training_prompts = 3_000
+
+    @abstractmethod
+    def draw(self, random: Random) -> Exercise:
+        """Draw an exercise."""
+
+    def training(self, seed: int) -> list[Exercise]:
+        """See ``Task``."""
+        return self._draw(self.training_prompts, seed, held_out=False)
+
+    def held_out(self) -> list[Exercise]:
+        """See ``Task``."""
+        return self._draw(_HELD_OUT, 0, held_out=True)
+
+    def warm_start(self, exercise: Exercise, random: Random) -> Exercise:
+        """See ``Task``: the reference answer; only a few steps are made."""
+        del random
+        return exercise
+
+    def wrong_ids(self, encoder: Encoder) -> list[int]:
+        """See ``Task``: all tokens of reference answers."""
+        exercises = self.held_out()
+        return sorted({i for each in exercises for i in encoder.part(each.completion)})
+
+    def _draw(self, count: int, seed: int, *, held_out: bool) -> list[Exercise]:
+        random = Random(f"{type(self).__name__} {seed}")
+        exercises: list[Exercise] = []
+        while len(exercises) < count:
+            exercise = self.draw(random)
+            if _is_held_out(exercise.prompt) == held_out:
+                exercises.append(exercise)
+        return exercises
+
+
+@dataclass(frozen=True)
+class Dates(TextTask):
+    """``17.01.2024``: ``January 17, 2024``."""
+
+    def draw(self, random: Random) -> Exercise:
+        """See ``TextTask``."""
+        day = _FIRST_DAY + timedelta(random.randrange(_DAYS))
+        text = f"{month_name[day.month]} {day.day}, {day.year}"
+        return Exercise("dates", f"{day:%d.%m.%Y}", (text,))
+
+
+@dataclass(frozen=True)
+class Subtraction(TextTask):
+    """``47 - 12 =``: ``35``; results are not negative."""
+
+    largest: int = 49
+
+    def draw(self, random: Random) -> Exercise:
+        """See ``TextTask``."""
+        difference, subtrahend = sorted(random.sample(range(self.largest + 2), 2))
+        subtrahend -= difference + 1
+        minuend = difference + subtrahend
+        return Exercise("subtraction", f"{minuend} - {subtrahend} =", (str(difference),))
+
+
+@dataclass(frozen=True)
+class Rows(TextTask):
+    """A header and a row of CSV: the row as a JSON object, its keys in the same order."""
+
+    def draw(self, random: Random) -> Exercise:
+        """See ``TextTask``."""
+        row = {
+            name: random.choice(_COLUMNS[name])
+            for name in random.sample(sorted(_COLUMNS), _COLUMNS_PER_ROW)
+        }
+        prompt = "\n".join([",".join(row), ",".join(str(value) for value in row.values())])
+        return Exercise("rows", prompt, (json.dumps(row),))
+
+
+@dataclass(frozen=True)
+class Mixture(TextTask):
+    """Several tasks in proportion to their shares, for a student's warm start."""
+
+    parts: tuple[tuple[TextTask, float], ...]
+    training_prompts = 12_000
+
+    def draw(self, random: Random) -> Exercise:
+        """See ``TextTask``."""
+        tasks, shares = zip(*self.parts, strict=True)
+        return random.choices(tasks, shares)[0].draw(random)
+
+
+def _is_held_out(prompt: str) -> bool:
+    digest = hashlib.sha256(prompt.encode()).digest()
+    return int.from_bytes(digest[:4], "big") % _HELD_OUT_EVERY == 0

@@ -1,0 +1,93 @@
+"""Teachers, student and budget of the tasks: each teacher alone, and several at once."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerFast
+
+from bench.numerals.pairs import CEILING, SFT, Pair, Side
+from bench.tasks.exercises import Dates, Mixture, Rows, Subtraction, TextTask
+from bench.tasks.task_tokenizers import (
+    digit_tokenizer,
+    free_tokenizer,
+    student_tokenizer,
+    unigram_tokenizer,
+)
+from mopd.demo.models import Family
+
+TASKS: Mapping[str, TextTask] = {
+    "dates": Dates(),
+    "subtraction": Subtraction(),
+    "rows": Rows(),
+}
+#: Most tokens of an answer in any of the tokenizers.
+_MAX_NEW_TOKENS: Mapping[str, int] = {"dates": 20, "subtraction": 8, "rows": 64}
+LOSSES = ("prefix_kl", "ctkd", "gold_bayesian", "simct", "alm", CEILING, SFT)
+
+
+def _teacher(
+    task: str, tokenizer: Callable[[], PreTrainedTokenizerFast], family: Family, steps: int
+) -> Side:
+    return Side(
+        family=family,
+        tokenizer=tokenizer,
+        task=TASKS[task],
+        steps=steps,
+        examples_per_step=64,
+        misreading=0.1,  # a teacher scores wrong beginnings, and must continue them correctly
+        learning_rate=2e-3,
+        max_new_tokens=_MAX_NEW_TOKENS[task],
+    )
+
+
+_STEPS: Mapping[str, int] = {"dates": 1_000, "subtraction": 1_000, "rows": 1_000}
+_TEACHERS: Mapping[str, Side] = {
+    "dates": _teacher("dates", unigram_tokenizer, "qwen3", _STEPS["dates"]),
+    "subtraction": _teacher("subtraction", digit_tokenizer, "llama", _STEPS["subtraction"]),
+    "rows": _teacher("rows", free_tokenizer, "qwen3", _STEPS["rows"]),
+}
+#: The same, with the student's own tokenizer.
+_CEILING: Mapping[str, Side] = {
+    name: replace(side, tokenizer=student_tokenizer) for name, side in _TEACHERS.items()
+}
+
+
+def _student(steps: int, examples_per_step: int, **shares: float) -> Side:
+    """Return a student trained on reference answers until 10 to 20 % of them are correct."""
+    return Side(
+        family="gpt_neox",
+        tokenizer=student_tokenizer,
+        task=Mixture(tuple((TASKS[name], share) for name, share in shares.items())),
+        steps=steps,
+        examples_per_step=examples_per_step,
+        max_new_tokens=max(_MAX_NEW_TOKENS[name] for name in shares),
+    )
+
+
+_SHORT = _student(300, 64, dates=0.15, subtraction=0.85)
+_LONG = _student(300, 48, rows=1.0)
+
+
+def _pair(student: Side, *tasks: str) -> Pair:
+    return Pair(
+        name="+".join(tasks),
+        title=" and ".join(tasks) + (" at once" if len(tasks) > 1 else " alone"),
+        teachers={name: _TEACHERS[name] for name in tasks},
+        ceiling={name: _CEILING[name] for name in tasks},
+        student=student,
+        tasks={name: TASKS[name] for name in tasks},
+        losses=LOSSES,
+        steps=400,
+        learning_rate=1e-3,
+        top_k=64,
+        max_new_tokens=max(_MAX_NEW_TOKENS[name] for name in tasks),
+    )
+
+
+_PAIRS = (
+    _pair(_SHORT, "dates", "subtraction"),
+    _pair(_SHORT, "dates"),
+    _pair(_SHORT, "subtraction"),
+    _pair(_LONG, "rows"),
+)
+PAIRS: Mapping[str, Pair] = {pair.name: pair for pair in _PAIRS}

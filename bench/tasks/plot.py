@@ -1,0 +1,52 @@
+"""Plot of the tasks: accuracy on held-out prompts over steps, one panel per pair and teacher."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+
+from bench.numerals.pairs import SFT
+from bench.tasks.pairs import LOSSES
+
+mpl.use("Agg")  # writes files, also without a display
+
+_COLOURS = dict(zip(LOSSES, mpl.color_sequences["tab10"], strict=False))
+
+
+def draw(figures: Mapping[str, Any], path: Path) -> None:
+    """Save the plot: thin lines are seeds, thick lines their mean."""
+    panels = [(name, task) for name, pair in figures["pairs"].items() for task in pair["teachers"]]
+    columns = min(4, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(4.2 * columns, 3.2 * rows), squeeze=False, layout="constrained"
+    )
+    for axis, (name, task) in zip(axes.flat, panels, strict=False):
+        pair = figures["pairs"][name]
+        axis.set_title(f"{task} ({pair['title']})", fontsize=8)
+        axis.set_ylim(-0.02, 1.02)
+        axis.axhline(pair["teachers"][task]["greedy"], color="black", linewidth=0.8, linestyle=":")
+        for loss in pair["losses"]:
+            runs = [r for r in figures["runs"] if (r["pair"], r["loss"]) == (name, loss)]
+            steps = [point["step"] for point in runs[0]["curve"]]
+            shares = np.array(
+                [[point["accuracies"][task] for point in run["curve"]] for run in runs]
+            )
+            style = {"color": _COLOURS[loss], "linestyle": "--" if loss == SFT else "-"}
+            axis.plot(steps, shares.T, linewidth=0.6, alpha=0.6, **style)
+            axis.plot(steps, shares.mean(axis=0), linewidth=1.8, label=loss, **style)
+    for axis in list(axes.flat)[len(panels) :]:
+        axis.axis("off")
+    handles = {
+        label: handle
+        for axis in axes.flat
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        handles.values(), handles, loc="outside lower center", ncols=len(LOSSES), fontsize=8
+    )
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

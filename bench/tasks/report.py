@@ -1,0 +1,150 @@
+"""Tables of the tasks: accuracy per teacher, what was compared, and the oracle's findings."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bench.numerals.distillation import Run
+from bench.numerals.material import held_out_accuracy
+from bench.numerals.pairs import CEILING, SFT, Pair
+from bench.numerals.report import spread
+from bench.tasks.oracle import THRESHOLD, Push
+
+_MEASURED = ("invalid_byte_share", "compared_share", "loss_per_compared_token")
+_TITLES = {SFT: "sft on reference answers", CEILING: "topk_kl, student's own tokenizer"}
+
+
+def comparison(
+    results: Sequence[Mapping[str, Any]], pairs: Sequence[Pair], models: Path
+) -> dict[str, Any]:
+    """Return teachers' and students' accuracies by pair and loss, and every run."""
+    return {
+        "pairs": {
+            pair.name: {
+                "title": pair.title,
+                "steps": pair.steps,
+                "teachers": _teachers(pair.teachers, models),
+                "ceiling": _teachers(pair.ceiling, models),
+                "losses": {
+                    loss: _loss_figures(runs, pair)
+                    for loss in pair.losses
+                    if (runs := [r for r in results if (r["pair"], r["loss"]) == (pair.name, loss)])
+                },
+            }
+            for pair in pairs
+        },
+        "runs": list(results),
+    }
+
+
+def table(figures: Mapping[str, Any], name: str) -> Table:
+    """Return the table of one pair: teachers, the student before, then the losses, best first."""
+    pair = figures["pairs"][name]
+    shown = Table(
+        title=f"\n{pair['title']}: {pair['steps']:,} steps, % of held-out prompts",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    shown.add_column("")
+    tasks = list(pair["teachers"])
+    headings = (*tasks, "seeds", "invalid bytes", "compared", "nats per compared token")
+    for heading in headings:
+        shown.add_column(heading, justify="right")
+    for kind in ("teachers", "ceiling"):
+        if pair[kind]:
+            cells = [
+                f"{each['greedy']:.1%} ({each['sampled']:.1%})" for each in pair[kind].values()
+            ]
+            shown.add_row(f"{kind} (sampled)", *cells)
+    losses: Mapping[str, Any] = pair["losses"]
+    first = next(iter(losses.values()), None)
+    if first:
+        shown.add_row("student before", *(f"{first['before'][task]:.1%}" for task in tasks))
+    ranked = sorted(
+        losses, key=lambda loss: -fmean(a["mean"] for a in losses[loss]["after"].values())
+    )
+    for loss in ranked:
+        each = losses[loss]
+        shown.add_row(
+            _TITLES.get(loss, loss),
+            *(_range(each["after"][task]) for task in tasks),
+            str(each["seeds"]),
+            f"{each['invalid_byte_share']:.2%}",
+            f"{each['compared_share']:.1%}",
+            f"{each['loss_per_compared_token']:.3f}",
+        )
+    return shown
+
+
+def oracle_table(run: Run, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the oracle's figures of one run."""
+    shown = Table(
+        title=f"\n{run.loss} on {run.pair.title}: nats per token, and the share of tokens pushed "
+        f"down by more than {THRESHOLD}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for heading in ("task", "text", "logits"):
+        shown.add_column(heading)
+    for heading in ("tokens", "nats per token", "pushed down"):
+        shown.add_column(heading, justify="right")
+    for row in rows:
+        shown.add_row(
+            row["task"],
+            row["text"],
+            row["belief"],
+            str(row["tokens"]),
+            f"{row['nats_per_token']:.4f}",
+            f"{row['pushed_down']:.1%}",
+        )
+    return shown
+
+
+def show_worst(console: Console, pushes: Sequence[Push], count: int) -> None:
+    """Print the positions with the largest excess, each kind of position once."""
+    kinds: dict[tuple[str, ...], Push] = {}
+    for push in sorted(pushes, key=lambda each: -each.excess):
+        tokens = push.student_tokens[max(0, push.position - 1) : push.position + 1]
+        kinds.setdefault((push.task, push.text, push.belief, *tokens), push)
+    for push in [p for p in kinds.values() if p.excess > THRESHOLD][:count]:
+        marked = [
+            f">>{token}<<" if position == push.position else token
+            for position, token in enumerate(push.student_tokens)
+        ]
+        console.print(
+            f"{push.task}, {push.text}, logits of {push.belief}: {push.prompt!r}\n"
+            f"  student {'|'.join(marked)!r}\n  teacher {'|'.join(push.teacher_tokens)!r}\n"
+            f"  target {push.target!r}: p {push.probability:.3f}, ceiling {push.ceiling:.3f}, "
+            f"gradient {push.gradient:+.3f}, {push.nats:.3f} nats",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _teachers(sides: Mapping[str, Any], models: Path) -> dict[str, dict[str, float]]:
+    return {name: held_out_accuracy(side, "teacher", 0, models) for name, side in sides.items()}
+
+
+def _loss_figures(runs: Sequence[Mapping[str, Any]], pair: Pair) -> dict[str, Any]:
+    """Return accuracies over the seeds, and what was compared in the worst tenth of each run."""
+    ends = [run["curve"][-1] for run in runs]
+    starts = [run["curve"][0]["accuracies"] for run in runs]
+    return {
+        "seeds": len(runs),
+        "before": {task: fmean(start[task] for start in starts) for task in pair.tasks},
+        "after": {task: spread([end["accuracies"][task] for end in ends]) for task in pair.tasks},
+        **{name: fmean(end.get(name, 0.0) for end in ends) for name in _MEASURED},
+        "processor_seconds": fmean(run["processor_seconds"]["total"] for run in runs),
+    }
+
+
+def _range(figures: Mapping[str, float]) -> str:
+    if figures["lowest"] == figures["highest"]:
+        return f"{figures['mean']:.1%}"
+    return f"{figures['mean']:.1%} ({figures['lowest']:.0%}–{figures['highest']:.0%})"

@@ -1,0 +1,121 @@
+"""Four tokenizers of published kinds, trained on texts like the tasks'.
+
+| | kind | ``January 17, 2024`` |
+|---|---|---|
+| student | BPE, numbers of up to three digits, as in Llama 3 | ``January| |17|,| |202|4`` |
+| unigram | Unigram with byte fallback, as in Gemma | ``J|a|n|u|ar|y| 17|,| 20|24`` |
+| digit | BPE, single digits, as in Qwen | ``January| |1|7|,| |2|0|2|4`` |
+| free | BPE, digits and punctuation of any length, as in GPT-2 | ``J|an|uary| 17|,| 20|24`` |
+"""
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from random import Random
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from bench.numerals.numeral_tokenizers import (
+    STUDENT_NAMES,
+    TEACHER_NAMES,
+    ControlNames,
+    with_chat_template,
+)
+from bench.tasks.exercises import Dates, Rows, Subtraction
+from mopd.demo.tasks import WORDS
+
+_TEXTS = 3_000
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+|\s+"
+
+
+@cache
+def student_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE with whole months and all numbers of one to three digits."""
+    return _byte_level(rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}", 1_800, 3, STUDENT_NAMES)
+
+
+@cache
+def digit_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE with single digits."""
+    return _byte_level(rf"{_WORDS}|\p{{N}}|{_REST}", 500, 4, TEACHER_NAMES)
+
+
+@cache
+def free_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE that merges digits, and punctuation, to any length."""
+    return _byte_level(r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+", 480, 5, TEACHER_NAMES)
+
+
+def _byte_level(pattern: str, size: int, seed: int, names: ControlNames) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[names.end, names.padding, names.user, names.assistant],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_task_texts(seed), trainer)
+    return with_chat_template(tokenizer, names)
+
+
+@cache
+def unigram_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a Unigram vocabulary that was trained on other words and on pairs of digits."""
+    names = TEACHER_NAMES
+    controls = ["<unk>", names.end, names.padding, names.user, names.assistant]
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    trainer = trainers.UnigramTrainer(
+        vocab_size=600,
+        special_tokens=controls,
+        unk_token=controls[0],
+        initial_alphabet=[chr(code) for code in range(33, 127)],
+        max_piece_length=4,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_other_texts(seed=2), trainer)
+    description = json.loads(tokenizer.to_str())
+    model = description["model"]
+    # The trainer's threads change the last digits, and with them the order of equal pieces.
+    scores = {piece: round(score, 2) for piece, score in model["vocab"]}
+    lowest = min(scores.values())
+    scores |= {f"<0x{byte:02X}>": lowest - 10.0 for byte in range(256)}
+    # Likelier than their digits, which the trainer's estimate leaves open.
+    scores |= {f"{number:02d}": scores["0"] for number in range(100)}
+    model["vocab"] = sorted(scores.items(), key=lambda entry: (entry[0] not in controls, entry))
+    model["byte_fallback"] = True
+    tokenizer = Tokenizer.from_str(json.dumps(description))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return with_chat_template(tokenizer, names)
+
+
+def _task_texts(seed: int) -> Iterator[str]:
+    """Yield prompts and answers of all tasks, and numbers."""
+    random = Random(seed)
+    tasks = Dates(), Subtraction(), Rows()
+    for _ in range(_TEXTS):
+        for task in tasks:
+            exercise = task.draw(random)
+            yield exercise.prompt
+            yield exercise.completion
+    yield from (str(number) for number in range(1_000) for _ in range(3))
+
+
+def _other_texts(seed: int) -> Iterator[str]:
+    """Yield words that no month begins with, and numbers of pairs of digits."""
+    random = Random(seed)
+    for _ in range(_TEXTS):
+        yield f"{random.choice(WORDS)} {random.randrange(1, 32)}, {random.choice((19, 20))}"
+        yield f"{random.randrange(100):02d}"
