@@ -64,7 +64,7 @@ def _student(steps: int, examples_per_step: int, **shares: float) -> Side:
     )
 
 
-_SHORT = _student(300, 64, dates=0.15, subtraction=0.85)
+_SHORT = _student(250, 64, dates=0.25, subtraction=0.75)
 _LONG = _student(300, 48, rows=1.0)
 
 
