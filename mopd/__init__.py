@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mopd_client import SyncTeacherClient as TeacherClient
     from mopd_client import TeacherPool
     from mopd_losses import build_loss
-    from mopd_trainer import align, check, report, train
+    from mopd_trainer import align, check, evaluate, report, train
     from mopd_trainer import load_run as load_config
 
     __version__: str
@@ -22,6 +22,7 @@ else:
         "align": ("mopd_trainer", "align"),
         "build_loss": ("mopd_losses", "build_loss"),
         "check": ("mopd_trainer", "check"),
+        "evaluate": ("mopd_trainer", "evaluate"),
         "load_config": ("mopd_trainer", "load_run"),
         "report": ("mopd_trainer", "report"),
         "score": ("mopd.scoring", "score"),
@@ -50,6 +51,7 @@ __all__ = [
     "align",
     "build_loss",
     "check",
+    "evaluate",
     "load_config",
     "report",
     "score",

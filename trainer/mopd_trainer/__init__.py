@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from mopd_protocol.runtime.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from mopd_trainer.api import check, report, train
+    from mopd_trainer.api import check, evaluate, report, train
     from mopd_trainer.collection import collect
     from mopd_trainer.config.evaluation import EvaluationConfig, EvaluationSetConfig
     from mopd_trainer.config.loading import load_run
@@ -54,6 +54,7 @@ else:
             "check": "api",
             "collect": "collection",
             "connect_teachers": "teachers.connect",
+            "evaluate": "api",
             "evaluate_set": "evaluation.results",
             "load_run": "config.loading",
             "metric_rows": "metrics.table",
@@ -89,6 +90,7 @@ __all__ = [
     "check",
     "collect",
     "connect_teachers",
+    "evaluate",
     "evaluate_set",
     "load_run",
     "metric_rows",

@@ -1,4 +1,4 @@
-"""Functions of the public API that run a whole command: ``train``, ``check``, ``report``.
+"""Functions of the public API that run a whole command: ``train``, ``check``, ``evaluate``, ….
 
 Heavy packages are imported inside the functions, so that invalid settings and data are reported
 before torch is loaded.
@@ -82,6 +82,30 @@ def check(
     _wait(check_run(config, console, prompts=prompts))
     console.print("configuration OK")
     return config
+
+
+def evaluate(
+    model: str | Path, run: "str | Path | RunConfig", overrides: Sequence[str] = (), **settings: Any
+) -> dict[str, dict[str, float]]:
+    """Evaluate a model on the sets of a run's ``evaluation``, without training.
+
+    Args:
+        model: folder of a model or checkpoint, hub name, name of a teacher of the run, or address
+            of a teacher service.
+        run: as in ``train``, also the following arguments.
+
+    Returns:
+        Set -> metric -> value, with the names of the journal after ``evaluation/<set>/``.
+
+    Raises:
+        MopdError: if the run has no evaluation, or the model or a set cannot be loaded.
+    """
+    config, _ = _load(run, overrides, settings)
+    from mopd_trainer.evaluation.standalone import evaluate_model
+    from mopd_trainer.reporting.console import make_console
+
+    make_console()
+    return _wait(evaluate_model(str(model), config))
 
 
 def report(run_folder: str | Path) -> Path:

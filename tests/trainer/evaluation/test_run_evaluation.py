@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mopd_protocol.errors import ConfigError, DataError
+from mopd_trainer.api import evaluate
 from mopd_trainer.config.loading import parse_run
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.evaluation.results import gaps_closed
@@ -75,6 +76,18 @@ def test_training_does_not_depend_on_its_evaluation(tmp_path: Path, values: dict
     assert lines[-1][gap] == pytest.approx(expected)
     assert output.count("evaluation after step ") == 4 + 1  # the teacher's, once
     assert "time/evaluate_share" in journal(folder.parent)[-1]
+
+    checkpoint = folder.parent / "checkpoints" / f"step-{STEPS:08}"
+    address = values["teachers"]["math"]["url"]
+    for model, line, prefix in (
+        (folder, lines[-1], ""),
+        (checkpoint, lines[-1], ""),
+        ("math", lines[0], "teacher/math/"),
+        (address, lines[0], "teacher/math/"),
+    ):
+        for name, metrics in evaluate(model, RunConfig.model_validate(values)).items():
+            expected = {key: line[f"evaluation/{name}/{prefix}{key}"] for key in metrics}
+            assert metrics == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.slow

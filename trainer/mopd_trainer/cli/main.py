@@ -19,6 +19,7 @@ examples:
   mopd train run.yaml max_steps=10 teachers.math.top_k=32
   mopd train run.yaml resume_from_checkpoint=true
   torchrun --nproc-per-node 2 -m mopd train run.yaml student.sharding=fsdp
+  mopd evaluate runs/two-families/final run.yaml
   mopd report runs/two-families              curves, timings and completions on one page
   mopd merge runs/lora merged                merge LoRA adapters into a model folder
   mopd align STUDENT http://localhost:8101 --text "1 + 2 = 3"

@@ -1,12 +1,26 @@
-"""``mopd report`` and ``mopd merge``."""
+"""``mopd evaluate``, ``mopd report`` and ``mopd merge``."""
 
 import argparse
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
 
 def add_parsers(commands: Any) -> None:
-    """Add ``mopd report`` and ``mopd merge``."""
+    """Add ``mopd evaluate``, ``mopd report`` and ``mopd merge``."""
+    summary = "evaluate a model on the held-out sets of a run, without training"
+    evaluate = commands.add_parser("evaluate", help=summary, description=summary)
+    evaluate.add_argument(
+        "model",
+        metavar="MODEL",
+        help="folder of a model or checkpoint, hub name, name of a teacher of the run, or address "
+        "of a teacher service",
+    )
+    evaluate.add_argument("run_file", type=Path, metavar="RUN.YAML", help="settings of the run")
+    evaluate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changed settings")
+    evaluate.add_argument("--json", action="store_true", help="print the metrics as JSON")
+    evaluate.set_defaults(run=_evaluate)
     summary = "write report.html of a finished or running run: curves, timings and completions"
     report = commands.add_parser("report", help=summary, description=summary)
     report.add_argument("run_folder", type=Path, metavar="RUN", help="output_dir of the run")
@@ -24,6 +38,19 @@ def add_parsers(commands: Any) -> None:
         help="precision of the saved weights (default: float32)",
     )
     merge.set_defaults(run=_merge)
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    from mopd_trainer.api import evaluate
+    from mopd_trainer.reporting.console import make_console
+    from mopd_trainer.reporting.evaluation_text import set_text
+
+    results = evaluate(options.model, options.run_file, options.overrides)
+    if options.json:
+        sys.stdout.write(json.dumps(results) + "\n")
+        return
+    for name, metrics in results.items():
+        make_console().print(set_text(name, metrics), markup=False, highlight=False)
 
 
 def _report(options: argparse.Namespace) -> None:

@@ -12,11 +12,12 @@ def evaluation_lines(metrics: Mapping[str, float | None]) -> Iterator[str]:
     """
     models = by_model(metrics)
     for model in sorted(models):  # the student first
-        sets = "; ".join(_set_text(name, values) for name, values in models[model].items())
+        sets = "; ".join(set_text(name, values) for name, values in models[model].items())
         yield f"{f'teacher {model}' if model else 'student'}: {sets}"
 
 
-def _set_text(name: str, values: Mapping[str, float]) -> str:
+def set_text(name: str, values: Mapping[str, float]) -> str:
+    """Return the main results of a model on a set."""
     parts: list[str] = []
     for prefix, label in (("", ""), ("sampled_", "sampled ")):
         if f"{prefix}accuracy" in values:

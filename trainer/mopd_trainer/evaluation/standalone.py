@@ -1,0 +1,79 @@
+"""``evaluate_model``: the evaluation of a run for any model, without training."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from mopd_client.pool import ScoringClient
+from mopd_client.teacher_client import TeacherClient
+from mopd_protocol.errors import ConfigError
+from mopd_trainer.config.run import RunConfig, StudentConfig
+from mopd_trainer.evaluation.models import EvaluatedModel, StudentModel
+from mopd_trainer.evaluation.results import evaluate_set
+from mopd_trainer.evaluation.sets import read_sets
+from mopd_trainer.evaluation.teacher_model import TeacherModel
+from mopd_trainer.metrics.step_metrics import Metrics
+from mopd_trainer.rollouts.factory import open_source
+from mopd_trainer.student.lora import ADAPTER_CONFIG
+from mopd_trainer.student.student import Student
+from mopd_trainer.teachers.connect import teacher_pool
+
+
+async def evaluate_model(model: str, config: RunConfig) -> dict[str, Metrics]:
+    """Evaluate a model on the sets of a run; return set -> metrics.
+
+    Args:
+        model: folder of a model, of a checkpoint or of adapters of ``student.model``; hub name;
+            name of a teacher of the run; or address of a teacher service.
+
+    Raises:
+        MopdError: if the run has no evaluation, or the model or a set cannot be loaded.
+    """
+    if config.evaluation is None:
+        raise ConfigError(
+            "evaluation: not set, so that there is nothing to evaluate. Add sets to the run.",
+            key="evaluation",
+        )
+    sets = read_sets(config.evaluation)
+    async with _open(model, config) as evaluated:
+        results = {
+            each.name: await evaluate_set(evaluated, each, config.rollout, seed=config.seed)
+            for each in sets
+        }
+    return {name: result.metrics() for name, result in results.items()}
+
+
+@asynccontextmanager
+async def _open(model: str, config: RunConfig) -> AsyncGenerator[EvaluatedModel]:
+    if model in config.teachers:
+        async with teacher_pool({model: config.teachers[model]}) as pool:
+            yield await _teacher(pool.client(model), config)
+    elif model.startswith(("http://", "https://")):
+        async with TeacherClient(model, [model]) as client:
+            yield await _teacher(client, config)
+    else:
+        settings, adapters = _student(Path(model), config.student)
+        # No second copy of the weights: nothing is trained meanwhile.
+        rollout = config.rollout.model_copy(update={"max_staleness": 0})
+        config = config.model_copy(update={"student": settings, "rollout": rollout})
+        student = Student.load(settings)
+        if adapters is not None:
+            student.load_weights(adapters)
+        async with open_source(config, student) as (_, generator):
+            yield StudentModel(student, generator)
+
+
+async def _teacher(client: ScoringClient, config: RunConfig) -> TeacherModel:
+    await client.wait_until_ready(config.teacher_wait_seconds)
+    manifest = await client.handshake()
+    table = (await client.tokenizer()).table
+    return TeacherModel(client, table, max_top_k=manifest.max_top_k)
+
+
+def _student(folder: Path, config: StudentConfig) -> tuple[StudentConfig, Path | None]:
+    """Return the settings of a model, and the folder of its adapters if it has any."""
+    weights = folder / "model" if (folder / "state.json").is_file() else folder
+    if (weights / ADAPTER_CONFIG).is_file():
+        return config, weights
+    changes = {"model": str(weights), "revision": None, "lora": None, "sharding": "none"}
+    return config.model_copy(update=changes), None
