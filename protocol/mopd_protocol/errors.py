@@ -20,6 +20,7 @@ Every class has a ``code`` that a program can test; a ``key`` names the setting,
     │   └── EngineCrashError            engine_dead
     ├── RankError (RuntimeError)       rank_failed
     ├── TrainingError (RuntimeError)   training_failed
+    │   └── DegradationError           student_degraded       key: the metric
     └── DiskError (OSError)            disk_failed            key: the path
 
 A message has the form ``<subject>: <what is wrong> (found <x>, expected <y>). <Fix>.``
@@ -125,6 +126,12 @@ class TrainingError(MopdError, RuntimeError):
     """Training cannot continue: gradients, weights or samples are unusable."""
 
     code = "training_failed"
+
+
+class DegradationError(TrainingError):
+    """The student degrades: its samples leave what the loss compares, or are no text."""
+
+    code = "student_degraded"
 
 
 class DiskError(MopdError, OSError):

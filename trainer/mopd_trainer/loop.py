@@ -39,6 +39,8 @@ async def train(
     Raises:
         MopdError: when a setting, input, teacher or rank fails, possibly in an exception group; no
             file is left half-written.
+        DegradationError: when the samples leave what the loss compares, with a checkpoint of the
+            last step.
         Interrupted: after SIGINT, SIGTERM or SIGHUP, with a checkpoint of the last step. The
             current step is completed, or abandoned if it has not changed any weight.
     """
@@ -50,7 +52,8 @@ async def train(
             micro_batches, tokens = await run.pack(examples)
             update = await run.update(micro_batches, step=step, tokens=tokens, dropped=dropped)
             await run.evaluate(step + 1)
-            run.log(step, examples, update, tokens=tokens, dropped=dropped)
+            metrics = run.log(step, examples, update, tokens=tokens, dropped=dropped)
+            await run.check_degradation(step + 1, metrics)
             if run.is_checkpoint_due(step + 1):
                 await run.save_checkpoint(step + 1)
             if step + 1 < config.max_steps:

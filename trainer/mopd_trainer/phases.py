@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mopd_protocol.errors import DegradationError
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.data.packing import MicroBatch, pack, split
@@ -27,6 +28,7 @@ from mopd_trainer.run_folder.retention import CheckpointManager
 from mopd_trainer.step_log import StepLog
 from mopd_trainer.student.student import Student
 from mopd_trainer.teachers.local.residency import LocalTeachers
+from mopd_trainer.training.degradation import DegradationMonitor, Finding
 from mopd_trainer.training.learner import Learner
 
 Update = tuple[Metrics, dict[str, LossMeasurements]]
@@ -42,6 +44,7 @@ class Coordinator:
     log: StepLog
     checkpoints: CheckpointManager
     evaluation: RunEvaluation
+    monitor: DegradationMonitor
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,14 +145,47 @@ class Run:
         *,
         tokens: int,
         dropped: Metrics,
-    ) -> None:
-        """Write the metrics of a step and its selected completions."""
+    ) -> Metrics:
+        """Write the metrics of a step and its selected completions; return them on rank 0."""
         if self.coordinator is None:
-            return
+            return {}
         metrics, losses = update
         metrics = {**dropped, **metrics, "tokens/trained": float(tokens)}
         metrics = self.coordinator.log.write(step, examples, metrics, losses, self.timer)
         self.coordinator.checkpoints.observe(metrics)
+        return metrics
+
+    async def check_degradation(self, steps: int, metrics: Metrics) -> None:
+        """Warn if the student has degraded; end the run if it has gravely.
+
+        Raises:
+            DegradationError: on rank 0, with a checkpoint after ``steps`` steps.
+            SystemExit: on non-zero ranks.
+        """
+        error = None
+        if self.coordinator is not None:
+            for finding in self.coordinator.monitor.observe(steps, metrics):
+                sound = self.coordinator.checkpoints.protect(finding.sound_steps)
+                error = self._degradation_error(steps, finding, sound) or error
+        if not self.config.stop_on_degradation or steps == self.config.max_steps:
+            return
+        if await asyncio.to_thread(self.ranks.broadcast, error is not None):
+            await self._save_last(steps)
+            raise error or SystemExit(1)
+
+    def _degradation_error(
+        self, steps: int, finding: Finding, sound: Path | None
+    ) -> DegradationError | None:
+        if not finding.is_grave:
+            return None
+        resume = f"resume from {sound}, saved before"
+        if sound is None:
+            resume = "start again with save_steps, as there is no checkpoint from before"
+        return DegradationError(
+            f"{finding.message}; stopped with checkpoint {checkpoint_folder(self.config, steps)}. "
+            f"{finding.advice}, and {resume}; or set stop_on_degradation=false.",
+            key=finding.metric,
+        )
 
     def is_checkpoint_due(self, steps: int) -> bool:
         """Return True if a checkpoint is due after ``steps`` steps."""
@@ -202,12 +238,17 @@ class Run:
             Interrupted: on rank 0.
             SystemExit: on non-zero ranks.
         """
-        missing = steps > 0 and not checkpoint_folder(self.config, steps).is_dir()
-        if await asyncio.to_thread(self.ranks.broadcast, missing):
-            await self.save_checkpoint(steps)
+        await self._save_last(steps)
         if self.coordinator is None:
             raise SystemExit(1)
-        self.coordinator.log.flush()
         folder = checkpoint_folder(self.config, steps)
         saved = f"the checkpoint is {folder}" if steps else "no step was completed"
         raise self.interruption.error(step=steps, checkpoint=saved)
+
+    async def _save_last(self, steps: int) -> None:
+        """Save a checkpoint after ``steps`` steps unless there is one, and write the log."""
+        missing = steps > 0 and not checkpoint_folder(self.config, steps).is_dir()
+        if await asyncio.to_thread(self.ranks.broadcast, missing):
+            await self.save_checkpoint(steps)
+        if self.coordinator is not None:
+            self.coordinator.log.flush()

@@ -34,6 +34,7 @@ from mopd_trainer.reporting.plan import describe_plan
 from mopd_trainer.rollouts.factory import open_source
 from mopd_trainer.rollouts.remote_sampler import RolloutWorkers
 from mopd_trainer.run_folder.checkpoint import Checkpoint
+from mopd_trainer.run_folder.journal import past_metrics
 from mopd_trainer.run_folder.lock import run_lock
 from mopd_trainer.run_folder.recording import recorder_of
 from mopd_trainer.run_folder.replay import Replay
@@ -45,6 +46,7 @@ from mopd_trainer.teachers.connect import Teacher, connect_teachers, teacher_poo
 from mopd_trainer.teachers.local.client import TeacherLock
 from mopd_trainer.teachers.local.residency import LocalTeachers
 from mopd_trainer.teachers.scoring import RolloutScorer
+from mopd_trainer.training.degradation import DegradationMonitor
 from mopd_trainer.training.learner import Learner
 
 
@@ -268,6 +270,8 @@ async def _open_coordinator(
         pool = inputs.pool
         return {name: pool.client(name).counters.pop() for name in config.contacted_teachers}
 
+    past = past_metrics(config.output_dir, first_step) if first_step else ()
+    monitor = DegradationMonitor(config.degradation, past)
     log = StepLog(config, console, first_step=first_step, counters=counters, workers=workers)
     stack.enter_context(log)
     evaluation = RunEvaluation(
@@ -277,7 +281,7 @@ async def _open_coordinator(
         _evaluated_teachers(config, inputs),
         log.evaluations(),
     )
-    return Coordinator(pipeline, inputs.replay, recorder, log, checkpoints, evaluation)
+    return Coordinator(pipeline, inputs.replay, recorder, log, checkpoints, evaluation, monitor)
 
 
 def _evaluated_teachers(config: RunConfig, inputs: _Inputs) -> dict[str, TeacherModel]:

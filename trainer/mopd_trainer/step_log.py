@@ -9,6 +9,7 @@ from rich.console import Console
 from mopd_client.transport.counters import Counters
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.data.examples import TrainingExample
+from mopd_trainer.metrics.health import health_metrics
 from mopd_trainer.metrics.step_metrics import (
     LossMeasurements,
     Metrics,
@@ -96,6 +97,7 @@ class StepLog:
         if config.data.uses_reference_answers:
             metrics |= reference_answer_metrics(examples)
         metrics |= teacher_metrics(examples, losses, self._counters())
+        metrics |= health_metrics(examples, metrics)
         if self._workers is not None:
             metrics["rollout/worker_restarts"] = float(self._workers.take_restarts())
         metrics |= timer.pop() | self._evaluation

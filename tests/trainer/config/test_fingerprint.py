@@ -13,12 +13,13 @@ from mopd_trainer.config.settings import IncidentalMark
 INCIDENTAL = """
 accept_changed_settings accept_changed_teachers best_checkpoint_metric best_checkpoint_mode
 data.answer_key data.default_teacher data.on_bad_line data.prompts data.question_key
-data.teacher_key evaluation exp_name keep_checkpoints logging logging_steps output_dir
+data.teacher_key degradation evaluation exp_name keep_checkpoints logging logging_steps output_dir
 projection_cache resources resume_from_checkpoint rollout.scoring rollout.vllm save_steps
-score_cache student.device
+score_cache stop_on_degradation student.device
 student.gradient_checkpointing student.max_skipped_in_a_row student.model student.on_nonfinite
 student.revision student.rows_per_block student.sharding student.skip_grad_norm_above
-student.tokens_per_micro_batch student.trust_remote_code teacher_wait_seconds teachers.api_key_env
+student.tokens_per_micro_batch student.trust_remote_code teacher_wait_seconds
+teachers.api_key_env
 teachers.deadline_seconds teachers.device teachers.dtype teachers.max_concurrency teachers.model
 teachers.on_error
 teachers.placement teachers.require_all_replicas teachers.revision teachers.serve

@@ -181,7 +181,7 @@ def test_a_run_requests_scores_of_the_students_ids_and_learns_from_them(
 
     lines = journal(Path(values["output_dir"]))
     tokens = sum(len(sample.rollout.completion) for sample in samples)
-    assert lines[0]["loss"] == pytest.approx(total / tokens, rel=1e-4)
+    assert lines[0]["objective"] == pytest.approx(total / tokens, rel=1e-4)
     actual = [line["loss"] for line in lines]
     assert np.mean(actual[-3:]) < 0.5 * np.mean(actual[:3]), actual
     for body in requested.requests:

@@ -47,6 +47,9 @@ def test_losses_are_per_token_and_per_byte_of_the_teachers_own_samples() -> None
     assert actual["teacher/math/tokens"] == tokens(0, 2)
     assert actual["teacher/math/loss_per_token"] == pytest.approx(3.5 / tokens(0, 2))
     assert actual["teacher/code/loss_per_token"] == pytest.approx(4.0 / tokens(1, 2))
+    assert actual["teacher/math/loss"] == pytest.approx(3.5 / 2)
+    assert actual["teacher/code/loss"] == pytest.approx(4.0 / 0.5)
+    assert actual["teacher/code/compared_share"] == pytest.approx(0.5 / tokens(1, 2))
     spelled = len(b"12 + 30") + len("7 的".encode()) + 3
     assert actual["teacher/math/loss_per_byte"] == pytest.approx(3.5 / spelled)
 

@@ -34,7 +34,7 @@ def run_folder(folder: Path, journal: list[dict[str, Any]], completion: str = "4
 
 def steps(*losses: float | None, **more: float) -> list[dict[str, Any]]:
     return [
-        {"step": step, "loss": 1.0, "teacher/math/loss_per_token": loss, **more}
+        {"step": step, "loss": 1.0, "teacher/math/loss": loss, **more}
         for step, loss in enumerate(losses, 1)
     ]
 
@@ -67,10 +67,10 @@ def test_missing_value_is_a_gap() -> None:
 
 def test_every_teacher_has_a_curve_and_a_row(tmp_path: Path) -> None:
     journal = steps(
-        0.5, 0.4, **{"teacher/a/b/loss_per_token": 0.3, "teacher/a/b/tokens": 7.0, "dropped/x": 2.0}
+        0.5, 0.4, **{"teacher/a/b/loss": 0.3, "teacher/a/b/tokens": 7.0, "dropped/x": 2.0}
     )
     page = write_report(run_folder(tmp_path / "run", journal)).read_text()
-    chart = page.split("teachers: loss, nats per token")[1].split("</figure>")[0]
+    chart = page.split("teachers: loss, nats per compared token")[1].split("</figure>")[0]
     assert re.findall("<title>(.*?)</title>", chart) == ["math", "a/b"]
     assert "<td>a/b</td><td>14</td>" in page
     assert "<td>x</td><td>4</td>" in page

@@ -94,12 +94,15 @@ def update(learner: Learner, step: int) -> tuple[Metrics, dict[str, LossMeasurem
     return learner.update(batches, tokens=tokens, step=step)
 
 
-def slow_loss(student: Student, chosen: list[TrainingExample]) -> Tensor:
-    """Sum over tokens of weights times losses, by the step's tokens: one context at a time."""
+def slow_loss(student: Student, chosen: list[TrainingExample]) -> tuple[Tensor, float]:
+    """Sum over tokens of weights times losses, by the step's tokens: one context at a time.
+
+    And the share of the tokens that begin a span, which are those that these losses compare.
+    """
     losses = losses_for(student, {"code": "reverse_kl"})
     real_ids = torch.tensor(student.table.real_ids(student.identity.logit_width))
     total = torch.zeros((), dtype=torch.float64)
-    tokens = 0
+    tokens, compared = 0, 0.0
     for item in chosen:
         prompt = item.rollout.prompt_token_ids.tolist()
         ids = item.rollout.completion.token_ids.tolist()
@@ -114,17 +117,21 @@ def slow_loss(student: Student, chosen: list[TrainingExample]) -> Tensor:
             output = losses[aligned_score.teacher](student_rows, targets)
             weight = aligned_score.weight * TEACHER_WEIGHTS[aligned_score.teacher]
             total = total + weight * output.per_token.sum()
-    return total / tokens
+            compared += aligned_score.weight * len(aligned_score.alignment)
+    return total / tokens, compared / tokens
 
 
 def test_loss_and_gradient_are_the_weighted_sum_over_the_steps_tokens() -> None:
     reference = double_student()
     reference.model.train()
-    expected = slow_loss(reference, examples())
+    expected, compared = slow_loss(reference, examples())
     expected.backward()
     student = double_student()
     metrics, actual = updated(student, *packed(examples(), 60))
-    assert metrics["loss"] == pytest.approx(float(expected.detach()), rel=1e-7)
+    assert metrics["objective"] == pytest.approx(float(expected.detach()), rel=1e-7)
+    assert metrics["compared_share"] == pytest.approx(compared, rel=1e-6)
+    assert compared < 1
+    assert metrics["loss"] == pytest.approx(float(expected.detach()) / compared, rel=1e-6)
     for left, right in zip(actual, gradients(reference), strict=True):
         # Norms and rotations are single precision inside even a double model.
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-8)

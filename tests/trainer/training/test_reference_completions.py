@@ -127,7 +127,7 @@ def test_loss_and_gradient_are_those_of_the_formula(weight: float) -> None:
     chosen = [*references(), *rollouts(), *unscored(references()[:1])]
     expected_loss, expected = slow_step(chosen, weight)
     metrics, _, actual = step(chosen, weight)
-    assert metrics["loss"] == pytest.approx(expected_loss, rel=1e-6)
+    assert metrics["objective"] == pytest.approx(expected_loss, rel=1e-6)
     assert_close(actual, expected)
 
 

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from mopd_losses.config import ON_SAMPLES, K2Config, K3Config, PolicyGradientConfig
 from mopd_trainer.config.data import DataConfig
+from mopd_trainer.config.degradation import DegradationConfig
 from mopd_trainer.config.evaluation import EvaluationConfig, EvaluationSetConfig
 from mopd_trainer.config.resources import ResourcesConfig
 from mopd_trainer.config.rollout import RolloutConfig, VllmConfig
@@ -23,6 +24,7 @@ from mopd_trainer.config.teacher import (
 
 __all__ = [
     "DataConfig",
+    "DegradationConfig",
     "EvaluationConfig",
     "EvaluationSetConfig",
     "LoggingConfig",
@@ -114,6 +116,11 @@ class RunConfig(Settings):
     """Teachers by name; ``{}`` for plain SFT."""
     evaluation: Incidental[EvaluationConfig | None] = None
     """Held-out prompts that the student completes during the run. Default: no evaluation."""
+    stop_on_degradation: Incidental[bool] = True
+    """End the run, with a checkpoint, when the student degrades gravely by ``degradation``: its
+    samples leave what the loss compares, are no text, or end too early."""
+    degradation: Incidental[DegradationConfig] = DegradationConfig()
+    """Thresholds of warnings about a degrading student and of the end of the run."""
     logging: Incidental[LoggingConfig] = LoggingConfig()
     """Logs, trackers and recordings."""
     resources: Incidental[ResourcesConfig | None] = None

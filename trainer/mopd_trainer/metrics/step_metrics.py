@@ -36,6 +36,8 @@ class LossMeasurements:
     """One teacher's losses over the micro-batches of a step."""
 
     nats: float = 0.0
+    compared: float = 0.0
+    """Tokens that are compared with the teacher; a part of one may be."""
     per_example: dict[int, TokenLosses] = field(default_factory=dict[int, TokenLosses])
     """Index of the example in the step -> loss of each token."""
     vectors: dict[str, list[NDArray[np.float32]]] = field(
@@ -46,12 +48,14 @@ class LossMeasurements:
     def add(self, output: LossOutput) -> None:
         """Add the unweighted loss of a micro-batch."""
         self.nats += float(output.per_token.double().sum())
+        self.compared += float(output.compared.double().sum())
         for name, vector in output.measured.items():
             self.vectors.setdefault(name, []).append(vector.detach().float().cpu().numpy())
 
     def merge(self, other: "LossMeasurements") -> None:
         """Add the measurements of another rank."""
         self.nats += other.nats
+        self.compared += other.compared
         self.per_example |= other.per_example
         for name, parts in other.vectors.items():
             self.vectors.setdefault(name, []).extend(parts)
@@ -87,17 +91,33 @@ class LabelMeasurements:
 class StepMeasurements:
     """Losses of the micro-batches of a step."""
 
-    total: float = 0.0  # weighted, in nats per token of the step
+    total: float = 0.0  # what the update minimises, in nats
+    compared: float = 0.0  # share of the step's tokens that are compared, with the same weights
     teachers: dict[str, LossMeasurements] = field(default_factory=dict[str, LossMeasurements])
     labels: LabelMeasurements = field(default_factory=LabelMeasurements)
+
+    @torch.no_grad()
+    def add_compared(self, output: LossOutput, weights: Tensor) -> None:
+        """Add the compared tokens of a micro-batch; the weights [slots] of a step sum to one."""
+        self.compared += float((output.compared.double() * weights.double()).sum())
 
     def merge(self, other: "StepMeasurements") -> None:
         """Add the measurements of another rank."""
         self.total += other.total
+        self.compared += other.compared
         self.labels.nats += other.labels.nats
         self.labels.tokens += other.labels.tokens
         for name, loss in other.teachers.items():
             self.teachers.setdefault(name, LossMeasurements()).merge(loss)
+
+    def metrics(self) -> Metrics:
+        """Return the loss of the run."""
+        return {
+            "loss": ratio(self.total, self.compared),
+            "compared_share": self.compared,
+            "objective": self.total,
+            **self.labels.metrics(),
+        }
 
 
 def teacher_metrics(
@@ -119,6 +139,8 @@ def teacher_metrics(
         )
         loss = losses.get(name, LossMeasurements())
         values = {
+            "loss": ratio(loss.nats, loss.compared),
+            "compared_share": ratio(loss.compared, tokens),
             "loss_per_token": ratio(loss.nats, tokens),
             "loss_per_byte": ratio(loss.nats, text_bytes),
             "tokens": float(tokens),

@@ -23,7 +23,13 @@ _NATS = "nats/token"
 _SHARE = "share"
 
 _RUN = {
-    "loss": (_NATS, "weighted loss of the step, divided by its completion tokens"),
+    "loss": ("nats/compared token", "weighted loss of the step over its compared tokens"),
+    "compared_share": (
+        _SHARE,
+        "completion tokens that are compared with a teacher or a reference answer; a fall means "
+        "that the student leaves the text on which the loss is defined",
+    ),
+    "objective": (_NATS, "what the update minimises: the weighted loss over all tokens"),
     "grad_norm": ("", "norm of the gradient before clipping"),
     "learning_rate": ("", "learning rate of the step"),
     "tokens/trained": ("tokens", "completion tokens of the step"),
@@ -35,6 +41,16 @@ _RUN = {
     "rollout/tokens": ("tokens", "tokens of the sampled completions"),
     "rollout/completion_tokens_mean": ("tokens", "mean length of a sampled completion"),
     "rollout/finished_share": (_SHARE, "sampled completions finished with an ending token"),
+    "rollout/invalid_byte_share": (_SHARE, "sampled bytes that are not valid UTF-8"),
+    "rollout/entropy_per_byte": (
+        "nats/byte",
+        "surprisal of the sampled tokens: an estimate of the student's entropy",
+    ),
+    "rollout/teacher_entropy_per_byte": (
+        "nats/byte",
+        "teachers' entropy on the sampled completions: a lower bound from their top-k",
+    ),
+    "rollout/teacher_end_surprisal": ("nats", "teachers' surprisal that a completion ends"),
     "rollout/worker_restarts": ("restarts", "rollout workers restarted after a crash"),
     "staleness/mean": ("steps", "mean age of the sampled completions in policy versions"),
     "staleness/max": ("steps", "largest age of a sampled completion in policy versions"),
@@ -62,6 +78,8 @@ _RUN = {
 }
 
 _TEACHER = {
+    "loss": ("nats/compared token", "unweighted loss over the compared tokens"),
+    "compared_share": (_SHARE, "student tokens that are compared with the teacher"),
     "loss_per_token": (_NATS, "unweighted loss over the student's tokens"),
     "loss_per_byte": ("nats/byte", "unweighted loss over the bytes of the completions"),
     "tokens": ("tokens", "student tokens of the scored completions"),

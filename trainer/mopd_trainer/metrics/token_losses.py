@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mopd_losses.alignment.byte_alignment import Alignment
 from mopd_losses.core.loss import LossOutput
 from mopd_trainer.data.packing import MicroBatch, TeacherPart
 
@@ -18,28 +17,16 @@ def token_losses(
     output: LossOutput, part: TeacherPart, batch: MicroBatch
 ) -> dict[int, TokenLosses]:
     """Return the losses of every example of a micro-batch that the teacher scored, by index."""
-    nats = output.per_token.detach().float().cpu().numpy()
+    nats = output.per_token.masked_fill(output.compared == 0, torch.nan)
+    nats = nats.detach().float().cpu().numpy()
     lengths = torch.bincount(batch.slot_rows, minlength=len(batch.examples)).tolist()
     starts = np.cumsum([0, *lengths]).tolist()
-    pairs = dict(zip(part.slot_offsets, part.comparisons, strict=True))
+    scored = set(part.slot_offsets)
     return {
-        index: _with_missing(nats[start : start + length], pairs[start].alignment)
+        index: nats[start : start + length]
         for index, start, length in zip(batch.examples, starts, lengths, strict=False)
-        if length and start in pairs
+        if length and start in scored
     }
-
-
-def _with_missing(nats: TokenLosses, alignment: Alignment) -> TokenLosses:
-    """Replace a zero that was not measured by NaN.
-
-    A loss is zero where it compares nothing. Where one student token is aligned with one teacher
-    token every loss compares, and identical models may give exactly zero.
-    """
-    single = alignment.student_ends - alignment.student_starts == 1
-    single &= alignment.teacher_ends - alignment.teacher_starts == 1
-    compared = nats != 0
-    compared[alignment.student_starts[single]] = True
-    return np.where(compared, nats, np.float32(np.nan))
 
 
 def rounded(nats: TokenLosses) -> Sequence[float | None]:

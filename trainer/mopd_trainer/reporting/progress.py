@@ -57,18 +57,18 @@ class RunProgress:
 
 
 def step_line(step: int, total: int, metrics: Metrics) -> str:
-    """Return one line: loss by teacher (``sft`` for cross entropy) in nats per token, tokens and
-    seconds by phase."""
-    suffix = "/loss_per_token"
+    """Return one line: nats per compared token, also by teacher (``sft`` for cross entropy), the
+    share of compared tokens, tokens, and seconds by phase."""
     by_teacher = [
-        f"{key.removeprefix('teacher/').removesuffix(suffix)} {value:.4f}"
+        f"{key.removeprefix('teacher/').rpartition('/')[0]} {value:.4f}"
         for key, value in metrics.items()
-        if key.endswith(suffix) and math.isfinite(value)
+        if key.endswith(("/loss", "sft/loss_per_token")) and math.isfinite(value)
     ]
     dropped = metrics.get("dropped/total", 0.0)
     parts = [
         f"step {step:>{len(str(total))}}/{total}",
-        f"loss {metrics['loss']:.4f} nats ({', '.join(by_teacher)})"
+        f"loss {metrics['loss']:.4f} nats ({', '.join(by_teacher)})  "
+        f"{metrics['compared_share']:.0%} of tokens compared"
         if metrics["tokens/trained"]
         else "step skipped: no samples",
         f"{metrics['tokens/trained']:.0f} tokens in {metrics['time/step']:.2f} s",

@@ -24,7 +24,11 @@ _LISTED = 4  # damaged lines
 
 #: Title of a chart -> keys of the journal.
 _RUN_CHARTS = {
-    "loss, nats per token": ("loss", "sft/loss_per_token"),
+    "loss, nats per compared token": ("loss", "sft/loss_per_token"),
+    "share of tokens compared, share of bytes invalid": (
+        "compared_share",
+        "rollout/invalid_byte_share",
+    ),
     "gradient norm": ("grad_norm",),
     "learning rate": ("learning_rate",),
     "completion tokens per step": ("tokens/trained",),
@@ -47,7 +51,8 @@ _EVALUATION_CHARTS = {
 }
 #: Title of a chart -> last part of a teacher's key; one curve per teacher.
 _TEACHER_CHARTS = {
-    "teachers: loss, nats per token": "loss_per_token",
+    "teachers: loss, nats per compared token": "loss",
+    "teachers: share of tokens compared": "compared_share",
     "teachers: fraction of the step's tokens": "token_fraction",
     "teachers: alignment ratio (aligned bytes / bytes)": "alignment_ratio",
     "teachers: teacher top-k coverage": "teacher_mass_mean",

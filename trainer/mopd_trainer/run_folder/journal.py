@@ -3,7 +3,8 @@
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from io import FileIO
 from itertools import pairwise
 from pathlib import Path
@@ -145,6 +146,17 @@ class Journal:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def past_metrics(output_dir: Path, steps: int) -> Iterator[tuple[int, Metrics]]:
+    """Yield the first steps (from 1) of a run's journal; NaN for what was not measured."""
+    path = output_dir / JOURNAL
+    with path.open(encoding="utf-8") if path.is_file() else nullcontext([]) as lines:
+        for line in lines:
+            values: dict[str, float | None] = json.loads(line)
+            step = values.pop("step")
+            if step is not None and step <= steps:
+                yield int(step), {k: math.nan if v is None else v for k, v in values.items()}
 
 
 def _tokens(completion: TokenSequence) -> dict[str, Any]:

@@ -86,6 +86,7 @@ class CheckpointManager:
         self.identity = identity
         self._manifests = manifests
         self._metric_values: list[float] = []  # since the last checkpoint
+        self._protected: set[Path] = set()
         written_folders = [config.output_dir, config.output_dir / CHECKPOINTS]
         if config.projection_cache is None:  # a shared one may be in use by another run
             written_folders.append(config.projection_folder)
@@ -102,6 +103,12 @@ class CheckpointManager:
         value = metrics.get(self._config.best_checkpoint_metric or "", math.nan)
         if math.isfinite(value):
             self._metric_values.append(value)
+
+    def protect(self, steps: int) -> Path | None:
+        """Keep the latest checkpoint of at most ``steps`` steps; return it, if there is one."""
+        folders = [folder for step, folder in _folders(self._config) if step <= steps]
+        self._protected.update(folders[-1:])
+        return folders[-1] if folders else None
 
     def save(self, step: int, student: Student, optimizer: torch.optim.Optimizer) -> Path:
         """Save the checkpoint of a step (from 1), then remove older ones.
@@ -138,7 +145,7 @@ class CheckpointManager:
         outdated = folders[: -self._config.keep_checkpoints]
         best = self._best(folders) if outdated and self._config.best_checkpoint_metric else None
         for folder in outdated:
-            if folder != best:
+            if folder != best and folder not in self._protected:
                 remove_folder(folder)
 
     def _best(self, folders: list[Path]) -> Path | None:

@@ -84,7 +84,8 @@ class Learner:
         rate = learning_rate(self._config, step=step, max_steps=self._max_steps)
         if tokens == 0:
             skipped = self._guard.check_empty(dropped or {}, step=step)
-            return {"loss": math.nan, "grad_norm": math.nan, "learning_rate": rate} | skipped, {}
+            nothing = dict.fromkeys(("loss", "compared_share", "objective", "grad_norm"), math.nan)
+            return nothing | {"learning_rate": rate} | skipped, {}
         rank = (self._ranks.rank,) if self._ranks.rank else ()
         torch.manual_seed(derived_seed(self._seed, step, *rank))  # dropout
         self._student.model.train()
@@ -105,8 +106,8 @@ class Learner:
         if applied:
             self.optimizer.step()
             self._student.weights_changed()
-        metrics = {"loss": measured.total, "grad_norm": norm, "learning_rate": rate}
-        return metrics | skipped | measured.labels.metrics(), measured.teachers
+        metrics = measured.metrics() | {"grad_norm": norm, "learning_rate": rate}
+        return metrics | skipped, measured.teachers
 
     def _gradient_norm(self) -> float:
         """Return the norm over all ranks, and clip the gradients."""
@@ -124,8 +125,11 @@ class Learner:
             rows_per_block=self._config.rows_per_block,
         )
         if batch.has_labels:
-            measured.labels.add(outputs.pop(), batch.labels)
-        for name, output in zip(batch.teachers, outputs, strict=True):
+            measured.labels.add(outputs[-1], batch.labels)
+            measured.add_compared(outputs.pop(), sft.position_weights)
+        terms = zip(batch.teachers, distillation, outputs, strict=True)
+        for name, term, output in terms:
+            measured.add_compared(output, term.position_weights / self._teacher_weights[name])
             loss = measured.teachers.setdefault(name, LossMeasurements())
             loss.add(output)
             loss.per_example |= token_losses(output, batch.teachers[name], batch)

@@ -1,0 +1,92 @@
+"""Metrics that show a degrading student, compared with plain Python."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mopd_protocol.samples import Rollout
+from mopd_trainer.data.examples import TrainingExample
+from mopd_trainer.metrics.health import health_metrics, invalid_bytes
+from tests.trainer.scored_examples import example
+from tests.trainer.students import ids_of, rollout
+
+CHARACTERS = [b"a", "é".encode(), "的".encode()]
+pieces = st.lists(st.sampled_from([*CHARACTERS, b"\xe7", b"\x84", b"\xff"]))
+
+
+def rollout_of(text: bytes, *, finished: bool) -> Rollout:
+    end = ["<|end|>"] if finished else []
+    return rollout("digit", ids_of("digit", text, *end) or ids_of("digit", "<|pad|>"))
+
+
+@given(parts=pieces, finished=st.booleans())
+def test_invalid_bytes_are_those_outside_of_characters(parts: list[bytes], finished: bool) -> None:
+    text = b"".join(parts)
+    valid, position, incomplete = 0, 0, 0
+    while position < len(text):
+        for length in (1, 2, 3):
+            part = text[position : position + length]
+            if part in CHARACTERS:
+                valid += length
+                break
+        else:
+            length = 1
+            rest = text[position:]
+            # A character may have been cut after its first byte.
+            if not finished and rest in (b"\xe7", b"\xe7\x84"):
+                incomplete, length = len(rest), len(rest)
+        position += length
+    assert invalid_bytes(rollout_of(text, finished=finished)) == len(text) - valid - incomplete
+
+
+def examples() -> list[TrainingExample]:
+    return [
+        example(rollout("digit", ids_of("digit", "12 + 30", end), teachers={"code": 1.0}))
+        for end in ("<|end|>", "4", b"\xff")
+    ]
+
+
+def test_dropped_samples_count_as_not_compared() -> None:
+    dropped = {
+        "dropped/total": 5.0,
+        "dropped/code/nothing_aligned": 2.0,
+        "dropped/code/refused": 3.0,
+    }
+    shares = {"compared_share": 0.8, "teacher/code/compared_share": 0.6, "loss": 1.0}
+    actual = health_metrics(examples(), shares | dropped)
+    assert actual["compared_share"] == pytest.approx(0.8 * 3 / 5)
+    assert actual["teacher/code/compared_share"] == pytest.approx(0.6 * 3 / 5)
+    assert "loss" not in actual
+    assert health_metrics([], shares | dropped)["compared_share"] == 0
+    assert health_metrics(examples(), shares)["compared_share"] == 0.8
+    replayed = {"dropped/total": 3.0, "dropped/nothing_aligned": 3.0}
+    assert health_metrics(examples(), shares | replayed)["compared_share"] == pytest.approx(0.4)
+
+
+def test_entropies_are_of_the_samples_and_of_the_teachers_on_them() -> None:
+    chosen = examples()
+    actual = health_metrics(chosen, {})
+    surprisal = -sum(float(e.rollout.sampled_logprobs.sum()) for e in chosen)  # type: ignore[union-attr]
+    text_bytes = sum(len(e.rollout.completion.text) for e in chosen)
+    assert actual["rollout/entropy_per_byte"] == pytest.approx(surprisal / text_bytes)
+    assert actual["rollout/invalid_byte_share"] == pytest.approx(1 / text_bytes)
+    entropy, scored_bytes = 0.0, 0
+    for item in chosen:
+        score = item.scores[0].score
+        scored_bytes += len(score.completion.text)
+        for row, tail in zip(score.topk.logprobs, score.topk.tail_logprobs, strict=True):
+            masses = [*np.exp(row.astype(float)), math.exp(tail)]
+            entropy -= sum(mass * math.log(mass) for mass in masses if mass)
+    assert actual["rollout/teacher_entropy_per_byte"] == pytest.approx(entropy / scored_bytes)
+    assert actual["rollout/teacher_end_surprisal"] == 1.0, "the one end has logprob -1"
+
+
+def test_reference_answers_are_no_samples() -> None:
+    reference = [
+        TrainingExample(replace(e.rollout, sampled_logprobs=None), e.scores) for e in examples()
+    ]
+    assert all(math.isnan(value) for value in health_metrics(reference, {}).values())

@@ -1,0 +1,117 @@
+"""Warnings about a degrading student, on planted courses of the metrics."""
+
+import logging
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from mopd_trainer.config.degradation import DegradationConfig
+from mopd_trainer.training.degradation import (
+    END,
+    ENTROPY,
+    INVALID,
+    LENGTH,
+    TEACHER_ENTROPY,
+    DegradationMonitor,
+    Finding,
+)
+
+SHARE = "compared_share"
+OF_TEACHER = "teacher/math/compared_share"
+Course = dict[str, tuple[float, float]]
+
+#: Metric -> its value before and after the fault.
+FAULTS: dict[str, tuple[str, bool, Course]] = {
+    "the compared share falls": (SHARE, True, {SHARE: (0.98, 0.42)}),
+    "the compared share falls a little": (SHARE, False, {SHARE: (0.98, 0.75)}),
+    "the compared share of a teacher falls": (
+        OF_TEACHER,
+        True,
+        {SHARE: (0.9, 0.8), OF_TEACHER: (0.5, 0.1), "teacher/code/compared_share": (1, 1)},
+    ),
+    "invalid bytes": (INVALID, True, {INVALID: (0.0, 0.3), SHARE: (1, 0.9)}),
+    "some invalid bytes": (INVALID, False, {INVALID: (0.01, 0.05)}),
+    "the student ends early": (LENGTH, False, {LENGTH: (20, 8), END: (0.1, 4)}),
+    "the student ends at once": (LENGTH, True, {LENGTH: (20, 1), END: (0.1, 4)}),
+    "the student is certain of one text": (
+        ENTROPY,
+        False,
+        {ENTROPY: (0.8, 0.01), TEACHER_ENTROPY: (0.6, 0.5)},
+    ),
+}
+
+SOUND: dict[str, Course] = {
+    "a random student learns to end": {LENGTH: (32, 2), END: (7, 0.01)},
+    "a student that ends at once learns to continue": {LENGTH: (1, 32), END: (9, math.nan)},
+    "a sure teacher makes the student sure": {
+        ENTROPY: (3, 0.001),
+        TEACHER_ENTROPY: (2, 0.001),
+    },
+    "a random student learns to spell": {INVALID: (0.6, 0), SHARE: (0.3, 1)},
+    "reference answers": {SHARE: (1, 1), INVALID: (math.nan, math.nan)},
+}
+
+
+def findings(
+    course: Course, *, steps: int = 40, window: int = 5, past: int = 0
+) -> list[tuple[int, Finding]]:
+    """Observe a course that changes linearly from step 11 to 30; return findings by step."""
+    rows = [
+        {
+            key: before + (after - before) * min(max((step - 10) / 20, 0), 1)
+            for key, (before, after) in course.items()
+        }
+        for step in range(1, steps + 1)
+    ]
+    config = DegradationConfig(window=window)
+    monitor = DegradationMonitor(config, enumerate(rows[:past], 1))
+    return [
+        (step, finding)
+        for step in range(past + 1, steps + 1)
+        for finding in monitor.observe(step, rows[step - 1])
+    ]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_reported_once_with_its_numbers(
+    fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    metric, is_grave, course = FAULTS[fault]
+    with caplog.at_level(logging.WARNING):
+        (step, first), *others = findings(course)
+    grave = [finding.is_grave for _, finding in others]
+    assert {finding.metric for _, finding in [(step, first), *others]} == {metric}
+    assert (first.is_grave or grave == [True]) if is_grave else not (first.is_grave or grave)
+    assert len(caplog.messages) == 1
+    assert f"step {step}:" in first.message
+    assert f"{course[metric][0]:.3g} (mean of steps" in first.message
+    assert step > 10
+    assert first.sound_steps < step - 5, "the checkpoint is from before the window"
+
+
+@pytest.mark.parametrize("course", SOUND)
+def test_a_sound_run_has_no_warning(course: str) -> None:
+    assert findings(SOUND[course]) == []
+
+
+def test_the_first_window_has_nothing_to_compare_with() -> None:
+    assert findings({SHARE: (0.9, 0.0)}, steps=14, window=20) == []
+
+
+@pytest.mark.parametrize("past", [0, 12, 25])
+def test_a_resumed_run_remembers_its_best(past: int) -> None:
+    """A run that is resumed after it became grave ends again; other warnings are not repeated."""
+    course = FAULTS["the compared share falls"][2]
+    whole = findings(course)
+    resumed = findings(course, past=past)
+    assert [(s, f) for s, f in whole if s > past] == resumed
+    (step, grave) = findings(course, past=35)[0]
+    assert (step, grave.is_grave, grave.sound_steps) == (36, True, whole[-1][1].sound_steps)
+
+
+def test_noise_within_the_thresholds_is_no_fault() -> None:
+    values: Sequence[float] = [0.9, 0.75, 1.0, 0.85]
+    monitor = DegradationMonitor(DegradationConfig(window=4))
+    rows = [{SHARE: values[step % 4], INVALID: step % 2 * 0.01} for step in range(80)]
+    assert not [f for step, row in enumerate(rows, 1) for f in monitor.observe(step, row)]

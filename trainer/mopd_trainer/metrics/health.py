@@ -1,0 +1,79 @@
+"""Metrics of the samples that show a degrading student: see ``training.degradation``.
+
+A loss falls while the student leaves what the loss compares; these metrics do not.
+"""
+
+from codecs import getincrementaldecoder
+from collections.abc import Sequence
+
+import numpy as np
+
+from mopd_protocol.samples import Rollout
+from mopd_trainer.data.examples import AlignedScore, TrainingExample
+from mopd_trainer.metrics.step_metrics import Metrics, mean, of_source, ratio
+
+COMPARED_SHARE = "compared_share"
+
+
+def health_metrics(examples: Sequence[TrainingExample], metrics: Metrics) -> Metrics:
+    """Return all compared shares with the dropped samples, and metrics of the sampled text.
+
+    Args:
+        metrics: of the step; its compared shares are of the examples only. A sample that was
+            dropped because nothing is aligned counts as not compared, with the mean length.
+    """
+    shares = {key: value for key, value in metrics.items() if key.endswith(COMPARED_SHARE)}
+    for key, share in shares.items():
+        teacher = key.removesuffix(COMPARED_SHARE).removeprefix("teacher").strip("/")
+        kept = sum(not teacher or _is_scored(example, teacher) for example in examples)
+        unaligned = [
+            samples
+            for reason, samples in metrics.items()
+            if reason.endswith(f"{teacher}/nothing_aligned") and reason.startswith("dropped/")
+        ]
+        # Two teachers may drop the same sample.
+        lost = min(sum(unaligned), metrics.get("dropped/total", 0.0))
+        if lost:
+            shares[key] = share * kept / (kept + lost) if kept else 0.0
+    return shares | _text_metrics(of_source(examples, "rollout"))
+
+
+def _is_scored(example: TrainingExample, teacher: str) -> bool:
+    return any(score.teacher == teacher for score in example.scores)
+
+
+def _text_metrics(examples: Sequence[TrainingExample]) -> Metrics:
+    rollouts = [example.rollout for example in examples]
+    text_bytes = sum(len(rollout.completion.text) for rollout in rollouts)
+    entropies = [
+        -float(r.sampled_logprobs.sum()) for r in rollouts if r.sampled_logprobs is not None
+    ]
+    scores = [score for example in examples for score in example.scores]
+    scored_bytes = sum(len(score.score.completion.text) for score in scores)
+    return {
+        "rollout/invalid_byte_share": ratio(sum(map(invalid_bytes, rollouts)), text_bytes),
+        "rollout/entropy_per_byte": ratio(sum(entropies), text_bytes),
+        "rollout/teacher_entropy_per_byte": ratio(sum(map(_teacher_entropy, scores)), scored_bytes),
+        "rollout/teacher_end_surprisal": mean(
+            -float(s.score.logprobs[-1]) for s in scores if s.score.completion.ends_turn
+        ),
+    }
+
+
+def invalid_bytes(rollout: Rollout) -> int:
+    """Return the number of bytes that are not part of a valid UTF-8 character.
+
+    The first bytes of a character that was cut off at the maximum length are not counted.
+    """
+    decoder = getincrementaldecoder("utf-8")(errors="ignore")
+    text = rollout.completion.text
+    valid = decoder.decode(text, final=rollout.finish_reason == "stop")
+    incomplete, _ = decoder.getstate()
+    return len(text) - len(valid.encode()) - len(incomplete)
+
+
+def _teacher_entropy(score: AlignedScore) -> float:
+    """Return a lower bound in nats, summed over the completion: the tail counts as one id."""
+    topk = score.score.topk
+    logprobs = np.column_stack([topk.logprobs, topk.tail_logprobs]).astype(np.float64)
+    return -float((np.exp(logprobs) * np.maximum(logprobs, -1e9)).sum())
