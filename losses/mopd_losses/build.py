@@ -113,7 +113,7 @@ def _topk_divergence(config: CtkdConfig | TopKKlConfig, context: LossContext) ->
 
 def _prefix_kl(config: PrefixKlConfig, context: LossContext) -> Loss:
     student, teacher = context.student, context.teacher
-    preparation = Preparation(student.table, student.encoder, teacher.table)
+    preparation = Preparation(student.table, student.encoder, teacher.table, teacher.encoder)
     return PrefixKlLoss(preparation, config, context.teacher_temperature)
 
 

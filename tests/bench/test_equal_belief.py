@@ -2,7 +2,9 @@
 
 import pytest
 
+from bench.byte_models import false_loss, merging_pair
 from bench.equal_belief import measure, texts
+from tests.reference.text_model import markov_texts
 
 
 @pytest.mark.parametrize("text", ["prose", "code", "numbers", "json", "cjk"])
@@ -19,3 +21,13 @@ def test_a_loss_that_names_tokens_is_found_out() -> None:
     )
     assert result.nats_per_token > 0.05
     assert result.pushed_down > 0.0
+
+
+@pytest.mark.parametrize(
+    ("letters", "longest", "seed"), [("ab", 6, 1), ("ab", 6, 4), ("ab", 6, 11), ("abc", 5, 4)]
+)
+def test_one_byte_model_through_overlapping_merges_has_hardly_any_loss(
+    letters: str, longest: int, seed: int
+) -> None:
+    texts_of_model = markov_texts(letters, longest, seed)
+    assert false_loss(merging_pair(seed, letters, 6), texts_of_model, top_k=16) <= 0.05

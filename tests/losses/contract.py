@@ -163,7 +163,6 @@ def _topk(
 
         return _scattered_rows(problem, values())
 
-    bucket = settings.form == "tail_bucket"
     name = f"{'topk_kl' if one_tokenizer else 'ctkd'} {settings.form} {name_of(settings)}"
     return Row(
         name if teacher_temperature == 1 else f"{name} at {teacher_temperature}",
@@ -172,8 +171,6 @@ def _topk(
         expected,
         problem=_one_vocabulary if one_tokenizer else random_problem,
         temperature=teacher_temperature,
-        # The floor of the teacher's tail adds mass to the teacher's side.
-        least=-1e-4 if bucket and settings.unbounded_where_teacher_vanishes else 0.0,
         conservative=settings.divergence != "adaptive_kl",  # the mixture's weight is a constant
         smooth_at_equality=settings.divergence != "tvd",
         # If both know the other's first token of a span, the first rows are different events.
@@ -247,7 +244,6 @@ def _pooled(divergence: Direction, temperature: float) -> Row:
         ),
         exact=lambda _, spans: pooled_targets(spans),
         temperature=temperature,
-        least=0.0 if forward else -1e-4 * temperature**2,  # the floor of the teacher's tail
         # Rows inside a span condition on pieces that the other side has no boundary for.
         equal_belief="one_to_one",
         keeps_language=False,
@@ -309,7 +305,6 @@ def _simct(divergence: Direction) -> Row:
         config.SimctConfig(divergence=divergence),
         lambda problem: SimctLoss(problem.match(), divergence),
         _by_span(lambda problem, view: simct.simct(view, problem.partner, forward)),
-        least=0.0 if forward else -1e-4,  # the floor of the teacher's tail
     )
 
 
@@ -443,7 +438,6 @@ def _prefix_kl(divergence: Literal["forward_kl", "reverse_kl", "jsd"], floor: fl
         expected,
         problem=prefix_problem,
         exact=lambda problem, _: problem.targets(divergence, floor),
-        least=-1e-4 if divergence == "reverse_kl" else 0.0,  # the floor of the teacher's tail
     )
 
 

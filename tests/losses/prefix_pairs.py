@@ -128,7 +128,13 @@ class Tongue:
         """The canonical tokens of a text."""
         return [self.family.table.bytes_of(i).decode() for i in self.encoder.encode(text)]
 
-    def side(self, ids: Sequence[int], logprobs: Tensor, kept: list[list[int]]) -> slow.Side:
+    def side(
+        self,
+        ids: Sequence[int],
+        logprobs: Tensor,
+        kept: list[list[int]],
+        tails: Sequence[float] = (),
+    ) -> slow.Side:
         """The same for the slow reference; ``logprobs`` [tokens, width], of the ``kept`` ids."""
         tokens = {i: b.decode("latin-1") for i, b in enumerate(self.table.all_bytes) if b}
         tokens[self.end] = END_CHARACTER
@@ -139,6 +145,7 @@ class Tongue:
             rows=[{i: row[i] for i in known} for row, known in zip(rows, kept, strict=True)],
             realised_probabilities=[row[int(token)] for row, token in zip(rows, ids, strict=True)],
             encode=lambda text: [tokens[i] for i in self.encode_bytes(text.encode("latin-1"))],
+            tails=tails,
         )
 
 
@@ -151,7 +158,8 @@ class Pair:
 
     @cached_property
     def preparation(self) -> Preparation:
-        return Preparation(self.student.table, self.student.encoder, self.teacher.table)
+        student, teacher = self.student, self.teacher
+        return Preparation(student.table, student.encoder, teacher.table, teacher.encoder)
 
     @cached_property
     def real_ids(self) -> Tensor:

@@ -63,7 +63,9 @@ class PrefixProblem(Problem):
         logprobs.scatter_(1, torch.tensor(topk.ids), torch.tensor(topk.logprobs))
         logprobs[torch.arange(len(tokens)), tokens] = torch.tensor(topk.token_logprobs)
         kept = [[token for token in row if token >= 0] for row in topk.ids.tolist()]
-        return student, self.pair.teacher.side(tokens, logprobs, kept)
+        return student, self.pair.teacher.side(
+            tokens, logprobs, kept, np.exp(topk.tail_logprobs).tolist()
+        )
 
     def renumbered(self, seed: int) -> tuple["PrefixProblem", NDArray[np.int64]]:
         """Permute the ids of both vocabularies; also return the old student id of each new one."""

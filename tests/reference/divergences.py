@@ -162,15 +162,21 @@ def tail_bucket(
 ) -> Compared:
     """Form E: the rest of either side as one more entry; the student's is ``1 - sum q``."""
     total = math.fsum([*t, t_rest])
-    rest = t_rest / total
-    result = divergence(
-        [*q, max(q_rest, MARGIN)],
-        [*(b / total for b in t), max(rest, FLOOR) if floored else rest],
-    )
+    q_rest_kept = max(q_rest, MARGIN)
+    teacher = [*(b / total for b in t), t_rest / total]
+    if floored:
+        teacher = floored_rest(teacher, q_rest_kept)
+    result = divergence([*q, q_rest_kept], teacher)
     *slopes, of_rest = result.slopes
     if q_rest < MARGIN:
         of_rest = 0.0
     return Compared(result.value, [slope - of_rest for slope in slopes])
+
+
+def floored_rest(teacher: Floats, student_rest: float) -> list[float]:
+    """Raise the last share to 1e-4, or to the student's if that is less; scaled to sum to one."""
+    shares = [*teacher[:-1], max(teacher[-1], min(FLOOR, student_rest))]
+    return [share / math.fsum(shares) for share in shares]
 
 
 def by_logits(slopes: Floats, p: Floats) -> list[float]:

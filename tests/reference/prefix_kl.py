@@ -9,9 +9,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from mopd_losses.divergences.truncation import TAIL_MARGIN, TEACHER_TAIL_FLOOR
-from mopd_losses.prefix.cells import NAMING_SHARE
+from mopd_losses.divergences.truncation import TAIL_MARGIN
+from mopd_losses.prefix.cells import DETOUR_SHARE, NAMING_SHARE
 from mopd_losses.prefix.cuts import CONTINUATIONS
+from tests.reference.divergences import floored_rest
+
+#: Tokens before a boundary that may be divided differently, and tokens tried after a shorter one.
+_WINDOW, _PROBES = 2, 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +27,7 @@ class Side:
     rows: Sequence[Mapping[int, float]]  # id -> probability, of the ids that are known
     realised_probabilities: Sequence[float]
     encode: Callable[[str], list[str]]  # a text without control tokens -> its token strings
+    tails: Sequence[float] = ()  # of the ids that are not known
     block: int = 0  # rows that start before it were conditioned on another text
 
     @cached_property
@@ -57,6 +62,8 @@ class Boundary:
     teacher: dict[str, float]
     teacher_rest: float
     teacher_mass: float  # of the text since the teacher's first open row
+    student_lacks: tuple[set[str], float]  # cells that may lack mass, and how much
+    teacher_lacks: tuple[set[str], float]
 
 
 def common_blocks(first: str, second: str) -> list[tuple[int, int, int]]:
@@ -91,15 +98,26 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
     if row is None or teacher_row is None:
         return None
     ends = student.end(row), teacher.end(teacher_row) - teacher_at + at, stop
-    cells = named_cells(student, teacher, at, teacher_at, student.text[at : min(ends)])
-    shares = {c: continuation(teacher, teacher_at, c, top_k_only) for c in cells}
+    realised = student.text[at : min(ends)]
+    cells, unnamed = named_cells(student, teacher, at, teacher_at, realised)
+    whole = open_mass(teacher, teacher_at, top_k_only)
+    shares = {c: cell_mass(teacher, teacher_at, c, top_k_only) / whole for c in cells}
+    likely = [c for c in cells if shares[c] >= DETOUR_SHARE]
+    probes = probed(teacher, teacher_at)
+    lacks, counted = detours(teacher, teacher_at, likely, unnamed | probes, top_k_only)
+    whole -= counted
+    shares = {c: cell_mass(teacher, teacher_at, c, top_k_only) / whole for c in cells}
+    student_lacks, counted = detours(student, at, likely, unnamed, None)
+    student_whole = open_mass(student, at, None) - counted
     return Boundary(
         at=at,
         position=row,
-        student={c: continuation(student, at, c, None) for c in cells},
+        student={c: cell_mass(student, at, c, None) / student_whole for c in cells},
         teacher=shares,
         teacher_rest=1 - math.fsum(shares.values()),
-        teacher_mass=min(1.0, open_mass(teacher, teacher_at, top_k_only)),
+        teacher_mass=min(1.0, whole),
+        student_lacks=(student_lacks[0], student_lacks[1] / student_whole),
+        teacher_lacks=(lacks[0], lacks[1] / whole),
     )
 
 
@@ -150,39 +168,135 @@ def open_mass(side: Side, at: int, known: Vocabulary | None) -> float:
     return total
 
 
-def continuation(side: Side, at: int, cell: str, known: Vocabulary | None) -> float:
-    """The probability that the text continues with a string, given the text so far."""
+def cell_mass(side: Side, at: int, cell: str, known: Vocabulary | None) -> float:
+    """The mass of the text since the first open row, continued with a string."""
     total = 0.0
     for row in open_rows(side, at, known):
         prefix = side.text[side.starts[row] : at] + cell
         mass = token_mass(side, row, lambda token, prefix=prefix: token.startswith(prefix))
         total += path(side, at, row, known) * mass
-    return total / open_mass(side, at, known)
+    return total
 
 
-def named_cells(student: Side, teacher: Side, at: int, teacher_at: int, realised: str) -> list[str]:
+def detours(
+    side: Side, at: int, cells: Sequence[str], others: set[str], known: Vocabulary | None
+) -> tuple[tuple[set[str], float], float]:
+    """Cells that the tokenizer reaches over tokens that are neither realised nor mass of the cell,
+    the mass of these tokens, and of those that count as open."""
+    covering = side.covering(at)
+    assert covering is not None
+    first = covering + (side.starts[covering] < at)
+    spelled = [r for r, i in enumerate(side.realised) if ord(side.tokens[i][-1]) < 256]
+    while first > max(covering - _WINDOW, 0) and first - 1 in spelled:
+        if side.starts[first - 1] < side.block:
+            break
+        first -= 1
+    start = side.starts[first] if first < len(side.starts) else at
+    context = side.text[start:at]
+    lacking: set[str] = set()
+    deviations: dict[tuple[int, str], bool] = {}
+    for cell in [*cells, *sorted(others)]:
+        is_text = ord(cell[-1]) < 256
+        tails = [context[n:] for n in range(len(context))]
+        crossed = any(t.startswith(x + cell[0]) for x in tails for t in side.tokens.values())
+        if is_text and not (crossed if context else len(cell) > 1):
+            continue
+        whole = context + cell if is_text else context
+        try:
+            whole.encode("latin-1").decode()
+        except UnicodeDecodeError:
+            continue
+        detour = first_deviation(side, context, cell, side.encode(whole), first, covering)
+        if detour and (cell in cells or not detour[2]):
+            deviations[detour[:2]] = detour[2]
+            lacking |= {cell} & set(cells)
+    rows = {row: path(side, at, row, known) for row in open_rows(side, at, known)}
+    origin = min(rows)
+    total = counted = 0.0
+    for (row, token), is_open in deviations.items():
+        token_id = next(i for i, string in side.tokens.items() if string == token)
+        is_known = token_id in side.known(row)
+        mass = side.known(row)[token_id] if is_known else side.tails[row]
+        before = math.prod(side.realised_probabilities[origin:row])
+        after = math.prod(side.realised_probabilities[row:origin])
+        total += mass * before / after
+        counted += mass * before / after if is_open and is_known else 0.0
+    return (lacking, total), counted
+
+
+def first_deviation(
+    side: Side, context: str, cell: str, tokens: Sequence[str], first: int, covering: int
+) -> tuple[int, str, bool] | None:
+    """Row, token and whether it counts as open, of the first token of a path that is neither
+    realised nor mass of the cell."""
+    whole, start = context + cell, 0
+    for row, token in enumerate(tokens, start=first):
+        end = start + len(token)
+        if not whole.startswith(token, start):
+            return None
+        if end > len(context):
+            return (row, token, True) if end < len(whole) else None
+        if token != side.tokens[side.realised[row]]:
+            return row, token, end == len(context) and row == covering
+        start = end
+    return None
+
+
+def probed(side: Side, at: int) -> set[str]:
+    """Spell a few tokens that may follow a shorter token than the realised one."""
+    covering = side.covering(at)
+    assert covering is not None
+    first = covering + (side.starts[covering] < at)
+    results: set[str] = set()
+    ordered = sorted(side.tokens.values())
+    while first > max(covering - _WINDOW, 0):
+        first -= 1
+        if side.starts[first] < side.block or ord(side.tokens[side.realised[first]][-1]) > 255:
+            break
+        start = side.starts[first]
+        for token_id, probability in side.known(first).items():
+            token = side.tokens.get(token_id, "")
+            end = start + len(token)
+            likely = probability >= side.realised_probabilities[first] * NAMING_SHARE
+            if not token or token_id == side.realised[first] or end >= at or not likely:
+                continue
+            if side.text.startswith(token, start):
+                covered = side.text[end:at]
+                longer = [t for t in ordered if t.startswith(covered) and t != covered]
+                step = max(-(-len(longer) // _PROBES), 1)
+                results |= {token[len(covered) :] for token in longer[::step]}
+    return results
+
+
+def named_cells(
+    student: Side, teacher: Side, at: int, teacher_at: int, realised: str
+) -> tuple[list[str], set[str]]:
     """Prefix-free strings: the realised text, and the teacher's candidates as far as one token of
-    the student decides them."""
+    the student decides them; and likely candidates of which no token decides anything."""
     covering = student.covering(at)
     assert covering is not None
     begun = student.text[student.starts[covering] : at]
     whole = open_mass(teacher, teacher_at, top_k_only)
     named = {realised}
+    unnamed: set[str] = set()
     for row in open_rows(teacher, teacher_at, top_k_only):
         crossed = teacher.text[teacher.starts[row] : teacher_at]
         for token, probability in teacher.known(row).items():
             text = teacher.tokens.get(token, "")
             if not text.startswith(crossed) or len(text) == len(crossed):
                 continue
-            if path(teacher, teacher_at, row, top_k_only) * probability >= NAMING_SHARE * whole:
-                candidate = text[len(crossed) :]
-                covered = any(t.startswith(begun + candidate) for t in student.tokens.values())
-                if covered and not candidate.startswith(student.text[at : student.end(covering)]):
-                    named.add(candidate)
-                else:
-                    named.add(candidate[: cut(student, begun, candidate)])
-    named.discard("")
-    return [c for c in sorted(named) if not any(c.startswith(o) and c != o for o in named)]
+            share = path(teacher, teacher_at, row, top_k_only) * probability / whole
+            if share < NAMING_SHARE:
+                continue
+            candidate = text[len(crossed) :]
+            covered = any(t.startswith(begun + candidate) for t in student.tokens.values())
+            if covered and not candidate.startswith(student.text[at : student.end(covering)]):
+                named.add(candidate)
+            elif length := cut(student, begun, candidate):
+                named.add(candidate[:length])
+            elif share >= DETOUR_SHARE:
+                unnamed.add(candidate)
+    return [c for c in sorted(named) if not any(c.startswith(o) and c != o for o in named)], unnamed
 
 
 def cut(student: Side, begun: str, candidate: str) -> int:
@@ -209,13 +323,48 @@ def value(boundary: Boundary, divergence: str, teacher_weight: float = 0.5) -> f
     teacher.append(1 - math.fsum(teacher))
     if not reachable:
         return 0.0
+    student_flags, teacher_flags = (
+        [*(c in cells for c in boundary.student), True]
+        for cells in (boundary.student_lacks[0], boundary.teacher_lacks[0])
+    )
+    known_student, known_teacher = student, teacher
+    for _ in range(3):
+        bound = boundary.teacher_lacks[1]
+        teacher = filled(known_teacher, student, teacher_flags, bound)
+        student = filled(known_student, teacher, student_flags, boundary.student_lacks[1])
     if divergence == "forward_kl":
         return _kl(teacher, student)
     if divergence == "reverse_kl":
-        return _kl(student, [*teacher[:-1], max(teacher[-1], TEACHER_TAIL_FLOOR)])
+        return _kl(student, floored_rest(teacher, student[-1]))
     share = teacher_weight
     mixture = [share * t + (1 - share) * s for t, s in zip(teacher, student, strict=True)]
     return share * _kl(teacher, mixture) + (1 - share) * _kl(student, mixture)
+
+
+def filled(
+    known: Sequence[float], towards: Sequence[float], lacking: Sequence[bool], bound: float
+) -> list[float]:
+    """Raise lacking entries to a level of the other side's shares, the highest that adds at most
+    the bound and leaves no share above the other side's; scaled to sum to one."""
+
+    if bound == 0:
+        return list(known)
+    shares = [k / math.fsum(known) for k in known]
+
+    def raised(level: float) -> list[float]:
+        entries = zip(shares, towards, lacking, strict=True)
+        return [max(k, level * t) if lacks else k for k, t, lacks in entries]
+
+    def is_allowed(level: float) -> bool:
+        total = math.fsum(raised(level))
+        return total - 1 <= bound and level <= total
+
+    low, high = 0.0, 1.0 + bound
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_allowed(middle) else (low, middle)
+    values = raised(low)
+    return [value / math.fsum(values) for value in values]
 
 
 def per_token(student: Side, teacher: Side, divergence: str, mass_floor: float) -> list[float]:

@@ -2,6 +2,7 @@
 
 import math
 
+from tests.reference.divergences import floored_rest
 from tests.reference.dual import Dual, at_least, log, product, total
 from tests.reference.span_view import SpanView
 
@@ -28,9 +29,9 @@ def atoms(view: SpanView, partner: dict[int, int]) -> tuple[list[Dual], list[flo
 
 
 def simct(view: SpanView, partner: dict[int, int], forward: bool) -> Dual:
-    """KL between the two; the teacher's rest is clamped above 1e-4 in the reverse direction."""
+    """KL between the two; the teacher's rest is floored in the reverse direction."""
     student, teacher = atoms(view, partner)
     if forward:
         return total(t * log(t / p) for p, t in zip(student, teacher, strict=True) if t > 0)
-    teacher[-1] = max(teacher[-1], 1e-4)
+    teacher = floored_rest(teacher, student[-1].value)
     return total(p * log(p / t) for p, t in zip(student, teacher, strict=True))

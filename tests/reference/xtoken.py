@@ -5,6 +5,7 @@ Teacher rows are lists over the support, not renormalised.
 
 import math
 
+from tests.reference.divergences import floored_rest
 from tests.reference.dual import Dual, descending, exp, log, magnitude, total
 from tests.reference.span_view import TeacherRow
 
@@ -107,6 +108,6 @@ def pooled(
             t * log(t / q) for q, t in zip(student_masses, teacher_masses, strict=True) if t > 0
         )
     else:
-        teacher_masses[-1] = max(teacher_masses[-1], 1e-4)
+        teacher_masses = floored_rest(teacher_masses, student_masses[-1].value)
         value = total(q * log(q / t) for q, t in zip(student_masses, teacher_masses, strict=True))
     return value * temperature**2

@@ -62,13 +62,17 @@ def with_tail_bucket(
     return student, teacher - teacher.logsumexp(dim=1, keepdim=True)
 
 
-def floored_tail(teacher: Float[Tensor, "compared entries"]) -> Float[Tensor, "compared entries"]:
+def floored_tail(
+    student: Float[Tensor, "compared entries"], teacher: Float[Tensor, "compared entries"]
+) -> Float[Tensor, "compared entries"]:
     """Clamp the rest of a teacher on (retained ids, rest) to at least ``TEACHER_TAIL_FLOOR``.
 
-    For divergences without a bound where the teacher's probability vanishes.
+    For divergences without a bound where the teacher's probability vanishes. The floor is never
+    above the student's rest, so that the divergence of equal sides is zero.
     """
-    floor = math.log(TEACHER_TAIL_FLOOR)
-    return torch.cat([teacher[:, :-1], teacher[:, -1:].clamp_min(floor)], dim=1)
+    floor = student[:, -1:].detach().clamp_max(math.log(TEACHER_TAIL_FLOOR))
+    floored = torch.cat([teacher[:, :-1], teacher[:, -1:].maximum(floor)], dim=1)
+    return floored - floored.logsumexp(dim=1, keepdim=True)
 
 
 def tail_forward_kl(
@@ -89,7 +93,7 @@ def tail_reverse_kl(
 ) -> Float[Tensor, "compared"]:
     """[compared], ``KL(student || teacher)`` in nats, with the teacher's tail floored."""
     student, teacher = with_tail_bucket(student, teacher, teacher_tail, retained)
-    return reverse_kl(student, floored_tail(teacher))
+    return reverse_kl(student, floored_tail(student, teacher))
 
 
 def student_tail(

@@ -77,6 +77,7 @@ class OpenRows:
     stops: Integers  # [open rows]
     first: Integers  # [boundaries], index of the first open row
     last: Integers  # [boundaries], index of the last open row
+    blocks: Integers  # [boundaries], where the common block begins, an offset of this side
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,4 +194,5 @@ def _open_rows(text: TokenizedText, places: list[_Place]) -> OpenRows:
         stops=numbers[:, 3],
         first=last - counts + 1,
         last=last,
+        blocks=np.array([place.block_start for place in places], dtype=np.int64),
     )

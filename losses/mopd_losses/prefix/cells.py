@@ -10,8 +10,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.prefix.boundaries import Boundaries, Integers, OpenRows
+from mopd_losses.prefix.boundaries import Boundaries, Integers, TokenizedText
 from mopd_losses.prefix.cuts import Cuts
+from mopd_losses.prefix.detours import CellDetours, Detours
+from mopd_losses.prefix.names import CellNames, name_cells
 from mopd_losses.prefix.sorted_vocabulary import SortedVocabulary
 from mopd_protocol.topk_logprobs import TopKLogprobs
 
@@ -19,6 +21,9 @@ Nats = NDArray[np.float64]
 
 #: Least share of the teacher's mass at a boundary with which a candidate names a cell.
 NAMING_SHARE = 1e-3
+
+#: Least share of the teacher's mass at a boundary with which a cell's detours are sought.
+DETOUR_SHARE = 1e-2
 
 #: Nats in place of -inf, for a realised token that the teacher excludes: sums stay finite.
 _EXCLUDED = -1e4
@@ -28,24 +33,41 @@ _EXCLUDED = -1e4
 class Cells:
     """A teacher's distribution on (cells, rest) at each boundary."""
 
-    texts: list[str]  # [cells]
-    boundaries: Integers  # [cells], ascending
+    names: CellNames
+    likely: NDArray[np.bool_]  # [cells], whether detours are worth finding
     nats: Nats  # [cells], of the teacher's mass at the boundary
     rests: Nats  # [boundaries], of the same
     masses: Nats  # [boundaries], nats: of the text since the first open row
+    detours: Nats  # [boundaries], of the teacher's mass: what cells with a detour may lack
+    lacking: NDArray[np.bool_]  # [cells], whether the teacher reaches the cell by a detour
 
 
-def teacher_cells(boundaries: Boundaries, topk: TopKLogprobs, cuts: Cuts) -> Cells:
-    """Build the cells that a teacher's top-k names, and the cell of the realised text."""
+def teacher_cells(
+    boundaries: Boundaries, topk: TopKLogprobs, cuts: Cuts, detours: Detours
+) -> Cells:
+    """Build the cells that a teacher's top-k names, and the cell of the realised text.
+
+    Args:
+        detours: of the teacher's tokenizer.
+    """
     rows = _TeacherRows.of(boundaries, topk)
     masses = _logsumexp(rows.paths + rows.masses(), rows.boundaries, len(boundaries))
     masses = np.maximum(masses, _EXCLUDED)
-    texts, numbers = _name_cells(boundaries, rows, masses, cuts)
-    nats = rows.range_masses(texts, numbers) - masses[numbers]
-    named = np.bincount(numbers, weights=np.exp(nats), minlength=len(boundaries))
+    names = name_cells(rows.candidates(masses), boundaries, cuts)
+    nats = rows.range_masses(names) - masses[names.boundaries]
+    likely = nats >= np.log(DETOUR_SHARE)
+    shorter = rows.shorter_tokens(boundaries.teacher)
+    detoured = detours.of(boundaries.teacher, boundaries.teacher_rows, names, likely, shorter)
+    lacking, counted = rows.detour_masses(detoured)
+    with np.errstate(divide="ignore"):
+        reduction = np.log1p(-np.minimum(np.exp(counted - masses), 1.0))
+    reduction = np.maximum(reduction, _EXCLUDED)
+    nats -= reduction[names.boundaries]
+    masses += reduction
+    named = np.bincount(names.boundaries, weights=np.exp(nats), minlength=len(boundaries))
     with np.errstate(divide="ignore"):
         rests = np.log(np.clip(1.0 - named, 0.0, None))
-    return Cells(texts, numbers, nats, rests, masses)
+    return Cells(names, likely, nats, rests, masses, lacking - masses, detoured.cells)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +84,11 @@ class _TeacherRows:
     counted: NDArray[np.bool_]  # [rows, k + 1], what is mass of the row at its boundary
     reaching: NDArray[np.bool_]  # [rows, k + 1], what reaches beyond the boundary
     paths: Nats  # [rows], the realised tokens from the boundary's first row up to this one
+    topk_ids: Integers  # [all rows, k + 1]
+    topk_nats: Nats  # [all rows, k + 1]
+    tails: Nats  # [all rows], of what is not in the top-k
+    starts: Nats  # [boundaries], the realised tokens up to the boundary's first row
+    sums: Nats  # [all rows + 1], the realised tokens up to each row
 
     @classmethod
     def of(cls, boundaries: Boundaries, topk: TopKLogprobs) -> "_TeacherRows":
@@ -91,6 +118,11 @@ class _TeacherRows:
             counted=counted[kept],
             reaching=reaching[kept],
             paths=sums[kept_rows] - sums[kept_rows[first]][numbers],
+            topk_ids=ids,
+            topk_nats=nats,
+            tails=topk.tail_logprobs.astype(np.float64),
+            starts=sums[kept_rows[first]],
+            sums=sums,
         )
 
     def masses(self) -> Nats:
@@ -99,8 +131,50 @@ class _TeacherRows:
         begins_here = np.array([not begun for begun in self.begun], dtype=np.bool_)
         return np.where(begins_here, 0.0, _logsumexp_rows(self.nats, self.counted))
 
-    def range_masses(self, texts: list[str], boundaries: Integers) -> Nats:
-        """[texts], nats: the tokens of all rows of a boundary that continue with each text."""
+    def shorter_tokens(self, text: TokenizedText) -> dict[int, list[int]]:
+        """Row -> tokens of the top-k with which the realised one begins, if their mass is comparable."""
+        starts, realised = text.starts.tolist(), np.diff(self.sums)
+        likely = self.topk_nats >= np.minimum(realised, 0.0)[:, None] + np.log(NAMING_SHARE)
+        tokens: dict[int, list[int]] = {}
+        rows, columns = np.nonzero(likely & (self.topk_ids >= 0))
+        for row, token in zip(rows.tolist(), self.topk_ids[rows, columns].tolist(), strict=True):
+            string = self.vocabulary.strings[token]
+            if string and token != text.ids[row] and text.symbols.startswith(string, starts[row]):
+                tokens.setdefault(row, []).append(token)
+        return tokens
+
+    def detour_masses(self, detours: CellDetours) -> tuple[Nats, Nats]:
+        """[boundaries] each, nats: the tokens of all detours, and those that ``masses`` counts."""
+        matches = self.topk_ids[detours.rows] == detours.ids[:, None]
+        present = matches.any(axis=1)
+        known = _logsumexp_rows(self.topk_nats[detours.rows], matches)
+        nats = np.where(present, known, self.tails[detours.rows])
+        nats += self.sums[detours.rows] - self.starts[detours.boundaries]
+        counted = np.where(detours.counted & present, nats, -np.inf)
+        count = len(self.first)
+        numbers = detours.boundaries
+        return _logsumexp(nats, numbers, count), _logsumexp(counted, numbers, count)
+
+    def candidates(self, masses: Nats) -> list[dict[str, bool]]:
+        """[boundaries], the strings beyond each boundary of the top-k's likely tokens, and whether
+        detours to them are worth finding.
+
+        Args:
+            masses: [boundaries], nats, of what is open.
+        """
+        shares = self.nats + (self.paths - masses[self.boundaries])[:, None]
+        at, columns = np.nonzero(self.reaching & (shares >= np.log(NAMING_SHARE)))
+        by_boundary: list[dict[str, bool]] = [{} for _ in range(len(self.first))]
+        ids, likely = self.ids[at, columns], shares[at, columns] >= np.log(DETOUR_SHARE)
+        entries = at.tolist(), ids.tolist(), self.boundaries[at].tolist(), likely.tolist()
+        for row, token, number, is_likely in zip(*entries, strict=True):
+            text = self.vocabulary.strings[token][len(self.begun[row]) :]
+            by_boundary[number][text] = is_likely or by_boundary[number].get(text, False)
+        return by_boundary
+
+    def range_masses(self, names: CellNames) -> Nats:
+        """[cells], nats: the tokens of all rows of a boundary that continue with each cell."""
+        texts, boundaries = names.texts, names.boundaries
         bounds = list(pairwise([*self.first.tolist(), len(self.boundaries)]))
         numbers, rows, ranges = list[int](), list[int](), list[tuple[int, int]]()
         for number, (text, boundary) in enumerate(zip(texts, boundaries.tolist(), strict=True)):
@@ -115,59 +189,6 @@ class _TeacherRows:
         inside = (self.ranks[at] >= lowest[:, None]) & (self.ranks[at] < stops[:, None])
         terms = _logsumexp_rows(self.nats[at], inside) + self.paths[at]
         return _logsumexp(terms, np.array(numbers, dtype=np.int64), len(texts))
-
-
-def _name_cells(
-    boundaries: Boundaries, rows: _TeacherRows, masses: Nats, cuts: Cuts
-) -> tuple[list[str], Integers]:
-    """The cells' texts, with the number of the boundary of each."""
-    shares = rows.nats + (rows.paths - masses[rows.boundaries])[:, None]
-    at, columns = np.nonzero(rows.reaching & (shares >= np.log(NAMING_SHARE)))
-    candidates: list[set[str]] = [set() for _ in range(len(boundaries))]
-    strings = rows.vocabulary.strings
-    numbers = rows.boundaries[at].tolist()
-    for row, token, number in zip(
-        at.tolist(), rows.ids[at, columns].tolist(), numbers, strict=True
-    ):
-        candidates[number].add(strings[token][len(rows.begun[row]) :])
-    begun = _begun_by_student(boundaries.student_rows)
-    # A token of the student that covers a candidate decides it, unless the student just spelled the
-    # candidate's beginning with a shorter token: the tokenizer then shows how far one token goes.
-    student = boundaries.student.vocabulary
-    uncertain = [
-        {
-            text
-            for text in texts
-            if text.startswith(realised) or not student.covers(begun[number] + text)
-        }
-        for number, (texts, realised) in enumerate(
-            zip(candidates, boundaries.student_realised, strict=True)
-        )
-    ]
-    cuts.prepare((begun[number], text) for number, texts in enumerate(uncertain) for text in texts)
-    cell_texts: list[str] = []
-    cell_boundaries: list[int] = []
-    for number, (texts, realised) in enumerate(zip(candidates, boundaries.realised, strict=True)):
-        # The realised tokens of both sides always share a cell.
-        named = {realised} | (texts - uncertain[number])
-        named |= {text[: cuts.of(begun[number], text)] for text in uncertain[number]}
-        cells = _prefix_free(named - {""})
-        cell_texts += cells
-        cell_boundaries += [number] * len(cells)
-    return cell_texts, np.array(cell_boundaries, dtype=np.int64)
-
-
-def _begun_by_student(rows: OpenRows) -> list[str]:
-    return [rows.begun[index] for index in rows.last.tolist()]
-
-
-def _prefix_free(texts: set[str]) -> list[str]:
-    """The texts that begin with no other one."""
-    minimal: list[str] = []
-    for text in sorted(texts):  # a prefix sorts before any text that begins with it
-        if not minimal or not text.startswith(minimal[-1]):
-            minimal.append(text)
-    return minimal
 
 
 def _with_realised(token_ids: list[int], topk: TopKLogprobs) -> tuple[Integers, Nats]:

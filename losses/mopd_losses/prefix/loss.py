@@ -29,17 +29,22 @@ other one: cells are prefix-free, hence disjoint events of text for any tokenize
 models that agree about text differ by nothing. A cell that a longer string of the teacher begins
 with is distinguished at a later boundary, by the rows that are still open.
 
-What is neglected: text over tokens that were not realised (rows that were not computed), the tail
-of a teacher's rows that do not begin at ``o``, and, at boundaries that the teacher reaches with
-little mass, what its top-k does not contain: such a boundary weighs ``mass / mass_floor``. Compared
-are the common blocks of both texts.
+**Other divisions of the same text.** A tokenizer that merges may divide the text before a boundary
+otherwise once a cell follows. The cell's mass is then part of a token that was not produced, and is
+known by an upper bound only (``detours``). Both sides are filled towards each other within these
+bounds (``unknown_mass``): of all distributions that the rows allow, the nearest are compared.
+
+What is neglected: such divisions more than two tokens back, the tail of a teacher's rows that do
+not begin at ``o``, tokens beyond the top-k that begin with a cell, and, at boundaries that the
+teacher reaches with little mass, what its top-k does not contain: such a boundary weighs
+``mass / mass_floor``. Compared are the common blocks of both texts.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mopd_losses.config import PrefixKlConfig
@@ -49,6 +54,7 @@ from mopd_losses.core.segments import segment_logsumexp
 from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.divergences.divergences import divergence_of
 from mopd_losses.divergences.truncation import (
+    TAIL_MARGIN,
     floored_tail,
     log_mass,
     student_tail,
@@ -56,6 +62,7 @@ from mopd_losses.divergences.truncation import (
 )
 from mopd_losses.prefix.preparation import Preparation
 from mopd_losses.prefix.targets import WHOLE_ROW, PrefixTargets, RangeReadings
+from mopd_losses.prefix.unknown_mass import filled_sides
 from mopd_protocol.errors import DataError
 
 
@@ -112,7 +119,7 @@ def prefix_kl(
         ``path_mass`` and ``student_path_mass`` of the text since the first open row, and
         ``path_weight``, below one if the teacher's path mass is under the floor.
     """
-    named, known = _student_cells(student, targets, sorted_ids, temperature)
+    named, known, lacking = _student_cells(student, targets, sorted_ids, temperature)
     teacher = targets.cells.to(student.dtype)
     retained = ~torch.isneginf(named) & ~torch.isneginf(teacher)
     unsupported = log_mass(teacher.masked_fill(retained, -torch.inf))
@@ -122,8 +129,15 @@ def prefix_kl(
     teacher_rest = teacher_rest.masked_fill(~compared, 0.0)
     student_side, teacher_side = with_tail_bucket(named, teacher, teacher_rest, retained)
     shares = teacher_side.detach()[:, :-1].exp().sum(dim=1)
+    if len(targets.detours.boundaries) or not targets.teacher_detours.isneginf().all():
+        student_side, teacher_side = filled_sides(
+            student_side,
+            teacher_side,
+            (_with_rest(targets.lacking), lacking),
+            (_with_rest(targets.teacher_lacking), targets.teacher_detours.to(student.dtype)),
+        )
     if settings.unbounded_where_teacher_vanishes:
-        teacher_side = floored_tail(teacher_side)
+        teacher_side = floored_tail(student_side, teacher_side)
     weights = targets.weights.to(student.dtype)
     values = divergence_of(settings)(student_side, teacher_side) * weights
     per_token = student.zeros().index_add(0, targets.positions, values * temperature**2)
@@ -139,10 +153,18 @@ def prefix_kl(
     return LossOutput(per_token, shares, measured)
 
 
+def _with_rest(cells: Bool[Tensor, "boundaries cells"]) -> Bool[Tensor, "boundaries cells+1"]:
+    """Add the rest, which includes texts that no cell names and may lack mass with any cell."""
+    return torch.cat([cells, torch.ones_like(cells[:, :1])], dim=1)
+
+
 def _student_cells(
     student: StudentLogprobs, targets: PrefixTargets, sorted_ids: Tensor, temperature: float
-) -> tuple[Float[Tensor, "boundaries cells"], Float[Tensor, "boundaries"]]:
-    """The student's mass of each cell, of what is open at its boundary; and that mass: nats."""
+) -> tuple[
+    Float[Tensor, "boundaries cells"], Float[Tensor, "boundaries"], Float[Tensor, "boundaries"]
+]:
+    """The student's mass of each cell, of what is open at its boundary; that mass; and the mass of
+    its detours, of what is open: nats."""
     boundaries, width = targets.cells.shape
     steps = student.logprobs(targets.step_positions, targets.step_ids, temperature=temperature)
     paths = torch.zeros(
@@ -150,10 +172,10 @@ def _student_cells(
     )
     paths = paths.index_add(0, targets.step_paths, steps)  # the last one, -1, has no token
 
-    def summed(readings: RangeReadings, segments: Tensor, count: int) -> Tensor:
+    def masses(readings: RangeReadings) -> Tensor:
         is_range = readings.stops != WHOLE_ROW
-        masses = torch.zeros(len(is_range), dtype=student.dtype, device=student.device)
-        masses = masses.index_put(
+        nats = torch.zeros(len(is_range), dtype=student.dtype, device=student.device)
+        nats = nats.index_put(
             (is_range.nonzero().squeeze(1),),
             student.range_logmasses(
                 readings.positions[is_range],
@@ -163,10 +185,17 @@ def _student_cells(
                 temperature=temperature,
             ),
         )
-        return segment_logsumexp(masses + paths[readings.paths], segments, count)
+        return nats + paths[readings.paths]
 
-    known = summed(targets.known, targets.known.boundaries, boundaries)
+    known = segment_logsumexp(masses(targets.known), targets.known.boundaries, boundaries)
+    detours = masses(targets.detours)
+    lacking = segment_logsumexp(detours, targets.detours.boundaries, boundaries)
+    is_counted = targets.detours.cells == 1
+    counted = segment_logsumexp(
+        detours[is_counted], targets.detours.boundaries[is_counted], boundaries
+    )
     segments = targets.named.boundaries * width + targets.named.cells
-    named = summed(targets.named, segments, boundaries * width).view(boundaries, width)
-    reached = torch.where(torch.isneginf(known), 0.0, known)
-    return named - reached.unsqueeze(1), known
+    named = segment_logsumexp(masses(targets.named), segments, boundaries * width)
+    compared = torch.where(torch.isneginf(known), 0.0, known)
+    compared = compared + torch.log1p(-(counted - compared).exp().clamp_max(1 - TAIL_MARGIN))
+    return named.view(boundaries, width) - compared.unsqueeze(1), known, lacking - compared

@@ -66,6 +66,10 @@ class SortedVocabulary:
     def __len__(self) -> int:
         return len(self._keys)
 
+    def string_at(self, rank: int) -> str:
+        """Return the string of the token with this rank."""
+        return self._keys[rank]
+
     def covers(self, prefix: str) -> bool:
         """Return whether any token begins with ``prefix``."""
         tokens = self.range_of(prefix)

@@ -6,7 +6,7 @@ Built on the CPU (``preparation``), once per completion; nothing here depends on
 from dataclasses import dataclass, fields, replace
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 #: The path of no token; its log-probability is 0.
@@ -66,6 +66,10 @@ class PrefixTargets:
     weights: Float[Tensor, "boundaries"]
     named: RangeReadings  # summed for each cell
     known: RangeReadings  # summed for everything that is open
+    detours: RangeReadings  # summed for what cells may lack; column 1 if also in ``known``
+    lacking: Bool[Tensor, "boundaries cells"]  # cells that the student reaches by a detour
+    teacher_detours: Float[Tensor, "boundaries"]  # nats, of its mass: what cells may lack
+    teacher_lacking: Bool[Tensor, "boundaries cells"]
     path_boundaries: Int64[Tensor, "paths"]
     step_paths: Int64[Tensor, "steps"]
     step_positions: Int64[Tensor, "steps"]
@@ -91,6 +95,10 @@ class PrefixTargets:
             weights=self.weights[boundaries],
             named=self.named.between(first, last, start, first_path),
             known=self.known.between(first, last, start, first_path),
+            detours=self.detours.between(first, last, start, first_path),
+            lacking=self.lacking[boundaries],
+            teacher_detours=self.teacher_detours[boundaries],
+            teacher_lacking=self.teacher_lacking[boundaries],
             path_boundaries=self.path_boundaries[first_path:last_path] - first,
             step_paths=self.step_paths[steps] - first_path,
             step_positions=self.step_positions[steps] - start,

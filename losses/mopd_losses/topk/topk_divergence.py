@@ -129,7 +129,7 @@ class TopKDivergenceLoss:
             case "tail_bucket":
                 student, teacher = with_tail_bucket(student, teacher, teacher_tail, retained)
                 if self.settings.unbounded_where_teacher_vanishes:
-                    teacher = floored_tail(teacher)
+                    teacher = floored_tail(student, teacher)
                 return divergence(student, teacher)
 
     def _unprojected_mass(

@@ -75,7 +75,7 @@ def test_differing_texts_are_compared_in_every_common_block() -> None:
     pair = AlignedPair(
         sequences[0], None, TeacherScore("teacher", sequences[1], topk), align(*sequences)
     )
-    preparation = Preparation(student.table, student.encoder, teacher.table)
+    preparation = Preparation(student.table, student.encoder, teacher.table, teacher.encoder)
     targets = preparation.targets([pair], [0], mass_floor=0.1)
     ends = sequences[0].byte_ends.tolist()
     in_symbol = [position for position, end in enumerate(ends) if end <= 3]

@@ -232,7 +232,7 @@ def test_unbounded_divergences_are_limited_by_the_floor_of_a_teacher_without_tai
     if divergence == "adaptive_kl":
         assert 4 < loss < 2000
     else:
-        assert loss == pytest.approx(-math.log(1e-4))
+        assert loss == pytest.approx(-math.log(1e-4), abs=2e-4)
 
 
 @pytest.mark.parametrize("measure", F_DIVERGENCES, ids=name_of)

@@ -1,0 +1,99 @@
+"""False loss of one byte model through two tokenizers that merge.
+
+    python -m bench.byte_models --vocabularies 12 --letters ab --longest 6
+
+A Markov chain over a few letters, cut at a longest text, so that all texts can be listed. Its exact
+token rows through two BPE tokenizers, each trained on texts of another chain, are a student and a
+teacher that agree about every text: a divergence should be zero, in expectation over the texts.
+The tokenizers merge overlapping pairs, and do not match the longest token.
+"""
+
+import argparse
+import statistics
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from mopd_protocol import TokenRoles
+from tests.losses.families import family_of
+from tests.losses.prefix_pairs import Pair, Tongue, compared, model_rows
+from tests.reference.text_model import TokenModel, markov_texts
+
+#: Log-probabilities of the student are clamped here: -inf has no gradient.
+_LOWEST = -60
+
+
+def main() -> None:
+    """Print nats per token of random pairs."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--vocabularies", type=int, default=12, metavar="N", help="pairs")
+    parser.add_argument("--letters", default="ab", help="alphabet of the texts")
+    parser.add_argument("--longest", type=int, default=6, help="letters of the longest text")
+    parser.add_argument("--merges", type=int, default=6, help="of each tokenizer")
+    parser.add_argument("--top-k", type=int, default=16, help="of the teacher's rows")
+    options = parser.parse_args()
+    table = Table("pair", "student's tokens", "teacher's tokens", "nats a token")
+    values: list[float] = []
+    for seed in range(options.vocabularies):
+        pair = merging_pair(seed, options.letters, options.merges)
+        texts = markov_texts(options.letters, options.longest, seed)
+        values.append(false_loss(pair, texts, top_k=options.top_k))
+        tokens = (" ".join(merged_tokens(side)) for side in (pair.student, pair.teacher))
+        table.add_row(str(seed), *tokens, f"{values[-1]:.4f}")
+    table.add_row("mean", "", "", f"{statistics.mean(values):.4f}")
+    table.add_row("highest", "", "", f"{max(values):.4f}")
+    Console().print(table)
+
+
+def merging_pair(seed: int, letters: str, merges: int) -> Pair:
+    """Two tokenizers, trained on separate byte models."""
+    sides = [
+        _trained(markov_texts(letters, 6, 100 * seed + number), merges, end)
+        for number, end in ((1, "<over>"), (2, "<stop>"))
+    ]
+    return Pair(*sides)
+
+
+def merged_tokens(side: Tongue) -> list[str]:
+    """The tokens of several letters."""
+    return [b.decode() for b in side.table.all_bytes if len(b) > 1]
+
+
+def false_loss(pair: Pair, texts: Mapping[str, float], *, top_k: int) -> float:
+    """Prefix KL in nats per student token, in expectation over the texts."""
+    student = TokenModel(dict(texts), pair.student.tokenize)
+    teacher = TokenModel(dict(texts), pair.teacher.tokenize)
+    total = tokens = 0.0
+    for text, mass in texts.items():
+        ids = pair.student.ids(student.written[text]), pair.teacher.ids(teacher.written[text])
+        rows = model_rows(pair.teacher, teacher, text)
+        targets = pair.targets([compared(pair, *ids, rows, k=top_k)])
+        logits = model_rows(pair.student, student, text).clamp_min(_LOWEST)
+        total += mass * pair.value(logits, targets).per_token.sum().item()
+        tokens += mass * len(ids[0])
+    return total / tokens
+
+
+def _trained(texts: Mapping[str, float], merges: int, end: str) -> Tongue:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=256 + merges,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    repeated = (text for text, mass in texts.items() for _ in range(round(5_000 * mass)))
+    tokenizer.train_from_iterator(repeated, trainer)
+    tokenizer.add_special_tokens([end])
+    end_id = tokenizer.token_to_id(end)
+    family = family_of(tokenizer, TokenRoles(eos=end_id, end_of_turn=end_id))
+    return Tongue(family, family.encoder)
+
+
+if __name__ == "__main__":
+    main()

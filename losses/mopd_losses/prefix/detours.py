@@ -1,0 +1,206 @@
+"""``Detours``: the tokens by which a side reaches a cell, where these are not its realised tokens.
+
+The rows of a completion give the mass of text over the realised tokens. A tokenizer that does not
+match the longest token may divide the text before a boundary differently once a cell follows:
+``bb`` is one token, but ``bba`` is ``b|ba``. A side that produced ``bb`` never continues with
+``a``: that mass is part of its token ``b``, one row earlier, and what would follow ``b`` is in a
+row that was not computed. The detour of the cell is that row and token; its mass is an upper bound
+of what the cell lacks.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_losses.prefix.boundaries import Integers, OpenRows, TokenizedText
+from mopd_losses.prefix.names import CellNames, is_text
+from mopd_losses.prefix.sorted_vocabulary import SortedVocabulary
+from mopd_protocol.tokenizers.token_table import TextEncoder
+
+#: Tokens before a boundary that a tokenizer may divide differently.
+_WINDOW = 2
+
+#: Tokens that are tried behind a shorter token.
+_PROBES = 8
+
+#: Contexts and cells kept in memory; beyond, all are discarded and computed again.
+_CACHED = 500_000
+
+#: The text before a boundary, and a cell.
+_Pair = tuple[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class CellDetours:
+    """Detours of the cells of one completion on one side; a boundary lists each token once."""
+
+    cells: NDArray[np.bool_]  # [cells], whether a cell has a detour
+    boundaries: Integers  # [detours], ascending
+    rows: Integers  # [detours]
+    ids: Integers  # [detours]
+    counted: NDArray[np.bool_]  # [detours], whether the token is mass of what is open
+
+
+@dataclass(frozen=True)
+class _Context:
+    """The text before one boundary in a few tokens of a side."""
+
+    boundary: int
+    text: str
+    first_row: int
+    covering_row: int
+
+
+class Detours:
+    """Finds the detours of one side, by its tokenizer."""
+
+    def __init__(self, vocabulary: SortedVocabulary, encoder: TextEncoder) -> None:
+        self._vocabulary = vocabulary
+        self._encoder = encoder
+        self._paths: dict[_Pair, list[int]] = {}
+        self._crossings: dict[str, list[str]] = {}
+
+    def of(
+        self,
+        text: TokenizedText,
+        rows: OpenRows,
+        names: CellNames,
+        likely: NDArray[np.bool_],
+        shorter: Mapping[int, Sequence[int]] | None = None,
+    ) -> CellDetours:
+        """Find the detours of a completion's likely cells, and of candidates that are in the rest.
+
+        Args:
+            likely: bool [cells].
+            shorter: row -> likely tokens with which the realised one begins; what may follow them
+                is in the rest, too.
+        """
+        contexts = list(_contexts(text, rows))
+        cells = np.flatnonzero(likely)
+        cell_boundaries = zip(cells.tolist(), names.boundaries[cells].tolist(), strict=True)
+        sought = [(contexts[number], cell, names.texts[cell]) for cell, number in cell_boundaries]
+        for context in contexts:
+            probes = self._probes(text, context, shorter) if shorter else ()
+            strings = {*names.unnamed[context.boundary], *probes}
+            sought += [(context, None, string) for string in strings]
+        self._prepare({(context.text, string) for context, _, string in sought})
+        reached = np.zeros(len(names.texts), dtype=np.bool_)
+        detours: dict[tuple[int, int, int], bool] = {}
+        for context, cell, string in sought:
+            path = self._paths[context.text, string]
+            detour = self._detour(text, context, string, path) if path else None
+            if detour is None:
+                continue
+            row, token, counted = detour
+            if cell is not None:
+                reached[cell] = True
+            elif counted:  # mass of the rest anyway
+                continue
+            detours[context.boundary, row, token] = counted
+        ordered = sorted(detours)
+        boundaries, at, ids = np.array(ordered, dtype=np.int64).reshape(-1, 3).T
+        counted = np.array([detours[key] for key in ordered], dtype=np.bool_)
+        return CellDetours(reached, boundaries, at, ids, counted)
+
+    def _probes(
+        self, text: TokenizedText, context: _Context, shorter: Mapping[int, Sequence[int]]
+    ) -> Iterator[str]:
+        """Yield a few strings that may follow, by tokens that follow a shorter one."""
+        offset = int(text.starts[context.first_row]) + len(context.text)
+        for row in range(context.first_row, context.covering_row + 1):
+            for token in shorter.get(row, ()):
+                end = int(text.starts[row]) + len(self._vocabulary.strings[token])
+                if end < offset:
+                    covered = text.symbols[end:offset]
+                    tokens = self._vocabulary.range_of(covered)
+                    step = -(-(tokens.stop - tokens.longer) // _PROBES)
+                    for rank in range(tokens.longer, tokens.stop, max(step, 1)):
+                        yield self._vocabulary.string_at(rank)[len(covered) :]
+
+    def _is_possible(self, context: str, cell: str) -> bool:
+        """Return whether the cell's text may be divided otherwise than at the boundary: by a token
+        that begins inside the context, or that ends inside the cell."""
+        if not context:
+            return len(cell) > 1
+        if not is_text(cell):
+            return True
+        crossings = self._crossings.get(context)
+        if crossings is None:
+            if len(self._crossings) >= _CACHED:
+                self._crossings.clear()
+            tails = (context[start:] for start in range(len(context)))
+            ranges = ((tail, self._vocabulary.range_of(tail)) for tail in tails)
+            crossings = [tail for tail, tokens in ranges if tokens.longer < tokens.stop]
+            self._crossings[context] = crossings
+        return any(self._vocabulary.covers(tail + cell[0]) for tail in crossings)
+
+    def _prepare(self, pairs: set[_Pair]) -> None:
+        """Compute the tokens of these pairs, with one call of the tokenizer."""
+        missing = [pair for pair in pairs if pair not in self._paths]
+        if len(self._paths) + len(missing) > _CACHED:
+            self._paths.clear()
+            missing = list(pairs)
+        texts: list[str] = []
+        owners: list[_Pair] = []
+        for context, cell in missing:
+            self._paths[context, cell] = []
+            # A control token is never merged with the text before it.
+            before = context + cell if is_text(cell) else context
+            try:
+                text = before.encode("latin-1").decode()
+            except UnicodeDecodeError:  # half a character
+                continue
+            if self._is_possible(context, cell):
+                texts.append(text)
+                owners.append((context, cell))
+        for owner, ids in zip(owners, self._encoder.encode_batch(texts), strict=True):
+            self._paths[owner] = self._until_beyond(len(owner[0]), ids)
+
+    def _until_beyond(self, length: int, ids: list[int]) -> list[int]:
+        """Select the tokens up to the first one that ends beyond ``length``."""
+        end = 0
+        for count, token in enumerate(ids, start=1):
+            end += len(self._vocabulary.strings[token])
+            if end > length:
+                return ids[:count]
+        return ids
+
+    def _detour(
+        self, text: TokenizedText, context: _Context, cell: str, path: list[int]
+    ) -> tuple[int, int, bool] | None:
+        """Return row, id and whether it is counted, of the first token of a path that is neither
+        realised nor known mass of the cell; None if there is none."""
+        start, length = 0, len(context.text)
+        whole = context.text + cell
+        for row, token in enumerate(path, start=context.first_row):
+            string = self._vocabulary.strings[token]
+            end = start + len(string)
+            # A normaliser may have changed the text; its tokens do not apply to this one.
+            if not string or not whole.startswith(string, start):
+                return None
+            if end > length:
+                return (row, token, True) if end < len(whole) else None
+            if token != text.ids[row]:
+                return row, token, end == length and row == context.covering_row
+            start = end
+        return None
+
+
+def _contexts(text: TokenizedText, rows: OpenRows) -> Iterator[_Context]:
+    """The text before each boundary, as far back as it could be divided differently."""
+    starts = text.starts.tolist()
+    covering = rows.rows[rows.last].tolist()
+    blocks = rows.blocks.tolist()
+    for boundary, last in enumerate(rows.last.tolist()):
+        covering_row = covering[boundary]
+        offset = starts[covering_row] + len(rows.begun[last])
+        first = covering_row + bool(rows.begun[last])
+        while (
+            first > max(covering_row - _WINDOW, 0)
+            and starts[first - 1] >= blocks[boundary]
+            and text.spells[first - 1]
+        ):
+            first -= 1
+        yield _Context(boundary, text.symbols[starts[first] : offset], first, covering_row)
