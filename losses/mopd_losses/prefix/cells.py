@@ -132,7 +132,7 @@ class _TeacherRows:
         return np.where(begins_here, 0.0, _logsumexp_rows(self.nats, self.counted))
 
     def shorter_tokens(self, text: TokenizedText) -> dict[int, list[int]]:
-        """Row -> tokens of the top-k with which the realised one begins, if their mass is comparable."""
+        """Row -> likely tokens of the top-k with which the realised one begins."""
         starts, realised = text.starts.tolist(), np.diff(self.sums)
         likely = self.topk_nats >= np.minimum(realised, 0.0)[:, None] + np.log(NAMING_SHARE)
         tokens: dict[int, list[int]] = {}
