@@ -91,7 +91,7 @@ def test_a_run_continues_with_the_other_replica(
         assert second.process.wait(PATIENCE_SECONDS) == -signal.SIGKILL
         assert first.process.poll() is None
     assert_same_run(tmp_path, journal, undisturbed)
-    assert sum(line["teacher/math/retries"] for line in journal) >= 1
+    assert sum(line.get("teacher/math/retries", 0) for line in journal) >= 1
 
 
 @contextmanager
@@ -132,4 +132,4 @@ def test_a_run_waits_for_its_only_teacher_to_be_restarted(
         assert statuses == [-signal.SIGKILL]
     assert statuses == [-signal.SIGKILL, 0]
     assert_same_run(tmp_path, journal, undisturbed)
-    assert sum(line["teacher/math/retries"] for line in journal) >= 1
+    assert sum(line.get("teacher/math/retries", 0) for line in journal) >= 1

@@ -272,7 +272,14 @@ async def _open_coordinator(
 
     past = past_metrics(config.output_dir, first_step) if first_step else ()
     monitor = DegradationMonitor(config.degradation, past)
-    log = StepLog(config, console, first_step=first_step, counters=counters, workers=workers)
+    log = StepLog(
+        config,
+        console,
+        first_step=first_step,
+        counters=counters,
+        workers=workers,
+        vocabularies={name: each.tokenizer_size for name, each in manifests.items()},
+    )
     stack.enter_context(log)
     evaluation = RunEvaluation(
         config,

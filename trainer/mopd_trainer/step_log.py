@@ -10,6 +10,7 @@ from mopd_client.transport.counters import Counters
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.metrics.health import health_metrics
+from mopd_trainer.metrics.resources import memory_metrics, throughput_metrics
 from mopd_trainer.metrics.step_metrics import (
     LossMeasurements,
     Metrics,
@@ -17,6 +18,7 @@ from mopd_trainer.metrics.step_metrics import (
     rollout_metrics,
     teacher_metrics,
 )
+from mopd_trainer.metrics.table import without_zero_events
 from mopd_trainer.metrics.timers import StepTimer
 from mopd_trainer.reporting.evaluation_text import evaluation_lines
 from mopd_trainer.reporting.progress import RunProgress
@@ -33,6 +35,7 @@ class StepLog:
         first_step: steps completed by an earlier part of the run.
         counters: returns and resets the counters of every teacher.
         workers: rollout workers whose restarts are counted.
+        vocabularies: number of ids of each teacher.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class StepLog:
         first_step: int,
         counters: Callable[[], Mapping[str, Counters]],
         workers: RolloutWorkers | None,
+        vocabularies: Mapping[str, int],
     ) -> None:
         self._config = config
         self._console = console
@@ -50,6 +54,8 @@ class StepLog:
         self._first_step = first_step
         self._evaluation: Metrics = {}  # of the step that is written next
         self._workers = workers
+        self._vocabularies = vocabularies
+        self._seconds = 0.0  # of the steps of this part
         self._journal = Journal(
             config.output_dir,
             from_step=first_step,
@@ -96,11 +102,13 @@ class StepLog:
         metrics = metrics | rollout_metrics(examples, step=step)
         if config.data.uses_reference_answers:
             metrics |= reference_answer_metrics(examples)
-        metrics |= teacher_metrics(examples, losses, self._counters())
+        metrics |= teacher_metrics(examples, losses, self._counters(), self._vocabularies)
         metrics |= health_metrics(examples, metrics)
         if self._workers is not None:
             metrics["rollout/worker_restarts"] = float(self._workers.take_restarts())
         metrics |= timer.pop() | self._evaluation
+        metrics |= throughput_metrics(metrics) | memory_metrics() | self._remaining(step, metrics)
+        metrics = without_zero_events(metrics)
         self._journal.write(step + 1, metrics)
         is_logged = (step + 1) % config.logging_steps == 0 or step + 1 == config.max_steps
         if is_logged or step == 0:
@@ -113,6 +121,11 @@ class StepLog:
         self._print_evaluation(step + 1, self._evaluation)
         self._evaluation = {}
         return metrics
+
+    def _remaining(self, step: int, metrics: Metrics) -> Metrics:
+        self._seconds += metrics["time/step"]
+        per_step = self._seconds / (step + 1 - self._first_step)
+        return {"time/remaining": per_step * (self._config.max_steps - step - 1)}
 
     def flush(self) -> None:
         """Write everything logged so far to the disk."""

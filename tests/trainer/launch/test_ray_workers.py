@@ -86,7 +86,7 @@ def run_with(config: RunConfig, workers: RayWorkers, name: str) -> Path:
 
 def without_restarts(folder: Path) -> tuple[list[dict[str, Any]], list[float]]:
     lines = journal(folder)
-    restarts = [line.pop("rollout/worker_restarts") for line in lines]
+    restarts = [line.pop("rollout/worker_restarts", 0.0) for line in lines]
     return [untimed(line) for line in lines], restarts
 
 

@@ -35,7 +35,7 @@ def measured() -> dict[str, float]:
     losses["code"].add(LossOutput(torch.tensor([4.0]), torch.tensor([0.5])))
     counters = {name: Counters() for name in NAMES}
     counters["math"] = Counters(2, 3, 0, 11, [1.0, 2.0, 9.0], cache_misses=4, fallbacks=5, waits=6)
-    return teacher_metrics(examples(), losses, counters)
+    return teacher_metrics(examples(), losses, counters, dict.fromkeys(NAMES, 400))
 
 
 def tokens(*chosen: int) -> int:
@@ -117,4 +117,7 @@ def test_rollout_metrics_by_length_end_and_age() -> None:
     assert actual["rollout/samples"] == 3
     assert actual["rollout/completion_tokens_mean"] == pytest.approx(tokens(0, 1, 2) / 3)
     assert actual["rollout/finished_share"] == pytest.approx(1 / 3)
+    assert actual["rollout/truncated_share"] == pytest.approx(2 / 3)
+    assert actual["rollout/completion_tokens_max"] == max(tokens(0), tokens(1), tokens(2))
+    assert actual["rollout/entropy"] == pytest.approx(1.0)  # all sampled logprobs are -1
     assert actual["staleness/mean"] == actual["staleness/max"] == 3

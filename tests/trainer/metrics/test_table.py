@@ -44,7 +44,7 @@ def test_every_metric_of_a_step_is_in_the_table() -> None:
     metrics = {
         **rollout_metrics([], step=0),
         **reference_answer_metrics([]),
-        **teacher_metrics([], {}, {"a/b teacher": Counters()}),
+        **teacher_metrics([], {}, {"a/b teacher": Counters()}, {"a/b teacher": 400}),
         **StepTimer().pop(),
     }
     assert not [name for name in metrics if metric_row(name) is None]

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = 4
 #: Parts of metrics that depend on time; responses contain seconds, so their length does too.
-TIMED = ("time/", "seconds", "received_bytes", "hidden_share")
+TIMED = ("time/", "throughput/", "memory/", "seconds", "received_bytes", "hidden_share")
 
 
 @pytest.fixture

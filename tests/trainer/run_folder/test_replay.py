@@ -88,7 +88,7 @@ def test_a_step_without_samples_is_skipped_in_the_replay_too(
     values["student"]["distill_loss_weight"] = 1.0
     live, output = run_here(values)
     lines = journal(tmp_path / "run")
-    assert [line["update/skipped_empty"] for line in lines] == [0, 1, 0]
+    assert [line.get("update/skipped_empty", 0) for line in lines] == [0, 1, 0]
     assert [line["loss"] is None for line in lines] == [False, True, False]
     assert [line.get("dropped/prompt_too_long", 0) for line in lines] == [0, 12, 0]
     assert "step 2/3  step skipped" in output
@@ -156,8 +156,8 @@ def test_a_recordings_scores_are_a_score_cache(tmp_path: Path, values: dict[str,
     run_here({**values, **cache, "output_dir": str(tmp_path / "again")})
     lines = journal(tmp_path / "again")
     for name in values["teachers"]:
-        hits = sum(line[f"teacher/{name}/cache_hits"] for line in lines)
-        misses = sum(line[f"teacher/{name}/cache_misses"] for line in lines)
+        hits = sum(line.get(f"teacher/{name}/cache_hits", 0) for line in lines)
+        misses = sum(line.get(f"teacher/{name}/cache_misses", 0) for line in lines)
         # Samples that were dropped are not recorded.
         assert hits > misses <= sum(line.get("dropped/total", 0) for line in lines)
 

@@ -1,5 +1,6 @@
 """Metrics of a step. NaN means not measured; 0 means measured as zero. Names: ``table``."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from mopd_losses.core.cross_entropy import IGNORED
 from mopd_losses.core.loss import LossOutput
 from mopd_protocol.samples import Source
 from mopd_trainer.data.examples import TrainingExample
+from mopd_trainer.metrics.distributions import sampled_nats, teacher_distribution_metrics
 from mopd_trainer.metrics.token_losses import TokenLosses
 
 Metrics = dict[str, float]
@@ -124,8 +126,13 @@ def teacher_metrics(
     examples: Sequence[TrainingExample],
     losses: Mapping[str, LossMeasurements],
     counters: Mapping[str, Counters],
+    vocabularies: Mapping[str, int],
 ) -> Metrics:
-    """Return ``teacher/<name>/…`` for every teacher of the run."""
+    """Return ``teacher/<name>/…`` for every teacher of the run.
+
+    Args:
+        vocabularies: number of ids of each teacher.
+    """
     all_tokens = sum(len(example.rollout.completion) for example in examples)
     metrics: Metrics = {}
     for name, counter in counters.items():
@@ -145,6 +152,7 @@ def teacher_metrics(
             "loss_per_byte": ratio(loss.nats, text_bytes),
             "tokens": float(tokens),
             "token_fraction": ratio(weighted_tokens, all_tokens),
+            **teacher_distribution_metrics(scored, vocabulary=vocabularies[name]),
             "alignment_ratio": ratio(aligned_bytes, text_bytes),
             "control_tokens_as_text": float(sum(each.control_tokens_as_text for each in inputs)),
             "invalid_utf8_bytes": float(sum(each.invalid_utf8_bytes for each in inputs)),
@@ -178,13 +186,20 @@ def reference_answer_metrics(examples: Sequence[TrainingExample]) -> Metrics:
 def rollout_metrics(examples: Sequence[TrainingExample], *, step: int) -> Metrics:
     """Return ``rollout/…`` and ``staleness/…``, of the sampled completions."""
     rollouts = [example.rollout for example in of_source(examples, "rollout")]
+    lengths = [len(rollout.completion) for rollout in rollouts]
     finished = [rollout.finish_reason == "stop" for rollout in rollouts]
     ages = [step - rollout.policy_version for rollout in rollouts]
     return {
         "rollout/samples": float(len(rollouts)),
-        "rollout/tokens": float(sum(len(rollout.completion) for rollout in rollouts)),
-        "rollout/completion_tokens_mean": mean([len(r.completion) for r in rollouts]),
+        "rollout/tokens": float(sum(lengths)),
+        "rollout/completion_tokens_mean": mean(lengths),
+        "rollout/completion_tokens_min": percentile(lengths, 0),
+        "rollout/completion_tokens_p50": percentile(lengths, 50),
+        "rollout/completion_tokens_p95": percentile(lengths, 95),
+        "rollout/completion_tokens_max": percentile(lengths, 100),
+        "rollout/entropy": -ratio(math.fsum(sampled_nats(r) for r in rollouts), sum(lengths)),
         "rollout/finished_share": mean(finished),
+        "rollout/truncated_share": 1 - mean(finished),
         "staleness/mean": mean(ages),
         "staleness/max": float(max(ages, default=float("nan"))),
     }

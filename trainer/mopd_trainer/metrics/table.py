@@ -1,11 +1,12 @@
 """The table of metrics: name pattern -> unit and meaning.
 
-Journal, TensorBoard, report and documentation use these names. ``{teacher}`` and ``{reason}`` stand
+Journal, TensorBoard, report and documentation use these names. Counters of events, such as
+``retries``, are only written where they are not zero. ``{teacher}`` and ``{reason}`` stand
 for any teacher and any reason. NaN (``null`` in the journal) means not measured.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -19,6 +20,15 @@ class MetricRow:
     meaning: str
 
 
+#: Metrics that count events; one that is zero in a step is not written.
+_EVENTS = frozenset(
+    (
+        *("retries", "failures", "breaker_openings", "waits", "fallbacks", "worker_restarts"),
+        *("cache_hits", "cache_misses", "cache_corrupt", "cache_unwritten"),
+        *("control_tokens_as_text", "invalid_utf8_bytes"),
+        *("skipped_nonfinite", "skipped_grad_norm", "skipped_empty"),
+    )
+)
 _NATS = "nats/token"
 _SHARE = "share"
 
@@ -40,6 +50,16 @@ _RUN = {
     "rollout/samples": ("samples", "sampled completions trained on"),
     "rollout/tokens": ("tokens", "tokens of the sampled completions"),
     "rollout/completion_tokens_mean": ("tokens", "mean length of a sampled completion"),
+    "rollout/completion_tokens_min": ("tokens", "length of the shortest sampled completion"),
+    "rollout/completion_tokens_p50": ("tokens", "median length of a sampled completion"),
+    "rollout/completion_tokens_p95": ("tokens", "95th percentile of the length"),
+    "rollout/completion_tokens_max": ("tokens", "length of the longest sampled completion"),
+    "rollout/entropy": (
+        _NATS,
+        "mean surprisal of the sampled tokens under the sampling distribution: an unbiased "
+        "estimate of its entropy",
+    ),
+    "rollout/truncated_share": (_SHARE, "sampled completions cut by max_new_tokens"),
     "rollout/finished_share": (_SHARE, "sampled completions finished with an ending token"),
     "rollout/invalid_byte_share": (_SHARE, "sampled bytes that are not valid UTF-8"),
     "rollout/entropy_per_byte": (
@@ -74,6 +94,12 @@ _RUN = {
     "time/evaluate_share": (_SHARE, "time of the evaluation since the end of the previous one"),
     "time/push": ("s", "time to push the weights to the sampler, in the step after the update"),
     "time/step": ("s", "time since the previous step"),
+    "throughput/sample": ("tokens/s", "sampled tokens per second of time/sample"),
+    "throughput/score": ("tokens/s", "tokens scored by all teachers per second of time/score"),
+    "throughput/train": ("tokens/s", "trained completion tokens per second of time/train"),
+    "memory/peak_bytes": ("bytes", "largest resident memory of this process so far"),
+    "memory/peak_device_bytes": ("bytes", "largest allocated memory of the accelerator so far"),
+    "time/remaining": ("s", "mean time of the steps of this part of the run times the rest"),
     "time/hidden_share": (_SHARE, "scoring time that overlaps with sampling"),
 }
 
@@ -84,6 +110,14 @@ _TEACHER = {
     "loss_per_byte": ("nats/byte", "unweighted loss over the bytes of the completions"),
     "tokens": ("tokens", "student tokens of the scored completions"),
     "token_fraction": (_SHARE, "share of the step's tokens, weighted by the teacher's share"),
+    "entropy_low": (_NATS, "entropy of the teacher's distribution if its tail is one id"),
+    "entropy_high": (_NATS, "entropy of the teacher's distribution if its tail is uniform"),
+    "reverse_kl_estimate": (
+        _NATS,
+        "log-probability of the sampled completions under the student minus that under the "
+        "teacher, over the student's tokens: an estimate of KL(student, teacher) at "
+        "temperature 1, also across tokenizers",
+    ),
     "alignment_ratio": (_SHARE, "bytes of the completions in aligned spans"),
     "control_tokens_as_text": ("tokens", "control tokens sent as text"),
     "invalid_utf8_bytes": ("bytes", "bytes not sent because they are not UTF-8"),
@@ -148,6 +182,11 @@ _EVALUATION = {
     "sampled_gap_closed/{teacher}": (_SHARE, "the same of the sampled accuracy"),
     "teacher/{teacher}/{metric}": ("", "a metric above of a teacher, in the first evaluation"),
 }
+
+
+def without_zero_events(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics without counters of events that are zero."""
+    return {k: v for k, v in metrics.items() if v or k.rpartition("/")[2] not in _EVENTS}
 
 
 def metric_rows() -> Iterator[MetricRow]:

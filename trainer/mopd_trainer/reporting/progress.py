@@ -1,6 +1,7 @@
 """Progress bar with an estimate of the remaining time, and one line per step."""
 
 import math
+from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
@@ -75,6 +76,8 @@ def step_line(step: int, total: int, metrics: Metrics) -> str:
         f"sample {metrics['time/sample']:.2f}, wait for teachers {metrics['time/wait']:.2f}, "
         f"train {metrics['time/train']:.2f}",
     ]
+    if metrics.get("time/remaining"):
+        parts.append(f"{timedelta(seconds=round(metrics['time/remaining']))} left")
     if dropped:
         parts.append(f"{dropped:.0f} samples dropped")
     return "  ".join(parts)

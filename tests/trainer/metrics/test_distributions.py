@@ -1,0 +1,61 @@
+"""Bounds of the entropy, and the estimate of the KL divergence, against full distributions."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mopd_protocol.samples import TeacherScore
+from mopd_protocol.topk_logprobs import TopKLogprobs
+from mopd_trainer.data.examples import AlignedScore, TrainingExample
+from mopd_trainer.metrics.distributions import teacher_distribution_metrics
+from tests.trainer.students import ids_of, rollout
+
+IDS = ids_of("digit", "1")
+
+
+def scored(
+    teacher: np.ndarray, *, k: int, token: int = 0, logprob: float = -1.0
+) -> tuple[TrainingExample, AlignedScore]:
+    """Return a completion of one token, with the teacher's top-k of a distribution."""
+    order = np.argsort(-teacher, kind="stable")[:k]
+    with np.errstate(divide="ignore"):
+        topk = TopKLogprobs(
+            ids=order[None],
+            logprobs=np.log(teacher[order])[None],
+            token_logprobs=np.log(teacher[[token]]),
+            tail_logprobs=np.log(np.maximum(1 - teacher[order].sum(), 0))[None],
+        )
+    sample = replace(rollout("digit", IDS), sampled_logprobs=np.array([logprob]))
+    score = TeacherScore("manifest", sample.completion, topk)
+    example: Any = cast(Any, type("Example", (), {"rollout": sample}))
+    return example, cast(Any, type("Aligned", (), {"score": score}))
+
+
+@given(st.lists(st.floats(0.01, 1.0), min_size=2, max_size=30), st.data())
+def test_the_entropy_is_between_its_bounds(weights: list[float], data: st.DataObject) -> None:
+    shares = np.array(weights) / sum(weights)
+    k = data.draw(st.integers(1, len(shares)))
+    metrics = teacher_distribution_metrics([scored(shares, k=k)], vocabulary=len(shares))
+    entropy = -float((shares * np.log(shares)).sum())
+    assert metrics["entropy_low"] <= entropy + 1e-5
+    assert metrics["entropy_high"] >= entropy - 1e-5
+    if k == len(shares):
+        assert metrics["entropy_low"] == pytest.approx(entropy, abs=1e-4)
+        assert metrics["entropy_high"] == pytest.approx(entropy, abs=1e-4)
+
+
+def test_the_estimate_is_the_divergence_in_expectation() -> None:
+    student, teacher = np.array([0.5, 0.3, 0.2]), np.array([0.1, 0.2, 0.7])
+    estimates = [
+        teacher_distribution_metrics(
+            [scored(teacher, k=3, token=token, logprob=float(np.log(student[token])))],
+            vocabulary=3,
+        )["reverse_kl_estimate"]
+        for token in range(3)
+    ]
+    expected = float((student * np.log(student / teacher)).sum())
+    assert float(student @ estimates) == pytest.approx(expected, rel=1e-5)

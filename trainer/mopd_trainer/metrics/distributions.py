@@ -1,0 +1,56 @@
+"""Entropy of a teacher with bounds, and an estimate of the KL divergence of the student to it."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from mopd_protocol.samples import Rollout
+from mopd_trainer.data.examples import AlignedScore, TrainingExample
+
+#: Replaces the logarithm of zero, whose product with zero must be zero.
+_LEAST = -1e4
+
+
+def sampled_nats(rollout: Rollout) -> float:
+    """Return the log-probability of a sampled completion under the sampling distribution."""
+    assert rollout.sampled_logprobs is not None
+    return float(rollout.sampled_logprobs.astype(np.float64).sum())
+
+
+def teacher_distribution_metrics(
+    scored: Sequence[tuple[TrainingExample, AlignedScore]], *, vocabulary: int
+) -> dict[str, float]:
+    """Return the bounds of the teacher's entropy and the estimate of KL(student, teacher).
+
+    The tail of a row has probability t and at most ``vocabulary - k`` ids. Its share of the
+    entropy is ``-t log t`` if it is one id, and ``t log(vocabulary - k)`` more if it is uniform.
+
+    The estimate is the mean of ``log p(completion) - log q(completion)`` over completions sampled
+    from p, divided by the student's tokens. A completion's probability is that of its own tokens
+    on both sides, so that it is unbiased up to other tokenizations of the same text.
+
+    Args:
+        vocabulary: ids of the teacher.
+    """
+    low = high = nats = 0.0
+    rows = tokens = 0
+    for example, aligned in scored:
+        topk = aligned.score.topk
+        logprobs = topk.logprobs.astype(np.float64)
+        tail = topk.tail_logprobs.astype(np.float64)
+        head = -(np.exp(logprobs) * np.maximum(logprobs, _LEAST)).sum(axis=1)
+        rest = np.exp(tail)
+        known = head - rest * np.maximum(tail, _LEAST)
+        low += float(known.sum())
+        high += float((known + rest * math.log(max(vocabulary - topk.k, 1))).sum())
+        rows += len(topk)
+        if example.rollout.source == "rollout":
+            nats += sampled_nats(example.rollout) - float(aligned.score.logprobs.sum())
+            tokens += len(example.rollout.completion)
+    missing = math.nan
+    return {
+        "entropy_low": low / rows if rows else missing,
+        "entropy_high": high / rows if rows else missing,
+        "reverse_kl_estimate": nats / tokens if tokens else missing,
+    }
