@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from http import HTTPStatus
+from secrets import token_hex
 from types import TracebackType
 from typing import Self, TypedDict, Unpack
 
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 from mopd_client.response_checks import check_response
 from mopd_client.score_store import ScoreKey, ScoreStore
 from mopd_client.services.base import Service
-from mopd_client.services.expectation import Expectation
+from mopd_client.services.expectation import Expectation, changed_teacher, summary
 from mopd_client.services.mopd import MopdService
 from mopd_client.transport.clock import Clock
 from mopd_client.transport.connection import Connection
@@ -21,7 +22,6 @@ from mopd_client.transport.counters import Counters
 from mopd_client.transport.replica import Replica
 from mopd_protocol.errors import (
     ConfigError,
-    DataError,
     TeacherError,
     TeacherMismatchError,
     TeacherUnavailableError,
@@ -141,13 +141,13 @@ class TeacherClient:
             if other.manifest_id != manifest.manifest_id:
                 raise TeacherMismatchError(
                     f"teacher {self.name!r}: replicas serve different models (found "
-                    f"{_summary(manifest)} at {first.url}, {_summary(other)} at {replica.url}; "
+                    f"{summary(manifest)} at {first.url}, {summary(other)} at {replica.url}; "
                     "expected one model, revision, engine and dtype)",
                     status=HTTPStatus.OK,
                     key="manifest_id",
                 )
         if self._manifest is not None and self._manifest.manifest_id != manifest.manifest_id:
-            raise self._changed(manifest.manifest_id, self._manifest)
+            raise changed_teacher(self.name, manifest.manifest_id, self._manifest)
         manifest = _with_lowest_limits(manifest, [other for _, other in replies])
         if expectation is not None:
             expectation.check(self.name, manifest)
@@ -257,27 +257,24 @@ class TeacherClient:
     async def _request_scores(
         self, request: LogprobsRequest, manifest: Manifest
     ) -> list[TeacherScore]:
-        """Request, check and count the scores."""
+        """Request, check and count the scores.
+
+        Every sequence is sent with a random id, so that the response to another request is
+        rejected.
+        """
+        numbered = [s.model_copy(update={"id": token_hex(8)}) for s in request.sequences]
+        request = request.model_copy(update={"sequences": numbered})
         succeeded = False
         try:
             response = await self._service.score(self._connection, request, manifest)
             if response.manifest_id != manifest.manifest_id:
-                raise self._changed(response.manifest_id, manifest)
+                raise changed_teacher(self.name, response.manifest_id, manifest)
             check_response(self.name, response, request, manifest)
             succeeded = True
         finally:
             self.counters.failures += not succeeded
         self.counters.tokens_scored += sum(len(score.completion) for score in response.scores)
         return list(response.scores)
-
-    def _changed(self, manifest_id: str, expected: Manifest) -> DataError:
-        # Not a TeacherError: ``on_error: drop`` must not continue a run with another teacher.
-        return DataError(
-            f"teacher {self.name!r} has changed since the handshake (found manifest "
-            f"{manifest_id[:12]}, expected {_summary(expected)}). Serve the same model again, or "
-            "start a new run",
-            key="manifest_id",
-        )
 
 
 async def _first_success(polls: Sequence["asyncio.Task[None]"]) -> None:
@@ -305,13 +302,6 @@ def _with_lowest_limits(manifest: Manifest, replicas: Sequence[Manifest]) -> Man
         "max_model_len": min(replica.max_model_len for replica in replicas),
     }
     return manifest.model_copy(update=limits)
-
-
-def _summary(manifest: Manifest) -> str:
-    return (
-        f"{manifest.manifest_id[:12]} ({manifest.model} {manifest.revision[:12]}, "
-        f"{manifest.engine} {manifest.engine_version}, {manifest.dtype})"
-    )
 
 
 def _request(

@@ -2,10 +2,11 @@
 
 Binary: ragged sequences are concatenated, ``offsets`` is the start of each. Everything that is not
 one number per token is in the header's metadata. Both encodings have the same fields, so decoding
-either returns the same response.
+either returns the same response, and the same checksum.
 """
 
 import base64
+import hashlib
 import json
 import struct
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from mopd_protocol.errors import DataError
+from mopd_protocol.errors import DataError, WireFormatError
 from mopd_protocol.manifest import SCHEMA_VERSION
 from mopd_protocol.requests import LogprobsDtype
 from mopd_protocol.responses import LogprobsResponse
@@ -49,13 +50,28 @@ def encode_binary(response: LogprobsResponse, dtype: LogprobsDtype = "float32") 
     With ``float16`` the top-k logprobs are rounded; a logprob below float16's range (-65504) would
     become -inf, so it is clamped to float16's most negative number.
     """
+    tensors = _tensors(response, dtype)
+    header = {
+        "schema_version": SCHEMA_VERSION,
+        "manifest_id": response.manifest_id,
+        "ids": list(response.ids),
+        "marks": _marks(response),
+        "checksum": _checksum(response, tensors),
+        "timings": dict(response.timings),
+    }
+    return save(tensors, metadata={"mopd": json.dumps(header)})
+
+
+def _tensors(response: LogprobsResponse, dtype: LogprobsDtype) -> dict[str, Array]:
     scores = response.scores
-    k = max((score.topk.k for score in scores), default=0)
-    logprobs = _stack([_widen(score.topk.logprobs, k, -np.inf) for score in scores], (0, k))
+    # JSON does not represent the width of empty sequences, so that others decide if there are any.
+    k = max((score.topk.k for score in scores if len(score.topk)), default=None)
+    k = max((score.topk.k for score in scores), default=0) if k is None else k
+    logprobs = _stack([_widen(s.topk.logprobs, k, -np.inf) for s in scores], (0, k))
     if dtype == "float16":
         lowest = np.finfo(np.float16).min
         logprobs = np.where(np.isneginf(logprobs), -np.inf, np.maximum(logprobs, lowest))
-    tensors = {
+    return {
         "offsets": _offsets([len(score.completion) for score in scores]),
         "token_ids": _stack([score.completion.token_ids for score in scores]).astype(np.int32),
         "byte_ends": _stack([score.completion.byte_ends for score in scores]).astype(np.int32),
@@ -68,14 +84,33 @@ def encode_binary(response: LogprobsResponse, dtype: LogprobsDtype = "float32") 
         "token_logprobs": _floats([score.topk.token_logprobs for score in scores]),
         "tail_logprobs": _floats([score.topk.tail_logprobs for score in scores]),
     }
-    header = {
-        "schema_version": SCHEMA_VERSION,
-        "manifest_id": response.manifest_id,
-        "ids": list(response.ids),
-        "marks": [list(score.completion.marks.items()) for score in scores],
-        "timings": dict(response.timings),
-    }
-    return save(tensors, metadata={"mopd": json.dumps(header)})
+
+
+def _marks(response: LogprobsResponse) -> list[list[tuple[int, str]]]:
+    return [list(score.completion.marks.items()) for score in response.scores]
+
+
+def _checksum(response: LogprobsResponse, tensors: Mapping[str, Array]) -> str:
+    """Return 32 hex digits over everything but the timings; detects damage, not forgery."""
+    names = [response.manifest_id, list(response.ids), _marks(response)]
+    digest = hashlib.sha256(json.dumps(names).encode())
+    for name in _TENSOR_TYPES:
+        tensor = np.ascontiguousarray(tensors[name])
+        digest.update(f"{name} {tensor.dtype} {tensor.shape if tensor.size else 0}".encode())
+        digest.update(tensor.data)
+    return digest.hexdigest()[:32]
+
+
+def _verified(
+    response: LogprobsResponse, tensors: Mapping[str, Array], checksum: object
+) -> LogprobsResponse:
+    expected = _checksum(response, tensors)
+    if checksum != expected:
+        raise WireFormatError(
+            f"checksum: the scores were damaged in transit (found {expected}, expected {checksum})",
+            key="checksum",
+        )
+    return response
 
 
 #: Errors raised by reading an invalid field: missing, of another type, empty, too large, nested
@@ -95,6 +130,7 @@ def decode_binary(body: bytes) -> LogprobsResponse:
 
     Raises:
         DataError: when the body is not one, is of another schema version, or contradicts itself.
+        WireFormatError: when the checksum differs.
     """
     try:
         header = _header(body)
@@ -122,12 +158,13 @@ def decode_binary(body: bytes) -> LogprobsResponse:
                 pairwise(offsets), pairwise(text_offsets), header.marks, strict=True
             )
         ]
-        return LogprobsResponse(
+        response = LogprobsResponse(
             manifest_id=header.manifest_id,
             ids=tuple(header.ids),
             scores=tuple(scores),
             timings=header.timings,
         )
+        return _verified(response, tensors, header.checksum)
     except DataError:
         raise
     except (SafetensorError, struct.error, *_FIELD_ERRORS) as error:
@@ -160,6 +197,7 @@ def encode_json(response: LogprobsResponse) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "manifest_id": response.manifest_id,
+        "checksum": _checksum(response, _tensors(response, "float32")),
         "sequences": sequences,
         "timings": dict(response.timings),
     }
@@ -170,16 +208,18 @@ def decode_json(body: dict[str, Any]) -> LogprobsResponse:
 
     Raises:
         DataError: when a field is missing, of another schema version, or contradicts another.
+        WireFormatError: when the checksum differs.
     """
     try:
         _check_schema(body)
         scores = [_score_from_json(body["manifest_id"], item) for item in body["sequences"]]
-        return LogprobsResponse(
+        response = LogprobsResponse(
             manifest_id=body["manifest_id"],
             ids=tuple(item["id"] for item in body["sequences"]),
             scores=tuple(scores),
             timings=body["timings"],
         )
+        return _verified(response, _tensors(response, "float32"), body["checksum"])
     except DataError:
         raise
     except _FIELD_ERRORS as error:
@@ -223,6 +263,7 @@ class _Header(BaseModel):
     manifest_id: str
     ids: list[str | None]
     marks: list[list[tuple[int, str]]]
+    checksum: str
     timings: dict[str, float]
 
 
@@ -274,6 +315,8 @@ def _floats(parts: Sequence[Array]) -> Array:
 
 def _widen(rows: Array, k: int, fill: float) -> Array:
     missing = k - rows.shape[1]
+    if not len(rows):
+        return np.zeros((0, k), dtype=rows.dtype)
     return rows if not missing else np.pad(rows, ((0, 0), (0, missing)), constant_values=fill)
 
 
@@ -283,4 +326,5 @@ def _nullable(values: Array) -> list[float | None]:
 
 def _from_nullable(values: Any) -> Array:
     array = np.array(values, dtype=np.float32)  # None becomes NaN
-    return np.where(np.isnan(array), np.float32(-np.inf), array)
+    missing = np.array(values, dtype=object) == None  # noqa: E711, elementwise
+    return np.where(missing, np.float32(-np.inf), array)

@@ -8,7 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field, computed_field
 from mopd_protocol.tokenizers.token_table import TokenRoles
 
 #: Version of the wire format. A client rejects a service of another version.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+
+#: Header of every response to a request with a valid key: the ``manifest_id`` of the teacher.
+MANIFEST_HEADER = "Mopd-Manifest"
 
 
 class Features(BaseModel):
@@ -22,6 +25,10 @@ class Features(BaseModel):
     """Distributions at a softmax temperature other than 1."""
     messages: bool
     """Renders messages with the model's own chat template."""
+    exact_tails: bool = False
+    """Tails are computed from the logits: the entries and the tail of a row add up to one."""
+    exact_text: bool = False
+    """The tokens of a text spell its bytes, up to Unicode normalization (NFC)."""
 
 
 class Manifest(BaseModel):

@@ -51,38 +51,46 @@ class TopKLogprobs:
         if self.ids.ndim != 2 or self.logprobs.shape != self.ids.shape:
             raise DataError(
                 f"top-k ids of shape {self.ids.shape} and logprobs of shape "
-                f"{self.logprobs.shape}: expected one shape [rows, k]"
+                f"{self.logprobs.shape}: expected one shape [rows, k]",
+                key="topk_ids",
             )
         for name in ("token_logprobs", "tail_logprobs"):
             if getattr(self, name).shape != rows:
                 raise DataError(
-                    f"{name} has shape {getattr(self, name).shape}, expected {rows}: one a row"
+                    f"{name} has shape {getattr(self, name).shape}, expected {rows}: one a row",
+                    key=name,
                 )
 
     def _check_values(self) -> None:
-        for name in ("logprobs", "token_logprobs", "tail_logprobs"):
-            values = getattr(self, name)
+        names = {"topk_logprobs": self.logprobs, "token_logprobs": self.token_logprobs}
+        for name, values in (names | {"tail_logprobs": self.tail_logprobs}).items():
             if np.isnan(values).any() or (values > 1e-3).any():
                 row = int(np.argwhere(np.isnan(values) | (values > 1e-3))[0][0])
                 raise DataError(
-                    f"{name} of row {row}: NaN or a value above 0. Expected natural logarithms."
+                    f"{name} of row {row}: NaN or a value above 0. Expected natural logarithms.",
+                    key=name,
                 )
         missing = self.ids < 0
         if (missing != np.isneginf(self.logprobs)).any() or (self.ids < ABSENT_ID).any():
             row = int(np.argwhere((missing != np.isneginf(self.logprobs)) | (self.ids < -1))[0][0])
             raise DataError(
                 f"top-k ids of row {row}: id -1 and logprob -inf do not coincide. "
-                "Expected -1 exactly where the logprob is -inf."
+                "Expected -1 exactly where the logprob is -inf.",
+                key="topk_ids",
             )
         with np.errstate(invalid="ignore"):  # -inf minus -inf between two missing entries
             if (np.diff(self.logprobs, axis=1) > 0).any():
-                raise DataError("top-k logprobs are not sorted; expected the most likely first")
+                raise DataError(
+                    "top-k logprobs are not sorted; expected the most likely first",
+                    key="topk_logprobs",
+                )
         ordered = np.sort(self.ids, axis=1)
         if ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any():
-            raise DataError("top-k ids: a token id occurs twice in one row")
+            raise DataError("top-k ids: a token id occurs twice in one row", key="topk_ids")
         mass = np.exp(self.logprobs.astype(np.float64)).sum(axis=1)
         if (mass > 1 + MASS_TOLERANCE).any():
             row = int(mass.argmax())
             raise DataError(
-                f"top-k logprobs of row {row}: probability mass above 1 (found {mass[row]:.4f})"
+                f"top-k logprobs of row {row}: probability mass above 1 (found {mass[row]:.4f})",
+                key="mass",
             )

@@ -37,6 +37,8 @@ class Scores(BaseModel):
 
     schema_version: int
     manifest_id: str
+    checksum: str
+    """Over everything but the timings, as in the binary form."""
     sequences: list[ScoredSequence]
     timings: dict[str, float]
     """Seconds by phase."""

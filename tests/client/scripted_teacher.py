@@ -8,19 +8,21 @@ from typing import Any
 
 import httpx
 import numpy as np
+from tokenizers import Tokenizer
 
 from mopd_protocol.codec import BINARY_MEDIA_TYPE, encode_binary
-from mopd_protocol.manifest import Features, Manifest
+from mopd_protocol.manifest import MANIFEST_HEADER, Features, Manifest
 from mopd_protocol.requests import LogprobsRequest
 from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.samples import TeacherScore
-from mopd_protocol.tokenizers.token_table import TokenRoles, TokenTable
+from mopd_protocol.tokenizers.token_table import TextEncoder, TokenRoles, TokenTable
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from tests.protocol import known_tokenizers
 
 TOKENIZER_JSON = known_tokenizers.description("digit")
 ROLES = TokenRoles(eos=0, end_of_turn=0, pad=1)
 TABLE = TokenTable.from_json(json.loads(TOKENIZER_JSON), ROLES)
+ENCODER = TextEncoder(Tokenizer.from_str(TOKENIZER_JSON), TABLE)
 
 Scripted = httpx.Response | Exception
 
@@ -41,7 +43,9 @@ def manifest(**changes: Any) -> Manifest:
         "chat_template_hash": None,
         "max_model_len": 256,
         "max_top_k": 64,
-        "features": Features(candidate_ids=True, temperature=True, messages=True),
+        "features": Features(
+            candidate_ids=True, temperature=True, messages=True, exact_tails=True, exact_text=True
+        ),
     }
     return Manifest(**{**fields, **changes})
 
@@ -91,6 +95,8 @@ class ScriptedTeacher:
             scripted = self.scripts[path].popleft()
             if isinstance(scripted, Exception):
                 raise scripted
+            if path == "/v1/logprobs":
+                scripted.headers.setdefault(MANIFEST_HEADER, self.manifest.manifest_id)
             return scripted
         return await self._honest(path, body)
 
@@ -117,17 +123,26 @@ class ScriptedTeacher:
         return httpx.Response(
             200,
             content=encode_binary(response, request.logprobs_dtype),
-            headers={"content-type": BINARY_MEDIA_TYPE},
+            headers={
+                "content-type": BINARY_MEDIA_TYPE,
+                MANIFEST_HEADER: self.manifest.manifest_id,
+            },
         )
 
 
 def scores_for(request: LogprobsRequest, manifest: Manifest) -> LogprobsResponse:
-    """One-entry distributions: every completion token is given half of the probability."""
+    """Every completion token has half of the probability, the ids after it nearly none."""
     scores: list[TeacherScore] = []
     for sequence in request.sequences:
-        completion = TABLE.sequence(sequence.completion_token_ids or [])
+        sent = sequence.completion
+        token_ids = sequence.completion_token_ids or (
+            ENCODER.encode(sent) if isinstance(sent, str) else []
+        )
+        completion = TABLE.sequence([*token_ids, 0] if sequence.finished else token_ids)
         half = np.full(len(completion), np.log(0.5))
-        topk = TopKLogprobs(completion.token_ids[:, None], half[:, None], half, half)
+        ids = (completion.token_ids[:, None] + np.arange(request.top_k)) % TABLE.size
+        logprobs = np.where(np.arange(request.top_k), -20.0, half[:, None])
+        topk = TopKLogprobs(ids, logprobs, half, half)
         scores.append(TeacherScore(manifest.manifest_id, completion, topk))
     ids = tuple(sequence.id for sequence in request.sequences)
     return LogprobsResponse(manifest.manifest_id, ids, tuple(scores))

@@ -40,7 +40,9 @@ def test_one_completion_is_scored_from_keyword_arguments():
     score = client.score(prompt="?", completion_token_ids=[70, 71])
 
     first, second = [request.body for request in teacher.requests_to("/v1/logprobs")]
-    assert first["sequences"] == [{"messages": messages, "completion": "7", "finished": True}]
+    [sent] = first["sequences"]
+    assert sent.pop("id")
+    assert sent == {"messages": messages, "completion": "7", "finished": True}
     assert (first["top_k"], second["top_k"], second["temperature"]) == (3, 1, 1.0)
     assert score.token_ids.tolist() == [70, 71]
     assert score.logprobs.tolist() == pytest.approx([-0.6931472] * 2)

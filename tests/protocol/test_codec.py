@@ -114,7 +114,7 @@ def test_another_schema_version_is_refused_with_a_sentence(decode, monkeypatch):
     written = encode(two_scores())
     monkeypatch.undo()
 
-    with pytest.raises(DataError, match="schema version 7, expected 1; run the same mopd"):
+    with pytest.raises(DataError, match="schema version 7, expected 2; run the same mopd"):
         decode(written)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mopd_protocol.errors import ConfigError, TeacherMismatchError
+from mopd_protocol.errors import ConfigError, DataError, TeacherMismatchError
 from mopd_protocol.manifest import Manifest
 
 Difference = tuple[str, str]  # key, description
@@ -78,6 +78,26 @@ class Expectation:
                 "chat template not found, needed for messages. Send prompt or prompt_token_ids, "
                 "or serve a model with a chat template",
             )
+
+
+def changed_teacher(teacher: str, manifest_id: str, expected: Manifest) -> DataError:
+    """Return the error of a response from another teacher than that of the handshake.
+
+    Not a TeacherError: ``on_error: drop`` must not continue a run with another teacher.
+    """
+    return DataError(
+        f"teacher {teacher!r} has changed since the handshake (found manifest {manifest_id[:12]}, "
+        f"expected {summary(expected)}). Serve the same model again, or start a new run",
+        key="manifest_id",
+    )
+
+
+def summary(manifest: Manifest) -> str:
+    """Return the identity of a teacher for an error message."""
+    return (
+        f"{manifest.manifest_id[:12]} ({manifest.model} {manifest.revision[:12]}, "
+        f"{manifest.engine} {manifest.engine_version}, {manifest.dtype})"
+    )
 
 
 def _message(teacher: str, differences: list[Difference]) -> str:

@@ -1,19 +1,26 @@
 """``MopdService``: a server started by ``mopd-teacher serve``."""
 
+import json
+
+import httpx
 from pydantic import ValidationError
 
-from mopd_client.services.expectation import Expectation
+from mopd_client.services.expectation import Expectation, changed_teacher
 from mopd_client.tokenizers.teacher import teacher_tokenizer
 from mopd_client.transport.connection import Connection
+from mopd_client.transport.outcome import problem_of
 from mopd_client.transport.replica import Replica
-from mopd_protocol.codec import BINARY_MEDIA_TYPE, decode_binary
-from mopd_protocol.errors import DataError, InvalidResponseError, TeacherMismatchError
-from mopd_protocol.manifest import SCHEMA_VERSION, Manifest
+from mopd_protocol.codec import BINARY_MEDIA_TYPE, decode_binary, decode_json
+from mopd_protocol.errors import InvalidResponseError, TeacherMismatchError
+from mopd_protocol.manifest import MANIFEST_HEADER, SCHEMA_VERSION, Manifest
 from mopd_protocol.request_tokenizer import TeacherTokenizer
 from mopd_protocol.requests import LogprobsRequest
 from mopd_protocol.responses import LogprobsResponse
 
 _KIND = "mopd teacher"
+
+#: Statuses that a teacher returns for a request that it has read.
+_IDENTIFIED_STATUSES = frozenset({200, 400, 413, 422})
 
 
 class MopdService:
@@ -75,14 +82,44 @@ class MopdService:
     async def score(
         self, connection: Connection, request: LogprobsRequest, manifest: Manifest
     ) -> LogprobsResponse:
-        """See ``Service``; one request for all sequences, a response in the binary format."""
-        body = request.model_dump_json(exclude_none=True).encode()
-        response = await connection.post(self.path, body, {"accept": BINARY_MEDIA_TYPE})
+        """See ``Service``; one request for all sequences.
+
+        The response is binary; JSON, which a proxy may have made of it, is accepted too.
+        """
+        teacher = connection.teacher
+        response = await connection.post(
+            self.path,
+            request.model_dump_json(exclude_none=True).encode(),
+            {"accept": BINARY_MEDIA_TYPE},
+            check=lambda response: _require_manifest(teacher, response, manifest),
+        )
         try:
+            if response.headers.get("content-type", "").startswith("application/json"):
+                return decode_json(json.loads(response.content))
             return decode_binary(response.content)
-        except DataError as error:
+        except ValueError as error:  # DataError, or not JSON
             raise InvalidResponseError(
-                f"teacher {connection.teacher!r}: invalid response: {error}",
+                f"teacher {teacher!r}: invalid response: {error}",
                 status=response.status_code,
-                key="body",
+                key=getattr(error, "key", None) or "body",
             ) from error
+
+
+def _require_manifest(teacher: str, response: httpx.Response, manifest: Manifest) -> None:
+    """Check the identity of the responding teacher, also of one that rejects the request.
+
+    Raises:
+        DataError: if it is another teacher.
+        InvalidResponseError: if a final response does not have the header: another server made it.
+    """
+    manifest_id = response.headers.get(MANIFEST_HEADER)
+    if manifest_id is not None and manifest_id != manifest.manifest_id:
+        raise changed_teacher(teacher, manifest_id, manifest)
+    if manifest_id is None and response.status_code in _IDENTIFIED_STATUSES:
+        raise InvalidResponseError(
+            f"teacher {teacher!r}: status {response.status_code} without the header "
+            f"{MANIFEST_HEADER}: the response was made by another server, such as a proxy: "
+            f"{problem_of(response)}",
+            status=response.status_code,
+            key=MANIFEST_HEADER,
+        )

@@ -115,7 +115,11 @@ class VllmService:
             max_model_len=int(card["max_model_len"]) - 1,  # the server always generates one token
             max_top_k=top_k,
             features=Features(
-                candidate_ids=False, temperature=False, messages=tokenizer.has_chat_template
+                candidate_ids=False,
+                temperature=False,
+                messages=tokenizer.has_chat_template,
+                exact_tails=False,
+                exact_text=tokenizer.table.exact_text,
             ),
         )
         self._manifests[fingerprint] = manifest

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -103,13 +103,32 @@ class Connection:
         return self.require_ok(response)
 
     async def post(
-        self, path: str, body: bytes, headers: Mapping[str, str] | None = None
+        self,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str] | None = None,
+        *,
+        check: Callable[[httpx.Response], None] = lambda response: None,
     ) -> httpx.Response:
         """Send a scoring request to any replica, once a slot is free; counters record the request.
+
+        Args:
+            path: path on each replica.
+            body: JSON.
+            headers: further headers.
+            check: called with every response, retried ones included; raises to reject it.
 
         Raises:
             TeacherError: without a response, or on another status than 200.
         """
+
+        async def send(replica: Replica) -> httpx.Response:
+            response = await self._http.next().post(
+                replica.url + path, content=body, headers=all_headers
+            )
+            check(response)
+            return response
+
         all_headers = {"content-type": "application/json", **(headers or {})}
         async with self._slots:
             started = self._clock.now()
@@ -117,9 +136,7 @@ class Connection:
             response = self.require_ok(
                 await send_with_retries(
                     self.replicas,
-                    lambda replica: self._http.next().post(
-                        replica.url + path, content=body, headers=all_headers
-                    ),
+                    send,
                     attempts=self._attempts,
                     deadline_seconds=self.deadline_seconds,
                 )

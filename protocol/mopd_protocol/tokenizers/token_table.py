@@ -21,11 +21,13 @@ from mopd_protocol.errors import DataError
 from mopd_protocol.tokenizers.token_sequence import END_OF_TURN, TokenSequence
 from mopd_protocol.tokenizers.tokenizer_file import (
     JSON,
+    byte_level_alphabet,
     continuation_tokenizer,
     fingerprint,
     has_byte_fallback,
     kind_of,
     metaspace_of,
+    spells_every_text,
     tokenizer_json,
 )
 
@@ -55,18 +57,6 @@ def control_tokens(description: JSON) -> dict[str, int]:
     return {token["content"]: token["id"] for token in added if token["special"]}
 
 
-def byte_level_alphabet() -> dict[str, int]:
-    """Character -> byte of the alphabet in which byte-level BPE writes its surfaces.
-
-    Printable bytes stand for themselves (33-126, 161-172, 174-255); the other 68, in increasing
-    order, are U+0100 onwards (GPT-2's published mapping).
-    """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = sorted(set(range(256)) - set(printable))
-    characters = [chr(byte) for byte in printable] + [chr(256 + n) for n in range(len(others))]
-    return dict(zip(characters, printable + others, strict=True))
-
-
 @dataclass(frozen=True, eq=False)
 class TokenTable:
     """id -> bytes for one tokenizer; control tokens have zero bytes and a mark.
@@ -87,6 +77,7 @@ class TokenTable:
     present: NDArray[np.bool_]  # [size]; False for holes in the numbering
     marks: Mapping[int, str]  # control token id -> name
     controls: Mapping[str, int]  # literal text of a control token -> id
+    exact_text: bool  # see ``spells_every_text``
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer, roles: TokenRoles | None = None) -> "TokenTable":
@@ -130,6 +121,7 @@ class TokenTable:
             present=frozen_array(present, "bool"),
             marks=MappingProxyType(marks),
             controls=MappingProxyType(controls),
+            exact_text=spells_every_text(description),
         )
 
     @property

@@ -77,6 +77,46 @@ def has_byte_fallback(description: JSON) -> bool:
     return bool(description["model"].get("byte_fallback")) or "ByteFallback" in decoder_types
 
 
+def spells_every_text(description: JSON) -> bool:
+    """Return whether the tokens of any text spell its bytes, up to normalization to NFC.
+
+    False if a step may drop or rewrite characters, or the vocabulary lacks single bytes.
+    """
+    surfaces = _model_surfaces(description["model"])
+    if kind_of(description) == "byte_level":
+        complete = surfaces.issuperset(byte_level_alphabet())
+    else:
+        complete = has_byte_fallback(description) and surfaces.issuperset(
+            f"<0x{byte:02X}>" for byte in range(256)
+        )
+    normalizers = [*_steps(description.get("normalizer"))]
+    splitters = [*_steps(description.get("pre_tokenizer"))]
+    return (
+        complete
+        and all(
+            step["type"] in ("Sequence", "NFC", "Prepend") or _writes_spaces_as_metaspace(step)
+            for step in normalizers
+        )
+        and all(
+            step["type"] in ("Sequence", "ByteLevel", "Digits", "Metaspace", "Split")
+            and step.get("behavior") != "Removed"
+            for step in splitters
+        )
+    )
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """Character -> byte of the alphabet in which byte-level BPE writes its surfaces.
+
+    Printable bytes stand for themselves (33-126, 161-172, 174-255); the other 68, in increasing
+    order, are U+0100 onwards (GPT-2's published mapping).
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = sorted(set(range(256)) - set(printable))
+    characters = [chr(byte) for byte in printable] + [chr(256 + n) for n in range(len(others))]
+    return dict(zip(characters, printable + others, strict=True))
+
+
 def continuation_tokenizer(description: JSON) -> Tokenizer:
     """The same tokenizer for text in the middle of a sequence, where every character is text.
 

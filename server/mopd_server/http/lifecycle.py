@@ -11,6 +11,7 @@ from http import HTTPStatus
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from mopd_protocol.manifest import MANIFEST_HEADER
 from mopd_server.http.http_metrics import SCORING_PATH, HttpMetrics
 from mopd_server.http.problems import error_response
 from mopd_server.scoring.service import TeacherService
@@ -65,6 +66,11 @@ class Lifecycle:
     def ready(self) -> bool:
         """True if scoring requests are accepted."""
         return self.service is not None and self.service.ready and not self.draining
+
+    @property
+    def manifest_headers(self) -> dict[str, str]:
+        """Header with the identity of the teacher; empty while the model loads."""
+        return {} if self.service is None else {MANIFEST_HEADER: self.service.manifest.manifest_id}
 
     def require_open(self) -> TeacherService:
         """Return the service if the process accepts requests.

@@ -80,7 +80,7 @@ async def test_replicas_may_differ_in_name_and_limits_and_the_lowest_limits_appl
             await client.handshake(Expectation(top_k=64))
 
 
-NEXT_VERSION = {**manifest().model_dump(mode="json"), "schema_version": 2, "novelty": True}
+NEXT_VERSION = {**manifest().model_dump(mode="json"), "schema_version": 3, "novelty": True}
 WRONG_HASH = {**manifest().model_dump(mode="json"), "manifest_id": "x"}
 
 
@@ -89,9 +89,9 @@ WRONG_HASH = {**manifest().model_dump(mode="json"), "manifest_id": "x"}
     [
         (httpx.Response(200, text="<html>"), InvalidResponseError, None, "/v1/manifest"),
         (httpx.Response(200, json=[1]), InvalidResponseError, None, "mopd teacher"),
-        (httpx.Response(200, json=NEXT_VERSION), TeacherMismatchError, "schema_version", "found 2"),
+        (httpx.Response(200, json=NEXT_VERSION), TeacherMismatchError, "schema_version", "found 3"),
         (httpx.Response(200, json={}), TeacherMismatchError, "schema_version", "found None"),
-        (httpx.Response(200, json={"schema_version": 1}), InvalidResponseError, "manifest", None),
+        (httpx.Response(200, json={"schema_version": 2}), InvalidResponseError, "manifest", None),
         (httpx.Response(200, json=WRONG_HASH), InvalidResponseError, "manifest_id", "found x"),
         (httpx.Response(404, text="Not Found"), TeacherError, None, "404: Not Found$"),
         (problem(401, "no key"), TeacherError, None, "401: no key.*api_key"),

@@ -1,5 +1,6 @@
 """One matrix on the CPU, one copy a device, and one file for what was built."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -92,15 +93,7 @@ def test_a_damaged_file_is_built_anew(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def with_roles(table: TokenTable, roles: TokenRoles) -> TokenTable:
-    return TokenTable(
-        fingerprint=table.fingerprint,
-        roles=roles,
-        offsets=table.offsets,
-        data=table.data,
-        present=table.present,
-        marks=table.marks,
-        controls=table.controls,
-    )
+    return replace(table, roles=roles)
 
 
 def test_the_key_depends_on_everything_that_decides_a_projection(

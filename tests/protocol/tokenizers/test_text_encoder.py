@@ -1,5 +1,6 @@
 """Text -> tokens -> bytes: nothing lost, nothing invented, no text becomes a control token."""
 
+import json
 import unicodedata
 from functools import cache
 
@@ -8,7 +9,11 @@ from hypothesis import example, given, settings
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
-from mopd_protocol.tokenizers.tokenizer_file import continuation_tokenizer, tokenizer_json
+from mopd_protocol.tokenizers.tokenizer_file import (
+    continuation_tokenizer,
+    spells_every_text,
+    tokenizer_json,
+)
 from tests.protocol import known_tokenizers
 from tests.protocol.unicode_text import any_text
 
@@ -52,6 +57,39 @@ def test_tokens_of_a_text_spell_the_text(name, source, text):
     encoder = encoder_of(name, source)
 
     assert spelled(encoder, text) == normalized(name, text).encode()
+
+
+LOSSY = {
+    "a normalizer that drops accents": {"normalizer": {"type": "StripAccents"}},
+    "lower case": {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}},
+    "removed spaces": {
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "WhitespaceSplit"},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+            ],
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("change", [None, *LOSSY])
+def test_tokenizers_that_may_drop_characters_do_not_claim_exact_text(change: str | None) -> None:
+    for name in known_tokenizers.NAMES if change is None else known_tokenizers.BYTE_LEVEL:
+        description = json.loads(known_tokenizers.description(name)) | LOSSY.get(change or "", {})
+        assert spells_every_text(description) == (change is None)
+
+
+def test_a_vocabulary_without_single_bytes_does_not_claim_exact_text() -> None:
+    for name, surface in (("digit", "Ā"), ("unigram", "<0x00>")):
+        description = json.loads(known_tokenizers.description(name))
+        vocabulary = description["model"]["vocab"]
+        if isinstance(vocabulary, dict):
+            vocabulary["other"] = vocabulary.pop(surface)
+        else:
+            vocabulary[[piece for piece, _ in vocabulary].index(surface)][0] = "other"
+        assert not spells_every_text(description)
 
 
 @pytest.mark.parametrize("source", SOURCES)

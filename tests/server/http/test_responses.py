@@ -164,6 +164,8 @@ def test_manifest(qwen_teacher: TinyTeacher) -> None:
         "candidate_ids": True,
         "temperature": True,
         "messages": True,
+        "exact_tails": True,
+        "exact_text": True,
     }
     limited = teacher_of_family("qwen", top_k_max=5).service.manifest
     assert limited.max_top_k == 5

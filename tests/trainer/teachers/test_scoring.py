@@ -88,7 +88,7 @@ async def test_teacher_with_another_tokenizer_receives_no_student_ids() -> None:
     sampled = rollout("digit", ids_of("digit", *pieces), teachers={"code": 1.0})
     await scored({"code": (transport, config)}, [sampled, written("x", code=1.0)])
     for sequence in transport.sequences:
-        assert set(sequence) == {"messages", "completion", "finished"}
+        assert set(sequence) == {"id", "messages", "completion", "finished"}
     assert transport.sequences[0]["completion"] == ["1999.50 ", {"control": "<|user|>"}, " 的"]
 
 
@@ -113,7 +113,7 @@ async def test_teacher_with_the_same_tokenizer_receives_the_ids() -> None:
     sampled = rollout("digit", ids, teachers={"math": 1.0})
     [example], _ = await scored({"math": (transport, config)}, [sampled])
     [sequence] = transport.sequences
-    assert set(sequence) == {"messages", "completion_token_ids", "finished"}
+    assert set(sequence) == {"id", "messages", "completion_token_ids", "finished"}
     assert sequence["completion_token_ids"] == ids[:-1]
     [aligned_score] = example.scores
     assert aligned_score.score.completion.token_ids.tolist() == ids

@@ -39,6 +39,8 @@ class ObservationMiddleware:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers[REQUEST_ID_HEADER] = record.id
+                if _identifies_teacher(scope["path"], message["status"]):
+                    headers.update(self._lifecycle.manifest_headers)
                 if self._lifecycle.draining:  # the connection will be closed
                     headers["Connection"] = "close"
             await send(message)
@@ -63,6 +65,11 @@ class ObservationMiddleware:
         if path == SCORING_PATH:
             message = "scored" if status < 400 else "failed"
             logger.info(message, extra={FIELDS: _log_fields(status, record, seconds)})
+
+
+def _identifies_teacher(path: str, status: int) -> bool:
+    """Return whether the response names the teacher: not to callers without a valid key."""
+    return path.startswith("/v1/") and status != HTTPStatus.UNAUTHORIZED
 
 
 def _log_fields(status: int, record: RequestRecord, seconds: float) -> dict[str, object]:

@@ -63,7 +63,11 @@ class LocalIdentity:
             max_model_len=longest,
             max_top_k=int(real.sum()),
             features=Features(
-                candidate_ids=True, temperature=True, messages=tokenizer.has_chat_template
+                candidate_ids=True,
+                temperature=True,
+                messages=tokenizer.has_chat_template,
+                exact_tails=True,
+                exact_text=tokenizer.table.exact_text,
             ),
         )
         return cls(manifest, tokenizer)
