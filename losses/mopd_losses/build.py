@@ -36,7 +36,9 @@ from mopd_losses.spans.alm import AlmLoss
 from mopd_losses.spans.gold import GoldLoss, adaptive_weights
 from mopd_losses.spans.simct import SimctLoss
 from mopd_losses.spans.uld import UldLoss
+from mopd_losses.topk.ctkd import CtkdLoss
 from mopd_losses.topk.pooled_ctkd import PooledCtkdLoss
+from mopd_losses.topk.teacher_events import TeacherEvents, first_student_tokens
 from mopd_losses.topk.topk_divergence import TopKDivergenceLoss
 from mopd_losses.xtoken.hkl import HklLoss, xtoken_form
 from mopd_losses.xtoken.pkl_parity import PklParityLoss
@@ -106,9 +108,14 @@ def build_loss(
 
 
 def _topk_divergence(config: CtkdConfig | TopKKlConfig, context: LossContext) -> Loss:
+    projection, temperature = context.projection, context.teacher_temperature
     if isinstance(config, CtkdConfig) and config.span_rows == "pooled":
-        return PooledCtkdLoss(context.projection, config, context.teacher_temperature)
-    return TopKDivergenceLoss(context.projection, config, context.teacher_temperature)
+        return PooledCtkdLoss(projection, config, temperature)
+    loss = TopKDivergenceLoss(projection, config, temperature)
+    if isinstance(config, TopKKlConfig):
+        return loss
+    first_tokens = first_student_tokens(context.teacher.table, context.student)
+    return CtkdLoss(loss, TeacherEvents.of(projection, first_tokens))
 
 
 def _prefix_kl(config: PrefixKlConfig, context: LossContext) -> Loss:

@@ -27,6 +27,7 @@ from mopd_losses.spans.alm import AlmLoss
 from mopd_losses.spans.gold import GoldLoss
 from mopd_losses.spans.simct import SimctLoss
 from mopd_losses.spans.uld import UldLoss
+from mopd_losses.topk.ctkd import CtkdLoss
 from mopd_losses.topk.full_vocabulary import FullVocabularyLoss
 from mopd_losses.topk.pooled_ctkd import PooledCtkdLoss, pooled_targets
 from mopd_losses.topk.topk_divergence import TopKDivergenceLoss
@@ -36,7 +37,7 @@ from mopd_losses.xtoken.support_targets import topk_support
 from tests.losses.measures import MEASURES, TRUNCATED, name_of, slow
 from tests.losses.prefix_problems import PrefixProblem, prefix_problem
 from tests.losses.problems import Floats, Problem, random_problem, scattered, teacher_row, views
-from tests.reference import alm, gold, sampled, simct, topk_divergence, xtoken
+from tests.reference import alm, ctkd, gold, sampled, simct, topk_divergence, xtoken
 from tests.reference import prefix_kl as slow_prefix_kl
 from tests.reference.divergences import by_logits
 from tests.reference.dual import Dual
@@ -125,12 +126,13 @@ def _scattered_rows(
     return per_token, gradients
 
 
-def _spans(problem: Problem) -> Iterable[tuple[int, int, Any]]:
-    """Yield position and teacher row of the start of every span, and the comparison."""
+def _spans(problem: Problem) -> Iterable[tuple[int, int, Any, int]]:
+    """Yield position and teacher row of the start of every span, the comparison, and the student's
+    token."""
     for comparison, offset in zip(problem.comparisons, problem.offsets, strict=True):
         starts = comparison.alignment.student_starts, comparison.alignment.teacher_starts
         for position, row in zip(*(column.tolist() for column in starts), strict=True):
-            yield offset + position, row, comparison
+            yield offset + position, row, comparison, int(comparison.student.token_ids[position])
 
 
 def _topk(
@@ -142,16 +144,27 @@ def _topk(
 
     def expected(problem: Problem) -> Expected:
         def values() -> Iterable[tuple[int, float, Sequence[float]]]:
-            for position, row, comparison in _spans(problem):
+            for position, row, comparison, token in _spans(problem):
                 teacher = teacher_row(comparison, row)
+                weights, kept, rest = problem.weights.tolist(), teacher.kept, teacher.rest
+                if not one_tokenizer:
+                    weights, kept, rest = ctkd.on_events(
+                        weights,
+                        problem.first_tokens.tolist(),
+                        token,
+                        int(comparison.score.completion.token_ids[row]),
+                        kept,
+                        rest,
+                        teacher.token_probability,
+                    )
                 yield (
                     position,
                     *topk_divergence.place(
                         problem.logits[position].tolist(),
                         problem.real.tolist(),
-                        problem.weights.tolist(),
-                        teacher.kept,
-                        teacher.rest,
+                        weights,
+                        kept,
+                        rest,
                         form=settings.form,
                         divergence=slow(settings),
                         forward=settings.divergence == "forward_kl",
@@ -163,18 +176,21 @@ def _topk(
 
         return _scattered_rows(problem, values())
 
+    def built(problem: Problem) -> Loss:
+        loss = TopKDivergenceLoss(problem.projection(), settings, teacher_temperature)
+        return loss if one_tokenizer else CtkdLoss(loss, problem.events())
+
     name = f"{'topk_kl' if one_tokenizer else 'ctkd'} {settings.form} {name_of(settings)}"
     return Row(
         name if teacher_temperature == 1 else f"{name} at {teacher_temperature}",
         kind.model_validate(settings.model_dump()),
-        lambda problem: TopKDivergenceLoss(problem.projection(), settings, teacher_temperature),
+        built,
         expected,
         problem=_one_vocabulary if one_tokenizer else random_problem,
         temperature=teacher_temperature,
         conservative=settings.divergence != "adaptive_kl",  # the mixture's weight is a constant
         smooth_at_equality=settings.divergence != "tvd",
-        # If both know the other's first token of a span, the first rows are different events.
-        equal_belief="longest_match",
+        equal_belief="any",
         # Only first positions of spans are trained, and mass moves to the untrained others.
         keeps_language=one_tokenizer or settings.form == "renormalised",
         one_tokenizer=one_tokenizer,
@@ -201,7 +217,7 @@ def _full_vocabulary(measure: config.DivergenceSettings, temperature: float) -> 
     def expected(problem: Problem) -> Expected:
         def values() -> Iterable[tuple[int, float, Sequence[float]]]:
             size = problem.teacher_size
-            for position, row, comparison in _spans(problem):
+            for position, row, comparison, _ in _spans(problem):
                 p = (problem.logits[position, :size] / temperature).softmax(0).tolist()
                 t = (comparison.score.hidden[row] / temperature).softmax(0).tolist()
                 compared = slow(measure)(p, t)
@@ -246,7 +262,7 @@ def _pooled(divergence: Direction, temperature: float) -> Row:
         temperature=temperature,
         # Rows inside a span condition on pieces that the other side has no boundary for.
         equal_belief="one_to_one",
-        keeps_language=False,
+        keeps_language=not forward,
     )
 
 

@@ -1,7 +1,7 @@
 """Random completions of two tokenizers with the scores of a random teacher, in float64."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
@@ -16,6 +16,7 @@ from mopd_losses.core.student_rows import DenseRows
 from mopd_losses.projection.cache import DeviceProjection
 from mopd_losses.projection.vocabulary_match import VocabularyMatch
 from mopd_losses.topk.full_vocabulary import HiddenScore
+from mopd_losses.topk.teacher_events import TeacherEvents
 from mopd_protocol.tokenizers.token_sequence import END_OF_TURN, TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from tests.losses.sequences import Piece, sequence
@@ -38,6 +39,8 @@ class Problem:
     partner: dict[int, int]  # teacher id -> student id
     weights: Floats  # [width, teacher size], a projection
     one_vocabulary: bool = False
+    #: [teacher size], the student's first token of each teacher id's text; -1 for some
+    first_tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def rows(self) -> DenseRows:
         """The student, in float64."""
@@ -46,6 +49,10 @@ class Problem:
     def projection(self) -> DeviceProjection:
         """``weights`` as losses read a projection."""
         return device_projection(self.weights, self.real)
+
+    def events(self) -> TeacherEvents:
+        """The events of ``projection`` and ``first_tokens``."""
+        return TeacherEvents.of(self.projection(), lambda ids: self.first_tokens[list(ids)])
 
     def match(self) -> VocabularyMatch:
         """``partner`` as losses read a match."""
@@ -93,6 +100,7 @@ class Problem:
             comparisons=comparisons,
             partner={int(new_teacher[j]): int(new_student[v]) for j, v in self.partner.items()},
             weights=self.weights[np.ix_(students, teachers)],
+            first_tokens=np.append(new_student, -1)[self.first_tokens[teachers]],
         )
         return problem, students
 
@@ -208,6 +216,7 @@ def random_problem(
     if one_vocabulary:
         partner, weights = {i: i for i in range(size)}, np.eye(width, size)
     return Problem(
+        first_tokens=np.arange(teacher_size) % (size + 1) - 1,
         logits=torch.tensor(draw.normal(size=(positions, width)) * draw.choice([0.5, 1.5])),
         real=np.arange(width) < size,
         comparisons=comparisons,

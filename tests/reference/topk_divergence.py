@@ -64,7 +64,11 @@ def place(
     elif form == "generalised":
         result = (generalised_forward if forward else generalised_reverse)(projected, t)
     else:
-        result = _with_rest(p, q, ids, weights, t, teacher, teacher_rest, divergence, floored)
+        result = _with_rest(p, q, ids, weights, t, teacher_rest, divergence, floored)
+        unnamed = math.fsum(b for j, b in teacher.items() if j not in ids)
+        result = Compared(
+            result.value * (1 - unnamed), [slope * (1 - unnamed) for slope in result.slopes]
+        )
     slopes = [
         math.fsum(slope * row[j] for slope, j in zip(result.slopes, ids, strict=True))
         for row in weights
@@ -79,7 +83,6 @@ def _with_rest(
     ids: list[int],
     weights: Sequence[Sequence[float]],
     t: list[float],
-    teacher: dict[int, float],
     teacher_rest: float,
     divergence: Divergence,
     floored: bool,
@@ -90,6 +93,6 @@ def _with_rest(
         [q[j] for j in ids],
         math.fsum([*unprojected, *(a for j, a in enumerate(q) if j not in ids)]),
         t,
-        math.fsum([teacher_rest, *(b for j, b in teacher.items() if j not in ids)]),
+        teacher_rest,
         floored=floored,
     )

@@ -99,7 +99,9 @@ def pooled(
     everything = math.fsum(math.fsum(row.kept.values()) + row.rest for row in teacher) / len(
         teacher
     )
-    rest = everything - math.fsum(teacher_masses)
+    named = math.fsum(teacher_masses)
+    rest = math.fsum(row.rest for row in teacher) / len(teacher)
+    unnamed, everything = everything - named - rest, named + rest
     left = 1 - total(student_masses)
     student_masses.append(left if left.value > 1e-6 else Dual(1e-6))
     teacher_masses = [t / everything for t in [*teacher_masses, rest]]
@@ -110,4 +112,4 @@ def pooled(
     else:
         teacher_masses = floored_rest(teacher_masses, student_masses[-1].value)
         value = total(q * log(q / t) for q, t in zip(student_masses, teacher_masses, strict=True))
-    return value * temperature**2
+    return value * (1 - unnamed) * temperature**2

@@ -149,7 +149,13 @@ def prefix_kl(
             "student_path_mass": known.exp(),
             "path_weight": weights,
         }
-    shares = compared_positions(student, targets.positions, weights * compared)
+    # The tokens of a path are compared with the boundary that they lead to.
+    step_boundaries = targets.path_boundaries[targets.step_paths]
+    shares = compared_positions(
+        student,
+        torch.cat([targets.positions, targets.step_positions]),
+        torch.cat([weights * compared, (weights * compared)[step_boundaries]]),
+    )
     return LossOutput(per_token, shares, measured)
 
 
@@ -196,6 +202,6 @@ def _student_cells(
     )
     segments = targets.named.boundaries * width + targets.named.cells
     named = segment_logsumexp(masses(targets.named), segments, boundaries * width)
-    compared = torch.where(torch.isneginf(known), 0.0, known)
-    compared = compared + torch.log1p(-(counted - compared).exp().clamp_max(1 - TAIL_MARGIN))
-    return named.view(boundaries, width) - compared.unsqueeze(1), known, lacking - compared
+    open_mass = torch.where(torch.isneginf(known), 0.0, known)
+    open_mass = open_mass + torch.log1p(-(counted - open_mass).exp().clamp_max(1 - TAIL_MARGIN))
+    return named.view(boundaries, width) - open_mass.unsqueeze(1), known, lacking - open_mass

@@ -30,6 +30,7 @@ from mopd_losses.core.span_targets import SpanTargets, span_targets
 from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.core.targets import RowTargets
 from mopd_losses.projection.cache import DeviceProjection
+from mopd_losses.topk.pooled_entries import pooled_entries
 from mopd_losses.topk.pooled_rows import PooledRows
 from mopd_losses.topk.topk_divergence import TopKDivergenceLoss
 from mopd_losses.topk.topk_targets import TopKTargets
@@ -92,19 +93,8 @@ def pooled_targets(spans: SpanTargets) -> PooledTargets:
     """Average the teacher's rows over each span, adding entries of the same id."""
     owner, rows = span_members(spans.teacher_starts, spans.teacher_ends)
     shares = -(spans.teacher_ends - spans.teacher_starts).to(spans.topk_logprobs.dtype).log()
-    ids, logprobs = spans.topk_ids[rows], spans.topk_logprobs[rows] + shares[owner, None]
-    present = ids >= 0
-    size = int(ids.max()) + 1 if present.any() else 1
-    keys, entry = (owner[:, None] * size + ids)[present].unique(return_inverse=True)
-    masses = segment_logsumexp(logprobs[present], entry, len(keys))
-    span = keys // size
-    counts = torch.bincount(span, minlength=spans.spans)
-    column = torch.arange(len(keys), device=keys.device) - (counts.cumsum(0) - counts)[span]
-    shape = (spans.spans, int(counts.max()) if len(keys) else 0)
-    pooled_ids = torch.full(shape, -1, dtype=torch.int64, device=keys.device)
-    pooled_logprobs = torch.full(shape, -torch.inf, dtype=masses.dtype, device=keys.device)
-    pooled_ids[span, column] = keys % size
-    pooled_logprobs[span, column] = masses
+    logprobs = spans.topk_logprobs[rows] + shares[owner, None]
+    pooled_ids, pooled_logprobs = pooled_entries(owner, spans.topk_ids[rows], logprobs, spans.spans)
     return PooledTargets(
         student_starts=spans.student_starts,
         student_ends=spans.student_ends,

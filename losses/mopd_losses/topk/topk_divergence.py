@@ -4,8 +4,9 @@ With the identity as projection this is the same-vocabulary top-k loss (``topk_k
 projection, the student's distribution is projected on the teacher's ids (``ctkd``). Ids that only
 one side has a token for are not compared; the form decides about their mass:
 
-* ``tail_bucket`` (E): part of the rest, one bucket a side. The only form that corrects a student
-  for mass that it puts anywhere outside the teacher's top-k, to the right amount.
+* ``tail_bucket`` (E): the student's is part of the rest, one bucket a side; the teacher's is
+  excluded. The only form that corrects a student for mass that it puts anywhere outside the teacher's
+  top-k, to the right amount.
 * ``generalised`` (D): excluded, and the retained masses are compared unscaled.
 * ``renormalised`` (A): excluded, and the retained masses are scaled to one on either side.
 """
@@ -82,6 +83,16 @@ class TopKDivergenceLoss:
 
     def __call__(self, student: StudentLogprobs, targets: TopKTargets) -> LossOutput:
         """See ``Loss``."""
+        self.require_width(student)
+        projected = projected_logprobs(
+            student, targets.positions, targets.ids, self.projection, temperature=self.temperature
+        )
+        return self.compare(
+            student, targets.positions, projected, targets.logprobs, targets.tail_logprobs
+        )
+
+    def require_width(self, student: StudentLogprobs) -> None:
+        """Raise DataError for a student of another width than the projection's."""
         width = len(self.projection.real_ids)
         if student.width != width:
             raise DataError(
@@ -89,29 +100,39 @@ class TopKDivergenceLoss:
                 "Build the projection for this student's head.",
                 key="logit_width",
             )
-        projected = projected_logprobs(
-            student, targets.positions, targets.ids, self.projection, temperature=self.temperature
-        )
-        teacher = targets.logprobs.to(student.dtype)
+
+    def compare(
+        self,
+        student: StudentLogprobs,
+        positions: Int64[Tensor, "compared"],
+        projected: Float[Tensor, "compared k"],
+        teacher: Float[Tensor, "compared k"],
+        tail: Float[Tensor, "compared"],
+    ) -> LossOutput:
+        """Compare projected log-probabilities with a teacher's top-k and tail, in nats.
+
+        Teacher mass on ids that the student cannot name is excluded, and the position weighs less:
+        as part of the rest it would reward mass that the student puts anywhere.
+        """
+        teacher, tail = teacher.to(student.dtype), tail.to(student.dtype)
         retained = ~torch.isneginf(projected) & ~torch.isneginf(teacher)
         unsupported = log_mass(teacher.masked_fill(retained, -torch.inf))
-        tail = torch.logaddexp(targets.tail_logprobs.to(student.dtype), unsupported)
         # A row that compares nothing is all tail, even if the teacher's row is empty.
         tail = tail.masked_fill(~retained.any(dim=1), 0.0)
         values = self._values(projected, teacher, tail, retained) * self.temperature**2
-        per_token = student.zeros().index_add(0, targets.positions, values)
+        if self.settings.form == "tail_bucket":
+            values = values * (1 - unsupported.exp()).clamp_min(0)
+        per_token = student.zeros().index_add(0, positions, values)
         with torch.no_grad():
             measured = {
-                "teacher_mass": -torch.expm1(tail.clamp_max(0)),
+                "teacher_mass": log_mass(teacher.masked_fill(~retained, -torch.inf)).exp(),
                 "student_mass": -torch.expm1(student_tail(projected, retained)),
                 "unsupported_mass": unsupported.exp(),
-                "unprojected_mass": self._unprojected_mass(student, targets.positions),
+                "unprojected_mass": self._unprojected_mass(student, positions),
             }
         # A single id, scaled to one on both sides, compares nothing.
         compared = retained.sum(dim=1) > (self.settings.form == "renormalised")
-        return LossOutput(
-            per_token, compared_positions(student, targets.positions, compared), measured
-        )
+        return LossOutput(per_token, compared_positions(student, positions, compared), measured)
 
     def _values(
         self, student: Tensor, teacher: Tensor, teacher_tail: Tensor, retained: Tensor
