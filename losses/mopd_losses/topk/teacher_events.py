@@ -6,7 +6,8 @@ A vocabulary entry in common is not an event in common. Two rules make entries o
   (`` January`` against `` Jan``). It belongs to the teacher id that its first student token
   projects to.
 * At a position the tokens of both sides are the beginning of one text, also where the projection
-  does not connect them: the teacher's token and the ids that the student's token projects to are one event.
+  does not connect them: the teacher's token and the ids that the student's token projects to are
+  one event.
 """
 
 from collections.abc import Callable, Sequence

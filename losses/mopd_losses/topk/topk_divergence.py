@@ -5,8 +5,8 @@ projection, the student's distribution is projected on the teacher's ids (``ctkd
 one side has a token for are not compared; the form decides about their mass:
 
 * ``tail_bucket`` (E): the student's is part of the rest, one bucket a side; the teacher's is
-  excluded. The only form that corrects a student for mass that it puts anywhere outside the teacher's
-  top-k, to the right amount.
+  excluded. The only form that corrects a student for mass that it puts anywhere outside the
+  teacher's top-k, to the right amount.
 * ``generalised`` (D): excluded, and the retained masses are compared unscaled.
 * ``renormalised`` (A): excluded, and the retained masses are scaled to one on either side.
 """
