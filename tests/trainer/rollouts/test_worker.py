@@ -24,9 +24,13 @@ PROMPTS = [[40, 9, 77, 120, 31, 8, 8], [55], [300, 12, 201]]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Heads of 32, the narrowest that vLLM's CPU attention takes."""
+    """Heads of 32, the narrowest that vLLM's CPU attention takes; the output head is tied."""
     tokenizer = tiny_models.digit_tokenizer()
-    config = {**tiny_models.qwen(tokenizer).config.to_dict(), "head_dim": 32}
+    config = {
+        **tiny_models.qwen(tokenizer).config.to_dict(),
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+    }
     torch.manual_seed(0)
     return tiny_models.save(
         Qwen3ForCausalLM(Qwen3Config.from_dict(config)), tokenizer, tmp_path / "student"
@@ -87,13 +91,15 @@ def test_a_worker_generates_with_the_pushed_weights(
 
 
 @pytest.mark.parametrize("engine", [pytest.param("vllm", marks=needs_vllm)])
-def test_a_worker_writes_with_vllm(
+def test_a_worker_generates_with_vllm(
     folder: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    """The returned logprobs are those of the pushed weights."""
+    """The returned logprobs are those of the pushed weights, whose head is the embedding."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     config = config_of(folder, engine=engine)
     student = Student.load(config.student)
+    head = student.model.get_output_embeddings()
+    assert head.weight is student.model.get_input_embeddings().weight
     store = Store(changed(student, 3))
     worker = RolloutWorker(config)
 

@@ -1,4 +1,7 @@
-"""The vLLM rollout engine: started once, and compared with the student's own forward pass."""
+"""The vLLM rollout engines of two runs, of a full student and of adapters.
+
+Each starts once, trains, and is then compared with the student's own forward pass.
+"""
 
 import asyncio
 import json
@@ -13,18 +16,19 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from mopd_protocol.errors import MopdError
+from mopd_protocol.errors import ConfigError, MopdError
 from mopd_protocol.runtime.vllm_environment import prepare_environment
 from mopd_protocol.samples import Prompt
 from mopd_trainer.config.run import RolloutConfig, StudentConfig
 from mopd_trainer.rollouts.engine_sampler import EngineSampler
-from mopd_trainer.rollouts.vllm.weight_sync import PushThroughFolder, WeightReceiver
+from mopd_trainer.rollouts.vllm.weight_sync import WeightReceiver
 from mopd_trainer.student.generation import Generation
 from mopd_trainer.student.student import Student
 from tests import tiny_models
 from tests.broker import Broker
 from tests.reference.sampling import greedy, nucleus
 from tests.reference.teacher_scores import next_token_logprobs
+from tests.trainer.lora_students import LORA, moved
 from tests.trainer.runs import prompt_lines, run_values, write_lines
 from tests.trainer.students import MESSAGES
 from tests.trainer.whole_runs import journal, run_here
@@ -51,10 +55,11 @@ def call(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
 
 @dataclass(frozen=True)
 class VllmStudent:
-    """A student and its vLLM engine."""
+    """A student, its vLLM engine, and the folder of the finished run."""
 
     student: Student
     engine: "VllmEngine"
+    final: Path
 
     @property
     def real_ids(self) -> list[int]:
@@ -86,11 +91,11 @@ class VllmStudent:
         self.change(seed)
         call(self.engine.push_weights())
 
-    def gaps(self) -> list[float]:
+    def gaps(self, completions: list[tuple[list[int], Generation]] | None = None) -> list[float]:
         """Return the differences of vLLM's logprobs and the student's, in nats, for drawn tokens
         and for the most likely ones."""
         actual: list[float] = []
-        for prompt, example in self.write():
+        for prompt, example in completions or self.write():
             for row, drawn in enumerate(example.token_ids):
                 context = [*prompt, *example.token_ids[:row]]
                 expected = next_token_logprobs(self.student.model, context, self.real_ids, 0.7)
@@ -105,42 +110,80 @@ class VllmStudent:
         return actual
 
 
-def saved_model(folder: Path, *, tied: bool) -> Path:
-    """A tiny Qwen3 with heads of 32, the narrowest that vLLM's CPU attention takes."""
-    tokenizer = tiny_models.digit_tokenizer()
-    config = tiny_models.qwen(tokenizer).config.to_dict()
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config.from_dict({**config, "head_dim": 32, "tie_word_embeddings": tied})
-    )
-    return tiny_models.save(model, tokenizer, folder)
-
-
-@contextmanager
-def started_student(folder: Path) -> Iterator[VllmStudent]:
-    prepare_environment()
-    from mopd_trainer.rollouts.vllm.engine import VllmEngine
-
-    config = StudentConfig(model=str(folder), device="cpu")
-    student = Student.load(config)
-    rollout = RolloutConfig.model_validate(ROLLOUT)
-    engine = VllmEngine(student, config, rollout, PushThroughFolder(), keep_topk=TOP_K)
-    try:
-        yield VllmStudent(student, engine)
-    finally:
-        engine.close()
+@pytest.fixture(scope="module")
+def small_vllm() -> Iterator[None]:
+    """Limit the memory of every vLLM and forbid downloads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a model whose output head is not tied to the embedding."""
-    return saved_model(tmp_path_factory.mktemp("student"), tied=False)
+    """A tiny Qwen3 with heads of 32, the narrowest that vLLM's CPU attention takes, and garbage in
+    the output head's padding."""
+    tokenizer = tiny_models.digit_tokenizer()
+    config = {**tiny_models.qwen(tokenizer).config.to_dict(), "head_dim": 32}
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config.from_dict(config))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+        model.lm_head.weight[len(tokenizer) :] = 50.0
+    return tiny_models.save(model, tokenizer, tmp_path_factory.mktemp("student"))
+
+
+@contextmanager
+def trained(tmp_path: Path, model_folder: Path, url: str, **student: Any) -> Iterator[VllmStudent]:
+    """A run of three steps, whose engine stays open."""
+    prepare_environment()
+    from mopd_trainer.rollouts.vllm.engine import VllmEngine
+
+    write_lines(tmp_path / "prompts.jsonl", prompt_lines(12, ["math"]))
+    teacher = {"url": url, "top_k": 8, "loss": {"type": "policy_gradient"}}
+    values = run_values(tmp_path, max_steps=3, teachers={"math": teacher})
+    values["student"] |= {"model": str(model_folder), **student}
+    values["rollout"] |= {"engine": "vllm", "prompts_per_step": 12}
+    engines: list[VllmEngine] = []
+    with pytest.MonkeyPatch.context() as patch:
+        start, close = VllmEngine.__init__, VllmEngine.close
+        patch.setattr(
+            VllmEngine, "__init__", lambda *a, **o: start(*a, **{**o, "keep_topk": TOP_K})
+        )
+        patch.setattr(VllmEngine, "close", lambda engine: engines.append(engine))
+        final, _ = run_here(values)
+    [engine] = engines
+    engine._rollout = RolloutConfig.model_validate(ROLLOUT)
+    try:
+        yield VllmStudent(engine._student, engine, final)
+    finally:
+        close(engine)
 
 
 @pytest.fixture(scope="module")
-def vllm_student(model_folder: Path, small_vllm: None) -> Iterator[VllmStudent]:
-    with started_student(model_folder) as vllm_student:
-        yield vllm_student
+def vllm_student(
+    broker: Broker,
+    model_folder: Path,
+    small_vllm: None,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[VllmStudent]:
+    url = broker.serve({"math": model_folder})["math"]
+    with trained(tmp_path_factory.mktemp("full"), model_folder, url, learning_rate=1e-2) as full:
+        yield full
+
+
+@pytest.fixture(scope="module")
+def lora(
+    broker: Broker,
+    model_folder: Path,
+    small_vllm: None,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[VllmStudent]:
+    url = broker.serve({"math": model_folder})["math"]
+    adapters = {"learning_rate": 3e-2, "lora": LORA}
+    with trained(tmp_path_factory.mktemp("lora"), model_folder, url, **adapters) as student:
+        yield student
 
 
 def change(vllm_student: VllmStudent, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
@@ -159,18 +202,6 @@ def test_pushed_weights_generate_with_the_students_logprobs(vllm_student: VllmSt
     gaps = vllm_student.gaps()
     print(f"largest gap {max(gaps):.2e} nats over {len(gaps)} tokens")  # noqa: T201
     assert max(gaps) < TOLERANCE
-
-
-def test_a_head_that_is_the_embedding_is_pushed_with_it(tmp_path: Path) -> None:
-    with started_student(saved_model(tmp_path, tied=True)) as vllm_student:
-        head, embedding = (
-            vllm_student.student.model.get_output_embeddings(),
-            vllm_student.student.model.get_input_embeddings(),
-        )
-        assert head.weight is embedding.weight
-        for seed in (1, 2):
-            vllm_student.push(seed)
-            assert max(vllm_student.gaps()) < TOLERANCE
 
 
 def test_weights_that_do_not_arrive_end_the_run(
@@ -198,7 +229,10 @@ def test_rows_of_the_head_without_a_token_are_never_written(vllm_student: VllmSt
         assert max(example.token_ids) < vllm_student.student.table.size
 
 
-def test_a_completion_ends_with_its_first_ending_token(vllm_student: VllmStudent) -> None:
+def test_a_completion_ends_with_its_first_ending_token(
+    vllm_student: VllmStudent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change(vllm_student, monkeypatch, temperature=5.0)  # or it is never sampled
     endings = set(vllm_student.student.table.roles.ending)
     completions = [example.token_ids for _, example in vllm_student.write(range(200))]
     assert any(completion[-1] in endings for completion in completions)
@@ -262,19 +296,9 @@ def test_a_resumed_run_would_write_the_same(vllm_student: VllmStudent) -> None:
 
 
 def test_a_run_trains_on_vllm_completions_and_logs_their_policy_version(
-    tmp_path: Path, model_folder: Path, broker: Broker
+    vllm_student: VllmStudent,
 ) -> None:
-    write_lines(tmp_path / "prompts.jsonl", prompt_lines(12, ["math"]))
-    teacher = {
-        "url": broker.serve({"math": model_folder})["math"],
-        "top_k": 8,
-        "loss": {"type": "policy_gradient"},
-    }
-    values = run_values(tmp_path, max_steps=3, teachers={"math": teacher})
-    values["student"] |= {"model": str(model_folder), "learning_rate": 1e-2}
-    values["rollout"] |= {"engine": "vllm", "prompts_per_step": 12}
-    folder, _ = run_here(values)
-    output = journal(folder.parent)
+    output = journal(vllm_student.final.parent)
     assert [line["step"] for line in output] == [1, 2, 3]
     for line in output:
         assert line["staleness/max"] == 0
@@ -282,9 +306,42 @@ def test_a_run_trains_on_vllm_completions_and_logs_their_policy_version(
         assert line["teacher/math/importance_ratio_mean"] == pytest.approx(1.0, abs=1e-4)
     # The first step is written with the weights that the engine was started with.
     assert all(line["time/push"] > 0 for line in output[1:])
-    completions = (folder.parent / "completions.jsonl").read_text().splitlines()
+    completions = (vllm_student.final.parent / "completions.jsonl").read_text().splitlines()
     assert {(line["step"], line["policy_version"]) for line in map(json.loads, completions)} == {
         (1, 0),
         (2, 1),
         (3, 2),
     }
+
+
+def test_a_run_learns_from_what_its_pushed_adapters_wrote(lora: VllmStudent) -> None:
+    for line in journal(lora.final.parent):
+        # Adapters that had not arrived would show here: steps are large.
+        assert line["teacher/math/importance_ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert (lora.final / "adapter_model.safetensors").is_file()
+
+
+def test_each_pushed_version_of_adapters_writes_with_the_students_own_logprobs(
+    lora: VllmStudent,
+) -> None:
+    for version in range(2):
+        moved(lora.student, seed=version)
+        call(lora.engine.push_weights())
+        assert max(lora.gaps()) < TOLERANCE
+    before = lora.write()
+    moved(lora.student, seed=2)
+    assert max(lora.gaps(before)) > 100 * TOLERANCE
+    call(lora.engine.push_weights())
+    running: Any = lora.engine
+    assert len(call(running._in_loop(running._engine.list_loras()))) == 1
+
+
+def test_adapters_that_do_not_fit_into_vllm_raise_a_one_line_error(
+    lora: VllmStudent, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wider = {"model": str(model_folder), "device": "cpu", "lora": {**LORA, "rank": 9}}
+    monkeypatch.setattr(lora.engine, "_student", Student.load(StudentConfig.model_validate(wider)))
+    with pytest.raises(ConfigError) as caught:
+        call(lora.engine.push_weights())
+    assert caught.value.key == "student.lora.target_modules"
+    assert "\n" not in str(caught.value)
