@@ -1,10 +1,9 @@
-"""Count words and phrases outside the field's standard English, per file and per folder.
+"""Count words and phrases outside the field's standard English, per file.
 
-`python -m tests.words` prints the counts of the working tree, `python -m tests.words --rev
-8189ade` those of a git revision, and `python -m tests.words PATH... --lines` every match below the
-given paths. The rules are listed in `RULES`; AGENTS.md says what to write instead.
-`tests/test_words.py` keeps every file at or below its count in `tests/words.txt`;
-`python -m tests.words --lower` lowers the recorded counts to the current ones.
+`python -m tests.words [PATH...]` prints every match below the given paths. The rules are in
+`tests/words.toml`; AGENTS.md says what to write instead. `tests/test_words.py` keeps every file at
+or below its count in `tests/words.txt`; `python -m tests.words --lower` lowers the recorded counts
+to the current ones.
 
 Counted are docstrings, comments, strings, the names a Python file defines, file names, Markdown,
 and the comments of YAML, shell, TOML and Docker files.
@@ -20,7 +19,7 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections import Counter
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -28,90 +27,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests" / "words.txt"
-# The last commit before the wording was revised, and the share of its matches that may remain.
-BASE = "8189ade"
-
 # A rule: its name (what to write instead) and its pattern.
-RULES = {
-    "ask -> request, call, query, set": r"ask|asks|asked|asking",
-    "tell -> report, return, raise, log": r"tell|tells|telling|told",
-    "say -> state, report, contain": r"say|says|said|saying",
-    "judge -> score, evaluate": r"judg(?:e|es|ed|ing|ement|ment|ments)",
-    "stand -> be, be listed": (
-        r"(?:stands|standing|stood|stand)(?![- ](?:ins?\b|for\b|alone\b|by\b)|alone)"
-    ),
-    "go on -> continue, resume": r"(?:go|goes|going|gone|went) on(?: (?:with|from))?",
-    "meet -> satisfy, interact": r"meet|meets|met|meeting",
-    "take over -> load, copy, adopt": r"(?:take|takes|took|taken|taking)(?: \w+)? over",
-    "give up -> fail, abandon": r"(?:give|gives|gave|given|giving)(?: \w+)? up",
-    "let go -> release, drop": r"(?:let|lets|letting)(?: \w+)? go",
-    "hold -> contain, store, keep": (
-        r"(?<!lock\sis\s)(?<!lock\s)(?<!property\s)(?<!identity\s)(?<!inequality\s)(?<!bound\s)"
-        r"(?:hold|holds|held|holding)"
-        r"(?![- ]out)(?! (?:the|a|this|its|that|no|run) ?(?:\w+ )?lock)(?! true| for all)"
-    ),
-    "student writes -> generates": (
-        r"(?:students?|models?|policy|weights|sampler|engine|vllm) "
-        r"(?:that )?(?:writes?|wrote|writing)(?! (?:to|its|the|a|files?|weights|tensors)\b)"
-        r"|writing student|(?:it|they|student) (?:has |have |had )?(?:wrote|written)"
-    ),
-    "teacher reads -> scores": r"(?:teachers?|services?) (?:that )?reads?",
-    "refuse -> reject, raise": r"refuses",
-    "die -> exit, crash, fail": r"(?:die|dies|died|dying|dead)(?! code)",
-    "asleep -> offloaded": r"asleep|awake|slept|sleeping|sleeps|woken|woke|wakes",
-    "nobody, who -> name the thing": (
-        r"nobody|somebody|everybody|anybody|whoever|whom|whatever|(?<!WHO\s)who"
-    ),
-    "now -> current": (
-        r"of now|(?:weights|student|model|tokens|here|there) now|now and then|from now on"
-    ),
-    "of its own -> separate, private": r"of (?:its|their|his|our|your|one's|an|my) own",
-    "alone -> only, unbatched": r"alone",
-    "by itself -> automatically, unbatched": r"by (?:itself|themselves|himself)",
-    "beside -> next to, with": r"beside",
-    "alike -> identical": r"alike",
-    "apart -> separate": r"apart(?! from)",
-    "there -> name the place": (
-        r"there(?! (?:is|are|was|were|will|would|may|might|can|could|cannot|must|has|have|had|"
-        r"should|be|exist|exists|being|isn|aren|never was|never were)\b)(?!')"
-    ),
-    "from here on": r"from here on|here and there|from there on",
-    "whole -> complete, unsharded": (
-        r"(?:is|are|be|was|were|stay|stays|left|remain|remains|keep|keeps|kept) whole|as a whole"
-    ),
-    "what it says -> its value": r"what (?:it|they|he|she) \w+",
-    "answer -> completion, response": (
-        r"(?<!reference\s)(?<!final\s)(?<!correct\s)(?<!expected\s)(?<!gold\s)(?<!right\s)(?<!source:\s)(?<!')"
-        r"(?:answer|answers|answered|answering)(?! keys?\b)(?!/)"
-    ),
-    "question -> request, prompt": r"questions?(?! keys?\b)",
-    "leader, follower -> rank 0, non-zero ranks": (
-        r"leaders?|followers?|ranks? (?:that|who|which) (?:follows?|leads?)"
-    ),
-    "gone, away -> unavailable": (
-        r"(?:is|are|was|were|has|have|had|be|been|being) gone"
-        r"|(?:is|are|was|were|be|been|stays?|goes|went) away"
-    ),
-    "absent -> unavailable, missing": r"absent|absence",
-    "left out, left behind -> skipped, remaining": (
-        r"(?:left|leave|leaves|leaving)(?: \w+)? (?:out|behind)"
-    ),
-    "nought -> 0": r"noughts?",
-    "knows, wants -> supports, requires": (
-        r"knows|knew|wants?|wanted|likes|thinks|believes|hears?|heard"
-    ),
-    "wish -> request": r"wish|wishes|wished",
-    "mend -> fix": r"mend|mends|mended",
-    "pen -> rollout engine": r"pen|pens",
-    "outlive -> survive": r"outlives?|outlived|outliving",
-    "company -> batch": r"company",
-    "affair": r"affairs?",
-    "make room -> free": r"(?:make|makes|made|making) room",
-    "comes along, comes with": r"(?:come|comes|came|coming) along",
-    "nonsense -> invalid": r"nonsense",
-    "reach -> vocabulary": r"(?:'s|in) reach",
-    "in one sentence": r"in one sentence",
-}
+RULES: dict[str, str] = tomllib.loads((ROOT / "tests" / "words.toml").read_text())
 PATTERN = re.compile(
     "|".join(
         rf"(?P<r{number}>(?<![\w-])(?:{pattern.replace(' ', chr(92) + 's+')})(?![\w]))"
@@ -133,7 +50,7 @@ LOCALS = re.compile(
 LOCALS_RULE = "name that does not say what it holds (found, told, asked, given, made, one, ...)"
 
 # The rules themselves, their record and generated files.
-EXCLUDED = re.compile(r"tests/(test_)?words\.(py|txt)|tests/messages\.txt|tests/mutants\.toml")
+EXCLUDED = re.compile(r"tests/(test_)?words\.(py|txt|toml)|tests/messages\.txt|tests/mutants\.toml")
 
 
 @dataclass(frozen=True)
@@ -306,38 +223,19 @@ def matches_of_file(path: str, source: str) -> list[Match]:
     return [*matches_of_name(Path(path).stem, 1), *matches]
 
 
-def git(*arguments: str) -> bytes:
-    """Run git in the repository and return its output."""
-    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
-
-
-def sources(revision: str | None = None) -> Iterator[tuple[str, str]]:
-    """Yield path and text of every file of a revision, or of the working tree."""
-    if revision is None:
-        names = git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
-        for path in sorted(set(names.decode().split("\0")) - {""}):
-            if not EXCLUDED.fullmatch(path) and (ROOT / path).is_file():
-                yield path, (ROOT / path).read_bytes().decode(errors="replace")
-        return
-    entries = git("ls-tree", "-r", "-z", "--name-only", revision).decode().split("\0")
-    paths = [path for path in entries if path and not EXCLUDED.fullmatch(path)]
-    request = "".join(f"{revision}:{path}\n" for path in paths).encode()
-    output = subprocess.run(
-        ["git", "cat-file", "--batch"], cwd=ROOT, check=True, input=request, stdout=subprocess.PIPE
-    ).stdout
-    offset = 0
-    for path in paths:
-        header, _, _ = output[offset:].partition(b"\n")
-        size = int(header.split()[-1])
-        offset += len(header) + 1
-        yield path, output[offset : offset + size].decode(errors="replace")
-        offset += size + 1
+def sources() -> Iterator[tuple[str, str]]:
+    """Yield path and text of every file of the working tree."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout.decode()
+    for path in sorted(set(names.split("\0")) - {""}):
+        if not EXCLUDED.fullmatch(path) and (ROOT / path).is_file():
+            yield path, (ROOT / path).read_bytes().decode(errors="replace")
 
 
 @cache
-def count_words(revision: str | None = None) -> dict[str, list[Match]]:
+def count_words() -> dict[str, list[Match]]:
     """Map each file with at least one match to its matches."""
-    matches = {path: matches_of_file(path, text) for path, text in sources(revision)}
+    matches = {path: matches_of_file(path, text) for path, text in sources()}
     return {path: lines for path, lines in matches.items() if lines}
 
 
@@ -373,61 +271,20 @@ def lower(matches: dict[str, list[Match]]) -> None:
     save_record({path: n for path, n in lowered.items() if n} | limits)
 
 
-def folder(path: str) -> str:
-    """Return the folder that a path is counted in: two levels of product code and of tests."""
-    parts = path.split("/")[:-1]
-    return "/".join(parts[: 3 if parts[:1] != ["tests"] else 2]) or "."
-
-
-def print_lines(matches: dict[str, list[Match]]) -> None:
-    """Print every match with its file and line."""
-    for path, lines in matches.items():
-        for match in lines:
-            print(f"{path}:{match.line}: {match.excerpt}   [{match.rule}]")
-
-
-def print_summary(matches: dict[str, list[Match]], worst: int) -> None:
-    """Print the counts per folder and rule, and the files with the most matches."""
-    folders = Counter[str]()
-    rules = Counter[str]()
-    for path, lines in matches.items():
-        folders[folder(path)] += len(lines)
-        rules.update(match.rule for match in lines)
-    print("per folder")
-    for name, count in sorted(folders.items()):
-        print(f"{count:6} {name}")
-    print("per rule")
-    for rule, count in rules.most_common():
-        print(f"{count:6} {rule}")
-    print(f"worst {worst} files")
-    for path in sorted(matches, key=lambda path: -len(matches[path]))[:worst]:
-        print(f"{len(matches[path]):6} {path}")
-    print(f"{sum(map(len, matches.values())):6} in all")
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Print the counts of the working tree or of a revision."""
+    """Print the matches, or lower the recorded counts."""
     parser = argparse.ArgumentParser(prog="python -m tests.words", description=__doc__)
-    parser.add_argument("paths", nargs="*", help="count only files below these paths")
-    parser.add_argument("--rev", help="a git revision in place of the working tree")
-    parser.add_argument("--lines", action="store_true", help="print every match with its line")
-    parser.add_argument("--worst", type=int, default=25, help="number of files to list")
+    parser.add_argument("paths", nargs="*", help="only files below these paths")
     parser.add_argument("--lower", action="store_true", help="lower the recorded counts")
     options = parser.parse_args(arguments)
-    matches = count_words(options.rev)
+    matches = count_words()
     if options.lower:
         lower(matches)
-    if options.paths:
-        prefixes = tuple(str(path).rstrip("/") for path in options.paths)
-        matches = {
-            path: lines
-            for path, lines in matches.items()
-            if any(path == prefix or path.startswith(prefix + "/") for prefix in prefixes)
-        }
-    if options.lines:
-        print_lines(matches)
-    else:
-        print_summary(matches, options.worst)
+    for path, lines in matches.items():
+        if not options.paths or any(Path(path).is_relative_to(p) for p in options.paths):
+            for match in lines:
+                print(f"{path}:{match.line}: {match.excerpt}   [{match.rule}]")
+    print(f"{sum(map(len, matches.values()))} matches in all")
     return 0
 
 

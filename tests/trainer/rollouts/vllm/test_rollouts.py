@@ -192,6 +192,18 @@ def change(vllm_student: VllmStudent, monkeypatch: pytest.MonkeyPatch, **setting
     monkeypatch.setattr(vllm_student.engine, "_rollout", rollout)
 
 
+def test_a_completion_ends_with_its_first_ending_token(
+    vllm_student: VllmStudent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change(vllm_student, monkeypatch, temperature=2.0)
+    endings = set(vllm_student.student.table.roles.ending)
+    completions = [example.token_ids for _, example in vllm_student.write(range(200))]
+    assert any(completion[-1] in endings for completion in completions)
+    for completion in completions:
+        assert endings.isdisjoint(completion[:-1])
+        assert len(completion) == 12 or completion[-1] in endings
+
+
 def test_pushed_weights_generate_with_the_students_logprobs(vllm_student: VllmStudent) -> None:
     before = vllm_student.write()
     vllm_student.push(seed=1)
@@ -227,18 +239,6 @@ def test_rows_of_the_head_without_a_token_are_never_written(vllm_student: VllmSt
     vllm_student.push(seed=2)
     for _, example in vllm_student.write(range(60)):
         assert max(example.token_ids) < vllm_student.student.table.size
-
-
-def test_a_completion_ends_with_its_first_ending_token(
-    vllm_student: VllmStudent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    change(vllm_student, monkeypatch, temperature=5.0)  # or it is never sampled
-    endings = set(vllm_student.student.table.roles.ending)
-    completions = [example.token_ids for _, example in vllm_student.write(range(200))]
-    assert any(completion[-1] in endings for completion in completions)
-    for completion in completions:
-        assert endings.isdisjoint(completion[:-1])
-        assert len(completion) == 12 or completion[-1] in endings
 
 
 def test_a_seed_decides_the_completion_in_any_batch(vllm_student: VllmStudent) -> None:
