@@ -6,6 +6,8 @@ The names below are imported on first use; ``import mopd`` loads neither torch n
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from mopd_protocol.runtime.lazy_exports import lazy_exports
+
 if TYPE_CHECKING:
     from mopd.scoring import score
     from mopd_client import SyncTeacherClient as TeacherClient
@@ -16,28 +18,12 @@ if TYPE_CHECKING:
 
     __version__: str
 else:
-    _EXPORTS = {
-        "TeacherClient": ("mopd_client", "SyncTeacherClient"),
-        "TeacherPool": ("mopd_client", "TeacherPool"),
-        "align": ("mopd_trainer", "align"),
-        "build_loss": ("mopd_losses", "build_loss"),
-        "check": ("mopd_trainer", "check"),
-        "evaluate": ("mopd_trainer", "evaluate"),
-        "load_config": ("mopd_trainer", "load_run"),
-        "report": ("mopd_trainer", "report"),
-        "score": ("mopd.scoring", "score"),
-        "train": ("mopd_trainer", "train"),
-    }
+    _load_export, _ = lazy_exports(__name__)
 
     def __getattr__(name: str) -> object:
-        if name == "__version__":
-            value: object = import_module("importlib.metadata").version("mopd")
-        elif name in _EXPORTS:
-            module, attribute = _EXPORTS[name]
-            value = getattr(import_module(module), attribute)
-        else:
-            raise AttributeError(f"module 'mopd' has no attribute {name!r}", name=name)
-        globals()[name] = value
+        if name != "__version__":
+            return _load_export(name)
+        globals()[name] = value = import_module("importlib.metadata").version("mopd")
         return value
 
     def __dir__() -> list[str]:

@@ -11,15 +11,6 @@ if TYPE_CHECKING:
     from mopd_client.sync import SyncTeacherClient
     from mopd_client.teacher_client import TeacherClient
 else:
-    __getattr__, __dir__ = lazy_exports(
-        __name__,
-        {
-            "Expectation": "services.expectation",
-            "ScoreStore": "score_store",
-            "SyncTeacherClient": "sync",
-            "TeacherClient": "teacher_client",
-            "TeacherPool": "pool",
-        },
-    )
+    __getattr__, __dir__ = lazy_exports(__name__)
 
 __all__ = ["Expectation", "ScoreStore", "SyncTeacherClient", "TeacherClient", "TeacherPool"]

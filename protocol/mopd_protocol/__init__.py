@@ -41,49 +41,7 @@ if TYPE_CHECKING:
     from mopd_protocol.tokenizers.tokenizer_roles import ChatTokenizer, roles_of
     from mopd_protocol.topk_logprobs import TopKLogprobs
 else:
-    __getattr__, __dir__ = lazy_exports(
-        __name__,
-        {
-            "ChatTokenizer": "tokenizers.tokenizer_roles",
-            "CheckpointError": "errors",
-            "ConfigError": "errors",
-            "DataError": "errors",
-            "DegradationError": "errors",
-            "DiskError": "errors",
-            "InvalidResponseError": "errors",
-            "LogprobsDtype": "requests",
-            "LogprobsRequest": "requests",
-            "LogprobsResponse": "responses",
-            "Manifest": "manifest",
-            "Message": "samples",
-            "MissingPackageError": "errors",
-            "MopdError": "errors",
-            "Prompt": "samples",
-            "RankError": "errors",
-            "ResumeError": "errors",
-            "Rollout": "samples",
-            "SequenceRequest": "requests",
-            "TeacherError": "errors",
-            "TeacherMismatchError": "errors",
-            "TeacherScore": "samples",
-            "TeacherUnavailableError": "errors",
-            "TextEncoder": "tokenizers.token_table",
-            "TokenRoles": "tokenizers.token_table",
-            "TokenSequence": "tokenizers.token_sequence",
-            "TokenTable": "tokenizers.token_table",
-            "TokenizerError": "errors",
-            "TopKLogprobs": "topk_logprobs",
-            "TrainingError": "errors",
-            "WeightsError": "errors",
-            "WireFormatError": "errors",
-            "control_tokens": "tokenizers.token_table",
-            "decode_json": "codec",
-            "replacing": "runtime.atomic_file",
-            "replacing_folder": "runtime.atomic_file",
-            "roles_of": "tokenizers.tokenizer_roles",
-            "tokenizer_json": "tokenizers.tokenizer_file",
-        },
-    )
+    __getattr__, __dir__ = lazy_exports(__name__)
 
 __all__ = [
     "ChatTokenizer",

@@ -9,14 +9,7 @@ if TYPE_CHECKING:
     from mopd_server.scoring.service import TeacherService
     from mopd_server.settings import TeacherSettings
 else:
-    __getattr__, __dir__ = lazy_exports(
-        __name__,
-        {
-            "TeacherService": "scoring.service",
-            "TeacherSettings": "settings",
-            "create_app": "app",
-        },
-    )
+    __getattr__, __dir__ = lazy_exports(__name__)
 
 __all__ = [
     "TeacherService",

@@ -29,43 +29,7 @@ if TYPE_CHECKING:
     from mopd_trainer.teachers.scoring import RolloutScorer
     from mopd_trainer.training.learner import Learner
 else:
-    __getattr__, __dir__ = lazy_exports(
-        __name__,
-        {
-            "EvaluationConfig": "config.evaluation",
-            "EvaluationSet": "evaluation.sets",
-            "EvaluationSetConfig": "config.evaluation",
-            "Learner": "training.learner",
-            "MicroBatch": "data.packing",
-            "PromptOrder": "data.prompts",
-            "RolloutConfig": "config.rollout",
-            "RolloutScorer": "teachers.scoring",
-            "RunConfig": "config.run",
-            "Sampler": "rollouts.transformers_sampler",
-            "Student": "student.student",
-            "StudentConfig": "config.student",
-            "StudentIdentity": "student.identity",
-            "StudentModel": "evaluation.models",
-            "Teacher": "teachers.connect",
-            "TeacherConfig": "config.teacher",
-            "TeacherPart": "data.packing",
-            "TrainingExample": "data.examples",
-            "align": "inspection.alignment",
-            "check": "api",
-            "collect": "collection",
-            "connect_teachers": "teachers.connect",
-            "evaluate": "api",
-            "evaluate_set": "evaluation.results",
-            "load_run": "config.loading",
-            "metric_rows": "metrics.table",
-            "micro_batch": "data.packing",
-            "pack": "data.packing",
-            "report": "api",
-            "teacher_pool": "teachers.connect",
-            "text_view": "data.teacher_input",
-            "train": "api",
-        },
-    )
+    __getattr__, __dir__ = lazy_exports(__name__)
 
 __all__ = [
     "EvaluationConfig",
