@@ -193,6 +193,15 @@ def detours(
         first -= 1
     start = side.starts[first] if first < len(side.starts) else at
     context = side.text[start:at]
+    end = side.end(covering) if side.starts[covering] < at else at
+    rows_before = [r for r in range(first, len(side.starts)) if side.starts[r] < at]
+    try:
+        whole_text = side.text[start:end]
+        whole_text.encode("latin-1").decode()
+        written = side.encode(whole_text)
+    except UnicodeError:
+        written = []
+    is_canonical = written == [side.tokens[side.realised[r]] for r in rows_before]
     lacking: set[str] = set()
     deviations: dict[tuple[int, str], bool] = {}
     for cell in [*cells, *sorted(others)]:
@@ -205,6 +214,8 @@ def detours(
         try:
             whole.encode("latin-1").decode()
         except UnicodeDecodeError:
+            continue
+        if not is_canonical:
             continue
         detour = first_deviation(side, context, cell, side.encode(whole), first, covering)
         if detour and (cell in cells or not detour[2]):

@@ -10,6 +10,7 @@ of what the cell lacks.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +54,14 @@ class _Context:
     covering_row: int
 
 
+class _Detour(NamedTuple):
+    """A token by which a cell is reached."""
+
+    row: int
+    token: int
+    counted: bool
+
+
 class Detours:
     """Finds the detours of one side, by its tokenizer."""
 
@@ -86,23 +95,46 @@ class Detours:
             strings = {*names.unnamed[context.boundary], *probes}
             sought += [(context, None, string) for string in strings]
         self._prepare({(context.text, string) for context, _, string in sought})
-        reached = np.zeros(len(names.texts), dtype=np.bool_)
-        detours: dict[tuple[int, int, int], bool] = {}
+        detours: list[tuple[_Context, int | None, _Detour]] = []
         for context, cell, string in sought:
             path = self._paths[context.text, string]
             detour = self._detour(text, context, string, path) if path else None
-            if detour is None:
-                continue
-            row, token, counted = detour
-            if cell is not None:
-                reached[cell] = True
-            elif counted:  # mass of the rest anyway
-                continue
-            detours[context.boundary, row, token] = counted
-        ordered = sorted(detours)
+            # The mass of a candidate in the rest is there anyway if it is counted.
+            if detour is not None and not (cell is None and detour.counted):
+                detours.append((context, cell, detour))
+        canonical = self._canonical(text, {context for context, _, _ in detours})
+        reached = np.zeros(len(names.texts), dtype=np.bool_)
+        counted: dict[tuple[int, int, int], bool] = {}
+        for context, cell, detour in detours:
+            if context in canonical:
+                counted[context.boundary, detour.row, detour.token] = detour.counted
+                if cell is not None:
+                    reached[cell] = True
+        ordered = sorted(counted)
         boundaries, at, ids = np.array(ordered, dtype=np.int64).reshape(-1, 3).T
-        counted = np.array([detours[key] for key in ordered], dtype=np.bool_)
-        return CellDetours(reached, boundaries, at, ids, counted)
+        flags = np.array([counted[key] for key in ordered], dtype=np.bool_)
+        return CellDetours(reached, boundaries, at, ids, flags)
+
+    def _canonical(self, text: TokenizedText, contexts: set[_Context]) -> set[_Context]:
+        """Select the contexts whose tokens are the tokenizer's. After others, which a student may
+        sample, most of the mass of the text is on the tokenizer's path: nothing would be compared.
+        """
+        texts: dict[_Context, str] = {}
+        for context in contexts:
+            start = int(text.starts[context.first_row])
+            stop = start + len(context.text)
+            if text.starts[context.covering_row] < stop:
+                stop = int(text.ends[context.covering_row])
+            try:
+                texts[context] = text.symbols[start:stop].encode("latin-1").decode()
+            except UnicodeError:  # half a character
+                continue
+        encoded = self._encoder.encode_batch(list(texts.values()))
+        return {
+            context
+            for context, ids in zip(texts, encoded, strict=True)
+            if text.ids[context.first_row : context.first_row + len(ids)] == ids
+        }
 
     def _probes(
         self, text: TokenizedText, context: _Context, shorter: Mapping[int, Sequence[int]]
@@ -169,9 +201,8 @@ class Detours:
 
     def _detour(
         self, text: TokenizedText, context: _Context, cell: str, path: list[int]
-    ) -> tuple[int, int, bool] | None:
-        """Return row, id and whether it is counted, of the first token of a path that is neither
-        realised nor known mass of the cell; None if there is none."""
+    ) -> "_Detour | None":
+        """Return the first token of a path that is neither realised nor known mass of the cell."""
         start, length = 0, len(context.text)
         whole = context.text + cell
         for row, token in enumerate(path, start=context.first_row):
@@ -181,9 +212,9 @@ class Detours:
             if not string or not whole.startswith(string, start):
                 return None
             if end > length:
-                return (row, token, True) if end < len(whole) else None
+                return _Detour(row, token, True) if end < len(whole) else None
             if token != text.ids[row]:
-                return row, token, end == length and row == context.covering_row
+                return _Detour(row, token, end == length and row == context.covering_row)
             start = end
         return None
 
