@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from mopd_losses.build import build_loss
     from mopd_losses.config import (
         AlmConfig,
+        AutoConfig,
         CtkdConfig,
         GoldConfig,
         HklConfig,
@@ -51,6 +52,7 @@ __all__ = [
     "Alignment",
     "AlmConfig",
     "AlmLoss",
+    "AutoConfig",
     "CtkdConfig",
     "DenseRows",
     "DeviceProjection",

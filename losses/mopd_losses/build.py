@@ -28,7 +28,7 @@ from mopd_losses.prefix.loss import PrefixKlLoss
 from mopd_losses.prefix.preparation import Preparation
 from mopd_losses.projection.cache import DeviceProjection, ProjectionCache
 from mopd_losses.projection.matrix import ProjectionMatrix
-from mopd_losses.projection.sides import StudentSide, TokenizerSide, find_projection
+from mopd_losses.projection.sides import StudentSide, TokenizerSide, find_projection, resolve_loss
 from mopd_losses.projection.vocabulary_match import VocabularyMatch, exact_match, weighted_match
 from mopd_losses.sampled.k2_k3 import K2Loss, K3Loss
 from mopd_losses.sampled.policy_gradient import PolicyGradientLoss
@@ -101,6 +101,7 @@ def build_loss(
     Raises:
         ConfigError: if the loss does not support these tokenizers or this temperature.
     """
+    config = resolve_loss(config, student, teacher)
     context = LossContext(
         config, student, teacher, torch.device(device), cache or ProjectionCache(), temperature
     )

@@ -194,6 +194,20 @@ class PrefixKlConfig(DivergenceSettings):
     a boundary is a small part of what may follow."""
 
 
+class AutoConfig(DivergenceSettings):
+    """The recommended loss, by the teacher's tokenizer, with a divergence of your choice.
+
+    ``topk_kl`` for a teacher with the student's own tokenizer, ``prefix_kl`` for any other.
+    """
+
+    type: Literal["auto"] = "auto"
+
+    def resolved(self, *, same_tokenizer: bool) -> TopKKlConfig | PrefixKlConfig:
+        """Return the settings of the loss for a teacher with or without the student's tokenizer."""
+        loss = TopKKlConfig if same_tokenizer else PrefixKlConfig
+        return loss(**self.model_dump(exclude={"type"}))
+
+
 Direction = Literal["forward_kl", "reverse_kl"]
 Merge = Literal["bayesian", "observed"]
 _DECAY = ProjectionSettings(weights="decay")
@@ -304,7 +318,8 @@ class HklConfig(BaseModel):
 
 
 LossConfig = Annotated[
-    CtkdConfig
+    AutoConfig
+    | CtkdConfig
     | TopKKlConfig
     | PrefixKlConfig
     | GoldConfig

@@ -515,6 +515,6 @@ def missing(
         for divergence in divergences
         if form != "generalised" or divergence in ("forward_kl", "reverse_kl")
     }
-    return (types - {c.type for c in configs}) | {
+    return (types - {c.type for c in configs} - {"auto"}) | {
         f"{form} {divergence}" for form, divergence in required - pairs
     }

@@ -14,6 +14,7 @@ from mopd_losses.alignment.byte_alignment import align
 from mopd_losses.build import build_loss
 from mopd_losses.config import (
     AlmConfig,
+    AutoConfig,
     CtkdConfig,
     GoldConfig,
     HklConfig,
@@ -36,7 +37,7 @@ from mopd_losses.projection.matrix import (
     build_projection,
     identity_projection,
 )
-from mopd_losses.projection.sides import find_projection
+from mopd_losses.projection.sides import find_projection, resolve_loss
 from mopd_losses.topk.ctkd import CtkdLoss
 from mopd_losses.topk.topk_divergence import TopKDivergenceLoss
 from mopd_losses.topk.topk_targets import TopKTargets
@@ -78,6 +79,27 @@ def test_ctkd_of_one_tokenizer_compares_through_the_identity_too(name: str) -> N
     side = family(name)
     projection = find_projection(CtkdConfig(), side, side, ProjectionCache())
     assert projection.key == identity_projection(side.table, logit_width=side.logit_width).key
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("digit", TopKKlConfig), ("sentencepiece", PrefixKlConfig)]
+)
+def test_auto_is_the_loss_of_the_two_tokenizers(
+    name: str, kind: type[TopKKlConfig] | type[PrefixKlConfig]
+) -> None:
+    student, teacher = family("digit"), family(name)
+    auto, expected = (
+        AutoConfig(divergence="jsd", teacher_weight=0.3),
+        kind(divergence="jsd", teacher_weight=0.3),
+    )
+    assert resolve_loss(auto, student, teacher) == expected
+    assert resolve_loss(AlmConfig(), student, teacher) == AlmConfig()
+    comparison = comparison_of(student, teacher, "12 + 30 = 42")
+    logits = torch.randn(len(comparison.student), student.logit_width)
+    rows = DenseRows(logits, torch.tensor(student.table.real_ids(student.logit_width)))
+    losses = [build_loss(config, student, teacher) for config in (auto, expected)]
+    values = [loss(rows, loss.targets([comparison], [0])).per_token for loss in losses]
+    assert torch.equal(*values)
 
 
 def test_ctkd_uses_its_own_projection_settings_and_the_students_width() -> None:

@@ -30,7 +30,7 @@ from mopd_trainer.interruption import Interruption
 from mopd_trainer.metrics.timers import StepTimer
 from mopd_trainer.phases import Coordinator, Run
 from mopd_trainer.pipeline import Collected, run_pipeline
-from mopd_trainer.reporting.plan import describe_plan
+from mopd_trainer.reporting.plan import describe_plan, selected_losses
 from mopd_trainer.rollouts.factory import open_source
 from mopd_trainer.rollouts.remote_sampler import RolloutWorkers
 from mopd_trainer.run_folder.checkpoint import Checkpoint
@@ -147,6 +147,7 @@ async def _connect(config: RunConfig, inputs: _Inputs, student: Student, console
             inputs.projections,
             {} if config.accept_changed_teachers else expected,
             wait_seconds=config.teacher_wait_seconds,
+            losses=inputs.checkpoint.losses if inputs.checkpoint else {},
         )
     inputs.replay = Replay.of(
         config, inputs.identity, inputs.prompts, student.identity, inputs.projections
@@ -238,9 +239,10 @@ async def _open_coordinator(
     stack: AsyncExitStack,
 ) -> Coordinator:
     manifests = {name: teacher.manifest for name, teacher in inputs.teachers.items()}
-    checkpoints = CheckpointManager(config, inputs.identity, manifests, done=first_step)
+    losses = {name: teacher.config.loss.type for name, teacher in inputs.teachers.items()}
+    checkpoints = CheckpointManager(config, inputs.identity, manifests, losses, done=first_step)
     recorder = recorder_of(config, inputs.teachers, student.table, inputs.identity, done=first_step)
-    write_resolved(config, config.output_dir / "config.yaml")
+    write_resolved(config, config.output_dir / "config.yaml", selected_losses(inputs.teachers))
     order = PromptOrder(
         inputs.prompts,
         prompts_per_step=config.rollout.prompts_per_step,

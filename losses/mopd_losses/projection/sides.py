@@ -2,7 +2,14 @@
 
 from typing import Protocol
 
-from mopd_losses.config import CtkdConfig, HklConfig, LossConfig, PklParityConfig, TopKKlConfig
+from mopd_losses.config import (
+    AutoConfig,
+    CtkdConfig,
+    HklConfig,
+    LossConfig,
+    PklParityConfig,
+    TopKKlConfig,
+)
 from mopd_losses.projection.cache import ProjectionCache
 from mopd_losses.projection.matrix import ProjectionMatrix, identity_projection
 from mopd_protocol.errors import ConfigError
@@ -35,6 +42,14 @@ class StudentSide(TokenizerSide, Protocol):
         ...
 
 
+def resolve_loss(config: LossConfig, student: TokenizerSide, teacher: TokenizerSide) -> LossConfig:
+    """Return the settings that ``auto`` selects for two tokenizers; other settings unchanged."""
+    if not isinstance(config, AutoConfig):
+        return config
+    same = student.table.fingerprint == teacher.table.fingerprint
+    return config.resolved(same_tokenizer=same)
+
+
 def find_projection(
     config: LossConfig, student: StudentSide, teacher: TokenizerSide, cache: ProjectionCache
 ) -> ProjectionMatrix:
@@ -45,12 +60,13 @@ def find_projection(
     Raises:
         ConfigError: if a same-tokenizer loss is configured for two different tokenizers.
     """
+    config = resolve_loss(config, student, teacher)
     if isinstance(config, TopKKlConfig):
         if student.table.fingerprint != teacher.table.fingerprint:
             raise ConfigError(
                 "loss 'topk_kl': needs one tokenizer on both sides (found student "
                 f"{student.table.fingerprint[:12]}, teacher {teacher.table.fingerprint[:12]}). "
-                "Use loss 'ctkd'.",
+                "Use loss 'auto'.",
                 key="loss.type",
             )
         return identity_projection(student.table, logit_width=student.logit_width)

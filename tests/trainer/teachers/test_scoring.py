@@ -93,7 +93,7 @@ async def test_teacher_with_another_tokenizer_receives_no_student_ids() -> None:
 
 
 async def test_control_tokens_are_sent_by_the_vocabulary_of_each_teacher() -> None:
-    teachers = {"other": teacher_with("sentencepiece"), "same": teacher_with("digit")}
+    teachers = {"other": teacher_with("sentencepiece"), "same": teacher_with("digit", loss="ctkd")}
     ids = ids_of("digit", "a", "<|pad|>", "b")
     [example], _ = await scored(teachers, [rollout("digit", ids, teachers={"other": 1, "same": 1})])
     sent = {name: transport.sequences[0]["completion"] for name, (transport, _) in teachers.items()}

@@ -76,10 +76,11 @@ def parse_run(values: Any, *, source: str) -> RunConfig:
         ) from error
 
 
-def write_resolved(config: RunConfig, path: Path) -> None:
-    """Save the resolved settings as YAML for ``load_run``."""
+def write_resolved(config: RunConfig, path: Path, comments: Sequence[str] = ()) -> None:
+    """Save the resolved settings as YAML for ``load_run``, below comments of one line."""
+    settings = OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
     with replacing(path, durable=True) as temporary:
-        temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
+        temporary.write_text("".join(f"# {comment}\n" for comment in comments) + settings)
 
 
 def _problem(details: dict[str, Any], values: Any) -> tuple[str, str]:

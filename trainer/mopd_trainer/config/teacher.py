@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from mopd_losses.config import CtkdConfig, LossConfig, TopKKlConfig
+from mopd_losses.config import AutoConfig, CtkdConfig, LossConfig, TopKKlConfig
 from mopd_protocol.requests import LogprobsDtype
 from mopd_trainer.config.settings import Incidental, Settings, invalid
 
@@ -80,8 +80,9 @@ class TeacherConfig(Settings):
     temperature: float = Field(default=1.0, gt=0)
     """Softmax temperature of both distributions in the loss; values other than 1 need an engine
     that supports them (see the teacher's manifest)."""
-    loss: LossConfig = CtkdConfig()
-    """Loss between student and teacher."""
+    loss: LossConfig = AutoConfig()
+    """Loss between student and teacher; a name is short for ``{type: NAME}``. ``auto`` selects by
+    the tokenizers; ``mopd check`` prints the selection."""
     logprobs_dtype: LogprobsDtype = "float32"
     """Precision of logprobs in responses."""
     api_key_env: Incidental[str | None] = None
@@ -102,9 +103,11 @@ class TeacherConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _normalize_url(cls, values: object) -> object:
+    def _normalize(cls, values: object) -> object:
         if not isinstance(values, dict):
             return values
+        if isinstance(values.get("loss"), str):
+            values = {**values, "loss": {"type": values["loss"]}}
         placeholder = {"ray": _NOT_STARTED, "local": _IN_THIS_PROCESS}.get(
             str(values.get("placement"))
         )

@@ -51,6 +51,7 @@ async def check_run(
                 cache,
                 {} if config.accept_changed_teachers else expected,
                 wait_seconds=config.teacher_wait_seconds,
+                losses=checkpoint.losses if checkpoint else {},
             )
         replay = Replay.of(config, identity, prompts, student, cache)
         teachers = teachers if replay is None else replay.teachers

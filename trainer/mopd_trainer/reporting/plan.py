@@ -7,7 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from mopd_losses.config import described
+from mopd_losses.config import AutoConfig, described
 from mopd_protocol.samples import Prompt
 from mopd_trainer.config.run import RunConfig, StudentConfig
 from mopd_trainer.student.identity import StudentIdentity
@@ -31,6 +31,11 @@ def describe_plan(
         _source_line(config),
         _volume_line(config, prompts),
     )
+
+
+def selected_losses(teachers: Mapping[str, Teacher]) -> list[str]:
+    """Return one line for each teacher: its loss, also where ``auto`` has selected it."""
+    return [f"teacher {name}: loss {described(t.config.loss)}" for name, t in teachers.items()]
 
 
 def _student_line(config: RunConfig, student: StudentIdentity) -> Text:
@@ -65,6 +70,8 @@ def _teacher_table(
     table.add_column(overflow="fold")
     for name, teacher in teachers.items():
         facts = _teacher_facts(teacher, student, lines[name])
+        if name in config.teachers and isinstance(config.teachers[name].loss, AutoConfig):
+            facts += ", selected by loss 'auto'"
         table.add_row(Text(f"teacher {name}"), Text(facts))  # Text: names are not markup
     return table
 

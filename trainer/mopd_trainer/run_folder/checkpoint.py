@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from pickle import UnpicklingError
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class Checkpoint:
     folder: Path
     step: int  # finished steps
     manifest_ids: dict[str, str]  # teacher name -> manifest id
+    losses: dict[str, str]  # teacher name -> type of its loss, also where ``auto`` selected it
     identity: RunIdentity
     student_tokenizer: str  # fingerprint
     metric: float | None  # mean of best_checkpoint_metric since the previous checkpoint
@@ -61,6 +63,7 @@ class Checkpoint:
                 folder,
                 int(state["step"]),
                 {name: manifest["manifest_id"] for name, manifest in manifests.items()},
+                state.get("losses", {}),  # missing in checkpoints of earlier versions
                 RunIdentity(**state["run"]),
                 state["student_tokenizer"],
                 state["metric"],
@@ -124,6 +127,7 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     manifests: Mapping[str, Manifest],
     identity: RunIdentity,
+    losses: Mapping[str, str] = MappingProxyType({}),
     metric: float | None = None,
 ) -> Path:
     """Save the checkpoint of a step (finished steps, from 1) completely or not at all.
@@ -154,6 +158,7 @@ def save_checkpoint(
         state = {
             "step": step,
             "run": asdict(identity),
+            "losses": dict(losses),
             "student_tokenizer": student.table.fingerprint,
             "metric": metric,
             "metric_name": config.best_checkpoint_metric,

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -79,12 +80,14 @@ class CheckpointManager:
         config: RunConfig,
         identity: RunIdentity,
         manifests: Mapping[str, Manifest],
+        losses: Mapping[str, str] = MappingProxyType({}),
         *,
         done: int,
     ) -> None:
         self._config = config
         self.identity = identity
         self._manifests = manifests
+        self._losses = losses
         self._metric_values: list[float] = []  # since the last checkpoint
         self._protected: set[Path] = set()
         written_folders = [config.output_dir, config.output_dir / CHECKPOINTS]
@@ -123,6 +126,7 @@ class CheckpointManager:
             optimizer=optimizer,
             manifests=self._manifests,
             identity=self.identity,
+            losses=self._losses,
             metric=self._mean_metric(),
         )
         self._metric_values.clear()

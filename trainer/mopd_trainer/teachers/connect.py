@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from mopd_client.pool import ScoringClient, TeacherPool
 from mopd_client.score_store import ScoreStore
@@ -12,9 +13,10 @@ from mopd_client.services.expectation import Expectation
 from mopd_client.services.mopd import MopdService
 from mopd_client.services.vllm import VllmService
 from mopd_client.teacher_client import TeacherClient
+from mopd_losses.config import AutoConfig
 from mopd_losses.projection.cache import ProjectionCache
 from mopd_losses.projection.matrix import ProjectionMatrix
-from mopd_losses.projection.sides import find_projection
+from mopd_losses.projection.sides import find_projection, resolve_loss
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.request_tokenizer import TeacherTokenizer
@@ -90,12 +92,14 @@ async def connect_teachers(
     expected_manifests: Mapping[str, str],
     *,
     wait_seconds: float,
+    losses: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Teacher]:
     """Make the handshake with every teacher, fetch its tokenizer, build its projection.
 
     Args:
         expected_manifests: teacher name -> manifest id in the checkpoint of this run.
         wait_seconds: deadline for all teachers to become ready.
+        losses: teacher name -> loss that ``auto`` has selected before, by the checkpoint.
 
     Raises:
         MopdError: when a teacher is unavailable, lacks a feature, or has changed.
@@ -116,7 +120,9 @@ async def connect_teachers(
     tokenizers = await asyncio.gather(*[pool.client(name).tokenizer() for name in configs])
     return {
         name: replace(
-            teacher_of(name, config, manifests[name], tokenizer, student, cache),
+            teacher_of(
+                name, config, manifests[name], tokenizer, student, cache, loss=losses.get(name)
+            ),
             path=pool.client(name).path,
         )
         for (name, config), tokenizer in zip(configs.items(), tokenizers, strict=True)
@@ -130,12 +136,21 @@ def teacher_of(
     tokenizer: TeacherTokenizer,
     student: StudentIdentity,
     cache: ProjectionCache,
+    *,
+    loss: str | None = None,
 ) -> Teacher:
-    """Build a teacher with its projection to the student.
+    """Build a teacher with its projection to the student; its loss is not ``auto`` any more.
+
+    Args:
+        loss: type that ``auto`` has selected before.
 
     Raises:
         ConfigError: when the loss does not support the two vocabularies.
     """
+    settings = resolve_loss(config.loss, student, tokenizer)
+    if isinstance(config.loss, AutoConfig) and loss is not None:
+        settings = config.loss.resolved(same_tokenizer=loss == "topk_kl")
+    config = config.model_copy(update={"loss": settings})
     try:
         projection = find_projection(config.loss, student, tokenizer, cache)
     except ConfigError as error:

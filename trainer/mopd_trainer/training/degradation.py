@@ -34,14 +34,13 @@ _UNSURE = 0.02
 
 _LEAVING = (
     "The student leaves the text on which the loss is defined, so that the loss falls without "
-    "learning. Use loss 'prefix_kl' (or 'topk_kl' for a teacher with the student's tokenizer), or "
-    "lower student.learning_rate"
+    "learning. Use loss 'auto', or lower student.learning_rate"
 )
 _ADVICE = {
     COMPARED_SHARE: _LEAVING,
     INVALID: _LEAVING,
-    LENGTH: "The student ends completions where the teachers would continue. Use loss 'prefix_kl' "
-    "(or 'topk_kl' for a teacher with the student's tokenizer), or lower student.learning_rate",
+    LENGTH: "The student ends completions where the teachers would continue. Use loss 'auto', "
+    "or lower student.learning_rate",
     ENTROPY: "The student is certain where the teachers are not. Use divergence 'forward_kl', or "
     "lower student.learning_rate",
 }
