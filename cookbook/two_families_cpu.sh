@@ -5,7 +5,7 @@
 # it: 90m). More options go after it: --exercises 50, --model-steps 20.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec timeout "${TIME_LIMIT:-90m}" "${PYTHON:-python}" -m mopd.demo.pairings \
+exec timeout "${TIME_LIMIT:-90m}" "${PYTHON:-python}" -m bench.pairings \
   ${OUTPUT_DIR:+--output-dir "$OUTPUT_DIR"} \
   ${STEPS:+--steps "$STEPS"} \
   ${SEED:+--seed "$SEED"} \

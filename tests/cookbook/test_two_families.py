@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mopd.demo.pairings import PAIRINGS
+from bench.pairings import PAIRINGS
 from tests.cookbook.recipes import COOKBOOK
 
 pytestmark = pytest.mark.slow

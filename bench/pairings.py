@@ -1,6 +1,6 @@
 """Compare pairings of teachers and losses on the demo's word lists.
 
-    python -m mopd.demo.pairings --output-dir runs/pairings
+    python -m bench.pairings --output-dir runs/pairings
 
 Two teachers reverse word lists, one with the student's tokenizer and one with another; the student
 was trained on the form only. Every pairing starts from this student and has the same prompts.
