@@ -24,6 +24,7 @@ from mopd_losses.config import (
     UldConfig,
 )
 from mopd_losses.core.loss import Loss
+from mopd_losses.core.valid_text import ValidTextLoss
 from mopd_losses.prefix.loss import PrefixKlLoss
 from mopd_losses.prefix.preparation import Preparation
 from mopd_losses.projection.cache import DeviceProjection, ProjectionCache
@@ -43,6 +44,9 @@ from mopd_losses.topk.topk_divergence import TopKDivergenceLoss
 from mopd_losses.xtoken.hkl import HklLoss, xtoken_form
 from mopd_losses.xtoken.pkl_parity import PklParityLoss
 from mopd_protocol.errors import ConfigError
+
+#: Published forms, kept as they are for comparison.
+_LITERAL = (HklConfig, PklParityConfig)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +109,10 @@ def build_loss(
     context = LossContext(
         config, student, teacher, torch.device(device), cache or ProjectionCache(), temperature
     )
-    return _BUILDERS[type(config)](config, context)
+    loss = _BUILDERS[type(config)](config, context)
+    if student.table.fingerprint == teacher.table.fingerprint or isinstance(config, _LITERAL):
+        return loss
+    return ValidTextLoss(loss)
 
 
 def _topk_divergence(config: CtkdConfig | TopKKlConfig, context: LossContext) -> Loss:
