@@ -12,6 +12,7 @@ from mopd.demo.tasks import (
     Exercise,
     draw_training,
     held_out_exercises,
+    random_part,
     with_random_completion,
 )
 
@@ -42,6 +43,10 @@ class Task(Protocol):
         """Return tokens that a student might sample in place of a correct one."""
         ...
 
+    def random_part(self, exercise: Exercise, random: Random, position: int) -> str:
+        """Return what a student might sample in place of a part of the reference answer."""
+        ...
+
 
 @dataclass(frozen=True)
 class Sums:
@@ -67,6 +72,10 @@ class Sums:
         """See ``Task``: all numbers, or all digits."""
         numbers = range(LARGEST_NUMERAL + 1) if self.whole_numbers else range(10)
         return [token_id for number in numbers for token_id in encoder.part(str(number))]
+
+    def random_part(self, exercise: Exercise, random: Random, position: int) -> str:
+        """See ``Task``."""
+        return random_part(exercise, random, position)
 
     def _exercise(self, a: int, b: int) -> Exercise:
         return Exercise("sums", f"{a}+{b}=", self._parts(a + b))
@@ -96,6 +105,10 @@ class WordLists:
         """See ``Task``: complete words are replaced (``Side.corruption``)."""
         del encoder
         return []
+
+    def random_part(self, exercise: Exercise, random: Random, position: int) -> str:
+        """See ``Task``."""
+        return random_part(exercise, random, position)
 
 
 def _pairs() -> list[tuple[int, int]]:

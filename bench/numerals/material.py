@@ -119,7 +119,8 @@ def _train(
     model.train()
     for step in range(side.steps):
         exercises = [_shown(side, role, known, random) for _ in range(side.examples_per_step)]
-        batch = supervised_batch(encoder, exercises, side.corruption, random)
+        parts = side.task.random_part
+        batch = supervised_batch(encoder, exercises, side.corruption, random, parts)
         read = replace_tokens(batch, wrong, side.misreading, encoder.end_of_turn)
         logits: Tensor = model(input_ids=read, attention_mask=batch.attention).logits
         loss = torch.nn.functional.cross_entropy(

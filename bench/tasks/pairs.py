@@ -34,16 +34,21 @@ def _teacher(
         task=TASKS[task],
         steps=steps,
         examples_per_step=64,
-        misreading=0.1,  # a teacher scores wrong beginnings, and must continue them correctly
+        # A teacher scores wrong beginnings, and must continue them correctly.
+        corruption=0.0 if task == "subtraction" else 0.15,
+        misreading=0.1 if task == "subtraction" else 0.0,
         learning_rate=2e-3,
         max_new_tokens=_MAX_NEW_TOKENS[task],
     )
 
 
-_STEPS: Mapping[str, int] = {"dates": 1_000, "subtraction": 1_000, "rows": 1_000}
+_STEPS: Mapping[str, int] = {"dates": 1_000, "subtraction": 2_500, "rows": 1_000}
 _TEACHERS: Mapping[str, Side] = {
     "dates": _teacher("dates", unigram_tokenizer, "qwen3", _STEPS["dates"]),
-    "subtraction": _teacher("subtraction", digit_tokenizer, "llama", _STEPS["subtraction"]),
+    "subtraction": replace(
+        _teacher("subtraction", digit_tokenizer, "llama", _STEPS["subtraction"]),
+        task=Subtraction(complete=True),
+    ),
     "rows": _teacher("rows", free_tokenizer, "qwen3", _STEPS["rows"]),
 }
 #: The same, with the student's own tokenizer.
@@ -64,7 +69,7 @@ def _student(steps: int, examples_per_step: int, **shares: float) -> Side:
     )
 
 
-_SHORT = _student(250, 64, dates=0.25, subtraction=0.75)
+_SHORT = _student(270, 64, dates=0.19, subtraction=0.81)
 _LONG = _student(300, 48, rows=1.0)
 
 

@@ -4,7 +4,7 @@ A prompt is rendered by the chat template; a completion is encoded as a continua
 and followed by the end-of-turn token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -87,16 +87,21 @@ class Encoder:
 
 
 def supervised_batch(
-    encoder: Encoder, exercises: Sequence[Exercise], corruption: float, random: Random
+    encoder: Encoder,
+    exercises: Sequence[Exercise],
+    corruption: float,
+    random: Random,
+    draw_part: Callable[[Exercise, Random, int], str] = random_part,
 ) -> Batch:
     """Return prompts with their completions; prompts have no labels.
 
-    ``corruption`` is the probability that the input of a part is random while its labels stay
-    correct: a teacher scores a student's wrong prefixes, and must continue them correctly.
+    ``corruption`` is the probability that the input of a part is random (``draw_part``) while its
+    labels stay correct: a teacher scores a student's wrong prefixes, and must continue them
+    correctly.
     """
     rows: list[tuple[list[int], list[int]]] = []
     for prompt, exercise in zip(encoder.prompts(exercises), exercises, strict=True):
-        inputs, labels = _inputs_and_labels(encoder, exercise, corruption, random)
+        inputs, labels = _inputs_and_labels(encoder, exercise, corruption, random, draw_part)
         rows.append((prompt + inputs, [IGNORED] * len(prompt) + labels))
     longest = max(len(inputs) for inputs, _ in rows)
     padding = encoder.table.roles.pad or 0
@@ -108,7 +113,11 @@ def supervised_batch(
 
 
 def _inputs_and_labels(
-    encoder: Encoder, exercise: Exercise, corruption: float, random: Random
+    encoder: Encoder,
+    exercise: Exercise,
+    corruption: float,
+    random: Random,
+    draw_part: Callable[[Exercise, Random, int], str],
 ) -> tuple[list[int], list[int]]:
     """Return input ids and labels of one completion, end of turn included."""
     inputs: list[int] = []
@@ -116,9 +125,10 @@ def _inputs_and_labels(
     for position, part in enumerate(exercise.completion_parts):
         ids = encoder.part(part)
         if random.random() < corruption:
-            corrupted = encoder.part(random_part(exercise, random, position))
-            # The first label is correct; after a wrong first piece the wrong word continues.
-            labels += [ids[0], *corrupted[1:]]
+            corrupted = encoder.part(draw_part(exercise, random, position))
+            # After a wrong first piece a wrong word continues, a number correctly.
+            is_number = part.strip().isdigit() and len(corrupted) == len(ids)
+            labels += ids if is_number else [ids[0], *corrupted[1:]]
             inputs += corrupted
         else:
             labels += ids
