@@ -128,11 +128,11 @@ async def _distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
             collected = time.process_time()
             tokens = sum(len(example.rollout.completion) for example in examples)
             batches = pack(examples, tokens_per_micro_batch=config.tokens_per_micro_batch)
-            updated, measured = learner.update(batches, tokens=tokens, step=step)
+            updated, _ = learner.update(batches, tokens=tokens, step=step)
             seconds["collect"] += collected - begun
             seconds["update"] += time.process_time() - collected
             first_loss = updated["loss"] if step == 0 else first_loss
-            since.append(updated | comparison_metrics(examples, measured, PROMPTS_PER_STEP))
+            since.append(updated | sample_metrics(examples, updated["compared_share"]))
             if _is_due(step + 1, run):
                 curve.append(await _point(step + 1, run, student, held_out, _means(since)))
                 since = []
@@ -265,25 +265,17 @@ def _is_due(steps_done: int, run: Run) -> bool:
     return steps_done * run.evaluations // steps > (steps_done - 1) * run.evaluations // steps
 
 
-def comparison_metrics(
-    examples: Sequence[TrainingExample],
-    measured: Mapping[str, Any],  # LossMeasurements
-    prompts: int,
-) -> Metrics:
-    """Return how much of the samples was compared, over all teachers.
+def sample_metrics(examples: Sequence[TrainingExample], compared_share: float) -> Metrics:
+    """Return how much of the step's samples is compared, and is not UTF-8.
 
     Args:
-        prompts: samples of the step; those that were dropped were not compared.
+        compared_share: of the tokens of ``examples``; dropped samples are not compared.
     """
-    nats = [each for loss in measured.values() for each in loss.per_example.values()]
-    tokens = sum(map(len, nats))
-    compared = sum(int(np.isfinite(each).sum()) for each in nats)
     inputs = [score.teacher_input for example in examples for score in example.scores]
     text_bytes = sum(len(each.completion.text) for each in inputs)
     return {
-        "compared_share": compared / max(tokens, 1) * len(examples) / prompts,
+        "compared_share": compared_share * len(examples) / PROMPTS_PER_STEP,
         "invalid_byte_share": sum(each.invalid_utf8_bytes for each in inputs) / max(text_bytes, 1),
-        "loss_per_compared_token": sum(loss.nats for loss in measured.values()) / max(compared, 1),
     }
 
 

@@ -15,7 +15,7 @@ from bench.numerals.pairs import CEILING, SFT, Pair
 from bench.numerals.report import spread
 from bench.tasks.oracle import THRESHOLD, Push
 
-_MEASURED = ("invalid_byte_share", "compared_share", "loss_per_compared_token")
+_MEASURED = ("invalid_byte_share", "compared_share", "loss")
 _TITLES = {SFT: "sft on reference answers", CEILING: "topk_kl, student's own tokenizer"}
 
 
@@ -76,7 +76,7 @@ def table(figures: Mapping[str, Any], name: str) -> Table:
             str(each["seeds"]),
             f"{each['invalid_byte_share']:.2%}",
             f"{each['compared_share']:.1%}",
-            f"{each['loss_per_compared_token']:.3f}",
+            f"{each['loss']:.3f}",
         )
     return shown
 
@@ -132,7 +132,7 @@ def _teachers(sides: Mapping[str, Any], models: Path) -> dict[str, dict[str, flo
 
 
 def _loss_figures(runs: Sequence[Mapping[str, Any]], pair: Pair) -> dict[str, Any]:
-    """Return accuracies over the seeds, and what was compared in the worst tenth of each run."""
+    """Return accuracies over the seeds, and what was compared in the last part of the runs."""
     ends = [run["curve"][-1] for run in runs]
     starts = [run["curve"][0]["accuracies"] for run in runs]
     return {
