@@ -69,7 +69,7 @@ def _run_oracle(
     )
     figures: dict[str, object] = {}
     for run in runs:
-        pushes = measure(run, folders.models, options.prompts)
+        pushes = measure(run, folders.models, options.prompts, distilled=options.distilled)
         console.print(oracle_table(run, summary(pushes)))
         show_worst(console, pushes, options.worst)
         figures[run.name] = summary(pushes)
@@ -118,10 +118,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     oracle = parser.add_argument_group("oracle")
     oracle.add_argument(
-        "--oracle", action="store_true", help="list the positions that are pushed the wrong way"
+        "--oracle",
+        action="store_true",
+        help="list positions that are pushed the wrong way, or not at all",
     )
     oracle.add_argument(
         "--prompts", type=int, default=64, help="held-out prompts per task (default: 64)"
+    )
+    oracle.add_argument(
+        "--distilled", action="store_true", help="use the students of finished runs"
     )
     oracle.add_argument("--worst", type=int, default=8, help="positions to show (default: 8)")
     return parser

@@ -3,12 +3,14 @@
 The reference is a model of the same task with the student's own tokenizer (the ceiling). On a text,
 its likeliest next token is the target; the gradient of a loss with respect to the target's logit
 should exceed neither zero nor ``p(target) - ceiling(target)``, the gradient of KL from the ceiling.
-What exceeds both is the *excess*; a target with an excess above ``THRESHOLD`` is pushed down.
+What exceeds both is the *excess*; a target with an excess above ``THRESHOLD`` is pushed down. A
+target that the ceiling prefers by more than ``CLEAR`` and whose gradient is within ``THRESHOLD`` of
+zero is *ignored*: the loss does not see the mistake.
 
 Texts are the teacher's greedy answers and the student's samples. Beliefs, the logits at which the
-gradient is taken, are the warm student's, the ceiling's, and ``equal``: 0.999 for each token of the
-text. Two models that agree about a text should have no loss, so the nats of ``ceiling`` and
-``equal`` on the teacher's answers are false.
+gradient is taken, are the student's (warm, or of the finished run: ``distilled``), the ceiling's,
+and ``equal``: 0.999 for each token of the text. Two models that agree about a text should have no
+loss, so the nats of ``ceiling`` and ``equal`` on the teacher's answers are false.
 """
 
 import asyncio
@@ -28,6 +30,7 @@ from bench.numerals.distillation import (
     connected_teachers,
     loss_of,
     student_config,
+    student_folder,
 )
 from bench.numerals.material import model_folder
 from mopd.demo.examples import Encoder
@@ -49,6 +52,7 @@ Belief = Literal["equal", "ceiling", "student"]
 BELIEFS: tuple[Belief, ...] = ("equal", "ceiling", "student")
 
 THRESHOLD = 0.1  # nats per unit of logit
+CLEAR = 0.5  # probability
 _CONFIDENCE = 0.999
 _TOKENS_PER_MICRO_BATCH = 4_096
 
@@ -75,10 +79,15 @@ class Push:
         """See the module."""
         return self.gradient - max(0.0, self.probability - self.ceiling)
 
+    @property
+    def ignored(self) -> bool:
+        """See the module."""
+        return self.ceiling - self.probability > CLEAR and self.gradient > -THRESHOLD
 
-def measure(run: Run, models: Path, prompts: int) -> list[Push]:
+
+def measure(run: Run, models: Path, prompts: int, *, distilled: bool = False) -> list[Push]:
     """Return every position of the texts of ``prompts`` held-out prompts per task."""
-    return asyncio.run(_measure(run, models, prompts))
+    return asyncio.run(_measure(run, models, prompts, distilled))
 
 
 def summary(pushes: Sequence[Push]) -> list[dict[str, Any]]:
@@ -95,14 +104,16 @@ def summary(pushes: Sequence[Push]) -> list[dict[str, Any]]:
                 "tokens": len(chosen),
                 "nats_per_token": float(np.mean([push.nats for push in chosen])),
                 "pushed_down": float(np.mean([push.excess > THRESHOLD for push in chosen])),
+                "ignored": float(np.mean([push.ignored for push in chosen])),
                 "worst": asdict(max(chosen, key=lambda push: push.excess)),
             }
         )
     return rows
 
 
-async def _measure(run: Run, models: Path, count: int) -> list[Push]:
-    student = Student.load(student_config(run, models))
+async def _measure(run: Run, models: Path, count: int, distilled: bool) -> list[Push]:
+    start = model_folder(run.pair.student, "student", run.seed, models)
+    student = _load(run, student_folder(run, models) if distilled else start, models)
     cache = ProjectionCache()
     pushes: list[Push] = []
     async with connected_teachers(run, student, models, cache) as (pool, teachers):
@@ -126,7 +137,7 @@ async def _measure(run: Run, models: Path, count: int) -> list[Push]:
 
 
 def _load(run: Run, folder: Path, models: Path) -> Student:
-    """Load another model like the run's student."""
+    """Load a model like the run's student."""
     return Student.load(student_config(run, models).model_copy(update={"model": str(folder)}))
 
 

@@ -70,6 +70,7 @@ def test_excess_is_what_the_ceiling_does_not_explain(
 ) -> None:
     push = replace(PUSH, gradient=gradient, probability=probability)
     assert push.excess == pytest.approx(excess)
+    assert push.ignored == (probability == 0.2)  # the gradient does not pull
 
 
 @pytest.mark.slow
