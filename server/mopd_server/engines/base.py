@@ -56,6 +56,7 @@ class EngineDescription:
     max_model_len: int  # tokens
     candidate_ids: bool
     temperature: bool
+    exact_tails: bool = True
 
 
 class EngineCrashError(TeacherError):

@@ -325,7 +325,7 @@ def _manifest(
             candidate_ids=description.candidate_ids,
             temperature=description.temperature,
             messages=tokenizer.has_chat_template,
-            exact_tails=True,
+            exact_tails=description.exact_tails,
             exact_text=table.exact_text,
         ),
     )

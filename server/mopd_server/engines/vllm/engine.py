@@ -62,7 +62,8 @@ class VllmEngine(AsyncEngine):
     Args:
         arguments: vLLM's arguments, made by ``startup``.
         real_ids: ``[head rows]``, False for rows without a token.
-        description: facts for the manifest; ``candidate_ids`` is replaced by the result of a try.
+        description: facts for the manifest; ``candidate_ids`` and ``exact_tails`` are replaced by
+            what this vLLM supports.
     """
 
     def __init__(
@@ -78,17 +79,17 @@ class VllmEngine(AsyncEngine):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="vllm", daemon=True)
         self._thread.start()
-        _keep_arrays()
+        keeps_arrays = _keep_arrays()
         children = set(active_children())
         self._llm = self._call(_create(arguments))
         try:
             self._monitor.start([child for child in active_children() if child not in children])
-            self._extend_workers()
+            self._tails = self._extend_workers() and keeps_arrays
             candidates = self._call(self._supports_candidates())
         except BaseException:
             self.close()
             raise
-        self._description = replace(description, candidate_ids=candidates)
+        self._description = replace(description, candidate_ids=candidates, exact_tails=self._tails)
 
     @property
     def description(self) -> EngineDescription:
@@ -131,12 +132,14 @@ class VllmEngine(AsyncEngine):
         """Run a coroutine in the engine's event loop; blocks the calling thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    def _extend_workers(self) -> None:
+    def _extend_workers(self) -> bool:
+        """Mask padding rows, end the workers with this process; return whether tails are exact."""
         extension = ScoringWorkerExtension
         padding = np.flatnonzero(~self._real_ids).tolist()
         if padding:
             self._call(self._llm.collective_rpc(extension.mask_head.__name__, args=(padding,)))
         self._call(self._llm.collective_rpc(extension.exit_with.__name__, args=(os.getpid(),)))
+        return all(self._call(self._llm.collective_rpc(extension.append_tails.__name__)))
 
     async def _supports_candidates(self) -> bool:
         """Try to score given ids: support depends on vLLM's version and platform."""
@@ -155,12 +158,13 @@ class VllmEngine(AsyncEngine):
     async def _score(self, task: ScoringTask, top_k: int) -> tuple[TopKLogprobs, EngineTimes]:
         if task.candidate_ids is not None:
             return await self._score_candidates(task, task.candidate_ids)
-        output = await self._generate(task, prompt_logprobs=top_k, flat_logprobs=True)
+        output = await self._generate(task, prompt_logprobs=top_k + self._tails, flat_logprobs=True)
         scores = _topk(
             output.prompt_logprobs,
             task.completion_ids,
             top_k=top_k,
             real_ids=int(self._real_ids.sum()),
+            tails=self._tails,
         )
         self._require_masked_head(scores)
         return scores, _times(output)
@@ -223,16 +227,16 @@ class VllmEngine(AsyncEngine):
             )
 
 
-def _keep_arrays() -> None:
+def _keep_arrays() -> bool:
     """Patch vLLM to keep prompt log-probabilities as the arrays that its engine process sends.
 
-    vLLM makes a Python object of every candidate, which takes longer than computing them. If
-    vLLM's internals have changed, its lists are used instead.
+    vLLM makes a Python object of every candidate, which takes longer than computing them. Returns
+    False if vLLM's internals have changed: its lists are used instead.
     """
     update = getattr(LogprobsProcessor, "_update_prompt_logprobs", None)
     if update is None or len(signature(update).parameters) != 2:
         logger.warning("this version of vLLM is unknown: using its lists, which is slower")
-        return
+        return False
 
     def keep(self: LogprobsProcessor, prompt_logprobs_tensors: LogprobsTensors) -> None:
         ids = prompt_logprobs_tensors.logprob_token_ids.numpy()
@@ -246,13 +250,21 @@ def _keep_arrays() -> None:
     vars(keep)["arrays"] = True
     if "arrays" not in vars(update):
         LogprobsProcessor._update_prompt_logprobs = keep  # pyright: ignore[reportPrivateUsage]
+    return True
 
 
 def _topk(
-    logprobs: object, completion_ids: NDArray[np.int32], *, top_k: int, real_ids: int
+    logprobs: object,
+    completion_ids: NDArray[np.int32],
+    *,
+    top_k: int,
+    real_ids: int,
+    tails: bool,
 ) -> TopKLogprobs:
     if isinstance(logprobs, PromptArrays):
-        return topk_from_arrays(logprobs, completion_ids, top_k=top_k, real_ids=real_ids)
+        return topk_from_arrays(
+            logprobs, completion_ids, top_k=top_k, real_ids=real_ids, tails=tails
+        )
     if isinstance(logprobs, FlatLogprobs):
         return topk_from_lists(logprobs, completion_ids, top_k=top_k, real_ids=real_ids)
     raise RuntimeError(

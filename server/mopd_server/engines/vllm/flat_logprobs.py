@@ -85,22 +85,42 @@ class PromptArrays:
 
 
 def topk_from_arrays(
-    arrays: PromptArrays, completion_ids: NDArray[np.int32], *, top_k: int, real_ids: int
+    arrays: PromptArrays,
+    completion_ids: NDArray[np.int32],
+    *,
+    top_k: int,
+    real_ids: int,
+    tails: bool = False,
 ) -> TopKLogprobs:
     """Convert arrays with the result of ``topk_from_lists``, without an object per candidate.
+
+    Args:
+        arrays: of a full sequence.
+        completion_ids: ``[rows]``.
+        top_k: requested entries.
+        real_ids: number of ids with a token.
+        tails: the last column has id -1 and the tails (``worker_extension.gather_with_tail``).
 
     Raises:
         ValueError: if the arrays do not have the form above, or contain NaN.
     """
     rows = len(completion_ids)
     ids, logprobs = arrays.token_ids[-rows:], arrays.logprobs[-rows:]
-    if ids.shape != (rows, top_k + 1):
+    if ids.shape != (rows, top_k + 1 + tails) or (tails and (ids[:, -1] != ABSENT_ID).any()):
         raise ValueError(
-            f"vLLM returned log-probabilities of the wrong size (found {ids.shape[1]} entries for "
-            f"{len(ids)} positions, expected {top_k + 1} for {rows})"
+            f"vLLM returned log-probabilities of the wrong form (found {ids.shape[1]} entries for "
+            f"{len(ids)} positions, expected {top_k + 1 + tails} for {rows})"
         )
     _require_tokens(ids[:, 0], completion_ids)
-    return truncate(ids[:, 1:], logprobs[:, 1:], completion_ids, logprobs[:, 0], real_ids=real_ids)
+    top = slice(1, top_k + 1)
+    return truncate(
+        ids[:, top],
+        logprobs[:, top],
+        completion_ids,
+        logprobs[:, 0],
+        real_ids=real_ids,
+        tails=logprobs[:, -1] if tails else None,
+    )
 
 
 def truncate(
@@ -110,6 +130,7 @@ def truncate(
     token_logprobs: Float32,
     *,
     real_ids: int,
+    tails: Float32 | None = None,
 ) -> TopKLogprobs:
     """Sort entries in any order, and compute their tails.
 
@@ -119,23 +140,26 @@ def truncate(
         tokens: ``[rows]``, the completion tokens.
         token_logprobs: ``[rows]``, nats.
         real_ids: number of ids with a token.
+        tails: ``[rows]``, nats, if the engine has computed them.
 
     Raises:
         ValueError: on NaN.
     """
-    if np.isnan(logprobs).any() or np.isnan(token_logprobs).any():
+    if any(np.isnan(each).any() for each in (logprobs, token_logprobs, tails) if each is not None):
         raise ValueError("the engine computed NaN. Check the weights and the dtype.")
     complete = (ids >= 0).sum(axis=1) >= real_ids
     order = np.argsort(-logprobs, axis=1, kind="stable")
     ids = np.take_along_axis(ids, order, axis=1)
     logprobs = np.take_along_axis(logprobs, order, axis=1)
     ids = np.where(np.isneginf(logprobs), ABSENT_ID, ids)
-    lower_bounds = np.where((ids == tokens[:, None]).any(axis=1), -np.inf, token_logprobs)
+    if tails is None:
+        lower_bounds = np.where((ids == tokens[:, None]).any(axis=1), -np.inf, token_logprobs)
+        tails = np.where(complete, -np.inf, _tails(logprobs, lower_bounds)).astype(np.float32)
     return TopKLogprobs(
         ids=ids.astype(np.int32),
         logprobs=logprobs,
         token_logprobs=token_logprobs,
-        tail_logprobs=np.where(complete, -np.inf, _tails(logprobs, lower_bounds)),
+        tail_logprobs=tails,
     )
 
 

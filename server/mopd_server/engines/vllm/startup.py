@@ -87,7 +87,7 @@ def _size_arguments(settings: TeacherSettings, limits: VllmLimits) -> dict[str, 
         "max_model_len": limits.max_model_len,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
         "max_num_seqs": limits.max_num_seqs,
-        "max_logprobs": limits.max_logprobs,
+        "max_logprobs": limits.max_logprobs + 1,  # one for the tail
         "enable_chunked_prefill": True,  # a sequence may be longer than a step
         # vLLM does not use cached prefixes for requests with prompt log-probabilities.
         "enable_prefix_caching": False,
