@@ -101,18 +101,27 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
     realised = student.text[at : min(ends)]
     cells, unnamed = named_cells(student, teacher, at, teacher_at, realised)
     whole = open_mass(teacher, teacher_at, top_k_only)
-    shares = {c: cell_mass(teacher, teacher_at, c, top_k_only) / whole for c in cells}
+    sides = (student, at), (teacher, teacher_at)
+    nested = ""
+    if realised not in cells and all(spells_whole(*side, realised) for side in sides):
+        nested, cells = realised, [*cells, realised]
+    excluded = {c: nested for c in cells if c != nested and nested.startswith(c)}
+    shares = {
+        c: cell_mass(teacher, teacher_at, c, top_k_only, excluded.get(c)) / whole for c in cells
+    }
     likely = [c for c in cells if shares[c] >= DETOUR_SHARE]
     probes = probed(teacher, teacher_at)
     lacks, counted = detours(teacher, teacher_at, likely, unnamed | probes, top_k_only)
+    shares = {c: share * whole / (whole - counted) for c, share in shares.items()}
     whole -= counted
-    shares = {c: cell_mass(teacher, teacher_at, c, top_k_only) / whole for c in cells}
     student_lacks, counted = detours(student, at, likely, unnamed, None)
     student_whole = open_mass(student, at, None) - counted
     return Boundary(
         at=at,
         position=row,
-        student={c: cell_mass(student, at, c, None) / student_whole for c in cells},
+        student={
+            c: cell_mass(student, at, c, None, excluded.get(c)) / student_whole for c in cells
+        },
         teacher=shares,
         teacher_rest=1 - math.fsum(shares.values()),
         teacher_mass=min(1.0, whole),
@@ -168,21 +177,43 @@ def open_mass(side: Side, at: int, known: Vocabulary | None) -> float:
     return total
 
 
-def cell_mass(side: Side, at: int, cell: str, known: Vocabulary | None) -> float:
-    """The mass of the text since the first open row, continued with a string."""
+def cell_mass(
+    side: Side, at: int, cell: str, known: Vocabulary | None, excluded: str | None
+) -> float:
+    """The mass of the text since the first open row, continued with a string, but not with an
+    excluded one."""
     total = 0.0
     for row in open_rows(side, at, known):
-        prefix = side.text[side.starts[row] : at] + cell
-        mass = token_mass(side, row, lambda token, prefix=prefix: token.startswith(prefix))
-        total += path(side, at, row, known) * mass
+        begun = side.text[side.starts[row] : at]
+
+        def belongs(token: str, begun: str = begun) -> bool:
+            is_excluded = excluded is not None and token.startswith(begun + excluded)
+            return token.startswith(begun + cell) and not is_excluded
+
+        total += path(side, at, row, known) * token_mass(side, row, belongs)
     return total
 
 
-def detours(
-    side: Side, at: int, cells: Sequence[str], others: set[str], known: Vocabulary | None
-) -> tuple[tuple[set[str], float], float]:
-    """Cells that the tokenizer reaches over tokens that are neither realised nor mass of the cell,
-    the mass of these tokens, and of those that count as open."""
+def spells_whole(side: Side, at: int, text: str) -> bool:
+    """True if one token spells a text and perhaps what is before it, whatever follows."""
+    context = text_before(side, at)[0]
+    try:
+        (context + text).encode("latin-1").decode()
+    except UnicodeError:
+        return False
+    for after in CONTINUATIONS:
+        end = 0
+        for token in side.encode(context + text + after):
+            end += len(token)
+            if end > len(context):
+                break
+        if end < len(context) + len(text):
+            return False
+    return True
+
+
+def text_before(side: Side, at: int) -> tuple[str, int, int]:
+    """The text of a few tokens before a byte, their first row, and the covering row."""
     covering = side.covering(at)
     assert covering is not None
     first = covering + (side.starts[covering] < at)
@@ -192,7 +223,16 @@ def detours(
             break
         first -= 1
     start = side.starts[first] if first < len(side.starts) else at
-    context = side.text[start:at]
+    return side.text[start:at], first, covering
+
+
+def detours(
+    side: Side, at: int, cells: Sequence[str], others: set[str], known: Vocabulary | None
+) -> tuple[tuple[set[str], float], float]:
+    """Cells that the tokenizer reaches over tokens that are neither realised nor mass of the cell,
+    the mass of these tokens, and of those that count as open."""
+    context, first, covering = text_before(side, at)
+    start = at - len(context)
     end = side.end(covering) if side.starts[covering] < at else at
     rows_before = [r for r in range(first, len(side.starts)) if side.starts[r] < at]
     try:

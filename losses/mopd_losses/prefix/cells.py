@@ -4,6 +4,7 @@ A cell is a string that may follow a boundary. The cells of one boundary are pre
 are disjoint events of text for any tokenizers; everything else is one event, the rest.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -43,7 +44,11 @@ class Cells:
 
 
 def teacher_cells(
-    boundaries: Boundaries, topk: TopKLogprobs, cuts: Cuts, detours: Detours
+    boundaries: Boundaries,
+    topk: TopKLogprobs,
+    cuts: Cuts,
+    student_detours: Detours,
+    detours: Detours,
 ) -> Cells:
     """Build the cells that a teacher's top-k names, and the cell of the realised text.
 
@@ -53,7 +58,12 @@ def teacher_cells(
     rows = _TeacherRows.of(boundaries, topk)
     masses = _logsumexp(rows.paths + rows.masses(), rows.boundaries, len(boundaries))
     masses = np.maximum(masses, _EXCLUDED)
-    names = name_cells(rows.candidates(masses), boundaries, cuts)
+
+    def whole(texts: Mapping[int, str]) -> set[int]:
+        by_student = student_detours.whole(boundaries.student, boundaries.student_rows, texts)
+        return by_student & detours.whole(boundaries.teacher, boundaries.teacher_rows, texts)
+
+    names = name_cells(rows.candidates(masses), boundaries, cuts, whole)
     nats = rows.range_masses(names) - masses[names.boundaries]
     likely = nats >= np.log(DETOUR_SHARE)
     shorter = rows.shorter_tokens(boundaries.teacher)
@@ -177,13 +187,13 @@ class _TeacherRows:
         texts, boundaries = names.texts, names.boundaries
         bounds = list(pairwise([*self.first.tolist(), len(self.boundaries)]))
         numbers, rows, ranges = list[int](), list[int](), list[tuple[int, int]]()
-        for number, (text, boundary) in enumerate(zip(texts, boundaries.tolist(), strict=True)):
+        cells = zip(texts, names.excluded, boundaries.tolist(), strict=True)
+        for number, (text, excluded, boundary) in enumerate(cells):
             for row in range(*bounds[boundary]):
-                tokens = self.vocabulary.range_of(self.begun[row] + text)
-                if tokens.start < tokens.stop:
+                for tokens in self.vocabulary.ranges_of(self.begun[row], text, excluded):
                     numbers.append(number)
                     rows.append(row)
-                    ranges.append((tokens.start, tokens.stop))
+                    ranges.append(tokens)
         lowest, stops = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
         at = np.array(rows, dtype=np.int64)
         inside = (self.ranks[at] >= lowest[:, None]) & (self.ranks[at] < stops[:, None])

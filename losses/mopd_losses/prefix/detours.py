@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_losses.prefix.boundaries import Integers, OpenRows, TokenizedText
+from mopd_losses.prefix.cuts import CONTINUATIONS
 from mopd_losses.prefix.names import CellNames, is_text
 from mopd_losses.prefix.sorted_vocabulary import SortedVocabulary
 from mopd_protocol.tokenizers.token_table import TextEncoder
@@ -70,6 +71,7 @@ class Detours:
         self._encoder = encoder
         self._paths: dict[_Pair, list[int]] = {}
         self._crossings: dict[str, list[str]] = {}
+        self._wholes: dict[_Pair, bool] = {}
 
     def of(
         self,
@@ -114,6 +116,33 @@ class Detours:
         boundaries, at, ids = np.array(ordered, dtype=np.int64).reshape(-1, 3).T
         flags = np.array([counted[key] for key in ordered], dtype=np.bool_)
         return CellDetours(reached, boundaries, at, ids, flags)
+
+    def whole(self, text: TokenizedText, rows: OpenRows, texts: Mapping[int, str]) -> set[int]:
+        """Return the boundaries behind which one token spells a whole text, whatever follows it.
+
+        Args:
+            texts: boundary -> what follows the boundary.
+        """
+        contexts = {context.boundary: context.text for context in _contexts(text, rows)}
+        pairs = {number: (contexts[number], string) for number, string in texts.items()}
+        missing = [pair for pair in dict.fromkeys(pairs.values()) if pair not in self._wholes]
+        for context, string in missing:
+            self._wholes[context, string] = False
+        owners: list[_Pair] = []
+        strings: list[str] = []
+        for context, string in missing:
+            try:
+                decoded = (context + string).encode("latin-1").decode()
+            except UnicodeError:  # a control token, or half a character
+                continue
+            self._wholes[context, string] = True
+            owners += [(context, string)] * len(CONTINUATIONS)
+            strings += [decoded + continuation for continuation in CONTINUATIONS]
+        for owner, ids in zip(owners, self._encoder.encode_batch(strings), strict=True):
+            path = self._until_beyond(len(owner[0]), ids)
+            spelled = sum(len(self._vocabulary.strings[token]) for token in path)
+            self._wholes[owner] &= spelled >= len(owner[0]) + len(owner[1])
+        return {number for number, pair in pairs.items() if self._wholes[pair]}
 
     def _canonical(self, text: TokenizedText, contexts: set[_Context]) -> set[_Context]:
         """Select the contexts whose tokens are the tokenizer's. After others, which a student may

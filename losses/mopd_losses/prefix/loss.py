@@ -26,7 +26,9 @@ The teacher's top-k names the cells: each candidate, cut where the student's tok
 first token beyond ``o`` (``cuts``), so that one token of the student decides it. The realised
 tokens of both sides always share a cell. Of the named strings only those stay that begin with no
 other one: cells are prefix-free, hence disjoint events of text for any tokenizers, and two
-models that agree about text differ by nothing. A cell that a longer string of the teacher begins
+models that agree about text differ by nothing. One exception: if both tokenizers spell the realised
+text with one token, whatever follows, a shorter token (`` 1`` against `` 14``) begins other texts
+only; its cell then excludes the realised one. A cell that a longer string of the teacher begins
 with is distinguished at a later boundary, by the rows that are still open.
 
 **Other divisions of the same text.** A tokenizer that merges may divide the text before a boundary

@@ -1,5 +1,6 @@
 """``CellNames``: the strings that name the cells of each boundary."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,19 +11,28 @@ from mopd_losses.prefix.cuts import Cuts
 
 @dataclass(frozen=True, eq=False)
 class CellNames:
-    """Prefix-free strings at each boundary."""
+    """Strings at each boundary; prefix-free, but for a realised text inside a shorter cell, which
+    then excludes it."""
 
     texts: list[str]  # [cells]
     boundaries: Integers  # [cells], ascending
+    excluded: list[str]  # [cells], a text that is in another cell; "" for none
     unnamed: list[set[str]]  # [boundaries], likely candidates that no student token decides
 
 
-def name_cells(candidates: list[dict[str, bool]], boundaries: Boundaries, cuts: Cuts) -> CellNames:
+def name_cells(
+    candidates: list[dict[str, bool]],
+    boundaries: Boundaries,
+    cuts: Cuts,
+    whole: Callable[[Mapping[int, str]], set[int]],
+) -> CellNames:
     """Name the cells of every boundary: the realised text, and the candidates as far as one token
     of the student decides them.
 
     Args:
         candidates: [boundaries], what the teacher considers next, and whether it is likely.
+        whole: boundary -> its realised text, to the boundaries where either side's tokenizer spells
+            it with one token, whatever follows.
     """
     student, rows = boundaries.student.vocabulary, boundaries.student_rows
     begun = [rows.begun[index] for index in rows.last.tolist()]
@@ -39,8 +49,7 @@ def name_cells(candidates: list[dict[str, bool]], boundaries: Boundaries, cuts: 
         )
     ]
     cuts.prepare((begun[number], text) for number, texts in enumerate(uncertain) for text in texts)
-    cell_texts: list[str] = []
-    cell_boundaries: list[int] = []
+    cells: list[list[str]] = []
     unnamed: list[set[str]] = []
     for number, (texts, realised) in enumerate(zip(candidates, boundaries.realised, strict=True)):
         lengths = {text: cuts.of(begun[number], text) for text in uncertain[number]}
@@ -48,10 +57,24 @@ def name_cells(candidates: list[dict[str, bool]], boundaries: Boundaries, cuts: 
         # The realised tokens of both sides always share a cell.
         named = {realised} | (texts.keys() - uncertain[number])
         named |= {text[:length] for text, length in lengths.items() if length}
-        cells = _prefix_free(named)
-        cell_texts += cells
-        cell_boundaries += [number] * len(cells)
-    return CellNames(cell_texts, np.array(cell_boundaries, dtype=np.int64), unnamed)
+        cells.append(_prefix_free(named))
+    # Of a text that one token spells, a shorter token is the beginning of other texts only.
+    realised = boundaries.realised
+    hidden = {n: realised[n] for n, texts in enumerate(cells) if realised[n] not in texts}
+    separate = whole(hidden)
+    excluded: list[str] = []
+    for number, texts in enumerate(cells):
+        longer = realised[number] if number in separate else ""
+        excluded += [longer if longer.startswith(text) else "" for text in texts]
+        if longer:
+            texts.append(longer)
+            excluded.append("")
+    return CellNames(
+        texts=[text for texts in cells for text in texts],
+        boundaries=np.repeat(np.arange(len(cells)), [len(texts) for texts in cells]),
+        excluded=excluded,
+        unnamed=unnamed,
+    )
 
 
 def is_text(string: str) -> bool:

@@ -51,7 +51,9 @@ class Preparation:
             teacher = TokenizedText.of(self._teacher, comparison.score.completion, controls)
             boundaries = boundaries_of(student, teacher)
             topk = comparison.score.topk
-            cells = teacher_cells(boundaries, topk, self._cuts, self._teacher_detours)
+            cells = teacher_cells(
+                boundaries, topk, self._cuts, self._student_detours, self._teacher_detours
+            )
             rows = boundaries.student_rows
             detours = self._student_detours.of(student, rows, cells.names, cells.likely)
             parts.add(student, rows, cells, detours, offset)
@@ -184,15 +186,13 @@ def _student_ranges(
     first, last, begun = rows.first.tolist(), rows.last.tolist(), rows.begun
     read, at = list[int](), list[int]()
     ranges: list[tuple[int, int]] = []
-    for cell, (text, boundary) in enumerate(
-        zip(names.texts, names.boundaries.tolist(), strict=True)
-    ):
+    cells = zip(names.texts, names.excluded, names.boundaries.tolist(), strict=True)
+    for cell, (text, excluded, boundary) in enumerate(cells):
         for row in range(first[boundary], last[boundary] + 1):
-            start, _, stop = vocabulary.range_of(begun[row] + text)
-            if start < stop:
+            for tokens in vocabulary.ranges_of(begun[row], text, excluded):
                 read.append(cell)
                 at.append(row)
-                ranges.append((start, stop))
+                ranges.append(tokens)
     return read, at, np.array(ranges, dtype=np.int64).reshape(-1, 2)
 
 

@@ -75,6 +75,19 @@ class SortedVocabulary:
         tokens = self.range_of(prefix)
         return tokens.start < tokens.stop
 
+    def ranges_of(self, begun: str, text: str, excluded: str) -> list[tuple[int, int]]:
+        """Return the ranks of all tokens that begin with ``begun`` and ``text``.
+
+        Args:
+            excluded: a longer text; tokens that begin with it do not belong to the ranges.
+        """
+        tokens = self.range_of(begun + text)
+        parts = [(tokens.start, tokens.stop)]
+        if excluded:
+            inner = self.range_of(begun + excluded)
+            parts = [(tokens.start, inner.start), (inner.stop, tokens.stop)]
+        return [(start, stop) for start, stop in parts if start < stop]
+
     def range_of(self, prefix: str) -> PrefixRange:
         """Return the ranks of all tokens that begin with ``prefix``."""
         cached = self._ranges.get(prefix)

@@ -132,3 +132,23 @@ def test_a_covering_token_counts_the_mass_of_ending_at_the_boundary_as_rest() ->
     assert targets.cells[1].exp().sum().item() == pytest.approx(0.6 / 0.9)
     assert targets.rests[1].exp().item() == pytest.approx(0.3 / 0.9)
     assert targets.path_masses[1].item() == pytest.approx(0.9)
+
+
+@every_divergence
+def test_a_shorter_token_than_the_realised_one_is_another_text(divergence: str) -> None:
+    # The teacher writes "1" and "14" behind a space as " 1" and " |14": " 1" excludes "14".
+    student, teacher = Tongue.of("14", by_merges=True), Tongue.of("14", " 1", by_merges=True)
+    assert teacher.tokenize(" 14") == [" ", "14"]
+    pair, comparison = of_rows(
+        student, teacher, " 14", [{" 1": 0.9, " ": 0.1}, {"14": 1.0}, {END: 1.0}]
+    )
+    logits = torch.full((3, student.family.logit_width), -12.0, dtype=torch.float64)
+    logits[0, student.ids([" "])] = 0.0
+    logits[1, student.ids(["14", "1"])] = torch.tensor([0.0, -3.0], dtype=torch.float64)
+    logits[2, student.ids([END])] = 0.0
+    logits.requires_grad_()
+    output = pair.value(logits, pair.targets([comparison]), divergence=divergence)
+    output.per_token.sum().backward()
+    assert logits.grad is not None
+    longer, shorter = logits.grad[1, student.ids(["14", "1"])].tolist()
+    assert shorter < -1e-2 < 1e-2 < longer
