@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mopd_protocol.errors import ConfigError, MissingPackageError
 from mopd_protocol.request_tokenizer import RequestTokenizer
+from mopd_protocol.tokenizers.pretrained import load_exact
 
 _FILE = "tokenizer.json"
 
@@ -37,8 +38,11 @@ def load_tokenizer(source: str, revision: str | None = None) -> RequestTokenizer
             key="transformers",
         ) from error
     try:
-        chat: object = AutoTokenizer.from_pretrained(
-            str(folder) if folder.is_dir() else source, revision=revision
+        chat: object = load_exact(
+            AutoTokenizer.from_pretrained,
+            PreTrainedTokenizerFast.from_pretrained,
+            str(folder) if folder.is_dir() else source,
+            revision=revision,
         )
     except Exception as error:  # the tokenizers library raises bare Exception
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.request_tokenizer import RequestTokenizer
+from mopd_protocol.tokenizers.pretrained import load_exact
 from mopd_server.engines.base import first_line
 from mopd_server.settings import TeacherSettings
 
@@ -48,8 +49,12 @@ def load_tokenizer(settings: TeacherSettings) -> PreTrainedTokenizerFast:
     model = settings.model
     _require_model(model)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            model, revision=settings.revision, trust_remote_code=settings.trust_remote_code
+        tokenizer: PreTrainedTokenizerBase = load_exact(
+            AutoTokenizer.from_pretrained,
+            PreTrainedTokenizerFast.from_pretrained,
+            model,
+            revision=settings.revision,
+            trust_remote_code=settings.trust_remote_code,
         )
     except Exception as error:  # the tokenizers library raises the base class
         raise ConfigError(

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from mopd_client.sync import SyncTeacherClient
 from mopd_client.teacher_client import ClientOptions
 from mopd_protocol.errors import ConfigError, TokenizerError
+from mopd_protocol.tokenizers.pretrained import load_exact
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenRoles, TokenTable, control_tokens
 from mopd_protocol.tokenizers.tokenizer_file import tokenizer_json
 from mopd_protocol.tokenizers.tokenizer_roles import roles_of
@@ -119,10 +120,12 @@ def _load_file(path: Path) -> NamedTokenizer:
 
 def _load_model_tokenizer(name: str, model: str) -> NamedTokenizer:
     from jinja2 import TemplateError
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        tokenizer: Any = load_exact(
+            AutoTokenizer.from_pretrained, PreTrainedTokenizerFast.from_pretrained, model
+        )
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{name}: loading the tokenizer failed: {reason}", key=name) from error

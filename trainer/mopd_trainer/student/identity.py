@@ -15,10 +15,12 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 
 from mopd_protocol.errors import ConfigError, DataError, MopdError
 from mopd_protocol.samples import Message
+from mopd_protocol.tokenizers.pretrained import load_exact
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable, control_tokens
 from mopd_protocol.tokenizers.tokenizer_file import tokenizer_json
 from mopd_protocol.tokenizers.tokenizer_roles import roles_of
@@ -143,7 +145,12 @@ def load_tokenizer(config: StudentConfig) -> PreTrainedTokenizerBase:
             key="student.model",
         )
     with explained(config):
-        tokenizer: Any = AutoTokenizer.from_pretrained(config.model, **source(config))
+        tokenizer: Any = load_exact(
+            AutoTokenizer.from_pretrained,
+            PreTrainedTokenizerFast.from_pretrained,
+            config.model,
+            **source(config),
+        )
     if not tokenizer.is_fast:
         raise ConfigError(
             f"student.model: {config.model!r} has a slow tokenizer (expected a tokenizer.json)",

@@ -71,9 +71,9 @@ def gather_with_tail(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> 
     token = logprobs.gather(-1, columns)
     top, ids = logprobs.topk(max(num_logprobs - 1, 0), dim=-1)
     tail = logprobs.scatter_(-1, ids, -torch.inf).logsumexp(dim=-1, keepdim=True)
-    absent = torch.full_like(columns, ABSENT_ID)
+    missing = torch.full_like(columns, ABSENT_ID)
     return LogprobsTensors(
-        torch.cat((columns, ids, absent), dim=1).to(torch.int32),
+        torch.cat((columns, ids, missing), dim=1).to(torch.int32),
         torch.cat((token, top, tail), dim=1),
         torch.zeros(len(columns), dtype=torch.int64, device=logprobs.device),
     )
