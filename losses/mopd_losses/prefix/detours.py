@@ -70,7 +70,7 @@ class Detours:
         self._vocabulary = vocabulary
         self._encoder = encoder
         self._paths: dict[_Pair, list[int]] = {}
-        self._crossings: dict[str, list[str]] = {}
+        self._crossings: dict[_Pair, bool] = {}
         self._wholes: dict[_Pair, bool] = {}
 
     def of(
@@ -97,19 +97,20 @@ class Detours:
             strings = {*names.unnamed[context.boundary], *probes}
             sought += [(context, None, string) for string in strings]
         self._prepare({(context.text, string) for context, _, string in sought})
-        detours: list[tuple[_Context, int | None, _Detour]] = []
+        detours: list[tuple[int, int | None, _Detour]] = []
         for context, cell, string in sought:
             path = self._paths[context.text, string]
             detour = self._detour(text, context, string, path) if path else None
             # The mass of a candidate in the rest is there anyway if it is counted.
             if detour is not None and not (cell is None and detour.counted):
-                detours.append((context, cell, detour))
-        canonical = self._canonical(text, {context for context, _, _ in detours})
+                detours.append((context.boundary, cell, detour))
+        numbers = sorted({boundary for boundary, _, _ in detours})
+        canonical = self._canonical(text, [contexts[number] for number in numbers])
         reached = np.zeros(len(names.texts), dtype=np.bool_)
         counted: dict[tuple[int, int, int], bool] = {}
-        for context, cell, detour in detours:
-            if context in canonical:
-                counted[context.boundary, detour.row, detour.token] = detour.counted
+        for boundary, cell, detour in detours:
+            if boundary in canonical:
+                counted[boundary, detour.row, detour.token] = detour.counted
                 if cell is not None:
                     reached[cell] = True
         ordered = sorted(counted)
@@ -144,9 +145,11 @@ class Detours:
             self._wholes[owner] &= spelled >= len(owner[0]) + len(owner[1])
         return {number for number, pair in pairs.items() if self._wholes[pair]}
 
-    def _canonical(self, text: TokenizedText, contexts: set[_Context]) -> set[_Context]:
-        """Select the contexts whose tokens are the tokenizer's. After others, which a student may
-        sample, most of the mass of the text is on the tokenizer's path: nothing would be compared.
+    def _canonical(self, text: TokenizedText, contexts: list[_Context]) -> set[int]:
+        """Return the boundaries of contexts whose tokens are the tokenizer's.
+
+        After others, which a student may sample, most of the mass of the text is on the tokenizer's
+        path: nothing would be compared.
         """
         texts: dict[_Context, str] = {}
         for context in contexts:
@@ -160,7 +163,7 @@ class Detours:
                 continue
         encoded = self._encoder.encode_batch(list(texts.values()))
         return {
-            context
+            context.boundary
             for context, ids in zip(texts, encoded, strict=True)
             if text.ids[context.first_row : context.first_row + len(ids)] == ids
         }
@@ -187,15 +190,14 @@ class Detours:
             return len(cell) > 1
         if not is_text(cell):
             return True
-        crossings = self._crossings.get(context)
-        if crossings is None:
+        crosses = self._crossings.get((context, cell[0]))
+        if crosses is None:
             if len(self._crossings) >= _CACHED:
                 self._crossings.clear()
-            tails = (context[start:] for start in range(len(context)))
-            ranges = ((tail, self._vocabulary.range_of(tail)) for tail in tails)
-            crossings = [tail for tail, tokens in ranges if tokens.longer < tokens.stop]
-            self._crossings[context] = crossings
-        return any(self._vocabulary.covers(tail + cell[0]) for tail in crossings)
+            begun = context + cell[0]
+            crosses = any(self._vocabulary.covers(begun[at:]) for at in range(len(context)))
+            self._crossings[context, cell[0]] = crosses
+        return crosses
 
     def _prepare(self, pairs: set[_Pair]) -> None:
         """Compute the tokens of these pairs, with one call of the tokenizer."""
@@ -209,12 +211,11 @@ class Detours:
             self._paths[context, cell] = []
             # A control token is never merged with the text before it.
             before = context + cell if is_text(cell) else context
-            try:
-                text = before.encode("latin-1").decode()
-            except UnicodeDecodeError:  # half a character
-                continue
             if self._is_possible(context, cell):
-                texts.append(text)
+                try:
+                    texts.append(before.encode("latin-1").decode())
+                except UnicodeDecodeError:  # half a character
+                    continue
                 owners.append((context, cell))
         for owner, ids in zip(owners, self._encoder.encode_batch(texts), strict=True):
             self._paths[owner] = self._until_beyond(len(owner[0]), ids)
