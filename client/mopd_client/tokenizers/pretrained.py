@@ -25,7 +25,7 @@ def load_tokenizer(source: str, revision: str | None = None) -> RequestTokenizer
         # Without a tokenizer.json, transformers would make an empty tokenizer of the model's type.
         if not (folder / _FILE).is_file():
             raise ConfigError(f"{_FILE} not found in {source!r}", key="tokenizer")
-    elif folder.is_absolute() or source.startswith((".", "~")) or len(folder.parts) != 2:
+    elif folder.is_absolute() or source.startswith((".", "~")) or len(folder.parts) > 2:
         raise ConfigError(
             f"tokenizer folder {source!r} not found (expected a folder or a hub id)",
             key="tokenizer",

@@ -5,17 +5,14 @@ import re
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
 from mopd_client.sync import SyncTeacherClient
 from mopd_client.teacher_client import ClientOptions
+from mopd_client.tokenizers.pretrained import load_tokenizer as pretrained_tokenizer
 from mopd_protocol.errors import ConfigError, TokenizerError
-from mopd_protocol.tokenizers.pretrained import load_exact
-from mopd_protocol.tokenizers.token_table import TextEncoder, TokenRoles, TokenTable, control_tokens
-from mopd_protocol.tokenizers.tokenizer_file import tokenizer_json
-from mopd_protocol.tokenizers.tokenizer_roles import roles_of
+from mopd_protocol.tokenizers.token_table import TextEncoder, TokenRoles, TokenTable
 
 _FILES = ("tokenizer.json", "tokenizer_config.json")
 #: ``owner/name`` or a name, but no file name.
@@ -119,30 +116,11 @@ def _load_file(path: Path) -> NamedTokenizer:
 
 
 def _load_model_tokenizer(name: str, model: str) -> NamedTokenizer:
-    from jinja2 import TemplateError
-    from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import AutoConfig
 
-    try:
-        tokenizer: Any = load_exact(
-            AutoTokenizer.from_pretrained, PreTrainedTokenizerFast.from_pretrained, model
-        )
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{name}: loading the tokenizer failed: {reason}", key=name) from error
-    if not tokenizer.is_fast:
-        raise TokenizerError(f"{name}: slow tokenizer, expected a tokenizer.json", key=name)
-    backend: Tokenizer = tokenizer.backend_tokenizer
-    description = tokenizer_json(backend)
-    try:
-        roles = roles_of(tokenizer, control_tokens(description))
-    except TemplateError as error:
-        raise TokenizerError(
-            f"{name}: the chat template cannot render a user and an assistant message: {error}",
-            key=name,
-        ) from error
-    table = TokenTable.from_json(description, roles)
+    pretrained = pretrained_tokenizer(model)
     try:
         width: int = AutoConfig.from_pretrained(model).get_text_config().vocab_size
     except (OSError, ValueError):  # a tokenizer without a model
-        width = table.size
-    return NamedTokenizer(name, table, TextEncoder(backend, table), width)
+        width = pretrained.table.size
+    return NamedTokenizer(name, pretrained.table, pretrained.encoder, width)
