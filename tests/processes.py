@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,3 +127,37 @@ def _run(
         before()
     sys.argv = line
     runpy.run_module(line[0], run_name="__main__", alter_sys=True)
+
+
+@contextmanager
+def interpreter(
+    module: str, *arguments: str, **environment: str
+) -> Iterator["subprocess.Popen[str]"]:
+    """A fresh interpreter with its output in one pipe, for programs that must not be forked.
+
+    The process is killed at the end.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment},
+        cwd=ROOT,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def line_with(process: "subprocess.Popen[str]", text: str) -> str:
+    """Wait for a line of the process's output with ``text``, and return it."""
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return line
+    raise AssertionError(f"the process exited without {text!r}:\n{''.join(lines)}")

@@ -20,6 +20,7 @@ from mopd_server.main import main, parser, settings_of
 from mopd_server.process import serving
 from mopd_server.settings import ListenSettings, TeacherSettings
 from tests import tiny_models
+from tests.processes import interpreter, line_with
 
 HEAVY = ("torch", "transformers", "fastapi", "pydantic", "numpy", "uvicorn")
 
@@ -157,17 +158,6 @@ def test_port_in_use_is_detected_before_the_model_is_loaded(
     assert f"127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
 
 
-def line_with(process: "subprocess.Popen[str]", text: str) -> str:
-    """Wait for a line of the process's output with ``text``, and return it."""
-    assert process.stdout is not None
-    lines: list[str] = []
-    for line in process.stdout:
-        lines.append(line)
-        if text in line:
-            return line
-    raise AssertionError(f"the process exited without {text!r}:\n{''.join(lines)}")
-
-
 def test_signal_delivered_to_another_thread_is_handled() -> None:
     """Python runs handlers in the main thread, which may be blocked at that time."""
     events: Any = queue.SimpleQueue()
@@ -199,21 +189,9 @@ def test_process_serves_and_exits_cleanly_on_sigterm(model_folder: Path, tmp_pat
     )
     gate = tmp_path / "gate"
     os.mkfifo(gate)
-    process = subprocess.Popen(
-        # The same command, with an engine that blocks at a gate if top_k is 19.
-        [sys.executable, "-m", "tests.survival.unlucky_teacher", *command.split()],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "ENGINE_WAITS_FOR": str(gate),
-        },
-        cwd=Path(__file__).parents[2],
-    )
-    try:
+    # The same command, with an engine that blocks at a gate if top_k is 19.
+    program = ["tests.survival.unlucky_teacher", *command.split()]
+    with interpreter(*program, ENGINE_WAITS_FOR=str(gate)) as process:
         assert "'math'" in line_with(process, "mopd teacher")
         assert "1 API keys" in line_with(process, "access")
         address = line_with(process, "address").split()[1]
@@ -239,6 +217,3 @@ def test_process_serves_and_exits_cleanly_on_sigterm(model_folder: Path, tmp_pat
             assert len(decode_json(response.json()).scores) == 6
         line_with(process, "stopped by SIGTERM")
         assert process.wait(timeout=600) == 0
-    finally:
-        process.kill()
-        process.wait()

@@ -1,8 +1,5 @@
 """A stock vLLM server and a mopd service return the same scores of one model."""
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +20,7 @@ from mopd_protocol.samples import Message
 from mopd_server.app import create_app
 from tests import tiny_models
 from tests.ports import free_port
+from tests.processes import interpreter, line_with
 from tests.server.tiny_teachers import teacher_of
 from tests.vllm_marks import needs_vllm
 
@@ -73,40 +71,14 @@ def url(folder: Path) -> Iterator[str]:
         f"--model {folder} --served-model-name tiny --host 127.0.0.1 --port {port} "
         f"--dtype float32 --enforce-eager --max-model-len 128 --max-logprobs {TOP_K}"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options.split()],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={
-            **os.environ,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-        },
-    )
-    try:
-        _read_until(process, "Application startup complete")
+    server = ["vllm.entrypoints.openai.api_server", *options.split()]
+    with interpreter(*server, VLLM_CPU_KVCACHE_SPACE="1") as process:
+        line_with(process, "Application startup complete")
+        assert process.stdout is not None
+        threading.Thread(target=process.stdout.read, daemon=True).start()  # or the pipe fills
         yield f"http://127.0.0.1:{port}"
-    finally:
         process.terminate()
-        try:
-            process.wait(timeout=120)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _read_until(process: "subprocess.Popen[str]", text: str) -> None:
-    """Wait for this text in the output, and drain the rest in a thread."""
-    assert process.stdout is not None
-    read: list[str] = []
-    for line in process.stdout:
-        read.append(line)
-        if text in line:
-            threading.Thread(target=process.stdout.read, daemon=True).start()
-            return
-    raise AssertionError("vLLM did not start:\n" + "".join(read[-30:]))
+        process.wait(timeout=120)
 
 
 def stock(url: str, tokenizer: Path, **settings: Any) -> TeacherClient:

@@ -1,16 +1,14 @@
 """Test of a teacher process with vLLM, from its start to the exit of all its processes."""
 
-import os
 import signal
-import subprocess
-import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.processes import interpreter, line_with
 from tests.server.engines.vllm.test_engine import model_folder
-from tests.server.test_main import line_with
 from tests.vllm_marks import needs_vllm
 
 pytestmark = needs_vllm
@@ -24,20 +22,10 @@ def test_vllm_teacher_serves_and_exits_with_all_its_processes(
 ) -> None:
     psutil = pytest.importorskip("psutil", reason="comes with vLLM")
     command = f"serve {model_folder} --engine vllm --name math --port 0 --max-batch-tokens 64"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mopd_server.main", *command.split()],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-        },
-    )
-    children = []
-    try:
+    with ExitStack() as stack:
+        process = stack.enter_context(
+            interpreter("mopd_server.main", *command.split(), VLLM_CPU_KVCACHE_SPACE="1")
+        )
         assert "per step" in line_with(process, "limits: 64 tokens")
         address = line_with(process, "address").split()[1]
         line_with(process, "'math' is ready")
@@ -47,14 +35,9 @@ def test_vllm_teacher_serves_and_exits_with_all_its_processes(
             assert response.status_code == 200, response.text
             assert client.get("/v1/manifest").json()["engine"] == "vllm"
         children = psutil.Process(process.pid).children(recursive=True)
+        stack.callback(lambda: [child.kill() for child in children if child.is_running()])
         assert any("EngineCore" in child.name() for child in children)
         process.send_signal(number)
         assert process.wait(timeout=600) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
         _, alive = psutil.wait_procs(children, timeout=600)
         assert not alive
-    finally:
-        process.kill()
-        process.wait()
-        for child in children:
-            if child.is_running():
-                child.kill()
