@@ -109,7 +109,7 @@ def test_text_of_a_control_token_remains_text(qwen: RequestTokenizer, text: str)
 
 
 def test_control_tokens_are_inserted_between_texts(qwen: RequestTokenizer) -> None:
-    parts = ["12", {"control": "<|user|>"}, " the", " fox"]
+    parts = ["12", {"control": "<|user|>"}, " th", "e fox"]
     completion = tokenize(qwen, completion=parts).completion
     control = qwen.table.controls["<|user|>"]
     position = completion.token_ids.tolist().index(control)
