@@ -7,7 +7,7 @@ import numpy as np
 from mopd_losses.alignment.byte_alignment import align, identity_alignment
 from mopd_losses.build import build_loss
 from mopd_losses.config import CtkdConfig, TopKKlConfig
-from mopd_losses.core.loss import Loss
+from mopd_losses.core.loss import AlignedPair, Loss
 from mopd_protocol.request_tokenizer import TeacherTokenizer
 from mopd_protocol.samples import Rollout, TeacherScore
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
@@ -77,3 +77,9 @@ def _aligned_score(name: str, weight: float, rollout: Rollout, seed: int) -> Ali
         alignment = align(view.completion, completion)
     topk = topk_of(completion, own.present.nonzero()[0].tolist(), seed)
     return AlignedScore(name, weight, view, TeacherScore("m" * 32, completion, topk), alignment)
+
+
+def aligned_pair(item: TrainingExample, score: AlignedScore) -> AlignedPair:
+    """One teacher's score of a completion, as losses read it."""
+    completion = score.teacher_input.completion
+    return AlignedPair(completion, item.rollout.sampled_logprobs, score.score, score.alignment)

@@ -20,7 +20,6 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from mopd_losses.core.compared_tokens import compared_positions
 from mopd_losses.core.loss import AlignedPair, Loss, LossOutput, Targets
 from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.core.targets import RowTargets
@@ -59,7 +58,10 @@ class ValidTextTargets:
 
 @dataclass(frozen=True, eq=False)
 class ValidTextLoss:
-    """Another loss, plus ``-ln(1 - p)`` at tokens that make the text invalid: a ``Loss``."""
+    """Another loss, plus ``-ln(1 - p)`` at tokens that make the text invalid: a ``Loss``.
+
+    These tokens do not count as compared: no score of the teacher enters their value.
+    """
 
     inner: Loss
 
@@ -87,7 +89,7 @@ class ValidTextLoss:
         values = -torch.log(-torch.expm1(logprobs.clamp_max(math.log1p(-TAIL_MARGIN))))
         return LossOutput(
             output.per_token.index_add(0, positions, values),
-            torch.maximum(output.compared, compared_positions(student, positions)),
+            output.compared,
             output.measured,
         )
 

@@ -98,5 +98,6 @@ def test_a_cross_tokenizer_loss_trains_an_invalid_token_down(config: object) -> 
     assert difference[[0, 1, 3]].abs().max() == 0
     (gradient,) = torch.autograd.grad(difference.sum(), logits)
     assert gradient[2, student.ids(["b"])].item() > 0.01
-    assert outputs[0].compared[2] == 1
-    assert loss(DenseRows(logits[3:], PAIR.real_ids), targets.between(3, 4)).compared.sum() <= 1
+    assert torch.equal(outputs[0].compared, outputs[1].compared)
+    part = loss(DenseRows(logits[2:3], PAIR.real_ids), targets.between(2, 3))
+    assert part.per_token[0] >= difference[2]

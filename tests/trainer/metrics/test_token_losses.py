@@ -10,13 +10,12 @@ import torch
 
 from mopd_losses.core.loss import LossOutput
 from mopd_losses.core.student_rows import DenseRows
-from mopd_losses.topk.topk_targets import topk_targets
 from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.data.packing import pack
 from mopd_trainer.metrics.token_losses import TokenLosses, rounded, token_losses
 from mopd_trainer.run_folder.journal import COMPLETIONS, Journal
 from mopd_trainer.student.student import Student
-from tests.trainer.scored_examples import example, losses_for
+from tests.trainer.scored_examples import aligned_pair, example, losses_for
 from tests.trainer.students import ids_of, rollout
 from tests.trainer.training.test_learner import double_student, examples, learner_of
 
@@ -33,8 +32,9 @@ def by_hand(student: Student, item: TrainingExample) -> dict[str, list[float]]:
     ]
     expected: dict[str, list[float]] = {}
     for score in item.scores:
-        targets = topk_targets(score.alignment, score.score.topk)
-        values = losses[score.teacher](DenseRows(torch.stack(rows), real_ids), targets)
+        loss = losses[score.teacher]
+        targets = loss.targets([aligned_pair(item, score)], [0])
+        values = loss(DenseRows(torch.stack(rows), real_ids), targets)
         starts = set(score.alignment.student_starts.tolist())
         expected[score.teacher] = [
             value if token in starts else math.nan

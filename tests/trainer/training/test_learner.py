@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mopd_losses.core.loss import LossOutput
 from mopd_losses.core.student_rows import DenseRows, StudentLogprobs
-from mopd_losses.topk.topk_targets import TopKTargets, topk_targets
+from mopd_losses.topk.topk_targets import TopKTargets
 from mopd_protocol.errors import TrainingError
 from mopd_trainer.config.run import StudentConfig
 from mopd_trainer.data.examples import TrainingExample
@@ -20,7 +20,7 @@ from mopd_trainer.metrics.step_metrics import LossMeasurements, Metrics
 from mopd_trainer.student.student import Student
 from mopd_trainer.training.learner import Learner, learning_rate
 from mopd_trainer.training.update_guard import UpdateGuard
-from tests.trainer.scored_examples import example, losses_for
+from tests.trainer.scored_examples import aligned_pair, example, losses_for
 from tests.trainer.students import CPU, ids_of, model_of, rollout, student_of, tokenizer
 
 TEACHER_WEIGHTS = {"math": 1.0, "code": 2.5}
@@ -112,9 +112,9 @@ def slow_loss(student: Student, chosen: list[TrainingExample]) -> tuple[Tensor, 
             for row in range(len(ids))
         ]
         for aligned_score in item.scores:
-            targets = topk_targets(aligned_score.alignment, aligned_score.score.topk)
+            loss = losses[aligned_score.teacher]
             student_rows = DenseRows(torch.stack(rows), real_ids)
-            output = losses[aligned_score.teacher](student_rows, targets)
+            output = loss(student_rows, loss.targets([aligned_pair(item, aligned_score)], [0]))
             weight = aligned_score.weight * TEACHER_WEIGHTS[aligned_score.teacher]
             total = total + weight * output.per_token.sum()
             compared += aligned_score.weight * len(aligned_score.alignment)

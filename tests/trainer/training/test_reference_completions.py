@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mopd_losses.core.student_rows import DenseRows
-from mopd_losses.topk.topk_targets import topk_targets
 from mopd_protocol.errors import DataError
 from mopd_trainer.config.run import StudentConfig
 from mopd_trainer.data.examples import TrainingExample
@@ -18,7 +17,7 @@ from mopd_trainer.metrics.step_metrics import LossMeasurements, Metrics
 from mopd_trainer.student.student import Student
 from mopd_trainer.training.learner import Learner
 from tests.reference.mixture import cross_entropy, token_costs
-from tests.trainer.scored_examples import example, losses_for
+from tests.trainer.scored_examples import aligned_pair, example, losses_for
 from tests.trainer.students import CPU, ids_of, model_of, rollout, tokenizer
 
 TEACHER_WEIGHTS = {"math": 1.0, "code": 2.5}
@@ -109,8 +108,9 @@ def slow_step(chosen: list[TrainingExample], weight: float) -> tuple[float, list
         rows = torch.stack([student.model(context).logits[0, -1] for context in contexts])
         distilled = None
         for aligned_score in item.scores:
-            targets = topk_targets(aligned_score.alignment, aligned_score.score.topk)
-            output = losses[aligned_score.teacher](DenseRows(rows, real_ids), targets)
+            loss = losses[aligned_score.teacher]
+            targets = loss.targets([aligned_pair(item, aligned_score)], [0])
+            output = loss(DenseRows(rows, real_ids), targets)
             share = aligned_score.weight * TEACHER_WEIGHTS[aligned_score.teacher] * output.per_token
             distilled = share if distilled is None else distilled + share
         is_reference = item.rollout.sampled_logprobs is None
