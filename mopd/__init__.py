@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mopd_client import SyncTeacherClient as TeacherClient
     from mopd_client import TeacherPool
     from mopd_losses import build_loss
-    from mopd_trainer import align, check, evaluate, report, train
+    from mopd_trainer import align, check, doctor, evaluate, report, train
     from mopd_trainer import load_run as load_config
 
     __version__: str
@@ -37,6 +37,7 @@ __all__ = [
     "align",
     "build_loss",
     "check",
+    "doctor",
     "evaluate",
     "load_config",
     "report",

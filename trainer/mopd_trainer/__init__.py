@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from mopd_protocol.runtime.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from mopd_trainer.api import check, evaluate, report, train
+    from mopd_trainer.api import check, doctor, evaluate, report, train
     from mopd_trainer.collection import collect
     from mopd_trainer.config.evaluation import EvaluationConfig, EvaluationSetConfig
     from mopd_trainer.config.loading import load_run
@@ -54,6 +54,7 @@ __all__ = [
     "check",
     "collect",
     "connect_teachers",
+    "doctor",
     "evaluate",
     "evaluate_set",
     "load_run",

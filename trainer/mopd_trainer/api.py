@@ -5,7 +5,7 @@ before torch is loaded.
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +16,7 @@ from mopd_protocol.errors import MissingPackageError
 if TYPE_CHECKING:
     from mopd_protocol.samples import Prompt
     from mopd_trainer.config.run import RunConfig
+    from mopd_trainer.diagnostics.finding import Finding
 
 T = TypeVar("T")
 
@@ -106,6 +107,39 @@ def evaluate(
 
     make_console()
     return _wait(evaluate_model(str(model), config))
+
+
+def doctor(
+    run: "str | Path | RunConfig",
+    overrides: Sequence[str] = (),
+    *,
+    show: "Callable[[Finding], object] | None" = None,
+    **settings: Any,
+) -> "list[Finding]":
+    """Check a run with its models and teachers, in about a minute; nothing is trained.
+
+    Args:
+        run: as in ``train``, also ``overrides`` and ``settings``.
+        show: called with each finding as it is measured.
+
+    Raises:
+        MopdError: for invalid settings or data, and if the student cannot be loaded.
+    """
+    config, prompts = _load(run, overrides, settings)
+    from mopd_trainer.diagnostics.examination import examine
+    from mopd_trainer.reporting.console import make_console
+
+    make_console()
+
+    async def collect() -> "list[Finding]":
+        findings: list[Finding] = []
+        async for finding in examine(config, prompts):
+            findings.append(finding)
+            if show is not None:
+                show(finding)
+        return findings
+
+    return _wait(collect())
 
 
 def report(run_folder: str | Path) -> Path:

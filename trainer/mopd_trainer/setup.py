@@ -182,7 +182,7 @@ def _learner(
     weights: dict[str, float] = {}
     if inputs is not None:
         for name, teacher in inputs.teachers.items():
-            losses[name] = _loss(teacher, student, local_teachers, inputs.projections)
+            losses[name] = teacher_loss(teacher, student, local_teachers, inputs.projections)
             weights[name] = teacher.config.weight
     losses, weights = student.ranks.broadcast((losses, weights))
     return Learner(
@@ -195,9 +195,10 @@ def _learner(
     )
 
 
-def _loss(
+def teacher_loss(
     teacher: Teacher, student: Student, local_teachers: LocalTeachers, cache: ProjectionCache
 ) -> Loss:
+    """Build the loss of a teacher."""
     settings = teacher.config
     if settings.support == "full":
         assert isinstance(settings.loss, TopKKlConfig)  # checked with the settings

@@ -8,13 +8,14 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
 from mopd_protocol.errors import MopdError
-from mopd_trainer.cli import align, projection, results, run
+from mopd_trainer.cli import align, doctor, projection, results, run
 from mopd_trainer.interruption import Interrupted
 
 EXAMPLES = """\
 examples:
   mopd demo                                  the complete path on tiny models, on a CPU, in minutes
   mopd check run.yaml                        validate a run and print the resolved plan
+  mopd doctor run.yaml                       a minute of checks before a long run
   mopd train run.yaml                        train, save checkpoints and a Hugging Face folder
   mopd train run.yaml max_steps=10 teachers.math.top_k=32
   mopd train run.yaml resume_from_checkpoint=true
@@ -74,6 +75,7 @@ def _parser(extend: Callable[[AddCommand], None] | None) -> argparse.ArgumentPar
     parser.add_argument("--verbose", action="store_true", help="log at level DEBUG")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     run.add_parsers(commands)
+    doctor.add_parser(commands)
     results.add_parsers(commands)
     if extend is not None:
         extend(commands.add_parser)

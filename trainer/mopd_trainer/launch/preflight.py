@@ -7,11 +7,13 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 from mopd_losses.projection.cache import ProjectionCache
+from mopd_protocol.errors import ConfigError
 from mopd_protocol.samples import Prompt
 from mopd_trainer.config.extras import require_packages
 from mopd_trainer.config.fingerprint import RunIdentity
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.data.prompts import read_prompts
+from mopd_trainer.diagnostics.examination import cheap_findings
 from mopd_trainer.evaluation.sets import read_sets
 from mopd_trainer.reporting.plan import describe_plan
 from mopd_trainer.run_folder.replay import Replay
@@ -56,3 +58,8 @@ async def check_run(
         replay = Replay.of(config, identity, prompts, student, cache)
         teachers = teachers if replay is None else replay.teachers
     console.print(describe_plan(config, prompts, student, teachers))
+    for finding in cheap_findings(config, prompts, student, teachers):
+        if finding.status == "failed":
+            raise ConfigError(f"{finding.check}: {finding.text} {finding.fix}", key=finding.check)
+        if finding.status == "warning":
+            console.print(finding.line(), markup=False, highlight=False, soft_wrap=True)

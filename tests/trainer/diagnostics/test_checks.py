@@ -1,0 +1,219 @@
+"""Every check of the doctor, on a sound run and with the fault that it is made for."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mopd_client.pool import TeacherPool
+from mopd_client.teacher_client import TeacherClient
+from mopd_losses.build import build_loss
+from mopd_losses.projection.cache import ProjectionCache
+from mopd_protocol.requests import SequenceRequest
+from mopd_protocol.samples import Message, Prompt, TeacherScore
+from mopd_protocol.topk_logprobs import TopKLogprobs
+from mopd_trainer.config.loading import parse_run
+from mopd_trainer.diagnostics import self_distillation
+from mopd_trainer.diagnostics.case import Case, open_case
+from mopd_trainer.diagnostics.finding import Finding
+from mopd_trainer.diagnostics.identity import check_identity
+from mopd_trainer.diagnostics.learnability import check_learnability
+from mopd_trainer.diagnostics.resources import check_resources
+from mopd_trainer.diagnostics.self_distillation import check_gradient
+from mopd_trainer.diagnostics.teachers import check_agreement, check_coverage, check_row_shift
+from mopd_trainer.diagnostics.templates import check_templates, check_tokenizer
+from mopd_trainer.student.student import Student
+from mopd_trainer.teachers.connect import connect_teachers
+from tests import tiny_models
+from tests.broker import Broker
+from tests.server.tiny_teachers import teacher_of
+from tests.trainer.in_process import Recorded
+from tests.trainer.runs import run_values, write_lines
+from tests.trainer.students import CPU, model_of, tokenizer
+
+pytestmark = pytest.mark.anyio
+
+PROMPTS = [
+    Prompt(index=n, messages=(Message(role="user", content=f"{n} + 4 ="),), teachers={"math": 1.0})
+    for n in range(5)
+]
+
+
+class Faulty(TeacherClient):
+    """A client whose scores have a fault."""
+
+    def __init__(self, fault: str, transport: Recorded) -> None:
+        super().__init__("math", ["http://teacher"], transport=transport)
+        self._fault = fault
+        self._calls = 0
+
+    async def score(
+        self, sequences: Sequence[SequenceRequest], **options: Any
+    ) -> list[TeacherScore]:
+        """Return the scores with the fault."""
+        scores = await super().score(sequences, **options)
+        self._calls += 1
+        noise = 0.01 * self._calls if self._fault == "noise" else 0.0
+        by = 1 if self._fault == "shift" else 0
+        return [_changed(score, noise, by, self._fault == "tail") for score in scores]
+
+
+def _changed(score: TeacherScore, noise: float, by: int, tail: bool) -> TeacherScore:
+    topk = score.topk
+    return replace(
+        score,
+        topk=TopKLogprobs(
+            ids=np.roll(topk.ids, by, axis=0),
+            logprobs=np.roll(topk.logprobs, by, axis=0) - (3.0 if tail else 0.0),
+            token_logprobs=np.roll(topk.token_logprobs, by) - noise,
+            tail_logprobs=np.full(len(topk), np.log(0.95))
+            if tail
+            else np.roll(topk.tail_logprobs, by),
+        ),
+    )
+
+
+@asynccontextmanager
+async def case_of(tmp_path: Path, fault: str = "", **settings: Any) -> AsyncIterator[Case]:
+    """A student whose teacher is a slightly different model of its own."""
+    values = run_values(tmp_path, **settings)
+    values["teachers"] = {"math": {"url": "http://teacher", "top_k": 400}}
+    values["teachers"]["math"]["loss"] = {"type": "topk_kl"}
+    config = parse_run(values, source="run")
+    student = Student(model_of("qwen", sharpness=6.0), tokenizer("digit"), CPU)
+    other = model_of("qwen", sharpness=6.0)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.03)
+    transport = Recorded(teacher_of(other, tokenizer("digit")).app)
+    client = Faulty(fault, transport)
+    async with TeacherPool({"math": client}) as pool:
+        cache = ProjectionCache()
+        teachers = await connect_teachers(
+            pool, config.teachers, student.identity, cache, {}, wait_seconds=60.0
+        )
+        sides = student.identity, teachers["math"].tokenizer
+        loss = build_loss(config.teachers["math"].loss, *sides, CPU, cache=cache)
+        yield await open_case(config, PROMPTS, student, pool, teachers, {"math": loss})
+
+
+def statuses(findings: Sequence[Finding]) -> list[str]:
+    assert all(finding.text and len(finding.line()) > 40 for finding in findings)
+    return [finding.status for finding in findings]
+
+
+@pytest.mark.parametrize(("fault", "expected"), [("", "ok"), ("noise", "failed")])
+async def test_agreement(tmp_path: Path, fault: str, expected: str) -> None:
+    async with case_of(tmp_path, fault) as case:
+        (finding,) = [each async for each in check_agreement(case)]
+    assert finding.status == expected
+    assert (finding.numbers["nats"] > 1e-3) == (expected == "failed")
+
+
+@pytest.mark.parametrize(("fault", "expected"), [("", "ok"), ("shift", "failed")])
+async def test_row_shift(tmp_path: Path, fault: str, expected: str) -> None:
+    async with case_of(tmp_path, fault) as case:
+        assert statuses(list(check_row_shift(case))) == [expected]
+
+
+@pytest.mark.parametrize(("fault", "expected"), [("", "ok"), ("tail", "warning")])
+async def test_coverage(tmp_path: Path, fault: str, expected: str) -> None:
+    async with case_of(tmp_path, fault) as case:
+        assert statuses(list(check_coverage(case))) == [expected]
+        nothing = replace(case, examples=())
+        assert statuses(list(check_coverage(nothing))) == ["failed"]
+
+
+async def test_gradient(tmp_path: Path) -> None:
+    async with case_of(tmp_path) as case:
+        before = {key: p.detach().clone() for key, p in case.student.trained().items()}
+        (finding,) = check_gradient(case)
+        assert finding.status == "ok"
+        assert finding.numbers["after"] < finding.numbers["before"]
+        for key, parameter in case.student.trained().items():
+            assert torch.equal(parameter, before[key])
+        with pytest.MonkeyPatch.context() as patch:  # uphill
+            gradient = self_distillation._gradient
+            patch.setattr(
+                self_distillation,
+                "_gradient",
+                lambda *inputs: {key: -value for key, value in gradient(*inputs).items()},
+            )
+            assert statuses(list(check_gradient(case))) == ["failed"]
+
+
+async def test_identity(tmp_path: Path) -> None:
+    async with case_of(tmp_path) as case:
+        teacher = case.teachers["math"]
+    assert statuses(list(check_identity({"math": teacher}))) == ["ok"]
+    assert statuses(list(check_identity({"a": teacher, "b": teacher}))) == ["warning"] * 2
+    other = replace(teacher, manifest=teacher.manifest.model_copy(update={"dtype": "x"}))
+    assert statuses(list(check_identity({"math": other, "code": teacher}))) == ["ok", "failed"]
+
+
+@pytest.mark.parametrize(("grader", "expected"), [("half", "ok"), ("none", "failed")])
+async def test_learnability(tmp_path: Path, grader: str, expected: str) -> None:
+    path = str(write_lines(tmp_path / "held-out.jsonl", [{"prompt": "3 + 4 ="}] * 4))
+    sets = {"x": {"prompts": path, "grader": f"python:{__name__}:{grader}"}}
+    async with case_of(tmp_path, evaluation={"every": 1, "sets": sets}) as case:
+        assert statuses([each async for each in check_learnability(case)]) == [expected]
+        config = case.config.model_copy(update={"evaluation": None})
+        unmeasured = replace(case, config=config)
+        assert statuses([each async for each in check_learnability(unmeasured)]) == ["warning"]
+
+
+def none(prompt: Prompt, completion: str) -> float:
+    """Grade every completion as wrong."""
+    return 0.0
+
+
+def half(prompt: Prompt, completion: str) -> float:
+    """Grade half of the completions as correct."""
+    return float(len(completion) % 2)
+
+
+def test_templates_and_tokenizer(tmp_path: Path) -> None:
+    student = Student(model_of("qwen"), tokenizer("digit"), CPU)
+    student.save(tmp_path)
+    assert statuses(list(check_templates(PROMPTS, student.identity))) == ["ok"]
+    assert statuses(list(check_tokenizer(PROMPTS, tmp_path, student.identity))) == ["ok"]
+    assert not list(check_tokenizer(PROMPTS, tmp_path / "none", student.identity))
+    tiny_models.sentencepiece_tokenizer().save_pretrained(tmp_path)
+    assert statuses(list(check_tokenizer(PROMPTS, tmp_path, student.identity))) == ["failed"]
+    changed: Any = tiny_models.digit_tokenizer()
+    changed.chat_template = "{% for m in messages %}{{ m.role }}{% endfor %}"
+    identity = replace(student.identity, tokenizer=changed)
+    assert statuses(list(check_templates(PROMPTS, identity))) == ["failed"]
+
+
+def test_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    identity = Student(model_of("qwen"), tokenizer("digit"), CPU).identity
+    config = parse_run(run_values(tmp_path), source="run")
+    assert statuses(list(check_resources(config, identity))) == ["ok"]
+    huge = replace(identity, parameters=10**15, trained=10**15)
+    assert statuses(list(check_resources(config, huge))) == ["failed"]
+    (tmp_path / "file").touch()
+    values = run_values(tmp_path, output_dir=str(tmp_path / "file" / "run"))
+    blocked = parse_run(values, source="run")
+    assert statuses(list(check_resources(blocked, identity))) == ["failed"]
+
+
+@pytest.mark.slow
+async def test_self_distillation(tmp_path: Path, broker: Broker) -> None:
+    """Through HTTP; the fault is a service of another model."""
+    folders = {
+        name: tiny_models.save(model_of("qwen", seed, sharpness=6.0), tokenizer("digit"), tmp_path)
+        for seed, name in enumerate(("same", "other"))
+        for tmp_path in [tmp_path / name]
+    }
+    urls = broker.serve(folders)
+    async with case_of(tmp_path) as case:
+        for name, expected in (("same", "ok"), ("other", "failed")):
+            (finding,) = await self_distillation.self_distillation(case, urls[name])
+            assert finding.status == expected
+            assert (finding.numbers["norm"] < 1e-3) == (expected == "ok")

@@ -1,0 +1,1 @@
+"""Checks of a run that cost a minute: ``mopd doctor``; ``mopd check`` runs the cheap ones."""
