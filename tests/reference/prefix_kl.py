@@ -195,7 +195,7 @@ def cell_mass(
 
 
 def spells_whole(side: Side, at: int, text: str) -> bool:
-    """True if one token spells a text and perhaps what is before it, whatever follows."""
+    """True if one token spells a text and perhaps what is before it, in every continuation."""
     context = text_before(side, at)[0]
     try:
         (context + text).encode("latin-1").decode()

@@ -101,7 +101,7 @@ class Detours:
         for context, cell, string in sought:
             path = self._paths[context.text, string]
             detour = self._detour(text, context, string, path) if path else None
-            # The mass of a candidate in the rest is there anyway if it is counted.
+            # A counted token is mass of the rest, and so is a candidate that is in no cell.
             if detour is not None and not (cell is None and detour.counted):
                 detours.append((context.boundary, cell, detour))
         numbers = sorted({boundary for boundary, _, _ in detours})
@@ -119,7 +119,7 @@ class Detours:
         return CellDetours(reached, boundaries, at, ids, flags)
 
     def whole(self, text: TokenizedText, rows: OpenRows, texts: Mapping[int, str]) -> set[int]:
-        """Return the boundaries behind which one token spells a whole text, whatever follows it.
+        """Return the boundaries behind which one token spells a whole text in every continuation.
 
         Args:
             texts: boundary -> what follows the boundary.

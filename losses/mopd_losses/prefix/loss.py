@@ -27,9 +27,9 @@ first token beyond ``o`` (``cuts``), so that one token of the student decides it
 tokens of both sides always share a cell. Of the named strings only those stay that begin with no
 other one: cells are prefix-free, hence disjoint events of text for any tokenizers, and two
 models that agree about text differ by nothing. One exception: if both tokenizers spell the realised
-text with one token, whatever follows, a shorter token (`` 1`` against `` 14``) begins other texts
-only; its cell then excludes the realised one. A cell that a longer string of the teacher begins
-with is distinguished at a later boundary, by the rows that are still open.
+text with one token in every continuation, a shorter token (`` 1`` against `` 14``) begins other
+texts only; its cell then excludes the realised one. A cell that a longer string of the teacher
+begins with is distinguished at a later boundary, by the rows that are still open.
 
 **Other divisions of the same text.** A tokenizer that merges may divide the text before a boundary
 otherwise once a cell follows. The cell's mass is then part of a token that was not produced, and is

@@ -32,7 +32,7 @@ def name_cells(
     Args:
         candidates: [boundaries], what the teacher considers next, and whether it is likely.
         whole: boundary -> its realised text, to the boundaries where either side's tokenizer spells
-            it with one token, whatever follows.
+            it with one token in every continuation.
     """
     student, rows = boundaries.student.vocabulary, boundaries.student_rows
     begun = [rows.begun[index] for index in rows.last.tolist()]
@@ -58,7 +58,7 @@ def name_cells(
         named = {realised} | (texts.keys() - uncertain[number])
         named |= {text[:length] for text, length in lengths.items() if length}
         cells.append(_prefix_free(named))
-    # Of a text that one token spells, a shorter token is the beginning of other texts only.
+    # If one token spells the realised text, a shorter token begins other texts only.
     realised = boundaries.realised
     hidden = {n: realised[n] for n, texts in enumerate(cells) if realised[n] not in texts}
     separate = whole(hidden)

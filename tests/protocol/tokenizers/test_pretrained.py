@@ -1,4 +1,4 @@
-"""Loaders use the steps of ``tokenizer.json``, whatever transformers makes of the model type."""
+"""Loaders use the steps of ``tokenizer.json``, not those of the model type in transformers."""
 
 import json
 from collections.abc import Callable

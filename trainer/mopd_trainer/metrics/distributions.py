@@ -27,8 +27,8 @@ def teacher_distribution_metrics(
     entropy is ``-t log t`` if it is one id, and ``t log(vocabulary - k)`` more if it is uniform.
 
     The estimate is the mean of ``log p(completion) - log q(completion)`` over completions sampled
-    from p, divided by the student's tokens. A completion's probability is that of its own tokens
-    on both sides, so that it is unbiased up to other tokenizations of the same text.
+    from p, divided by the student's tokens. A completion's probability is that of its tokens
+    on either side, so that it is unbiased up to other tokenizations of the same text.
 
     Args:
         vocabulary: ids of the teacher.
