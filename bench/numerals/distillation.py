@@ -23,7 +23,7 @@ from mopd.demo.examples import Encoder
 from mopd.demo.tasks import Exercise
 from mopd_client import TeacherClient, TeacherPool
 from mopd_losses import Loss, ProjectionCache, SftLoss, build_loss
-from mopd_protocol import Prompt, Rollout, replacing_folder
+from mopd_protocol import Prompt, Rollout, TrainingError, replacing_folder
 from mopd_server import TeacherService, TeacherSettings, create_app
 from mopd_trainer import (
     Learner,
@@ -111,7 +111,7 @@ async def _distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
     curve = [await _point(0, run, student, held_out, {})]
     seconds = {"collect": 0.0, "update": 0.0}
     since: list[Metrics] = []
-    first_loss = math.nan
+    first_loss, stopped = math.nan, None
     async with connected_teachers(run, student, models, cache) as (pool, teachers):
         scorer = RolloutScorer(pool, teachers, student.table)
         learner = Learner(
@@ -128,7 +128,12 @@ async def _distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
             collected = time.process_time()
             tokens = sum(len(example.rollout.completion) for example in examples)
             batches = pack(examples, tokens_per_micro_batch=config.tokens_per_micro_batch)
-            updated, _ = learner.update(batches, tokens=tokens, step=step)
+            try:
+                updated, _ = learner.update(batches, tokens=tokens, step=step)
+            except TrainingError as error:  # a result, too: no sample could be compared any more
+                stopped = str(error)
+                curve.append(await _point(step, run, student, held_out, _means(since)))
+                break
             seconds["collect"] += collected - begun
             seconds["update"] += time.process_time() - collected
             first_loss = updated["loss"] if step == 0 else first_loss
@@ -148,6 +153,7 @@ async def _distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
         "accuracy": curve[-1]["accuracy"],
         "before": curve[0]["accuracy"],
         "first_loss": first_loss,
+        "stopped": stopped,
         "curve": curve,
         "processor_seconds": {**seconds, "total": time.process_time() - started},
     }

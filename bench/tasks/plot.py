@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
-import numpy as np
 
 from bench.numerals.pairs import SFT
 from bench.tasks.pairs import LOSSES
@@ -31,13 +31,15 @@ def draw(figures: Mapping[str, Any], path: Path) -> None:
         axis.axhline(pair["teachers"][task]["greedy"], color="black", linewidth=0.8, linestyle=":")
         for loss in pair["losses"]:
             runs = [r for r in figures["runs"] if (r["pair"], r["loss"]) == (name, loss)]
-            steps = [point["step"] for point in runs[0]["curve"]]
-            shares = np.array(
-                [[point["accuracies"][task] for point in run["curve"]] for run in runs]
-            )
             style = {"color": _COLOURS[loss], "linestyle": "--" if loss == SFT else "-"}
-            axis.plot(steps, shares.T, linewidth=0.6, alpha=0.6, **style)
-            axis.plot(steps, shares.mean(axis=0), linewidth=1.8, label=loss, **style)
+            curves = [
+                {point["step"]: point["accuracies"][task] for point in run["curve"]} for run in runs
+            ]
+            for curve in curves:
+                axis.plot(list(curve), list(curve.values()), linewidth=0.6, alpha=0.6, **style)
+            steps = sorted(set.intersection(*map(set, curves)))  # of runs that were not stopped
+            means = [fmean(curve[step] for curve in curves) for step in steps]
+            axis.plot(steps, means, linewidth=1.8, label=loss, **style)
     for axis in list(axes.flat)[len(panels) :]:
         axis.axis("off")
     handles = {

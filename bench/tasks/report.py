@@ -52,7 +52,7 @@ def table(figures: Mapping[str, Any], name: str) -> Table:
     )
     shown.add_column("")
     tasks = list(pair["teachers"])
-    headings = (*tasks, "seeds", "invalid bytes", "compared", "nats per compared token")
+    headings = (*tasks, "seeds", "invalid bytes", "compared", "loss")
     for heading in headings:
         shown.add_column(heading, justify="right")
     for kind in ("teachers", "ceiling"):
@@ -70,8 +70,9 @@ def table(figures: Mapping[str, Any], name: str) -> Table:
     )
     for loss in ranked:
         each = losses[loss]
+        stopped = f", stopped at step {', '.join(map(str, each['stopped']))}"
         shown.add_row(
-            _TITLES.get(loss, loss),
+            _TITLES.get(loss, loss) + (stopped if each["stopped"] else ""),
             *(_range(each["after"][task]) for task in tasks),
             str(each["seeds"]),
             f"{each['invalid_byte_share']:.2%}",
@@ -150,6 +151,7 @@ def _loss_figures(runs: Sequence[Mapping[str, Any]], pair: Pair) -> dict[str, An
     starts = [run["curve"][0]["accuracies"] for run in runs]
     return {
         "seeds": len(runs),
+        "stopped": [end["step"] for run, end in zip(runs, ends, strict=True) if run.get("stopped")],
         "before": {task: fmean(start[task] for start in starts) for task in pair.tasks},
         "after": {task: spread([end["accuracies"][task] for end in ends]) for task in pair.tasks},
         **{name: fmean(end.get(name, 0.0) for end in ends) for name in _MEASURED},
