@@ -92,6 +92,7 @@ def micro_batch_of(comparisons: list[AlignedPair], *, supervised: bool) -> Micro
         slot_rows=slot_rows,
         slot_columns=slot_columns,
         labels=labels if supervised else torch.full_like(labels, -100),
+        slot_weights=torch.ones(len(labels)),
         teachers={} if supervised else {TEACHER_NAME: part},
     )
 

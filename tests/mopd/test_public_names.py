@@ -82,6 +82,7 @@ def test_the_help_of_the_command_line_does_not_load_torch() -> None:
 
 #: Benchmarks of internal parts, which have no public API.
 INTERNAL = {
+    "bench/loss_average.py": "its teachers are tables, without a service",
     "bench/response_checks.py": "measures decoding and checking without a network",
     "bench/scaling.py": "starts ranks and Ray workers without a run",
 }

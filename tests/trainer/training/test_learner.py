@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 from itertools import permutations
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,13 +14,14 @@ from mopd_losses.core.student_rows import DenseRows, StudentLogprobs
 from mopd_losses.topk.topk_targets import TopKTargets
 from mopd_protocol.errors import TrainingError
 from mopd_trainer.config.run import StudentConfig
+from mopd_trainer.config.settings import LossAverage
 from mopd_trainer.data.examples import TrainingExample
-from mopd_trainer.data.packing import MicroBatch, micro_batch, pack
+from mopd_trainer.data.packing import MicroBatch, micro_batch, pack, split
 from mopd_trainer.metrics.step_metrics import LossMeasurements, Metrics
 from mopd_trainer.student.student import Student
 from mopd_trainer.training.learner import Learner, learning_rate
 from mopd_trainer.training.update_guard import UpdateGuard
-from tests.trainer.scored_examples import aligned_pair, example, losses_for
+from tests.trainer.scored_examples import example, losses_for
 from tests.trainer.students import CPU, ids_of, model_of, rollout, student_of, tokenizer
 
 TEACHER_WEIGHTS = {"math": 1.0, "code": 2.5}
@@ -83,8 +84,10 @@ def gradients(student: Student) -> list[Tensor]:
     return actual
 
 
-def packed(chosen: list[TrainingExample], budget: int) -> tuple[list[MicroBatch], int]:
-    batches = list(pack(chosen, tokens_per_micro_batch=budget))
+def packed(
+    chosen: list[TrainingExample], budget: int, average: LossAverage = "tokens"
+) -> tuple[list[MicroBatch], int]:
+    batches = list(pack(chosen, tokens_per_micro_batch=budget, average=average))
     return batches, sum(batch.slots for batch in batches)
 
 
@@ -94,40 +97,52 @@ def update(learner: Learner, step: int) -> tuple[Metrics, dict[str, LossMeasurem
     return learner.update(batches, tokens=tokens, step=step)
 
 
-def slow_loss(student: Student, chosen: list[TrainingExample]) -> tuple[Tensor, float]:
-    """Sum over tokens of weights times losses, by the step's tokens: one context at a time.
+def slow_loss(
+    student: Student, chosen: list[TrainingExample], average: LossAverage = "tokens"
+) -> tuple[Tensor, float]:
+    """Average of the losses over the step, one context at a time.
 
-    And the share of the tokens that begin a span, which are those that these losses compare.
+    And the average of the tokens that begin a span, which are those that these losses compare.
     """
     losses = losses_for(student, {"code": "reverse_kl"})
     real_ids = torch.tensor(student.table.real_ids(student.identity.logit_width))
-    total = torch.zeros((), dtype=torch.float64)
-    tokens, compared = 0, 0.0
+    total, compared = torch.zeros((), dtype=torch.float64), 0.0
+    lengths = [len(item.rollout.completion) for item in chosen]
+    by_teacher = dict.fromkeys(losses, 0.0)
+    for item, length in zip(chosen, lengths, strict=True):
+        for score in item.scores:
+            by_teacher[score.teacher] += score.weight * length
     for item in chosen:
         prompt = item.rollout.prompt_token_ids.tolist()
         ids = item.rollout.completion.token_ids.tolist()
-        tokens += len(ids)
         rows = [
             student.model(torch.tensor([[*prompt, *ids[:row]]])).logits[0, -1]
             for row in range(len(ids))
         ]
         for aligned_score in item.scores:
-            loss = losses[aligned_score.teacher]
+            part = micro_batch([item]).teachers[aligned_score.teacher]
+            targets = losses[aligned_score.teacher].targets(part.comparisons, (0,))
             student_rows = DenseRows(torch.stack(rows), real_ids)
-            output = loss(student_rows, loss.targets([aligned_pair(item, aligned_score)], [0]))
-            weight = aligned_score.weight * TEACHER_WEIGHTS[aligned_score.teacher]
-            total = total + weight * output.per_token.sum()
-            compared += aligned_score.weight * len(aligned_score.alignment)
-    return total / tokens, compared / tokens
+            output = losses[aligned_score.teacher](student_rows, targets)
+            divisor = {
+                "tokens": sum(lengths),
+                "samples": len(chosen) * len(ids),
+                "teachers": len(by_teacher) * by_teacher[aligned_score.teacher],
+            }[average]
+            weight = aligned_score.weight / divisor
+            total = total + weight * TEACHER_WEIGHTS[aligned_score.teacher] * output.per_token.sum()
+            compared += weight * len(aligned_score.alignment)
+    return total, compared
 
 
-def test_loss_and_gradient_are_the_weighted_sum_over_the_steps_tokens() -> None:
+@pytest.mark.parametrize("average", get_args(LossAverage))
+def test_loss_and_gradient_are_the_average_over_the_step(average: LossAverage) -> None:
     reference = double_student()
     reference.model.train()
-    expected, compared = slow_loss(reference, examples())
+    expected, compared = slow_loss(reference, examples(), average)
     expected.backward()
     student = double_student()
-    metrics, actual = updated(student, *packed(examples(), 60))
+    metrics, actual = updated(student, *packed(examples(), 60, average))
     assert metrics["objective"] == pytest.approx(float(expected.detach()), rel=1e-7)
     assert metrics["compared_share"] == pytest.approx(compared, rel=1e-6)
     assert compared < 1
@@ -148,6 +163,21 @@ def test_the_micro_batch_budget_changes_nothing(budget: int, micro_batches: int)
     for left, right in zip(actual, expected, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-10)
     assert len(batches) == micro_batches
+
+
+@pytest.mark.parametrize("average", get_args(LossAverage))
+def test_the_parts_of_two_ranks_sum_to_the_gradient_of_one(average: LossAverage) -> None:
+    batches, tokens = packed(examples(), 10_000, average)
+    _, expected = updated(double_student(), batches, tokens)
+    parts = split([*pack(examples(), tokens_per_micro_batch=45, ranks=2, average=average)], 2)
+    first, second = (updated(double_student(), part, tokens) for part in parts)
+    for left, right, total in zip(first[1], second[1], expected, strict=True):
+        torch.testing.assert_close(left + right, total, rtol=1e-6, atol=1e-10)
+    shares = [metrics["compared_share"] for metrics, _ in (first, second)]
+    assert min(shares) > 0
+    assert sum(shares) == pytest.approx(
+        updated(double_student(), batches, tokens)[0]["compared_share"]
+    )
 
 
 def test_the_order_of_examples_changes_nothing() -> None:

@@ -12,7 +12,7 @@ from mopd_trainer.config.degradation import DegradationConfig
 from mopd_trainer.config.evaluation import EvaluationConfig, EvaluationSetConfig
 from mopd_trainer.config.resources import ResourcesConfig
 from mopd_trainer.config.rollout import RolloutConfig, VllmConfig
-from mopd_trainer.config.settings import Incidental, Settings, invalid
+from mopd_trainer.config.settings import Incidental, LossAverage, Settings, invalid
 from mopd_trainer.config.student import LoraConfig, StudentConfig
 from mopd_trainer.config.teacher import (
     ScoreCacheConfig,
@@ -116,6 +116,10 @@ class RunConfig(Settings):
     """Teachers by name; ``{}`` for plain SFT."""
     evaluation: Incidental[EvaluationConfig | None] = None
     """Held-out prompts that the student completes during the run. Default: no evaluation."""
+    loss_average: LossAverage = "tokens"
+    """Average of the loss of a step: every completion token, every sample, or every teacher with a
+    sample in the step counts the same. With ``tokens``, teachers whose completions are long have
+    most of the gradient."""
     stop_on_degradation: Incidental[bool] = True
     """End the run, with a checkpoint, when the student degrades gravely by ``degradation``: its
     samples leave what the loss compares, are no text, or end too early."""

@@ -1,13 +1,16 @@
 """Base class of all sections of a run's settings, and the mark for incidental settings."""
 
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from mopd_protocol.errors import ConfigError
 
 T = TypeVar("T")
+
+#: What counts the same in the average of a step's loss.
+LossAverage = Literal["tokens", "samples", "teachers"]
 
 
 @dataclass(frozen=True)

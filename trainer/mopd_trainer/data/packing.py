@@ -13,6 +13,8 @@ from torch import Tensor
 
 from mopd_losses.core.cross_entropy import IGNORED
 from mopd_losses.core.loss import AlignedPair
+from mopd_trainer.config.settings import LossAverage
+from mopd_trainer.data.averaging import SampleWeights, sample_weights
 from mopd_trainer.data.examples import AlignedScore, TrainingExample
 
 
@@ -22,7 +24,7 @@ class TeacherPart:
 
     comparisons: tuple[AlignedPair, ...]
     slot_offsets: tuple[int, ...]  # first slot of each comparison in the micro-batch
-    slot_weights: Tensor  # float32 [slots]: the teacher's share of each token; 0 where unscored
+    slot_weights: Tensor  # float32 [slots]: as the micro-batch's, of the teacher; 0 where unscored
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +39,7 @@ class MicroBatch:
     slot_rows: Tensor  # int64 [slots]
     slot_columns: Tensor  # int64 [slots]: the position *before* the slot's token, which predicts it
     labels: Tensor  # int64 [slots]: the slot's token in a reference answer, else -100 (ignored)
+    slot_weights: Tensor  # float32 [slots]: weight in the step's average, times the step's tokens
     teachers: dict[str, TeacherPart]
     examples: tuple[int, ...] = ()  # index of each row's example in the step
 
@@ -52,7 +55,11 @@ class MicroBatch:
 
 
 def pack(
-    examples: Sequence[TrainingExample], *, tokens_per_micro_batch: int, ranks: int = 1
+    examples: Sequence[TrainingExample],
+    *,
+    tokens_per_micro_batch: int,
+    ranks: int = 1,
+    average: LossAverage = "tokens",
 ) -> Iterator[MicroBatch]:
     """Yield micro-batches of all examples, longest first.
 
@@ -62,6 +69,7 @@ def pack(
     """
     longest_first = sorted(range(len(examples)), key=lambda index: -examples[index].length)
     lengths = [examples[index].length for index in longest_first]
+    weights = sample_weights(examples, average)
     budget = tokens_per_micro_batch
     if ranks > 1:
         rounds = -(-len(batch_sizes(lengths, budget)) // ranks)
@@ -69,7 +77,9 @@ def pack(
     start = 0
     for size in batch_sizes(lengths, budget):
         indices = longest_first[start : start + size]
-        yield micro_batch([examples[index] for index in indices], indices)
+        yield micro_batch(
+            [examples[index] for index in indices], indices, [weights[index] for index in indices]
+        )
         start += size
 
 
@@ -121,13 +131,17 @@ def _smallest_budget(lengths: Sequence[int], budget: int, *, micro_batches: int)
 
 
 def micro_batch(
-    examples: Sequence[TrainingExample], indices: Sequence[int] | None = None
+    examples: Sequence[TrainingExample],
+    indices: Sequence[int] | None = None,
+    weights: Sequence[SampleWeights] | None = None,
 ) -> MicroBatch:
     """Build one micro-batch with an example per row.
 
     Args:
         indices: of the examples in their step; default ``0, 1, …``.
+        weights: of the examples in their step; default: every token counts the same.
     """
+    weights = sample_weights(examples, "tokens") if weights is None else weights
     length = max(example.length for example in examples)
     input_ids = torch.zeros((len(examples), length), dtype=torch.int64)
     attention_mask = torch.zeros_like(input_ids)
@@ -153,7 +167,13 @@ def micro_batch(
         slot_rows=torch.cat(slot_rows),
         slot_columns=torch.cat(slot_columns),
         labels=torch.cat(labels),
-        teachers=_teacher_parts(examples, slot_offsets, slots),
+        slot_weights=torch.cat(
+            [
+                torch.full((len(example.rollout.completion),), each.labels)
+                for example, each in zip(examples, weights, strict=True)
+            ]
+        ),
+        teachers=_teacher_parts(examples, slot_offsets, slots, weights),
         examples=tuple(range(len(examples)) if indices is None else indices),
     )
 
@@ -165,25 +185,30 @@ _EMPTY = MicroBatch(
     slot_rows=torch.zeros(0, dtype=torch.int64),
     slot_columns=torch.zeros(0, dtype=torch.int64),
     labels=torch.zeros(0, dtype=torch.int64),
+    slot_weights=torch.zeros(0),
     teachers={},
 )
 
 
 def _teacher_parts(
-    examples: Sequence[TrainingExample], slot_offsets: Sequence[int], slots: int
+    examples: Sequence[TrainingExample],
+    slot_offsets: Sequence[int],
+    slots: int,
+    sample_weights: Sequence[SampleWeights],
 ) -> dict[str, TeacherPart]:
-    scored: dict[str, list[tuple[TrainingExample, AlignedScore, int]]] = {}
-    for example, offset in zip(examples, slot_offsets, strict=True):
+    scored: dict[str, list[tuple[TrainingExample, AlignedScore, int, float]]] = {}
+    for example, offset, each in zip(examples, slot_offsets, sample_weights, strict=True):
         for score in example.scores:
-            scored.setdefault(score.teacher, []).append((example, score, offset))
+            part = (example, score, offset, each.teachers[score.teacher])
+            scored.setdefault(score.teacher, []).append(part)
     parts: dict[str, TeacherPart] = {}
     for teacher in sorted(scored):  # the sum of losses must not depend on the order of responses
         weights = torch.zeros(slots)
-        for example, score, offset in scored[teacher]:
-            weights[offset : offset + len(example.rollout.completion)] = score.weight
+        for example, _, offset, weight in scored[teacher]:
+            weights[offset : offset + len(example.rollout.completion)] = weight
         parts[teacher] = TeacherPart(
-            tuple(_aligned_pair(example, score) for example, score, _ in scored[teacher]),
-            tuple(offset for _, _, offset in scored[teacher]),
+            tuple(_aligned_pair(example, score) for example, score, _, _ in scored[teacher]),
+            tuple(offset for _, _, offset, _ in scored[teacher]),
             weights,
         )
     return parts

@@ -140,7 +140,7 @@ class Learner:
         """Return cross entropy on the reference answers, then every teacher's loss."""
         device = self._student.device
         labels = batch.labels.to(device)
-        token_weights = torch.full(labels.shape, 1 / tokens, device=device)
+        token_weights = batch.slot_weights.to(device) / tokens
         distillation = [
             LossTerm(
                 self._losses[name],
