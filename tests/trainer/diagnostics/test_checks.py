@@ -207,9 +207,10 @@ def test_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_self_distillation(tmp_path: Path, broker: Broker) -> None:
     """Through HTTP; the fault is a service of another model."""
     folders = {
-        name: tiny_models.save(model_of("qwen", seed, sharpness=6.0), tokenizer("digit"), tmp_path)
+        name: tiny_models.save(
+            model_of("qwen", seed, sharpness=6.0), tokenizer("digit"), tmp_path / name
+        )
         for seed, name in enumerate(("same", "other"))
-        for tmp_path in [tmp_path / name]
     }
     urls = broker.serve(folders)
     async with case_of(tmp_path) as case:
