@@ -1,6 +1,7 @@
 """Outcome of one HTTP request: final or transient, its Retry-After, its error message."""
 
 import json
+import ssl
 from typing import Any
 
 import httpx
@@ -14,6 +15,16 @@ _LONGEST_PAUSE_SECONDS = 86_400.0
 _QUOTED_CHARACTERS = 200
 
 Outcome = httpx.Response | httpx.RequestError | TimeoutError
+
+
+def certificate_problem(outcome: Outcome) -> str | None:
+    """Return why a server's certificate was rejected; None for other outcomes."""
+    error: BaseException | None = outcome if isinstance(outcome, httpx.ConnectError) else None
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return error.verify_message
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def is_final(outcome: Outcome) -> bool:

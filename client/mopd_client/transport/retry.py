@@ -14,9 +14,15 @@ import httpx
 
 from mopd_client.transport.clock import Clock
 from mopd_client.transport.counters import Counters
-from mopd_client.transport.outcome import Outcome, is_final, problem_of, requested_pause
+from mopd_client.transport.outcome import (
+    Outcome,
+    certificate_problem,
+    is_final,
+    problem_of,
+    requested_pause,
+)
 from mopd_client.transport.replica import Replica, least_busy
-from mopd_protocol.errors import TeacherUnavailableError
+from mopd_protocol.errors import TeacherError, TeacherUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +97,7 @@ async def send_with_retries(
 
     Raises:
         TeacherUnavailableError: at the deadline, with the last failure.
+        TeacherError: if a replica's certificate is invalid, which no retry changes.
     """
     clock = attempts.clock
     deadline = clock.now() + deadline_seconds
@@ -101,6 +108,12 @@ async def send_with_retries(
         outcome = await attempts.attempt(replica, send, deadline)
         if isinstance(outcome, httpx.Response) and is_final(outcome):
             return outcome
+        if problem := certificate_problem(outcome):
+            raise TeacherError(
+                f"teacher {attempts.teacher!r}: the certificate of {replica.url} is invalid: "
+                f"{problem}. Renew it, or set SSL_CERT_FILE to the certificate of its authority.",
+                key="certificate",
+            )
         last.record(outcome)
         failed = replica
         following = least_busy(replicas, now=clock.now(), failed=failed).available_at - clock.now()

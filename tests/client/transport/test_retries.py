@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import ssl
 
 import httpx
 import pytest
@@ -249,3 +250,18 @@ async def _send(
 
 async def _forever() -> None:
     await asyncio.Event().wait()
+
+
+async def test_an_invalid_certificate_is_not_retried():
+    teacher, still = ScriptedTeacher(), StillClock()
+    rejected = ssl.SSLCertVerificationError("certificate verify failed")
+    rejected.verify_message = "self-signed certificate"
+    error = httpx.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED]")
+    error.__cause__ = OSError()
+    error.__cause__.__context__ = rejected
+    teacher.script("/v1/manifest", error)
+    async with client_of(still, math=teacher) as client:
+        with pytest.raises(TeacherError, match="self-signed") as caught:
+            await client.handshake()
+    assert (type(caught.value), caught.value.key) == (TeacherError, "certificate")
+    assert still.pauses == []
