@@ -40,6 +40,23 @@ class TokenizerFiles(BaseModel):
     files: dict[str, str]
 
 
+class ModelCard(BaseModel):
+    """A teacher in an OpenAI list of models."""
+
+    id: str
+    object: str = "model"
+    owned_by: str = "mopd"
+    root: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """An OpenAI list of models."""
+
+    object: str = "list"
+    data: list[ModelCard]
+
+
 class State(BaseModel):
     """Health or readiness of a service."""
 
@@ -193,7 +210,7 @@ async def _score(
 
     try:
         return await service.score(body, admit=admit)
-    except ServiceError:
+    except BaseException:  # a client that disconnects or times out cancels this task
         if record is not None and record.key_name is not None:
             quotas.refund(record.key_name, record.prompt_tokens + record.completion_tokens)
         raise
@@ -223,6 +240,16 @@ async def tokenizer(service: Service) -> TokenizerFiles:
     return TokenizerFiles(files=dict(service.tokenizer_files))
 
 
+@router.get("/v1/models", summary="Name of the teacher, as in an OpenAI list of models")
+async def models(service: Service) -> ModelList:
+    """One entry: the teacher's name, its model and the maximum length."""
+    manifest = service.manifest
+    card = ModelCard(id=manifest.service, root=manifest.model, max_model_len=manifest.max_model_len)
+    return ModelList(data=[card])
+
+
+@router.head("/health", include_in_schema=False)
+@router.get("/health", include_in_schema=False)  # the name in other servers
 @router.head("/healthz", include_in_schema=False)
 @router.get("/healthz", summary="Liveness probe")
 async def health(life: Life) -> State:

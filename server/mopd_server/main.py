@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -74,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    root.add_argument("--version", action="version", version=f"mopd {_version()}")
     commands = root.add_subparsers(dest="command", required=True, metavar="serve")
     serve = commands.add_parser(
         "serve",
@@ -87,6 +89,13 @@ def parser() -> argparse.ArgumentParser:
     _add_limit_options(serve)
     _add_listen_options(serve)
     return root
+
+
+def _version() -> str:
+    try:
+        return version("mopd")
+    except PackageNotFoundError:  # a source tree that was never installed
+        return "unknown"
 
 
 def settings_of(parsed: argparse.Namespace) -> tuple[TeacherSettings, ListenSettings]:

@@ -122,6 +122,7 @@ async def send_raw(
     disconnect: asyncio.Event,
     *,
     more_body: bool = False,
+    key: str = "",
 ) -> None:
     """Send a scoring request (or a part), set ``sent``, and disconnect on ``disconnect``."""
     messages = [{"type": "http.request", "body": body, "more_body": more_body}]
@@ -136,7 +137,10 @@ async def send_raw(
     async def send(message: dict[str, Any]) -> None:
         """Ignore the response."""
 
-    headers = [(b"content-type", b"application/json")]
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"authorization", f"Bearer {key}".encode()),
+    ]
     scope = {"type": "http", "method": "POST", "path": "/v1/logprobs", "query_string": b""}
     await app({**scope, "raw_path": b"/v1/logprobs", "headers": headers}, receive, send)
 

@@ -23,7 +23,16 @@ from mopd_server.service_error import CLIENT_CLOSED_REQUEST, default_code
 _OTHER_PATH = "other"
 SCORING_PATH = "/v1/logprobs"
 _PATHS = frozenset(
-    {SCORING_PATH, "/v1/manifest", "/v1/tokenizer", "/healthz", "/readyz", "/metrics"}
+    {
+        SCORING_PATH,
+        "/v1/manifest",
+        "/v1/models",
+        "/v1/tokenizer",
+        "/health",
+        "/healthz",
+        "/readyz",
+        "/metrics",
+    }
 )
 
 

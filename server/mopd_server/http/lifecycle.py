@@ -18,7 +18,7 @@ from mopd_server.scoring.service import TeacherService
 from mopd_server.service_error import ServiceError
 
 #: Probes must respond while the process loads or drains.
-ALWAYS_OPEN = frozenset({"/healthz", "/readyz", "/metrics"})
+ALWAYS_OPEN = frozenset({"/health", "/healthz", "/readyz", "/metrics"})
 
 #: Code -> message and Retry-After in seconds. Probes need no key, so the messages contain neither
 #: the teacher's name nor the cause of a failure. A drained teacher must restart and load first.

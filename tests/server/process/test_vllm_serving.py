@@ -23,9 +23,8 @@ def test_vllm_teacher_serves_and_exits_with_all_its_processes(
     psutil = pytest.importorskip("psutil", reason="comes with vLLM")
     command = f"serve {model_folder} --engine vllm --name math --port 0 --max-batch-tokens 64"
     with ExitStack() as stack:
-        process = stack.enter_context(
-            interpreter("mopd_server.main", *command.split(), VLLM_CPU_KVCACHE_SPACE="1")
-        )
+        # Without VLLM_CPU_KVCACHE_SPACE: the cache is sized from what is free.
+        process = stack.enter_context(interpreter("mopd_server.main", *command.split()))
         assert "per step" in line_with(process, "limits: 64 tokens")
         address = line_with(process, "address").split()[1]
         line_with(process, "'math' is ready")

@@ -13,7 +13,8 @@ class VllmConfig(Settings):
 
     gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
     """Fraction of an accelerator's memory for vLLM; leave room for a student on the same device. On
-    a CPU, ``VLLM_CPU_KVCACHE_SPACE`` sets the size in GiB."""
+    a CPU, the cache gets a quarter of the free memory, at most 8 GiB; ``VLLM_CPU_KVCACHE_SPACE``
+    sets another size in GiB."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Accelerators per model replica."""
     max_num_seqs: int = Field(default=256, ge=1)

@@ -13,6 +13,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
 from mopd_protocol.errors import ConfigError, DataError
+from mopd_protocol.runtime.host_memory import cpu_cache_bytes
 from mopd_protocol.runtime.model_revision import name_of, revision_of
 from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_server.engines.base import EngineCrashError, EngineDescription, first_line
@@ -99,7 +100,12 @@ def _size_arguments(settings: TeacherSettings, limits: VllmLimits) -> dict[str, 
         "enforce_eager": current_platform.is_cpu(),
         "disable_log_stats": False,  # source of the times of each sequence
         "shutdown_timeout": _DRAIN_SECONDS,
-        **({} if memory is None else {"gpu_memory_utilization": memory}),
+        # VLLM_CPU_KVCACHE_SPACE, in GiB, overrides this size.
+        **(
+            {"kv_cache_memory_bytes": cpu_cache_bytes()}
+            if memory is None
+            else {"gpu_memory_utilization": memory}
+        ),
     }
 
 

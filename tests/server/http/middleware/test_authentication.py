@@ -1,6 +1,7 @@
 """Tests of API keys, their reload, and their quotas."""
 
 import asyncio
+import json
 import os
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tests.server.tiny_teachers import (
     post_async,
     problem,
     request_async,
+    send_raw,
 )
 
 
@@ -128,6 +130,33 @@ def test_refunded_tokens_can_be_used_again() -> None:
     quotas.charge("alice", 4)
     with pytest.raises(ServiceError):
         quotas.charge("alice", 1)
+
+
+def test_tokens_of_a_disconnected_client_are_refunded(
+    qwen_teacher: TinyTeacher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = create_app(
+        qwen_teacher.service, api_keys=["alice one"], quota=KeyQuota(tokens_per_minute=3)
+    )
+
+    async def scenario() -> None:
+        scoring, sent, disconnect = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def score_forever(*_: object, **__: object) -> None:
+            scoring.set()
+            await asyncio.Event().wait()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(qwen_teacher.service._scorer, "score", score_forever)
+            body = json.dumps(SMALL).encode()
+            sending = asyncio.create_task(send_raw(app, body, sent, disconnect, key="one"))
+            await scoring.wait()
+            problem(await post_async(app, SMALL, bearer("one")), 429, "quota_tokens")
+            disconnect.set()
+            await sending
+        assert (await post_async(app, SMALL, bearer("one"))).status_code == 200
+
+    asyncio.run(scenario())
 
 
 def test_request_rejected_by_the_queue_is_refunded(

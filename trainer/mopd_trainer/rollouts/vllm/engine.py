@@ -30,6 +30,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from mopd_protocol.errors import ConfigError, MopdError
+from mopd_protocol.runtime.host_memory import cpu_cache_bytes
 from mopd_trainer.config.run import RolloutConfig, StudentConfig
 from mopd_trainer.rollouts.vllm.weight_sync import WeightPush
 from mopd_trainer.rollouts.vllm.worker_extension import RolloutWorkerExtension
@@ -280,7 +281,9 @@ def _arguments(
 ) -> dict[str, Any]:
     settings = rollout.vllm
     sizes: dict[str, Any] = {"max_model_len": student.max_length} if student.max_length else {}
-    if not current_platform.is_cpu():
+    if current_platform.is_cpu():  # VLLM_CPU_KVCACHE_SPACE, in GiB, overrides this size
+        sizes["kv_cache_memory_bytes"] = cpu_cache_bytes()
+    else:
         sizes["gpu_memory_utilization"] = settings.gpu_memory_utilization
     return {
         **sizes,
