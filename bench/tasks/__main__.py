@@ -5,8 +5,8 @@
     python -m bench.tasks --oracle --pairs dates+subtraction --losses prefix_kl,ctkd
     python -m bench.tasks --quick
 
-Each task has a teacher with a tokenizer of another kind. A student that answers 10 to 20 % of the
-prompts correctly is distilled from one teacher alone, and from several at once: 400 steps of 64
+Each task has a teacher with a tokenizer of another kind. A student that completes 10 to 20 % of
+the prompts correctly is distilled from one teacher, and from several at once: 400 steps of 64
 prompts for every loss. ``topk_kl`` has the same teachers with the student's own tokenizer, the
 ceiling of what a transfer can reach; ``sft`` is cross entropy on reference answers.
 

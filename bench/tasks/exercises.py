@@ -57,7 +57,7 @@ class TextTask:
         return exercise
 
     def random_part(self, exercise: Exercise, random: Random, position: int) -> str:
-        """See ``Task``: the part of another answer."""
+        """See ``Task``: the part of another reference answer."""
         del exercise
         return self.draw(random).completion_parts[position]
 

@@ -7,10 +7,10 @@ What exceeds both is the *excess*; a target with an excess above ``THRESHOLD`` i
 target that the ceiling prefers by more than ``CLEAR`` and whose gradient is within ``THRESHOLD`` of
 zero is *ignored*: the loss does not see the mistake.
 
-Texts are the teacher's greedy answers and the student's samples. Beliefs, the logits at which the
-gradient is taken, are the student's (warm, or of the finished run: ``distilled``), the ceiling's,
+Texts are the teacher's greedy completions and the student's samples. Beliefs, the logits at which
+the gradient is taken, are the student's (warm, or of the finished run: ``distilled``), the ceiling's,
 and ``equal``: 0.999 for each token of the text. Two models that agree about a text should have no
-loss, so the nats of ``ceiling`` and ``equal`` on the teacher's answers are false.
+loss, so the nats of ``ceiling`` and ``equal`` on the teacher's texts are false.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ from mopd_trainer import (
     pack,
 )
 
-Text = Literal["answers", "samples"]
+Text = Literal["completions", "samples"]
 Belief = Literal["equal", "ceiling", "student"]
 BELIEFS: tuple[Belief, ...] = ("equal", "ceiling", "student")
 
@@ -153,14 +153,14 @@ class _Source:
     teacher: TokenTable
 
     def rollouts(self, exercises: Sequence[Exercise], models: Path) -> dict[Text, list[Rollout]]:
-        """Return the teacher's greedy answers, and the student's samples, as rollouts."""
+        """Return the teacher's greedy completions, and the student's samples, as rollouts."""
         side = self.run.teachers[self.name]
         teacher = _load(self.run, model_folder(side, "teacher", 0, models), models)
         config = RolloutConfig(
             generation_batch_size=len(exercises), max_new_tokens=side.max_new_tokens
         )
         greedy = Sampler(teacher, config.model_copy(update={"temperature": 0.0}), seed=0)
-        answers = [
+        completions = [
             Exercise(exercise.task, exercise.prompt, (rollout.completion.text.decode(),))
             for exercise, rollout in zip(
                 exercises,
@@ -170,10 +170,10 @@ class _Source:
             if rollout.completion.ends_turn
         ]
         encoder = Encoder(self.run.pair.student.tokenizer())
-        written = ReferenceSampler(self.student, config, encoder, answers)
+        written = ReferenceSampler(self.student, config, encoder, completions)
         sampled = Sampler(self.student, config, seed=0)
         return {
-            "answers": written.sample_batch(self._prompts(answers), step=0, batch=0),
+            "completions": written.sample_batch(self._prompts(completions), step=0, batch=0),
             "samples": sampled.sample_batch(self._prompts(exercises), step=0, batch=0),
         }
 
@@ -196,13 +196,13 @@ class _Source:
                 "ceiling": self.ceiling.completion_logits(batch).float(),
                 "student": self.student.completion_logits(batch).float(),
             }
-        if text == "answers":
+        if text == "completions":
             targets = torch.from_numpy(ids)
             logits["equal"] = self._equal(targets, int(real_ids.sum()), ceiling.shape[1])
         else:
             targets = ceiling.argmax(dim=1)
         part = batch.teachers[self.name]
-        found: list[Push] = []
+        listed: list[Push] = []
         for belief in BELIEFS:
             if belief not in logits:
                 continue
@@ -225,7 +225,7 @@ class _Source:
                 pieces = _pieces(example.rollout.completion, self.student.table)
                 scored = _pieces(example.scores[0].score.completion, self.teacher)
                 for position in range(len(pieces)):
-                    found.append(
+                    listed.append(
                         Push(
                             task=self.name,
                             text=text,
@@ -242,7 +242,7 @@ class _Source:
                         )
                     )
                     slot += 1
-        return found
+        return listed
 
     def _probabilities(self, logits: Tensor, real_ids: Tensor) -> Tensor:
         return logits.float().masked_fill(~real_ids, -torch.inf).softmax(dim=1)

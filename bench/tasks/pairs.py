@@ -1,4 +1,4 @@
-"""Teachers, student and budget of the tasks: each teacher alone, and several at once."""
+"""Teachers, student and budget of the tasks: one teacher, and several at once."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,7 +20,7 @@ TASKS: Mapping[str, TextTask] = {
     "subtraction": Subtraction(),
     "rows": Rows(),
 }
-#: Most tokens of an answer in any of the tokenizers.
+#: Most tokens of a completion in any of the tokenizers.
 _MAX_NEW_TOKENS: Mapping[str, int] = {"dates": 20, "subtraction": 8, "rows": 64}
 LOSSES = ("prefix_kl", "ctkd", "gold_bayesian", "simct", "alm", CEILING, SFT)
 
@@ -76,7 +76,7 @@ _LONG = _student(300, 48, rows=1.0)
 def _pair(student: Side, *tasks: str) -> Pair:
     return Pair(
         name="+".join(tasks),
-        title=" and ".join(tasks) + (" at once" if len(tasks) > 1 else " alone"),
+        title=" and ".join(tasks) + (" at once" if len(tasks) > 1 else ""),
         teachers={name: _TEACHERS[name] for name in tasks},
         ceiling={name: _CEILING[name] for name in tasks},
         student=student,

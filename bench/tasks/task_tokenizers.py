@@ -102,7 +102,7 @@ def unigram_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _task_texts(seed: int) -> Iterator[str]:
-    """Yield prompts and answers of all tasks, and numbers."""
+    """Yield prompts and reference answers of all tasks, and numbers."""
     random = Random(seed)
     tasks = Dates(), Subtraction(), Rows()
     for _ in range(_TEXTS):

@@ -47,7 +47,7 @@ def pieces(encoder: Encoder, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-def test_answers_fit_and_held_out_prompts_are_not_in_the_training_set(task: TextTask) -> None:
+def test_completions_fit_and_held_out_prompts_are_not_in_the_training_set(task: TextTask) -> None:
     known, unseen = task.training(0), task.held_out()
     assert not {e.prompt for e in known} & {e.prompt for e in unseen}
     name = known[0].task
