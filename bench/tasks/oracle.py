@@ -8,9 +8,9 @@ target that the ceiling prefers by more than ``CLEAR`` and whose gradient is wit
 zero is *ignored*: the loss does not see the mistake.
 
 Texts are the teacher's greedy completions and the student's samples. Beliefs, the logits at which
-the gradient is taken, are the student's (warm, or of the finished run: ``distilled``), the ceiling's,
-and ``equal``: 0.999 for each token of the text. Two models that agree about a text should have no
-loss, so the nats of ``ceiling`` and ``equal`` on the teacher's texts are false.
+the gradient is taken, are the student's (warm, or of the finished run: ``distilled``), the
+ceiling's, and ``equal``: 0.999 for each token of the text. Two models that agree about a text
+should have no loss, so the nats of ``ceiling`` and ``equal`` on the teacher's texts are false.
 """
 
 import asyncio

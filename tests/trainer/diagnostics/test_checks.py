@@ -80,7 +80,7 @@ def _changed(score: TeacherScore, noise: float, by: int, tail: bool) -> TeacherS
 
 @asynccontextmanager
 async def case_of(tmp_path: Path, fault: str = "", **settings: Any) -> AsyncIterator[Case]:
-    """A student whose teacher is a slightly different model of its own."""
+    """A student whose teacher is a slightly different separate model."""
     values = run_values(tmp_path, **settings)
     values["teachers"] = {"math": {"url": "http://teacher", "top_k": 400}}
     values["teachers"]["math"]["loss"] = {"type": "topk_kl"}
