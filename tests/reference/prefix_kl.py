@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 from mopd_losses.divergences.truncation import TAIL_MARGIN
 from mopd_losses.prefix.cells import DETOUR_SHARE, NAMING_SHARE
@@ -195,19 +195,19 @@ def cell_mass(
 
 
 def spells_whole(side: Side, at: int, text: str) -> bool:
-    """True if one token spells a text and perhaps what is before it, in every continuation."""
+    """True if one token spells a text and perhaps what is before it, alone and as it continues."""
     context = text_before(side, at)[0]
-    try:
-        (context + text).encode("latin-1").decode()
-    except UnicodeError:
-        return False
-    for after in CONTINUATIONS:
-        end = 0
-        for token in side.encode(context + text + after):
-            end += len(token)
-            if end > len(context):
-                break
-        if end < len(context) + len(text):
+    stop = at + len(text)
+    following = "".join(takewhile(lambda c: ord(c) < 256, side.text[stop : stop + 4]))
+    for after in ("", following):
+        try:
+            (context + text + after).encode("latin-1").decode()
+        except UnicodeError:
+            return False
+        ends = list(accumulate(map(len, side.encode(context + text + after))))
+        starts = [0, *ends]
+        start = next(s for s, e in zip(starts, ends, strict=False) if e >= len(context + text))
+        if start > len(context):
             return False
     return True
 

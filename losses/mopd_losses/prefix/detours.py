@@ -10,19 +10,22 @@ of what the cell lacks.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mopd_losses.prefix.boundaries import Integers, OpenRows, TokenizedText
-from mopd_losses.prefix.cuts import CONTINUATIONS
 from mopd_losses.prefix.names import CellNames, is_text
 from mopd_losses.prefix.sorted_vocabulary import SortedVocabulary
 from mopd_protocol.tokenizers.token_table import TextEncoder
 
 #: Tokens before a boundary that a tokenizer may divide differently.
 _WINDOW = 2
+
+#: Characters behind a realised text that show how it is divided.
+_CONTINUED = 4
 
 #: Tokens that are tried behind a shorter token.
 _PROBES = 8
@@ -71,7 +74,7 @@ class Detours:
         self._encoder = encoder
         self._paths: dict[_Pair, list[int]] = {}
         self._crossings: dict[_Pair, bool] = {}
-        self._wholes: dict[_Pair, bool] = {}
+        self._wholes: dict[_Pair, int] = {}
 
     def of(
         self,
@@ -119,31 +122,43 @@ class Detours:
         return CellDetours(reached, boundaries, at, ids, flags)
 
     def whole(self, text: TokenizedText, rows: OpenRows, texts: Mapping[int, str]) -> set[int]:
-        """Return the boundaries behind which one token spells a whole text in every continuation.
+        """Return the boundaries behind which one token spells a text, alone and as it continues.
 
         Args:
-            texts: boundary -> what follows the boundary.
+            texts: boundary -> a beginning of what follows the boundary.
         """
-        contexts = {context.boundary: context.text for context in _contexts(text, rows)}
-        pairs = {number: (contexts[number], string) for number, string in texts.items()}
-        missing = [pair for pair in dict.fromkeys(pairs.values()) if pair not in self._wholes]
-        for context, string in missing:
-            self._wholes[context, string] = False
-        owners: list[_Pair] = []
-        strings: list[str] = []
-        for context, string in missing:
+        asked: dict[int, list[tuple[str, str]]] = {}
+        for context in _contexts(text, rows):
+            if context.boundary in texts:
+                realised = texts[context.boundary]
+                stop = int(text.starts[context.first_row]) + len(context.text) + len(realised)
+                before = context.text + realised
+                following = takewhile(is_text, text.symbols[stop : stop + _CONTINUED])
+                continued = before + "".join(following)
+                asked[context.boundary] = [(before, before), (before, continued)]
+        pairs = {pair for both in asked.values() for pair in both}
+        missing = [pair for pair in pairs if pair not in self._wholes]
+        owners, strings = list[_Pair](), list[str]()
+        for pair in missing:
+            self._wholes[pair] = 0
             try:
-                decoded = (context + string).encode("latin-1").decode()
+                strings.append(pair[1].encode("latin-1").decode())
             except UnicodeError:  # a control token, or half a character
                 continue
-            self._wholes[context, string] = True
-            owners += [(context, string)] * len(CONTINUATIONS)
-            strings += [decoded + continuation for continuation in CONTINUATIONS]
+            owners.append(pair)
         for owner, ids in zip(owners, self._encoder.encode_batch(strings), strict=True):
-            path = self._until_beyond(len(owner[0]), ids)
-            spelled = sum(len(self._vocabulary.strings[token]) for token in path)
-            self._wholes[owner] &= spelled >= len(owner[0]) + len(owner[1])
-        return {number for number, pair in pairs.items() if self._wholes[pair]}
+            end = 0
+            for token in ids:
+                start, end = end, end + len(self._vocabulary.strings[token])
+                if end >= len(owner[0]):
+                    self._wholes[owner] = len(owner[0]) - start
+                    break
+        # A token ends with the text or behind it, and begins at the boundary or before it.
+        return {
+            number
+            for number, both in asked.items()
+            if all(self._wholes[pair] >= len(texts[number]) for pair in both)
+        }
 
     def _canonical(self, text: TokenizedText, contexts: list[_Context]) -> set[int]:
         """Return the boundaries of contexts whose tokens are the tokenizer's.
