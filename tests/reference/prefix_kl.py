@@ -195,7 +195,7 @@ def cell_mass(
 
 
 def spells_whole(side: Side, at: int, text: str) -> bool:
-    """True if one token spells a text and perhaps what is before it, alone and as it continues."""
+    """True if one token spells a text and perhaps what is before it, with and without more text."""
     context = text_before(side, at)[0]
     stop = at + len(text)
     following = "".join(takewhile(lambda c: ord(c) < 256, side.text[stop : stop + 4]))

@@ -122,12 +122,12 @@ class Detours:
         return CellDetours(reached, boundaries, at, ids, flags)
 
     def whole(self, text: TokenizedText, rows: OpenRows, texts: Mapping[int, str]) -> set[int]:
-        """Return the boundaries behind which one token spells a text, alone and as it continues.
+        """Return the boundaries behind which one token spells a text, with and without its continuation.
 
         Args:
             texts: boundary -> a beginning of what follows the boundary.
         """
-        asked: dict[int, list[tuple[str, str]]] = {}
+        divided: dict[int, list[tuple[str, str]]] = {}
         for context in _contexts(text, rows):
             if context.boundary in texts:
                 realised = texts[context.boundary]
@@ -135,8 +135,8 @@ class Detours:
                 before = context.text + realised
                 following = takewhile(is_text, text.symbols[stop : stop + _CONTINUED])
                 continued = before + "".join(following)
-                asked[context.boundary] = [(before, before), (before, continued)]
-        pairs = {pair for both in asked.values() for pair in both}
+                divided[context.boundary] = [(before, before), (before, continued)]
+        pairs = {pair for both in divided.values() for pair in both}
         missing = [pair for pair in pairs if pair not in self._wholes]
         owners, strings = list[_Pair](), list[str]()
         for pair in missing:
@@ -156,7 +156,7 @@ class Detours:
         # A token ends with the text or behind it, and begins at the boundary or before it.
         return {
             number
-            for number, both in asked.items()
+            for number, both in divided.items()
             if all(self._wholes[pair] >= len(texts[number]) for pair in both)
         }
 
