@@ -122,7 +122,7 @@ class Detours:
         return CellDetours(reached, boundaries, at, ids, flags)
 
     def whole(self, text: TokenizedText, rows: OpenRows, texts: Mapping[int, str]) -> set[int]:
-        """Return the boundaries behind which one token spells a text, with and without its continuation.
+        """Return the boundaries behind which one token spells a text, also as it continues.
 
         Args:
             texts: boundary -> a beginning of what follows the boundary.
