@@ -1,5 +1,6 @@
 """Whole runs whose teacher scores the student's own most likely ids, and their replays."""
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from mopd_client.pool import TeacherPool
 from mopd_client.teacher_client import TeacherClient
 from mopd_losses.alignment.byte_alignment import align
 from mopd_losses.config import ProjectionSettings
+from mopd_losses.core.valid_text import invalid_positions
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.samples import Rollout
 from mopd_trainer.config.run import RunConfig
@@ -22,7 +24,7 @@ from mopd_trainer.data.prompts import read_prompts
 from mopd_trainer.run_folder.recording import RecordedSample, Recording
 from mopd_trainer.student.student import Student
 from tests import tiny_models
-from tests.reference import topk_divergence
+from tests.reference import ctkd, topk_divergence
 from tests.reference.divergences import reverse_kl
 from tests.reference.projection import Dense, dense_projection
 from tests.reference.teacher_scores import completion_logprobs, next_token_logprobs
@@ -208,10 +210,17 @@ def divergence(
         whole = next_token_logprobs(teacher.model, context, teacher.real_ids)
         kept = {token: float(np.exp(whole[token])) for token in rows[teacher_row]}
         rest = 1.0 - sum(kept.values())
+        weights = dense
+        if name != "digit":
+            realised = int(scored.token_ids[teacher_row])
+            probability = float(np.exp(whole[realised]))
+            weights, kept, rest = ctkd.on_events(
+                dense, first_tokens(name, dense), ids[row], realised, kept, rest, probability
+            )
         value, _ = topk_divergence.place(
             logits,
             real,
-            dense,
+            weights,
             kept,
             rest,
             form="tail_bucket",
@@ -220,7 +229,24 @@ def divergence(
             floored=True,
         )
         total += value
+    for row in invalid_positions(rollout.completion) if name != "digit" else ():
+        with torch.no_grad():
+            logits = student().model(torch.tensor([prompt + ids[:row]])).logits[0, -1]
+        probabilities = logits.masked_fill(~torch.tensor(real), -torch.inf).softmax(0)
+        total -= math.log1p(-probabilities[ids[row]].item())
     return total
+
+
+def first_tokens(name: str, dense: Dense) -> list[int]:
+    """[teacher size], the student's first token of each id that no student id projects to."""
+    reached = np.asarray(dense).any(axis=0)
+    tokens: list[int] = []
+    for spelled, is_reached in zip(table(name).all_bytes, reached, strict=True):
+        text = spelled.decode(errors="ignore")
+        is_text = not is_reached and text.encode() == spelled
+        ids = encoder("digit").encode(text) if is_text else []
+        tokens.append(ids[0] if ids else -1)
+    return tokens
 
 
 def test_a_replay_compares_on_the_recorded_ids(

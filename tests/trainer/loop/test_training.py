@@ -114,9 +114,11 @@ def test_a_check_prints_the_teachers_and_creates_no_file(
 
 def test_a_teachers_name_is_printed_verbatim(values: dict[str, Any]) -> None:
     """Console markup in a name is not interpreted."""
-    settings = values["teachers"]["math"]
+    prompts = Path(values["data"]["prompts"])
+    lines = prompts.read_text()
     for name in ("[/b]", "[bold]"):
-        teachers = {**values["teachers"], name: settings}
+        prompts.write_text(lines.replace('"math"', f'"{name}"'))
+        teachers = {name: values["teachers"]["math"], "code": values["teachers"]["code"]}
         messages = StringIO()
         config = RunConfig.model_validate({**values, "teachers": teachers})
         asyncio.run(check_run(config, Console(file=messages, width=200)))

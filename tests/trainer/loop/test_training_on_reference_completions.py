@@ -175,7 +175,7 @@ def test_a_check_prints_the_sources_and_the_unused_teachers(
     assert (
         "50% of prompts with reference answers: cross entropy 0.6, distillation 0.4; 50% on-policy"
     ) in output
-    assert "ctkd forward_kl on the teacher's top 16, weight 1, 2 prompts" in output
+    assert "prefix_kl forward_kl on the teacher's top 16, weight 1, 2 prompts" in output
 
 
 def test_a_prompt_that_the_student_cannot_read_ends_a_run_before_its_first_step(
