@@ -78,7 +78,7 @@ def test_a_run_on_ray_trains_what_one_process_trains(
     values["teachers"] = {n: {"url": address, "top_k": 8} for n, address in addresses.items()}
     single, _ = run_here(values, output_dir=str(tmp_path / "alone"))
     for value, other in zip(journal(tmp_path / "run"), journal(tmp_path / "alone"), strict=True):
-        assert value.pop("rollout/worker_restarts") == 0
+        assert "rollout/worker_restarts" not in value
         assert untimed(value) == pytest.approx(untimed(other), rel=1e-5)
     finished = weights(tmp_path / "run" / "final")
     for name, weight in weights(single).items():
