@@ -12,13 +12,13 @@ student can learn in that budget.
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 
 from bench.numerals.distillation import Run
 from bench.numerals.material import held_out_accuracy
 from bench.numerals.matrix import Folders, run_all
+from bench.numerals.options import comparison_parser
 from bench.numerals.pairs import LOSSES, PAIRS, Pair, shortened
 from bench.numerals.plot import draw
 from bench.numerals.report import summary, table
@@ -61,64 +61,21 @@ def runs_by_seed(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.numerals",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = comparison_parser(
+        "numerals",
+        __doc__,
+        LOSSES,
+        tuple(PAIRS),
+        all_losses="all, where a pair can have them",
+        all_steps="each pair's own",
     )
-    parser.add_argument("--json", type=Path, help="file for the figures")
-    parser.add_argument(
-        "--plot", type=Path, help="file for the plot (default: next to the figures)"
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="students a loss (default: 3)")
-    parser.add_argument(
-        "--losses",
-        type=NameList(LOSSES),
-        default=LOSSES,
-        metavar="A,B",
-        help=f"of {', '.join(LOSSES)} (default: all, where a pair can have them)",
-    )
-    parser.add_argument(
-        "--pairs",
-        type=NameList(tuple(PAIRS)),
-        default=tuple(PAIRS),
-        metavar="A,B",
-        help=f"of {', '.join(PAIRS)} (default: all)",
-    )
-    parser.add_argument("--steps", type=int, help="of every run (default: each pair's own)")
     parser.add_argument(
         "--model-steps", type=int, help="of training teachers and warm students, to try things"
     )
     parser.add_argument(
         "--evaluations", type=int, default=20, help="points of a curve (default: 20)"
     )
-    parser.add_argument(
-        "--processes", type=int, default=2, help="runs at once, one thread each (default: 2)"
-    )
-    parser.add_argument(
-        "--runs",
-        type=Path,
-        default=Path("runs/numerals"),
-        metavar="DIR",
-        help="models and finished runs, which are not done again (default: %(default)s)",
-    )
     return parser
-
-
-class NameList:
-    """Parser of comma-separated names."""
-
-    def __init__(self, known: Sequence[str]) -> None:
-        self._known = known
-
-    def __call__(self, text: str) -> tuple[str, ...]:
-        names = tuple(text.split(","))
-        for name in names:
-            if name not in self._known:
-                raise argparse.ArgumentTypeError(
-                    f"{name!r} is unknown; expected some of {', '.join(self._known)}"
-                )
-        return names
 
 
 if __name__ == "__main__":

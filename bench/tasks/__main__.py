@@ -18,13 +18,13 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from rich.console import Console
 
-from bench.numerals.__main__ import NameList, runs_by_seed
+from bench.numerals.__main__ import runs_by_seed
 from bench.numerals.distillation import Run
 from bench.numerals.matrix import Folders, run_all, train_models
+from bench.numerals.options import comparison_parser
 from bench.numerals.pairs import CEILING, SFT, shortened
 from bench.tasks.oracle import measure, summary
 from bench.tasks.pairs import LOSSES, PAIRS
@@ -78,41 +78,7 @@ def _run_oracle(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.tasks",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", type=Path, help="file for the figures")
-    parser.add_argument(
-        "--plot", type=Path, help="file for the plot (default: next to the figures)"
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="students a loss (default: 3)")
-    parser.add_argument(
-        "--losses",
-        type=NameList(LOSSES),
-        default=LOSSES,
-        metavar="A,B",
-        help=f"of {', '.join(LOSSES)} (default: all)",
-    )
-    parser.add_argument(
-        "--pairs",
-        type=NameList(tuple(PAIRS)),
-        default=tuple(PAIRS),
-        metavar="A,B",
-        help=f"of {', '.join(PAIRS)} (default: all)",
-    )
-    parser.add_argument("--steps", type=int, help="of every run (default: 400)")
-    parser.add_argument(
-        "--processes", type=int, default=2, help="runs at once, one thread each (default: 2)"
-    )
-    parser.add_argument(
-        "--runs",
-        type=Path,
-        default=Path("runs/tasks"),
-        metavar="DIR",
-        help="models and finished runs, which are not done again (default: %(default)s)",
-    )
+    parser = comparison_parser("tasks", __doc__, LOSSES, tuple(PAIRS), all_steps="400")
     parser.add_argument(
         "--quick", action="store_true", help="2 steps of everything, to test the program"
     )

@@ -1,0 +1,69 @@
+"""Command-line options that the comparisons of losses share."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class NameList:
+    """Parser of comma-separated names."""
+
+    def __init__(self, known: Sequence[str]) -> None:
+        self._known = known
+
+    def __call__(self, text: str) -> tuple[str, ...]:
+        names = tuple(text.split(","))
+        for name in names:
+            if name not in self._known:
+                raise argparse.ArgumentTypeError(
+                    f"{name!r} is unknown; expected some of {', '.join(self._known)}"
+                )
+        return names
+
+
+def comparison_parser(
+    program: str,
+    description: str | None,
+    losses: Sequence[str],
+    pairs: Sequence[str],
+    *,
+    all_losses: str = "all",
+    all_steps: str,
+) -> argparse.ArgumentParser:
+    """Return a parser of what to compare, how long, and where files are.
+
+    Args:
+        program: a module of ``bench``; its models and runs are in ``runs/PROGRAM``.
+        all_losses: the default of ``--losses``, in words.
+        all_steps: the default of ``--steps``, in words.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m bench.{program}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument(
+        "--plot", type=Path, help="file for the plot (default: next to the figures)"
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="students a loss (default: 3)")
+    for name, known, default in (("losses", losses, all_losses), ("pairs", pairs, "all")):
+        parser.add_argument(
+            f"--{name}",
+            type=NameList(known),
+            default=tuple(known),
+            metavar="A,B",
+            help=f"of {', '.join(known)} (default: {default})",
+        )
+    parser.add_argument("--steps", type=int, help=f"of every run (default: {all_steps})")
+    parser.add_argument(
+        "--processes", type=int, default=2, help="runs at once, one thread each (default: 2)"
+    )
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        default=Path("runs", program),
+        metavar="DIR",
+        help="models and finished runs, which are not done again (default: %(default)s)",
+    )
+    return parser
