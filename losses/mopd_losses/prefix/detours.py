@@ -74,7 +74,6 @@ class Detours:
         self._encoder = encoder
         self._paths: dict[_Pair, list[int]] = {}
         self._crossings: dict[_Pair, bool] = {}
-        self._wholes: dict[_Pair, int] = {}
 
     def of(
         self,
@@ -127,38 +126,33 @@ class Detours:
         Args:
             texts: boundary -> a beginning of what follows the boundary.
         """
-        divided: dict[int, list[tuple[str, str]]] = {}
-        for context in _contexts(text, rows):
-            if context.boundary in texts:
-                realised = texts[context.boundary]
-                stop = int(text.starts[context.first_row]) + len(context.text) + len(realised)
-                before = context.text + realised
-                following = takewhile(is_text, text.symbols[stop : stop + _CONTINUED])
-                continued = before + "".join(following)
-                divided[context.boundary] = [(before, before), (before, continued)]
-        pairs = {pair for both in divided.values() for pair in both}
-        missing = [pair for pair in pairs if pair not in self._wholes]
-        owners, strings = list[_Pair](), list[str]()
-        for pair in missing:
-            self._wholes[pair] = 0
+        contexts = {context.boundary: context for context in _contexts(text, rows)}
+        strings: dict[int, list[str]] = {}
+        for number, realised in texts.items():
+            before = contexts[number].text + realised
+            stop = int(text.starts[contexts[number].first_row]) + len(before)
+            following = takewhile(is_text, text.symbols[stop : stop + _CONTINUED])
+            both = (before, before + "".join(following))
             try:
-                strings.append(pair[1].encode("latin-1").decode())
+                strings[number] = [string.encode("latin-1").decode() for string in both]
             except UnicodeError:  # a control token, or half a character
                 continue
-            owners.append(pair)
-        for owner, ids in zip(owners, self._encoder.encode_batch(strings), strict=True):
-            end = 0
-            for token in ids:
-                start, end = end, end + len(self._vocabulary.strings[token])
-                if end >= len(owner[0]):
-                    self._wholes[owner] = len(owner[0]) - start
-                    break
-        # A token ends with the text or behind it, and begins at the boundary or before it.
+        encoded = self._encoder.encode_batch([s for both in strings.values() for s in both])
         return {
             number
-            for number, both in divided.items()
-            if all(self._wholes[pair] >= len(texts[number]) for pair in both)
+            for number, *paths in zip(strings, encoded[::2], encoded[1::2], strict=True)
+            if all(self._is_one(ids, len(contexts[number].text), texts[number]) for ids in paths)
         }
+
+    def _is_one(self, ids: list[int], start: int, text: str) -> bool:
+        """Return whether one token spells a text that begins at ``start``, with or without more on
+        either side."""
+        end = 0
+        for token in ids:
+            begin, end = end, end + len(self._vocabulary.strings[token])
+            if end >= start + len(text):
+                return begin <= start
+        return False
 
     def _canonical(self, text: TokenizedText, contexts: list[_Context]) -> set[int]:
         """Return the boundaries of contexts whose tokens are the tokenizer's.
