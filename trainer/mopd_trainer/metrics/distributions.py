@@ -4,8 +4,10 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mopd_protocol.samples import Rollout
+from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_trainer.data.examples import AlignedScore, TrainingExample
 
 #: Replaces the logarithm of zero, whose product with zero must be zero.
@@ -16,6 +18,12 @@ def sampled_nats(rollout: Rollout) -> float:
     """Return the log-probability of a sampled completion under the sampling distribution."""
     assert rollout.sampled_logprobs is not None
     return float(rollout.sampled_logprobs.astype(np.float64).sum())
+
+
+def known_entropy(topk: TopKLogprobs) -> NDArray[np.float64]:
+    """[rows], the entropy in nats of each row whose tail is one id: a lower bound."""
+    logprobs = np.column_stack([topk.logprobs, topk.tail_logprobs]).astype(np.float64)
+    return -(np.exp(logprobs) * np.maximum(logprobs, _LEAST)).sum(axis=1)
 
 
 def teacher_distribution_metrics(
@@ -37,11 +45,8 @@ def teacher_distribution_metrics(
     rows = tokens = 0
     for example, aligned in scored:
         topk = aligned.score.topk
-        logprobs = topk.logprobs.astype(np.float64)
-        tail = topk.tail_logprobs.astype(np.float64)
-        head = -(np.exp(logprobs) * np.maximum(logprobs, _LEAST)).sum(axis=1)
-        rest = np.exp(tail)
-        known = head - rest * np.maximum(tail, _LEAST)
+        known = known_entropy(topk)
+        rest = np.exp(topk.tail_logprobs.astype(np.float64))
         low += float(known.sum())
         high += float((known + rest * math.log(max(vocabulary - topk.k, 1))).sum())
         rows += len(topk)

@@ -6,10 +6,9 @@ A loss falls while the student leaves what the loss compares; these metrics do n
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
 
-import numpy as np
-
 from mopd_protocol.samples import Rollout
-from mopd_trainer.data.examples import AlignedScore, TrainingExample
+from mopd_trainer.data.examples import TrainingExample
+from mopd_trainer.metrics.distributions import known_entropy, sampled_nats
 from mopd_trainer.metrics.step_metrics import Metrics, mean, of_source, ratio
 
 COMPARED_SHARE = "compared_share"
@@ -45,15 +44,14 @@ def _is_scored(example: TrainingExample, teacher: str) -> bool:
 def _text_metrics(examples: Sequence[TrainingExample]) -> Metrics:
     rollouts = [example.rollout for example in examples]
     text_bytes = sum(len(rollout.completion.text) for rollout in rollouts)
-    entropies = [
-        -float(r.sampled_logprobs.sum()) for r in rollouts if r.sampled_logprobs is not None
-    ]
+    entropies = [-sampled_nats(r) for r in rollouts if r.sampled_logprobs is not None]
     scores = [score for example in examples for score in example.scores]
+    teacher_entropies = [float(known_entropy(score.score.topk).sum()) for score in scores]
     scored_bytes = sum(len(score.score.completion.text) for score in scores)
     return {
         "rollout/invalid_byte_share": ratio(sum(map(invalid_bytes, rollouts)), text_bytes),
         "rollout/entropy_per_byte": ratio(sum(entropies), text_bytes),
-        "rollout/teacher_entropy_per_byte": ratio(sum(map(_teacher_entropy, scores)), scored_bytes),
+        "rollout/teacher_entropy_per_byte": ratio(sum(teacher_entropies), scored_bytes),
         "rollout/teacher_end_surprisal": mean(
             -float(s.score.logprobs[-1]) for s in scores if s.score.completion.ends_turn
         ),
@@ -70,10 +68,3 @@ def invalid_bytes(rollout: Rollout) -> int:
     valid = decoder.decode(text, final=rollout.finish_reason == "stop")
     incomplete, _ = decoder.getstate()
     return len(text) - len(valid.encode()) - len(incomplete)
-
-
-def _teacher_entropy(score: AlignedScore) -> float:
-    """Return a lower bound in nats, summed over the completion: the tail counts as one id."""
-    topk = score.score.topk
-    logprobs = np.column_stack([topk.logprobs, topk.tail_logprobs]).astype(np.float64)
-    return -float((np.exp(logprobs) * np.maximum(logprobs, -1e9)).sum())
