@@ -108,7 +108,12 @@ def test_workers_write_what_the_student_would_have_written(
         folder = run_with(config, kind(own, config), f"{kind.__name__}-{len(own)}")
         actual, restarts = without_restarts(folder)
         for line, other in zip(actual, expected, strict=True):
-            assert line == pytest.approx(other, rel=1e-6, nan_ok=True)
+            estimates = [key for key in line if "entropy" in key or "reverse_kl_estimate" in key]
+            # Sampled log-probabilities differ in their last bits.
+            for key in estimates:
+                assert line.pop(key) == pytest.approx(other[key], rel=1e-6, nan_ok=True), key
+            rest = {key: value for key, value in other.items() if key not in estimates}
+            assert str(line) == str(rest)
         texts = (folder / "completions.jsonl").read_bytes()
         assert texts == (baseline / "completions.jsonl").read_bytes()
         assert_same_weights(folder / "final", baseline / "final")
