@@ -47,7 +47,9 @@ class ScoringWorkerExtension:
         """
         sampler = getattr(self.model_runner, "sampler", None)
         gather = getattr(sampler, "gather_logprobs", None)
-        if gather is None or [*signature(gather).parameters] != _PARAMETERS:
+        if sampler is None or gather is None:
+            return False
+        if [*signature(gather).parameters] != _PARAMETERS:
             return False
         sampler.gather_logprobs = gather_with_tail
         return True
