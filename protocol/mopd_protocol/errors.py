@@ -138,3 +138,19 @@ class DiskError(MopdError, OSError):
     """A file could not be written or read: disk full, permissions, or a missing folder."""
 
     code = "disk_failed"
+
+
+def message_of(error: BaseException) -> str | None:
+    """Return the message and notes of an error of mopd, or of the first in a group of such errors.
+
+    Returns:
+        None for any other error, and for a group that contains one.
+    """
+    notes = getattr(error, "__notes__", [])
+    if isinstance(error, BaseExceptionGroup):
+        members: tuple[BaseException, ...] = error.exceptions  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        messages = [message_of(member) for member in members]
+        message = None if None in messages else messages[0]
+    else:
+        message = str(error) if isinstance(error, MopdError) else None
+    return None if message is None else " ".join([message, *notes])

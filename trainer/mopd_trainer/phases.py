@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from mopd_protocol.errors import DegradationError
+from mopd_protocol.errors import DegradationError, DiskError, MopdError, RankError
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.data.packing import MicroBatch, pack, split
@@ -67,11 +68,13 @@ class Run:
         """Return the examples of a step and the dropped samples; nothing on non-zero ranks.
 
         Raises:
-            MopdError: when sampling or scoring fails, possibly in an exception group.
+            MopdError: when sampling or scoring fails, possibly in an exception group, with a
+                checkpoint of the completed steps, which a note of the error names.
             Interrupted: after a signal, with a checkpoint of the completed steps.
         """
         collected: Collected = ([], {})
-        stopped = False
+        failure: Exception | None = None
+        outcome: Literal["collected", "stopped", "failed"] = "collected"
         if self.coordinator is not None:
             replay, pipeline = self.coordinator.replay, self.coordinator.pipeline
             try:
@@ -79,11 +82,18 @@ class Run:
                     pipeline.collect(step) if replay is None else replay.collect(step, self.timer)
                 )
             except Stopped:
-                stopped = True
+                outcome = "stopped"
+            except (MopdError, ExceptionGroup) as error:
+                if _lost_rank(error):
+                    raise
+                failure, outcome = error, "failed"
             await asyncio.to_thread(self.local_teachers.release)
         else:
             await asyncio.to_thread(self.local_teachers.serve)
-        if await asyncio.to_thread(self.ranks.broadcast, stopped):
+        outcome = await asyncio.to_thread(self.ranks.broadcast, outcome)
+        if outcome == "failed":
+            await self._fail(step, failure)
+        if outcome == "stopped":
             await self._stop(step)
         return collected
 
@@ -232,6 +242,27 @@ class Run:
             write_report(self.config.output_dir)
         return folder
 
+    async def _fail(self, steps: int, failure: Exception | None) -> None:
+        """Save a checkpoint unless there is one, and end the run after ``steps`` steps.
+
+        Raises:
+            Exception: ``failure``, on rank 0.
+            SystemExit: on non-zero ranks.
+        """
+        try:
+            await self._save_last(steps)
+        except DiskError as error:
+            if failure is not None:
+                failure.add_note(f"The checkpoint of step {steps} was not saved: {error}")
+        else:
+            if failure is not None and steps:
+                failure.add_note(
+                    f"Step {steps} is complete, with checkpoint "
+                    f"{checkpoint_folder(self.config, steps)}. Resume with "
+                    "resume_from_checkpoint=true."
+                )
+        raise failure or SystemExit(1)
+
     async def _stop(self, steps: int) -> None:
         """Save a checkpoint unless there is one, and end the run after ``steps`` steps.
 
@@ -253,3 +284,10 @@ class Run:
             await self.save_checkpoint(steps)
         if self.coordinator is not None:
             self.coordinator.log.flush()
+
+
+def _lost_rank(error: Exception) -> bool:
+    """Return True if no collective call is possible any more."""
+    if isinstance(error, ExceptionGroup):
+        return error.subgroup(RankError) is not None
+    return isinstance(error, RankError)

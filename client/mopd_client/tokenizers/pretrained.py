@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mopd_protocol.errors import ConfigError, MissingPackageError
 from mopd_protocol.request_tokenizer import RequestTokenizer
+from mopd_protocol.runtime.model_revision import is_missing_folder
 from mopd_protocol.tokenizers.pretrained import load_exact
 
 _FILE = "tokenizer.json"
@@ -25,7 +26,7 @@ def load_tokenizer(source: str, revision: str | None = None) -> RequestTokenizer
         # Without a tokenizer.json, transformers would make an empty tokenizer of the model's type.
         if not (folder / _FILE).is_file():
             raise ConfigError(f"{_FILE} not found in {source!r}", key="tokenizer")
-    elif folder.is_absolute() or source.startswith((".", "~")) or len(folder.parts) > 2:
+    elif is_missing_folder(source):
         raise ConfigError(
             f"tokenizer folder {source!r} not found (expected a folder or a hub id)",
             key="tokenizer",

@@ -7,13 +7,27 @@ of them would read the whole checkpoint twice, so blocks are taken evenly from e
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
+#: ``name`` or ``organization/name``.
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
 _BLOCKS = 256
 _BLOCK_BYTES = 4096
+
+
+def is_missing_folder(model: str) -> bool:
+    """Return True for the path of a folder that does not exist: it cannot be a name of the hub,
+    where a request would be retried for a minute."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return False
+    is_path = folder.is_absolute() or model.startswith((".", "~")) or not _HUB_NAME.fullmatch(model)
+    return is_path or (len(folder.parts) == 2 and folder.parent.is_dir())
 
 
 def name_of(model: str) -> str:

@@ -5,7 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from mopd_protocol.runtime.model_revision import hash_of_weights, name_of, revision_of
+from mopd_protocol.runtime.model_revision import (
+    hash_of_weights,
+    is_missing_folder,
+    name_of,
+    revision_of,
+)
 
 
 def folder(path: Path, weights: bytes, config: str = "{}") -> Path:
@@ -64,3 +69,11 @@ def test_a_folder_has_one_name_wherever_it_is_called_from(
     for spelled in (str(inside), f"{inside}/", ".", "./", "../math"):
         assert name_of(spelled) == "math"
     assert name_of("org/model") == "org/model"
+
+
+def test_a_path_is_not_a_name_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    missing = ("./x", "../x", "~/x", "/x/y", "a/b/c", "runs/x", "a b", "x/")
+    assert all(is_missing_folder(name) for name in missing)
+    assert not any(is_missing_folder(name) for name in ("gpt2", "Qwen/Qwen3-0.6B", "runs", "."))

@@ -8,7 +8,7 @@ import pytest
 
 from mopd_protocol.errors import ConfigError
 from mopd_trainer.config.loading import load_run, write_resolved
-from mopd_trainer.config.run import RunConfig
+from mopd_trainer.config.run import LoraConfig, RunConfig
 from tests.trainer.runs import run_values, write_run
 
 Change = Callable[[dict[str, Any]], object]
@@ -116,6 +116,9 @@ def test_invalid_setting_is_reported_by_its_key(tmp_path: Path, change: Change, 
         (lambda v: v.update(max_step=3), "'max_steps'"),
         (lambda v: v["teachers"]["math"].update(topk=3), "'top_k'"),
         (lambda v: v["student"].update(learning_rat=1), "'learning_rate'"),
+        (lambda v: v.update(top_p=0.9), "'rollout.top_p'"),
+        (lambda v: v["rollout"].update(learning_rate=1), "'student.learning_rate'"),
+        (lambda v: v["teachers"]["math"].update(loss={"type": "ctkd", "divergense": 1}), "'diver"),
     ],
 )
 def test_misspelled_setting_has_a_suggestion(
@@ -228,6 +231,27 @@ def test_overrides_replace_settings_at_any_depth(tmp_path: Path) -> None:
     assert config.student.betas == (0.8, 0.99)
     assert load_run(str(path), **settings) == config
     assert load_run(load_run(path), **settings) == config
+
+
+def test_overrides_remove_settings(tmp_path: Path) -> None:
+    values = run_values(tmp_path, keep_checkpoints=5)
+    values["student"]["lora"] = {"rank": 4}
+    path = write_run(tmp_path, values)
+    config = load_run(path, ["~teachers.code", "student.lora={}", "~keep_checkpoints"])
+    assert list(config.teachers) == ["math"]
+    assert config.student.lora == LoraConfig()
+    assert config.keep_checkpoints == 3
+    new = "teachers.other={url: 'http://127.0.0.1:9'}"
+    assert list(load_run(path, ["teachers={}", new]).teachers) == ["other"]
+    for error in (load_error(path, "teachers={}"), _error_of(path, teachers={})):
+        assert error.key == "teachers"  # none is left
+    assert load_error(path, "~teachers.history").key == "teachers.history"
+
+
+def _error_of(path: Path, **settings: Any) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_run(path, **settings)
+    return caught.value
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
 """Prompts: all valid forms of a line; invalid lines are reported by file and line."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mopd_protocol.errors import DataError
+from mopd_protocol.errors import DataError, MissingPackageError
 from mopd_protocol.samples import Prompt
 from mopd_trainer.config.run import DataConfig
 from mopd_trainer.data.prompts import read_prompts
@@ -237,3 +238,75 @@ def test_invalid_lines_can_be_skipped_and_are_counted(
     with pytest.raises(DataError) as caught:
         read(tmp_path, ["3"], on_bad_line="skip")
     assert caught.value.key == str(tmp_path / "data.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "config"),
+    [
+        ({"tools": []}, {}),
+        ({"id": 7}, {}),
+        ({"id": 7, "level": 1}, {"ignored_keys": ["id"]}),
+        ({"answer": "5"}, {"answer_key": "solution"}),
+    ],
+)
+def test_key_that_nothing_reads_is_invalid(
+    tmp_path: Path, line: dict[str, Any], config: dict[str, Any]
+) -> None:
+    assert error_line(tmp_path, OK, {**OK, **line}, **config) == 2
+    assert len(read(tmp_path, OK, {**OK, **dict.fromkeys(line)}, **config)) == 2
+    config["ignored_keys"] = [*line]
+    assert len(read(tmp_path, OK, {**OK, **line}, **config)) == 2
+    assert len(read(tmp_path, {**OK, **line}, ignored_keys="all")) == 1
+
+
+def test_kept_lines_have_any_keys_but_those_of_a_template(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "data.jsonl", [{**OK, "level": 1}, {**OK, "tools": [1]}])
+    with pytest.raises(DataError) as caught:
+        read_prompts(DataConfig(prompts=path), TEACHERS, keep_lines=True)
+    assert caught.value.key == f"{path}:2"
+
+
+@pytest.mark.parametrize(("package", "split"), [("pyarrow", None), ("datasets", "train")])
+def test_missing_package_of_a_format_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, split: str | None
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr("mopd_trainer.data.rows.find_spec", lambda name: None)
+    path = tmp_path / "prompts.parquet"
+    path.touch()
+    with pytest.raises(MissingPackageError) as caught:
+        read_prompts(DataConfig(prompts=path, split=split), TEACHERS)
+    assert caught.value.key == package
+
+
+def test_parquet_has_the_prompts_of_the_same_lines(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    lines = [{**OK, "prompt": str(number)} for number in range(3)] + [{"prompt": "?"}]
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(lines), path)
+    config = DataConfig(prompts=path, default_teacher="code")
+    expected = read(tmp_path, *lines, default_teacher="code")
+    assert read_prompts(config, TEACHERS) == expected
+    with pytest.raises(DataError) as caught:
+        read_prompts(DataConfig(prompts=path), TEACHERS)
+    assert caught.value.key == f"{path}:4"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DataError) as caught:
+        read_prompts(config, TEACHERS)
+    assert caught.value.key == str(path)
+
+
+def test_dataset_has_the_prompts_of_the_same_lines(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    lines = [{**OK, "prompt": str(number)} for number in range(3)]
+    (tmp_path / "held_out").mkdir()
+    folder = write_lines(tmp_path / "held_out" / "a.jsonl", lines).parent
+    saved = tmp_path / "saved"
+    datasets.load_dataset(str(folder)).save_to_disk(str(saved))
+    for path in (folder, saved):
+        config = DataConfig(prompts=path, split="train")
+        assert read_prompts(config, TEACHERS) == read(tmp_path, *lines)
+        with pytest.raises(DataError) as caught:
+            read_prompts(config.model_copy(update={"split": "test"}), TEACHERS)
+        assert caught.value.key == str(path)

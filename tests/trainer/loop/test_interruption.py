@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mopd_protocol.errors import TeacherUnavailableError
 from mopd_trainer.cli.main import main
 from mopd_trainer.interruption import Interruption, Stopped
 from mopd_trainer.teachers.scoring import RolloutScorer
@@ -78,6 +79,38 @@ def while_waiting(patched: pytest.MonkeyPatch, number: signal.Signals) -> None:
         return await original(self, rollouts)
 
     patched.setattr(RolloutScorer, "score", score)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_lost_teacher_loses_no_step(
+    tmp_path: Path,
+    values: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    grouped: bool,
+) -> None:
+    original = RolloutScorer.score
+
+    async def score(self: RolloutScorer, rollouts: Any) -> Any:
+        if rollouts[0].policy_version == 2:
+            error = TeacherUnavailableError("teacher 'math' is unavailable")
+            raise ExceptionGroup("lost", [error]) if grouped else error
+        return await original(self, rollouts)
+
+    path = write_run(tmp_path, values)
+    with monkeypatch.context() as patched:
+        patched.setattr(RolloutScorer, "score", score)
+        with pytest.raises(SystemExit) as ended:
+            main(["train", str(path)])
+    assert ended.value.code == 2
+    folder = tmp_path / "run" / "checkpoints" / "step-00000002"
+    output = capsys.readouterr().err
+    assert output.startswith("mopd: teacher 'math' is unavailable Step 2 ")
+    assert f"{folder}. Resume with resume_from_checkpoint=true.\n" in output
+    final, output = run_here(values, resume_from_checkpoint=True)
+    assert f"resumed after step 2 from {folder}" in output
+    whole, _ = run_here(values, output_dir=str(tmp_path / "whole"))
+    assert_same_weights(final, whole)
 
 
 @pytest.mark.parametrize("when", [while_learning, while_waiting])

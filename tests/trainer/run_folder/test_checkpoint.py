@@ -250,6 +250,22 @@ def test_damaged_latest_checkpoint_falls_back_to_the_previous_one(
 
 
 @pytest.mark.parametrize("name", ["model/model.safetensors", "optimizer.pt"])
+def test_flipped_bit_is_reported(tmp_path: Path, name: str) -> None:
+    config = config_of(tmp_path, resume_from_checkpoint=True)
+    folders = [save(config, step, student_of()) for step in (10, 20)]
+    path = folders[1] / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        start_of(config_of(tmp_path, resume_from_checkpoint=str(folders[1])))
+    assert caught.value.key == str(path)
+    checkpoint = start_of(config)
+    assert checkpoint is not None
+    assert checkpoint.step == 10
+
+
+@pytest.mark.parametrize("name", ["model/model.safetensors", "optimizer.pt"])
 def test_damaged_tensors_are_reported(tmp_path: Path, name: str) -> None:
     """The files have the same size, so the damage shows only on loading."""
     student = student_of()

@@ -89,8 +89,8 @@ def test_the_text_encoder_is_built_on_first_use() -> None:
 
 
 def test_a_folder_without_a_model_raises_a_config_error(tmp_path: Path) -> None:
-    for folder in (tmp_path / "none", tmp_path):
-        with pytest.raises(ConfigError, match="cannot be loaded") as caught:
+    for folder, problem in ((tmp_path / "none", "not found"), (tmp_path, "cannot be loaded")):
+        with pytest.raises(ConfigError, match=problem) as caught:
             Student.load(StudentConfig(model=str(folder), device="cpu"))
         assert caught.value.key == "student.model"
         assert "\n" not in str(caught.value)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
-from mopd_protocol.errors import MopdError
+from mopd_protocol.errors import MopdError, message_of
 from mopd_trainer.cli import align, doctor, projection, results, run
 from mopd_trainer.interruption import Interrupted
 
@@ -50,13 +50,11 @@ def main(
     )
     try:
         options.run(options)
-    except MopdError as error:
-        _exit(str(error), 2)
-    except BaseExceptionGroup as group:
-        errors, bugs = group.split(MopdError)
-        if errors is None or bugs is not None:
+    except (MopdError, BaseExceptionGroup) as error:
+        message = message_of(error)
+        if message is None:
             raise
-        _exit(str(_first(errors)), 2)
+        _exit(message, 2)
     except Interrupted as interrupted:
         _exit(str(interrupted), interrupted.exit_code)
     except KeyboardInterrupt:
@@ -89,11 +87,6 @@ def _version() -> str:
         return version("mopd")
     except PackageNotFoundError:  # a source tree on the path
         return "(not installed)"
-
-
-def _first(group: BaseExceptionGroup[MopdError]) -> MopdError:
-    error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 def _exit(message: str, code: int) -> NoReturn:

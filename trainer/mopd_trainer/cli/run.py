@@ -7,6 +7,8 @@ from typing import Any
 OVERRIDES = """\
 KEY=VALUE replaces a setting of the file, with dots for nesting:
   max_steps=10 teachers.math.top_k=32 student.betas=[0.9,0.99]
+An empty section is KEY={}; ~KEY removes a setting or a teacher:
+  ~teachers.code ~student.lora
 All settings are described in docs/pages/configuration.md.
 """
 

@@ -12,11 +12,20 @@ from mopd_trainer.config.settings import Incidental, Settings, invalid
 class DataConfig(Settings):
     """Prompts, source of the completions, and the teacher of each line.
 
-    Rejected: an ``on_policy_fraction`` that never uses ``source``.
+    Rejected: an ``on_policy_fraction`` that never uses ``source``, and ``subset`` without
+    ``split``.
     """
 
     prompts: Incidental[Path]
-    """JSONL file with ``messages``, ``prompt`` or the keys named below."""
+    """JSONL or parquet file whose rows have ``messages``, ``prompt`` or the keys named below; with
+    ``split``, a dataset of Hugging Face. Parquet and datasets need ``mopd[data]``."""
+    split: Incidental[str | None] = None
+    """Split of a dataset (``train``); ``prompts`` is then its name on the hub or its folder."""
+    subset: Incidental[str | None] = None
+    """Configuration of the dataset on the hub (``main``), if it has several."""
+    ignored_keys: Incidental[Literal["all"] | tuple[str, ...]] = ()
+    """Keys of the rows that the run does not use. Other unknown keys are invalid, so that nothing
+    that should change a prompt (``tools``, ``system``) is lost; ``all`` accepts every key."""
     source: Source = "rollout"
     """Source of completions: ``rollout`` (sampled from the student) or ``answers`` (each line's
     reference answer)."""
@@ -49,6 +58,8 @@ class DataConfig(Settings):
                 f"source '{self.source}' is never used (found {self.on_policy_fraction:g}). "
                 f"Set data.source to '{expected}'.",
             )
+        if self.subset is not None and self.split is None:
+            raise invalid("subset", "only a dataset has subsets. Set data.split, or remove it.")
         return self
 
     @property

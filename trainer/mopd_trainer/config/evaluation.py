@@ -21,7 +21,11 @@ class EvaluationSetConfig(Settings):
     """Held-out prompts with reference answers, and how completions are graded."""
 
     prompts: Path
-    """JSONL file with ``messages``, ``prompt`` or the keys named below."""
+    """JSONL or parquet file, as ``data.prompts``; with ``split``, a dataset of Hugging Face."""
+    split: str | None = None
+    """Split of a dataset, as ``data.split``."""
+    subset: str | None = None
+    """Configuration of the dataset on the hub, as ``data.subset``."""
     question_key: str | None = None
     """Key of the user message, for data without ``messages`` and ``prompt``."""
     answer_key: str | None = None

@@ -3,8 +3,9 @@
 OmegaConf merges and interpolates; pydantic validates.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,19 @@ def load_run(
 
     Args:
         run: YAML file, or settings to change.
-        overrides: ``"teachers.math.top_k=32"``, dots for nesting.
+        overrides: ``"teachers.math.top_k=32"``, dots for nesting; ``"teachers={}"`` empties a
+            section, ``"~teachers.code"`` removes a key.
         settings: overrides as keyword arguments, dictionaries for nesting
-            (``teachers={"math": {"top_k": 32}}``).
+            (``teachers={"math": {"top_k": 32}}``); an empty dictionary empties a section.
 
     Raises:
         ConfigError: for an unreadable file or invalid settings; ``key`` is the (first) setting.
     """
     source = "settings" if isinstance(run, RunConfig) else str(run)
     for override in overrides:
-        if "=" not in override:
+        if "=" not in override and not override.startswith("~"):
             raise ConfigError(
-                f"override {override!r}: '=' not found, expected KEY=VALUE", key=override
+                f"override {override!r}: '=' not found, expected KEY=VALUE or ~KEY", key=override
             )
     try:
         if isinstance(run, RunConfig):
@@ -47,8 +49,12 @@ def load_run(
             raise ConfigError(f"{source}: file not found, expected the YAML file of a run")
         if not isinstance(loaded, DictConfig):
             raise ConfigError(f"{source}: found a list, expected keys and values")
-        merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides)), settings)
-        values = OmegaConf.to_container(merged, resolve=True)
+        for override in overrides:
+            if override.startswith("~"):
+                _remove(loaded, override[1:])
+            else:
+                loaded = _merged(loaded, OmegaConf.from_dotlist([override]))
+        values = OmegaConf.to_container(_merged(loaded, OmegaConf.create(settings)), resolve=True)
     except (OmegaConfBaseException, YAMLError, TypeError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{source}: {' '.join(str(error).split())}") from error
     return parse_run(values, source=source)
@@ -83,6 +89,36 @@ def write_resolved(config: RunConfig, path: Path, comments: Sequence[str] = ()) 
         temporary.write_text("".join(f"# {comment}\n" for comment in comments) + settings)
 
 
+def _merged(values: Any, changes: DictConfig) -> Any:
+    """Merge changes into values; an empty section of the changes replaces a section."""
+    merged: Any = OmegaConf.merge(values, changes)
+    for path in _empty_sections(OmegaConf.to_container(changes)):
+        section = merged
+        for key in path[:-1]:
+            section = section[key]
+        section[path[-1]] = {}
+    return merged
+
+
+def _empty_sections(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    if isinstance(values, dict):
+        if path and not values:
+            yield path
+        for key, value in values.items():  # pyright: ignore[reportUnknownVariableType]
+            yield from _empty_sections(value, (*path, str(key)))  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _remove(values: Any, key: str) -> None:
+    """Remove a dotted key in place."""
+    *path, last = key.split(".")
+    section = values
+    for name in path:
+        section = section.get(name) if isinstance(section, DictConfig) else None
+    if not isinstance(section, DictConfig) or last not in section:
+        raise ConfigError(f"override '~{key}': {key} not found. Remove the override.", key=key)
+    del section[last]
+
+
 def _problem(details: dict[str, Any], values: Any) -> tuple[str, str]:
     """Return the dotted key of a pydantic error, and a message that begins with the key."""
     key, kind = _key(details["loc"], values), details["type"]
@@ -104,11 +140,42 @@ def _found(details: dict[str, Any]) -> str:
 
 
 def _suggestion(key: str) -> str:
+    """Return the closest setting of the section, or the same or closest one elsewhere."""
+    *section, name = key.split(".")
+    paths = [path.split(".") for path in _setting_paths()]
+    own = {path[-1] for path in paths if _matches(path[:-1], section)}
+    close = get_close_matches(name, sorted(own), n=1, cutoff=0.6)
+    if not close:
+        others = {path[-1]: path for path in sorted(paths, key=len, reverse=True)}
+        names = get_close_matches(name, sorted(others), n=1, cutoff=0.7)
+        close = [".".join(others[each]) for each in names]
+    return f", did you mean {close[0]!r}" if close else ""
+
+
+def _matches(path: Sequence[str], section: Sequence[str]) -> bool:
+    return len(path) == len(section) and all(
+        own in ("NAME", other) for own, other in zip(path, section, strict=True)
+    )
+
+
+@cache
+def _setting_paths() -> frozenset[str]:
+    """Return the dotted keys of all settings, with ``NAME`` for the name of a teacher or set."""
     schema = RunConfig.model_json_schema()
-    sections: list[dict[str, Any]] = [schema, *schema["$defs"].values()]
-    names = {name for section in sections for name in section.get("properties", ())}
-    matches = get_close_matches(key.rpartition(".")[2], sorted(names), n=1, cutoff=0.7)
-    return f", did you mean {matches[0]!r}" if matches else ""
+    return frozenset(_schema_paths(schema, schema["$defs"], ""))
+
+
+def _schema_paths(schema: dict[str, Any], sections: dict[str, Any], prefix: str) -> Iterator[str]:
+    if "$ref" in schema:
+        schema = sections[schema["$ref"].rpartition("/")[2]]
+    for form in ("anyOf", "oneOf", "allOf"):
+        for each in schema.get(form, ()):
+            yield from _schema_paths(each, sections, prefix)
+    if isinstance(schema.get("additionalProperties"), dict):
+        yield from _schema_paths(schema["additionalProperties"], sections, f"{prefix}NAME.")
+    for name, each in schema.get("properties", {}).items():
+        yield f"{prefix}{name}"
+        yield from _schema_paths(each, sections, f"{prefix}{name}.")
 
 
 def _key(location: Sequence[str | int], values: Any) -> str:

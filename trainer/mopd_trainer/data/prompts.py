@@ -1,8 +1,9 @@
-"""Prompts from JSONL, each with its teachers, and their order."""
+"""Prompts from rows of data, each with its teachers, and their order."""
 
 import json
 import logging
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from math import inf
 from sys import float_info
 from typing import Any
@@ -13,11 +14,18 @@ from pydantic import ValidationError
 from mopd_protocol.errors import DataError
 from mopd_protocol.samples import Message, Prompt
 from mopd_trainer.config.run import DataConfig
+from mopd_trainer.data.rows import Row, read_rows
 
 logger = logging.getLogger(__name__)
 
 #: Keys of a line's teacher if ``teacher_key`` is not set.
 TEACHER_KEYS = ("teacher", "data_source", "tag", "dataset")
+
+#: Keys that are always known.
+_KEYS = ("messages", "prompt", *TEACHER_KEYS)
+
+#: Keys by which other programs change the rendered prompt.
+RENDERING_KEYS = ("chat_template_kwargs", "documents", "functions", "images", "system", "tools")
 
 JSON = dict[str, Any]
 
@@ -25,34 +33,29 @@ JSON = dict[str, Any]
 def read_prompts(
     config: DataConfig, teachers: Iterable[str], *, keep_lines: bool = False
 ) -> list[Prompt]:
-    """Load the prompts of a JSONL file; with ``on_bad_line: skip``, invalid lines are dropped.
+    """Load the prompts of a data file; with ``on_bad_line: skip``, invalid rows are dropped.
 
     Args:
         teachers: names of the scoring teachers; empty for plain SFT.
-        keep_lines: keep each complete line as the prompt's metadata.
+        keep_lines: keep each complete row as the prompt's metadata; unknown keys are valid, except
+            those that would change the rendered prompt.
 
     Raises:
-        DataError: for a missing or empty file, and for an invalid line: no JSON object, no prompt,
-            no reference answer if the run uses them, no teacher or an unknown one. ``key`` is
-            ``file`` or ``file:line``.
+        DataError: for a missing or empty file, and for an invalid row: no JSON object, unknown
+            keys, no prompt, no reference answer if the run uses them, no teacher or an unknown
+            one. ``key`` is ``file`` or ``file:row``.
+        MissingPackageError: as ``read_rows``.
     """
     path, known = config.prompts, sorted(teachers)
     errors: list[DataError] = []
-    if not path.is_file():
-        raise DataError(
-            f"{path}: file not found, expected prompts as JSONL (data.prompts)", key=str(path)
-        )
     prompts: list[Prompt] = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    prompts.append(_prompt(line, len(prompts), config, known, keep_lines))
-                except _LineError as error:
-                    where = f"{path}:{number}"
-                    errors.append(DataError(f"{where}: {error}", key=where))
-                    if config.on_bad_line == "fail":
-                        raise errors[0] from error
+    for where, row in read_rows(config):
+        try:
+            prompts.append(_prompt(row, len(prompts), config, known, keep_lines))
+        except _LineError as error:
+            errors.append(DataError(f"{where}: {error}", key=where))
+            if config.on_bad_line == "fail":
+                raise errors[0] from error
     if errors:
         logger.warning("%s: skipped %d invalid lines, the first: %s", path, len(errors), errors[0])
     if not prompts:
@@ -96,9 +99,10 @@ class _LineError(ValueError):
 
 
 def _prompt(
-    line: bytes, index: int, config: DataConfig, known: Sequence[str], keep_line: bool
+    row: Row, index: int, config: DataConfig, known: Sequence[str], keep_line: bool
 ) -> Prompt:
-    values = _parse(line)
+    values = _parse(row) if isinstance(row, bytes) else row
+    _require_known_keys(values, config, keep_line)
     messages, reference = _messages_and_reference(values, config)
     metadata: JSON = values if keep_line else {}
     if not keep_line and config.answer_key is not None and config.answer_key in values:
@@ -124,6 +128,25 @@ def _parse(line: bytes) -> JSON:
     if not isinstance(values, dict):
         raise _LineError(f"found a {type(values).__name__}, expected a JSON object")
     return values  # pyright: ignore[reportUnknownVariableType]
+
+
+def _require_known_keys(values: JSON, config: DataConfig, keep_line: bool) -> None:
+    """Reject keys that nothing reads; a key without a value does not count."""
+    used = {config.question_key, config.answer_key, config.teacher_key, *_KEYS}
+    unknown = sorted(key for key in values if key not in used and values[key] is not None)
+    if keep_line:
+        unknown = [key for key in unknown if key in RENDERING_KEYS]
+    elif config.ignored_keys == "all":
+        return
+    unknown = [key for key in unknown if keep_line or key not in config.ignored_keys]
+    if unknown:
+        guesses = get_close_matches(unknown[0], sorted(filter(None, used)), n=1, cutoff=0.7)
+        hint = f", did you mean {guesses[0]!r}" if guesses else ""
+        raise _LineError(
+            f"unknown keys {', '.join(unknown)}{hint} (expected {', '.join(sorted(_KEYS))} or a "
+            "configured key). Name them in data.answer_key or data.question_key, remove them, or "
+            "list them in data.ignored_keys."
+        )
 
 
 def _messages_and_reference(

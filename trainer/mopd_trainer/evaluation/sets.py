@@ -70,6 +70,8 @@ def _read(name: str, config: EvaluationSetConfig) -> EvaluationSet:
     likelihood, function = config.grader == "log_likelihood", config.grader.startswith("python:")
     data = DataConfig(
         prompts=config.prompts,
+        split=config.split,
+        subset=config.subset,
         question_key=config.question_key,
         source=_REFERENCES if config.answer_key is None and not function else _ROLLOUT,
     )

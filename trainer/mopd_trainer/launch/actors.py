@@ -13,7 +13,7 @@ from typing import Any
 from ray.util import get_node_ip_address
 from rich.console import Console
 
-from mopd_protocol.errors import MopdError
+from mopd_protocol.errors import MopdError, message_of
 from mopd_trainer.config.run import RunConfig
 
 
@@ -60,13 +60,11 @@ class StudentRank:
                 ray_workers = RayWorkers(workers, config) if workers else None
                 training = train(config, Console(width=160), ranks=ranks, workers=ray_workers)
                 return RankResult(asyncio.run(training))
-        except MopdError as error:
-            return RankResult(error=str(error))
-        except BaseExceptionGroup as group:
-            errors, bugs = group.split(MopdError)
-            if errors is None or bugs is not None:
+        except (MopdError, BaseExceptionGroup) as error:
+            message = message_of(error)
+            if message is None:
                 raise
-            return RankResult(error=str(_first(errors)))
+            return RankResult(error=message)
         except SystemExit:
             return RankResult(error="")
 
@@ -81,8 +79,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
-
-
-def _first(group: BaseExceptionGroup[MopdError]) -> MopdError:
-    error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -2,9 +2,10 @@
 
 Random numbers, data order and learning rate are functions of seed and step; the state is therefore
 weights, optimizer moments and the step. A checkpoint is written to a temporary folder and renamed;
-a list of its files reveals files lost by the disk.
+a list of its files with sizes and hashes reveals files that the disk lost or changed.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -43,6 +44,7 @@ class Checkpoint:
     student_tokenizer: str  # fingerprint
     metric: float | None  # mean of best_checkpoint_metric since the previous checkpoint
     metric_name: str | None  # best_checkpoint_metric when the checkpoint was saved
+    hashes: dict[str, str]  # file -> SHA-256; empty in checkpoints of earlier versions
 
     @property
     def model_folder(self) -> Path:
@@ -68,6 +70,7 @@ class Checkpoint:
                 state["student_tokenizer"],
                 state["metric"],
                 state.get("metric_name"),  # missing in checkpoints of earlier versions
+                dict(state.get("sha256", {})),
             )
             files: dict[str, int] = state["files"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -85,6 +88,22 @@ class Checkpoint:
                     key=str(path),
                 )
         return checkpoint
+
+    def verify(self) -> None:
+        """Compare the contents of all files with their hashes, about a second per gigabyte.
+
+        Raises:
+            CheckpointError: if a file has changed; ``key`` is the file.
+        """
+        for name, expected in self.hashes.items():
+            path = self.folder / name
+            actual = _hash(path)
+            if actual != expected:
+                raise CheckpointError(
+                    f"{self.folder}: damaged: {name} (found SHA-256 {actual[:12]}, expected "
+                    f"{expected[:12]}). Use another checkpoint.",
+                    key=str(path),
+                )
 
     def restore(self, student: Student, optimizer: torch.optim.Optimizer) -> None:
         """Load weights and optimizer moments.
@@ -163,6 +182,7 @@ def save_checkpoint(
             "metric": metric,
             "metric_name": config.best_checkpoint_metric,
             "files": _sizes(temporary),
+            "sha256": {name: _hash(temporary / name) for name in _sizes(temporary)},
         }
         (temporary / _STATE).write_text(json.dumps(state, indent=2))
     return folder
@@ -192,6 +212,11 @@ def checkpoint_folder(config: RunConfig, step: int) -> Path:
 def _sizes(folder: Path) -> dict[str, int]:
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _bytes(values: Any) -> int:

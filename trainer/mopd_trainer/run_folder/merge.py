@@ -70,7 +70,9 @@ def _adapter_folder(run: Path) -> Path:
     if (run / FINAL).is_dir():
         return run / FINAL
     if (run / "model").is_dir():
-        return Checkpoint.open(run).model_folder
+        checkpoint = Checkpoint.open(run)
+        checkpoint.verify()
+        return checkpoint.model_folder
     raise CheckpointError(
         f"{run}: no finished student found. Resume the run, or use one of its checkpoints.",
         key=str(run),

@@ -43,7 +43,7 @@ def starting_checkpoint(config: RunConfig, identity: RunIdentity) -> Checkpoint 
                 key="output_dir",
             )
         return None
-    checkpoint = Checkpoint.open(setting) if isinstance(setting, Path) else _latest(config)
+    checkpoint = _sound(setting) if isinstance(setting, Path) else _latest(config)
     if checkpoint is None:
         return None
     if not config.accept_changed_settings:
@@ -166,13 +166,20 @@ class CheckpointManager:
         return min(candidates)[1] if candidates else None
 
 
+def _sound(folder: Path) -> Checkpoint:
+    """Open a checkpoint and verify its files."""
+    checkpoint = Checkpoint.open(folder)
+    checkpoint.verify()
+    return checkpoint
+
+
 def _latest(config: RunConfig) -> Checkpoint | None:
     """Return the latest complete checkpoint."""
     folders = [folder for _, folder in reversed(_folders(config))]
     errors: list[CheckpointError] = []
     for folder in folders:
         try:
-            checkpoint = Checkpoint.open(folder)
+            checkpoint = _sound(folder)
         except CheckpointError as error:
             errors.append(error)
             continue

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from mopd_protocol.errors import ConfigError, DataError, MopdError
+from mopd_protocol.runtime.model_revision import is_missing_folder
 from mopd_protocol.samples import Message
 from mopd_protocol.tokenizers.pretrained import load_exact
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable, control_tokens
@@ -142,6 +143,11 @@ def load_tokenizer(config: StudentConfig) -> PreTrainedTokenizerBase:
         raise ConfigError(
             f"student.model: {config.model!r} contains adapters but no model. Merge the adapters "
             "of a run with `mopd merge`.",
+            key="student.model",
+        )
+    if is_missing_folder(config.model):
+        raise ConfigError(
+            f"student.model: folder {config.model!r} not found. Correct the path.",
             key="student.model",
         )
     with explained(config):
