@@ -15,14 +15,13 @@ from typing import Any, TypeVar, get_args
 
 from mopd_protocol.errors import MopdError
 from mopd_server.engines.registry import AUTO, ENGINES
+from mopd_server.exit_status import CRASH_STATUS, INTERRUPTED_STATUS
 from mopd_server.http.logs import configure_logs
+from mopd_server.process.listening import bound_socket
 from mopd_server.settings import DtypeName, ListenSettings, LogFormat, TeacherSettings
 
 Number = TypeVar("Number", int, float)
 Settings = TypeVar("Settings", TeacherSettings, ListenSettings)
-
-#: Exit status after Ctrl-C, by the convention of shells.
-_INTERRUPTED = 130
 
 #: One year: the system's clocks accept no infinite timeouts.
 _MAX_SECONDS = 31_536_000
@@ -52,18 +51,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser().parse_args(arguments)
     teacher, listen = settings_of(parsed)
     configure_logs(listen.log_level, listen.log_format)
-    # torch, transformers and the web framework
-    from mopd_server.engines.base import EngineCrashError
-    from mopd_server.process.serving import CRASH_STATUS, serve
-
     try:
-        received = serve(teacher, listen)
+        with bound_socket(listen.host, listen.port) as bound:
+            # The web framework; torch and transformers are imported once HTTP responds.
+            from mopd_server.process.serving import serve
+
+            received = serve(teacher, listen, bound)
     except MopdError as error:
+        from mopd_server.engines.base import EngineCrashError
+
         sys.stderr.write(f"mopd-teacher: {error}\n")
         return CRASH_STATUS if isinstance(error, EngineCrashError) else 1
     except KeyboardInterrupt:
-        return _INTERRUPTED
-    return _INTERRUPTED if received == signal.SIGINT else 0
+        return INTERRUPTED_STATUS
+    return INTERRUPTED_STATUS if received == signal.SIGINT else 0
 
 
 def parser() -> argparse.ArgumentParser:

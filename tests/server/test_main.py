@@ -3,7 +3,6 @@
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ import pytest
 from mopd_protocol.codec import decode_json
 from mopd_server.main import main, parser, settings_of
 from mopd_server.process import serving
+from mopd_server.process.listening import bound_socket
 from mopd_server.settings import ListenSettings, TeacherSettings
 from tests import tiny_models
 from tests.processes import interpreter, line_with
@@ -148,14 +148,22 @@ def test_failed_start_is_status_1_with_a_message(
     assert "Traceback" not in error
 
 
-@pytest.mark.usefixtures("signals_restored")
-def test_port_in_use_is_detected_before_the_model_is_loaded(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-        assert main(["serve", "./no-such-model", "--port", port]) == 1
-    assert f"127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
+@pytest.mark.smoke
+def test_port_in_use_is_reported_before_anything_slow_is_imported() -> None:
+    program = (
+        "import sys; from mopd_server.main import main;"
+        "code = main(['serve', './no-such-model', '--port', sys.argv[1]]);"
+        f"assert code == 1 and not set({HEAVY!r}) - {{'numpy'}} & set(sys.modules);"
+        "import mopd_server.process.serving;"  # all that probes need
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    with bound_socket("127.0.0.1", 0) as bound:
+        port = str(bound.getsockname()[1])
+        command = [sys.executable, "-c", program, port]
+        process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    (line,) = process.stderr.splitlines()
+    assert line.startswith(f"mopd-teacher: cannot listen on 127.0.0.1:{port}: ")
 
 
 def test_signal_delivered_to_another_thread_is_handled() -> None:

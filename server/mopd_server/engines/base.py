@@ -116,6 +116,11 @@ class AsyncEngine(ABC):
         Closing the engine is not a crash.
         """
 
+    @property
+    def silent_seconds(self) -> float:
+        """Seconds for which the engine's processes have not responded to a health check."""
+        return 0.0
+
     @abstractmethod
     def close(self) -> None:
         """Shut down the engine and its processes; idempotent."""

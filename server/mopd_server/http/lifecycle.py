@@ -25,6 +25,7 @@ ALWAYS_OPEN = frozenset({"/health", "/healthz", "/readyz", "/metrics"})
 _UNAVAILABLE: dict[str, tuple[str, int | None]] = {
     "loading": ("this teacher is loading its model. Retry later.", 2),
     "warming_up": ("this teacher is warming up. Retry later.", 2),
+    "stalled": ("the engine of this teacher does not respond. Retry later, or restart it.", 2),
     "failed": ("this teacher cannot score. See its log, and restart it.", None),
     "draining": ("this teacher is shutting down. Use another replica, or retry later.", 5),
     "drained": ("this teacher has shut down. Use another replica, or retry later.", 5),
@@ -88,7 +89,7 @@ class Lifecycle:
         if service.failure:
             raise unavailable("failed")
         if not service.ready:
-            raise unavailable("warming_up")
+            raise unavailable("stalled" if service.warm else "warming_up")
 
     def require_loaded(self) -> TeacherService:
         """Return the service, or raise ServiceError 503 while it loads."""

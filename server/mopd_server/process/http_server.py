@@ -63,8 +63,7 @@ class HttpServer:
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def start(self, bound: socket.socket) -> None:
-        """Listen on a bound socket; early connections wait until the event loop accepts."""
-        bound.listen()
+        """Accept connections of a listening socket."""
         self._bound = bound
         self._thread.start()
         self._started.wait()

@@ -1,4 +1,4 @@
-"""Process of a teacher, from binding the port to the last response after SIGTERM.
+"""Process of a teacher, from the first probe to the last response after SIGTERM.
 
 The main thread loads the model, waits for a signal or for the end of the engine, drains, and
 exits. HTTP runs in its own thread, from before the model is loaded.
@@ -20,10 +20,12 @@ from mopd_protocol.errors import ConfigError
 from mopd_protocol.manifest import Manifest
 from mopd_server.app import create_app
 from mopd_server.engines.base import EngineCrashError
+from mopd_server.exit_status import CRASH_STATUS
 from mopd_server.http.lifecycle import Lifecycle
 from mopd_server.http.middleware.authentication import ApiKeys
 from mopd_server.http.middleware.quotas import KeyQuota
 from mopd_server.process.http_server import HttpServer
+from mopd_server.process.listening import address_of
 from mopd_server.scoring.service import TeacherService
 from mopd_server.settings import ListenSettings, TeacherSettings
 
@@ -37,9 +39,6 @@ _POLL_SECONDS = 0.5
 _CLOSE_SECONDS = 15.0
 #: Afterwards, for the rest of the process.
 _EXIT_SECONDS = 3.0
-
-#: Exit status if the engine has crashed or does not stop: a supervisor should restart the teacher.
-CRASH_STATUS = 3
 
 
 @dataclass(frozen=True)
@@ -61,11 +60,11 @@ _Event = _Signal | _Crash | _Idle
 _Events = queue.SimpleQueue[_Event]
 
 
-def serve(teacher: TeacherSettings, listen: ListenSettings) -> signal.Signals:
+def serve(teacher: TeacherSettings, listen: ListenSettings, bound: socket.socket) -> signal.Signals:
     """Load the teacher and serve until SIGTERM or Ctrl-C; requests in flight are finished.
 
-    The port is bound first: one in use is detected before a model is loaded, and probes get
-    responses while it loads. Returns the signal.
+    Probes get responses on ``bound`` while torch is imported and the model loads. Returns the
+    signal.
 
     Raises:
         EngineCrashError: if the engine or the HTTP server stops.
@@ -84,8 +83,8 @@ def serve(teacher: TeacherSettings, listen: ListenSettings) -> signal.Signals:
     )
     events: _Events = queue.SimpleQueue()
     http = HttpServer(app, listen, lambda: events.put(_Crash("the HTTP server has stopped")))
-    with bound_socket(listen.host, listen.port) as bound, _signals(events, keys) as queue_signals:
-        address = _address(bound, tls=listen.tls_certificate is not None)
+    with _signals(events, keys) as queue_signals:
+        address = address_of(bound, tls=listen.tls_certificate is not None)
         http.start(bound)
         logger.info("%s accepts probes; loading %s", address, teacher.model)
         try:
@@ -211,34 +210,6 @@ def _quota(listen: ListenSettings, keys: ApiKeys) -> KeyQuota:
     return quota
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
-    """Return a socket bound to the address, not listening.
-
-    Raises:
-        ConfigError: if the address does not exist on this machine or is in use.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on host {host!r}: {error.strerror}", key="host"
-        ) from error
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError as error:
-        bound.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}. Choose another --port (0: any "
-            "free port).",
-            key="port",
-        ) from error
-    return bound
-
-
 def start_message(manifest: Manifest, address: str, api_keys: int, host: str) -> str:
     """Return the summary of the teacher printed at startup."""
     features = [name for name, supported in manifest.features.model_dump().items() if supported]
@@ -258,13 +229,6 @@ def start_message(manifest: Manifest, address: str, api_keys: int, host: str) ->
     if not api_keys and host not in LOOPBACK_HOSTS:
         lines.append("  warning    open to the network without API keys; see --api-key-file")
     return "\n".join(lines) + "\n"
-
-
-def _address(bound: socket.socket, *, tls: bool) -> str:
-    host, port = bound.getsockname()[:2]
-    if bound.family == socket.AF_INET6:
-        host = f"[{host}]"
-    return f"{'https' if tls else 'http'}://{host}:{port}"
 
 
 def _require_tls_pair(listen: ListenSettings) -> None:

@@ -21,6 +21,10 @@ from mopd_server.scoring.token_queue import TokenQueue
 
 logger = logging.getLogger(__name__)
 
+#: A batch may take this multiple of its time at the measured speed before the engine is silent:
+#: attention is quadratic in the length, and an accelerator may be shared.
+_SLOWER = 10.0
+
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
@@ -46,6 +50,7 @@ class Batcher(Scorer[_Entry]):
         max_queue_tokens: int,
         on_crash: Callable[[str], None],
         on_cancelled: Callable[[int], None],
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(TokenQueue(lambda entry: entry.task.tokens, max_tokens=max_queue_tokens))
         self._engine = engine
@@ -53,6 +58,8 @@ class Batcher(Scorer[_Entry]):
         self._on_crash = on_crash
         self._crash: EngineCrashError | None = None
         self._on_cancelled = on_cancelled
+        self._now = now
+        self._silent_from: float | None = None  # while a batch runs
         self._worker: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
 
@@ -60,7 +67,7 @@ class Batcher(Scorer[_Entry]):
         self, tasks: Sequence[ScoringTask], *, top_k: int, temperature: float
     ) -> list[tuple[TopKLogprobs, EngineTimes]]:
         """See ``Scorer.score``; cancelling removes the queued sequences."""
-        loop, now = asyncio.get_running_loop(), time.monotonic()
+        loop, now = asyncio.get_running_loop(), self._now()
         settings = (top_k, temperature)
         entries = [_Entry(task, settings, now, loop.create_future()) for task in tasks]
         self._queue.add(entries)
@@ -76,6 +83,12 @@ class Batcher(Scorer[_Entry]):
             for entry in entries:
                 self._queue.remove(entry)
                 entry.result.cancel()
+
+    @property
+    def silent_seconds(self) -> float:
+        """Seconds by which the running batch exceeds ten times its expected time."""
+        limit = self._silent_from
+        return 0.0 if limit is None else max(0.0, self._now() - limit)
 
     def close(self) -> None:
         """Stop the engine's thread after its current batch."""
@@ -111,7 +124,9 @@ class Batcher(Scorer[_Entry]):
         One sequence that overflows the precision, or a batch too large for the memory, must not
         fail the requests of other clients.
         """
-        started = time.monotonic()
+        started = self._now()
+        tokens = sum(entry.task.tokens for entry in batch)
+        self._silent_from = started + _SLOWER * self._queue.expected_seconds(tokens)
         loop = asyncio.get_running_loop()
         try:
             scores = await loop.run_in_executor(self._thread, self._run_engine, batch)
@@ -125,8 +140,11 @@ class Batcher(Scorer[_Entry]):
                 type(error).__name__,
             )
         else:
+            self._queue.record(tokens, self._now() - started)
             self._set_results(batch, scores, started)
             return
+        finally:
+            self._silent_from = None
         half = len(batch) // 2
         for part in (batch[:half], batch[half:]):
             # Skip entries of requests that have failed or were cancelled.
@@ -136,8 +154,7 @@ class Batcher(Scorer[_Entry]):
     def _set_results(
         self, batch: Sequence[_Entry], scores: Sequence[TopKLogprobs], started: float
     ) -> None:
-        seconds = time.monotonic() - started
-        self._queue.record(sum(entry.task.tokens for entry in batch), seconds)
+        seconds = self._now() - started
         for entry, score in zip(batch, scores, strict=True):
             if not entry.result.done():  # cancelled meanwhile
                 times = EngineTimes(started - entry.submitted, seconds)

@@ -60,6 +60,11 @@ class DirectScorer(Scorer[ScoringTask]):
             for task in tasks:
                 self._queue.remove(task)
 
+    @property
+    def silent_seconds(self) -> float:
+        """See ``AsyncEngine.silent_seconds``."""
+        return self._engine.silent_seconds
+
     def close(self) -> None:
         """Shut down the engine."""
         self._engine.close()

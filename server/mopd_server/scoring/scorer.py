@@ -37,6 +37,11 @@ class Scorer(ABC, Generic[Entry]):
             ServiceError: 429 if the queue is full, 500 if the engine fails, 503 if it has crashed.
         """
 
+    @property
+    @abstractmethod
+    def silent_seconds(self) -> float:
+        """Seconds for which the engine should have responded, and has not."""
+
     @abstractmethod
     def close(self) -> None:
         """Shut down the engine; idempotent."""

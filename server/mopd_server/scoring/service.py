@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,9 +27,11 @@ from mopd_server.scoring.direct_scoring import DirectScorer
 from mopd_server.scoring.metrics import ServiceMetrics
 from mopd_server.scoring.scorer import Scorer
 from mopd_server.scoring.self_check import check_engine
-from mopd_server.scoring.tokenizer_loading import ServedTokenizer, load_tokenizer
 from mopd_server.service_error import ServiceError, invalid_field
 from mopd_server.settings import TeacherSettings
+
+if TYPE_CHECKING:
+    from mopd_server.scoring.tokenizer_loading import ServedTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +42,16 @@ TEMPERATURE_RANGE = (0.01, 100.0)
 #: 2.5 GB before the request is rejected.
 LARGE_TEXT = 2**20
 
+#: Silence of the engine after which no more requests are accepted, until it responds.
+STALL_SECONDS = 10.0
+
 
 class TeacherService:
     """One teacher: tokenizer, engine, the queue between the two, and the manifest."""
 
     def __init__(
         self,
-        tokenizer: ServedTokenizer,
+        tokenizer: "ServedTokenizer",
         engine: Engine | AsyncEngine,
         settings: TeacherSettings,
     ) -> None:
@@ -61,7 +66,9 @@ class TeacherService:
         )
         self.failure: str | None = None
         """Cause of a permanent failure: of the warm-up, or of the engine."""
-        self._warm = False
+        self.warm = False
+        """True after a successful warm-up."""
+        self._was_stalled = False  # as logged
         self._crash_cause: str | None = None
         self._on_engine_crash: Callable[[str], None] | None = None
         self._crash_lock = threading.Lock()
@@ -79,13 +86,26 @@ class TeacherService:
             ConfigError: if the model, its tokenizer or a setting is invalid.
             DataError: if the tokenizer is unsupported, or wider than the head of the model.
         """
+        # transformers and torch: probes get responses during the import
+        from mopd_server.scoring.tokenizer_loading import ServedTokenizer, load_tokenizer
+
         tokenizer = ServedTokenizer.of(load_tokenizer(settings))
         return cls(tokenizer, load_engine(settings, tokenizer.requests.table), settings)
 
     @property
     def ready(self) -> bool:
-        """True after a successful warm-up, until the engine has crashed."""
-        return self._warm and self.failure is None
+        """True after a successful warm-up, unless the engine hangs or has crashed."""
+        return self.warm and self.failure is None and not self.stalled
+
+    @property
+    def stalled(self) -> bool:
+        """True while the engine hangs: it has not responded for ``STALL_SECONDS``."""
+        stalled = self._scorer.silent_seconds > STALL_SECONDS
+        if stalled != self._was_stalled:
+            self._was_stalled = stalled
+            state = "does not respond" if stalled else "responds again"
+            logger.warning("teacher %r: the engine %s", self.manifest.service, state)
+        return stalled
 
     @property
     def on_engine_crash(self) -> Callable[[str], None] | None:
@@ -121,7 +141,7 @@ class TeacherService:
             self.failure = self.failure or f"its warm-up failed with {message}"
             logger.exception("teacher %r: warm-up failed", self.manifest.service)
             return
-        self._warm = True
+        self.warm = True
         seconds = time.monotonic() - started
         logger.info("teacher %r is ready, warmed up in %.1f s", self.manifest.service, seconds)
 
@@ -135,6 +155,13 @@ class TeacherService:
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 f"teacher {name!r} cannot score: {self.failure}. Restart it.",
                 code="failed",
+            )
+        if self.warm:
+            raise ServiceError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"the engine of teacher {name!r} does not respond. Retry later, or restart it.",
+                code="stalled",
+                retry_after_seconds=2,
             )
         raise ServiceError(
             HTTPStatus.SERVICE_UNAVAILABLE,

@@ -65,8 +65,12 @@ class TokenQueue(Generic[Entry]):
         self._processed_tokens = decay * self._processed_tokens + tokens
         self._processing_seconds = decay * self._processing_seconds + seconds
 
-    def _waiting_seconds(self) -> int:
+    def expected_seconds(self, tokens: int) -> float:
+        """Return the time to process ``tokens`` at the measured speed; 0 before the first."""
         if not self._processed_tokens:
-            return 1
-        seconds = math.ceil(self._tokens * self._processing_seconds / self._processed_tokens)
+            return 0.0
+        return tokens * self._processing_seconds / self._processed_tokens
+
+    def _waiting_seconds(self) -> int:
+        seconds = math.ceil(self.expected_seconds(self._tokens))
         return min(max(seconds, 1), MAX_RETRY_SECONDS)

@@ -313,7 +313,7 @@ def test_request_of_a_disconnected_client_leaves_the_queue(
 
 
 @pytest.mark.parametrize("field", ["prompt", "messages", "completion"])
-def test_probes_are_answered_while_megabytes_are_tokenized(
+def test_probes_get_responses_while_megabytes_are_tokenized(
     monkeypatch: pytest.MonkeyPatch, field: str
 ) -> None:
     teacher = teacher_of_family("qwen")

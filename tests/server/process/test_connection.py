@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request, Response
 
 from mopd_server.process import connection
 from mopd_server.process.http_server import HttpServer
-from mopd_server.process.serving import bound_socket
+from mopd_server.process.listening import bound_socket
 from mopd_server.settings import ListenSettings
 
 #: Limit of a failed test.

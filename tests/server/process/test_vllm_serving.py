@@ -1,8 +1,10 @@
 """Test of a teacher process with vLLM, from its start to the exit of all its processes."""
 
 import signal
+import threading
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -33,10 +35,22 @@ def test_vllm_teacher_serves_and_exits_with_all_its_processes(
             response = client.post("/v1/logprobs", json=body)
             assert response.status_code == 200, response.text
             assert client.get("/v1/manifest").json()["engine"] == "vllm"
-        children = psutil.Process(process.pid).children(recursive=True)
-        stack.callback(lambda: [child.kill() for child in children if child.is_running()])
-        assert any("EngineCore" in child.name() for child in children)
+            children = psutil.Process(process.pid).children(recursive=True)
+            stack.callback(lambda: [child.kill() for child in children if child.is_running()])
+            if number == signal.SIGTERM:
+                _require_stall_detected(client, children)
         process.send_signal(number)
         assert process.wait(timeout=600) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
         _, alive = psutil.wait_procs(children, timeout=600)
         assert not alive
+
+
+def _require_stall_detected(client: httpx.Client, children: list[Any]) -> None:
+    """Stop the engine's process, and let it continue: not ready, then ready again."""
+    (engine,) = (child for child in children if "EngineCore" in child.name())
+    for number, status in ((signal.SIGSTOP, 503), (signal.SIGCONT, 200)):
+        engine.send_signal(number)
+        while (response := client.get("/readyz")).status_code != status:
+            threading.Event().wait(0.05)  # poll: the other process cannot notify this one
+        assert status == 200 or response.json()["code"] == "stalled"
+        assert client.get("/healthz").status_code == 200

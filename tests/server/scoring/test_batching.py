@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -53,7 +54,12 @@ class ScriptedEngine:
 class Trial:
     """A batcher, its engine and its callbacks."""
 
-    def __init__(self, batch_tokens: int = 100, queue_tokens: int = 1000) -> None:
+    def __init__(
+        self,
+        batch_tokens: int = 100,
+        queue_tokens: int = 1000,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.engine = ScriptedEngine()
         self.crashes: list[str] = []
         self.cancelled: list[int] = []
@@ -63,6 +69,7 @@ class Trial:
             max_queue_tokens=queue_tokens,
             on_crash=self.crashes.append,
             on_cancelled=self.cancelled.append,
+            now=now,
         )
 
     @property

@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import replace
 from inspect import signature
 from itertools import count
@@ -49,6 +50,7 @@ from mopd_server.engines.vllm.flat_logprobs import (
     topk_from_lists,
     truncate,
 )
+from mopd_server.engines.vllm.heartbeat import Heartbeat
 from mopd_server.engines.vllm.worker_extension import ScoringWorkerExtension
 
 logger = logging.getLogger(__name__)
@@ -86,6 +88,8 @@ class VllmEngine(AsyncEngine):
             self._monitor.start([child for child in active_children() if child not in children])
             self._tails = self._extend_workers() and keeps_arrays
             candidates = self._call(self._supports_candidates())
+            self._heartbeat = Heartbeat(self._ping)
+            asyncio.run_coroutine_threadsafe(self._check_health(), self._loop)
         except BaseException:
             self.close()
             raise
@@ -109,6 +113,11 @@ class VllmEngine(AsyncEngine):
         scoring = self._score(task, top_k)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(scoring, self._loop))
 
+    @property
+    def silent_seconds(self) -> float:
+        """See ``AsyncEngine.silent_seconds``."""
+        return self._heartbeat.silent_seconds
+
     def on_crash(self, callback: Callable[[str], None]) -> None:
         """See ``AsyncEngine.on_crash``."""
         self._monitor.add_callback(callback)
@@ -131,6 +140,13 @@ class VllmEngine(AsyncEngine):
     def _call(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
         """Run a coroutine in the engine's event loop; blocks the calling thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    async def _ping(self) -> None:
+        await self._llm.collective_rpc("check_health")
+
+    async def _check_health(self) -> None:
+        with suppress(VllmDeadError):  # reported by the monitor
+            await self._heartbeat.run()
 
     def _extend_workers(self) -> bool:
         """Mask padding rows, end the workers with this process; return whether tails are exact."""
