@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from http import HTTPStatus
+from pathlib import Path
 from secrets import token_hex
 from types import TracebackType
 from typing import Self, TypedDict, Unpack
@@ -40,7 +41,8 @@ _OPTIONAL_REPLICA_SECONDS = 5.0
 class ClientOptions(TypedDict, total=False):
     """Options of a ``TeacherClient``.
 
-    ``service`` is the kind of server, a mopd teacher service by default. ``timeout_seconds`` limits
+    ``service`` is the kind of server, a mopd teacher service by default. ``ca_file`` has the
+    authorities of https addresses (PEM), instead of the public ones. ``timeout_seconds`` limits
     one attempt, ``deadline_seconds`` a request with all its retries; at most ``max_concurrency``
     requests are in flight, and waiting for a free slot counts towards neither limit. With
     ``require_all_replicas=False`` one available replica is enough for a handshake. ``cache`` stores
@@ -49,6 +51,7 @@ class ClientOptions(TypedDict, total=False):
 
     service: Service | None
     api_key: str | None
+    ca_file: str | Path | None
     timeout_seconds: float
     deadline_seconds: float
     max_concurrency: int
@@ -79,6 +82,7 @@ class TeacherClient:
             name,
             urls,
             api_key=options.get("api_key"),
+            ca_file=options.get("ca_file"),
             timeout_seconds=options.get("timeout_seconds", 60.0),
             deadline_seconds=options.get("deadline_seconds", 300.0),
             max_concurrency=options.get("max_concurrency", 32),

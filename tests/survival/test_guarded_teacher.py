@@ -9,6 +9,7 @@ import httpx
 import pytest
 import trustme
 
+from mopd_client import SyncTeacherClient
 from tests.survival.running_teacher import PATIENCE_SECONDS, RunningTeacher, running_teacher
 
 pytestmark = pytest.mark.process
@@ -24,6 +25,7 @@ class Guarded:
     teacher: RunningTeacher
     client: httpx.Client
     keys: Path
+    authority: Path
     used: set[str | None] = field(default_factory=set[str | None])  # keys of scoring requests
 
     def post(self, key: str | None, body: object = SMALL) -> httpx.Response:
@@ -38,6 +40,7 @@ def guarded(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """A quota of six tokens a minute: two small requests, then one every half minute."""
     folder = tmp_path_factory.mktemp("guarded")
     authority = trustme.CA()
+    authority.cert_pem.write_to_path(folder / "authority.pem")
     issued = authority.issue_cert("127.0.0.1")
     certificate, key, keys = folder / "certificate.pem", folder / "key.pem", folder / "keys"
     issued.cert_chain_pems[0].write_to_path(certificate)
@@ -53,7 +56,7 @@ def guarded(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         teacher.verify = context
         teacher.until("/readyz", 200)
         with httpx.Client(base_url=teacher.url, verify=context, timeout=PATIENCE_SECONDS) as client:
-            guarded = Guarded(teacher, client, keys)
+            guarded = Guarded(teacher, client, keys, folder / "authority.pem")
             yield guarded
     log = (folder / "log").read_text()
     assert "sesame" not in log
@@ -67,6 +70,13 @@ def test_plain_http_and_an_unknown_authority_are_rejected(guarded: Guarded) -> N
     with pytest.raises(httpx.TransportError):
         httpx.get(plain + "/healthz", timeout=PATIENCE_SECONDS)
     assert guarded.client.get("/healthz").status_code == 200
+
+
+def test_client_trusts_the_authority_of_ca_file(guarded: Guarded) -> None:
+    with SyncTeacherClient(
+        guarded.teacher.url, api_key="sesame-nameless", ca_file=guarded.authority
+    ) as client:
+        assert client.handshake().service == "math"
 
 
 @pytest.mark.parametrize("key", [None, "", "sesame", "alice", "alice: sesame-alice", "é" * 10_000])

@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,7 +23,7 @@ class Connection:
     """Requests to one teacher: at most ``max_concurrency`` in flight, retried until the deadline.
 
     Raises:
-        ConfigError: on an invalid address, key or limit.
+        ConfigError: on an invalid address, key, certificate file or limit.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Connection:
         urls: Sequence[str],
         *,
         api_key: str | None,
+        ca_file: str | Path | None,
         timeout_seconds: float,
         deadline_seconds: float,
         max_concurrency: int,
@@ -62,6 +64,7 @@ class Connection:
             max_concurrency,
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
             transport=transport,
+            ca_file=ca_file,
         )
 
     async def send_to_replica(
@@ -81,7 +84,7 @@ class Connection:
         """
         return await send_with_retries(
             [Replica(replica.url, breaker=CircuitBreaker(failures_to_open=sys.maxsize))],
-            lambda replica: self._http.next().request(
+            lambda replica: self._http.send(
                 "GET" if body is None else "POST", replica.url + path, json=body
             ),
             attempts=self._uncounted,
@@ -96,7 +99,7 @@ class Connection:
         """
         response = await send_with_retries(
             self.replicas,
-            lambda replica: self._http.next().get(replica.url + path),
+            lambda replica: self._http.send("GET", replica.url + path),
             attempts=self._uncounted,
             deadline_seconds=self.deadline_seconds,
         )
@@ -123,8 +126,8 @@ class Connection:
         """
 
         async def send(replica: Replica) -> httpx.Response:
-            response = await self._http.next().post(
-                replica.url + path, content=body, headers=all_headers
+            response = await self._http.send(
+                "POST", replica.url + path, content=body, headers=all_headers
             )
             check(response)
             return response

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 15.0
+#: Clients that got the same Retry-After return within this share of it, not all at once.
+RETRY_AFTER_SPREAD = 0.25
 
 Send = Callable[[Replica], Awaitable[httpx.Response]]
 
@@ -111,7 +113,7 @@ async def send_with_retries(
         if problem := certificate_problem(outcome):
             raise TeacherError(
                 f"teacher {attempts.teacher!r}: the certificate of {replica.url} is invalid: "
-                f"{problem}. Renew it, or set SSL_CERT_FILE to the certificate of its authority.",
+                f"{problem}. Renew it, or set ca_file to the certificate of its authority.",
                 key="certificate",
             )
         last.record(outcome)
@@ -119,6 +121,7 @@ async def send_with_retries(
         following = least_busy(replicas, now=clock.now(), failed=failed).available_at - clock.now()
         pause = _backoff(last.attempts, clock)
         if following < math.inf:
+            following = _spread(following, deadline, clock)
             pause = max(pause, following)
         if clock.now() + pause >= deadline:
             raise last.error()
@@ -149,7 +152,7 @@ async def _available_replica(
         elif replica.available_at >= deadline:
             raise last.error(replica.breaker.last_failure)
         else:
-            await clock.sleep(replica.available_at - now)
+            await clock.sleep(_spread(replica.available_at - now, deadline, clock))
 
 
 async def _any_probe_end(replicas: Sequence[Replica], seconds: float) -> bool:
@@ -169,6 +172,12 @@ def _backoff(attempt: int, clock: Clock) -> float:
     """Return the pause in seconds: doubled per attempt, shortened by up to half at random."""
     longest = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** (attempt - 1))
     return longest * (1.0 - 0.5 * clock.random())
+
+
+def _spread(seconds: float, deadline: float, clock: Clock) -> float:
+    """Lengthen a pause at random, but not past the deadline."""
+    longer = seconds * (1.0 + RETRY_AFTER_SPREAD * clock.random())
+    return longer if clock.now() + longer < deadline else seconds
 
 
 class _LastFailure:

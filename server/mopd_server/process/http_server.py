@@ -3,14 +3,13 @@
 import asyncio
 import contextlib
 import socket
-import ssl
 import threading
 from collections.abc import Callable
 
 import uvicorn
 from fastapi import FastAPI
 
-from mopd_protocol.errors import ConfigError
+from mopd_server.process.certificate import ServerCertificate
 from mopd_server.process.connection import BoundedConnection
 from mopd_server.settings import ListenSettings
 
@@ -27,7 +26,7 @@ class HttpServer:
     """uvicorn around ``app``; ``on_stopped`` is called from its thread.
 
     Raises:
-        ConfigError: if the TLS files are invalid.
+        ConfigError: if the TLS files are invalid or the certificate has expired.
     """
 
     def __init__(
@@ -42,20 +41,13 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            ssl_certfile=listen.tls_certificate,
-            ssl_keyfile=listen.tls_key,
             timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=_FLUSH_SECONDS,
             h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         )
-        try:
-            config.load()
-        except ssl.SSLError as error:
-            raise ConfigError(
-                f"TLS files {listen.tls_certificate} and {listen.tls_key}: invalid: "
-                f"{error.reason or error} (expected a certificate and its private key, both PEM)",
-                key="tls_certificate",
-            ) from error
+        config.load()
+        if listen.tls_certificate and listen.tls_key:
+            config.ssl = ServerCertificate(listen.tls_certificate, listen.tls_key).context
         self._server = uvicorn.Server(config)
         self._on_stopped = on_stopped
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -1,11 +1,14 @@
 """Requests alternate between a few pools of connections."""
 
+import gzip
 from collections import Counter
 
 import httpx
 import pytest
 
+from mopd_client.transport import bounded_response
 from mopd_client.transport.http_pools import CONNECTIONS_PER_POOL, HttpPools
+from mopd_protocol.errors import ConfigError, InvalidResponseError
 
 pytestmark = pytest.mark.anyio
 
@@ -28,3 +31,41 @@ async def test_every_pool_sends_the_headers_and_is_closed():
     assert {client.headers["authorization"] for client in clients} == {"Bearer x"}
     await pools.aclose()
     assert all(client.is_closed for client in clients)
+
+
+BODIES = {
+    "plain": (b"x" * 1001, {}),
+    "gzip": (gzip.compress(b"x" * 1001), {"content-encoding": "gzip"}),
+    "another encoding": (b"x", {"content-encoding": "br"}),
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+async def test_a_response_above_the_limit_is_not_read(body, monkeypatch):
+    content, headers = BODIES[body]
+
+    async def stream():
+        for index in range(len(content)):
+            sent.append(index)
+            yield content[index : index + 1]
+
+    async def respond(request):
+        return httpx.Response(200, headers=headers, content=stream())
+
+    pools = HttpPools(1, headers={}, transport=httpx.MockTransport(respond))
+    for limit in (1001, 1000):
+        sent: list[int] = []
+        monkeypatch.setattr(bounded_response, "MAX_RESPONSE_BYTES", limit)
+        if limit == 1001 and body != "another encoding":
+            response = await pools.send("GET", "http://teacher")
+            assert response.content == b"x" * 1001
+            continue
+        with pytest.raises(InvalidResponseError) as caught:
+            await pools.send("GET", "http://teacher")
+        assert caught.value.key == ("content-encoding" if not sent else "body")
+
+
+async def test_a_missing_ca_file_is_reported(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        HttpPools(1, headers={}, transport=None, ca_file=tmp_path / "none.pem")
+    assert caught.value.key == "ca_file"

@@ -117,6 +117,11 @@ async def test_retry_after_is_honoured_as_a_number_of_seconds_only(header, pause
     assert await pauses_of_one_call(failure) == [pause]
 
 
+async def test_a_retry_after_is_spread_over_a_quarter_more():
+    failure = problem(503, "loading", **{"retry-after": "8"})
+    assert await pauses_of_one_call(failure, random=0.5) == [9.0]
+
+
 async def test_the_error_at_the_deadline_reports_the_last_failure():
     teacher, still = ScriptedTeacher(), StillClock()
     teacher.script("/v1/logprobs", httpx.ConnectError("refused"))

@@ -87,6 +87,8 @@ class TeacherConfig(Settings):
     """Precision of logprobs in responses."""
     api_key_env: Incidental[str | None] = None
     """Environment variable with this teacher's API key."""
+    ca_file: Incidental[Path | None] = None
+    """PEM file with the certificate authorities of an https address, instead of the public ones."""
     timeout_seconds: Incidental[float] = Field(default=120.0, gt=0)
     """Timeout of one attempt."""
     deadline_seconds: Incidental[float] = Field(default=600.0, gt=0)
@@ -159,7 +161,11 @@ class TeacherConfig(Settings):
             raise invalid(
                 "model", "required for placement 'local'. Set it to a model folder or hub name."
             )
-        names = [name for name in ("tokenizer", "api_key_env") if getattr(self, name) is not None]
+        names = [
+            name
+            for name in ("tokenizer", "api_key_env", "ca_file")
+            if getattr(self, name) is not None
+        ]
         names += ["kind"] if self.kind != "mopd" else []
         names += ["url"] if self.url != (_IN_THIS_PROCESS,) else []
         if names:

@@ -76,6 +76,7 @@ def _client(name: str, config: TeacherConfig, cache: ScoreStore | None) -> Scori
         config.url,
         service=_service(config),
         api_key=_api_key(name, config),
+        ca_file=config.ca_file,
         timeout_seconds=config.timeout_seconds,
         deadline_seconds=config.deadline_seconds,
         max_concurrency=config.max_concurrency,
