@@ -142,22 +142,33 @@ def doctor(
     return _wait(collect())
 
 
-def report(run_folder: str | Path) -> Path:
-    """Write ``report.html`` of a finished or running run.
+def report(
+    run_folder: str | Path,
+    compared: str | Path | None = None,
+    *,
+    output: str | Path | None = None,
+) -> Path:
+    """Write the page of a finished or running run: curves, completions and teachers.
 
     Args:
         run_folder: ``output_dir`` of the run.
+        compared: ``output_dir`` of a second run, side by side.
+        output: default: ``report.html`` in ``run_folder``.
 
     Returns:
         The path of the page.
 
     Raises:
-        ConfigError: if the folder has no journal.
+        ConfigError: if a folder has no journal.
         DiskError: if writing fails.
     """
-    from mopd_trainer.reporting.report import write_report
+    from mopd_trainer.pages.report import write_report
 
-    return write_report(Path(run_folder))
+    return write_report(
+        Path(run_folder),
+        None if compared is None else Path(compared),
+        None if output is None else Path(output),
+    )
 
 
 def require_trainer_extra() -> None:

@@ -49,6 +49,7 @@ async def train(
         for step in range(run.first_step, config.max_steps):
             examples, dropped = await run.collect(step)  # sample, score, align
             run.record(step, examples)
+            await run.inspect(step, examples)
             micro_batches, tokens = await run.pack(examples)
             update = await run.update(micro_batches, step=step, tokens=tokens, dropped=dropped)
             await run.evaluate(step + 1)

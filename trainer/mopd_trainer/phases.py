@@ -20,8 +20,8 @@ from mopd_trainer.evaluation.schedule import RunEvaluation
 from mopd_trainer.interruption import Interruption, Stopped
 from mopd_trainer.metrics.step_metrics import LossMeasurements, Metrics
 from mopd_trainer.metrics.timers import StepTimer
+from mopd_trainer.pages.report import write_report
 from mopd_trainer.pipeline import Collected, Pipeline
-from mopd_trainer.reporting.report import write_report
 from mopd_trainer.run_folder.checkpoint import FINAL, checkpoint_folder, save_student
 from mopd_trainer.run_folder.recording import Recorder
 from mopd_trainer.run_folder.replay import Replay
@@ -101,6 +101,15 @@ class Run:
         """Write the examples to the recording, if the run has one."""
         if self.coordinator is not None and self.coordinator.recorder is not None:
             self.coordinator.recorder.write(step + 1, examples)
+
+    async def inspect(self, step: int, examples: Sequence[TrainingExample]) -> None:
+        """Compute the student's most likely tokens for completions that the step will log."""
+        config = self.config
+        if not config.logs_completions(step + 1) or not config.logging.top_k:
+            return
+        await asyncio.to_thread(self.student.gather)
+        if self.coordinator is not None:
+            await asyncio.to_thread(self.coordinator.log.inspect, examples, self.student)
 
     async def pack(self, examples: Sequence[TrainingExample]) -> tuple[Iterable[MicroBatch], int]:
         """Return this rank's micro-batches, and the completion tokens of all ranks."""

@@ -282,6 +282,8 @@ async def _open_coordinator(
         counters=counters,
         workers=workers,
         vocabularies={name: each.tokenizer_size for name, each in manifests.items()},
+        student=student.table,
+        teachers={name: each.tokenizer.table for name, each in inputs.teachers.items()},
     )
     stack.enter_context(log)
     evaluation = RunEvaluation(

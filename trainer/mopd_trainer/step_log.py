@@ -7,6 +7,8 @@ from typing import Any, Self
 from rich.console import Console
 
 from mopd_client.transport.counters import Counters
+from mopd_protocol.tokenizers.token_table import TokenTable
+from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.metrics.health import health_metrics
@@ -24,8 +26,11 @@ from mopd_trainer.reporting.evaluation_text import evaluation_lines
 from mopd_trainer.reporting.progress import RunProgress
 from mopd_trainer.rollouts.remote_sampler import RolloutWorkers
 from mopd_trainer.run_folder.journal import Journal
+from mopd_trainer.run_folder.logged_completion import DETAILED_TOKENS, logged_completion
 from mopd_trainer.run_folder.shown_examples import shown_examples
 from mopd_trainer.run_folder.trackers import trackers_of
+from mopd_trainer.student.likely_tokens import likely_tokens
+from mopd_trainer.student.student import Student
 
 
 class StepLog:
@@ -36,6 +41,8 @@ class StepLog:
         counters: returns and resets the counters of every teacher.
         workers: rollout workers whose restarts are counted.
         vocabularies: number of ids of each teacher.
+        student: token table of the student.
+        teachers: token tables of the teachers.
     """
 
     def __init__(
@@ -47,6 +54,8 @@ class StepLog:
         counters: Callable[[], Mapping[str, Counters]],
         workers: RolloutWorkers | None,
         vocabularies: Mapping[str, int],
+        student: TokenTable,
+        teachers: Mapping[str, TokenTable],
     ) -> None:
         self._config = config
         self._console = console
@@ -55,6 +64,9 @@ class StepLog:
         self._evaluation: Metrics = {}  # of the step that is written next
         self._workers = workers
         self._vocabularies = vocabularies
+        self._student_table = student
+        self._teacher_tables = teachers
+        self._likely: dict[int, TopKLogprobs] = {}  # by example, of the step that is written next
         self._seconds = 0.0  # of the steps of this part
         self._journal = Journal(
             config.output_dir,
@@ -110,17 +122,44 @@ class StepLog:
         metrics |= throughput_metrics(metrics) | memory_metrics() | self._remaining(step, metrics)
         metrics = without_zero_events(metrics)
         self._journal.write(step + 1, metrics)
-        is_logged = (step + 1) % config.logging_steps == 0 or step + 1 == config.max_steps
-        if is_logged or step == 0:
-            indices = {id(example): index for index, example in enumerate(examples)}
-            for example in shown_examples(examples, config.logging.completions):
-                index = indices[id(example)]
-                token_losses = {n: loss.per_example.get(index) for n, loss in losses.items()}
-                self._journal.write_completion(step + 1, example, token_losses)
-        self._progress.advance(step + 1, metrics, show=is_logged)
+        if config.logs_completions(step + 1):
+            self._write_completions(step + 1, examples, losses)
+        self._progress.advance(step + 1, metrics, show=config.is_logged(step + 1))
         self._print_evaluation(step + 1, self._evaluation)
         self._evaluation = {}
         return metrics
+
+    def inspect(self, examples: Sequence[TrainingExample], student: Student) -> None:
+        """Compute the student's most likely tokens for the completions that will be written."""
+        settings = self._config.logging
+        for example in shown_examples(examples, settings.completions):
+            rollout = example.rollout
+            prompt = rollout.prompt_token_ids.tolist()
+            completion = rollout.completion.token_ids[:DETAILED_TOKENS].tolist()
+            likely = likely_tokens(student, prompt, completion, settings.top_k)
+            if likely is not None:
+                self._likely[id(example)] = likely
+
+    def _write_completions(
+        self,
+        step: int,
+        examples: Sequence[TrainingExample],
+        losses: Mapping[str, LossMeasurements],
+    ) -> None:
+        settings = self._config.logging
+        indices = {id(example): index for index, example in enumerate(examples)}
+        for example in shown_examples(examples, settings.completions):
+            index, likely = indices[id(example)], self._likely.get(id(example))
+            line = logged_completion(
+                step,
+                example,
+                {name: loss.per_example.get(index) for name, loss in losses.items()},
+                student=None if likely is None else (self._student_table, likely),
+                teachers=self._teacher_tables,
+                top_k=settings.top_k,
+            )
+            self._journal.write_completion(line)
+        self._likely = {}
 
     def _remaining(self, step: int, metrics: Metrics) -> Metrics:
         self._seconds += metrics["time/step"]

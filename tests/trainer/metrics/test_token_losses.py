@@ -13,7 +13,9 @@ from mopd_losses.core.student_rows import DenseRows
 from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.data.packing import pack
 from mopd_trainer.metrics.token_losses import TokenLosses, rounded, token_losses
-from mopd_trainer.run_folder.journal import COMPLETIONS, Journal
+from mopd_trainer.run_folder.files import COMPLETIONS
+from mopd_trainer.run_folder.journal import Journal
+from mopd_trainer.run_folder.logged_completion import logged_completion
 from mopd_trainer.student.student import Student
 from tests.trainer.scored_examples import aligned_pair, example, losses_for
 from tests.trainer.students import ids_of, rollout
@@ -93,7 +95,7 @@ def test_the_tokens_of_a_written_completion_are_its_bytes(tmp_path: Path) -> Non
     nats = np.arange(len(ids), dtype=np.float32)
     nats[1] = np.nan
     with Journal(tmp_path, from_step=0, tensorboard=False) as journal:
-        journal.write_completion(1, item, {"math": nats, "code": None})
+        journal.write_completion(logged_completion(1, item, {"math": nats, "code": None}))
     line = json.loads((tmp_path / COMPLETIONS).read_text())
 
     spelled = [bytes.fromhex(each) for each in line["tokens"]["bytes"]]
@@ -108,7 +110,9 @@ def test_the_first_tokens_of_a_long_completion_are_logged(tmp_path: Path) -> Non
     ids = [*ids_of("digit", "7" * 600), *ids_of("digit", "<|end|>")]
     item = example(rollout("digit", ids, teachers={"math": 1.0}))
     with Journal(tmp_path, from_step=0, tensorboard=False) as journal:
-        journal.write_completion(1, item, {"math": np.full(601, 0.12345, dtype=np.float32)})
+        journal.write_completion(
+            logged_completion(1, item, {"math": np.full(601, 0.12345, dtype=np.float32)})
+        )
     text = (tmp_path / COMPLETIONS).read_text()
     line = json.loads(text)
 
@@ -117,4 +121,4 @@ def test_the_first_tokens_of_a_long_completion_are_logged(tmp_path: Path) -> Non
     assert tokens["count"] == 601
     assert len(tokens["ids"]) == len(tokens["bytes"]) == len(nats) == 512
     assert tokens["marks"] == {}
-    assert len(text) < 600 + 512 * 28 + 500
+    assert len(text) < 600 + 512 * 44 + 500

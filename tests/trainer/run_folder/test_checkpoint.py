@@ -15,7 +15,7 @@ from mopd_trainer.config.fingerprint import RunIdentity
 from mopd_trainer.config.loading import load_run
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.run_folder.checkpoint import Checkpoint, save_checkpoint
-from mopd_trainer.run_folder.journal import JOURNAL
+from mopd_trainer.run_folder.files import JOURNAL
 from mopd_trainer.run_folder.retention import CheckpointManager, starting_checkpoint
 from mopd_trainer.student.student import Student
 from tests import tiny_models

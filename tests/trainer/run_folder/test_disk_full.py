@@ -12,7 +12,9 @@ import pytest
 
 from mopd_protocol.errors import DiskError
 from mopd_trainer.run_folder.checkpoint import Checkpoint, save_student
-from mopd_trainer.run_folder.journal import COMPLETIONS, JOURNAL, Journal
+from mopd_trainer.run_folder.files import COMPLETIONS, JOURNAL
+from mopd_trainer.run_folder.journal import Journal
+from mopd_trainer.run_folder.logged_completion import logged_completion
 from tests.trainer.run_folder.test_checkpoint import config_of, files_under, save
 from tests.trainer.scored_examples import example
 from tests.trainer.students import ids_of, rollout, student_of
@@ -75,7 +77,7 @@ def test_failed_line_leaves_the_previous_lines(tmp_path: Path, name: str, room: 
         if name == JOURNAL:
             journal.write(step, {"loss": 1.5, "grad_norm": 2.5})
         else:
-            journal.write_completion(step, shown)
+            journal.write_completion(logged_completion(step, shown))
 
     with Journal(tmp_path, from_step=0, tensorboard=False) as journal:
         write(journal, 1)

@@ -6,13 +6,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mopd_protocol.errors import CheckpointError
-from mopd_trainer.run_folder.journal import COMPLETIONS, JOURNAL, Journal
-from tests.trainer.scored_examples import example
-from tests.trainer.students import ids_of, rollout
+from mopd_trainer.run_folder.files import COMPLETIONS, JOURNAL
+from mopd_trainer.run_folder.journal import Journal
+from mopd_trainer.run_folder.logged_completion import logged_completion
+from tests.trainer.scored_examples import example, topk_of
+from tests.trainer.students import ids_of, rollout, table
 
 
 def journal(folder: Path, from_step: int = 0, *, tensorboard: bool = False) -> Journal:
@@ -31,7 +34,7 @@ def write_steps(folder: Path, first: int, last: int, *, run: str, from_step: int
             opened.write(step, {"loss": step / 10})
             # U+2028 and U+0085 end a line for str.splitlines, not for JSONL.
             ids = ids_of("digit", f"{run} \u2028 \x85 的 {step}")
-            opened.write_completion(step, example(rollout("digit", ids)))
+            opened.write_completion(logged_completion(step, example(rollout("digit", ids))))
 
 
 def test_step_is_a_line_with_null_for_missing_metrics(tmp_path: Path) -> None:
@@ -95,7 +98,9 @@ def test_damaged_line_is_reported_and_nothing_changes(
 def test_logged_completion(tmp_path: Path) -> None:
     ids = ids_of("digit", "7 ", b"\xff", "!", "<|end|>")
     with journal(tmp_path) as opened:
-        opened.write_completion(4, example(rollout("digit", ids, teachers={"math": 2.0})))
+        opened.write_completion(
+            logged_completion(4, example(rollout("digit", ids, teachers={"math": 2.0})))
+        )
     assert lines(tmp_path, COMPLETIONS) == [
         {
             "step": 4,
@@ -113,8 +118,40 @@ def test_logged_completion(tmp_path: Path) -> None:
                 "marks": {"4": "end_of_turn"},
             },
             "nats": {},
+            "scores": {
+                "math": {
+                    "count": 5,
+                    "ids": ids,
+                    "bytes": ["37", "20", "ff", "21", ""],
+                    "marks": {"4": "end_of_turn"},
+                    "chunks": [5],
+                }
+            },
         }
     ]
+
+
+def test_logged_completion_has_both_tokenizations_and_likely_tokens() -> None:
+    # The student's tokens are digits, the teacher has tokens of two digits.
+    item = example(rollout("digit", ids_of("digit", "12 + 345", "<|end|>"), teachers={"code": 1.0}))
+    (aligned,) = item.scores
+    tables = {"code": table("whole_number")}
+    student = (table("digit"), topk_of(item.rollout.completion, range(200), seed=1))
+    line = logged_completion(1, item, student=student, teachers=tables, top_k=3)
+    score, tokens = line["scores"]["code"], line["tokens"]
+    spelled = [bytes.fromhex(each) for each in score["bytes"]]
+    assert spelled == [b"12", b" +", b" ", b"3", b"45", b""]
+    assert score["chunks"] == [[2, 1], 3, [2, 1], 1]
+    for listed, topk, k in ((score, aligned.score.topk, 3), (tokens, student[1], 8)):
+        assert listed["top_ids"] == topk.ids[:, :k].tolist()
+        np.testing.assert_allclose(listed["top_logprobs"], topk.logprobs[:, :k], rtol=1e-3)
+        np.testing.assert_allclose(listed["logprobs"], topk.token_logprobs, rtol=1e-3)
+        assert listed["spellings"].keys() == {str(i) for i in topk.ids[:, :k].ravel()}
+    literal = {token: name for name, token in table("digit").controls.items()}
+    assert tokens["spellings"] == {
+        key: table("digit").bytes_of(int(key)).hex() or f"<{literal[int(key)]}>"
+        for key in tokens["spellings"]
+    }
 
 
 @pytest.mark.parametrize("from_step", [0, 2])

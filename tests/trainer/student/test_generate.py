@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 from mopd_protocol.errors import TrainingError
 from mopd_trainer.config.run import RolloutConfig
 from mopd_trainer.student.generation import Generation
+from mopd_trainer.student.likely_tokens import likely_tokens
 from mopd_trainer.student.student import Student
 from tests.reference.sampling import greedy, nucleus
 from tests.reference.teacher_scores import next_token_logprobs
@@ -108,10 +109,18 @@ def test_returned_logprobs_are_those_of_the_sampled_distribution(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_student_returns_the_logprobs_of_its_completions(family: str) -> None:
+def test_likely_tokens_and_logprobs_of_a_completion(family: str) -> None:
     student = student_of(family, sharpness=SHARP)
     for prompt, completion in zip(PROMPTS, write(student), strict=True):
-        actual = student.logprobs(prompt, completion.token_ids)
+        likely = likely_tokens(student, prompt, completion.token_ids, k=3)
+        assert likely is not None
+        actual = likely.token_logprobs
+        real = real_ids(student)
+        for row, (ids, kept) in enumerate(zip(likely.ids, likely.logprobs, strict=True)):
+            written = [*prompt, *completion.token_ids[:row]]
+            expected = next_token_logprobs(student.model, written, real, 1.0)
+            np.testing.assert_allclose(kept, [expected[token] for token in ids], atol=2e-4)
+            assert kept[0] == pytest.approx(float(max(expected)), abs=2e-4)
         np.testing.assert_allclose(actual, completion.logprobs, atol=2e-4)
 
 

@@ -12,7 +12,8 @@ from mopd_protocol.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from mopd_trainer.inspection.alignment import Chunk, TextAlignment
+    from mopd_losses.alignment.chunks import Chunk
+    from mopd_trainer.inspection.alignment import TextAlignment
 
 TOKENIZERS = """\
 STUDENT and TEACHER are each a model folder, a Hugging Face hub name, the path of a

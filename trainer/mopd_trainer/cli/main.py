@@ -21,7 +21,8 @@ examples:
   mopd train run.yaml resume_from_checkpoint=true
   torchrun --nproc-per-node 2 -m mopd train run.yaml student.sharding=fsdp
   mopd evaluate runs/two-families/final run.yaml
-  mopd report runs/two-families              curves, timings and completions on one page
+  mopd watch runs/two-families               live curves and completions in a browser
+  mopd report runs/two-families runs/other   the same page as a file; two runs side by side
   mopd merge runs/lora merged                merge LoRA adapters into a model folder
   mopd align STUDENT http://localhost:8101 --text "1 + 2 = 3"
   mopd projection inspect STUDENT TEACHER    how two vocabularies overlap

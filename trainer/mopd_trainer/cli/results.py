@@ -1,14 +1,18 @@
-"""``mopd evaluate``, ``mopd report`` and ``mopd merge``."""
+"""``mopd evaluate``, ``mopd watch``, ``mopd report`` and ``mopd merge``."""
 
 import argparse
 import json
 import sys
+import webbrowser
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mopd_trainer.pages.server import PageServer
 
 
 def add_parsers(commands: Any) -> None:
-    """Add ``mopd evaluate``, ``mopd report`` and ``mopd merge``."""
+    """Add the commands."""
     summary = "evaluate a model on the held-out sets of a run, without training"
     evaluate = commands.add_parser("evaluate", help=summary, description=summary)
     evaluate.add_argument(
@@ -21,9 +25,17 @@ def add_parsers(commands: Any) -> None:
     evaluate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changed settings")
     evaluate.add_argument("--json", action="store_true", help="print the metrics as JSON")
     evaluate.set_defaults(run=_evaluate)
-    summary = "write report.html of a finished or running run: curves, timings and completions"
+    summary = "serve the page of a running or finished run: live curves, completions, teachers"
+    watch = commands.add_parser("watch", help=summary, description=summary)
+    add_runs(watch)
+    add_address(watch)
+    watch.set_defaults(run=_watch)
+    summary = "write the page of a finished or running run to a file, which needs no network"
     report = commands.add_parser("report", help=summary, description=summary)
-    report.add_argument("run_folder", type=Path, metavar="RUN", help="output_dir of the run")
+    add_runs(report)
+    report.add_argument(
+        "--output", type=Path, metavar="FILE", help="default: report.html in the folder of RUN"
+    )
     report.set_defaults(run=_report)
     summary = "merge the adapters of a LoRA run into an ordinary model folder"
     merge = commands.add_parser("merge", help=summary, description=summary)
@@ -40,6 +52,36 @@ def add_parsers(commands: Any) -> None:
     merge.set_defaults(run=_merge)
 
 
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """Add ``RUN`` and ``OTHER``."""
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="output_dir of the run")
+    parser.add_argument(
+        "compared", type=Path, metavar="OTHER", nargs="?", help="a second run, side by side"
+    )
+
+
+def add_address(parser: argparse.ArgumentParser) -> None:
+    """Add ``--host``, ``--port`` and ``--open``."""
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default: 127.0.0.1, this machine; there are no passwords)",
+    )
+    parser.add_argument(
+        "--port", type=int, default=8300, help="0 for a free one (default: %(default)s)"
+    )
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
+
+
+def serve_page(server: "PageServer", *, is_opened: bool) -> None:
+    """Print the address of a page, and serve it until SIGINT."""
+    sys.stdout.write(f"serving {server.url} (stop with Ctrl-C)\n")
+    sys.stdout.flush()
+    if is_opened:
+        webbrowser.open(server.url)
+    server.serve_until_interrupted()
+
+
 def _evaluate(options: argparse.Namespace) -> None:
     from mopd_trainer.api import evaluate
     from mopd_trainer.reporting.console import make_console
@@ -53,11 +95,19 @@ def _evaluate(options: argparse.Namespace) -> None:
         make_console().print(set_text(name, metrics), markup=False, highlight=False)
 
 
+def _watch(options: argparse.Namespace) -> None:
+    from mopd_trainer.pages.watch import watch_server
+
+    folders = [folder for folder in (options.run_folder, options.compared) if folder is not None]
+    server = watch_server(folders, host=options.host, port=options.port)
+    serve_page(server, is_opened=options.open)
+
+
 def _report(options: argparse.Namespace) -> None:
     from mopd_trainer.api import report
-    from mopd_trainer.reporting.console import make_console
 
-    make_console().print(str(report(options.run_folder)), markup=False, soft_wrap=True)
+    path = report(options.run_folder, options.compared, output=options.output)
+    sys.stdout.write(f"{path}\n")
 
 
 def _merge(options: argparse.Namespace) -> None:

@@ -55,8 +55,11 @@ class LoggingConfig(Settings):
     24 + 8 ``top_k`` bytes per token and teacher."""
     completions: int = Field(default=2, ge=0)
     """Completions of each source that are saved in ``completions.jsonl`` in the first and in each
-    logged step: the text, and the loss of the first 512 tokens by teacher, which the report shows
-    in colour."""
+    logged step: the text, both tokenizations, and the loss of the first 512 tokens by teacher,
+    which the report shows in colour."""
+    top_k: int = Field(default=5, ge=0, le=50)
+    """Most likely tokens of the student and of each teacher that are saved for the first 128 tokens
+    of such a completion: about 15 bytes each; 0: none."""
 
 
 class RunConfig(Settings):
@@ -311,6 +314,14 @@ class RunConfig(Settings):
     def samples_rollouts(self) -> bool:
         """True if the student samples completions."""
         return self.data.rollout_share > 0 and self.replay is None
+
+    def is_logged(self, steps: int) -> bool:
+        """Return True if the last of ``steps`` steps is logged on the console."""
+        return steps % self.logging_steps == 0 or steps == self.max_steps
+
+    def logs_completions(self, steps: int) -> bool:
+        """Return True if completions of the last of ``steps`` steps are saved."""
+        return bool(self.logging.completions) and (steps == 1 or self.is_logged(steps))
 
     @property
     def scores_reference_answers(self) -> bool:

@@ -1,30 +1,16 @@
 """``align``: align the tokens of two tokenizers on a text."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from mopd_losses.alignment.byte_alignment import Alignment
 from mopd_losses.alignment.byte_alignment import align as align_sequences
+from mopd_losses.alignment.chunks import Chunk, chunks
 from mopd_protocol.errors import DataError
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_trainer.inspection.tokenizers import NamedTokenizer, load_tokenizer, readable
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens ``[start, end)`` of both sides: an aligned span, or unaligned tokens between spans."""
-
-    student: tuple[int, int]
-    teacher: tuple[int, int]
-    in_span: bool
-
-    @property
-    def one_to_one(self) -> bool:
-        """True for a span of one token on both sides."""
-        sizes = (self.student[1] - self.student[0], self.teacher[1] - self.teacher[0])
-        return self.in_span and sizes == (1, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +24,8 @@ class TextAlignment:
     @cached_property
     def chunks(self) -> Sequence[Chunk]:
         """All tokens of both sides, in order."""
-        return [*self._chunks()]
+        student, teacher = self.sequences
+        return [*chunks(self.alignment, len(student), len(teacher))]
 
     def pieces(self, side: int, tokens: tuple[int, int]) -> list[str]:
         """Return tokens of a side (0 student, 1 teacher) as visible text."""
@@ -87,21 +74,6 @@ class TextAlignment:
                 for chunk in self.chunks
             ],
         }
-
-    def _chunks(self) -> Iterator[Chunk]:
-        student = teacher = 0
-        ends = [len(sequence) for sequence in self.sequences]
-        spans = self.alignment
-        columns = (spans.student_starts, spans.student_ends, spans.teacher_starts)
-        for s, s_end, t, t_end in zip(
-            *(column.tolist() for column in (*columns, spans.teacher_ends)), strict=True
-        ):
-            if s > student or t > teacher:
-                yield Chunk((student, s), (teacher, t), in_span=False)
-            yield Chunk((s, s_end), (t, t_end), in_span=True)
-            student, teacher = s_end, t_end
-        if student < ends[0] or teacher < ends[1]:
-            yield Chunk((student, ends[0]), (teacher, ends[1]), in_span=False)
 
 
 def align(

@@ -6,24 +6,16 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from io import FileIO
-from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 from mopd_protocol.errors import CheckpointError
 from mopd_protocol.runtime.atomic_file import replacing
-from mopd_protocol.tokenizers.token_sequence import TokenSequence
-from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.metrics.step_metrics import Metrics
-from mopd_trainer.metrics.token_losses import TokenLosses, rounded
 from mopd_trainer.run_folder.disk_errors import append_line
+from mopd_trainer.run_folder.files import COMPLETIONS, JOURNAL
 from mopd_trainer.run_folder.trackers import Tracker
-
-JOURNAL = "journal.jsonl"
-COMPLETIONS = "completions.jsonl"
-#: Maximum number of tokens listed for a completion; its text is complete.
-_LISTED_TOKENS = 512
 
 
 class Journal:
@@ -79,42 +71,12 @@ class Journal:
         lines = Path(self._journal.name).read_bytes().splitlines()
         return [json.loads(line) for line in lines if b'"evaluation/' in line]
 
-    def write_completion(
-        self,
-        step: int,
-        example: TrainingExample,
-        losses: Mapping[str, TokenLosses | None] = MappingProxyType({}),
-    ) -> None:
-        """Write a completion for the report; invalid UTF-8 is replaced by U+FFFD.
-
-        The first 512 tokens are also listed one by one: id, bytes in hexadecimal (a token may end
-        inside a character), and loss in nats before weighting by teacher, ``null`` where the
-        teacher was not compared with the student. This takes about 20 bytes per token, and 8 per
-        token and teacher.
-
-        Args:
-            losses: by teacher.
+    def write_completion(self, line: Mapping[str, Any]) -> None:
+        """Write a completion for the report: see ``logged_completion``.
 
         Raises:
             DiskError: if writing fails; the file is unchanged.
         """
-        rollout = example.rollout
-        line = {
-            "step": step,
-            "prompt": [message.model_dump() for message in rollout.prompt.messages],
-            "completion": rollout.completion.text.decode("utf-8", "replace"),
-            "source": rollout.source,
-            "policy_version": rollout.policy_version,
-            "finish_reason": rollout.finish_reason,
-            "teachers": dict(rollout.prompt.teachers),
-            "metadata": dict(rollout.prompt.metadata),
-            "tokens": _tokens(rollout.completion),
-            "nats": {
-                name: rounded(nats[:_LISTED_TOKENS])
-                for name, nats in losses.items()
-                if nats is not None
-            },
-        }
         self._append(self._completions, line, durable=False)
 
     def settle(self) -> None:
@@ -132,7 +94,7 @@ class Journal:
         for tracker in self._trackers:
             tracker.close()
 
-    def _append(self, file: FileIO, line: dict[str, Any], *, durable: bool) -> None:
+    def _append(self, file: FileIO, line: Mapping[str, Any], *, durable: bool) -> None:
         text = json.dumps(line, ensure_ascii=False, default=str) + "\n"
         append_line(file, text.encode("utf-8", "replace"), path=Path(file.name), durable=durable)
 
@@ -157,20 +119,6 @@ def past_metrics(output_dir: Path, steps: int) -> Iterator[tuple[int, Metrics]]:
             step = values.pop("step")
             if step is not None and step <= steps:
                 yield int(step), {k: math.nan if v is None else v for k, v in values.items()}
-
-
-def _tokens(completion: TokenSequence) -> dict[str, Any]:
-    text, ends = completion.text, completion.byte_ends[:_LISTED_TOKENS].tolist()
-    return {
-        "count": len(completion),
-        "ids": completion.token_ids[:_LISTED_TOKENS].tolist(),
-        "bytes": [text[start:end].hex() for start, end in pairwise([0, *ends])],
-        "marks": {
-            str(position): name
-            for position, name in completion.marks.items()
-            if position < _LISTED_TOKENS
-        },
-    }
 
 
 def _truncate_after(path: Path, step: int) -> None:

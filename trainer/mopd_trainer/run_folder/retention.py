@@ -19,7 +19,7 @@ from mopd_trainer.run_folder.checkpoint import (
     Checkpoint,
     save_checkpoint,
 )
-from mopd_trainer.run_folder.journal import JOURNAL
+from mopd_trainer.run_folder.files import JOURNAL
 from mopd_trainer.student.student import Student
 
 logger = logging.getLogger(__name__)

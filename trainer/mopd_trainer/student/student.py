@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -186,15 +187,18 @@ class Student:
         ]
 
     @torch.no_grad()
-    def logprobs(self, prompt: Sequence[int], completion: Sequence[int]) -> np.ndarray[Any, Any]:
-        """Return float32 [completion tokens], nats, at temperature 1, on rank 0."""
+    def distributions(self, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
+        """Return float32 [completion tokens, width], nats, at temperature 1, on rank 0."""
         model: Any = self.full_model().eval()
         ids = torch.tensor([[*prompt, *completion]], device=model.device)
         with self._precision(model.device):
-            logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+            # The rows of a long prompt could be larger than the weights.
+            kept = {"logits_to_keep": len(completion) + 1}
+            options = kept if "logits_to_keep" in signature(model.forward).parameters else {}
+            output: Any = model(input_ids=ids, use_cache=False, **options)
+        logits: Tensor = output.logits[0, -len(completion) - 1 : -1]
         real_ids = self._real_ids.to(model.device)
-        logprobs = logits.float().masked_fill(~real_ids, -torch.inf).log_softmax(dim=-1)
-        return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0].cpu().numpy()
+        return logits.float().masked_fill(~real_ids, -torch.inf).log_softmax(dim=-1)
 
     def losses(
         self, batch: MicroBatch, terms: Sequence[LossTerm], *, rows_per_block: int

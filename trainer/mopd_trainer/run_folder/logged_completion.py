@@ -1,0 +1,129 @@
+"""``logged_completion``: a line of ``completions.jsonl``, from which the report shows a sample."""
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any
+
+from mopd_losses.alignment.chunks import Chunk, chunks
+from mopd_protocol.tokenizers.token_sequence import TokenSequence
+from mopd_protocol.tokenizers.token_table import TokenTable
+from mopd_protocol.topk_logprobs import TopKLogprobs
+from mopd_trainer.data.examples import AlignedScore, TrainingExample
+from mopd_trainer.metrics.token_losses import TokenLosses, rounded
+
+#: Maximum number of tokens listed for a completion, per tokenizer; its text is complete.
+LISTED_TOKENS = 512
+#: Maximum number of tokens with the most likely tokens of the models.
+DETAILED_TOKENS = 128
+
+Tables = Mapping[str, TokenTable]
+
+
+def logged_completion(
+    step: int,
+    example: TrainingExample,
+    losses: Mapping[str, TokenLosses | None] = MappingProxyType({}),
+    *,
+    student: tuple[TokenTable, TopKLogprobs] | None = None,
+    teachers: Tables = MappingProxyType({}),
+    top_k: int = 0,
+) -> dict[str, Any]:
+    """Return a completion as JSON values; invalid UTF-8 is replaced by U+FFFD.
+
+    The first 512 tokens are listed one by one, in the student's tokens and in each teacher's: id,
+    bytes in hexadecimal (a token may end inside a character), and for each teacher the loss in
+    nats before weighting (``null`` where it was not compared) and the aligned chunks: ``n`` for
+    ``n`` one-to-one spans, ``[s, t]`` for a span of s and t tokens, ``[s, t, 0]`` for unaligned
+    tokens. The first 128 tokens also have the most likely tokens of both models.
+
+    Args:
+        losses: by teacher.
+        student: token table, and distributions of the first tokens.
+        teachers: token tables by teacher.
+        top_k: most likely tokens of each teacher.
+    """
+    rollout = example.rollout
+    tokens = _tokens(rollout.completion)
+    if student is not None:
+        table, topk = student
+        tokens |= _distributions(topk, table, topk.k)
+    return {
+        "step": step,
+        "prompt": [message.model_dump() for message in rollout.prompt.messages],
+        "completion": rollout.completion.text.decode("utf-8", "replace"),
+        "source": rollout.source,
+        "policy_version": rollout.policy_version,
+        "finish_reason": rollout.finish_reason,
+        "teachers": dict(rollout.prompt.teachers),
+        "metadata": dict(rollout.prompt.metadata),
+        "tokens": tokens,
+        "nats": {
+            name: rounded(nats[:LISTED_TOKENS]) for name, nats in losses.items() if nats is not None
+        },
+        "scores": {score.teacher: _score(score, teachers, top_k) for score in example.scores},
+    }
+
+
+def _score(aligned: AlignedScore, teachers: Tables, top_k: int) -> dict[str, Any]:
+    student, teacher = aligned.teacher_input.completion, aligned.score.completion
+    parts = _listed(chunks(aligned.alignment, len(student), len(teacher)))
+    score = _tokens(teacher) | {"chunks": [*_run_lengths(parts)]}
+    if top_k and aligned.teacher in teachers:
+        score |= _distributions(aligned.score.topk, teachers[aligned.teacher], top_k)
+    return score
+
+
+def _tokens(completion: TokenSequence) -> dict[str, Any]:
+    text, ends = completion.text, completion.byte_ends[:LISTED_TOKENS].tolist()
+    return {
+        "count": len(completion),
+        "ids": completion.token_ids[:LISTED_TOKENS].tolist(),
+        "bytes": [text[start:end].hex() for start, end in pairwise([0, *ends])],
+        "marks": {
+            str(position): name
+            for position, name in completion.marks.items()
+            if position < LISTED_TOKENS
+        },
+    }
+
+
+def _distributions(topk: TopKLogprobs, table: TokenTable, k: int) -> dict[str, Any]:
+    """Return the logprobs of the tokens, and the ``k`` most likely ids with their bytes (control
+    tokens: their literal text between ``<`` and ``>``)."""
+    ids = topk.ids[:DETAILED_TOKENS, :k]
+    literal = {token_id: name for name, token_id in table.controls.items()}
+    listed = sorted({token_id for row in ids.tolist() for token_id in row if token_id >= 0})
+    return {
+        "logprobs": rounded(topk.token_logprobs[:DETAILED_TOKENS]),
+        "top_ids": ids.tolist(),
+        "top_logprobs": [rounded(row) for row in topk.logprobs[:DETAILED_TOKENS, :k]],
+        "spellings": {
+            str(token_id): f"<{literal.get(token_id, table.marks[token_id])}>"
+            if token_id in table.marks
+            else table.bytes_of(token_id).hex()
+            for token_id in listed
+        },
+    }
+
+
+def _listed(parts: Iterator[Chunk]) -> Iterator[Chunk]:
+    """Yield the chunks of tokens that are listed on both sides."""
+    for part in parts:
+        if part.student[1] > LISTED_TOKENS or part.teacher[1] > LISTED_TOKENS:
+            return
+        yield part
+
+
+def _run_lengths(parts: Iterator[Chunk]) -> Iterator[int | list[int]]:
+    one_to_one = 0
+    for part in parts:
+        if part.one_to_one:
+            one_to_one += 1
+            continue
+        if one_to_one:
+            yield one_to_one
+            one_to_one = 0
+        yield [*part.sizes] if part.in_span else [*part.sizes, 0]
+    if one_to_one:
+        yield one_to_one
