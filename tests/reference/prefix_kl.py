@@ -12,6 +12,7 @@ from itertools import accumulate, takewhile
 from mopd_losses.divergences.truncation import TAIL_MARGIN
 from mopd_losses.prefix.cells import DETOUR_SHARE, NAMING_SHARE
 from mopd_losses.prefix.cuts import CONTINUATIONS
+from mopd_losses.prefix.separate_tokens import ENDS, FEW, LONGEST, TOKENS_PER_END, TRIED
 from tests.reference.divergences import floored_rest
 
 #: Tokens before a boundary that may be divided differently, and tokens tried after a shorter one.
@@ -99,16 +100,33 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
         return None
     ends = student.end(row), teacher.end(teacher_row) - teacher_at + at, stop
     realised = student.text[at : min(ends)]
-    cells, unnamed = named_cells(student, teacher, at, teacher_at, realised)
+    names, unnamed = named_texts(student, teacher, at, teacher_at)
     whole = open_mass(teacher, teacher_at, top_k_only)
     sides = (student, at), (teacher, teacher_at)
-    nested = ""
-    if realised not in cells and all(spells_whole(*side, realised) for side in sides):
-        nested, cells = realised, [*cells, realised]
-    excluded = {c: nested for c in cells if c != nested and nested.startswith(c)}
-    shares = {
-        c: cell_mass(teacher, teacher_at, c, top_k_only, excluded.get(c)) / whole for c in cells
-    }
+    excepted = {c: separate_tokens(*sides, c) if likely else {} for c, likely in names.items()}
+    excepted.setdefault(realised, {})
+    is_whole = all(spells_whole(*side, realised) for side in sides)
+    cells: list[str] = []
+
+    def admits(cell: str, string: str) -> bool:
+        """True if a string belongs to a cell, whatever other cells there are."""
+        if not string.startswith(cell):
+            return False
+        longer = {realised: True} if is_whole and realised.startswith(cell) else {}
+        texts = {**excepted[cell], **longer, cell: False}
+        return not texts[max((t for t in texts if string.startswith(t)), key=len)]
+
+    for name in sorted(excepted):
+        if not any(admits(cell, name) for cell in cells):
+            cells.append(name)
+
+    def mass(side: Side, at: int, cell: str, known: Vocabulary | None) -> float:
+        def belongs(string: str) -> bool:
+            return next((c == cell for c in reversed(cells) if admits(c, string)), False)
+
+        return cell_mass(side, at, belongs, known)
+
+    shares = {c: mass(teacher, teacher_at, c, top_k_only) / whole for c in cells}
     likely = [c for c in cells if shares[c] >= DETOUR_SHARE]
     probes = probed(teacher, teacher_at)
     lacks, counted = detours(teacher, teacher_at, likely, unnamed | probes, top_k_only)
@@ -119,9 +137,7 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
     return Boundary(
         at=at,
         position=row,
-        student={
-            c: cell_mass(student, at, c, None, excluded.get(c)) / student_whole for c in cells
-        },
+        student={c: mass(student, at, c, None) / student_whole for c in cells},
         teacher=shares,
         teacher_rest=1 - math.fsum(shares.values()),
         teacher_mass=min(1.0, whole),
@@ -178,20 +194,78 @@ def open_mass(side: Side, at: int, known: Vocabulary | None) -> float:
 
 
 def cell_mass(
-    side: Side, at: int, cell: str, known: Vocabulary | None, excluded: str | None
+    side: Side, at: int, belongs: Callable[[str], bool], known: Vocabulary | None
 ) -> float:
-    """The mass of the text since the first open row, continued with a string, but not with an
-    excluded one."""
+    """The mass of the text since the first open row, continued with a string of a cell."""
     total = 0.0
     for row in open_rows(side, at, known):
         begun = side.text[side.starts[row] : at]
 
-        def belongs(token: str, begun: str = begun) -> bool:
-            is_excluded = excluded is not None and token.startswith(begun + excluded)
-            return token.startswith(begun + cell) and not is_excluded
+        def continues(token: str, begun: str = begun) -> bool:
+            return token.startswith(begun) and belongs(token[len(begun) :])
 
-        total += path(side, at, row, known) * token_mass(side, row, belongs)
+        total += path(side, at, row, known) * token_mass(side, row, continues)
     return total
+
+
+def separate_tokens(
+    student_at: tuple[Side, int], teacher_at: tuple[Side, int], cell: str
+) -> dict[str, bool]:
+    """Longer tokens of the student, behind the byte, and whether they are known to be no part of a
+    cell: no text that the student's tokenizer spells with one of them has a token of the teacher
+    that ends behind the cell's text, or between it and the token's end."""
+    student, teacher = student_at[0], teacher_at[0]
+    begun, teacher_begun = (begun_before(*side, cell) for side in (student_at, teacher_at))
+    ahead = student.text[student_at[1] :]
+    results: dict[str, bool] = {}
+    for token in frequent(student, begun + cell, TRIED):
+        text = token[len(begun) :]
+        longer = frequent(student, token, len(student.tokens))
+        if len(longer) > FEW or len(text) > LONGEST:
+            continue
+        ends: list[int] = []
+        after = continuations(student, begun + text) + continuations(teacher, teacher_begun + text)
+        for continued in ["", *after]:
+            end = first_end(teacher, teacher_begun, text + continued)
+            if first_end(student, begun, text + continued) == len(text) and end != -1:
+                ends.append(end)
+        if ends and all(end >= len(text) or end < len(cell) for end in ends):
+            results[text] = not ahead.startswith(text)
+            for other in longer:
+                results.setdefault(other[len(begun) :], False)
+    return results
+
+
+def begun_before(side: Side, at: int, cell: str) -> str:
+    """The most text before a byte that some token spells together with a cell; else the text of the
+    last open row."""
+    begun = [side.text[side.starts[row] : at] for row in open_rows(side, at, None)]
+    spelled = (b for b in begun if any(t.startswith(b + cell) for t in side.tokens.values()))
+    return next(spelled, begun[-1])
+
+
+def frequent(side: Side, prefix: str, count: int) -> list[str]:
+    """The tokens with the lowest ids that begin with a string and continue."""
+    tokens = [t for _, t in sorted(side.tokens.items()) if t.startswith(prefix) and t != prefix]
+    return tokens[:count]
+
+
+def continuations(side: Side, text: str) -> list[str]:
+    """What a side may merge with the end of a text."""
+    starts = range(max(len(text) - ENDS, 1), len(text))
+    ends = [(text[start:], len(text) - start) for start in starts]
+    return [t[n:] for end, n in ends for t in frequent(side, end, TOKENS_PER_END)]
+
+
+def first_end(side: Side, begun: str, text: str) -> int:
+    """Characters of a text up to the end of the first token that reaches beyond ``begun``; -1 if no
+    tokenizer takes the text."""
+    try:
+        (begun + text).encode("latin-1").decode()
+    except UnicodeError:
+        return -1
+    ends = accumulate(map(len, side.encode(begun + text)))
+    return next((end for end in ends if end > len(begun)), len(begun)) - len(begun)
 
 
 def spells_whole(side: Side, at: int, text: str) -> bool:
@@ -319,16 +393,16 @@ def probed(side: Side, at: int) -> set[str]:
     return results
 
 
-def named_cells(
-    student: Side, teacher: Side, at: int, teacher_at: int, realised: str
-) -> tuple[list[str], set[str]]:
-    """Prefix-free strings: the realised text, and the teacher's candidates as far as one token of
-    the student decides them; and likely candidates of which no token decides anything."""
+def named_texts(
+    student: Side, teacher: Side, at: int, teacher_at: int
+) -> tuple[dict[str, bool], set[str]]:
+    """The teacher's candidates as far as one token of the student decides them, and whether they
+    are likely; and likely candidates of which no token decides anything."""
     covering = student.covering(at)
     assert covering is not None
     begun = student.text[student.starts[covering] : at]
     whole = open_mass(teacher, teacher_at, top_k_only)
-    named = {realised}
+    named: dict[str, bool] = {}
     unnamed: set[str] = set()
     for row in open_rows(teacher, teacher_at, top_k_only):
         crossed = teacher.text[teacher.starts[row] : teacher_at]
@@ -342,12 +416,15 @@ def named_cells(
             candidate = text[len(crossed) :]
             covered = any(t.startswith(begun + candidate) for t in student.tokens.values())
             if covered and not candidate.startswith(student.text[at : student.end(covering)]):
-                named.add(candidate)
-            elif length := cut(student, begun, candidate):
-                named.add(candidate[:length])
-            elif share >= DETOUR_SHARE:
+                name = candidate
+            else:
+                name = candidate[: cut(student, begun, candidate)]
+            is_likely = share >= DETOUR_SHARE
+            if name:
+                named[name] = named.get(name, False) or is_likely
+            elif is_likely:
                 unnamed.add(candidate)
-    return [c for c in sorted(named) if not any(c.startswith(o) and c != o for o in named)], unnamed
+    return named, unnamed
 
 
 def cut(student: Side, begun: str, candidate: str) -> int:

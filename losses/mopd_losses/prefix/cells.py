@@ -15,6 +15,7 @@ from mopd_losses.prefix.boundaries import Boundaries, Integers, TokenizedText
 from mopd_losses.prefix.cuts import Cuts
 from mopd_losses.prefix.detours import CellDetours, Detours
 from mopd_losses.prefix.names import CellNames, name_cells
+from mopd_losses.prefix.separate_tokens import SeparateTokens
 from mopd_losses.prefix.sorted_vocabulary import SortedVocabulary
 from mopd_protocol.topk_logprobs import TopKLogprobs
 
@@ -47,6 +48,7 @@ def teacher_cells(
     boundaries: Boundaries,
     topk: TopKLogprobs,
     cuts: Cuts,
+    separate: SeparateTokens,
     student_detours: Detours,
     detours: Detours,
 ) -> Cells:
@@ -63,7 +65,7 @@ def teacher_cells(
         by_student = student_detours.whole(boundaries.student, boundaries.student_rows, texts)
         return by_student & detours.whole(boundaries.teacher, boundaries.teacher_rows, texts)
 
-    names = name_cells(rows.candidates(masses), boundaries, cuts, whole)
+    names = name_cells(rows.candidates(masses), boundaries, cuts, separate, whole)
     nats = rows.range_masses(names) - masses[names.boundaries]
     likely = nats >= np.log(DETOUR_SHARE)
     shorter = rows.shorter_tokens(boundaries.teacher)
@@ -187,10 +189,10 @@ class _TeacherRows:
         texts, boundaries = names.texts, names.boundaries
         bounds = list(pairwise([*self.first.tolist(), len(self.boundaries)]))
         numbers, rows, ranges = list[int](), list[int](), list[tuple[int, int]]()
-        cells = zip(texts, names.excluded, boundaries.tolist(), strict=True)
-        for number, (text, excluded, boundary) in enumerate(cells):
+        cells = zip(texts, names.marks, boundaries.tolist(), strict=True)
+        for number, (text, marks, boundary) in enumerate(cells):
             for row in range(*bounds[boundary]):
-                for tokens in self.vocabulary.ranges_of(self.begun[row], text, excluded):
+                for tokens in self.vocabulary.ranges_of(self.begun[row], text, marks):
                     numbers.append(number)
                     rows.append(row)
                     ranges.append(tokens)

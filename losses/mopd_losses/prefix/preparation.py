@@ -13,6 +13,7 @@ from mopd_losses.prefix.cells import Cells, teacher_cells
 from mopd_losses.prefix.cuts import Cuts
 from mopd_losses.prefix.detours import CellDetours, Detours
 from mopd_losses.prefix.names import CellNames
+from mopd_losses.prefix.separate_tokens import SeparateTokens
 from mopd_losses.prefix.sorted_vocabulary import SortedVocabulary, control_characters
 from mopd_losses.prefix.targets import NO_PATH, WHOLE_ROW, PrefixTargets, RangeReadings
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
@@ -32,6 +33,9 @@ class Preparation:
         self.student = SortedVocabulary(student, self._controls)
         self._teacher = SortedVocabulary(teacher, self._controls)
         self._cuts = Cuts(self.student, student_encoder)
+        self._separate = SeparateTokens(
+            self.student, student_encoder, self._teacher, teacher_encoder
+        )
         self._student_detours = Detours(self.student, student_encoder)
         self._teacher_detours = Detours(self._teacher, teacher_encoder)
 
@@ -52,7 +56,12 @@ class Preparation:
             boundaries = boundaries_of(student, teacher)
             topk = comparison.score.topk
             cells = teacher_cells(
-                boundaries, topk, self._cuts, self._student_detours, self._teacher_detours
+                boundaries,
+                topk,
+                self._cuts,
+                self._separate,
+                self._student_detours,
+                self._teacher_detours,
             )
             rows = boundaries.student_rows
             detours = self._student_detours.of(student, rows, cells.names, cells.likely)
@@ -186,10 +195,10 @@ def _student_ranges(
     first, last, begun = rows.first.tolist(), rows.last.tolist(), rows.begun
     read, at = list[int](), list[int]()
     ranges: list[tuple[int, int]] = []
-    cells = zip(names.texts, names.excluded, names.boundaries.tolist(), strict=True)
-    for cell, (text, excluded, boundary) in enumerate(cells):
+    cells = zip(names.texts, names.marks, names.boundaries.tolist(), strict=True)
+    for cell, (text, marks, boundary) in enumerate(cells):
         for row in range(first[boundary], last[boundary] + 1):
-            for tokens in vocabulary.ranges_of(begun[row], text, excluded):
+            for tokens in vocabulary.ranges_of(begun[row], text, marks):
                 read.append(cell)
                 at.append(row)
                 ranges.append(tokens)

@@ -22,6 +22,11 @@ _HIGHEST_CHARACTER = "\U0010ffff"
 _CACHED_RANGES = 500_000
 
 
+#: Texts longer than a cell's, in order, and whether they belong to the cell: the longest one with
+#: which a string begins decides.
+Marks = tuple[tuple[str, bool], ...]
+
+
 class PrefixRange(NamedTuple):
     """Ranks ``[start, stop)`` of the tokens that begin with a string; from ``longer`` on they have
     more characters than the string."""
@@ -62,6 +67,7 @@ class SortedVocabulary:
         """[vocabulary], rank of each id; -1 for ids without a string."""
         self.ranks[self.ids] = np.arange(len(tokens))
         self._ranges: dict[str, PrefixRange] = {}
+        self._frequent: dict[tuple[str, int], list[str]] = {}
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -75,18 +81,48 @@ class SortedVocabulary:
         tokens = self.range_of(prefix)
         return tokens.start < tokens.stop
 
-    def ranges_of(self, begun: str, text: str, excluded: str) -> list[tuple[int, int]]:
-        """Return the ranks of all tokens that begin with ``begun`` and ``text``.
-
-        Args:
-            excluded: a longer text; tokens that begin with it do not belong to the ranges.
-        """
+    def ranges_of(self, begun: str, text: str, marks: Marks) -> list[tuple[int, int]]:
+        """Return the ranges of the tokens that begin with ``begun`` and ``text`` and belong to the
+        cell ``text``, as its marks decide."""
         tokens = self.range_of(begun + text)
-        parts = [(tokens.start, tokens.stop)]
-        if excluded:
-            inner = self.range_of(begun + excluded)
-            parts = [(tokens.start, inner.start), (inner.stop, tokens.stop)]
-        return [(start, stop) for start, stop in parts if start < stop]
+        if not marks or tokens.start == tokens.stop:
+            return [(tokens.start, tokens.stop)] if tokens.start < tokens.stop else []
+        # Ranges of marks are nested or disjoint; each is as the innermost mark says.
+        outer: list[tuple[int, bool]] = [(tokens.stop, True)]
+        edges: list[tuple[int, bool]] = [(tokens.start, True)]  # from this rank on
+        for longer, belongs in marks:
+            inner = self.range_of(begun + longer)
+            while outer[-1][0] <= inner.start and len(outer) > 1:
+                stop, _ = outer.pop()
+                edges.append((stop, outer[-1][1]))
+            edges.append((inner.start, belongs))
+            outer.append((inner.stop, belongs))
+        while len(outer) > 1:
+            stop, _ = outer.pop()
+            edges.append((stop, outer[-1][1]))
+        parts: list[tuple[int, int]] = []
+        stops = [start for start, _ in edges[1:]] + [tokens.stop]
+        for (start, belongs), stop in zip(edges, stops, strict=True):
+            if belongs and start < stop:
+                if parts and parts[-1][1] == start:
+                    start = parts.pop()[0]
+                parts.append((start, stop))
+        return parts
+
+    def frequent_tokens(self, prefix: str, count: int) -> list[str]:
+        """Return at most ``count`` tokens that are longer than ``prefix`` and begin with it: those
+        with the lowest ids, which tokenizers are trained to merge first."""
+        cached = self._frequent.get((prefix, count))
+        if cached is None:
+            if len(self._frequent) >= _CACHED_RANGES:
+                self._frequent.clear()
+            tokens = self.range_of(prefix)
+            ids = self.ids[tokens.longer : tokens.stop]
+            if len(ids) > count:
+                ids = np.partition(ids, count)[:count]
+            cached = [self.strings[token] for token in np.sort(ids).tolist()]
+            self._frequent[prefix, count] = cached
+        return cached
 
     def range_of(self, prefix: str) -> PrefixRange:
         """Return the ranks of all tokens that begin with ``prefix``."""

@@ -135,20 +135,26 @@ def test_a_covering_token_counts_the_mass_of_ending_at_the_boundary_as_rest() ->
 
 
 @every_divergence
-def test_a_shorter_token_than_the_realised_one_is_another_text(divergence: str) -> None:
-    # The teacher writes "1" and "14" behind a space as " 1" and " |14": " 1" excludes "14".
-    student, teacher = Tongue.of("14", by_merges=True), Tongue.of("14", " 1", by_merges=True)
-    assert teacher.tokenize(" 14") == [" ", "14"]
-    pair, comparison = of_rows(
-        student, teacher, " 14", [{" 1": 0.9, " ": 0.1}, {"14": 1.0}, {END: 1.0}]
-    )
+@pytest.mark.parametrize("sampled", ["14", "1"])
+def test_a_shorter_token_of_the_teacher_excludes_longer_ones(sampled: str, divergence: str) -> None:
+    # The teacher writes "1" and "14" behind a space as " 1" and " |14": " 1" excludes "14" and
+    # "15", but not "140", which it writes as " 1|40".
+    student = Tongue.of("14", "15", "140", by_merges=True)
+    teacher = Tongue.of("40", "14", "15", " 1", by_merges=True)
+    assert [teacher.tokenize(t) for t in (" 14", " 140")] == [[" ", "14"], [" 1", "40"]]
+    first = {" 1": 0.9, " ": 0.1}
+    rows = [first, {"14": 1.0}] if sampled == "14" else [first]
+    pair, comparison = of_rows(student, teacher, f" {sampled}", [*rows, {END: 1.0}])
     logits = torch.full((3, student.family.logit_width), -12.0, dtype=torch.float64)
     logits[0, student.ids([" "])] = 0.0
-    logits[1, student.ids(["14", "1"])] = torch.tensor([0.0, -3.0], dtype=torch.float64)
+    tokens = student.ids(["1", "14", "15", "140"])
+    logits[1, tokens] = torch.tensor([-1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
     logits[2, student.ids([END])] = 0.0
     logits.requires_grad_()
     output = pair.value(logits, pair.targets([comparison]), divergence=divergence)
-    output.per_token.sum().backward()
+    output.per_token[1].backward()
     assert logits.grad is not None
-    longer, shorter = logits.grad[1, student.ids(["14", "1"])].tolist()
-    assert shorter < -1e-2 < 1e-2 < longer
+    one, fourteen, fifteen, hundreds = logits.grad[1, tokens].tolist()
+    assert one < -1e-2 < 1e-2 < fifteen
+    assert one == pytest.approx(hundreds)
+    assert (fourteen == pytest.approx(fifteen)) == (sampled == "1")

@@ -1,0 +1,162 @@
+"""``SeparateTokens``: the student's longer tokens that do not belong to the cell of a shorter text.
+
+A teacher's token `` 1`` is also a statement about `` 14``: had that followed, its tokenizer would
+have spelled it with another token. So the student's token `` 14`` is no part of the event `` 1``,
+unless the teacher's tokenizer ends a token behind `` 1`` in some text that the student's spells
+with `` 14``.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from mopd_losses.prefix.sorted_vocabulary import Marks, SortedVocabulary
+from mopd_protocol.tokenizers.token_table import TextEncoder
+
+#: Longer tokens that are tried for a cell, those with the lowest ids: the frequent ones.
+TRIED = 32
+
+#: What is tried behind a text: the rest of tokens that begin with its last characters. So many
+#: lengths of an end, and so many tokens for each, again with the lowest ids.
+ENDS, TOKENS_PER_END = 2, 3
+
+#: The longest text that is tried, in characters.
+LONGEST = 32
+
+#: Texts and cells kept in memory; beyond, all are discarded and computed again.
+_CACHED = 500_000
+
+#: The most tokens that a separate token is the beginning of.
+FEW = 16
+
+
+class Place(NamedTuple):
+    """What each side has begun before a boundary, as far as a token could continue it."""
+
+    student: str
+    teacher: str
+
+
+class SeparateTokens:
+    """Finds them for one pair of tokenizers."""
+
+    def __init__(
+        self,
+        student: SortedVocabulary,
+        student_encoder: TextEncoder,
+        teacher: SortedVocabulary,
+        teacher_encoder: TextEncoder,
+    ) -> None:
+        self._student, self._student_encoder = student, student_encoder
+        self._teacher, self._teacher_encoder = teacher, teacher_encoder
+        self._ends: dict[tuple[Place, str], frozenset[int]] = {}
+        self._marks: dict[tuple[Place, str], Marks] = {}
+
+    def prepare(self, cells: Iterable[tuple[Place, str]]) -> None:
+        """Find the separate tokens of these cells, with one call of each tokenizer."""
+        unique = dict.fromkeys(cells)
+        missing = [cell for cell in unique if cell not in self._marks]
+        if len(self._marks) + len(missing) > _CACHED:
+            self._marks.clear()
+            missing = list(unique)
+        tried = {(place, text): self._tried(place, text) for place, text in missing}
+        self._find_ends({(place, x) for (place, _), texts in tried.items() for x in texts})
+        for (place, text), longer in tried.items():
+            self._marks[place, text] = self._marks_of(place, text, longer)
+
+    def of(self, place: Place, text: str) -> Marks:
+        """Return the marks of a cell, which must have been prepared: longer texts, in order, and
+        whether they belong to the cell. The longest that a text begins with decides."""
+        return self._marks[place, text]
+
+    def _tried(self, place: Place, text: str) -> list[str]:
+        """The student's frequent tokens, behind the boundary."""
+        tokens = self._student.frequent_tokens(place.student + text, TRIED)
+        texts = [token[len(place.student) :] for token in tokens if self._has_few_longer(token)]
+        return [longer for longer in texts if len(longer) <= LONGEST]
+
+    def _has_few_longer(self, token: str) -> bool:
+        tokens = self._student.range_of(token)
+        return tokens.stop - tokens.longer <= FEW
+
+    def _marks_of(self, place: Place, text: str, longer: list[str]) -> Marks:
+        marks: dict[str, bool] = {}
+        begun = len(place.student)
+        for x in longer:
+            if _is_separate(x, text, self._ends[place, x]):
+                marks[x] = False
+        for x in [*marks]:
+            tokens = self._student.range_of(place.student + x)
+            for rank in range(tokens.longer, tokens.stop):
+                marks.setdefault(self._student.string_at(rank)[begun:], True)
+        return tuple(sorted(marks.items()))
+
+    def _find_ends(self, texts: set[tuple[Place, str]]) -> None:
+        """Find where the teacher may end its first token beyond the boundary, in each text."""
+        if len(self._ends) + len(texts) > _CACHED:
+            self._ends.clear()
+        missing = sorted(texts - self._ends.keys())
+        owners: list[tuple[Place, str]] = []
+        continued: list[str] = []
+        for place, text in missing:
+            for after in self._continuations(place, text):
+                if all(_is_writable(begun + text + after) for begun in place):
+                    owners.append((place, text))
+                    continued.append(text + after)
+        student = _first_ends(
+            self._student,
+            self._student_encoder,
+            [(place.student, text) for (place, _), text in zip(owners, continued, strict=True)],
+        )
+        # Only what the student's tokenizer spells with the very token shows where it belongs.
+        kept = [n for n, (_, text) in enumerate(owners) if student[n] == len(text)]
+        teacher = _first_ends(
+            self._teacher,
+            self._teacher_encoder,
+            [(owners[n][0].teacher, continued[n]) for n in kept],
+        )
+        ends: dict[tuple[Place, str], set[int]] = {owner: set() for owner in missing}
+        for n, end in zip(kept, teacher, strict=True):
+            ends[owners[n]].add(min(end, len(owners[n][1])))
+        self._ends.update((owner, frozenset(found)) for owner, found in ends.items())
+
+    def _continuations(self, place: Place, text: str) -> Iterator[str]:
+        """Yield what either side may merge with the end of a text; nothing first."""
+        yield ""
+        for vocabulary, begun in ((self._student, place.student), (self._teacher, place.teacher)):
+            whole = begun + text
+            for start in range(max(len(whole) - ENDS, 1), len(whole)):
+                for token in vocabulary.frequent_tokens(whole[start:], TOKENS_PER_END):
+                    yield token[len(whole) - start :]
+
+
+def _is_writable(text: str) -> bool:
+    """Return whether a tokenizer takes a text: no control token, no half character."""
+    try:
+        text.encode("latin-1").decode()
+    except UnicodeError:
+        return False
+    return True
+
+
+def _is_separate(longer: str, text: str, ends: frozenset[int]) -> bool:
+    """Return whether the teacher never ends a token behind ``text`` in ``longer``, given where it
+    ends its first one; nor inside ``longer``, where another cell could."""
+    return bool(ends) and all(end >= len(longer) or end < len(text) for end in ends)
+
+
+def _first_ends(
+    vocabulary: SortedVocabulary, encoder: TextEncoder, texts: list[tuple[str, str]]
+) -> list[int]:
+    """Characters up to the end of the first token that reaches beyond what was begun; 0 if the
+    tokens do not spell the text."""
+    whole = [(begun + text).encode("latin-1").decode() for begun, text in texts]
+    results: list[int] = []
+    for (begun, text), ids in zip(texts, encoder.encode_batch(whole), strict=True):
+        spelled = ""
+        for token in ids:
+            spelled += vocabulary.strings[token]
+            if len(spelled) > len(begun):
+                break
+        is_spelled = (begun + text).startswith(spelled)
+        results.append(max(len(spelled) - len(begun), 0) if is_spelled else 0)
+    return results
