@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from itertools import chain, groupby
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -205,8 +206,15 @@ class RequestTokenizer(TeacherTokenizer):
             candidate_ids=self._candidate_ids(sequence, len(completion)),
         )
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         """Render messages with the chat template, up to the start of the assistant's turn.
+
+        Args:
+            variables: of the template.
 
         Raises:
             TeacherError: if there is no chat template, or it rejects the messages.
@@ -219,7 +227,10 @@ class RequestTokenizer(TeacherTokenizer):
             )
         try:
             return self.chat.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=True,
+                **variables,
             )
         except Exception as error:  # a template may raise any
             roles = ", ".join(str(message.get("role")) for message in messages)
@@ -237,7 +248,10 @@ class RequestTokenizer(TeacherTokenizer):
             for message in sequence.messages:
                 _require_unicode("messages", message.role + message.content)
             # The rendered text contains the special tokens.
-            rendered = self.render([message.model_dump() for message in sequence.messages])
+            rendered = self.render(
+                [message.model_dump() for message in sequence.messages],
+                sequence.chat_template_kwargs or {},
+            )
             return encode_text(self.tokenizer, rendered)
         assert sequence.prompt is not None
         _require_unicode("prompt", sequence.prompt)

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from mopd_protocol.samples import Message
 
@@ -16,6 +16,45 @@ MOST_SEQUENCES = 4096
 #: Validation of a list stops at the first error: a body can contain millions, each of which takes
 #: memory.
 TokenIds: TypeAlias = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+
+
+#: Arguments of ``apply_chat_template`` that a request cannot set: a template from outside would be
+#: executed.
+RESERVED_TEMPLATE_KEYS = frozenset(
+    (
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    )
+)
+
+
+def _require_template_keys(values: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    reserved = sorted(RESERVED_TEMPLATE_KEYS & values.keys())
+    if reserved:
+        raise ValueError(
+            f"cannot be set: {', '.join(reserved)} (expected variables of the chat template, such "
+            "as enable_thinking)"
+        )
+    return values
+
+
+ChatTemplateKwargs: TypeAlias = Annotated[
+    dict[str, JsonValue], AfterValidator(_require_template_keys)
+]
+"""Variables of a chat template, such as ``enable_thinking``."""
 
 
 class ControlToken(BaseModel):
@@ -44,6 +83,8 @@ class SequenceRequest(BaseModel):
     messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(
         default=None, min_length=1
     )
+    chat_template_kwargs: ChatTemplateKwargs | None = None
+    """Variables of the chat template that renders ``messages``."""
     prompt: str | None = None
     prompt_token_ids: TokenIds | None = None
     completion: str | Annotated[list[str | ControlToken], Field(fail_fast=True)] | None = None
@@ -68,6 +109,8 @@ class SequenceRequest(BaseModel):
                 f"found {' and '.join(completions) or 'no completion'}; "
                 "expected exactly one of completion, completion_token_ids"
             )
+        if self.chat_template_kwargs and self.messages is None:
+            raise ValueError("found chat_template_kwargs without messages; expected messages")
         return self
 
     def _given(self, name: str) -> bool:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -259,3 +260,22 @@ def test_tokenizer_whose_tokens_have_no_bytes_is_an_error() -> None:
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     with pytest.raises(DataError):
         RequestTokenizer.wrap(PreTrainedTokenizerFast(tokenizer_object=words))
+
+
+def test_variables_reach_the_chat_template_and_no_other_argument() -> None:
+    hugging_face = tiny_models.digit_tokenizer()
+    hugging_face.chat_template += "{% if thinking %}{{ '<think>' }}{% endif %}"
+    tokenizer = RequestTokenizer.wrap(hugging_face)
+    messages = [{"role": "user", "content": "?"}]
+    plain = tokenize(tokenizer, messages=messages, completion="!")
+    thinking = tokenize(
+        tokenizer, messages=messages, completion="!", chat_template_kwargs={"thinking": True}
+    )
+    rest = thinking.prompt_ids[len(plain.prompt_ids) :]
+    assert tokenizer.table.sequence(rest).text == b"<think>"
+    for sequence in (
+        {"messages": messages, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+        {"prompt": "?", "chat_template_kwargs": {"thinking": True}},
+    ):
+        with pytest.raises(ValidationError):
+            SequenceRequest.model_validate({**sequence, "completion": "!"})

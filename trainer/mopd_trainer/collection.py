@@ -20,6 +20,7 @@ async def collect(
     step: int,
     *,
     scoring: Literal["stream", "after_rollout"] = "stream",
+    drop_truncated: bool = False,
     timer: StepTimer | None = None,
     sampled: asyncio.Event | None = None,
 ) -> tuple[list[TrainingExample], Metrics]:
@@ -30,14 +31,20 @@ async def collect(
 
     Args:
         scoring: score batches while others are sampled, or after the last one.
+        drop_truncated: drop sampled completions without an end, before they are scored.
         sampled: set after the last completion, while some may still be scored.
     """
     timer = timer or StepTimer()
+    truncated: list[int] = []  # dropped completions of each batch
     scores: list[tuple[int, asyncio.Task[list[TrainingExample]]]] = []
     async with asyncio.TaskGroup() as group:
 
         def score(batch: CompletionBatch) -> None:
-            task = group.create_task(_score(scorer, batch.rollouts, timer))
+            rollouts = batch.rollouts
+            if drop_truncated:
+                rollouts = [each for each in rollouts if not _is_truncated(each)]
+                truncated.append(len(batch.rollouts) - len(rollouts))
+            task = group.create_task(_score(scorer, rollouts, timer))
             scores.append((batch.place, task))
 
         deferred: list[CompletionBatch] = []
@@ -57,7 +64,12 @@ async def collect(
     not_sampled, dropped = source.pop_dropped(), scorer.pop_dropped()
     dropped["total"] += not_sampled.total()  # the scorer's total counts its own samples once each
     dropped.update(not_sampled)
+    dropped.update(dict.fromkeys(("total", "truncated"), sum(truncated)))
     return examples, {f"dropped/{reason}": float(n) for reason, n in (+dropped).items()}
+
+
+def _is_truncated(rollout: Rollout) -> bool:
+    return rollout.source == "rollout" and rollout.finish_reason == "length"
 
 
 async def _score(

@@ -247,7 +247,7 @@ class Run:
         folder = self.config.output_dir / FINAL
         await asyncio.to_thread(self.student.gather)
         if self.coordinator is not None:
-            save_student(self.student, folder)
+            save_student(self.student, folder, self.student.final_dtype)
             write_report(self.config.output_dir)
         return folder
 

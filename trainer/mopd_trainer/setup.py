@@ -34,6 +34,7 @@ from mopd_trainer.reporting.plan import describe_plan, selected_losses
 from mopd_trainer.rollouts.factory import open_source
 from mopd_trainer.rollouts.remote_sampler import RolloutWorkers
 from mopd_trainer.run_folder.checkpoint import Checkpoint
+from mopd_trainer.run_folder.disk_space import require_space
 from mopd_trainer.run_folder.journal import past_metrics
 from mopd_trainer.run_folder.lock import run_lock
 from mopd_trainer.run_folder.recording import recorder_of
@@ -138,6 +139,7 @@ async def _open_inputs(
 async def _connect(config: RunConfig, inputs: _Inputs, student: Student, console: Console) -> None:
     """Connect to the teachers, or load a replay, and print the plan."""
     check_prompts(config, inputs.prompts, student.identity)
+    require_space(config, student.identity.trained)
     expected = inputs.checkpoint.manifest_ids if inputs.checkpoint else {}
     with console.status(f"waiting for {len(config.contacted_teachers)} teachers"):
         inputs.teachers = await connect_teachers(
@@ -256,9 +258,15 @@ async def _open_coordinator(
     )
 
     async def collect_step(step: int, sampled: asyncio.Event) -> Collected:
-        prompts, scoring = order.batch(step), config.rollout.scoring
         return await collect(
-            prompts, source, scorer, step, scoring=scoring, timer=timer, sampled=sampled
+            order.batch(step),
+            source,
+            scorer,
+            step,
+            scoring=config.rollout.scoring,
+            drop_truncated=config.rollout.truncated == "drop",
+            timer=timer,
+            sampled=sampled,
         )
 
     # A replay has the examples of every step.
@@ -303,6 +311,7 @@ def _evaluated_teachers(config: RunConfig, inputs: _Inputs) -> dict[str, Teacher
             inputs.pool.client(name),
             inputs.teachers[name].tokenizer.table,
             max_top_k=inputs.teachers[name].manifest.max_top_k,
+            chat_template_kwargs=inputs.teachers[name].config.chat_template_kwargs,
         )
         for name in sorted(names)
     }

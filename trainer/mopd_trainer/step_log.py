@@ -111,7 +111,8 @@ class StepLog:
             metrics: of the update and the dropped samples.
         """
         config = self._config
-        metrics = metrics | rollout_metrics(examples, step=step)
+        truncated = metrics.get("dropped/truncated", 0.0)
+        metrics = metrics | rollout_metrics(examples, step=step, truncated=truncated)
         if config.data.uses_reference_answers:
             metrics |= reference_answer_metrics(examples)
         metrics |= teacher_metrics(examples, losses, self._counters(), self._vocabularies)

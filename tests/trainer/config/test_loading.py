@@ -31,7 +31,16 @@ CHANGES: list[tuple[Change, str]] = [
     (lambda v: v["teachers"]["math"].update(topk=3), "teachers.math.topk"),
     (lambda v: v["teachers"]["math"].update(loss={"type": "mse"}), "teachers.math.loss"),
     (lambda v: v["teachers"]["math"].update(url=[]), "teachers.math.url"),
-    (lambda v: v["teachers"]["math"].update(model="m"), "teachers.math.model"),
+    (lambda v: v["teachers"]["math"].update(tokenizer="m"), "teachers.math.tokenizer"),
+    (
+        lambda v: v["teachers"]["math"].update(teacher_temperature=0.5, loss={"type": "gold"}),
+        "teachers.math.teacher_temperature",
+    ),
+    (
+        lambda v: v["student"].update(chat_template_kwargs={"tokenize": True}),
+        "student.chat_template_kwargs",
+    ),
+    (lambda v: v["data"].update(subset="main"), "data.subset"),
     (lambda v: v.pop("output_dir"), "output_dir"),
     (lambda v: v["rollout"].pop("max_new_tokens"), "rollout.max_new_tokens"),
     (lambda v: v.update(max_steps="many"), "max_steps"),

@@ -36,7 +36,6 @@ def test_error_policies(policy: str) -> None:
     [
         *(({"on_error": p}, "on_error") for p in ("", "ignore", "fallback", "fallback:", "Drop")),
         ({"tokenizer": "x"}, "tokenizer"),
-        ({"model": "x", "revision": "y"}, "model"),
         ({"kind": "openai"}, "tokenizer"),
         ({**STOCK, "temperature": 0.5}, "temperature"),
         ({**STOCK, "support": "student_topk"}, "support"),

@@ -154,6 +154,7 @@ async def test_identity(tmp_path: Path) -> None:
     assert statuses(list(check_identity({"a": teacher, "b": teacher}))) == ["warning"] * 2
     other = replace(teacher, manifest=teacher.manifest.model_copy(update={"dtype": "x"}))
     assert statuses(list(check_identity({"math": other, "code": teacher}))) == ["ok", "failed"]
+    assert statuses(list(check_identity({"history": teacher}))) == ["warning"]
 
 
 @pytest.mark.parametrize(("grader", "expected"), [("half", "ok"), ("none", "failed")])

@@ -7,14 +7,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from mopd_protocol.errors import TeacherUnavailableError
+from mopd_protocol.errors import ConfigError, DiskError, TeacherUnavailableError
 from mopd_trainer.cli.main import main
+from mopd_trainer.config.run import RunConfig
 from mopd_trainer.interruption import Interruption, Stopped
+from mopd_trainer.launch.preflight import check_run
+from mopd_trainer.loop import train
 from mopd_trainer.teachers.scoring import RolloutScorer
 from mopd_trainer.training.learner import Learner
 from tests.trainer.runs import run_values, write_lines, write_run
@@ -215,3 +221,23 @@ async def test_work_that_fails_fails_as_itself() -> None:
         assert await interruption.cancel_on_signal(asyncio.sleep(0, result=7)) == 7
         with pytest.raises(RuntimeError, match="broken"):
             await interruption.cancel_on_signal(fail())
+
+
+def test_a_small_disk_and_a_missing_device_end_a_run_before_its_first_step(
+    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = Console(file=StringIO())
+    elsewhere = {**values, "student": {**values["student"], "device": "cuda:99"}}
+    for command in (train, check_run):
+        with pytest.raises(ConfigError) as missing:
+            asyncio.run(command(RunConfig.model_validate(elsewhere), console))
+        assert missing.value.key == "student.device"
+    config = RunConfig.model_validate(values)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10_000))
+    with pytest.raises(DiskError) as small:
+        asyncio.run(train(config, console))
+    assert small.value.key == str(config.output_dir)
+    with pytest.raises(ConfigError) as refused:
+        asyncio.run(check_run(config, console))
+    assert refused.value.key == "resources"
+    assert not config.output_dir.exists()

@@ -9,6 +9,7 @@ import pytest
 from mopd_protocol.samples import Prompt, Rollout
 from mopd_trainer.collection import collect
 from mopd_trainer.config.run import RolloutConfig
+from mopd_trainer.metrics.step_metrics import rollout_metrics
 from mopd_trainer.rollouts.source import CompletionBatch
 from mopd_trainer.rollouts.transformers_sampler import Sampler
 from mopd_trainer.student.student import Student
@@ -137,3 +138,27 @@ async def test_examples_are_in_the_order_of_the_prompts_not_of_completion() -> N
     async with scorer_for(student, a_teacher()) as scorer:
         examples, _ = await collect(PROMPTS, Backwards(student, settings(), seed=0), scorer, 0)
     assert [example.rollout.prompt.index for example in examples] == list(range(6))
+
+
+async def test_truncated_completions_are_dropped_before_scoring() -> None:
+    student = student_of()
+    long = settings(max_new_tokens=200)
+    transport = a_teacher()
+    async with scorer_for(student, transport) as scorer:
+        examples, _ = await collect(PROMPTS, Sampler(student, long, seed=0), scorer, 0)
+        ends = sorted(len(example.rollout.completion) for example in examples)
+        some = settings(max_new_tokens=ends[2])  # at least one ends in time, and one does not
+        sampled, _ = await collect(PROMPTS, Sampler(student, some, seed=0), scorer, 0)
+        finished = [e for e in sampled if e.rollout.finish_reason == "stop"]
+        assert 0 < len(finished) < len(sampled)
+        transport.requests.clear()
+        sampler = Sampler(student, some, seed=0)
+        kept, dropped = await collect(PROMPTS, sampler, scorer, 0, drop_truncated=True)
+    assert [e.rollout.prompt.index for e in kept] == [e.rollout.prompt.index for e in finished]
+    assert len(transport.sequences) == len(finished)
+    lost = float(len(sampled) - len(finished))
+    assert dropped == {"dropped/truncated": lost, "dropped/total": lost}
+    expected = rollout_metrics(sampled, step=0)
+    metrics = rollout_metrics(kept, step=0, truncated=lost)
+    for name in ("rollout/finished_share", "rollout/truncated_share"):
+        assert metrics[name] == pytest.approx(expected[name])

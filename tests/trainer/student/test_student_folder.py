@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from mopd_protocol.errors import ConfigError, DataError
 from mopd_protocol.samples import Message
 from mopd_trainer.config.run import StudentConfig
+from mopd_trainer.run_folder.checkpoint import save_student
 from mopd_trainer.student.identity import StudentIdentity
 from mopd_trainer.student.student import Student
 from tests import tiny_models
@@ -130,3 +132,37 @@ def test_an_unavailable_device_raises_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         Student.load(StudentConfig(model=str(tmp_path), device="warp"))
     assert caught.value.key == "student.device"
+
+
+@pytest.mark.parametrize(("chosen", "saved"), [("auto", "bfloat16"), ("float16", "float16")])
+@pytest.mark.parametrize("family", ["qwen", "llama"])  # llama has a tied head
+def test_the_trained_model_has_the_published_precision(
+    tmp_path: Path, family: str, chosen: str, saved: str
+) -> None:
+    model = model_of(family).to(torch.bfloat16)
+    tiny_models.save(model, tokenizer(FAMILIES[family][1]), tmp_path / "published")
+    config = StudentConfig.model_validate(
+        {"model": str(tmp_path / "published"), "device": "cpu", "final_dtype": chosen}
+    )
+    student = Student.load(config)
+    save_student(student, tmp_path / "final", student.final_dtype)
+    weights = load_file(tmp_path / "final" / "model.safetensors")
+    assert {str(weight.dtype) for weight in weights.values()} == {f"torch.{saved}"}
+    loaded = Student.load(config.model_copy(update={"model": str(tmp_path / "final")}))
+    assert str(loaded.final_dtype) == f"torch.{'float16' if chosen == 'float16' else saved}"
+    for name, weight in student.model.state_dict().items():
+        assert weight.dtype == torch.float32
+        assert chosen != "auto" or torch.equal(loaded.model.state_dict()[name], weight)
+
+
+def test_variables_of_the_chat_template_change_the_prompt(tmp_path: Path) -> None:
+    own = tiny_models.digit_tokenizer()
+    own.chat_template += "{% if thinking %}{{ '<think>' }}{% endif %}"
+    tiny_models.save(model_of("qwen"), own, tmp_path)
+    config = StudentConfig(model=str(tmp_path), device="cpu")
+    plain = Student.load(config).prompt_token_ids(MESSAGES)
+    config = config.model_copy(update={"chat_template_kwargs": {"thinking": True}})
+    student = Student.load(config)
+    for each in (student, student.copy(), StudentIdentity.read(config)):
+        ids = each.prompt_token_ids(MESSAGES)
+        assert student.table.sequence(ids[len(plain) :]).text == b"<think>"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from mopd_protocol.errors import ConfigError, TeacherError
+from mopd_protocol.errors import ConfigError, TeacherError, TeacherMismatchError
 from mopd_protocol.samples import Message, Rollout
 from mopd_trainer.config.run import TeacherConfig
 from mopd_trainer.data.examples import TrainingExample
@@ -329,3 +329,24 @@ async def test_same_tokenizer_loss_rejects_a_teacher_with_another() -> None:
 async def test_teacher_with_a_smaller_top_k_is_rejected() -> None:
     with pytest.raises(ConfigError, match="teacher 'math': top_k exceeds"):
         await scored({"math": teacher_with("digit", top_k=100_000)}, [])
+
+
+async def test_settings_of_a_teacher_reach_its_requests() -> None:
+    settings = {"teacher_temperature": 0.5, "chat_template_kwargs": {"enable_thinking": False}}
+    for loss in ({}, TOKEN_LOSS):
+        transport, config = teacher_with("digit", **settings, **loss)
+        await scored({"math": (transport, config)}, [written("7", math=1.0)])
+        assert transport.requests[0]["temperature"] == 0.5
+        variables = [sequence["chat_template_kwargs"] for sequence in transport.sequences]
+        assert variables == [{"enable_thinking": False}]
+        assert config.temperature == 1.0
+
+
+async def test_another_model_at_the_address_is_a_mismatch() -> None:
+    rollouts = [written("7", math=1.0)]
+    for key, value in (("model", "tiny"), ("model", "org/tiny"), ("revision", "no")):
+        await scored({"math": teacher_with("digit", **{key: value})}, rollouts)
+    for key in ("model", "revision"):
+        with pytest.raises(TeacherMismatchError) as caught:
+            await scored({"math": teacher_with("digit", **{key: "other"})}, rollouts)
+        assert caught.value.key == f"teachers.math.{key}"

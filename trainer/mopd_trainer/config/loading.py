@@ -124,8 +124,10 @@ def _problem(details: dict[str, Any], values: Any) -> tuple[str, str]:
     key, kind = _key(details["loc"], values), details["type"]
     if kind == "value_error":
         error = details["ctx"]["error"]
+        if not isinstance(error, ConfigError):
+            return key, f"{key}: {error}"
         prefix = f"{key}." if key else ""
-        return f"{prefix}{getattr(error, 'key', None) or ''}".strip("."), f"{prefix}{error}"
+        return f"{prefix}{error.key or ''}".strip("."), f"{prefix}{error}"
     if kind == "extra_forbidden":
         return key, f"{key}: unknown setting{_suggestion(key)}. Check spelling and indentation."
     if kind == "missing":

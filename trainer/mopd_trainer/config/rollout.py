@@ -41,6 +41,9 @@ class RolloutConfig(Settings):
     """Completions sampled for each prompt; a reference answer is used once."""
     max_new_tokens: int = Field(ge=1)
     """Maximum length of a completion. Longer reference answers are dropped and counted."""
+    truncated: Literal["train", "drop"] = "train"
+    """Completions that reach ``max_new_tokens``: ``train`` trains on them; ``drop`` drops and
+    counts them before they are scored, so that no token of an unfinished completion is trained."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature; 0 is greedy. Values other than 1 change the sampling distribution, but
     not the trained one."""

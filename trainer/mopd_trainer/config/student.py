@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from mopd_protocol.requests import ChatTemplateKwargs
 from mopd_trainer.config.settings import Incidental, Settings, invalid
 
 #: Decay rate of an optimizer moment.
@@ -51,6 +52,11 @@ class StudentConfig(Settings):
     """Commit, branch or tag of the hub model."""
     trust_remote_code: Incidental[bool] = False
     """Execute code from the model's repository."""
+    chat_template_kwargs: ChatTemplateKwargs = Field(default_factory=dict)
+    """Variables of the student's chat template (``{enable_thinking: false}``)."""
+    final_dtype: Incidental[Literal["auto", "float32", "bfloat16", "float16"]] = "auto"
+    """Precision of the trained model (``final``); ``auto`` is that of the published weights.
+    Checkpoints and adapters are float32."""
     device: Incidental[str] = "auto"
     """``auto``: the first accelerator, or the CPU."""
     sharding: Incidental[Literal["none", "ddp", "fsdp"]] = "none"

@@ -6,10 +6,12 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from mopd_losses.config import AutoConfig, CtkdConfig, LossConfig, TopKKlConfig
-from mopd_protocol.requests import LogprobsDtype
+from mopd_losses.config import AutoConfig, CtkdConfig, LossConfig, PrefixKlConfig, TopKKlConfig
+from mopd_protocol.requests import ChatTemplateKwargs, LogprobsDtype
 from mopd_trainer.config.settings import Incidental, Settings, invalid
 
+#: Losses that compare distributions at any two temperatures.
+_SOFTENED = (AutoConfig, TopKKlConfig, CtkdConfig, PrefixKlConfig)
 _FALLBACK = "fallback:"
 #: URL of a teacher that the run will start.
 _NOT_STARTED = "http://not-started-yet"
@@ -55,10 +57,11 @@ class TeacherConfig(Settings):
     """``openai``: folder or hub name of the served model's tokenizer."""
     model: Incidental[str | None] = None
     """``openai``: name of the model, if the server has several. ``local``: model folder or hub
-    name."""
+    name. ``mopd``: name of the model that the service must have; any, if not set."""
     revision: Incidental[str | None] = None
     """``openai``: a name for the served weights, which the server does not report; it identifies
-    the teacher on resume and in the score cache. ``local``: commit, branch or tag of the hub."""
+    the teacher on resume and in the score cache. ``local``: commit, branch or tag of the hub.
+    ``mopd``: beginning of the revision that the service must report."""
     device: Incidental[str | None] = None
     """``local``: device for scoring. Default: the student's device."""
     dtype: Incidental[Literal["auto", "float32", "bfloat16", "float16"]] = "auto"
@@ -80,6 +83,11 @@ class TeacherConfig(Settings):
     temperature: float = Field(default=1.0, gt=0)
     """Softmax temperature of both distributions in the loss; values other than 1 need an engine
     that supports them (see the teacher's manifest)."""
+    teacher_temperature: float | None = Field(default=None, gt=0)
+    """Softmax temperature of the teacher's distribution, if it differs from the student's: below 1,
+    the student learns a sharper distribution than the teacher's. Default: ``temperature``."""
+    chat_template_kwargs: ChatTemplateKwargs = Field(default_factory=dict)
+    """Variables of the teacher's chat template (``{enable_thinking: false}``)."""
     loss: LossConfig = AutoConfig()
     """Loss between student and teacher; a name is short for ``{type: NAME}``. ``auto`` selects by
     the tokenizers; ``mopd check`` prints the selection."""
@@ -178,24 +186,32 @@ class TeacherConfig(Settings):
 
     @model_validator(mode="after")
     def _validate_kind(self) -> "TeacherConfig":
-        own = ("tokenizer", "model", "revision")
-        names = [name for name in own if getattr(self, name) is not None]
-        if self.kind == "mopd" and names and not self.local:
+        if self.kind == "mopd" and self.tokenizer is not None and not self.local:
             raise invalid(
-                names[0],
-                f"{' and '.join(names)} is reported by a mopd service. Remove it, or set kind to "
-                "'openai'.",
+                "tokenizer",
+                "a mopd service sends its tokenizer. Remove it, or set kind to 'openai'.",
             )
         if self.kind == "openai" and self.tokenizer is None:
             raise invalid(
                 "tokenizer",
                 "required for kind 'openai'. Set it to the folder or hub name of the served model.",
             )
-        if self.kind == "openai" and self.temperature != 1.0:
+        if self.kind == "openai" and self.scored_temperature != 1.0:
             raise invalid(
                 "temperature",
                 f"a stock vLLM server returns logprobs at temperature 1 only (found "
-                f"{self.temperature:g}). Set it to 1, or serve the model with mopd-teacher.",
+                f"{self.scored_temperature:g}). Set it to 1, or serve the model with mopd-teacher.",
+            )
+        if self.teacher_temperature is not None and (
+            self.support == "full"
+            or not isinstance(self.loss, _SOFTENED)
+            or getattr(self.loss, "kd_temperature", None) is not None
+        ):
+            raise invalid(
+                "teacher_temperature",
+                f"loss '{self.loss.type}' with support '{self.support}' has one temperature. Use "
+                "'topk_kl', 'ctkd' or 'prefix_kl' without support 'full' and kd_temperature, or "
+                "remove it.",
             )
         return self
 
@@ -220,6 +236,11 @@ class TeacherConfig(Settings):
                 "'teacher_topk', or serve the model with mopd-teacher.",
             )
         return self
+
+    @property
+    def scored_temperature(self) -> float:
+        """Softmax temperature of the requested scores."""
+        return self.teacher_temperature or self.temperature
 
     @property
     def local(self) -> bool:

@@ -36,7 +36,6 @@ def cheap_findings(
     teachers: dict[str, Teacher],
 ) -> Iterable[Finding]:
     """Yield the findings that need no weights."""
-    yield from check_resources(config, student)
     yield from check_templates(prompts, student)
     yield from check_tokenizer(prompts, Path(config.student.model), student)
     yield from check_identity(teachers)
@@ -75,6 +74,8 @@ async def examine(config: RunConfig, prompts: Sequence[Prompt]) -> AsyncIterator
             ranks=student.ranks,
         )
         lock.models = local
+        for finding in check_resources(config, student.identity):
+            yield finding
         for finding in cheap_findings(config, prompts, student.identity, teachers):
             yield finding
         losses = {n: teacher_loss(t, student, local, cache) for n, t in teachers.items()}

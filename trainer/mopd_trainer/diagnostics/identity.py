@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+from mopd_protocol.runtime.model_revision import folder_name
 from mopd_trainer.diagnostics.finding import Finding
 from mopd_trainer.teachers.connect import Teacher
 
@@ -22,6 +23,14 @@ def check_identity(teachers: Mapping[str, Teacher]) -> Iterator[Finding]:
                 f"teacher {name!r}: the service at {', '.join(teacher.config.url)} was started as "
                 f"{manifest.service!r}, another teacher of this run.",
                 "Swap the addresses.",
+            )
+        elif manifest.service not in (name, folder_name(manifest.model)):
+            yield Finding(
+                "identity",
+                "warning",
+                f"teacher {name!r}: the service at {', '.join(teacher.config.url)} was started as "
+                f"{manifest.service!r}, with {manifest.model}.",
+                f"Check the address, or set teachers.{name}.model to verify it in every run.",
             )
         elif same:
             yield Finding(

@@ -1,19 +1,17 @@
 """Disk, memory, output folder and device of a run."""
 
 import os
-import shutil
 from collections.abc import Iterator
 
 import torch
 
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.diagnostics.finding import Finding
+from mopd_trainer.run_folder.disk_space import free_space, needed_space
 from mopd_trainer.student.identity import StudentIdentity
 
 #: Bytes per trained parameter: weights, gradient and two moments in float32.
 _TRAINED_BYTES = 16
-#: Bytes per trained parameter of a checkpoint: weights and two moments.
-_SAVED_BYTES = 12
 
 
 def check_resources(config: RunConfig, student: StudentIdentity) -> Iterator[Finding]:
@@ -26,12 +24,7 @@ def check_resources(config: RunConfig, student: StudentIdentity) -> Iterator[Fin
         fix = "Set output_dir to a folder that this user can write to."
         yield Finding(name, "failed", f"output_dir: {folder} is not writable.", fix)
         return
-    kept = config.keep_checkpoints
-    if config.save_steps and not kept:
-        kept = config.max_steps // config.save_steps
-    copies = min(kept or 1, 1 + config.max_steps // (config.save_steps or config.max_steps)) + 1
-    needed = copies * student.trained * _SAVED_BYTES + student.parameters * 4
-    free = shutil.disk_usage(folder).free
+    needed, free = needed_space(config, student.trained), free_space(folder)
     numbers = {"disk_needed_bytes": float(needed), "disk_free_bytes": float(free)}
     text = f"checkpoints need {needed / 1e9:,.2f} GB, {free / 1e9:,.2f} GB are free."
     fix = "Free disk space, or lower keep_checkpoints."

@@ -62,6 +62,7 @@ def _request(example: TrainingExample) -> SequenceRequest:
     (score,) = example.scores
     return SequenceRequest(
         messages=list(example.rollout.prompt.messages),
+        chat_template_kwargs=score.teacher_input.request.chat_template_kwargs,
         completion_token_ids=score.score.completion.token_ids.tolist(),
     )
 

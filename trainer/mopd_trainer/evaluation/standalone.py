@@ -47,7 +47,7 @@ async def evaluate_model(model: str, config: RunConfig) -> dict[str, Metrics]:
 async def _open(model: str, config: RunConfig) -> AsyncGenerator[EvaluatedModel]:
     if model in config.teachers:
         async with teacher_pool({model: config.teachers[model]}) as pool:
-            yield await _teacher(pool.client(model), config)
+            yield await _teacher(pool.client(model), config, model)
     elif model.startswith(("http://", "https://")):
         async with TeacherClient(model, [model]) as client:
             yield await _teacher(client, config)
@@ -63,11 +63,14 @@ async def _open(model: str, config: RunConfig) -> AsyncGenerator[EvaluatedModel]
             yield StudentModel(student, generator)
 
 
-async def _teacher(client: ScoringClient, config: RunConfig) -> TeacherModel:
+async def _teacher(
+    client: ScoringClient, config: RunConfig, name: str | None = None
+) -> TeacherModel:
     await client.wait_until_ready(config.teacher_wait_seconds)
     manifest = await client.handshake()
     table = (await client.tokenizer()).table
-    return TeacherModel(client, table, max_top_k=manifest.max_top_k)
+    variables = config.teachers[name].chat_template_kwargs if name is not None else None
+    return TeacherModel(client, table, max_top_k=manifest.max_top_k, chat_template_kwargs=variables)
 
 
 def _student(folder: Path, config: StudentConfig) -> tuple[StudentConfig, Path | None]:

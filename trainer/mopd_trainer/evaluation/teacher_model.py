@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_client.pool import ScoringClient
-from mopd_protocol.requests import SequenceRequest
+from mopd_protocol.requests import ChatTemplateKwargs, SequenceRequest
 from mopd_protocol.samples import Prompt, TeacherScore
 from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_trainer.config.run import RolloutConfig
@@ -32,9 +32,17 @@ class TeacherModel:
         max_top_k: of the teacher's manifest.
     """
 
-    def __init__(self, client: ScoringClient, table: TokenTable, *, max_top_k: int) -> None:
+    def __init__(
+        self,
+        client: ScoringClient,
+        table: TokenTable,
+        *,
+        max_top_k: int,
+        chat_template_kwargs: ChatTemplateKwargs | None = None,
+    ) -> None:
         self._client = client
         self._table = table
+        self._variables = chat_template_kwargs or None
         self._top_k = min(_CANDIDATES, max_top_k)
         controls = {*table.controls.values()}
         present = np.flatnonzero(table.present).tolist()
@@ -68,7 +76,11 @@ class TeacherModel:
         Raises:
             TeacherError: if the teacher is unavailable or rejects the text.
         """
-        sequence = SequenceRequest(messages=list(prompt.messages), completion=text)
+        sequence = SequenceRequest(
+            messages=list(prompt.messages),
+            chat_template_kwargs=self._variables,
+            completion=text,
+        )
         (score,) = await self._client.score([sequence], top_k=1)
         return float(score.logprobs.sum())
 
@@ -78,7 +90,9 @@ class TeacherModel:
         """Return the ids [k] and logprobs [k] of the token after each prefix."""
         sequences = [
             SequenceRequest(
-                messages=list(prompt.messages), completion_token_ids=[*ids, self._any_id]
+                messages=list(prompt.messages),
+                chat_template_kwargs=self._variables,
+                completion_token_ids=[*ids, self._any_id],
             )
             for prompt, ids in prefixes
         ]

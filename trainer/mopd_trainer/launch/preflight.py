@@ -1,6 +1,6 @@
 """``check_run``: all checks of a run before its first step, without training."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,13 +14,17 @@ from mopd_trainer.config.fingerprint import RunIdentity
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.data.prompts import read_prompts
 from mopd_trainer.diagnostics.examination import cheap_findings
+from mopd_trainer.diagnostics.finding import Finding
+from mopd_trainer.diagnostics.resources import check_resources
 from mopd_trainer.evaluation.sets import read_sets
 from mopd_trainer.reporting.plan import describe_plan
 from mopd_trainer.run_folder.replay import Replay
 from mopd_trainer.run_folder.retention import starting_checkpoint
 from mopd_trainer.student.identity import StudentIdentity
 from mopd_trainer.student.prompt_checks import check_prompts
+from mopd_trainer.student.student import device_of
 from mopd_trainer.teachers.connect import connect_teachers, teacher_pool
+from mopd_trainer.teachers.local.residency import teacher_device
 
 
 async def check_run(
@@ -42,6 +46,11 @@ async def check_run(
     expected = checkpoint.manifest_ids if checkpoint else {}
     student = StudentIdentity.read(config.student)
     check_prompts(config, prompts, student)
+    if config.resources is None:  # else the devices are those of other machines
+        device = device_of(config.student.device)
+        for name, teacher in config.contacted_teachers.items():
+            teacher_device(name, teacher, device)
+    _report(check_resources(config, student), console)
     contacted = config.contacted_teachers
     with TemporaryDirectory() as folder:
         cache = ProjectionCache(Path(folder))
@@ -58,7 +67,12 @@ async def check_run(
         replay = Replay.of(config, identity, prompts, student, cache)
         teachers = teachers if replay is None else replay.teachers
     console.print(describe_plan(config, prompts, student, teachers))
-    for finding in cheap_findings(config, prompts, student, teachers):
+    _report(cheap_findings(config, prompts, student, teachers), console)
+
+
+def _report(findings: Iterable[Finding], console: Console) -> None:
+    """Print warnings; raise the first failed finding."""
+    for finding in findings:
         if finding.status == "failed":
             raise ConfigError(f"{finding.check}: {finding.text} {finding.fix}", key=finding.check)
         if finding.status == "warning":

@@ -183,11 +183,19 @@ def reference_answer_metrics(examples: Sequence[TrainingExample]) -> Metrics:
     }
 
 
-def rollout_metrics(examples: Sequence[TrainingExample], *, step: int) -> Metrics:
-    """Return ``rollout/…`` and ``staleness/…``, of the sampled completions."""
+def rollout_metrics(
+    examples: Sequence[TrainingExample], *, step: int, truncated: float = 0.0
+) -> Metrics:
+    """Return ``rollout/…`` and ``staleness/…``, of the sampled completions.
+
+    Args:
+        truncated: completions that were dropped because they have no end; they count in the
+            finished and truncated shares.
+    """
     rollouts = [example.rollout for example in of_source(examples, "rollout")]
     lengths = [len(rollout.completion) for rollout in rollouts]
     finished = [rollout.finish_reason == "stop" for rollout in rollouts]
+    finished_share = ratio(float(sum(finished)), len(finished) + truncated)
     ages = [step - rollout.policy_version for rollout in rollouts]
     return {
         "rollout/samples": float(len(rollouts)),
@@ -198,8 +206,8 @@ def rollout_metrics(examples: Sequence[TrainingExample], *, step: int) -> Metric
         "rollout/completion_tokens_p95": percentile(lengths, 95),
         "rollout/completion_tokens_max": percentile(lengths, 100),
         "rollout/entropy": -ratio(math.fsum(sampled_nats(r) for r in rollouts), sum(lengths)),
-        "rollout/finished_share": mean(finished),
-        "rollout/truncated_share": 1 - mean(finished),
+        "rollout/finished_share": finished_share,
+        "rollout/truncated_share": 1 - finished_share,
         "staleness/mean": mean(ages),
         "staleness/max": float(max(ages, default=float("nan"))),
     }

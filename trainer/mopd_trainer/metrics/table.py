@@ -79,6 +79,7 @@ _RUN = {
     "answers/completion_tokens_mean": ("tokens", "mean length of a reference answer"),
     "dropped/total": ("samples", "samples dropped, each counted once"),
     "dropped/stale": ("samples", "samples dropped as older than max_staleness"),
+    "dropped/truncated": ("samples", "samples that reached max_new_tokens (rollout.truncated)"),
     "dropped/prompt_too_long": ("samples", "prompts without room for a completion"),
     "dropped/answer_too_long": ("samples", "reference answers too long for the student"),
     "dropped/nothing_aligned": ("samples", "replayed samples without an aligned token"),

@@ -188,8 +188,11 @@ def save_checkpoint(
     return folder
 
 
-def save_student(student: Student, folder: Path) -> Path:
+def save_student(student: Student, folder: Path, dtype: torch.dtype | None = None) -> Path:
     """Save the student without optimizer, completely or not at all; return the folder.
+
+    Args:
+        dtype: see ``Student.save``.
 
     Raises:
         DiskError: if saving fails.
@@ -200,7 +203,7 @@ def save_student(student: Student, folder: Path) -> Path:
         disk_errors(folder, "the student", needed=needed, kept=kept),
         replacing_folder(folder) as temporary,
     ):
-        student.save(temporary)
+        student.save(temporary, dtype)
     return folder
 
 

@@ -146,7 +146,7 @@ class Recorder:
         request = LogprobsRequest(
             sequences=[sequence],
             top_k=teacher.config.top_k,
-            temperature=teacher.config.temperature,
+            temperature=teacher.config.scored_temperature,
             logprobs_dtype=teacher.config.logprobs_dtype,
         )
         return ScoreKey.of(aligned.score.manifest_id, request, sequence).digest
@@ -279,7 +279,7 @@ def scoring_options(config: TeacherConfig) -> JSON:
     return {
         "top_k": config.top_k,
         "support": config.support,
-        "temperature": config.temperature,
+        "temperature": config.scored_temperature,
     }
 
 

@@ -1,10 +1,11 @@
 """``StudentIdentity``: tokenizer, vocabulary and size of a student, without its weights."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class StudentIdentity:
     trained: int  # number of trained parameters
     max_length: int | None = None
     """Longest prompt plus completion in tokens; None without a limit."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         if not self.table.roles.ending:
@@ -54,7 +56,12 @@ class StudentIdentity:
         self.table.real_ids(self.logit_width)  # rejects the tokenizer of a larger model
 
     @classmethod
-    def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> "StudentIdentity":
+    def of(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> "StudentIdentity":
         """Return the identity of a model, which may be on the meta device.
 
         Raises:
@@ -78,6 +85,7 @@ class StudentIdentity:
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
             max_length=getattr(model.config.get_text_config(), "max_position_embeddings", None),
+            chat_template_kwargs=dict(chat_template_kwargs),
         )
 
     @property
@@ -102,6 +110,7 @@ class StudentIdentity:
                 [message.model_dump() for message in messages],
                 add_generation_prompt=True,
                 tokenize=False,
+                **self.chat_template_kwargs,
             )
         except TemplateError as error:
             roles = ", ".join(message.role for message in messages)
@@ -129,7 +138,7 @@ class StudentIdentity:
                 )
         with torch.device("meta"):
             add_adapters(model, config)
-        return cls.of(model, tokenizer)
+        return cls.of(model, tokenizer, config.chat_template_kwargs)
 
 
 def load_tokenizer(config: StudentConfig) -> PreTrainedTokenizerBase:
@@ -174,6 +183,15 @@ def load_tokenizer(config: StudentConfig) -> PreTrainedTokenizerBase:
 def source(config: StudentConfig) -> dict[str, Any]:
     """Return the arguments of ``from_pretrained``."""
     return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+
+
+def final_dtype(config: StudentConfig) -> torch.dtype | None:
+    """Return the precision of the trained model's files; None if its config names none."""
+    if config.final_dtype != "auto":
+        return getattr(torch, config.final_dtype)
+    with explained(config):
+        published: Any = AutoConfig.from_pretrained(config.model, **source(config)).dtype
+    return getattr(torch, published) if isinstance(published, str) else published
 
 
 @contextmanager

@@ -86,8 +86,9 @@ class Adapters:
     def __init__(self, model: PreTrainedModel) -> None:
         self._base = base_fingerprint(model)
 
-    def write(self, model: PreTrainedModel, folder: Path) -> None:
-        """See ``WeightFiles``."""
+    def write(self, model: PreTrainedModel, folder: Path, dtype: torch.dtype | None = None) -> None:
+        """See ``WeightFiles``; adapters keep their precision."""
+        del dtype
         settings: Any = model.peft_config[_ADAPTER]
         adapter_config = settings.to_dict() | {
             "inference_mode": True,

@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,13 @@ from mopd_trainer.distributed.full_copy import UnshardedCopy
 from mopd_trainer.distributed.process_group import Ranks
 from mopd_trainer.distributed.sharding import shard, shard_like, unsharded
 from mopd_trainer.student.generation import BehaviourPolicy, Generation
-from mopd_trainer.student.identity import StudentIdentity, explained, load_tokenizer, source
+from mopd_trainer.student.identity import (
+    StudentIdentity,
+    explained,
+    final_dtype,
+    load_tokenizer,
+    source,
+)
 from mopd_trainer.student.lora import add_adapters, stored_weights, weights_dtype
 from mopd_trainer.student.output_head import output_head
 from mopd_trainer.student.weight_files import FullModelFiles, WeightFiles
@@ -57,6 +64,8 @@ class Student:
         ranks: Ranks | None = None,
         sharded: bool = False,
         files: WeightFiles | None = None,
+        chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        final_dtype: torch.dtype | None = None,
     ) -> None:
         # A model that will be sharded is moved to the device in shards.
         self.model = model if sharded else model.to(device)  # pyright: ignore[reportArgumentType]
@@ -65,7 +74,8 @@ class Student:
         self.ranks = ranks or Ranks()
         self._files = files or FullModelFiles()
         self._compute_dtype = compute_dtype
-        self.identity = StudentIdentity.of(model, tokenizer)
+        self.final_dtype = final_dtype
+        self.identity = StudentIdentity.of(model, tokenizer, chat_template_kwargs)
         self.table = self.identity.table
         real_ids = torch.tensor(self.table.real_ids(self.identity.logit_width))
         # The publisher's generation settings (top-k, repetition penalty) would silently change the
@@ -99,7 +109,7 @@ class Student:
                 "rank.",
                 key="student.sharding",
             )
-        device = ranks.device or _device(config.device)
+        device = ranks.device or device_of(config.device)
         tokenizer = load_tokenizer(config)
         with explained(config):
             model = load_complete(
@@ -120,6 +130,8 @@ class Student:
             ranks=ranks,
             sharded=ranks.size > 1 and config.sharding == "fsdp",
             files=stored_weights(model, config),
+            chat_template_kwargs=config.chat_template_kwargs,
+            final_dtype=final_dtype(config),
         )
 
     @property
@@ -255,6 +267,7 @@ class Student:
             self.device,
             compute_dtype=self._compute_dtype,
             files=self._files,
+            chat_template_kwargs=self.identity.chat_template_kwargs,
         )
 
     def gather(self) -> None:
@@ -275,9 +288,13 @@ class Student:
         if self._unsharded is not None:
             self._unsharded.invalidate()
 
-    def save(self, folder: Path) -> None:
-        """Save a Hugging Face folder (weights, config, tokenizer), or a folder of adapters."""
-        self.save_weights(folder)
+    def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+        """Save a Hugging Face folder (weights, config, tokenizer), or a folder of adapters.
+
+        Args:
+            dtype: precision of the files; default: that of the weights. Adapters keep theirs.
+        """
+        self._files.write(self.full_model(), folder, dtype)
         # As published: transformers loads some settings that it does not save.
         self._published_generation.to_json_file(folder / "generation_config.json")
         self.tokenizer.save_pretrained(folder)
@@ -379,7 +396,12 @@ def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:
         ) from error
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """Return the device of a name; ``auto``: the first accelerator, or the CPU.
+
+    Raises:
+        ConfigError: when the device is not available.
+    """
     if name != "auto":
         import_backend(name, subject=f"student.device is {name!r}, which")
         try:

@@ -17,9 +17,10 @@ from mopd_losses.config import AutoConfig
 from mopd_losses.projection.cache import ProjectionCache
 from mopd_losses.projection.matrix import ProjectionMatrix
 from mopd_losses.projection.sides import find_projection, resolve_loss
-from mopd_protocol.errors import ConfigError
+from mopd_protocol.errors import ConfigError, TeacherMismatchError
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.request_tokenizer import TeacherTokenizer
+from mopd_protocol.runtime.model_revision import folder_name
 from mopd_trainer.config.teacher import ScoreCacheConfig, TeacherConfig
 from mopd_trainer.student.identity import StudentIdentity
 from mopd_trainer.teachers.local.client import LocalTeacher, TeacherLock
@@ -110,7 +111,7 @@ async def connect_teachers(
         {
             name: Expectation(
                 top_k=config.top_k,
-                temperature=config.temperature,
+                temperature=config.scored_temperature,
                 candidate_ids=config.support == "student_topk",
                 messages=True,
                 manifest_id=expected_manifests.get(name),
@@ -118,6 +119,8 @@ async def connect_teachers(
             for name, config in configs.items()
         }
     )
+    for name, config in configs.items():
+        _require_model(name, config, manifests[name])
     tokenizers = await asyncio.gather(*[pool.client(name).tokenizer() for name in configs])
     return {
         name: replace(
@@ -159,6 +162,30 @@ def teacher_of(
             f"teacher {name!r}: {error}", key=f"teachers.{name}.{error.key}"
         ) from error
     return Teacher(name, config, manifest, tokenizer, projection)
+
+
+def _require_model(name: str, config: TeacherConfig, manifest: Manifest) -> None:
+    """Compare the configured model of a mopd service with the served one.
+
+    Raises:
+        TeacherMismatchError: if another model is served; ``key`` is the setting.
+    """
+    if config.local or config.kind != "mopd":
+        return
+    expected = {"model": config.model, "revision": config.revision}
+    matches = {
+        "model": config.model in (None, manifest.model)
+        or folder_name(str(config.model)) == folder_name(manifest.model),
+        "revision": manifest.revision.startswith(config.revision or ""),
+    }
+    for key, is_same in matches.items():
+        if not is_same:
+            raise TeacherMismatchError(
+                f"teacher {name!r}: another {key} is served at {', '.join(config.url)} (found "
+                f"{getattr(manifest, key)!r} of service {manifest.service!r}, expected "
+                f"{expected[key]!r}). Correct the address or the setting.",
+                key=f"teachers.{name}.{key}",
+            )
 
 
 def _service(config: TeacherConfig) -> Service:

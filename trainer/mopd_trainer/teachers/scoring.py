@@ -190,7 +190,7 @@ class RolloutScorer:
                     teacher.name,
                     requests,
                     top_k=teacher.config.top_k,
-                    temperature=teacher.config.temperature,
+                    temperature=teacher.config.scored_temperature,
                     logprobs_dtype=teacher.config.logprobs_dtype,
                 )
             except TeacherError as error:
@@ -246,8 +246,13 @@ def _merge_by_teacher(scores: Sequence[AlignedScore]) -> tuple[AlignedScore, ...
 def input_for(teacher: Teacher, rollout: Rollout, student: TokenTable) -> TeacherInput:
     """Return the request that the teacher's loss needs: token ids or text."""
     if teacher.config.sends_token_ids:
-        return token_view(rollout)
-    return text_view(rollout, student, teacher.tokenizer.table)
+        view = token_view(rollout)
+    else:
+        view = text_view(rollout, student, teacher.tokenizer.table)
+    if not teacher.config.chat_template_kwargs:
+        return view
+    variables = {"chat_template_kwargs": teacher.config.chat_template_kwargs}
+    return replace(view, request=view.request.model_copy(update=variables))
 
 
 def aligned(teacher: Teacher, teacher_input: TeacherInput, score: TeacherScore) -> Alignment:

@@ -45,7 +45,7 @@ class LocalTeachers:
         self._ranks = ranks
         self._models: dict[str, LocalModel] = {}
         for name, config in configs.items():
-            own_device = _device(name, config, device)
+            own_device = teacher_device(name, config, device)
             model = LocalModel.load(name, config, tables[name], own_device, tokens_per_batch)
             model.offload()
             if config.support == "full" and model.head is None:
@@ -125,7 +125,7 @@ def _shares(tasks: Sequence[LocalTask], ranks: int) -> list[list[int]]:
     return [longest_first[rank::ranks] for rank in range(ranks)]
 
 
-def _device(name: str, config: TeacherConfig, student: torch.device) -> torch.device:
+def teacher_device(name: str, config: TeacherConfig, student: torch.device) -> torch.device:
     """Return the device of the replica: the student's, unless another one is configured.
 
     Raises:
