@@ -158,3 +158,20 @@ def test_a_shorter_token_of_the_teacher_excludes_longer_ones(sampled: str, diver
     assert one < -1e-2 < 1e-2 < fifteen
     assert one == pytest.approx(hundreds)
     assert (fourteen == pytest.approx(fifteen)) == (sampled == "1")
+
+
+def test_a_longer_token_is_in_the_cell_that_some_continuation_leads_to() -> None:
+    # The student writes "abc" as "ab|c", the teacher as "a|bc": "a" includes "ab".
+    student = Tongue.of("ab", by_merges=True)
+    teacher = Tongue.of("bc", "ab", by_merges=True)
+    assert teacher.tokenize("abc") == ["a", "bc"]
+    pair, comparison = of_rows(student, teacher, "a", [{"a": 0.9, "c": 0.1}, {END: 1.0}])
+    logits = torch.full((2, student.family.logit_width), -12.0, dtype=torch.float64)
+    tokens = student.ids(["a", "ab", "c"])
+    logits[0, tokens] = torch.tensor([-1.0, -1.0, 0.0], dtype=torch.float64)
+    logits.requires_grad_()
+    pair.value(logits, pair.targets([comparison])).per_token[0].backward()
+    assert logits.grad is not None
+    short, longer, other = logits.grad[0, tokens].tolist()
+    assert short == pytest.approx(longer)
+    assert short < -1e-2 < 1e-2 < other
