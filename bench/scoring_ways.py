@@ -5,22 +5,25 @@ A call returns when the numbers are available: JSON responses are parsed, binary
 
 import asyncio
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import httpx
+import psutil
 
 from mopd_client import TeacherClient
-from mopd_protocol import LogprobsDtype, SequenceRequest, decode_json
+from mopd_protocol import SequenceRequest
 
 #: Settings of every engine.
-MAX_MODEL_LEN = 1024
+MAX_MODEL_LEN = 4095
 MAX_BATCHED_TOKENS = 8192
 MAX_TOP_K = 128
 START_SECONDS = 240.0
@@ -28,25 +31,44 @@ START_SECONDS = 240.0
 MAX_CONCURRENCY = 64
 
 
-class Way(Protocol):
-    """Score one sequence: the first of ``ids`` is the prompt, the others are scored."""
+@dataclass(frozen=True)
+class Samples:
+    """Completions of one prompt, which are one request."""
 
-    async def score(self, ids: Sequence[int], k: int) -> int:
+    prompt: list[int]
+    completions: list[list[int]]
+
+
+class Way(Protocol):
+    """A way to score completions."""
+
+    async def score(self, samples: Samples, k: int) -> int:
         """Return the bytes of the response body, or 0 without a network."""
+        ...
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the processes that score, without this one."""
         ...
 
 
 class StockServer:
-    """(a) vLLM's server: ``/v1/completions`` with ``prompt_logprobs``, JSON parsed."""
+    """vLLM's server: ``/v1/completions`` with ``prompt_logprobs``, JSON parsed."""
 
-    def __init__(self, url: str, http: httpx.AsyncClient) -> None:
-        self._url, self._http = url, http
+    def __init__(self, url: str, http: httpx.AsyncClient, process: psutil.Process) -> None:
+        self._url, self._http, self._process = url, http, process
 
-    async def score(self, ids: Sequence[int], k: int) -> int:
-        """Send one completion request that generates one token."""
+    async def score(self, samples: Samples, k: int) -> int:
+        """Send a completion request of one generated token for each sequence."""
+        return sum(
+            await asyncio.gather(
+                *[self._score(samples.prompt + completion, k) for completion in samples.completions]
+            )
+        )
+
+    async def _score(self, ids: list[int], k: int) -> int:
         request = {
             "model": "teacher",
-            "prompt": list(ids),
+            "prompt": ids,
             "prompt_logprobs": k,
             "max_tokens": 1,
             "temperature": 0,
@@ -54,118 +76,117 @@ class StockServer:
         response = await self._http.post(f"{self._url}/v1/completions", json=request)
         response.raise_for_status()
         rows = json.loads(response.content)["choices"][0]["prompt_logprobs"]
-        if len(rows) != len(ids):
-            raise RuntimeError(f"{len(rows)} rows for {len(ids)} tokens")
+        _require_rows(len(rows), len(ids))
         return len(response.content)
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the server and its engine."""
+        return _tree(self._process)
 
 
 class InProcess:
-    """(b), (c), (f) vLLM's ``AsyncLLM`` in this process: dictionaries, flat lists, no logprobs."""
+    """vLLM's ``AsyncLLM`` in this process: flat lists, or no log-probabilities at all."""
 
-    def __init__(self, engine: object, *, flat: bool | None) -> None:
-        self._engine, self._flat = engine, flat
+    def __init__(self, engine: object, *, logprobs: bool) -> None:
+        self._engine, self._logprobs = engine, logprobs
         self._requests = 0
 
-    async def score(self, ids: Sequence[int], k: int) -> int:
-        """Send one request; the engine's output is not converted."""
+    async def score(self, samples: Samples, k: int) -> int:
+        """Send each sequence; the engine's output is not converted."""
+        await asyncio.gather(
+            *[self._score(samples.prompt + completion, k) for completion in samples.completions]
+        )
+        return 0
+
+    async def _score(self, ids: list[int], k: int) -> None:
         from vllm import SamplingParams
 
-        logprobs = {} if self._flat is None else {"prompt_logprobs": k, "flat_logprobs": self._flat}
+        logprobs = {"prompt_logprobs": k, "flat_logprobs": True} if self._logprobs else {}
         parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, **logprobs)
         self._requests += 1
-        name = f"{self._flat}-{self._requests}"
-        prompt = {"prompt_token_ids": list(ids)}
-        async for output in self._engine.generate(prompt, parameters, name):
+        name = f"{self._logprobs}-{self._requests}"
+        async for output in self._engine.generate({"prompt_token_ids": ids}, parameters, name):
             last = output
-        if self._flat is not None and len(last.prompt_logprobs) != len(ids):
-            raise RuntimeError(f"{len(last.prompt_logprobs)} rows for {len(ids)} tokens")
-        return 0
+        if self._logprobs:
+            _require_rows(len(last.prompt_logprobs), len(ids))
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the engine's process."""
+        return [psutil.Process(child.pid) for child in multiprocessing.active_children()]
 
 
 class Service:
-    """(d), (g) mopd service and client: binary, decoded and checked."""
+    """mopd service and client: binary, decoded and checked."""
 
-    def __init__(self, client: TeacherClient, *, dtype: LogprobsDtype = "float32") -> None:
-        self._client = client
-        self._dtype: LogprobsDtype = dtype
+    def __init__(self, client: TeacherClient, process: psutil.Process) -> None:
+        self._client, self._process = client, process
 
-    async def score(self, ids: Sequence[int], k: int) -> int:
-        """Send one scoring request of one sequence; return the received bytes."""
-        sequence = SequenceRequest(
-            prompt_token_ids=list(ids[:1]), completion_token_ids=list(ids[1:])
+    async def score(self, samples: Samples, k: int) -> int:
+        """Send one scoring request; return the received bytes."""
+        scores = await self._client.score(
+            [
+                SequenceRequest(prompt_token_ids=samples.prompt, completion_token_ids=completion)
+                for completion in samples.completions
+            ],
+            top_k=k,
         )
-        (score,) = await self._client.score([sequence], top_k=k, logprobs_dtype=self._dtype)
-        _require_rows(len(score.completion), ids)
+        for score, completion in zip(scores, samples.completions, strict=True):
+            _require_rows(len(score.completion), len(completion))
         return self._client.counters.pop().received_bytes
 
-
-class ServiceAsJson:
-    """(e) mopd service with JSON requests and responses."""
-
-    def __init__(self, url: str, http: httpx.AsyncClient) -> None:
-        self._url, self._http = url, http
-
-    async def score(self, ids: Sequence[int], k: int) -> int:
-        """Send one scoring request of one sequence."""
-        sequence = {"prompt_token_ids": list(ids[:1]), "completion_token_ids": list(ids[1:])}
-        request = {"sequences": [sequence], "top_k": k}
-        response = await self._http.post(f"{self._url}/v1/logprobs", json=request)
-        response.raise_for_status()
-        scores = decode_json(json.loads(response.content)).scores
-        _require_rows(len(scores[0].completion), ids)
-        return len(response.content)
+    def processes(self) -> list[psutil.Process]:
+        """Return the service and its engine."""
+        return _tree(self._process)
 
 
-def _require_rows(rows: int, ids: Sequence[int]) -> None:
-    if rows != len(ids) - 1:
-        raise RuntimeError(f"{rows} rows for {len(ids) - 1} tokens")
+def _require_rows(rows: int, expected: int) -> None:
+    if rows != expected:
+        raise RuntimeError(f"{rows} rows for {expected} tokens")
+
+
+def _tree(process: psutil.Process) -> list[psutil.Process]:
+    return [process, *process.children(recursive=True)]
 
 
 @asynccontextmanager
-async def all_ways(folder: Path, logs: Path) -> AsyncIterator[dict[str, Way]]:
-    """Start every way on the model in ``folder``, all at once so that rounds can take turns."""
+async def started_ways(
+    folder: Path, logs: Path, names: Collection[str], baseline: Path | None
+) -> AsyncIterator[dict[str, Way]]:
+    """Start ways on the model in ``folder``, all at once so that rounds can take turns.
+
+    Args:
+        names: of ``WAYS``.
+        baseline: checkout of the services whose names end in "before".
+    """
     async with AsyncExitStack() as stack:
-        http = await stack.enter_async_context(
-            httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
-        )
-        stock_port = _free_port()
-        stock = await stack.enter_async_context(
-            _process(_stock_command(folder, stock_port), logs / "stock.log")
-        )
-        vllm_service = await stack.enter_async_context(
-            _process(_service_command(folder, "vllm"), logs / "service-vllm.log")
-        )
-        plain = await stack.enter_async_context(
-            _process(_service_command(folder, "transformers"), logs / "service-transformers.log")
-        )
-        engine = await stack.enter_async_context(_engine(folder))
-        vllm_url = await _announced(vllm_service, logs / "service-vllm.log")
-        plain_url = await _announced(plain, logs / "service-transformers.log")
-        stock_url = f"http://127.0.0.1:{stock_port}"
-        await _wait_for_health(http, f"{stock_url}/health", stock)
-        clients = [
-            await stack.enter_async_context(
-                TeacherClient("teacher", [url], max_concurrency=MAX_CONCURRENCY)
-            )
-            for url in (vllm_url, plain_url)
-        ]
-        for client in clients:
-            await client.wait_until_ready(START_SECONDS)
-        vllm_client, plain_client = clients
-        yield {
-            "a stock server, JSON": StockServer(stock_url, http),
-            "b AsyncLLM, dictionaries": InProcess(engine, flat=False),
-            "c AsyncLLM, flat lists": InProcess(engine, flat=True),
-            "d our service, float32": Service(vllm_client),
-            "d our service, float16": Service(vllm_client, dtype="float16"),
-            "e our service, JSON": ServiceAsJson(vllm_url, http),
-            "f AsyncLLM, no logprobs": InProcess(engine, flat=None),
-            "g transformers engine, float32": Service(plain_client),
-        }
+        ways: dict[str, Way] = {}
+        for name in names:
+            ways |= await stack.enter_async_context(WAYS[name](folder, logs, baseline))
+        yield ways
 
 
 @asynccontextmanager
-async def _engine(folder: Path) -> AsyncIterator[object]:
+async def _stock(folder: Path, logs: Path, _: Path | None) -> AsyncIterator[dict[str, Way]]:
+    port = _free_port()
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(folder), "--served-model-name", "teacher"),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
+        *("--max-model-len", str(MAX_MODEL_LEN + 1), "--max-logprobs", str(MAX_TOP_K)),
+        *("--max-num-batched-tokens", str(MAX_BATCHED_TOKENS)),
+    ]
+    limits = httpx.Limits(max_connections=None)
+    async with (
+        httpx.AsyncClient(timeout=None, limits=limits) as http,
+        _process(command, logs / "stock.log") as server,
+    ):
+        url = f"http://127.0.0.1:{port}"
+        await _wait_for_health(http, f"{url}/health", server)
+        yield {"stock vLLM server, JSON parsed": StockServer(url, http, psutil.Process(server.pid))}
+
+
+@asynccontextmanager
+async def _engine(folder: Path, _: Path, __: Path | None) -> AsyncIterator[dict[str, Way]]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -173,25 +194,70 @@ async def _engine(folder: Path) -> AsyncIterator[object]:
         AsyncEngineArgs(
             model=str(folder),
             dtype="float32",
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=MAX_MODEL_LEN + 1,
             max_num_batched_tokens=MAX_BATCHED_TOKENS,
             max_logprobs=MAX_TOP_K,
             disable_log_stats=True,
         )
     )
     try:
-        yield engine
+        yield {
+            "vLLM in process, flat lists": InProcess(engine, logprobs=True),
+            "vLLM without log-probabilities": InProcess(engine, logprobs=False),
+        }
     finally:
         engine.shutdown()
         # The destructor would shut the engine down again after vLLM's modules are unloaded.
         del AsyncLLM.__del__
 
 
+def _service(
+    engine: str, *, before: bool = False
+) -> Callable[[Path, Path, Path | None], AbstractAsyncContextManager[dict[str, Way]]]:
+    name = f"this service with {engine}{', before' if before else ''}"
+
+    @asynccontextmanager
+    async def start(
+        folder: Path, logs: Path, baseline: Path | None
+    ) -> AsyncIterator[dict[str, Way]]:
+        command = [
+            *(str(Path(sys.executable).parent / "mopd-teacher"), "serve", str(folder)),
+            *("--name", "teacher", "--port", "0", "--engine", engine, "--dtype", "float32"),
+            *("--max-model-len", str(MAX_MODEL_LEN), "--top-k-max", str(MAX_TOP_K)),
+            *("--max-batch-tokens", str(MAX_BATCHED_TOKENS)),
+        ]
+        log = logs / f"{name.replace(' ', '-')}.log"
+        source = baseline if before else None
+        async with _process(command, log, source) as process:
+            address = await _announced(process, log)
+            client = TeacherClient("teacher", [address], max_concurrency=MAX_CONCURRENCY)
+            async with client:
+                await client.wait_until_ready(START_SECONDS)
+                yield {name: Service(client, psutil.Process(process.pid))}
+
+    return start
+
+
+#: Name on the command line -> ways that one server or engine provides.
+WAYS: dict[
+    str, Callable[[Path, Path, Path | None], AbstractAsyncContextManager[dict[str, Way]]]
+] = {
+    "stock": _stock,
+    "flat": _engine,
+    "vllm": _service("vllm"),
+    "transformers": _service("transformers"),
+    "vllm-before": _service("vllm", before=True),
+    "transformers-before": _service("transformers", before=True),
+}
+
+
 @asynccontextmanager
-async def _process(command: list[str], log: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+async def _process(
+    command: Sequence[str], log: Path, source: Path | None = None
+) -> AsyncIterator[asyncio.subprocess.Process]:
     with log.open("wb") as errors:
         process = await asyncio.create_subprocess_exec(
-            *command, stdout=subprocess.PIPE, stderr=errors, env=_environment()
+            *command, stdout=subprocess.PIPE, stderr=errors, env=_environment(source)
         )
         try:
             yield process
@@ -205,28 +271,12 @@ async def _process(command: list[str], log: Path) -> AsyncIterator[asyncio.subpr
                 await process.communicate()
 
 
-def _environment() -> dict[str, str]:
+def _environment(source: Path | None) -> dict[str, str]:
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "MOPD_API_KEYS": ""}
+    if source is not None:
+        packages = [source, *(source / name for name in ("protocol", "server"))]
+        settings["PYTHONPATH"] = os.pathsep.join(map(str, packages))
     return {**os.environ, **settings}
-
-
-def _stock_command(folder: Path, port: int) -> list[str]:
-    return [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(folder), "--served-model-name", "teacher"),
-        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
-        *("--max-model-len", str(MAX_MODEL_LEN), "--max-logprobs", str(MAX_TOP_K)),
-        *("--max-num-batched-tokens", str(MAX_BATCHED_TOKENS)),
-    ]
-
-
-def _service_command(folder: Path, engine: str) -> list[str]:
-    return [
-        *(str(Path(sys.executable).parent / "mopd-teacher"), "serve", str(folder)),
-        *("--name", "teacher", "--port", "0", "--engine", engine, "--dtype", "float32"),
-        *("--max-model-len", str(MAX_MODEL_LEN), "--top-k-max", str(MAX_TOP_K)),
-        *("--max-batch-tokens", str(MAX_BATCHED_TOKENS)),
-    ]
 
 
 async def _announced(process: asyncio.subprocess.Process, log: Path) -> str:

@@ -1,5 +1,6 @@
 """A small random model with a tokenizer trained on Python's standard library, and text for it."""
 
+import json
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 LAYERS = 2
 HIDDEN = 64
+#: Tokens that merges produce; a larger vocabulary has unused ones.
+LEARNT_TOKENS = 8192
 
 
 def make_small_teacher(
@@ -20,12 +23,13 @@ def make_small_teacher(
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
+        vocab_size=min(vocabulary, LEARNT_TOKENS),
         special_tokens=["<|end|>"],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_sources(), trainer)
+    tokenizer = _with_unused_tokens(tokenizer, vocabulary)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -42,6 +46,15 @@ def make_small_teacher(
         bos_token_id=None,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def _with_unused_tokens(tokenizer: Tokenizer, vocabulary: int) -> Tokenizer:
+    """Extend the vocabulary by tokens that no text has: only the number of ids matters."""
+    document = json.loads(tokenizer.to_str())
+    vocab = document["model"]["vocab"]
+    for number in range(len(vocab), vocabulary):
+        vocab[f"<unused-{number}>"] = number
+    return Tokenizer.from_str(json.dumps(document))
 
 
 def token_sequences(folder: Path, *, count: int, tokens: int) -> list[list[int]]:

@@ -121,7 +121,7 @@ class _Group:
         default = getattr(self._defaults, dest)
         if options.get("type") is _mebibytes:
             default = str(default // _MEBIBYTE)  # parsed by argparse
-        if default is not None and not isinstance(default, bool):
+        if default is not None and not isinstance(default, bool | tuple):
             shown = "%(default)g" if isinstance(default, float) else "%(default)s"
             meaning = f"{meaning} (default: {shown})"
         self.group.add_argument(flag, dest=dest, default=default, help=meaning, **options)
@@ -179,6 +179,14 @@ def _add_vllm_options(serve: argparse.ArgumentParser) -> None:
         type=_mebibytes,
         metavar="MIB",
     )
+    vllm.add(
+        "--vllm-arg",
+        "any other engine argument of vLLM, such as kv_cache_dtype=fp8 or enforce_eager=true; "
+        "repeatable",
+        action=_Append,
+        type=_pair("KEY=VALUE"),
+        metavar="KEY=VALUE",
+    )
 
 
 def _add_limit_options(serve: argparse.ArgumentParser) -> None:
@@ -235,6 +243,25 @@ def _add_listen_options(serve: argparse.ArgumentParser) -> None:
     listen.add(
         "--log-format", "json logs one object per line to stderr", choices=get_args(LogFormat)
     )
+
+
+class _Append(argparse.Action):
+    """Collect the values of a repeated option in a tuple."""
+
+    def __call__(
+        self, _: object, namespace: argparse.Namespace, value: object, __: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest), value))
+
+
+def _pair(form: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        key, separator, value = text.partition("=")
+        if not (key and separator and value):
+            raise argparse.ArgumentTypeError(f"found {text!r}, expected {form}")
+        return text
+
+    return parse
 
 
 def _positive(

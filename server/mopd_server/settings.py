@@ -53,6 +53,8 @@ class TeacherSettings:
     """vLLM: share of each accelerator's memory for the engine, logits included."""
     logits_budget_bytes: int = 4 * 1024 * 1024 * 1024
     """vLLM: memory for the logits of one forward pass; limits the tokens of the pass."""
+    vllm_arg: tuple[str, ...] = ()
+    """vLLM: more engine arguments, ``KEY=VALUE``, in place of the service's defaults."""
 
     @property
     def service_name(self) -> str:

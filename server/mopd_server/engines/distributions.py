@@ -1,11 +1,21 @@
 """Arithmetic of scoring: rows of logits -> truncated distributions."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mopd_protocol.topk_logprobs import ABSENT_ID, TopKLogprobs
+
+#: Entries of the logits of one chunk of rows: 128 MiB in float32 on an accelerator. On a CPU,
+#: buffers above 32 MiB are returned to the system after every use, which costs more than the head.
+_CHUNK_ENTRIES, _CPU_CHUNK_ENTRIES = 2**25, 2**22
+_MOST_CHUNK_ROWS = 256
+
+#: Below this ratio of width and k, or this width, ``torch.topk`` is as fast on a CPU.
+_MIN_WIDTH_PER_ENTRY, _MIN_WIDTH = 8, 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,43 +28,119 @@ class TruncatedRows:
     tail_logprobs: Tensor  # [rows], nats
 
 
-def normalize(logits: Tensor, padding: Tensor, temperature: float) -> Tensor:
-    """Return log-softmax of ``logits / temperature`` in float32, over the ids that have a token.
+def truncated_rows(
+    head: Callable[[slice], Tensor | None],
+    tokens: Tensor,
+    width: int,
+    *,
+    top_k: int,
+    candidates: Tensor | None = None,
+    padding: Tensor | None = None,
+    temperature: float = 1.0,
+) -> list[TruncatedRows]:
+    """Compute distributions in chunks of rows, so that few logits are in memory at once.
 
     Args:
-        logits: ``[rows, width]`` in any precision.
-        padding: ``[width]``, True for rows of the head without a token. Masked after the
-            division, so that their logits (even NaN) have no effect.
+        head: logits ``[rows of the slice, width]`` of a slice of the rows, which are overwritten;
+            None on a process without the logits, for which nothing is returned.
+        tokens: ``[rows]``, tokens to score.
+        width: entries of a row of logits.
+        top_k: number of most likely ids; ignored with ``candidates``.
+        candidates: ``[rows, k]``, ids to score instead, -1 where missing.
+        padding: ``[width]``, True for rows of the head without a token.
         temperature: softmax temperature.
     """
-    scaled = logits.float() / temperature
-    return scaled.masked_fill_(padding, -torch.inf).log_softmax(dim=-1)
+    entries = _CPU_CHUNK_ENTRIES if tokens.device.type == "cpu" else _CHUNK_ENTRIES
+    size = min(max(entries // width, 1), _MOST_CHUNK_ROWS)
+    chunks: list[TruncatedRows] = []
+    for start in range(0, len(tokens), size):
+        chunk = slice(start, start + size)
+        logits = head(chunk)
+        if logits is None:
+            continue
+        logits = scaled(logits, padding, temperature)
+        if candidates is None:
+            chunks.append(select_top_k(logits, tokens[chunk], top_k))
+        else:
+            chunks.append(select_candidates(logits, tokens[chunk], candidates[chunk]))
+    return chunks
 
 
-def select_top_k(logprobs: Tensor, tokens: Tensor, top_k: int) -> TruncatedRows:
-    """Select the ``top_k`` most likely ids per row; overwrites ``logprobs`` ``[rows, width]``."""
-    token_logprobs = _token_logprobs(logprobs, tokens)
-    selected, ids = logprobs.topk(top_k, dim=-1)
-    tail = logprobs.scatter_(1, ids, -torch.inf).logsumexp(dim=-1)
-    return TruncatedRows(_mask_impossible(ids, selected), selected, token_logprobs, tail)
+def scaled(logits: Tensor, padding: Tensor | None, temperature: float) -> Tensor:
+    """Return ``logits / temperature`` in float32, ``-inf`` where ``padding``; may overwrite them.
 
-
-def select_candidates(logprobs: Tensor, tokens: Tensor, candidates: Tensor) -> TruncatedRows:
-    """Select exactly the ``candidates`` ``[rows, k]`` (-1 where missing) per row, sorted.
-
-    Overwrites ``logprobs`` ``[rows, width]``.
+    The padding is masked after the division, so that its logits (even NaN) have no effect.
     """
-    token_logprobs = _token_logprobs(logprobs, tokens)
+    logits = logits.float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    return logits if padding is None else logits.masked_fill_(padding, -torch.inf)
+
+
+def select_top_k(logits: Tensor, tokens: Tensor, top_k: int) -> TruncatedRows:
+    """Select the ``top_k`` most likely ids per row; overwrites ``logits`` ``[rows, width]``.
+
+    The tail is summed over the other logits: one minus the sum of k float32 entries has no correct
+    digit where a teacher is confident. All terms are relative to the largest logit, as in a
+    log-softmax, whose passes over the row are not repeated for the tail.
+    """
+    token = logits.gather(1, tokens[:, None])
+    top, ids = top_entries(logits, top_k)
+    largest = top[:, :1]
+    rest = logits.scatter_(1, ids, -torch.inf)
+    # Finite, so that a row without a tail is not NaN.
+    offset = rest.amax(dim=1, keepdim=True).clamp_(min=torch.finfo(rest.dtype).min)
+    tail = rest.sub_(offset).exp_().sum(dim=1, keepdim=True).log_().add_(offset - largest)
+    top = top - largest
+    total = torch.logaddexp(top.logsumexp(dim=1, keepdim=True), tail)
+    top = top.sub_(total)
+    return TruncatedRows(
+        _mask_impossible(ids, top),
+        top,
+        token.sub_(largest).sub_(total)[:, 0],
+        tail.sub_(total)[:, 0],
+    )
+
+
+def select_candidates(logits: Tensor, tokens: Tensor, candidates: Tensor) -> TruncatedRows:
+    """Select exactly the ``candidates`` ``[rows, k]`` (-1 where missing) per row, sorted."""
+    logprobs = logits.log_softmax(dim=1)
+    token_logprobs = logprobs.gather(1, tokens[:, None])[:, 0]
     missing = candidates < 0
     columns = candidates.clamp(min=0)
     selected = logprobs.gather(1, columns).masked_fill_(missing, -torch.inf)
-    selected, order = selected.sort(dim=-1, descending=True)
+    selected, order = selected.sort(dim=1, descending=True)
     # A missing entry points at id 0, which may also be a candidate: with amin, +inf keeps the
     # value of an id and -inf removes the id from the tail.
     removal = torch.full_like(selected, -torch.inf).masked_fill_(missing, torch.inf)
-    tail = logprobs.scatter_reduce_(1, columns, removal, reduce="amin").logsumexp(dim=-1)
+    tail = logprobs.scatter_reduce_(1, columns, removal, reduce="amin").logsumexp(dim=1)
     ids = _mask_impossible(candidates.gather(1, order), selected)
     return TruncatedRows(ids, selected, token_logprobs, tail)
+
+
+def top_entries(values: Tensor, k: int, *, in_order: bool = True) -> tuple[Tensor, Tensor]:
+    """Return the k largest entries of each row and their columns, as ``torch.topk``.
+
+    On a CPU, the columns are divided into groups first: the k largest entries are in the k groups
+    with the largest maxima. That is 2 times as fast at 2,048 columns and k 64.
+    """
+    rows, width = values.shape
+    small = width < max(_MIN_WIDTH_PER_ENTRY * k, _MIN_WIDTH)
+    if values.device.type != "cpu" or small:
+        return values.topk(k, dim=1, sorted=in_order)
+    # k groups have as many entries as there are groups, halved: measured.
+    members = max(int(math.sqrt(width / k) / 2), 2)
+    groups = width // members
+    grouped = values[:, : members * groups].view(rows, members, groups)
+    _, best = top_entries(grouped.amax(dim=1), k, in_order=False)
+    selected = grouped.gather(2, best[:, None].expand(-1, members, -1)).view(rows, -1)
+    columns = (torch.arange(0, members * groups, groups)[:, None] + best[:, None]).view(rows, -1)
+    if members * groups < width:
+        rest = torch.arange(members * groups, width).expand(rows, -1)
+        selected = torch.cat([selected, values[:, members * groups :]], dim=1)
+        columns = torch.cat([columns, rest], dim=1)
+    top, order = top_entries(selected, k, in_order=in_order)
+    return top, columns.gather(1, order)
 
 
 def concatenate(chunks: list[TruncatedRows]) -> TopKLogprobs:
@@ -69,10 +155,6 @@ def concatenate(chunks: list[TruncatedRows]) -> TopKLogprobs:
         token_logprobs=column("token_logprobs").numpy(),
         tail_logprobs=column("tail_logprobs").numpy(),
     )
-
-
-def _token_logprobs(logprobs: Tensor, tokens: Tensor) -> Tensor:
-    return logprobs.gather(1, tokens[:, None])[:, 0]
 
 
 def _mask_impossible(ids: Tensor, logprobs: Tensor) -> Tensor:

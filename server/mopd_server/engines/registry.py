@@ -45,6 +45,7 @@ ENGINES: dict[str, EngineEntry] = {
             "pipeline_parallel_size",
             "data_parallel_size",
             "quantization",
+            "vllm_arg",
         ),
     ),
     "transformers": EngineEntry("mopd_server.engines.transformers"),

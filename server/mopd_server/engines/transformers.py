@@ -30,19 +30,13 @@ from mopd_server.engines.base import (
     first_line,
 )
 from mopd_server.engines.distributions import (
-    TruncatedRows,
     concatenate,
-    normalize,
-    select_candidates,
-    select_top_k,
+    truncated_rows,
 )
 from mopd_server.engines.length_buckets import length_buckets
 from mopd_server.settings import DtypeName, TeacherSettings
 
 logger = logging.getLogger(__name__)
-
-#: Rows per call of the head: 256 rows of 150 000 float32 logits are 150 MB.
-ROWS_PER_CHUNK = 256
 
 
 def is_available(settings: TeacherSettings) -> bool:
@@ -110,7 +104,7 @@ class TransformersEngine:
         probe = _probe(model, table)
         self._logits = _row_logits(model, probe)
         real = torch.from_numpy(table.real_ids(probe.logits.shape[-1]))
-        self._padding = (~real).to(model.device)
+        self._padding = None if real.all() else (~real).to(model.device)
         self._description = EngineDescription(
             engine="transformers",
             # torch decides how sums are rounded, and so affects the scores.
@@ -173,15 +167,15 @@ class TransformersEngine:
         tokens = tokens.long().to(device)
         candidates = _candidate_rows(tasks)
         candidates = None if candidates is None else candidates.to(device)
-        rows = self._logits(_padded_inputs(tasks, device))
-        chunks: list[TruncatedRows] = []
-        for start in range(0, len(tokens), ROWS_PER_CHUNK):
-            chunk = slice(start, start + ROWS_PER_CHUNK)
-            logprobs = normalize(rows(chunk), self._padding, temperature)
-            if candidates is None:
-                chunks.append(select_top_k(logprobs, tokens[chunk], top_k))
-            else:
-                chunks.append(select_candidates(logprobs, tokens[chunk], candidates[chunk]))
+        chunks = truncated_rows(
+            self._logits(_padded_inputs(tasks, device)),
+            tokens,
+            self._description.logit_width,
+            top_k=top_k,
+            candidates=candidates,
+            padding=self._padding,
+            temperature=temperature,
+        )
         return _split(concatenate(chunks), tasks, top_k)
 
 

@@ -122,6 +122,7 @@ def test_requested_engine_is_loaded_or_an_error(model_folder: Path, machine: Mac
         ("pipeline_parallel_size", 2),
         ("data_parallel_size", 2),
         ("quantization", "fp8"),
+        ("vllm_arg", ("seed=1",)),
     ],
 )
 def test_option_of_another_engine_is_an_error(

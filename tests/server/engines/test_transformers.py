@@ -10,7 +10,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, Granite
 
 from mopd_protocol.errors import ConfigError, DataError
 from mopd_protocol.topk_logprobs import TopKLogprobs
-from mopd_server.engines import transformers as transformers_engine
+from mopd_server.engines import distributions
 from mopd_server.engines.base import EngineCrashError, ScoringTask
 from mopd_server.scoring.service import TeacherService
 from mopd_server.settings import TeacherSettings
@@ -165,7 +165,7 @@ def test_chunks_of_rows_do_not_affect_the_scores(
     qwen_teacher: TinyTeacher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (rows,) = score(qwen_teacher, task())
-    monkeypatch.setattr(transformers_engine, "ROWS_PER_CHUNK", 4)
+    monkeypatch.setattr(distributions, "_MOST_CHUNK_ROWS", 4)
     (chunked,) = score(qwen_teacher, task())
     assert chunked.ids.tolist() == rows.ids.tolist()
     np.testing.assert_allclose(chunked.token_logprobs, rows.token_logprobs, atol=1e-6)

@@ -1,8 +1,9 @@
 """``VllmEngine``: scores with vLLM's ``AsyncLLM`` in this process.
 
-Prompt and completion are one vLLM prompt; vLLM returns its prompt log-probabilities and batches
-all sequences in flight at every step. The engine runs in a separate event loop and thread, so
-that its bookkeeping does not delay the HTTP server and any event loop can call the engine.
+Prompt and completion are one vLLM prompt. vLLM batches all sequences in flight at every step, and
+its workers compute the distributions of completion tokens (``completion_rows``). The engine runs
+in a separate event loop and thread, so that its bookkeeping does not delay the HTTP server and any
+event loop can call the engine.
 """
 
 # vLLM need not be installed where this is checked.
@@ -24,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensInput
-from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -40,16 +40,10 @@ from mopd_server.engines.base import (
     EngineTimes,
     ScoringTask,
     empty_scores,
-    first_line,
 )
+from mopd_server.engines.vllm.completion_rows import RowRequest
 from mopd_server.engines.vllm.exit_monitor import ExitMonitor
-from mopd_server.engines.vllm.flat_logprobs import (
-    PromptArrays,
-    pad_rows,
-    topk_from_arrays,
-    topk_from_lists,
-    truncate,
-)
+from mopd_server.engines.vllm.flat_logprobs import CompletionArrays, pad_rows, topk_from_lists
 from mopd_server.engines.vllm.heartbeat import Heartbeat
 from mopd_server.engines.vllm.worker_extension import ScoringWorkerExtension
 
@@ -64,8 +58,7 @@ class VllmEngine(AsyncEngine):
     Args:
         arguments: vLLM's arguments, made by ``startup``.
         real_ids: ``[head rows]``, False for rows without a token.
-        description: facts for the manifest; ``candidate_ids`` and ``exact_tails`` are replaced by
-            what this vLLM supports.
+        description: facts for the manifest; its features are replaced by what this vLLM supports.
     """
 
     def __init__(
@@ -81,19 +74,28 @@ class VllmEngine(AsyncEngine):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="vllm", daemon=True)
         self._thread.start()
-        keeps_arrays = _keep_arrays()
         children = set(active_children())
         self._llm = self._call(_create(arguments))
         try:
             self._monitor.start([child for child in active_children() if child not in children])
-            self._tails = self._extend_workers() and keeps_arrays
-            candidates = self._call(self._supports_candidates())
+            self._rows = self._extend_workers() and _keep_arrays()
             self._heartbeat = Heartbeat(self._ping)
             asyncio.run_coroutine_threadsafe(self._check_health(), self._loop)
         except BaseException:
             self.close()
             raise
-        self._description = replace(description, candidate_ids=candidates, exact_tails=self._tails)
+        if not self._rows:
+            logger.warning(
+                "vLLM %s is unknown: using its lists of all prompt tokens, which is slower, "
+                "without candidate_ids, temperatures and exact tails",
+                description.engine_version,
+            )
+        self._description = replace(
+            description,
+            candidate_ids=self._rows,
+            temperature=self._rows,
+            exact_tails=self._rows,
+        )
 
     @property
     def description(self) -> EngineDescription:
@@ -103,14 +105,10 @@ class VllmEngine(AsyncEngine):
     async def score(
         self, task: ScoringTask, *, top_k: int, temperature: float
     ) -> tuple[TopKLogprobs, EngineTimes]:
-        """See ``AsyncEngine.score``; only ``temperature`` 1 is supported."""
-        if temperature != 1.0:
-            raise ValueError(
-                f"temperature: not supported by vLLM for prompts (found {temperature}, expected 1)"
-            )
+        """See ``AsyncEngine.score``."""
         if not len(task.completion_ids):
             return empty_scores(0 if task.candidate_ids else top_k), EngineTimes(0.0, 0.0)
-        scoring = self._score(task, top_k)
+        scoring = self._score(task, top_k, temperature)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(scoring, self._loop))
 
     @property
@@ -149,67 +147,49 @@ class VllmEngine(AsyncEngine):
             await self._heartbeat.run()
 
     def _extend_workers(self) -> bool:
-        """Mask padding rows, end the workers with this process; return whether tails are exact."""
+        """Mask padding rows, end the workers with this process; return whether vLLM is known."""
         extension = ScoringWorkerExtension
         padding = np.flatnonzero(~self._real_ids).tolist()
         if padding:
             self._call(self._llm.collective_rpc(extension.mask_head.__name__, args=(padding,)))
         self._call(self._llm.collective_rpc(extension.exit_with.__name__, args=(os.getpid(),)))
-        return all(self._call(self._llm.collective_rpc(extension.append_tails.__name__)))
+        width = (len(self._real_ids),)
+        rows = self._llm.collective_rpc(extension.score_completion_rows.__name__, args=width)
+        return all(self._call(rows))
 
-    async def _supports_candidates(self) -> bool:
-        """Try to score given ids: support depends on vLLM's version and platform."""
-        if "prompt_logprob_token_ids" not in SamplingParams.__struct_fields__:
-            return False
-        token = np.flatnonzero(self._real_ids)[:1].astype(np.int32)
-        try:
-            await self._score_candidates(ScoringTask(token, token, (token,)), (token,))
-        except EngineCrashError:
-            raise
-        except Exception as error:  # any failure means that the feature is unavailable
-            logger.info("candidate_ids are not supported: %s", first_line(error))
-            return False
-        return True
+    async def _score(
+        self, task: ScoringTask, top_k: int, temperature: float
+    ) -> tuple[TopKLogprobs, EngineTimes]:
+        if not self._rows:
+            return await self._score_by_lists(task, top_k)
+        candidates = None if task.candidate_ids is None else pad_rows(task.candidate_ids)
+        request = RowRequest(
+            len(task.prompt_ids) - 1, task.completion_ids, top_k, temperature, candidates
+        )
+        for skip_cache in (False, True):
+            output = await self._generate(
+                task,
+                prompt_logprobs=0,
+                extra_args=request.encode(),
+                skip_reading_prefix_cache=skip_cache,
+            )
+            arrays: Any = output.prompt_logprobs
+            if (scores := arrays.scores(len(task.completion_ids))) is not None:
+                self._require_masked_head(scores)
+                return scores, _times(output)
+        raise RuntimeError(
+            "vLLM did not compute all completion tokens of a sequence, also without its cache"
+        )
 
-    async def _score(self, task: ScoringTask, top_k: int) -> tuple[TopKLogprobs, EngineTimes]:
-        if task.candidate_ids is not None:
-            return await self._score_candidates(task, task.candidate_ids)
-        output = await self._generate(task, prompt_logprobs=top_k + self._tails, flat_logprobs=True)
-        scores = _topk(
-            output.prompt_logprobs,
-            task.completion_ids,
-            top_k=top_k,
-            real_ids=int(self._real_ids.sum()),
-            tails=self._tails,
+    async def _score_by_lists(
+        self, task: ScoringTask, top_k: int
+    ) -> tuple[TopKLogprobs, EngineTimes]:
+        output = await self._generate(task, prompt_logprobs=top_k, flat_logprobs=True)
+        flat: Any = output.prompt_logprobs
+        scores = topk_from_lists(
+            flat, task.completion_ids, top_k=top_k, real_ids=int(self._real_ids.sum())
         )
         self._require_masked_head(scores)
-        return scores, _times(output)
-
-    async def _score_candidates(
-        self, task: ScoringTask, candidates: tuple[NDArray[np.int32], ...]
-    ) -> tuple[TopKLogprobs, EngineTimes]:
-        """Score the candidates of each row, and in column 0 the completion token."""
-        ids = pad_rows(candidates, max(map(len, candidates)))
-        output = await self._generate(
-            task,
-            prompt_logprob_token_ids=np.column_stack([task.completion_ids, ids]),
-            # vLLM counts from the position that predicts, one before the predicted token.
-            prompt_logprob_start=len(task.prompt_ids) - 1,
-        )
-        logprobs = np.asarray(output.prompt_token_id_logprobs, dtype=np.float32)
-        expected = (len(ids), 1 + ids.shape[1])
-        if logprobs.shape != expected:
-            raise RuntimeError(
-                f"vLLM returned candidates of the wrong shape (found {logprobs.shape}, expected "
-                f"{expected})"
-            )
-        scores = truncate(
-            ids,
-            logprobs[:, 1:],
-            task.completion_ids,
-            logprobs[:, 0],
-            real_ids=int(self._real_ids.sum()),
-        )
         return scores, _times(output)
 
     async def _generate(self, task: ScoringTask, **sampling: Any) -> RequestOutput:
@@ -244,49 +224,21 @@ class VllmEngine(AsyncEngine):
 
 
 def _keep_arrays() -> bool:
-    """Patch vLLM to keep prompt log-probabilities as the arrays that its engine process sends.
+    """Patch vLLM to keep the arrays of its workers instead of making an object of every entry.
 
-    vLLM makes a Python object of every candidate, which takes longer than computing them. Returns
-    False if vLLM's internals have changed: its lists are used instead.
+    Returns False if vLLM's internals have changed.
     """
     update = getattr(LogprobsProcessor, "_update_prompt_logprobs", None)
     if update is None or len(signature(update).parameters) != 2:
-        logger.warning("this version of vLLM is unknown: using its lists, which is slower")
         return False
 
     def keep(self: LogprobsProcessor, prompt_logprobs_tensors: LogprobsTensors) -> None:
-        ids = prompt_logprobs_tensors.logprob_token_ids.numpy()
-        logprobs = prompt_logprobs_tensors.logprobs.numpy()
-        previous: Any = self.prompt_logprobs
-        if isinstance(previous, PromptArrays):  # the engine sends a long prompt in parts
-            ids = np.concatenate([previous.token_ids, ids])
-            logprobs = np.concatenate([previous.logprobs, logprobs])
-        vars(self)["prompt_logprobs"] = PromptArrays(ids, logprobs)
+        tensors = prompt_logprobs_tensors
+        arrays = CompletionArrays(tensors.logprob_token_ids.numpy(), tensors.logprobs.numpy())
+        vars(self)["prompt_logprobs"] = arrays
 
-    vars(keep)["arrays"] = True
-    if "arrays" not in vars(update):
-        LogprobsProcessor._update_prompt_logprobs = keep  # pyright: ignore[reportPrivateUsage]
+    LogprobsProcessor._update_prompt_logprobs = keep  # pyright: ignore[reportPrivateUsage]
     return True
-
-
-def _topk(
-    logprobs: object,
-    completion_ids: NDArray[np.int32],
-    *,
-    top_k: int,
-    real_ids: int,
-    tails: bool,
-) -> TopKLogprobs:
-    if isinstance(logprobs, PromptArrays):
-        return topk_from_arrays(
-            logprobs, completion_ids, top_k=top_k, real_ids=real_ids, tails=tails
-        )
-    if isinstance(logprobs, FlatLogprobs):
-        return topk_from_lists(logprobs, completion_ids, top_k=top_k, real_ids=real_ids)
-    raise RuntimeError(
-        f"vLLM returned prompt log-probabilities of the wrong type (found "
-        f"{type(logprobs).__name__}, expected FlatLogprobs)"
-    )
 
 
 async def _create(arguments: AsyncEngineArgs) -> AsyncLLM:

@@ -1,8 +1,8 @@
-"""vLLM's prompt log-probabilities -> ``TopKLogprobs``, one sequence per call.
+"""Log-probabilities from vLLM -> ``TopKLogprobs``, one sequence per call.
 
-For every position of the prompt, vLLM returns the log-probabilities of its token and of the k most
-likely ids. The entries at position ``prompt length + r`` are the distribution that predicts
-completion token ``r``: the shift is applied in this module only.
+Of an unknown version of vLLM, these are lists. For every position of the prompt, they contain the
+log-probabilities of its token and of the k most likely ids. The entries at position ``prompt
+length + r`` are the distribution that predicts completion token ``r``.
 """
 
 from collections.abc import Sequence
@@ -66,61 +66,33 @@ def topk_from_lists(
 
 
 @dataclass(frozen=True, eq=False)
-class PromptArrays:
-    """Arrays of vLLM's engine for positions 1, 2, …, before vLLM converts them to lists.
+class CompletionArrays:
+    """Arrays of ``CompletionRows``, as a worker returns them."""
 
-    Raises:
-        ValueError: if the shapes differ.
-    """
+    ids: NDArray[np.integer]  # [rows, k]
+    logprobs: Float32  # [rows, k + 2], nats: completion token, ids, tail
 
-    token_ids: NDArray[np.integer]  # [positions - 1, 1 + k]: own token, then the top k
-    logprobs: Float32  # [positions - 1, 1 + k], nats
+    def scores(self, rows: int) -> TopKLogprobs | None:
+        """Return the scores of ``rows`` completion tokens, None if some were not computed.
 
-    def __post_init__(self) -> None:
-        if self.token_ids.ndim != 2 or self.token_ids.shape != self.logprobs.shape:
+        Raises:
+            ValueError: if the arrays do not have the form above, or contain NaN.
+        """
+        if len(self.ids) < rows:
+            return None
+        expected = (rows, self.ids.shape[1] + 2)
+        if len(self.ids) != rows or self.logprobs.shape != expected:
             raise ValueError(
-                f"vLLM returned arrays of different shapes (found ids {self.token_ids.shape} and "
-                f"log-probabilities {self.logprobs.shape}, expected [positions, 1 + k])"
+                f"vLLM's worker returned arrays of the wrong form (found ids {self.ids.shape} and "
+                f"log-probabilities {self.logprobs.shape}, expected {expected})"
             )
-
-
-def topk_from_arrays(
-    arrays: PromptArrays,
-    completion_ids: NDArray[np.int32],
-    *,
-    top_k: int,
-    real_ids: int,
-    tails: bool = False,
-) -> TopKLogprobs:
-    """Convert arrays with the result of ``topk_from_lists``, without an object per candidate.
-
-    Args:
-        arrays: of a full sequence.
-        completion_ids: ``[rows]``.
-        top_k: requested entries.
-        real_ids: number of ids with a token.
-        tails: the last column has id -1 and the tails (``worker_extension.gather_with_tail``).
-
-    Raises:
-        ValueError: if the arrays do not have the form above, or contain NaN.
-    """
-    rows = len(completion_ids)
-    ids, logprobs = arrays.token_ids[-rows:], arrays.logprobs[-rows:]
-    if ids.shape != (rows, top_k + 1 + tails) or (tails and (ids[:, -1] != ABSENT_ID).any()):
-        raise ValueError(
-            f"vLLM returned log-probabilities of the wrong form (found {ids.shape[1]} entries for "
-            f"{len(ids)} positions, expected {top_k + 1 + tails} for {rows})"
+        _require_numbers(self.logprobs)
+        return TopKLogprobs(
+            ids=self.ids,
+            logprobs=self.logprobs[:, 1:-1],
+            token_logprobs=self.logprobs[:, 0],
+            tail_logprobs=self.logprobs[:, -1],
         )
-    _require_tokens(ids[:, 0], completion_ids)
-    top = slice(1, top_k + 1)
-    return truncate(
-        ids[:, top],
-        logprobs[:, top],
-        completion_ids,
-        logprobs[:, 0],
-        real_ids=real_ids,
-        tails=logprobs[:, -1] if tails else None,
-    )
 
 
 def truncate(
@@ -130,7 +102,6 @@ def truncate(
     token_logprobs: Float32,
     *,
     real_ids: int,
-    tails: Float32 | None = None,
 ) -> TopKLogprobs:
     """Sort entries in any order, and compute their tails.
 
@@ -140,21 +111,19 @@ def truncate(
         tokens: ``[rows]``, the completion tokens.
         token_logprobs: ``[rows]``, nats.
         real_ids: number of ids with a token.
-        tails: ``[rows]``, nats, if the engine has computed them.
 
     Raises:
         ValueError: on NaN.
     """
-    if any(np.isnan(each).any() for each in (logprobs, token_logprobs, tails) if each is not None):
-        raise ValueError("the engine computed NaN. Check the weights and the dtype.")
+    _require_numbers(logprobs)
+    _require_numbers(token_logprobs)
     complete = (ids >= 0).sum(axis=1) >= real_ids
     order = np.argsort(-logprobs, axis=1, kind="stable")
     ids = np.take_along_axis(ids, order, axis=1)
     logprobs = np.take_along_axis(logprobs, order, axis=1)
     ids = np.where(np.isneginf(logprobs), ABSENT_ID, ids)
-    if tails is None:
-        lower_bounds = np.where((ids == tokens[:, None]).any(axis=1), -np.inf, token_logprobs)
-        tails = np.where(complete, -np.inf, _tails(logprobs, lower_bounds)).astype(np.float32)
+    lower_bounds = np.where((ids == tokens[:, None]).any(axis=1), -np.inf, token_logprobs)
+    tails = np.where(complete, -np.inf, _tails(logprobs, lower_bounds)).astype(np.float32)
     return TopKLogprobs(
         ids=ids.astype(np.int32),
         logprobs=logprobs,
@@ -180,9 +149,14 @@ def _tails(logprobs: Float32, lower_bounds: NDArray[np.floating]) -> NDArray[np.
     return np.maximum(tails, lower_bounds)
 
 
-def pad_rows(rows: Sequence[NDArray[np.integer]], width: int) -> Int32:
-    """Return ``[rows, width]``, padded with ``-1``."""
-    padded = np.full((len(rows), width), ABSENT_ID, dtype=np.int32)
+def pad_rows(rows: Sequence[NDArray[np.integer]]) -> Int32:
+    """Return ``[rows, longest]``, padded with ``-1``."""
+    padded = np.full((len(rows), max(map(len, rows))), ABSENT_ID, dtype=np.int32)
     for index, row in enumerate(rows):
         padded[index, : len(row)] = row
     return padded
+
+
+def _require_numbers(logprobs: Float32) -> None:
+    if np.isnan(logprobs).any():
+        raise ValueError("the engine computed NaN. Check the weights and the dtype.")

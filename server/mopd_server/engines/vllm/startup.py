@@ -4,6 +4,7 @@
 # pyright: reportMissingImports=false, reportUnknownParameterType=false
 
 import logging
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,16 +18,15 @@ from mopd_protocol.runtime.host_memory import cpu_cache_bytes
 from mopd_protocol.runtime.model_revision import name_of, revision_of
 from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_server.engines.base import EngineCrashError, EngineDescription, first_line
+from mopd_server.engines.vllm.arguments import parse_arguments
 from mopd_server.engines.vllm.checkpoint import require_complete_checkpoint
 from mopd_server.engines.vllm.engine import VllmEngine
 from mopd_server.engines.vllm.memory import VllmLimits, derive_limits, describe
+from mopd_server.engines.vllm.prefix_cache import create_scheduler
 from mopd_server.engines.vllm.worker_extension import ScoringWorkerExtension
 from mopd_server.settings import TeacherSettings
 
 logger = logging.getLogger(__name__)
-
-#: vLLM's worker processes import the extension by name.
-_WORKER_EXTENSION = f"{ScoringWorkerExtension.__module__}.{ScoringWorkerExtension.__qualname__}"
 
 #: Seconds for sequences in flight if a signal to the server also reaches vLLM's processes.
 _DRAIN_SECONDS = 60
@@ -48,14 +48,16 @@ def start_engine(settings: TeacherSettings, table: TokenTable) -> VllmEngine:
         DataError: if the head is narrower than the tokenizer.
     """
     _require_device(settings.device)
+    extra = parse_arguments(settings.vllm_arg)
     require_complete_checkpoint(settings)
     try:
-        model = AsyncEngineArgs(**_model_arguments(settings)).create_model_config()
+        model_arguments = _model_arguments(settings) | extra
+        model = AsyncEngineArgs(**model_arguments).create_model_config()
         real_ids = table.real_ids(model.get_vocab_size())
         limits = _limits(settings, model)
         logger.info("%s", describe(limits, settings))
         return VllmEngine(
-            AsyncEngineArgs(**_model_arguments(settings), **_size_arguments(settings, limits)),
+            AsyncEngineArgs(**_size_arguments(settings, limits) | model_arguments),
             real_ids,
             _description(settings, model, limits),
         )
@@ -88,14 +90,13 @@ def _size_arguments(settings: TeacherSettings, limits: VllmLimits) -> dict[str, 
         "max_model_len": limits.max_model_len,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
         "max_num_seqs": limits.max_num_seqs,
-        "max_logprobs": limits.max_logprobs + 1,  # one for the tail
+        "max_logprobs": limits.max_logprobs,
         "enable_chunked_prefill": True,  # a sequence may be longer than a step
-        # vLLM does not use cached prefixes for requests with prompt log-probabilities.
-        "enable_prefix_caching": False,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "pipeline_parallel_size": settings.pipeline_parallel_size,
         "data_parallel_size": settings.data_parallel_size,
-        "worker_extension_cls": _WORKER_EXTENSION,
+        "worker_extension_cls": _name(ScoringWorkerExtension),
+        "scheduler_cls": _name(create_scheduler),
         # Compiling pays off where a step is short compared to its launches: not on a CPU.
         "enforce_eager": current_platform.is_cpu(),
         "disable_log_stats": False,  # source of the times of each sequence
@@ -107,6 +108,11 @@ def _size_arguments(settings: TeacherSettings, limits: VllmLimits) -> dict[str, 
             else {"gpu_memory_utilization": memory}
         ),
     }
+
+
+def _name(imported: type | FunctionType) -> str:
+    """Return the name by which vLLM's processes import this."""
+    return f"{imported.__module__}.{imported.__qualname__}"
 
 
 def _limits(settings: TeacherSettings, model: ModelConfig) -> VllmLimits:
@@ -127,6 +133,7 @@ def _description(
     build = [f"torch {torch.__version__}"]
     if model.quantization:
         build.append(f"{model.quantization} weights")
+    build += sorted(settings.vllm_arg)
     return EngineDescription(
         engine="vllm",
         engine_version=f"{vllm.__version__} ({', '.join(build)})",
@@ -136,7 +143,7 @@ def _description(
         logit_width=model.get_vocab_size(),
         max_model_len=limits.longest_sequence,
         candidate_ids=False,
-        temperature=False,  # prompt log-probabilities ignore the temperature
+        temperature=False,
     )
 
 

@@ -6,15 +6,19 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
+from prometheus_client import REGISTRY
+from scipy.special import log_softmax
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from mopd_protocol.errors import ConfigError
 from mopd_protocol.requests import LogprobsRequest
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_server.app import create_app
@@ -25,16 +29,20 @@ from mopd_server.scoring.service import TeacherService
 from mopd_server.scoring.tokenizer_loading import ServedTokenizer, load_tokenizer
 from mopd_server.settings import TeacherSettings
 from tests import tiny_models
+from tests.reference.flat_logprobs_by_hand import Flat
 from tests.server.tiny_teachers import get, post, problem, scores_of
 from tests.vllm_marks import needs_vllm
 
 pytestmark = needs_vllm
 
 if TYPE_CHECKING:  # importing vLLM takes seconds
+    from vllm.outputs import RequestOutput
+
     from mopd_server.engines.vllm.engine import VllmEngine
 
 #: Sequences of up to 255 tokens need several steps.
-STEP_TOKENS = 64
+STEP_TOKENS = 256
+BLOCK = 32
 TOP_K_MAX = 500
 
 
@@ -47,6 +55,7 @@ class Pair:
     vllm: TeacherService
     transformers: TeacherService
     real_ids: np.ndarray
+    folder: Path
 
     def tasks(self, *lengths: tuple[int, int]) -> list[ScoringTask]:
         """Return random sequences of these lengths of prompt and completion."""
@@ -60,15 +69,15 @@ class Pair:
         ]
 
     def score(
-        self, tasks: list[ScoringTask], top_k: int
+        self, tasks: list[ScoringTask], top_k: int, temperature: float = 1.0
     ) -> list[tuple[TopKLogprobs, TopKLogprobs]]:
         """Return the scores of concurrent requests to vLLM, and of transformers."""
+        size: Any = {"top_k": top_k, "temperature": temperature}
 
         async def by_vllm() -> list[tuple[TopKLogprobs, EngineTimes]]:
-            score = self.vllm_engine.score
-            return await asyncio.gather(*(score(t, top_k=top_k, temperature=1.0) for t in tasks))
+            return await asyncio.gather(*(self.vllm_engine.score(t, **size) for t in tasks))
 
-        expected = self.transformers_engine.score(tasks, top_k=top_k, temperature=1.0)
+        expected = self.transformers_engine.score(tasks, **size)
         return list(zip([scores for scores, _ in asyncio.run(by_vllm())], expected, strict=True))
 
 
@@ -88,10 +97,15 @@ def pair(model_folder: Path) -> Iterator[Pair]:
         "model": str(model_folder), "name": "math", "device": "cpu", "top_k_max": TOP_K_MAX,
         "max_batch_tokens": STEP_TOKENS,
     }  # fmt: skip
+    # Sequences in turns, and a cache for few of them, so that some are preempted.
+    cache = ("long_prefill_token_threshold=48", f"block_size={BLOCK}", "num_gpu_blocks_override=26")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         patch.setenv("HF_HUB_OFFLINE", "1")
-        both = [TeacherSettings(engine=name, **settings) for name in ("vllm", "transformers")]
+        both = [
+            TeacherSettings(engine="vllm", vllm_arg=cache, **settings),
+            TeacherSettings(engine="transformers", **settings),
+        ]
         tokenizer = ServedTokenizer.of(load_tokenizer(both[0]))
         vllm, transformers = (load_engine(each, tokenizer.requests.table) for each in both)
         assert isinstance(vllm, AsyncEngine)
@@ -103,7 +117,8 @@ def pair(model_folder: Path) -> Iterator[Pair]:
         for service in services:
             service.warm_up()
             assert service.ready, service.failure
-        yield Pair(vllm, transformers, *services, np.flatnonzero(tokenizer.requests.table.present))
+        real_ids = np.flatnonzero(tokenizer.requests.table.present)
+        yield Pair(vllm, transformers, *services, real_ids, model_folder)
         services[0].close()
 
 
@@ -123,13 +138,18 @@ def assert_equal(scores: TopKLogprobs, expected: TopKLogprobs) -> None:
     np.testing.assert_array_equal(scores.ids[separate], expected.ids[separate])
 
 
-def test_arrays_are_used_instead_of_lists(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise AssertionError("vLLM returned lists")
+@pytest.fixture
+def outputs(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> "list[RequestOutput]":
+    """Outputs of vLLM during a test."""
+    recorded: list[RequestOutput] = []
+    generate = pair.vllm_engine._generate
 
-    monkeypatch.setattr("mopd_server.engines.vllm.engine.topk_from_lists", fail)
-    for scores, expected in pair.score(pair.tasks((3, 200), (1, 9)), 4):
-        assert_equal(scores, expected)
+    async def record(*arguments: Any, **options: Any) -> "RequestOutput":
+        recorded.append(await generate(*arguments, **options))
+        return recorded[-1]
+
+    monkeypatch.setattr(pair.vllm_engine, "_generate", record)
+    return recorded
 
 
 @pytest.mark.parametrize("top_k", [1, 4, 64, None])
@@ -152,7 +172,6 @@ def test_full_vocabulary_has_no_tail(pair: Pair) -> None:
 def test_manifest_contains_the_limits_of_vllm(pair: Pair) -> None:
     manifest, other = pair.vllm.manifest, pair.transformers.manifest
     assert (manifest.engine, manifest.dtype) == ("vllm", "float32")
-    assert manifest.features.temperature is False
     assert manifest.revision == other.revision
     assert manifest.logit_width == other.logit_width > len(pair.real_ids)
     assert manifest.max_model_len == other.max_model_len - 1
@@ -190,47 +209,143 @@ def test_both_services_return_equal_responses(pair: Pair) -> None:
                 assert scores[name] == value
 
 
-@pytest.mark.parametrize(("field", "value"), [("temperature", 0.5), ("top_k", TOP_K_MAX + 1)])
-def test_unsupported_option_is_a_400(field: str, value: float, pair: Pair) -> None:
-    body = {"sequences": SEQUENCES, "top_k": 1, field: value}
-    document = problem(post(create_app(pair.vllm), body), 400, "malformed")
-    assert document["detail"].startswith(field)
+def test_candidates_and_temperatures_are_supported(pair: Pair) -> None:
+    assert pair.vllm.manifest.features == pair.transformers.manifest.features
+    plain = pair.tasks((5, 4), (70, 90))
+    token = int(plain[0].completion_ids[1])
+    candidates = [[3, 9, 40], [token], [], [7, 8]], [[*range(20)]] * 90
+    tasks = [
+        ScoringTask(
+            task.prompt_ids, task.completion_ids, tuple(np.array(r, np.int32) for r in rows)
+        )
+        for task, rows in zip(plain, candidates, strict=True)
+    ]
+    for temperature in (1.0, 0.5):
+        for scores, expected in pair.score([*tasks, *plain], 5, temperature):
+            assert_equal(scores, expected)
 
 
-def test_candidates_are_requested_by_row_as_documented_by_vllm(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+def test_tails_of_a_confident_teacher_are_exact(pair: Pair) -> None:
+    """A median of 0.985 for the most likely token leaves 1e-8 and less outside 64 entries, where
+    one minus their float32 sum has no correct digit."""
+    (task,) = pair.tasks((8, 200))
+    model = pair.transformers_engine._model.double()
+    ids = np.concatenate([task.prompt_ids, task.completion_ids])
+    with torch.no_grad():
+        logits = model(torch.from_numpy(ids)[None].long()).logits[0, 7:-1]
+    model.float()
+    logits = logits[:, torch.from_numpy(pair.real_ids)].numpy()
+    low, high = 1e-4, 1.0
+    for _ in range(40):
+        temperature = (low * high) ** 0.5
+        logprobs = log_softmax(logits / temperature, axis=1)
+        confident = np.median(np.exp(logprobs.max(axis=1))) > 0.985
+        low, high = (temperature, high) if confident else (low, temperature)
+    columns = np.full(pair.real_ids.max() + 1, -1)
+    columns[pair.real_ids] = np.arange(len(pair.real_ids))
+    for k in (8, 64):
+        for scores in pair.score([task], k, temperature)[0]:
+            rest = logprobs.copy()
+            np.put_along_axis(rest, columns[scores.ids], -np.inf, axis=1)
+            tails = np.logaddexp.reduce(rest, axis=1)
+            assert np.median(tails) < -10
+            np.testing.assert_allclose(scores.tail_logprobs, tails, rtol=0, atol=1e-3)
+            best = -np.sort(-logprobs, axis=1)[:, :k]
+            np.testing.assert_allclose(scores.logprobs, best, rtol=0, atol=1e-3)
+
+
+def test_shared_prompts_are_read_from_the_cache_and_completions_are_not(
+    pair: Pair, outputs: "list[RequestOutput]"
 ) -> None:
-    """vLLM supports given ids on accelerators only, so its output is computed from its manual:
-    row ``i`` predicts prompt token ``prompt_logprob_start + i + 1``, and ``-1`` scores ``-inf``."""
-    (plain,) = pair.tasks((5, 4))
-    token = int(plain.completion_ids[1])
-    candidates = [[3, 9, 40], [token], [], [7, 8]]
-    rows = tuple(np.array(row, dtype=np.int32) for row in candidates)
-    task = ScoringTask(plain.prompt_ids, plain.completion_ids, rows)
-    ids = np.concatenate([plain.prompt_ids, plain.completion_ids])
-    (full,) = pair.transformers_engine.score(
-        [ScoringTask(ids[:1], ids[1:])], top_k=len(pair.real_ids), temperature=1.0
-    )
+    (first, *others) = pair.tasks((150, 60), (1, 60), (1, 60), (1, 60))
+    samples = [ScoringTask(first.prompt_ids, each.completion_ids) for each in others]
+    together = np.concatenate([first.prompt_ids, first.completion_ids])
+    batches = [
+        [first],
+        samples,
+        [first],  # scored before
+        [ScoringTask(together[:140], together[140:])],  # another prompt of the same sequence
+        [ScoringTask(together, samples[0].completion_ids[:30])],  # a prompt that was a completion
+        [ScoringTask(together[:1], together[1:])],
+    ]
+    for batch in batches:
+        for scores, expected in pair.score(batch, 5):
+            assert_equal(scores, expected)
+    cached = [output.num_cached_tokens for output in outputs]
+    shared = 150 // BLOCK * BLOCK
+    # The completion of ``together`` is in the cache only for its own request.
+    assert cached == [0, shared, shared, shared, shared, 140 // BLOCK * BLOCK, shared, 0]
 
-    async def generate(
-        sequence: ScoringTask, *, prompt_logprob_token_ids: np.ndarray, prompt_logprob_start: int
-    ) -> SimpleNamespace:
-        assert prompt_logprob_start + len(prompt_logprob_token_ids) == sequence.tokens - 1
-        logprobs = np.full(prompt_logprob_token_ids.shape, -np.inf, dtype=np.float32)
-        for (row, column), token_id in np.ndenumerate(prompt_logprob_token_ids):
-            if token_id >= 0:
-                # Row r of ``full`` predicts token r + 1 of the sequence.
-                position = prompt_logprob_start + row
-                matches = full.ids[position] == token_id
-                logprobs[row, column] = full.logprobs[position][matches][0]
-        return SimpleNamespace(prompt_token_id_logprobs=logprobs, metrics=None)
 
-    assert pair.vllm.manifest.features.candidate_ids is False
+def test_incomplete_rows_are_computed_again_without_the_cache(
+    pair: Pair, outputs: "list[RequestOutput]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = pair.vllm_engine._generate
+
+    async def without_last_row(*arguments: Any, **options: Any) -> "RequestOutput":
+        output: Any = await generate(*arguments, **options)
+        if not options["skip_reading_prefix_cache"]:
+            arrays = output.prompt_logprobs
+            output.prompt_logprobs = replace(
+                arrays, ids=arrays.ids[:-1], logprobs=arrays.logprobs[:-1]
+            )
+        return output
+
+    monkeypatch.setattr(pair.vllm_engine, "_generate", without_last_row)
+    tasks = pair.tasks((150, 60))
+    for _ in range(2):
+        for scores, expected in pair.score(tasks, 5):
+            assert_equal(scores, expected)
+    assert [output.num_cached_tokens for output in outputs] == [0, 0, 128, 0]
+
+
+def test_preempted_sequences_have_equal_scores(pair: Pair) -> None:
+    def preemptions() -> float:
+        return REGISTRY.get_sample_value(
+            "vllm:num_preemptions_total", {"model_name": str(pair.folder), "engine": "0"}
+        )  # pyright: ignore[reportReturnType]
+
+    before = preemptions()
+    tasks = pair.tasks(*[(100 + length, 140 - length) for length in range(0, 120, 8)])
+    for scores, expected in pair.score(tasks, 5):
+        assert_equal(scores, expected)
+    assert preemptions() > before
+
+
+def test_unknown_version_of_vllm_returns_lists(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries are compared in an engine process that has the extension, so by a stand-in."""
+    monkeypatch.setattr(pair.vllm_engine, "_rows", False)
+    (task,) = pair.tasks((5, 4))
+    (full,) = pair.transformers_engine.score([task], top_k=6, temperature=1.0)
+    distributions = [
+        dict(zip(*row, strict=True)) for row in zip(full.ids, full.logprobs, strict=True)
+    ]
+    flat = Flat()
+    for position in range(task.tokens):
+        row = position - len(task.prompt_ids)
+        token = (int(task.completion_ids[row]), float(full.token_logprobs[row])) if row >= 0 else ()
+        flat.append([token, *distributions[row].items()] if row >= 0 else [])
+
+    async def generate(*_: object, **options: Any) -> SimpleNamespace:
+        assert options == {"prompt_logprobs": 6, "flat_logprobs": True}
+        return SimpleNamespace(prompt_logprobs=flat, metrics=None)
+
     monkeypatch.setattr(pair.vllm_engine, "_generate", generate)
-    ((scores, expected),) = pair.score([task], 1)
-    np.testing.assert_array_equal(scores.ids, expected.ids)
-    for name in ("logprobs", "token_logprobs", "tail_logprobs"):
-        np.testing.assert_allclose(getattr(scores, name), getattr(expected, name), atol=1e-5)
+    ((scores, expected),) = pair.score([task], 6)
+    assert_equal(scores, expected)
+
+
+def test_engine_arguments_have_the_types_of_vllm() -> None:
+    from mopd_server.engines.vllm.arguments import OWN_OPTIONS, parse_arguments
+
+    pairs = ("block-size=64", "enforce_eager=false", "compilation_config.mode=0", "seed=3")
+    parsed = parse_arguments(pairs)
+    assert parsed.pop("compilation_config").mode == 0
+    assert parsed == {"block_size": 64, "enforce_eager": False, "seed": 3}
+    for pair in (*(f"{name}=1" for name in OWN_OPTIONS), "no_such=1", "block_size=x", "port=80"):
+        with pytest.raises(ConfigError) as caught:
+            parse_arguments([pair])
+        assert caught.value.key == "vllm_arg"
 
 
 def test_cancelled_request_is_aborted_in_vllm(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mopd_server.engines.vllm.flat_logprobs import (
-    PromptArrays,
+    CompletionArrays,
     pad_rows,
-    topk_from_arrays,
     topk_from_lists,
     truncate,
 )
@@ -81,8 +80,8 @@ def test_mass_above_one_by_rounding_has_no_tail() -> None:
 @given(st.lists(st.lists(st.integers(0, 9), unique=True, max_size=4), min_size=1, max_size=5))
 def test_candidates_are_sorted_and_missing_ones_remain_missing(rows: list[list[int]]) -> None:
     all_logprobs = np.log(np.arange(1, 11, dtype=np.float32) / 55)
+    ids = pad_rows([np.array(row, dtype=np.int32) for row in rows])
     width = max(map(len, rows))
-    ids = pad_rows([np.array(row, dtype=np.int32) for row in rows], width)
     logprobs = np.where(ids < 0, -np.inf, all_logprobs[ids]).astype(np.float32)
     tokens = np.full(len(rows), 9)
     scores = truncate(ids, logprobs, tokens, np.full(len(rows), all_logprobs[9]), real_ids=10)
@@ -133,42 +132,25 @@ def test_invalid_lists_are_an_error(completion: list[int], top_k: int, problem: 
         topk_from_lists(flat_example(), np.array(completion, np.int32), top_k=top_k, real_ids=50)
 
 
-@given(sequences())
-def test_arrays_and_lists_have_equal_results(
-    sequence: tuple[list[list[float]], list[int], int, int],
-) -> None:
-    distributions, tokens, rows, top_k = sequence
-    top_k = min(top_k, len(distributions[0]))  # arrays have a constant width
-    flat = flat_of(distributions, tokens, top_k, once=False)
-    shape = (len(tokens) - 1, top_k + 1)
-    arrays = PromptArrays(
-        np.array(flat.token_ids).reshape(shape),
-        np.array(flat.logprobs, dtype=np.float32).reshape(shape),
-    )
-    completion = np.array(tokens[-rows:], dtype=np.int32)
-    size = {"top_k": top_k, "real_ids": len(distributions[0])}
-    from_arrays = topk_from_arrays(arrays, completion, **size)
-    from_lists = topk_from_lists(flat, completion, **size)
-    for name in ("ids", "logprobs", "token_logprobs", "tail_logprobs"):
-        assert np.array_equal(getattr(from_arrays, name), getattr(from_lists, name)), name
-
-
 @pytest.mark.parametrize(
-    ("completion", "top_k", "problem"),
+    ("logprobs", "problem"),
     [
-        ([2, 2], 2, "not the tokens"),
-        ([1, 2], 3, "found 3 entries for 2 positions, expected 4 for 2"),
-        ([1, 1, 2], 2, "for 2 positions, expected 3 for 3"),
+        (np.zeros((2, 2)), r"log-probabilities \(2, 2\), expected \(2, 3\)"),
+        (np.zeros((3, 3)), r"\(3, 3\), expected \(2, 3\)"),
+        (np.array([[0.0, -1.0, math.nan]] * 2), "NaN"),
     ],
 )
-def test_invalid_arrays_are_an_error(completion: list[int], top_k: int, problem: str) -> None:
-    ids = np.array([[1, 1, 2], [2, 2, 1]])
-    arrays = PromptArrays(ids, np.log([[0.5, 0.5, 0.4], [0.5, 0.5, 0.4]]).astype(np.float32))
-    assert len(topk_from_arrays(arrays, np.array([1, 2], np.int32), top_k=2, real_ids=4)) == 2
+def test_invalid_arrays_are_an_error(logprobs: np.ndarray, problem: str) -> None:
+    arrays = CompletionArrays(np.ones((2, 1), np.int32), logprobs.astype(np.float32))
     with pytest.raises(ValueError, match=problem):
-        topk_from_arrays(arrays, np.array(completion, np.int32), top_k=top_k, real_ids=4)
+        arrays.scores(2)
 
 
-def test_arrays_of_different_shapes_are_an_error() -> None:
-    with pytest.raises(ValueError, match=r"\(2, 3\) and log-probabilities \(2, 2\)"):
-        PromptArrays(np.ones((2, 3), dtype=np.int64), np.zeros((2, 2), dtype=np.float32))
+def test_arrays_contain_token_entries_and_tail() -> None:
+    logprobs = np.array([[-3.0, -0.5, -1.5, -2.0]], dtype=np.float32)
+    arrays = CompletionArrays(np.array([[3, 4]], dtype=np.int32), logprobs)
+    scores = arrays.scores(1)
+    assert scores is not None
+    assert scores.logprobs.tolist() == [[-0.5, -1.5]]
+    assert (scores.token_logprobs[0], scores.tail_logprobs[0]) == (-3.0, -2.0)
+    assert arrays.scores(2) is None  # a row was not computed
