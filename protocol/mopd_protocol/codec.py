@@ -9,7 +9,7 @@ import base64
 import hashlib
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +30,9 @@ from mopd_protocol.topk_logprobs import ABSENT_ID, TopKLogprobs
 BINARY_MEDIA_TYPE = "application/vnd.mopd.safetensors"
 
 Array = NDArray[Any]
+
+#: Numbers that one call of the json module writes: about 2 ms.
+_NUMBERS_PER_PART = 4096
 
 _TENSOR_TYPES = {
     "offsets": ("int64",),
@@ -171,36 +174,55 @@ def decode_binary(body: bytes) -> LogprobsResponse:
         raise DataError(f"not a scores body: {error!r}; expected {BINARY_MEDIA_TYPE}") from error
 
 
-def encode_json(response: LogprobsResponse) -> dict[str, Any]:
-    """The response as plain JSON data; -inf is written as ``null``.
+def encode_json(response: LogprobsResponse) -> bytes:
+    """Encode the response as JSON; -inf is written as ``null``.
 
-    ``text`` is for reading; where it is not valid UTF-8, ``text_base64`` carries the bytes.
+    ``text`` is for reading; where it is not valid UTF-8, ``text_base64`` has the bytes. Numbers are
+    written a few thousand at a time: one call for megabytes would keep the interpreter's lock, and
+    every other thread, for seconds.
     """
-    sequences: list[dict[str, Any]] = []
-    for sequence_id, score in zip(response.ids, response.scores, strict=True):
-        completion, topk = score.completion, score.topk
-        readable = completion.text.decode("utf-8", "replace")
-        sequence: dict[str, Any] = {
-            "id": sequence_id,
-            "text": readable,
-            "token_ids": completion.token_ids.tolist(),
-            "byte_ends": completion.byte_ends.tolist(),
-            "marks": [list(mark) for mark in completion.marks.items()],
-            "topk_ids": topk.ids.tolist(),
-            "topk_logprobs": [_nullable(row) for row in topk.logprobs],
-            "token_logprobs": _nullable(topk.token_logprobs),
-            "tail_logprobs": _nullable(topk.tail_logprobs),
-        }
-        if readable.encode() != completion.text:
-            sequence["text_base64"] = base64.b64encode(completion.text).decode()
-        sequences.append(sequence)
-    return {
+    return b"".join(part.encode() for part in _json_parts(response))
+
+
+def _json_parts(response: LogprobsResponse) -> Iterator[str]:
+    header = {
         "schema_version": SCHEMA_VERSION,
         "manifest_id": response.manifest_id,
         "checksum": _checksum(response, _tensors(response, "float32")),
-        "sequences": sequences,
         "timings": dict(response.timings),
     }
+    yield f'{_dump(header)[:-1]},"sequences":['
+    for index, (sequence_id, score) in enumerate(zip(response.ids, response.scores, strict=True)):
+        completion, topk = score.completion, score.topk
+        readable = completion.text.decode("utf-8", "replace")
+        fields: dict[str, Any] = {
+            "id": sequence_id,
+            "text": readable,
+            "marks": [list(mark) for mark in completion.marks.items()],
+        }
+        if readable.encode() != completion.text:
+            fields["text_base64"] = base64.b64encode(completion.text).decode()
+        yield f"{',' if index else ''}{_dump(fields)[:-1]}"
+        for name, numbers in (
+            ("token_ids", completion.token_ids),
+            ("byte_ends", completion.byte_ends),
+            ("topk_ids", topk.ids),
+            ("topk_logprobs", topk.logprobs),
+            ("token_logprobs", topk.token_logprobs),
+            ("tail_logprobs", topk.tail_logprobs),
+        ):
+            yield f',"{name}":['
+            rows = max(1, _NUMBERS_PER_PART * len(numbers) // max(1, numbers.size))
+            for start in range(0, len(numbers), rows):
+                text = _dump(numbers[start : start + rows].tolist())[1:-1]
+                yield f"{',' if start else ''}{text.replace('-Infinity', 'null')}"
+            yield "]"
+        yield "}"
+    yield "]}"
+
+
+def _dump(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def decode_json(body: dict[str, Any]) -> LogprobsResponse:
@@ -318,10 +340,6 @@ def _widen(rows: Array, k: int, fill: float) -> Array:
     if not len(rows):
         return np.zeros((0, k), dtype=rows.dtype)
     return rows if not missing else np.pad(rows, ((0, 0), (0, missing)), constant_values=fill)
-
-
-def _nullable(values: Array) -> list[float | None]:
-    return [None if value == -np.inf else float(value) for value in values]
 
 
 def _from_nullable(values: Any) -> Array:

@@ -8,7 +8,6 @@ from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
@@ -23,6 +22,7 @@ from mopd_server.http.middleware.disconnects import cancel_on_disconnect
 from mopd_server.http.middleware.observation import ObservationMiddleware
 from mopd_server.http.middleware.quotas import KeyQuota, Quotas
 from mopd_server.http.middleware.response_limit import ResponseLimit
+from mopd_server.http.parted_response import PartedResponse
 from mopd_server.http.problems import install_problem_handlers
 from mopd_server.http.request_body import scoring_request
 from mopd_server.http.request_record import current_record
@@ -32,6 +32,9 @@ from mopd_server.service_error import ServiceError
 from mopd_server.settings import ListenSettings
 
 router = APIRouter()
+
+#: Entries (id and logprob) above which responses are encoded one at a time: half a MiB in binary.
+LARGE_RESPONSE_ENTRIES = 64 * 1024
 
 
 class TokenizerFiles(BaseModel):
@@ -170,7 +173,7 @@ async def score_completions(request: Request, life: Life, service: Service) -> R
     With ``Accept: application/vnd.mopd.safetensors`` the response is binary, else JSON.
     """
     service.require_ready()
-    body = await scoring_request(request)
+    body = await scoring_request(request, service)
     binary = BINARY_MEDIA_TYPE in request.headers.get("accept", "")
     state = request.app.state
     try:
@@ -220,7 +223,11 @@ async def _encode(
     service: TeacherService, response: LogprobsResponse, dtype: LogprobsDtype, *, binary: bool
 ) -> Response:
     started = time.monotonic()
-    encoded = await asyncio.to_thread(_as_binary if binary else _as_json, response, dtype)
+    entries = sum(score.topk.ids.size for score in response.scores)
+    encoded = await service.run_in_thread(
+        lambda: _as_binary(response, dtype) if binary else _as_json(response),
+        large=entries > LARGE_RESPONSE_ENTRIES,
+    )
     seconds = time.monotonic() - started
     service.metrics.phase_seconds.labels("encode").observe(seconds)
     if record := current_record():
@@ -281,9 +288,8 @@ async def metrics(life: Life) -> Response:
 
 
 def _as_binary(response: LogprobsResponse, dtype: LogprobsDtype) -> Response:
-    return Response(encode_binary(response, dtype), media_type=BINARY_MEDIA_TYPE)
+    return PartedResponse(encode_binary(response, dtype), media_type=BINARY_MEDIA_TYPE)
 
 
-def _as_json(response: LogprobsResponse, dtype: LogprobsDtype) -> Response:
-    """Encode as JSON; ``dtype`` affects the binary form only."""
-    return JSONResponse(encode_json(response))
+def _as_json(response: LogprobsResponse) -> Response:
+    return PartedResponse(encode_json(response), media_type="application/json")

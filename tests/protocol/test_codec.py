@@ -55,7 +55,7 @@ def test_binary_gives_back_the_same_bits(response):
 @settings(deadline=None, max_examples=150)
 @given(response=responses())
 def test_json_gives_back_the_same_bits(response):
-    written = json.dumps(encode_json(response), allow_nan=False)
+    written = encode_json(response)
 
     assert_same(decode_json(json.loads(written)), response)
 
@@ -89,18 +89,18 @@ def test_float16_halves_the_bytes_of_the_top_k():
 
 def test_the_examples_of_this_file_cross_the_wire():
     assert_same(decode_binary(encode_binary(two_scores())), two_scores())
-    assert_same(decode_json(encode_json(two_scores())), two_scores())
+    assert_same(decode_json(json.loads(encode_json(two_scores()))), two_scores())
 
 
 def test_a_response_without_scores_crosses_the_wire():
     nothing = LogprobsResponse("m", (), ())
 
     assert_same(decode_binary(encode_binary(nothing)), nothing)
-    assert_same(decode_json(encode_json(nothing)), nothing)
+    assert_same(decode_json(json.loads(encode_json(nothing))), nothing)
 
 
 def test_json_is_readable_and_carries_bytes_only_where_text_cannot():
-    first, second, third = encode_json(two_scores())["sequences"]
+    first, second, third = json.loads(encode_json(two_scores()))["sequences"]
 
     assert first["text"] == "é"
     assert "text_base64" not in first
@@ -112,8 +112,9 @@ def test_json_is_readable_and_carries_bytes_only_where_text_cannot():
 @pytest.mark.parametrize("decode", [decode_binary, decode_json])
 def test_another_schema_version_is_refused_with_a_sentence(decode, monkeypatch):
     monkeypatch.setattr(codec, "SCHEMA_VERSION", 7)
-    encode = encode_binary if decode is decode_binary else encode_json
-    written = encode(two_scores())
+    scores = two_scores()
+    binary = decode is decode_binary
+    written = encode_binary(scores) if binary else json.loads(encode_json(scores))
     monkeypatch.undo()
 
     with pytest.raises(DataError, match="schema version 7, expected 2; run the same mopd"):

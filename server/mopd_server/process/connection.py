@@ -46,6 +46,16 @@ class BoundedConnection(H11Protocol):
         self._update_request_timer()
         self._check_response(previous_size=-1)
 
+    def pause_writing(self) -> None:
+        """Start the timeout of a response that is sent in parts."""
+        super().pause_writing()
+        self._check_response(previous_size=-1)
+
+    def resume_writing(self) -> None:
+        """Restart the timeout: the client has read a part."""
+        self._check_response(previous_size=-1)
+        super().resume_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all timeouts."""
         for timer in (self._request_timer, self._response_timer):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -35,11 +35,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 #: Outside this range, a float32 softmax is one-hot, uniform or NaN.
 TEMPERATURE_RANGE = (0.01, 100.0)
 
-#: Requests with more characters are tokenized one at a time: tokenizing a body of 15 MiB takes
-#: 2.5 GB before the request is rejected.
+#: Requests with more characters and ids are tokenized one at a time: tokenizing a body of 15 MiB
+#: takes 2.5 GB before the request is rejected.
 LARGE_TEXT = 2**20
 
 #: Silence of the engine after which no more requests are accepted, until it responds.
@@ -73,8 +75,9 @@ class TeacherService:
         self._on_engine_crash: Callable[[str], None] | None = None
         self._crash_lock = threading.Lock()
         self._scorer = self._create_scorer(engine, settings)
-        # One thread; its work continues after the client has disconnected.
-        self._large_texts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="large-texts")
+        # One thread: bounds the memory, and the threads that compete with the event loop. Its work
+        # continues after the client has disconnected.
+        self._large_work = ThreadPoolExecutor(max_workers=1, thread_name_prefix="large-work")
 
     @classmethod
     def load(cls, settings: TeacherSettings) -> "TeacherService":
@@ -184,9 +187,8 @@ class TeacherService:
         self.require_ready()
         self._require_within_limits(request)
         started = time.monotonic()
-        threads = self._large_texts if _characters(request) > LARGE_TEXT else None
-        loop = asyncio.get_running_loop()
-        sequences = await loop.run_in_executor(threads, self._tokenize, request)
+        large = _size(request) > LARGE_TEXT
+        sequences = await self.run_in_thread(lambda: self._tokenize(request), large=large)
         tokenize_seconds = time.monotonic() - started
         prompt_tokens = sum(len(sequence.prompt_ids) for sequence in sequences)
         completion_tokens = sum(len(sequence.completion) for sequence in sequences)
@@ -212,9 +214,14 @@ class TeacherService:
             timings=timings,
         )
 
+    async def run_in_thread(self, work: Callable[[], Result], *, large: bool) -> Result:
+        """Run ``work`` off the event loop; ``large`` work one at a time."""
+        threads = self._large_work if large else None
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
+
     def close(self) -> None:
         """Shut down the engine."""
-        self._large_texts.shutdown(wait=False, cancel_futures=True)
+        self._large_work.shutdown(wait=False, cancel_futures=True)
         self._scorer.close()
 
     def _create_scorer(
@@ -302,12 +309,15 @@ def _task(sequence: TokenizedSequence) -> ScoringTask:
     return ScoringTask(sequence.prompt_ids, sequence.completion.token_ids, sequence.candidate_ids)
 
 
-def _characters(request: LogprobsRequest) -> int:
-    """Return the number of characters to tokenize."""
+def _size(request: LogprobsRequest) -> int:
+    """Return the number of characters to tokenize, and of ids to convert."""
     return sum(
         len(sequence.prompt or "")
         + sum(len(message.content) for message in sequence.messages or ())
         + sum(len(part) for part in _parts(sequence) if isinstance(part, str))
+        + len(sequence.prompt_token_ids or ())
+        + len(sequence.completion_token_ids or ())
+        + sum(map(len, sequence.candidate_ids or ()))
         for sequence in request.sequences
     )
 

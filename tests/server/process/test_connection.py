@@ -10,6 +10,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request, Response
 
+from mopd_server.http.parted_response import PartedResponse
 from mopd_server.process import connection
 from mopd_server.process.http_server import HttpServer
 from mopd_server.process.listening import bound_socket
@@ -28,7 +29,7 @@ def shorten(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 @contextmanager
 def connected() -> Iterator[tuple[HttpServer, socket.socket]]:
-    """Yield a server with three routes, and a connection."""
+    """Yield a server with four routes, and a connection."""
     app = FastAPI()
 
     @app.post("/early")
@@ -42,6 +43,10 @@ def connected() -> Iterator[tuple[HttpServer, socket.socket]]:
     @app.get("/large")
     async def large() -> Response:
         return Response(b" " * LARGE)
+
+    @app.get("/parts")
+    async def parts() -> Response:
+        return PartedResponse(b" " * LARGE)
 
     listen = ListenSettings(port=0)
     server = HttpServer(app, listen, on_stopped=lambda: None)
@@ -116,11 +121,12 @@ def test_connection_is_reused_if_the_rest_of_a_body_arrives_in_time() -> None:
         assert receive_all(client).endswith(b"\r\n\r\n1")
 
 
-def test_response_that_is_not_read_is_dropped(shorten: Callable[[str], None]) -> None:
+@pytest.mark.parametrize("path", ["/large", "/parts"])
+def test_response_that_is_not_read_is_dropped(shorten: Callable[[str], None], path: str) -> None:
     shorten("STALLED_RESPONSE_SECONDS")
     with connected() as (server, client):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.sendall(b"GET /large HTTP/1.1\r\nHost: t\r\n\r\n")
+        client.sendall(f"GET {path} HTTP/1.1\r\nHost: t\r\n\r\n".encode())
         assert client.recv(16, socket.MSG_PEEK)
         while server._server.server_state.connections:
             threading.Event().wait(0.01)  # for the server's thread
