@@ -15,24 +15,22 @@ A tokenizer is a name of ``tests/real_vocabularies.py`` (tekken, v1, v3, python_
 import argparse
 import json
 import random
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
-import torch
 from pydantic import TypeAdapter
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from mopd_losses import AlignedPair, DenseRows, LossConfig, ProjectionCache, align, build_loss
-from mopd_protocol import TeacherScore, TextEncoder, TokenRoles, TokenTable, TopKLogprobs
+from mopd_losses import LossConfig, ProjectionCache
+from mopd_protocol import TextEncoder, TokenRoles, TokenTable
+from mopd_trainer import equal_belief
 from tests.real_vocabularies import STANDARD_LIBRARY, tokenizer_and_roles
 
 PAIRS = "tekken:v3,v3:tekken,tekken:python_50k,python_50k:tekken,v1:python_50k,python_50k:v1"
-K = 64
 
 PROSE = (
     "The committee sat on Tuesday to discuss the town's new library, which had been delayed for "
@@ -164,53 +162,26 @@ def measure(
     """One loss on one text."""
     sides = side(student), side(teacher)
     config = TypeAdapter[LossConfig](LossConfig).validate_python({"type": loss_type})
-    loss = build_loss(config, *sides, cache=_projections())
-    pair = equally_sure(*sides, text, confidence)
-    ids = torch.tensor(pair.student.token_ids, dtype=torch.int64)
-    others = np.log((1 - confidence) / (sides[0].table.size - 1))
-    logits = torch.full((len(ids), sides[0].logit_width), float(others))
-    logits[torch.arange(len(ids)), ids] = float(np.log(confidence))
-    logits.requires_grad_()
-    real_ids = torch.tensor(sides[0].table.real_ids(sides[0].logit_width))
-    per_token = loss(DenseRows(logits, real_ids), loss.targets([pair], [0])).per_token
-    per_token.sum().backward()
-    assert logits.grad is not None
-    pushed = logits.grad[torch.arange(len(ids)), ids] > threshold
+    left, right = (each.table.sequence(each.encoder.encode(text)) for each in sides)
+    belief = equal_belief(
+        config,
+        *sides,
+        (left, right),
+        confidence=confidence,
+        threshold=threshold,
+        cache=_projections(),
+    )
+    nats = np.nan_to_num(belief.nats)
     return Result(
         student=student,
         teacher=teacher,
         text=name,
         loss=loss_type,
-        tokens=len(ids),
-        nats_per_token=per_token.sum().item() / len(ids),
-        pushed_down=pushed.float().mean().item(),
-        worst_nats=per_token.max().item(),
+        tokens=len(left),
+        nats_per_token=float(nats.sum()) / len(left),
+        pushed_down=float(belief.pushed_down.mean()),
+        worst_nats=float(nats.max()),
     )
-
-
-def equally_sure(student: Side, teacher: Side, text: str, confidence: float) -> AlignedPair:
-    """A text as both tokenize it, with a teacher that gives each of its tokens ``confidence``."""
-    sequences = [s.table.sequence(s.encoder.encode(text)) for s in (student, teacher)]
-    return AlignedPair(
-        sequences[0],
-        np.full(len(sequences[0]), np.log(confidence), dtype=np.float32),
-        TeacherScore("teacher", sequences[1], _scores(sequences[1].token_ids, teacher, confidence)),
-        align(*sequences),
-    )
-
-
-def _scores(token_ids: Sequence[int], teacher: Side, confidence: float) -> TopKLogprobs:
-    size = teacher.table.size
-    present = np.flatnonzero(teacher.table.present)
-    other = np.log((1 - confidence) / (size - 1))
-    ids = np.empty((len(token_ids), K), dtype=np.int32)
-    for row, token in enumerate(token_ids):
-        others = present[present != token][np.arange(row, row + K - 1) % (len(present) - 1)]
-        ids[row] = [token, *others]
-    logprobs = np.full(ids.shape, other, dtype=np.float32)
-    logprobs[:, 0] = np.log(confidence)
-    tails = np.full(len(ids), np.log((1 - confidence) * (size - K) / (size - 1)), dtype=np.float32)
-    return TopKLogprobs(ids, logprobs, logprobs[:, 0].copy(), tails)
 
 
 @cache

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mopd_trainer.evaluation.results import evaluate_set
     from mopd_trainer.evaluation.sets import EvaluationSet
     from mopd_trainer.inspection.alignment import align
+    from mopd_trainer.inspection.equal_belief import equal_belief
     from mopd_trainer.metrics.table import metric_rows
     from mopd_trainer.rollouts.transformers_sampler import Sampler
     from mopd_trainer.student.identity import StudentIdentity
@@ -55,6 +56,7 @@ __all__ = [
     "collect",
     "connect_teachers",
     "doctor",
+    "equal_belief",
     "evaluate",
     "evaluate_set",
     "load_run",

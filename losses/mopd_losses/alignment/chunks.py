@@ -42,3 +42,19 @@ def chunks(alignment: Alignment, student_tokens: int, teacher_tokens: int) -> It
         student, teacher = s_end, t_end
     if student < student_tokens or teacher < teacher_tokens:
         yield Chunk((student, student_tokens), (teacher, teacher_tokens), in_span=False)
+
+
+def run_lengths(parts: Iterator[Chunk]) -> Iterator[int | list[int]]:
+    """Yield chunks as short JSON: ``n`` for ``n`` one-to-one spans, ``[s, t]`` for a span of that
+    many tokens of student and teacher, ``[s, t, 0]`` for unaligned tokens."""
+    one_to_one = 0
+    for part in parts:
+        if part.one_to_one:
+            one_to_one += 1
+            continue
+        if one_to_one:
+            yield one_to_one
+            one_to_one = 0
+        yield [*part.sizes] if part.in_span else [*part.sizes, 0]
+    if one_to_one:
+        yield one_to_one

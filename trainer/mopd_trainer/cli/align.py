@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mopd_protocol.errors import ConfigError, DataError
+from mopd_trainer.cli.page import add_address, serve_page
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,7 +26,7 @@ _SPANS_PER_LINE = 12
 
 def add_parser(commands: Any) -> None:
     """Add ``mopd align``."""
-    summary = "show how two tokenizers split a text, side by side"
+    summary = "show how two or more tokenizers split a text, side by side"
     parser = commands.add_parser(
         "align",
         help=summary,
@@ -34,10 +35,18 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("student", metavar="STUDENT")
-    parser.add_argument("teacher", metavar="TEACHER")
-    source = parser.add_mutually_exclusive_group(required=True)
+    parser.add_argument("teachers", metavar="TEACHER", nargs="+")
+    source = parser.add_mutually_exclusive_group()
     source.add_argument("--text", help="the text")
     source.add_argument("--file", help="a UTF-8 file, or - for standard input")
+    page = parser.add_mutually_exclusive_group()
+    page.add_argument(
+        "--serve", action="store_true", help="serve the explorer, a page for any text"
+    )
+    page.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the explorer's page of this text"
+    )
+    add_address(parser)
     parser.add_argument(
         "--rows", type=row_count, default=100, help="maximum lines; 0 for all (default: 100)"
     )
@@ -81,17 +90,45 @@ def read_text(file: str) -> str:
 
 
 def _run(options: argparse.Namespace) -> None:
-    text = read_text(options.file) if options.text is None else options.text
+    text: str | None = options.text
+    if options.file is not None:
+        text = read_text(options.file)
+    if options.serve or options.output is not None:
+        _explore(options, text)
+        return
+    if text is None or len(options.teachers) > 1:
+        raise ConfigError(
+            "align: a table needs one TEACHER and --text or --file. Add --serve or --output for "
+            "a page with a sample text and several teachers.",
+            key="text" if text is None else "teachers",
+        )
     from mopd_trainer.inspection.alignment import align
     from mopd_trainer.reporting.console import make_console
 
     console = make_console()
-    result = align(options.student, options.teacher, text, api_key_env=options.api_key_env)
+    result = align(options.student, options.teachers[0], text, api_key_env=options.api_key_env)
     if options.json:
         sys.stdout.write(json.dumps(result.facts(), ensure_ascii=False) + "\n")
         return
     console.print(_side_by_side(result, options.rows))
     console.print(_summary(result))
+
+
+def _explore(options: argparse.Namespace, text: str | None) -> None:
+    from mopd_trainer.inspection.explorer import Explorer
+    from mopd_trainer.inspection.tokenizers import load_tokenizer
+    from mopd_trainer.pages.alignment_page import SAMPLE, alignment_server, write_alignment
+    from mopd_trainer.reporting.console import make_console
+
+    make_console()
+    names = [options.student, *options.teachers]
+    explorer = Explorer([load_tokenizer(name, api_key_env=options.api_key_env) for name in names])
+    text = SAMPLE if text is None else text
+    if options.output is not None:
+        sys.stdout.write(f"{write_alignment(explorer, text, options.output)}\n")
+        return
+    server = alignment_server(explorer, text, host=options.host, port=options.port)
+    serve_page(server, is_opened=options.open)
 
 
 def _side_by_side(result: "TextAlignment", rows: int) -> "Table":

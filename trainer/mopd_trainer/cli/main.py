@@ -25,6 +25,7 @@ examples:
   mopd report runs/two-families runs/other   the same page as a file; two runs side by side
   mopd merge runs/lora merged                merge LoRA adapters into a model folder
   mopd align STUDENT http://localhost:8101 --text "1 + 2 = 3"
+  mopd align STUDENT TEACHER OTHER --serve   alignment explorer in a browser
   mopd projection inspect STUDENT TEACHER    how two vocabularies overlap
 
 Teachers are served by mopd-teacher (see mopd-teacher --help).

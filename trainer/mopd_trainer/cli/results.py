@@ -3,12 +3,10 @@
 import argparse
 import json
 import sys
-import webbrowser
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from mopd_trainer.pages.server import PageServer
+from mopd_trainer.cli.page import add_address, serve_page
 
 
 def add_parsers(commands: Any) -> None:
@@ -58,28 +56,6 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "compared", type=Path, metavar="OTHER", nargs="?", help="a second run, side by side"
     )
-
-
-def add_address(parser: argparse.ArgumentParser) -> None:
-    """Add ``--host``, ``--port`` and ``--open``."""
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on (default: 127.0.0.1, this machine; there are no passwords)",
-    )
-    parser.add_argument(
-        "--port", type=int, default=8300, help="0 for a free one (default: %(default)s)"
-    )
-    parser.add_argument("--open", action="store_true", help="open the page in a browser")
-
-
-def serve_page(server: "PageServer", *, is_opened: bool) -> None:
-    """Print the address of a page, and serve it until SIGINT."""
-    sys.stdout.write(f"serving {server.url} (stop with Ctrl-C)\n")
-    sys.stdout.flush()
-    if is_opened:
-        webbrowser.open(server.url)
-    server.serve_until_interrupted()
 
 
 def _evaluate(options: argparse.Namespace) -> None:

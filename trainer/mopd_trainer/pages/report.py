@@ -7,7 +7,7 @@ from typing import Any
 from mopd_protocol.errors import ConfigError, DiskError
 from mopd_protocol.runtime.atomic_file import replacing
 from mopd_trainer.pages.document import document
-from mopd_trainer.pages.run_data import RunData, run_name
+from mopd_trainer.pages.run_data import RunData, run_names
 from mopd_trainer.run_folder.files import JOURNAL
 
 REPORT = "report.html"
@@ -40,7 +40,7 @@ def write_report(run: Path, compared: Path | None = None, output: Path | None = 
 
 def page_title(folders: Sequence[Path]) -> str:
     """Return the title of a page."""
-    return " and ".join(map(run_name, folders)) + " - mopd"
+    return " and ".join(run_names(folders)) + " - mopd"
 
 
 def page_data(runs: Sequence[RunData], *, live: bool = False) -> dict[str, Any]:
@@ -50,7 +50,9 @@ def page_data(runs: Sequence[RunData], *, live: bool = False) -> dict[str, Any]:
         live: the page requests updates of its server.
     """
     metrics = {key: row for run in runs for key, row in run.metrics().items()}
-    return {"live": live, "metrics": metrics, "runs": [run.snapshot() for run in runs]}
+    names = run_names([run.folder for run in runs])
+    snapshots = [{"name": n, **run.snapshot()} for n, run in zip(names, runs, strict=True)]
+    return {"live": live, "metrics": metrics, "runs": snapshots}
 
 
 def write_page(page: str, path: Path) -> Path:

@@ -111,7 +111,6 @@ class RunData:
         most = re.search(r"^max_steps: (\d+)", text, re.MULTILINE)
         damaged = [*self._journal.damaged, *self._completions.damaged]
         return {
-            "name": run_name(self.folder),
             "folder": str(self.folder),
             "config": text,
             "max_steps": int(most[1]) if most else None,
@@ -154,9 +153,14 @@ class RunData:
         return [_base64(values, "<f4")]
 
 
-def run_name(folder: Path) -> str:
-    """Return the name of a run: of its folder."""
-    return folder.resolve().name
+def run_names(folders: Sequence[Path]) -> list[str]:
+    """Return the shortest ends of the folders' paths that differ, at least the last part."""
+    parts = [folder.resolve().parts for folder in folders]
+    for length in range(1, max(map(len, parts))):
+        names = ["/".join(each[-length:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(folder) for folder in folders]
 
 
 def updates(folder: Path, positions: Mapping[str, Sequence[int]]) -> dict[str, Any]:

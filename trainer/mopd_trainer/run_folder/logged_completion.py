@@ -1,15 +1,14 @@
 """``logged_completion``: a line of ``completions.jsonl``, from which the report shows a sample."""
 
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
-from mopd_losses.alignment.chunks import Chunk, chunks
-from mopd_protocol.tokenizers.token_sequence import TokenSequence
+from mopd_losses.alignment.chunks import Chunk, chunks, run_lengths
 from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_trainer.data.examples import AlignedScore, TrainingExample
+from mopd_trainer.data.token_listing import spellings, token_listing
 from mopd_trainer.metrics.token_losses import TokenLosses, rounded
 
 #: Maximum number of tokens listed for a completion, per tokenizer; its text is complete.
@@ -44,7 +43,7 @@ def logged_completion(
         top_k: most likely tokens of each teacher.
     """
     rollout = example.rollout
-    tokens = _tokens(rollout.completion)
+    tokens = token_listing(rollout.completion, LISTED_TOKENS)
     if student is not None:
         table, topk = student
         tokens |= _distributions(topk, table, topk.k)
@@ -68,42 +67,21 @@ def logged_completion(
 def _score(aligned: AlignedScore, teachers: Tables, top_k: int) -> dict[str, Any]:
     student, teacher = aligned.teacher_input.completion, aligned.score.completion
     parts = _listed(chunks(aligned.alignment, len(student), len(teacher)))
-    score = _tokens(teacher) | {"chunks": [*_run_lengths(parts)]}
+    score = token_listing(teacher, LISTED_TOKENS) | {"chunks": [*run_lengths(parts)]}
     if top_k and aligned.teacher in teachers:
         score |= _distributions(aligned.score.topk, teachers[aligned.teacher], top_k)
     return score
 
 
-def _tokens(completion: TokenSequence) -> dict[str, Any]:
-    text, ends = completion.text, completion.byte_ends[:LISTED_TOKENS].tolist()
-    return {
-        "count": len(completion),
-        "ids": completion.token_ids[:LISTED_TOKENS].tolist(),
-        "bytes": [text[start:end].hex() for start, end in pairwise([0, *ends])],
-        "marks": {
-            str(position): name
-            for position, name in completion.marks.items()
-            if position < LISTED_TOKENS
-        },
-    }
-
-
 def _distributions(topk: TopKLogprobs, table: TokenTable, k: int) -> dict[str, Any]:
-    """Return the logprobs of the tokens, and the ``k`` most likely ids with their bytes (control
-    tokens: their literal text between ``<`` and ``>``)."""
+    """Return the logprobs of the tokens, and the ``k`` most likely ids with their spellings."""
     ids = topk.ids[:DETAILED_TOKENS, :k]
-    literal = {token_id: name for name, token_id in table.controls.items()}
-    listed = sorted({token_id for row in ids.tolist() for token_id in row if token_id >= 0})
+    listed = (token_id for row in ids.tolist() for token_id in row if token_id >= 0)
     return {
         "logprobs": rounded(topk.token_logprobs[:DETAILED_TOKENS]),
         "top_ids": ids.tolist(),
         "top_logprobs": [rounded(row) for row in topk.logprobs[:DETAILED_TOKENS, :k]],
-        "spellings": {
-            str(token_id): f"<{literal.get(token_id, table.marks[token_id])}>"
-            if token_id in table.marks
-            else table.bytes_of(token_id).hex()
-            for token_id in listed
-        },
+        "spellings": spellings(table, listed),
     }
 
 
@@ -113,17 +91,3 @@ def _listed(parts: Iterator[Chunk]) -> Iterator[Chunk]:
         if part.student[1] > LISTED_TOKENS or part.teacher[1] > LISTED_TOKENS:
             return
         yield part
-
-
-def _run_lengths(parts: Iterator[Chunk]) -> Iterator[int | list[int]]:
-    one_to_one = 0
-    for part in parts:
-        if part.one_to_one:
-            one_to_one += 1
-            continue
-        if one_to_one:
-            yield one_to_one
-            one_to_one = 0
-        yield [*part.sizes] if part.in_span else [*part.sizes, 0]
-    if one_to_one:
-        yield one_to_one

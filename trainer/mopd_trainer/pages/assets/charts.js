@@ -181,7 +181,7 @@ class Chart {
       const swatch = drawn("svg", { viewBox: "0 0 18 8", class: "swatch", "aria-hidden": "true" },
         drawn("line", { x1: 0, x2: 18, y1: 4, y2: 4, class: `colour-${line.colour % 8}`,
           "stroke-dasharray": line.isReference ? "2 2" : line.run.index ? "5 3" : "none" }));
-      const button = h("button", { type: "button", title: line.meaning ?? line.key, "aria-pressed": "true",
+      const button = h("button", { type: "button", title: `${line.run.name}: ${line.meaning ?? line.key}`, "aria-pressed": "true",
         onclick: (event) => this.toggle(number, event.shiftKey) }, swatch, h("span", {}, line.label), value);
       return { button, value };
     });

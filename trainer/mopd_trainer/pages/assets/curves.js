@@ -61,6 +61,11 @@ const GROUPS = [
   ]],
 ];
 
+/** A set, or a set and a model, of an evaluation's key. */
+const shortLabel = (name) => name.replace(/^(.+?)\/teacher\/(.+)$/, "$1, teacher $2")
+  .replace(/^(.+?)\/(sampled_)?gap_closed\/(.+)$/, (_, set, sampled, teacher) =>
+    `${set}${set === teacher ? "" : ` to ${teacher}`}${sampled ? ", sampled" : ""}`);
+
 class Curves {
   constructor(runs, metrics) {
     this.runs = runs;
@@ -141,18 +146,13 @@ class Curves {
     const lines = shown.flatMap((key, number) => this.runs.filter((run) => run.column(key)).map((run) => {
       const [low, high] = spec.band?.(key) ?? [];
       const band = run.column(low) && run.column(high) ? { low, high } : {};
-      return { key, run, colour: number, meaning: this.meaning(key), ...band,
+      const colour = shown.length > 1 ? number : run.index;
+      return { key, run, colour, meaning: this.meaning(key), ...band,
         isReference: evaluationParts(key)?.teacher > "",
-        label: this.label(labels.get(key), run) };
+        label: this.runs.length > 1 && shown.length === 1 ? run.name : shortLabel(labels.get(key)) };
     }));
     const unit = spec.unit ?? this.metrics[shown[0]]?.[0] ?? "";
     return new Chart({ title: spec.title, note: spec.note ?? this.meaning(shown[0]), unit, lines, share: spec.share ?? unit === "share" });
-  }
-
-  label(name, run) {
-    const short = name.replace(/^(.+?)\/teacher\/(.+)$/, "$1, teacher $2").replace(/^(.+?)\/(sampled_)?gap_closed\/(.+)$/,
-      (_, set, sampled, teacher) => `${set}${set === teacher ? "" : ` to ${teacher}`}${sampled ? ", sampled" : ""}`);
-    return this.runs.length > 1 ? `${short} · ${run.name}` : short;
   }
 
   /** One chart for each last part of the remaining names. */

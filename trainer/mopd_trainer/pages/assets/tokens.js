@@ -1,9 +1,8 @@
 "use strict";
 /* Tokens as text, their colours, two tokenizations span by span, and the inspector. */
 
-/** Characters that would change the direction of text. */
-const DIRECTION = /[\u202a-\u202e\u2066-\u2069]/u;
-const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f]/u;
+/** Characters that cannot be seen, among them those that change the direction of text. */
+const INVISIBLE = /[\p{Cc}\p{Cf}\p{Cn}\p{Co}\p{Zl}\p{Zp}]/u;
 const strictDecoder = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
 
 const bytesOf = (hex) => Uint8Array.from(hex.match(/../g) ?? [], (pair) => parseInt(pair, 16));
@@ -30,9 +29,10 @@ function characters(bytes) {
 
 function visible(character) {
   if (character === "\n") return "↵\n";
-  if (CONTROL.test(character)) return `\\x${character.codePointAt(0).toString(16).padStart(2, "0")}`;
-  if (DIRECTION.test(character)) return `\\u${character.codePointAt(0).toString(16)}`;
-  return character;
+  if (character === "\t" || !INVISIBLE.test(character)) return character;
+  const code = character.codePointAt(0), digits = code.toString(16);
+  if (code < 0x100) return `\\x${digits.padStart(2, "0")}`;
+  return code < 0x10000 ? `\\u${digits.padStart(4, "0")}` : `\\U${digits.padStart(8, "0")}`;
 }
 
 /** One visible string per token (given in hexadecimal); joined, the strings are the text.
