@@ -10,7 +10,7 @@ from rich.console import Console
 from mopd_client.pool import TeacherPool
 from mopd_client.transport.counters import Counters
 from mopd_losses.build import build_loss
-from mopd_losses.config import TopKKlConfig
+from mopd_losses.config import PolicyGradientConfig, TopKKlConfig
 from mopd_losses.core.loss import Loss
 from mopd_losses.projection.cache import ProjectionCache
 from mopd_losses.topk.full_vocabulary import FullVocabularyLoss
@@ -44,6 +44,7 @@ from mopd_trainer.step_log import StepLog
 from mopd_trainer.student.prompt_checks import check_prompts
 from mopd_trainer.student.student import Student
 from mopd_trainer.teachers.connect import Teacher, connect_teachers, teacher_pool
+from mopd_trainer.teachers.control import Controls
 from mopd_trainer.teachers.local.client import TeacherLock
 from mopd_trainer.teachers.local.residency import LocalTeachers
 from mopd_trainer.teachers.scoring import RolloutScorer
@@ -202,6 +203,9 @@ def teacher_loss(
 ) -> Loss:
     """Build the loss of a teacher."""
     settings = teacher.config
+    if settings.control == "constant_negative":
+        sides = student.identity, student.identity
+        return build_loss(PolicyGradientConfig(), *sides, student.device, cache=cache)
     if settings.support == "full":
         assert isinstance(settings.loss, TopKKlConfig)  # checked with the settings
         head = local_teachers.head(teacher.name, student.device)
@@ -252,7 +256,8 @@ async def _open_coordinator(
         seed=config.seed,
         shuffle=config.data.shuffle,
     )
-    scorer = RolloutScorer(inputs.pool, inputs.teachers, student.table)
+    controls = Controls.of(config.contacted_teachers, inputs.prompts, config.seed)
+    scorer = RolloutScorer(inputs.pool, inputs.teachers, student.table, controls=controls)
     source, generator = await stack.enter_async_context(
         open_source(config, student, version=first_step, workers=workers)
     )

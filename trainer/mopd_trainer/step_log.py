@@ -116,6 +116,11 @@ class StepLog:
         if config.data.uses_reference_answers:
             metrics |= reference_answer_metrics(examples)
         metrics |= teacher_metrics(examples, losses, self._counters(), self._vocabularies)
+        metrics |= {
+            f"teacher/{name}/control": 1.0
+            for name, teacher in config.scoring_teachers.items()
+            if teacher.control is not None
+        }
         metrics |= health_metrics(examples, metrics)
         if self._workers is not None:
             metrics["rollout/worker_restarts"] = float(self._workers.take_restarts())

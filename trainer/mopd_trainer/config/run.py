@@ -215,6 +215,14 @@ class RunConfig(Settings):
                     "which uses importance weights.",
                 )
             greedy = self.samples_rollouts and rollout.temperature == 0
+            sampled_only = teacher.control == "constant_negative"
+            if sampled_only and (greedy or self.scores_reference_answers):
+                yield invalid(
+                    f"teachers.{name}.control",
+                    "'constant_negative' requires samples of the student above temperature 0 "
+                    f"(found rollout.temperature {rollout.temperature:g}, data.source "
+                    f"'{self.data.source}')",
+                )
             if greedy and isinstance(teacher.loss, PolicyGradientConfig):
                 yield invalid(
                     key,

@@ -78,6 +78,12 @@ class TeacherConfig(Settings):
     which a reverse divergence needs to cover the student's mass. ``full``: all ids, for ``topk_kl``
     with a ``local`` teacher; its hidden states are stored, and its head stays on the student's
     device, where logits are computed in blocks."""
+    control: Literal["shuffled", "random", "constant_negative"] | None = None
+    """Control arm: the same budget with a teacher that has nothing to teach. ``shuffled``: each
+    completion is scored after another prompt of this teacher. ``random``: each row keeps its
+    probabilities, on ids drawn at random for every completion. ``constant_negative``: the scores
+    are requested and ignored; a policy gradient gives an advantage of -1 nat to each sampled token
+    that had a probability below 0.5, and 0 to the others."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Factor of this teacher's loss."""
     temperature: float = Field(default=1.0, gt=0)
@@ -150,6 +156,16 @@ class TeacherConfig(Settings):
                 "support",
                 "'full' needs a 'local' teacher with the student's tokenizer and loss 'topk_kl' "
                 f"(found placement {self.placement!r}, loss '{self.loss.type}')",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _validate_control(self) -> "TeacherConfig":
+        if self.control in ("random", "constant_negative") and self.support == "full":
+            raise invalid(
+                "control",
+                f"not available with support 'full' (found {self.control!r}). Use 'shuffled', or "
+                "support 'teacher_topk'.",
             )
         return self
 

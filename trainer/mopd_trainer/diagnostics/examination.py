@@ -47,6 +47,7 @@ async def examine(config: RunConfig, prompts: Sequence[Prompt]) -> AsyncIterator
     Raises:
         MopdError: when the student cannot be loaded.
     """
+    config = without_controls(config)
     async with AsyncExitStack() as stack:
         url = stack.enter_context(student_service(config))
         student = await asyncio.to_thread(Student.load, config.student)
@@ -121,3 +122,10 @@ def _failure(check: str, error: BaseException) -> Finding:
             raise error  # pyright: ignore[reportUnknownArgumentType]
         error = error.exceptions[0]  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return Finding(check, "failed", str(error))
+
+
+def without_controls(config: RunConfig) -> RunConfig:
+    """Return the run with its teachers' actual scores, which the checks are about."""
+    update = {"control": None}
+    teachers = {n: each.model_copy(update=update) for n, each in config.teachers.items()}
+    return config.model_copy(update={"teachers": teachers})

@@ -119,6 +119,7 @@ _TEACHER = {
         "teacher, over the student's tokens: an estimate of KL(student, teacher) at "
         "temperature 1, also across tokenizers",
     ),
+    "control": ("1", "present if the teacher is a control arm (teachers.NAME.control)"),
     "alignment_ratio": (_SHARE, "bytes of the completions in aligned spans"),
     "control_tokens_as_text": ("tokens", "control tokens sent as text"),
     "invalid_utf8_bytes": ("bytes", "bytes not sent because they are not UTF-8"),

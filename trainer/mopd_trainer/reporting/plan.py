@@ -90,13 +90,14 @@ def _teacher_facts(teacher: Teacher, student: StudentIdentity, prompts: int) -> 
         "student_topk": f"the student's top {settings.top_k}",
         "full": "all ids",
     }[settings.support]
+    control = "" if settings.control is None else f"\nCONTROL ARM: {settings.control} scores"
     return (
         f"{manifest.model} at {where}, manifest {manifest.manifest_id[:12]}\n"
         f"{manifest.engine} {manifest.engine_version}, {manifest.dtype}, tokenizer "
         f"{manifest.tokenizer_fingerprint[:12]} {sharing}; "
         f"{reached:.0%} of {manifest.tokenizer_size:,} teacher ids map to student ids\n"
         f"{described(settings.loss)}{temperature} on {support}, "
-        f"weight {settings.weight:g}, {prompts:,} prompts"
+        f"weight {settings.weight:g}, {prompts:,} prompts{control}"
     )
 
 

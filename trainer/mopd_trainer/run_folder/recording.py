@@ -140,8 +140,8 @@ class Recorder:
     def _key(self, aligned: AlignedScore) -> str | None:
         """Return the digest under which a ``ScoreStore`` finds the score."""
         teacher = self._teachers.get(aligned.teacher)
-        if teacher is None:
-            return None
+        if teacher is None or teacher.config.control is not None:
+            return None  # not a score that another run may use
         sequence = aligned.teacher_input.request
         request = LogprobsRequest(
             sequences=[sequence],

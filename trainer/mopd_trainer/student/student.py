@@ -212,6 +212,12 @@ class Student:
         real_ids = self._real_ids.to(model.device)
         return logits.float().masked_fill(~real_ids, -torch.inf).log_softmax(dim=-1)
 
+    def logprobs(self, prompt: Sequence[int], completion: Sequence[int]) -> np.ndarray[Any, Any]:
+        """Return float32 [completion tokens], nats, at temperature 1, on rank 0."""
+        rows = self.distributions(prompt, completion)
+        ids = torch.tensor(completion, device=rows.device, dtype=torch.int64)
+        return rows.gather(1, ids[:, None])[:, 0].cpu().numpy()
+
     def losses(
         self, batch: MicroBatch, terms: Sequence[LossTerm], *, rows_per_block: int
     ) -> tuple[Tensor, list[LossOutput]]:

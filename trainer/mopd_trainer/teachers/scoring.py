@@ -21,6 +21,7 @@ from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_trainer.data.examples import AlignedScore, TrainingExample
 from mopd_trainer.data.teacher_input import TeacherInput, text_view, token_view
 from mopd_trainer.teachers.connect import Teacher
+from mopd_trainer.teachers.control import Controls
 from mopd_trainer.teachers.student_support import Counterparts, with_student_support
 
 logger = logging.getLogger(__name__)
@@ -62,8 +63,10 @@ class RolloutScorer:
         teachers: Mapping[str, Teacher],
         student: TokenTable,
         *,
+        controls: Controls | None = None,
         clock: Clock | None = None,
     ) -> None:
+        self._controls = controls or Controls()
         self._pool = pool
         self._teachers = teachers
         self._student = student
@@ -137,7 +140,9 @@ class RolloutScorer:
                 continue
             alignment = aligned(teacher, each, result)
             if len(alignment):
-                scores[index] = AlignedScore(name, share, each, result, alignment)
+                score = AlignedScore(name, share, each, result, alignment)
+                table = teacher.tokenizer.table
+                scores[index] = self._controls.aligned(score, rollouts[index], table)
             else:
                 self.dropped[f"{name}/nothing_aligned"] += 1
         if failed and teacher.config.fallback is not None:
@@ -148,6 +153,7 @@ class RolloutScorer:
         return scores
 
     def _teacher_input(self, teacher: Teacher, rollout: Rollout) -> TeacherInput:
+        rollout = self._controls.scored_rollout(teacher.name, rollout)
         teacher_input = input_for(teacher, rollout, self._student)
         if teacher.name not in self._counterparts:
             return teacher_input
