@@ -212,7 +212,8 @@ async def _score(
             record.prompt_tokens, record.completion_tokens = prompt_tokens, completion_tokens
 
     try:
-        return await service.score(body, admit=admit)
+        key = record.key_name if record is not None else None
+        return await service.score(body, admit=admit, key=key or "")
     except BaseException:  # a client that disconnects or times out cancels this task
         if record is not None and record.key_name is not None:
             quotas.refund(record.key_name, record.prompt_tokens + record.completion_tokens)

@@ -27,6 +27,7 @@ Settings = TypeVar("Settings", TeacherSettings, ListenSettings)
 _MAX_SECONDS = 31_536_000
 
 _MEBIBYTE = 1024 * 1024
+_MAX_WEIGHT = 1000
 
 _EXAMPLE = """\
 example: serve a local model as the teacher "math", and request its top 8 per token
@@ -198,6 +199,13 @@ def _add_limit_options(serve: argparse.ArgumentParser) -> None:
         ("--max-queue-tokens", "TOKENS", "tokens in the queue; requests beyond get 429"),
     ):
         limits.add(flag, meaning, type=_positive(int), metavar=metavar)
+    limits.add(
+        "--key-weights",
+        "shares of the engine by the name of the API key, such as alice=2,bob=0.5, while several "
+        "have queued requests; 1 for all others (default: equal)",
+        type=_weights,
+        metavar="NAME=WEIGHT,...",
+    )
     requests = _Group(serve, "requests", ListenSettings)
     requests.add(
         "--max-body-mebibytes",
@@ -262,6 +270,19 @@ def _pair(form: str) -> Callable[[str], str]:
         return text
 
     return parse
+
+
+def _weights(text: str) -> tuple[tuple[str, float], ...]:
+    weights: list[tuple[str, float]] = []
+    for part in text.split(","):
+        name, _, number = part.partition("=")
+        try:
+            weights.append((name.strip(), _positive(float, at_most=_MAX_WEIGHT)(number)))
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            raise argparse.ArgumentTypeError(
+                f"found {part!r}, expected NAME=WEIGHT with a number above 0, up to {_MAX_WEIGHT}"
+            ) from error
+    return tuple(weights)
 
 
 def _positive(

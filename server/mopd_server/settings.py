@@ -39,6 +39,9 @@ class TeacherSettings:
     batch of one; vLLM: sequences are chunked, and the logits budget may allow less."""
     max_queue_tokens: int = 1_048_576
     """Tokens in the queue; requests beyond the limit get 429."""
+    key_weights: tuple[tuple[str, float], ...] = ()
+    """Shares of the engine by the name of the API key, while several have queued requests; 1 for
+    all others."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     tensor_parallel_size: int = 1

@@ -54,6 +54,7 @@ def test_each_option_sets_its_setting() -> None:
     line = (
         "serve m --name n --engine transformers --revision r --dtype bfloat16 --device cuda:1 "
         "--max-model-len 9 --top-k-max 8 --max-batch-tokens 7 --max-queue-tokens 6 "
+        "--key-weights a=2,b=0.5 "
         "--trust-remote-code --tensor-parallel-size 2 --pipeline-parallel-size 3 "
         "--data-parallel-size 4 --quantization fp8 --gpu-memory-utilization 0.5 "
         "--logits-mebibytes 5 --vllm-arg seed=1 --vllm-arg block_size=32 "
@@ -79,6 +80,7 @@ def test_each_option_sets_its_setting() -> None:
         pipeline_parallel_size=3,
         data_parallel_size=4,
         quantization="fp8",
+        key_weights=(("a", 2.0), ("b", 0.5)),
         gpu_memory_utilization=0.5,
         logits_budget_bytes=5 * 1024 * 1024,
         vllm_arg=("seed=1", "block_size=32"),
@@ -108,6 +110,7 @@ def test_each_option_sets_its_setting() -> None:
         ["--dtype", "int8"],
         ["--gpu-memory-utilization", "1.5"],
         ["--drain-timeout", "inf"],
+        ["--key-weights", "alice"],
         ["--vllm-arg", "seed"],
     ],
 )
@@ -138,6 +141,7 @@ def signals_restored() -> Iterator[None]:
         (["FOLDER", "--tls-key", "k"], "--tls-certificate"),
         (["FOLDER", "--max-model-len", "9999"], "256"),
         (["FOLDER", "--key-tokens-per-minute", "9"], "--api-key-file"),
+        (["FOLDER", "--key-weights", "alice=2"], "'alice'"),
     ],
 )
 def test_failed_start_is_status_1_with_a_message(

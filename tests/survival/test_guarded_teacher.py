@@ -108,8 +108,16 @@ def test_each_key_has_a_separate_quota_with_a_retry_after(guarded: Guarded) -> N
     assert "'alice'" in refused.json()["detail"]
     assert 1 <= int(refused.headers["retry-after"]) <= 30
     assert guarded.post("sesame-nameless").status_code == 200
-    name = 'mopd_request_errors_total{reason="quota_tokens"} 1.0'
-    assert name in guarded.client.get("/metrics").text
+    metrics = guarded.client.get("/metrics").text
+    assert 'mopd_request_errors_total{reason="quota_tokens"} 1.0' in metrics
+    for line in (
+        'mopd_key_requests_total{key="alice",status="200"} 2.0',
+        'mopd_key_requests_total{key="alice",status="429"} 1.0',
+        'mopd_key_tokens_total{key="alice",kind="prompt"} 4.0',
+        'mopd_key_tokens_total{key="alice",kind="completion"} 2.0',
+        'mopd_key_queue_tokens{key="alice"} 0.0',
+    ):
+        assert line in metrics
 
 
 def test_a_changed_key_file_revokes_old_keys_and_admits_new_ones(guarded: Guarded) -> None:

@@ -71,6 +71,18 @@ class HttpMetrics:
             buckets=PHASE_BUCKETS,
             registry=registry,
         )
+        self._key_requests = Counter(
+            "mopd_key_requests",
+            "Finished scoring requests by API key and HTTP status.",
+            ["key", "status"],
+            registry=registry,
+        )
+        self._key_tokens = Counter(
+            "mopd_key_tokens",
+            "Tokens of scored sequences by API key and kind: prompt, completion.",
+            ["key", "kind"],
+            registry=registry,
+        )
         self.in_flight = Gauge(
             "mopd_requests_in_flight", "Scoring requests in progress.", registry=registry
         )
@@ -81,6 +93,11 @@ class HttpMetrics:
     def count(self, path: str, status: int, record: RequestRecord, seconds: float) -> None:
         """Count one finished request."""
         self._requests.labels(path if path in _PATHS else _OTHER_PATH, str(status)).inc()
+        if path == SCORING_PATH and (key := record.key_name):
+            self._key_requests.labels(key, str(status)).inc()
+            if status < HTTPStatus.BAD_REQUEST:
+                self._key_tokens.labels(key, "prompt").inc(record.prompt_tokens)
+                self._key_tokens.labels(key, "completion").inc(record.completion_tokens)
         if status == CLIENT_CLOSED_REQUEST:
             self._cancelled.inc()
         elif status >= HTTPStatus.BAD_REQUEST:

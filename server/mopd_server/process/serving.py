@@ -72,6 +72,7 @@ def serve(teacher: TeacherSettings, listen: ListenSettings, bound: socket.socket
     """
     _require_tls_pair(listen)
     keys = ApiKeys.load(listen.api_key_file)
+    _require_known_names(teacher, keys)
     lifecycle = Lifecycle()
     app = create_app(
         lifecycle,
@@ -208,6 +209,16 @@ def _quota(listen: ListenSettings, keys: ApiKeys) -> KeyQuota:
             key="api_key_file",
         )
     return quota
+
+
+def _require_known_names(teacher: TeacherSettings, keys: ApiKeys) -> None:
+    for name, _ in teacher.key_weights:
+        if name not in keys.names:
+            raise ConfigError(
+                f"--key-weights: unknown API key (found {name!r}, expected one of "
+                f"{', '.join(keys.names) or 'the keys of --api-key-file, which is not set'})",
+                key="key_weights",
+            )
 
 
 def start_message(manifest: Manifest, address: str, api_keys: int, host: str) -> str:

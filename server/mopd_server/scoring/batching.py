@@ -9,10 +9,9 @@ import asyncio
 import contextvars
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_server.engines.base import Engine, EngineCrashError, EngineTimes, ScoringTask
@@ -29,6 +28,7 @@ _SLOWER = 10.0
 @dataclass(frozen=True, eq=False)
 class _Entry:
     task: ScoringTask
+    key: str
     settings: tuple[int, float]  # top_k and temperature: equal within a batch
     submitted: float  # time.monotonic()
     result: asyncio.Future[tuple[TopKLogprobs, EngineTimes]]
@@ -51,8 +51,16 @@ class Batcher(Scorer[_Entry]):
         on_crash: Callable[[str], None],
         on_cancelled: Callable[[int], None],
         now: Callable[[], float] = time.monotonic,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
-        super().__init__(TokenQueue(lambda entry: entry.task.tokens, max_tokens=max_queue_tokens))
+        super().__init__(
+            TokenQueue(
+                lambda entry: entry.task.tokens,
+                max_tokens=max_queue_tokens,
+                key_of=lambda entry: entry.key,
+                weights=weights,
+            )
+        )
         self._engine = engine
         self._max_batch_tokens = max_batch_tokens
         self._on_crash = on_crash
@@ -64,12 +72,12 @@ class Batcher(Scorer[_Entry]):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
 
     async def score(
-        self, tasks: Sequence[ScoringTask], *, top_k: int, temperature: float
+        self, tasks: Sequence[ScoringTask], *, top_k: int, temperature: float, key: str = ""
     ) -> list[tuple[TopKLogprobs, EngineTimes]]:
         """See ``Scorer.score``; cancelling removes the queued sequences."""
         loop, now = asyncio.get_running_loop(), self._now()
         settings = (top_k, temperature)
-        entries = [_Entry(task, settings, now, loop.create_future()) for task in tasks]
+        entries = [_Entry(task, key, settings, now, loop.create_future()) for task in tasks]
         self._queue.add(entries)
         if self._worker is None or self._worker.done():
             # In a new context: its log records do not belong to the request that starts it.
@@ -95,19 +103,20 @@ class Batcher(Scorer[_Entry]):
         self._thread.shutdown(wait=True)
 
     def _next_batch(self) -> list[_Entry]:
-        """Remove the oldest entry and others with equal settings from the queue."""
-        first = next(iter(self._queue), None)
-        if first is None:
-            return []
-        batch = [first]
-        tokens = first.task.tokens
-        for entry in islice(self._queue, 1, None):
-            if entry.settings == first.settings:
+        """Remove the next entry and others with equal settings from the queue."""
+        batch: list[_Entry] = []
+        tokens = 0
+        for entry in self._queue.waiting():
+            if not batch:
+                tokens = entry.task.tokens
+                batch.append(entry)
+            elif entry.settings == batch[0].settings:
                 tokens += entry.task.tokens
                 if tokens > self._max_batch_tokens:
                     break
                 batch.append(entry)
         for entry in batch:
+            self._queue.take(entry)
             self._queue.remove(entry)
         return batch
 

@@ -29,13 +29,20 @@ class Scorer(ABC, Generic[Entry]):
 
     @abstractmethod
     async def score(
-        self, tasks: Sequence[ScoringTask], *, top_k: int, temperature: float
+        self, tasks: Sequence[ScoringTask], *, top_k: int, temperature: float, key: str = ""
     ) -> list[tuple[TopKLogprobs, EngineTimes]]:
         """Score ``tasks``, in order; cancelling drops those that are not scored yet.
+
+        API keys (``key``) share the engine in proportion to their weights.
 
         Raises:
             ServiceError: 429 if the queue is full, 500 if the engine fails, 503 if it has crashed.
         """
+
+    @property
+    def queued_tokens_by_key(self) -> dict[str, int]:
+        """Tokens in the queue of each API key that has used it."""
+        return self._queue.tokens_by_key
 
     @property
     @abstractmethod

@@ -44,6 +44,10 @@ TEMPERATURE_RANGE = (0.01, 100.0)
 #: takes 2.5 GB before the request is rejected.
 LARGE_TEXT = 2**20
 
+#: Forward passes of work that an asynchronous engine gets: more would not be in fair order, less
+#: would leave it idle.
+_STEPS_AHEAD = 4
+
 #: Silence of the engine after which no more requests are accepted, until it responds.
 STALL_SECONDS = 10.0
 
@@ -65,6 +69,7 @@ class TeacherService:
         self.metrics = ServiceMetrics(
             queued_sequences=lambda: self._scorer.queued_sequences,
             queued_tokens=lambda: self._scorer.queued_tokens,
+            tokens_by_key=lambda: self._scorer.queued_tokens_by_key,
         )
         self.failure: str | None = None
         """Cause of a permanent failure: of the warm-up, or of the engine."""
@@ -174,9 +179,13 @@ class TeacherService:
         )
 
     async def score(
-        self, request: LogprobsRequest, *, admit: Callable[[int, int], None] | None = None
+        self,
+        request: LogprobsRequest,
+        *,
+        admit: Callable[[int, int], None] | None = None,
+        key: str = "",
     ) -> LogprobsResponse:
-        """Score every completion of ``request``.
+        """Score every completion of ``request``, for the API key of this name.
 
         ``admit`` is called with the number of prompt and completion tokens before the sequences
         are queued, and may raise ServiceError.
@@ -198,6 +207,7 @@ class TeacherService:
             [_task(sequence) for sequence in sequences],
             top_k=request.top_k,
             temperature=request.temperature,
+            key=key,
         )
         timings = _timings(tokenize_seconds, [times for _, times in results])
         self.metrics.tokens_scored.inc(completion_tokens)
@@ -230,9 +240,11 @@ class TeacherService:
         if isinstance(engine, AsyncEngine):
             return DirectScorer(
                 engine,
+                engine_tokens=_STEPS_AHEAD * settings.max_batch_tokens,
                 max_queue_tokens=settings.max_queue_tokens,
                 on_crash=self._engine_crashed,
                 on_cancelled=self.metrics.cancelled_sequences.inc,
+                weights=dict(settings.key_weights),
             )
         return Batcher(
             engine,
@@ -240,6 +252,7 @@ class TeacherService:
             max_queue_tokens=settings.max_queue_tokens,
             on_crash=self._engine_crashed,
             on_cancelled=self.metrics.cancelled_sequences.inc,
+            weights=dict(settings.key_weights),
         )
 
     def _engine_crashed(self, cause: str) -> None:

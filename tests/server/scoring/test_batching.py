@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -59,6 +59,7 @@ class Trial:
         batch_tokens: int = 100,
         queue_tokens: int = 1000,
         now: Callable[[], float] = time.monotonic,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         self.engine = ScriptedEngine()
         self.crashes: list[str] = []
@@ -70,6 +71,7 @@ class Trial:
             on_crash=self.crashes.append,
             on_cancelled=self.cancelled.append,
             now=now,
+            weights=weights,
         )
 
     @property
@@ -78,13 +80,13 @@ class Trial:
         return self.batcher.queued_sequences, self.batcher.queued_tokens
 
     async def score(
-        self, *tasks: ScoringTask, top_k: int = 1, temperature: float = 1.0
+        self, *tasks: ScoringTask, top_k: int = 1, temperature: float = 1.0, key: str = ""
     ) -> list[int]:
-        results = await self.batcher.score(tasks, top_k=top_k, temperature=temperature)
+        results = await self.batcher.score(tasks, top_k=top_k, temperature=temperature, key=key)
         return [int(topk.ids[0, 0]) for topk, _ in results]
 
-    def start(self, *tasks: ScoringTask) -> "asyncio.Task[list[int]]":
-        return asyncio.create_task(self.score(*tasks))
+    def start(self, *tasks: ScoringTask, key: str = "") -> "asyncio.Task[list[int]]":
+        return asyncio.create_task(self.score(*tasks, key=key))
 
     async def block(self) -> "asyncio.Task[list[int]]":
         """Occupy the engine with task 0 until the gate opens."""
@@ -156,6 +158,30 @@ def test_full_queue_is_a_429_with_retry_after() -> None:
     assert error.retry_after_seconds is not None
     assert error.retry_after_seconds >= 1
     assert all(2 not in names for names in trial.engine.names)
+
+
+def test_a_rude_client_gets_its_share_only() -> None:
+    trial = Trial(batch_tokens=10, queue_tokens=10_000, weights={"heavy": 2.0})
+    clients = {"rude": 1, "polite": 2, "heavy": 3}
+
+    async def scenario() -> None:
+        requests = [await trial.block()]
+        requests += [trial.start(task(1), key="rude") for _ in range(200)]
+        await trial.queued(200)
+        for key in ("polite", "heavy"):
+            requests += [trial.start(task(clients[key]), key=key) for _ in range(60)]
+        await trial.queued(320)
+        trial.engine.gate.set()
+        await asyncio.gather(*requests)
+
+    asyncio.run(scenario())
+    served = [names[0] for names in trial.engine.names][1:121]
+    shares = {key: served.count(name) / len(served) for key, name in clients.items()}
+    assert shares == {
+        "rude": pytest.approx(0.25, rel=0.1),
+        "polite": pytest.approx(0.25, rel=0.1),
+        "heavy": pytest.approx(0.5, rel=0.1),
+    }
 
 
 def test_request_above_the_limit_is_accepted_by_an_empty_queue() -> None:

@@ -60,12 +60,13 @@ class ControlledEngine(AsyncEngine):
 class Trial:
     """A scorer and its callbacks."""
 
-    def __init__(self, queue_tokens: int = 1000) -> None:
+    def __init__(self, queue_tokens: int = 1000, engine_tokens: int = 1000) -> None:
         self.engine = ControlledEngine()
         self.crashes: list[str] = []
         self.cancelled: list[int] = []
         self.scorer = DirectScorer(
             self.engine,
+            engine_tokens=engine_tokens,
             max_queue_tokens=queue_tokens,
             on_crash=self.crashes.append,
             on_cancelled=self.cancelled.append,
@@ -78,7 +79,8 @@ class Trial:
 
     async def names(self, *tasks: ScoringTask, top_k: int = 1) -> list[int]:
         results = await self.scorer.score(tasks, top_k=top_k, temperature=1.0)
-        assert all(times == TIMES for _, times in results)
+        assert all(times.queue_seconds >= TIMES.queue_seconds for _, times in results)
+        assert {times.prefill_seconds for _, times in results} == {TIMES.prefill_seconds}
         return [int(topk.ids[0, 0]) for topk, _ in results]
 
     async def start(self, *names: int, top_k: int = 1) -> "asyncio.Task[list[int]]":
@@ -108,6 +110,35 @@ def test_sequences_reach_the_engine_on_arrival() -> None:
         assert await first == [1, 2]
         assert trial.queue == (0, 0)
         assert sum(trial.cancelled) == 0
+
+    asyncio.run(scenario())
+
+
+def test_engine_gets_a_limited_part_of_the_queue_in_fair_order() -> None:
+    async def scenario() -> None:
+        trial = Trial(engine_tokens=20)
+        requests = [
+            asyncio.create_task(
+                trial.scorer.score([short_task(name)], top_k=1, temperature=1.0, key=key)
+            )
+            for name, key in [(1, "a"), (2, "a"), (3, "a"), (4, "a"), (5, "b"), (6, "b")]
+        ]
+        while len(trial.engine.futures) < 2:
+            await asyncio.sleep(0)
+        assert trial.queue == (6, 60)
+        requests[2].cancel()  # waits
+        requests[1].cancel()  # in the engine
+        while len(trial.engine.futures) < 3:
+            await asyncio.sleep(0)
+        assert sorted(trial.engine.futures) == [1, 2, 5]
+        for name, following in ((1, 4), (5, 6)):
+            trial.finish(name)
+            while following not in trial.engine.futures:
+                await asyncio.sleep(0)
+        trial.finish(4, 6)
+        await asyncio.gather(*requests, return_exceptions=True)
+        assert trial.queue == (0, 0)
+        assert trial.scorer._running_tokens == 0
 
     asyncio.run(scenario())
 

@@ -77,6 +77,11 @@ class ApiKeys:
     def __len__(self) -> int:
         return len(self._fixed) + len(self._from_file)
 
+    @property
+    def names(self) -> list[str]:
+        """Names of all keys."""
+        return [key.name for key in (*self._from_file, *self._fixed)]
+
     def name_of(self, key: str) -> str | None:
         """Return the name of a valid key, else ``None``.
 
