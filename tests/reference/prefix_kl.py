@@ -226,9 +226,13 @@ def separate_tokens(
         ends: list[int] = []
         after = continuations(student, begun + text) + continuations(teacher, teacher_begun + text)
         for continued in ["", *after]:
+            if continued and ends[0] != len(text):
+                break  # no continuation can make it separate
             end = first_end(teacher, teacher_begun, text + continued)
             if first_end(student, begun, text + continued) == len(text) and end != -1:
-                ends.append(end)
+                ends.append(min(end, len(text)))
+            elif not continued:
+                break
         if ends and all(end >= len(text) or end < len(cell) for end in ends):
             results[text] = not ahead.startswith(text)
             for other in longer:

@@ -6,7 +6,6 @@ are disjoint events of text for any tokenizers; everything else is one event, th
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -186,21 +185,19 @@ class _TeacherRows:
 
     def range_masses(self, names: CellNames) -> Nats:
         """[cells], nats: the tokens of all rows of a boundary that continue with each cell."""
-        texts, boundaries = names.texts, names.boundaries
-        bounds = list(pairwise([*self.first.tolist(), len(self.boundaries)]))
-        numbers, rows, ranges = list[int](), list[int](), list[tuple[int, int]]()
-        cells = zip(texts, names.marks, boundaries.tolist(), strict=True)
-        for number, (text, marks, boundary) in enumerate(cells):
-            for row in range(*bounds[boundary]):
-                for tokens in self.vocabulary.ranges_of(self.begun[row], text, marks):
-                    numbers.append(number)
-                    rows.append(row)
-                    ranges.append(tokens)
-        lowest, stops = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
-        at = np.array(rows, dtype=np.int64)
-        inside = (self.ranks[at] >= lowest[:, None]) & (self.ranks[at] < stops[:, None])
-        terms = _logsumexp_rows(self.nats[at], inside) + self.paths[at]
-        return _logsumexp(terms, np.array(numbers, dtype=np.int64), len(texts))
+        cells, rows, ranges = names.ranges(self.vocabulary, self.begun, self.first)
+        # Cells are disjoint: an entry is in the last range of its row that begins before it, or in
+        # none. The range of no cell comes first.
+        starts, stops = np.concatenate(
+            [[[-1, -1]], rows[:, None] * len(self.vocabulary) + ranges]
+        ).T
+        order = np.argsort(starts)
+        at, columns = np.nonzero(self.reaching)
+        entries = at * len(self.vocabulary) + self.ranks[at, columns]
+        found = order[np.searchsorted(starts[order], entries, side="right") - 1]
+        inside = entries < stops[found]
+        at, columns, found = at[inside], columns[inside], found[inside] - 1
+        return _logsumexp(self.nats[at, columns] + self.paths[at], cells[found], len(names.texts))
 
 
 def _with_realised(token_ids: list[int], topk: TopKLogprobs) -> tuple[Integers, Nats]:

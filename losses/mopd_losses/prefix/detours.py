@@ -74,6 +74,7 @@ class Detours:
         self._encoder = encoder
         self._paths: dict[_Pair, list[int]] = {}
         self._crossings: dict[_Pair, bool] = {}
+        self._last: tuple[OpenRows, list[_Context]] | None = None
 
     def of(
         self,
@@ -90,7 +91,7 @@ class Detours:
             shorter: row -> likely tokens with which the realised one begins; what may follow them
                 is in the rest, too.
         """
-        contexts = list(_contexts(text, rows))
+        contexts = self._contexts(text, rows)
         cells = np.flatnonzero(likely)
         cell_boundaries = zip(cells.tolist(), names.boundaries[cells].tolist(), strict=True)
         sought = [(contexts[number], cell, names.texts[cell]) for cell, number in cell_boundaries]
@@ -126,7 +127,7 @@ class Detours:
         Args:
             texts: boundary -> a beginning of what follows the boundary.
         """
-        contexts = {context.boundary: context for context in _contexts(text, rows)}
+        contexts = self._contexts(text, rows)
         strings: dict[int, list[str]] = {}
         for number, realised in texts.items():
             before = contexts[number].text + realised
@@ -143,6 +144,12 @@ class Detours:
             for number, *paths in zip(strings, encoded[::2], encoded[1::2], strict=True)
             if all(self._is_one(ids, len(contexts[number].text), texts[number]) for ids in paths)
         }
+
+    def _contexts(self, text: TokenizedText, rows: OpenRows) -> list[_Context]:
+        """[boundaries]; those of the last completion are kept."""
+        if self._last is None or self._last[0] is not rows:
+            self._last = rows, list(_contexts(text, rows))
+        return self._last[1]
 
     def _is_one(self, ids: list[int], start: int, text: str) -> bool:
         """Return whether one token spells a text that begins at ``start``, with or without more on

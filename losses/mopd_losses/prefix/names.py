@@ -1,7 +1,8 @@
 """``CellNames``: the strings that name the cells of each boundary."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,6 +21,36 @@ class CellNames:
     boundaries: Integers  # [cells], ascending
     marks: list[Marks]  # [cells]
     unnamed: list[set[str]]  # [boundaries], likely candidates that no student token decides
+
+    def ranges(
+        self, vocabulary: SortedVocabulary, begun: Sequence[str], firsts: Integers
+    ) -> tuple[Integers, Integers, Integers]:
+        """Find the tokens of each cell in each open row: cell, row, and [start, stop) ranks.
+
+        Args:
+            begun: [rows], of a side, in the order of boundaries.
+            firsts: [boundaries], each boundary's first row.
+        """
+        found: list[tuple[int, int, int, int]] = []
+        cells = np.searchsorted(self.boundaries, np.arange(len(firsts) + 1)).tolist()
+        for (cell, last_cell), rows in zip(
+            pairwise(cells), pairwise([*firsts.tolist(), len(begun)]), strict=True
+        ):
+            numbered = [*enumerate(self.texts[cell:last_cell], start=cell)]
+            for row in range(*rows):
+                following = vocabulary.following(begun[row])
+                for number, text in numbered:
+                    if text[0] not in following:
+                        continue
+                    if self.marks[number]:
+                        ranges = vocabulary.ranges_of(begun[row], text, self.marks[number])
+                        found += [(number, row, *tokens) for tokens in ranges]
+                    else:
+                        start, _, stop = vocabulary.range_of(begun[row] + text)
+                        if start < stop:
+                            found.append((number, row, start, stop))
+        columns = np.array(found, dtype=np.int64).reshape(-1, 4)
+        return columns[:, 0], columns[:, 1], columns[:, 2:]
 
 
 def name_cells(
@@ -66,15 +97,13 @@ def name_cells(
         # The realised tokens of both sides always share a cell.
         named.append(sorted({realised, *names}))
     marks = _all_marks(named, likely, boundaries, separate, whole)
-    texts: list[str] = []
-    counts: list[int] = []
-    kept: list[Marks] = []
-    for names, marks_of in zip(named, marks, strict=True):
-        cells = _cells(names, marks_of)
-        counts.append(len(cells))
-        texts += cells
-        kept += [marks_of[text] for text in cells]
-    return CellNames(texts, np.repeat(np.arange(len(counts)), counts), kept, unnamed)
+    cells = [_cells(*each) for each in zip(named, marks, strict=True)]
+    return CellNames(
+        texts=[text for texts in cells for text in texts],
+        boundaries=np.repeat(np.arange(len(cells)), [len(texts) for texts in cells]),
+        marks=[marks[number].get(text, ()) for number, texts in enumerate(cells) for text in texts],
+        unnamed=unnamed,
+    )
 
 
 def is_text(string: str) -> bool:
@@ -86,23 +115,35 @@ def _cells(names: Iterable[str], marks: dict[str, Marks]) -> list[str]:
     """Select the names, in order, that belong to no shorter cell, and leave to each what belongs
     to no longer one."""
     cells: list[str] = []
+    shorter: list[str] = []  # cells that the next name may begin with, each with the one before
     for name in names:  # a prefix sorts before any text that begins with it
-        shorter = [cell for cell in cells if name.startswith(cell)]
-        if any(_belongs(name, marks[cell]) for cell in shorter):
-            continue
-        for cell in shorter:
-            marks[cell] = tuple(
-                (text, belongs and not (text.startswith(name) and _belongs(text, marks[name])))
-                for text, belongs in marks[cell]
-            )
+        while shorter and not name.startswith(shorter[-1]):
+            shorter.pop()
+        if shorter:
+            if any(_belongs(name, marks.get(cell, ())) for cell in shorter):
+                continue
+            _leave(name, shorter, marks)
         cells.append(name)
+        shorter.append(name)
     return cells
+
+
+def _leave(name: str, shorter: Iterable[str], marks: dict[str, Marks]) -> None:
+    """Remove from shorter cells what belongs to a longer one, too."""
+    own = marks.get(name, ())
+    for cell in shorter:
+        both = {text for text, belongs in marks[cell] if belongs and text.startswith(name)}
+        both = {text for text in both if _belongs(text, own)}
+        if both:
+            marks[cell] = tuple((t, belongs and t not in both) for t, belongs in marks[cell])
 
 
 def _belongs(string: str, marks: Marks) -> bool:
     """Return whether a string that begins with a cell's text belongs to the cell."""
-    deciding = [belongs for text, belongs in marks if string.startswith(text)]
-    return deciding[-1] if deciding else True
+    for text, belongs in reversed(marks):  # a longer text sorts behind its beginnings
+        if string.startswith(text):
+            return belongs
+    return True
 
 
 def _all_marks(
@@ -112,7 +153,7 @@ def _all_marks(
     separate: SeparateTokens,
     whole: Callable[[Mapping[int, str]], set[int]],
 ) -> list[dict[str, Marks]]:
-    """[boundaries], name -> its marks."""
+    """[boundaries], name -> its marks, if it has any."""
     student, teacher = boundaries.student.vocabulary, boundaries.teacher.vocabulary
     places = [
         {
@@ -133,23 +174,24 @@ def _all_marks(
     }
     whole_realised = whole(nested)
     results: list[dict[str, Marks]] = []
-    for number, names in enumerate(named):
-        longer = realised[number] if number in whole_realised else ""
-        place = places[number]
-        marks = {name: separate.of(place[name], name) if name in place else () for name in names}
-        results.append(
-            {name: _as_realised(marks[name], name, ahead[number], longer) for name in names}
-        )
+    for number, names in enumerate(places):
+        marks = {name: separate.of(place, name) for name, place in names.items()}
+        marks = {name: _as_realised(found, ahead[number]) for name, found in marks.items() if found}
+        if number in whole_realised:
+            longer = realised[number]
+            for name in named[number]:
+                if longer.startswith(name) and name != longer:
+                    others = (mark for mark in marks.get(name, ()) if mark[0] != longer)
+                    marks[name] = tuple(sorted([*others, (longer, False)]))
+        results.append(marks)
     return results
 
 
-def _as_realised(marks: Marks, name: str, ahead: str, longer: str) -> Marks:
-    """Correct marks by what follows, which shows better than any trial what belongs to a cell:
-    ``ahead``, and ``longer``, a beginning of it that is known to be separate, or empty."""
-    corrected = {text: belongs or ahead.startswith(text) for text, belongs in marks}
-    if len(longer) > len(name) and longer.startswith(name):
-        corrected[longer] = False
-    return tuple(sorted(corrected.items()))
+def _as_realised(marks: Marks, ahead: str) -> Marks:
+    """Correct marks by what follows, which shows better than any trial what belongs to a cell."""
+    if not any(ahead.startswith(text) for text, belongs in marks if not belongs):
+        return marks
+    return tuple((text, belongs or ahead.startswith(text)) for text, belongs in marks)
 
 
 def _begun(vocabulary: SortedVocabulary, rows: OpenRows, number: int, name: str) -> str:

@@ -12,7 +12,6 @@ from mopd_losses.prefix.boundaries import Integers, OpenRows, TokenizedText, bou
 from mopd_losses.prefix.cells import Cells, teacher_cells
 from mopd_losses.prefix.cuts import Cuts
 from mopd_losses.prefix.detours import CellDetours, Detours
-from mopd_losses.prefix.names import CellNames
 from mopd_losses.prefix.separate_tokens import SeparateTokens
 from mopd_losses.prefix.sorted_vocabulary import SortedVocabulary, control_characters
 from mopd_losses.prefix.targets import NO_PATH, WHOLE_ROW, PrefixTargets, RangeReadings
@@ -121,7 +120,7 @@ class _Parts:
         )
 
         columns = _ranks_in_runs(np.bincount(cells.names.boundaries, minlength=len(rows.first)))
-        read, at, ranges = _student_ranges(text.vocabulary, rows, cells.names)
+        read, at, ranges = cells.names.ranges(text.vocabulary, rows.begun, rows.first)
         named = np.column_stack(
             [boundaries[at], columns[read], positions[at], ranges, paths[at]]
         ).astype(np.int64)
@@ -186,23 +185,6 @@ class _Parts:
             step_positions=step_positions,
             step_ids=step_ids,
         )
-
-
-def _student_ranges(
-    vocabulary: SortedVocabulary, rows: OpenRows, names: CellNames
-) -> tuple[list[int], list[int], NDArray[np.int64]]:
-    """The number of the cell, the number of the open row and the ranks of each range to read."""
-    first, last, begun = rows.first.tolist(), rows.last.tolist(), rows.begun
-    read, at = list[int](), list[int]()
-    ranges: list[tuple[int, int]] = []
-    cells = zip(names.texts, names.marks, names.boundaries.tolist(), strict=True)
-    for cell, (text, marks, boundary) in enumerate(cells):
-        for row in range(first[boundary], last[boundary] + 1):
-            for tokens in vocabulary.ranges_of(begun[row], text, marks):
-                read.append(cell)
-                at.append(row)
-                ranges.append(tokens)
-    return read, at, np.array(ranges, dtype=np.int64).reshape(-1, 2)
 
 
 def _ranks_in_runs(lengths: Integers) -> Integers:

@@ -95,33 +95,45 @@ class SeparateTokens:
         if len(self._ends) + len(texts) > _CACHED:
             self._ends.clear()
         missing = sorted(texts - self._ends.keys())
-        owners: list[tuple[Place, str]] = []
-        continued: list[str] = []
-        for place, text in missing:
-            for after in self._continuations(place, text):
-                if all(_is_writable(begun + text + after) for begun in place):
-                    owners.append((place, text))
-                    continued.append(text + after)
+        ends = self._ends_in((owner, owner[1]) for owner in missing)
+        # Where a token ends in the text itself, no continuation can make the text separate.
+        whole = [owner for owner, found in ends.items() if found == {len(owner[1])}]
+        continued = (
+            (owner, owner[1] + after) for owner in whole for after in self._continuations(*owner)
+        )
+        for owner, found in self._ends_in(continued).items():
+            ends[owner] |= found
+        self._ends.update((owner, frozenset(ends.get(owner, ()))) for owner in missing)
+
+    def _ends_in(
+        self, texts: Iterable[tuple[tuple[Place, str], str]]
+    ) -> dict[tuple[Place, str], set[int]]:
+        """Find the ends of the teacher's first tokens in continued texts, by the text."""
+        written = [
+            (owner, text)
+            for owner, text in texts
+            if all(_is_writable(begun + text) for begun in owner[0])
+        ]
         student = _first_ends(
             self._student,
             self._student_encoder,
-            [(place.student, text) for (place, _), text in zip(owners, continued, strict=True)],
+            [(place.student, text) for (place, _), text in written],
         )
         # Only what the student's tokenizer spells with the very token shows where it belongs.
-        kept = [n for n, (_, text) in enumerate(owners) if student[n] == len(text)]
+        spelled = zip(written, student, strict=True)
+        kept = [(owner, text) for (owner, text), end in spelled if end == len(owner[1])]
         teacher = _first_ends(
             self._teacher,
             self._teacher_encoder,
-            [(owners[n][0].teacher, continued[n]) for n in kept],
+            [(place.teacher, text) for (place, _), text in kept],
         )
-        ends: dict[tuple[Place, str], set[int]] = {owner: set() for owner in missing}
-        for n, end in zip(kept, teacher, strict=True):
-            ends[owners[n]].add(min(end, len(owners[n][1])))
-        self._ends.update((owner, frozenset(found)) for owner, found in ends.items())
+        ends: dict[tuple[Place, str], set[int]] = {}
+        for (owner, _), end in zip(kept, teacher, strict=True):
+            ends.setdefault(owner, set()).add(min(end, len(owner[1])))
+        return ends
 
     def _continuations(self, place: Place, text: str) -> Iterator[str]:
-        """Yield what either side may merge with the end of a text; nothing first."""
-        yield ""
+        """Yield what either side may merge with the end of a text."""
         for vocabulary, begun in ((self._student, place.student), (self._teacher, place.teacher)):
             whole = begun + text
             for start in range(max(len(whole) - ENDS, 1), len(whole)):

@@ -67,6 +67,8 @@ class SortedVocabulary:
         """[vocabulary], rank of each id; -1 for ids without a string."""
         self.ranks[self.ids] = np.arange(len(tokens))
         self._ranges: dict[str, PrefixRange] = {}
+        self._marked: dict[tuple[str, str, Marks], list[tuple[int, int]]] = {}
+        self._following: dict[str, frozenset[str]] = {}
         self._frequent: dict[tuple[str, int], list[str]] = {}
 
     def __len__(self) -> int:
@@ -87,6 +89,55 @@ class SortedVocabulary:
         tokens = self.range_of(begun + text)
         if not marks or tokens.start == tokens.stop:
             return [(tokens.start, tokens.stop)] if tokens.start < tokens.stop else []
+        ranges = self._marked.get((begun, text, marks))
+        if ranges is None:
+            if len(self._marked) >= _CACHED_RANGES:
+                self._marked.clear()
+            ranges = self._marked_ranges(begun, tokens, marks)
+            self._marked[begun, text, marks] = ranges
+        return ranges
+
+    def frequent_tokens(self, prefix: str, count: int) -> list[str]:
+        """Return at most ``count`` tokens that are longer than ``prefix`` and begin with it: those
+        with the lowest ids, which tokenizers are trained to merge first."""
+        cached = self._frequent.get((prefix, count))
+        if cached is None:
+            if len(self._frequent) >= _CACHED_RANGES:
+                self._frequent.clear()
+            tokens = self.range_of(prefix)
+            ids = self.ids[tokens.longer : tokens.stop]
+            if len(ids) > count:
+                ids = np.partition(ids, count)[:count]
+            cached = [self.strings[token] for token in np.sort(ids).tolist()]
+            self._frequent[prefix, count] = cached
+        return cached
+
+    def following(self, prefix: str) -> frozenset[str]:
+        """Return the characters with which tokens continue ``prefix``."""
+        cached = self._following.get(prefix)
+        if cached is None:
+            if len(self._following) >= _CACHED_RANGES:
+                self._following.clear()
+            tokens = self.range_of(prefix)
+            longer = self._keys[tokens.longer : tokens.stop]
+            cached = self._following[prefix] = frozenset(key[len(prefix)] for key in longer)
+        return cached
+
+    def range_of(self, prefix: str) -> PrefixRange:
+        """Return the ranks of all tokens that begin with ``prefix``."""
+        cached = self._ranges.get(prefix)
+        if cached is None:
+            if len(self._ranges) >= _CACHED_RANGES:
+                self._ranges.clear()
+            start = bisect_left(self._keys, prefix)
+            stop = bisect_left(self._keys, prefix + _HIGHEST_CHARACTER, lo=start)
+            longer = bisect_right(self._keys, prefix, lo=start, hi=stop)
+            cached = self._ranges[prefix] = PrefixRange(start, longer, stop)
+        return cached
+
+    def _marked_ranges(
+        self, begun: str, tokens: PrefixRange, marks: Marks
+    ) -> list[tuple[int, int]]:
         # Ranges of marks are nested or disjoint; each is as the innermost mark says.
         outer: list[tuple[int, bool]] = [(tokens.stop, True)]
         edges: list[tuple[int, bool]] = [(tokens.start, True)]  # from this rank on
@@ -108,30 +159,3 @@ class SortedVocabulary:
                     start = parts.pop()[0]
                 parts.append((start, stop))
         return parts
-
-    def frequent_tokens(self, prefix: str, count: int) -> list[str]:
-        """Return at most ``count`` tokens that are longer than ``prefix`` and begin with it: those
-        with the lowest ids, which tokenizers are trained to merge first."""
-        cached = self._frequent.get((prefix, count))
-        if cached is None:
-            if len(self._frequent) >= _CACHED_RANGES:
-                self._frequent.clear()
-            tokens = self.range_of(prefix)
-            ids = self.ids[tokens.longer : tokens.stop]
-            if len(ids) > count:
-                ids = np.partition(ids, count)[:count]
-            cached = [self.strings[token] for token in np.sort(ids).tolist()]
-            self._frequent[prefix, count] = cached
-        return cached
-
-    def range_of(self, prefix: str) -> PrefixRange:
-        """Return the ranks of all tokens that begin with ``prefix``."""
-        cached = self._ranges.get(prefix)
-        if cached is None:
-            if len(self._ranges) >= _CACHED_RANGES:
-                self._ranges.clear()
-            start = bisect_left(self._keys, prefix)
-            stop = bisect_left(self._keys, prefix + _HIGHEST_CHARACTER, lo=start)
-            longer = bisect_right(self._keys, prefix, lo=start, hi=stop)
-            cached = self._ranges[prefix] = PrefixRange(start, longer, stop)
-        return cached
