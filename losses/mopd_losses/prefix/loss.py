@@ -25,11 +25,14 @@ vocabulary in the order of bytes (``sorted_vocabulary``), so a mass is a sum ove
 The teacher's top-k names the cells: each candidate, cut where the student's tokenizer ends its
 first token beyond ``o`` (``cuts``), so that one token of the student decides it. The realised
 tokens of both sides always share a cell. Of the named strings only those stay that begin with no
-other one: cells are prefix-free, hence disjoint events of text for any tokenizers, and two
-models that agree about text differ by nothing. One exception: if both tokenizers spell the realised
-text with one token in every continuation, a shorter token (`` 1`` against `` 14``) begins other
-texts only; its cell then excludes the realised one. A cell that a longer string of the teacher
-begins with is distinguished at a later boundary, by the rows that are still open.
+other one: cells are disjoint events of text for any tokenizers, and two models that agree about
+text differ by nothing. A cell that a longer string of the teacher begins with is distinguished at a
+later boundary, by the rows that are still open.
+
+**Longer tokens.** A teacher's `` 1`` is also a statement about `` 14``, if its tokenizer would have
+spelled that with another token. A cell excludes the student's tokens that the teacher's tokenizer
+never divides behind the cell's text, whatever follows (``separate_tokens``), and the realised text
+if both tokenizers spell it with one token. What is excluded may be another cell.
 
 **Other divisions of the same text.** A tokenizer that merges may divide the text before a boundary
 otherwise once a cell follows. The cell's mass is then part of a token that was not produced, and is
