@@ -112,7 +112,8 @@ class InProcess:
 
     def processes(self) -> list[psutil.Process]:
         """Return the engine's process."""
-        return [psutil.Process(child.pid) for child in multiprocessing.active_children()]
+        children = multiprocessing.active_children()
+        return [each for child in children for each in _tree(psutil.Process(child.pid))]
 
 
 class Service:

@@ -185,15 +185,21 @@ class RequestTokenizer(TeacherTokenizer):
         text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
-    def tokenize(self, sequence: SequenceRequest) -> TokenizedSequence:
+    def tokenize(
+        self, sequence: SequenceRequest, *, prompt_ids: IntArray | None = None
+    ) -> TokenizedSequence:
         """Convert a sequence to this teacher's tokens.
+
+        Args:
+            prompt_ids: tokens of its prompt, if those are known.
 
         Raises:
             TeacherError: as ``completion``, or if the messages cannot be rendered, the prompt has
                 no tokens, or the candidates are invalid.
         """
-        prompt_ids = self._prompt_ids(sequence)
-        if not prompt_ids:
+        if prompt_ids is None:
+            prompt_ids = np.array(self._prompt_ids(sequence), dtype=np.int32)
+        if not len(prompt_ids):
             raise _invalid(
                 "prompt",
                 "the prompt has no tokens, so that nothing predicts the first completion token "
@@ -201,7 +207,7 @@ class RequestTokenizer(TeacherTokenizer):
             )
         completion = self.completion(sequence)
         return TokenizedSequence(
-            prompt_ids=np.array(prompt_ids, dtype=np.int32),
+            prompt_ids=prompt_ids,
             completion=completion,
             candidate_ids=self._candidate_ids(sequence, len(completion)),
         )

@@ -5,9 +5,7 @@ a few hundred rows per chunk, so that the logits of a long batch are never in me
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -34,6 +32,18 @@ from mopd_server.engines.distributions import (
     truncated_rows,
 )
 from mopd_server.engines.length_buckets import length_buckets
+from mopd_server.engines.row_logits import (
+    Inputs,
+    head_rows,
+    is_decoder_then_head,
+    row_logits,
+    run_probe,
+)
+from mopd_server.engines.shared_prompts import (
+    groups_of_prompts,
+    hidden_rows,
+    supports_shared_prompts,
+)
 from mopd_server.settings import DtypeName, TeacherSettings
 
 logger = logging.getLogger(__name__)
@@ -101,8 +111,11 @@ class TransformersEngine:
     ) -> None:
         self._model = model
         self._max_batch_tokens = max_batch_tokens
-        probe = _probe(model, table)
-        self._logits = _row_logits(model, probe)
+        probe = run_probe(model, table)
+        self._logits = row_logits(model, probe)
+        self._shares_prompts = is_decoder_then_head(probe) and supports_shared_prompts(
+            model, probe.input_ids
+        )
         real = torch.from_numpy(table.real_ids(probe.logits.shape[-1]))
         self._padding = None if real.all() else (~real).to(model.device)
         self._description = EngineDescription(
@@ -147,28 +160,42 @@ class TransformersEngine:
                 for index, task in enumerate(batch)
                 if len(task.completion_ids) and (task.candidate_ids is not None) == with_candidates
             ]
-            lengths = [_input_length(batch[index]) for index in indices]
-            for bucket in length_buckets(lengths, self._max_batch_tokens):
-                members = [indices[position] for position in bucket]
+            for members, shared in self._buckets(batch, indices):
                 tasks = [batch[index] for index in members]
-                for index, score in zip(
-                    members, self._score_bucket(tasks, top_k, temperature), strict=True
-                ):
+                results = self._score_bucket(tasks, top_k, temperature, shared=shared)
+                for index, score in zip(members, results, strict=True):
                     scores[index] = score
         return scores
 
+    def _buckets(
+        self, batch: Sequence[ScoringTask], indices: Sequence[int]
+    ) -> Iterator[tuple[list[int], bool]]:
+        """Yield indices of tasks with one prompt (True), and of others of similar length."""
+        rest = [*indices]
+        if self._shares_prompts:
+            tasks = [batch[index] for index in indices]
+            for group in groups_of_prompts(tasks, self._max_batch_tokens):
+                members = [indices[position] for position in group]
+                rest = [index for index in rest if index not in members]
+                yield members, True
+        lengths = [_input_length(batch[index]) for index in rest]
+        for bucket in length_buckets(lengths, self._max_batch_tokens):
+            yield [rest[position] for position in bucket], False
+
     @torch.inference_mode()
     def _score_bucket(
-        self, tasks: Sequence[ScoringTask], top_k: int, temperature: float
+        self, tasks: Sequence[ScoringTask], top_k: int, temperature: float, *, shared: bool
     ) -> list[TopKLogprobs]:
-        """Score tasks of similar length with non-empty completions, all or none with candidates."""
+        """Score non-empty completions, all or none with candidates; ``shared``: of one prompt."""
         device = self._model.device
         tokens = torch.from_numpy(np.concatenate([task.completion_ids for task in tasks]))
         tokens = tokens.long().to(device)
         candidates = _candidate_rows(tasks)
         candidates = None if candidates is None else candidates.to(device)
         chunks = truncated_rows(
-            self._logits(_padded_inputs(tasks, device)),
+            head_rows(self._model, hidden_rows(self._model, tasks))
+            if shared
+            else self._logits(_padded_inputs(tasks, device)),
             tokens,
             self._description.logit_width,
             top_k=top_k,
@@ -179,26 +206,12 @@ class TransformersEngine:
         return _split(concatenate(chunks), tasks, top_k)
 
 
-@dataclass(frozen=True, eq=False)
-class _Inputs:
-    """Right-padded sequences, and the positions that predict completion tokens."""
-
-    input_ids: Tensor  # [sequences, longest]
-    attention_mask: Tensor  # [sequences, longest]
-    row_sequences: Tensor  # [rows], sequence of each row
-    row_positions: Tensor  # [rows], position in that sequence
-
-
-#: Logits of a slice of the rows of some inputs.
-_Rows = Callable[[slice], Tensor]
-
-
 def _input_length(task: ScoringTask) -> int:
     """Return the number of input tokens: the last completion token is predicted only."""
     return task.tokens - 1
 
 
-def _padded_inputs(tasks: Sequence[ScoringTask], device: torch.device) -> _Inputs:
+def _padded_inputs(tasks: Sequence[ScoringTask], device: torch.device) -> Inputs:
     """Pad the sequences and apply the shift, which happens nowhere else.
 
     Completion token ``r`` is predicted at position ``prompt length + r - 1``.
@@ -215,7 +228,7 @@ def _padded_inputs(tasks: Sequence[ScoringTask], device: torch.device) -> _Input
         len(task.prompt_ids) - 1 + np.arange(rows)
         for task, rows in zip(tasks, row_counts, strict=True)
     ]
-    return _Inputs(
+    return Inputs(
         torch.from_numpy(input_ids).to(device),
         torch.from_numpy(attention_mask).to(device),
         torch.from_numpy(np.repeat(np.arange(len(tasks)), row_counts)).to(device),
@@ -253,91 +266,6 @@ def _split(joined: TopKLogprobs, tasks: Sequence[ScoringTask], top_k: int) -> li
         )
         start = rows.stop
     return scores
-
-
-@dataclass(frozen=True, eq=False)
-class _Probe:
-    """Tensors of one short forward pass; None where the model has no separate head."""
-
-    logits: Tensor
-    head_input: Tensor | None = None
-    head_output: Tensor | None = None
-    decoder_output: Tensor | None = None
-
-
-@torch.inference_mode()
-def _probe(model: PreTrainedModel, table: TokenTable) -> _Probe:
-    generator = np.random.default_rng(0)
-    embeddings = cast(torch.nn.Embedding, model.get_input_embeddings())
-    # The tokenizer of another model may have ids beyond the embeddings; the width of the head
-    # reveals that later.
-    valid_ids = np.flatnonzero(table.present[: embeddings.weight.shape[0]])
-    input_ids = torch.from_numpy(generator.choice(valid_ids, size=(1, 8))).to(model.device)
-    head = model.get_output_embeddings()
-    calls: list[tuple[Tensor, Tensor]] = []
-    if head is None:
-        return _Probe(model(input_ids).logits)
-
-    def record(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        calls.append((inputs[0], output))
-
-    hook = head.register_forward_hook(record)
-    logits = model(input_ids, use_cache=False).logits
-    hook.remove()
-    if len(calls) != 1 or model.base_model is model:
-        return _Probe(logits)
-    hidden = model.base_model(input_ids, use_cache=False).last_hidden_state
-    return _Probe(logits, *calls[0], hidden)
-
-
-def _row_logits(model: PreTrainedModel, probe: _Probe) -> Callable[[_Inputs], _Rows]:
-    """Return how to compute logits: by the head on selected rows, or by the full model.
-
-    Some families do more than apply the head (soft-cap or scale logits, scale hidden states).
-    Their logits come from the full model, one sequence at a time.
-    """
-    if _is_decoder_then_head(probe):
-        return lambda inputs: _rows_by_head(model, inputs)
-    logger.info(
-        "%s changes hidden states or logits around its head: computing full logits, one sequence "
-        "at a time, which needs more memory",
-        type(model).__name__,
-    )
-    return lambda inputs: _rows_by_full_model(model, inputs)
-
-
-def _is_decoder_then_head(probe: _Probe) -> bool:
-    if probe.head_input is None or probe.head_output is None or probe.decoder_output is None:
-        return False
-    # Logits are compared bit for bit: a soft-cap changes the small logits of a probe very little,
-    # and large ones a lot. Hidden states come from a second pass, whose kernels may round
-    # differently.
-    return torch.equal(probe.head_output.float(), probe.logits.float()) and torch.allclose(
-        probe.head_input.float(), probe.decoder_output.float(), rtol=1e-2, atol=1e-3
-    )
-
-
-def _rows_by_head(model: PreTrainedModel, inputs: _Inputs) -> _Rows:
-    hidden = model.base_model(
-        input_ids=inputs.input_ids, attention_mask=inputs.attention_mask, use_cache=False
-    ).last_hidden_state[inputs.row_sequences, inputs.row_positions]
-    head = model.get_output_embeddings()
-    assert head is not None
-
-    def rows(chunk: slice) -> Tensor:
-        return head(hidden[chunk])
-
-    return rows
-
-
-def _rows_by_full_model(model: PreTrainedModel, inputs: _Inputs) -> _Rows:
-    rows: list[Tensor] = []
-    for sequence, mask in enumerate(inputs.attention_mask):
-        input_ids = inputs.input_ids[sequence : sequence + 1, : int(mask.sum())]
-        logits = model(input_ids, use_cache=False).logits[0]
-        rows.append(logits[inputs.row_positions[inputs.row_sequences == sequence]])
-    logits = torch.cat(rows)
-    return lambda chunk: logits[chunk]
 
 
 def _device(name: str) -> torch.device:

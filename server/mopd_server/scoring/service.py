@@ -307,15 +307,24 @@ class TeacherService:
 
     def _tokenize(self, request: LogprobsRequest) -> list[TokenizedSequence]:
         tokenized: list[TokenizedSequence] = []
+        previous: SequenceRequest | None = None
         for index, sequence in enumerate(request.sequences):
+            # Completions of one prompt are adjacent.
+            shared = previous is not None and _prompt(previous) == _prompt(sequence)
+            prompt_ids = tokenized[-1].prompt_ids if shared else None
+            previous = sequence
             try:
-                tokenized.append(self._tokenizer.tokenize(sequence))
+                tokenized.append(self._tokenizer.tokenize(sequence, prompt_ids=prompt_ids))
                 tokenized[-1].require_length(self.manifest.max_model_len)
             except TeacherError as error:
                 status, field = error.status or HTTPStatus.BAD_REQUEST, f"sequences[{index}]"
                 message, key = f"{field}: {error}", f"{field}.{error.key}"
                 raise ServiceError(status, message, key=key) from error
         return tokenized
+
+
+def _prompt(sequence: SequenceRequest) -> tuple[object, ...]:
+    return sequence.messages, sequence.prompt, sequence.prompt_token_ids
 
 
 def _task(sequence: TokenizedSequence) -> ScoringTask:

@@ -11,6 +11,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, Granite
 from mopd_protocol.errors import ConfigError, DataError
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_server.engines import distributions
+from mopd_server.engines import transformers as transformers_engine
 from mopd_server.engines.base import EngineCrashError, ScoringTask
 from mopd_server.scoring.service import TeacherService
 from mopd_server.settings import TeacherSettings
@@ -146,6 +147,37 @@ def test_candidates_and_top_k_share_a_batch(qwen_teacher: TinyTeacher) -> None:
     )
     assert [rows.k for rows in mixed] == [TOP_K, 1, TOP_K, 0]
     assert mixed[1].ids.tolist() == [[9]] * 6
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_completions_of_one_prompt_have_equal_scores(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = teacher_of_family(kind)
+    monkeypatch.setattr(teacher.engine, "_max_batch_tokens", 150)
+    draw = np.random.default_rng(0)
+    prompt, other = draw.choice(teacher.real_ids, (2, 40)).tolist()
+    completions = [draw.choice(teacher.real_ids, rows).tolist() for rows in (7, 1, 12, 5, 5, 1)]
+    prompts = [prompt, prompt, other, prompt, other, [5]]
+    tasks = [task(*pair) for pair in zip(prompts, completions, strict=True)]
+    tasks.append(task(prompt, completions[0], [completions[0]] * 7))
+    calls: list[int] = []
+    hidden_rows = transformers_engine.hidden_rows
+
+    def recorded(model: Any, shared: Sequence[ScoringTask]) -> torch.Tensor:
+        calls.append(len(shared))
+        return hidden_rows(model, shared)
+
+    expected = [score(teacher, each)[0] for each in tasks]
+    monkeypatch.setattr(transformers_engine, "hidden_rows", recorded)
+    for rows, single in zip(score(teacher, *tasks), expected, strict=True):
+        np.testing.assert_allclose(rows.token_logprobs, single.token_logprobs, atol=1e-5)
+        np.testing.assert_allclose(rows.logprobs, single.logprobs, atol=1e-5)
+    assert calls == [3, 2]
+    # A single completion of one token each needs no second pass.
+    (first, second) = score(teacher, tasks[1], task(prompt, completions[5]))
+    np.testing.assert_allclose(first.logprobs, expected[1].logprobs, atol=1e-5)
+    np.testing.assert_allclose(second.logprobs, first.logprobs, atol=1e-5)
 
 
 def test_full_vocabulary_has_no_tail(qwen_teacher: TinyTeacher) -> None:

@@ -10,7 +10,8 @@ from transformers import AutoTokenizer
 
 from mopd_protocol.codec import BINARY_MEDIA_TYPE, decode_binary, decode_json
 from mopd_protocol.manifest import Manifest
-from mopd_protocol.requests import LogprobsRequest
+from mopd_protocol.request_tokenizer import RequestTokenizer
+from mopd_protocol.requests import LogprobsRequest, SequenceRequest
 from mopd_protocol.tokenizers.token_table import TokenTable
 from tests.reference.teacher_scores import completion_logprobs
 from tests.server.tiny_teachers import (
@@ -179,3 +180,25 @@ def test_example_of_the_documentation_is_scored(qwen_teacher: TinyTeacher) -> No
     assert post(qwen_teacher.app, example).status_code == 200
     responses = schema["paths"]["/v1/logprobs"]["post"]["responses"]
     assert {*map(int, responses)} == {200, 400, 401, 408, 413, 422, 429, 500, 503, 504}
+
+
+def test_adjacent_sequences_share_the_tokens_of_their_prompt(
+    qwen_teacher: TinyTeacher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = {"prompt": "9 is", "completion": " 8"}
+    sequences = [SEQUENCE, {**SEQUENCE, "completion": "8"}, other, {**other, "prompt": "1"}, other]
+    expected = [scores_of(qwen_teacher.app, sequence, top_k=3)[0] for sequence in sequences]
+    tokenized: list[object] = []
+    prompt_ids = RequestTokenizer._prompt_ids
+
+    def recorded(tokenizer: RequestTokenizer, sequence: SequenceRequest) -> list[int]:
+        tokenized.append(sequence.prompt)
+        return prompt_ids(tokenizer, sequence)
+
+    monkeypatch.setattr(RequestTokenizer, "_prompt_ids", recorded)
+    for scores, single in zip(
+        scores_of(qwen_teacher.app, *sequences, top_k=3), expected, strict=True
+    ):
+        assert scores["token_ids"] == single["token_ids"]
+        np.testing.assert_allclose(scores["token_logprobs"], single["token_logprobs"], atol=1e-5)
+    assert tokenized == [None, "9 is", "1", "9 is"]

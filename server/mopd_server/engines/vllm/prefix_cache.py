@@ -11,15 +11,22 @@ import secrets
 from typing import Any
 
 from mopd_server.engines.vllm.completion_rows import ARGUMENT, RowRequest
+from mopd_server.engines.vllm.idle_waiting import wait_without_spinning
 
 
 def create_scheduler(**options: Any) -> Any:
-    """Return vLLM's scheduler for these options, with the limit (``scheduler_cls``)."""
+    """Return vLLM's scheduler for these options, with the limit (``scheduler_cls``).
+
+    Called in the engine's process, which waits for its workers afterwards.
+    """
+    from vllm.platforms import current_platform
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
     is_async = options["vllm_config"].scheduler_config.async_scheduling
     scheduler = (AsyncScheduler if is_async else Scheduler)(**options)
+    if current_platform.is_cpu():
+        wait_without_spinning()
     add_request = scheduler.add_request
 
     def add_limited_request(request: Any) -> None:

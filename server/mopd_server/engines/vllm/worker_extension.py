@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mopd_protocol.runtime.engine_end import end_engine_with
 from mopd_server.engines.vllm.completion_rows import CompletionRows, ScheduledTokens
+from mopd_server.engines.vllm.idle_waiting import wait_without_spinning
 
 #: Parameters of the methods that are replaced, of vLLM's two model runners.
 _V1_PARAMETERS = ["hidden_states", "num_scheduled_tokens"]
@@ -57,6 +58,8 @@ class ScoringWorkerExtension:
         """
         runner = self.model_runner
         device = torch.device("cpu") if self.device is None else self.device
+        if device.type == "cpu":
+            wait_without_spinning()
 
         def head(hidden_states: Tensor) -> Tensor | None:  # after ``mask_head``
             return runner.model.compute_logits(hidden_states)

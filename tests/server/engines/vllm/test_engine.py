@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from mopd_server.app import create_app
 from mopd_server.engines.base import AsyncEngine, EngineCrashError, EngineTimes, ScoringTask
 from mopd_server.engines.registry import load_engine
 from mopd_server.engines.transformers import TransformersEngine
+from mopd_server.engines.vllm.idle_waiting import wait_without_spinning
 from mopd_server.scoring.service import TeacherService
 from mopd_server.scoring.tokenizer_loading import ServedTokenizer, load_tokenizer
 from mopd_server.settings import TeacherSettings
@@ -346,6 +348,24 @@ def test_engine_arguments_have_the_types_of_vllm() -> None:
         with pytest.raises(ConfigError) as caught:
             parse_arguments([pair])
         assert caught.value.key == "vllm_arg"
+
+
+def test_waiting_processes_of_vllm_do_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    monkeypatch.setattr(SpinCondition, "wait", SpinCondition.wait)  # restored afterwards
+    polls: list[float] = []
+    condition = SpinCondition.__new__(SpinCondition)
+    condition.is_reader, condition.busy_loop_s, condition.last_read = True, 1.0, time.monotonic()
+    condition.read_cancel_socket = condition.local_notify_socket = None
+    condition.poller = SimpleNamespace(poll=lambda timeout: polls.append(timeout) or {})
+    condition.wait(5000)
+    assert not polls
+    assert wait_without_spinning()
+    condition.wait(5000)
+    condition.wait(None)
+    condition.wait(50)
+    assert polls == [100, 100, 50]
 
 
 def test_cancelled_request_is_aborted_in_vllm(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
