@@ -137,9 +137,12 @@ class _BlockwiseHead(torch.autograd.Function):
         if bias is not None and bias.requires_grad:
             bias_gradient = torch.zeros_like(bias, dtype=exact)
         parts: list[list[LossOutput]] = [[] for _ in terms]
-        matrix = weight.detach().to(hidden.dtype)  # products are in the precision of the rows
+        # Products are in the precision of the rows. Only CUDA sums those of half precision in
+        # float32; elsewhere the head is converted once, not for every block.
+        precision = hidden.dtype if hidden.device.type == "cuda" else exact
+        matrix = weight.detach().to(hidden.dtype).to(precision)
         for start, stop in _blocks(terms, len(hidden), rows_per_block):
-            inputs = hidden[start:stop]
+            inputs = hidden[start:stop].to(precision)
             block = _Block(inputs, matrix, head, exact)
             with torch.enable_grad():
                 value = torch.zeros((), dtype=exact, device=hidden.device)
@@ -152,7 +155,7 @@ class _BlockwiseHead(torch.autograd.Function):
             gradient = block.logit_gradient(value)
             if bias_gradient is not None:
                 bias_gradient += gradient.sum(dim=0)
-            gradient = gradient.to(hidden.dtype)
+            gradient = gradient.to(precision)
             hidden_gradient[start:stop] = _product(gradient, matrix, exact)
             if weight_gradient is None:
                 continue
