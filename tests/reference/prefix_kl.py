@@ -105,14 +105,14 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
     sides = (student, at), (teacher, teacher_at)
     excepted = {c: separate_tokens(*sides, c) if likely else {} for c, likely in names.items()}
     excepted.setdefault(realised, {})
-    is_whole = all(spells_whole(*side, realised) for side in sides)
+    is_undivided = all(spells_whole(*side, realised) for side in sides)
     cells: list[str] = []
 
     def admits(cell: str, string: str) -> bool:
-        """True if a string belongs to a cell, whatever other cells there are."""
+        """True if a string belongs to a cell, without regard to other cells."""
         if not string.startswith(cell):
             return False
-        longer = {realised: True} if is_whole and realised.startswith(cell) else {}
+        longer = {realised: True} if is_undivided and realised.startswith(cell) else {}
         texts = {**excepted[cell], **longer, cell: False}
         return not texts[max((t for t in texts if string.startswith(t)), key=len)]
 
@@ -255,7 +255,7 @@ def frequent(side: Side, prefix: str, count: int) -> list[str]:
 
 
 def continuations(side: Side, text: str) -> list[str]:
-    """What a side may merge with the end of a text."""
+    """Texts that a side may merge with the end of a text."""
     starts = range(max(len(text) - ENDS, 1), len(text))
     ends = [(text[start:], len(text) - start) for start in starts]
     return [t[n:] for end, n in ends for t in frequent(side, end, TOKENS_PER_END)]

@@ -194,10 +194,12 @@ class _TeacherRows:
         order = np.argsort(starts)
         at, columns = np.nonzero(self.reaching)
         entries = at * len(self.vocabulary) + self.ranks[at, columns]
-        found = order[np.searchsorted(starts[order], entries, side="right") - 1]
-        inside = entries < stops[found]
-        at, columns, found = at[inside], columns[inside], found[inside] - 1
-        return _logsumexp(self.nats[at, columns] + self.paths[at], cells[found], len(names.texts))
+        latest = order[np.searchsorted(starts[order], entries, side="right") - 1]
+        inside = entries < stops[latest]
+        at, columns, ranges_of_entries = at[inside], columns[inside], latest[inside] - 1
+        return _logsumexp(
+            self.nats[at, columns] + self.paths[at], cells[ranges_of_entries], len(names.texts)
+        )
 
 
 def _with_realised(token_ids: list[int], topk: TopKLogprobs) -> tuple[Integers, Nats]:

@@ -31,7 +31,7 @@ later boundary, by the rows that are still open.
 
 **Longer tokens.** A teacher's `` 1`` is also a statement about `` 14``, if its tokenizer would have
 spelled that with another token. A cell excludes the student's tokens that the teacher's tokenizer
-never divides behind the cell's text, whatever follows (``separate_tokens``), and the realised text
+never divides behind the cell's text (``separate_tokens``), and the realised text
 if both tokenizers spell it with one token. What is excluded may be another cell.
 
 **Other divisions of the same text.** A tokenizer that merges may divide the text before a boundary

@@ -31,7 +31,7 @@ class CellNames:
             begun: [rows], of a side, in the order of boundaries.
             firsts: [boundaries], each boundary's first row.
         """
-        found: list[tuple[int, int, int, int]] = []
+        readings: list[tuple[int, int, int, int]] = []
         cells = np.searchsorted(self.boundaries, np.arange(len(firsts) + 1)).tolist()
         for (cell, last_cell), rows in zip(
             pairwise(cells), pairwise([*firsts.tolist(), len(begun)]), strict=True
@@ -44,12 +44,12 @@ class CellNames:
                         continue
                     if self.marks[number]:
                         ranges = vocabulary.ranges_of(begun[row], text, self.marks[number])
-                        found += [(number, row, *tokens) for tokens in ranges]
+                        readings += [(number, row, *tokens) for tokens in ranges]
                     else:
                         start, _, stop = vocabulary.range_of(begun[row] + text)
                         if start < stop:
-                            found.append((number, row, start, stop))
-        columns = np.array(found, dtype=np.int64).reshape(-1, 4)
+                            readings.append((number, row, start, stop))
+        columns = np.array(readings, dtype=np.int64).reshape(-1, 4)
         return columns[:, 0], columns[:, 1], columns[:, 2:]
 
 
@@ -176,7 +176,7 @@ def _all_marks(
     results: list[dict[str, Marks]] = []
     for number, names in enumerate(places):
         marks = {name: separate.of(place, name) for name, place in names.items()}
-        marks = {name: _as_realised(found, ahead[number]) for name, found in marks.items() if found}
+        marks = {name: _as_realised(each, ahead[number]) for name, each in marks.items() if each}
         if number in whole_realised:
             longer = realised[number]
             for name in named[number]:

@@ -30,7 +30,7 @@ FEW = 16
 
 
 class Place(NamedTuple):
-    """What each side has begun before a boundary, as far as a token could continue it."""
+    """The text that each side has begun before a boundary, if a token could continue it."""
 
     student: str
     teacher: str
@@ -96,13 +96,15 @@ class SeparateTokens:
             self._ends.clear()
         missing = sorted(texts - self._ends.keys())
         ends = self._ends_in((owner, owner[1]) for owner in missing)
-        # Where a token ends in the text itself, no continuation can make the text separate.
-        whole = [owner for owner, found in ends.items() if found == {len(owner[1])}]
+        # If a token ends inside the text already, no continuation makes the text separate.
+        undivided = [owner for owner, stops in ends.items() if stops == {len(owner[1])}]
         continued = (
-            (owner, owner[1] + after) for owner in whole for after in self._continuations(*owner)
+            (owner, owner[1] + after)
+            for owner in undivided
+            for after in self._continuations(*owner)
         )
-        for owner, found in self._ends_in(continued).items():
-            ends[owner] |= found
+        for owner, stops in self._ends_in(continued).items():
+            ends[owner] |= stops
         self._ends.update((owner, frozenset(ends.get(owner, ()))) for owner in missing)
 
     def _ends_in(

@@ -138,7 +138,7 @@ class SortedVocabulary:
     def _marked_ranges(
         self, begun: str, tokens: PrefixRange, marks: Marks
     ) -> list[tuple[int, int]]:
-        # Ranges of marks are nested or disjoint; each is as the innermost mark says.
+        # Ranges of marks are nested or disjoint; the innermost mark decides.
         outer: list[tuple[int, bool]] = [(tokens.stop, True)]
         edges: list[tuple[int, bool]] = [(tokens.start, True)]  # from this rank on
         for longer, belongs in marks:

@@ -1,4 +1,4 @@
-"""Cells of many random completions against the slow twin, values only: rare cases are met."""
+"""Cells of many random completions, against the values of the slow twin."""
 
 import pytest
 import torch

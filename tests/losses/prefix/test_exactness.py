@@ -154,14 +154,14 @@ def test_a_shorter_token_of_the_teacher_excludes_longer_ones(sampled: str, diver
     output = pair.value(logits, pair.targets([comparison]), divergence=divergence)
     output.per_token[1].backward()
     assert logits.grad is not None
-    one, fourteen, fifteen, hundreds = logits.grad[1, tokens].tolist()
-    assert one < -1e-2 < 1e-2 < fifteen
-    assert one == pytest.approx(hundreds)
+    shortest, fourteen, fifteen, longest = logits.grad[1, tokens].tolist()
+    assert shortest < -1e-2 < 1e-2 < fifteen
+    assert shortest == pytest.approx(longest)
     assert (fourteen == pytest.approx(fifteen)) == (sampled == "1")
 
 
 def test_a_longer_token_is_in_the_cell_that_some_continuation_leads_to() -> None:
-    # The student writes "abc" as "ab|c", the teacher as "a|bc": "a" includes "ab".
+    # "abc" is "ab|c" for the student and "a|bc" for the teacher: "a" includes "ab".
     student = Tongue.of("ab", by_merges=True)
     teacher = Tongue.of("bc", "ab", by_merges=True)
     assert teacher.tokenize("abc") == ["a", "bc"]

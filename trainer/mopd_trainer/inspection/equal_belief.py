@@ -1,6 +1,6 @@
 """``equal_belief``: the loss between two models that are equally sure of one text.
 
-Each model gives every token of its own tokenization of the text the same probability, and the
+Each model gives every token of its tokenization of the text the same probability, and the
 remaining mass to all other tokens equally. They agree about the text, so that a divergence should
 be close to zero, and its gradient should not push down the student's own tokens.
 """
