@@ -1,0 +1,163 @@
+"""Repair a pruned language model on-policy by the whole one, or distil any pair of models.
+
+    python -m bench.language_model --teacher MODEL --folder runs/lm
+    python -m bench.language_model --teacher FOLDER --gguf-file NAME.gguf --folder runs/lm
+    python -m bench.language_model --teacher MODEL --student OTHER --folder runs/lm
+
+Without ``--student``, four layers around the middle of the teacher are removed. Held-out prompts
+have topics of no training prompt. Measured before and after, on the teacher's greedy completions:
+nats per token and agreement of the most likely token (with the teacher's tokenizer), bits per byte;
+and bits per byte of texts that no model generated. GGUF needs the package ``gguf``.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig
+
+import mopd
+from bench.language_model.material import held_out_prompts, prompts
+from bench.language_model.measurement import GreedyCompletion, greedy_completions, measure
+from bench.language_model.models import middle_layers, save_pruned, save_teacher
+from mopd_trainer import RunConfig, Student, StudentConfig
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prepare the models, train, measure, print a table and save the figures."""
+    options = _parser().parse_args(arguments)
+    console, folder = Console(), options.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    teacher_folder = save_teacher(options.teacher, options.gguf_file, folder / "teacher")
+    student_folder = options.student
+    if student_folder is None:
+        layers = AutoConfig.from_pretrained(teacher_folder).num_hidden_layers
+        removed = middle_layers(layers, options.removed_layers)
+        console.print(f"student: the teacher without layers {removed} of {layers}")
+        student_folder = save_pruned(teacher_folder, removed, folder / "student")
+    held_out = held_out_prompts(options.held_out)
+    teacher = _load(teacher_folder)
+    completions = greedy_completions(teacher, held_out, options.max_new_tokens)
+    figures: dict[str, Any] = {"teacher": measure(teacher, completions, same_tokenizer=True)}
+    del teacher
+    before, figures["before"], examples = _measured(student_folder, completions, options)
+    figures["examples"] = {
+        "prompt": held_out[0],
+        "teacher": completions[0].text,
+        "before": examples,
+    }
+    _show(console, figures)
+    config = run_config(options, str(student_folder), str(teacher_folder))
+    started = time.perf_counter()
+    trained = mopd.train(config)
+    figures["seconds_per_step"] = (time.perf_counter() - started) / options.steps
+    _, figures["after"], figures["examples"]["after"] = _measured(trained, completions, options)
+    figures["same_tokenizer"] = before
+    figures["settings"] = {key: str(value) for key, value in vars(options).items()}
+    _show(console, figures)
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def run_config(options: argparse.Namespace, student: str, teacher: str) -> RunConfig:
+    """Write the training prompts and return the settings of the run."""
+    path: Path = options.folder / "prompts.jsonl"
+    lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts(options.prompts)]
+    path.write_text("".join(lines))
+    return RunConfig.model_validate(
+        {
+            "exp_name": "language-model",
+            "output_dir": options.folder / f"run-{options.loss}-{options.divergence}",
+            "max_steps": options.steps,
+            "save_steps": options.save_steps,
+            "keep_checkpoints": 1,
+            "resume_from_checkpoint": True,
+            "data": {"prompts": path},
+            "student": {
+                "model": student,
+                "device": options.device,
+                "learning_rate": options.learning_rate,
+                "warmup_steps": min(5, options.steps),
+                "min_learning_rate_ratio": 0.1,
+            },
+            "rollout": {
+                "prompts_per_step": options.prompts_per_step,
+                "generation_batch_size": options.prompts_per_step,
+                "max_new_tokens": options.max_new_tokens,
+                "scoring": "after_rollout",
+            },
+            "teachers": {
+                "whole": {
+                    "placement": "local",
+                    "model": teacher,
+                    "top_k": options.top_k,
+                    "loss": {"type": options.loss, "divergence": options.divergence},
+                }
+            },
+            "logging": {"tensorboard": False},
+        }
+    )
+
+
+def _measured(
+    folder: str | Path, completions: Sequence[GreedyCompletion], options: argparse.Namespace
+) -> tuple[bool, dict[str, float], str]:
+    """Return True for the teacher's tokenizer, the measures, and the first greedy completion."""
+    student = _load(folder)
+    same = options.loss == "topk_kl"
+    first = greedy_completions(student, [completions[0].prompt], options.max_new_tokens)[0].text
+    return same, measure(student, completions, same_tokenizer=same), first
+
+
+def _load(folder: str | Path) -> Student:
+    return Student.load(StudentConfig(model=str(folder), device="cpu"))
+
+
+def _show(console: Console, figures: dict[str, Any]) -> None:
+    columns = [name for name in ("teacher", "before", "after") if name in figures]
+    table = Table("", *columns)
+    for key in figures["before"]:
+        table.add_row(key, *(f"{figures[name].get(key, float('nan')):.3f}" for name in columns))
+    console.print(table)
+    for name in ("teacher", "before", "after"):
+        if name in figures["examples"]:
+            console.print(f"{name}: {figures['examples'][name]!r}", markup=False)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "bench.language_model",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--teacher", required=True, help="model folder or hub name")
+    parser.add_argument("--gguf-file", help="GGUF file in the teacher's folder")
+    parser.add_argument("--student", help="default: the teacher without some layers")
+    parser.add_argument("--removed-layers", type=int, default=4)
+    parser.add_argument("--folder", type=Path, required=True, help="models and the run")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--save-steps", type=int, default=0, help="steps between checkpoints")
+    parser.add_argument("--prompts", type=int, default=500)
+    parser.add_argument("--prompts-per-step", type=int, default=16)
+    parser.add_argument("--held-out", type=int, default=32)
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--learning-rate", type=float, default=3e-5)
+    parser.add_argument("--top-k", type=int, default=64)
+    parser.add_argument("--loss", default="topk_kl", help="prefix_kl for another tokenizer")
+    parser.add_argument("--divergence", default="forward_kl")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, help="threads of torch")
+    parser.add_argument("--json", type=Path)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Measure the distance of a student to its teacher on held-out prompts."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bench.language_model.material import TEXTS
+from mopd_protocol import Message
+from mopd_trainer import RolloutConfig, Student
+
+_BATCH = 16
+
+
+@dataclass(frozen=True)
+class GreedyCompletion:
+    """A greedy completion of a held-out prompt."""
+
+    prompt: str
+    text: str  # without control tokens
+    token_ids: list[int]
+
+
+def greedy_completions(
+    model: Student, prompts: Sequence[str], max_new_tokens: int
+) -> list[GreedyCompletion]:
+    """Return a model's greedy completions."""
+    settings = RolloutConfig(temperature=0.0, max_new_tokens=max_new_tokens)
+    completions: list[GreedyCompletion] = []
+    for start in range(0, len(prompts), _BATCH):
+        batch = prompts[start : start + _BATCH]
+        generations = model.generate([prompt_ids(model, p) for p in batch], settings, seed=0)
+        for prompt, generation in zip(batch, generations, strict=True):
+            sequence = model.table.sequence(generation.token_ids)
+            text = sequence.text.decode("utf-8", "replace")
+            completions.append(GreedyCompletion(prompt, text, generation.token_ids))
+    return completions
+
+
+def prompt_ids(model: Student, prompt: str) -> list[int]:
+    """Return a user's message in the model's chat template."""
+    return model.prompt_token_ids([Message(role="user", content=prompt)])
+
+
+@torch.no_grad()
+def token_agreement(model: Student, completions: Sequence[GreedyCompletion]) -> dict[str, float]:
+    """Return nats per token of a teacher's completions, and how often the most likely token agrees.
+
+    For a model with the teacher's tokenizer.
+    """
+    nats, agreed, tokens = 0.0, 0, 0
+    network = model.full_model().eval()
+    for completion in completions:
+        prompt, completion = prompt_ids(model, completion.prompt), completion.token_ids
+        ids = torch.tensor([[*prompt, *completion]])
+        logits = network(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        expected = torch.tensor(completion)
+        nats += float(torch.nn.functional.cross_entropy(logits, expected, reduction="sum"))
+        agreed += int((logits.argmax(dim=1) == expected).sum())
+        tokens += len(completion)
+    return {"nats_per_token": nats / tokens, "top1_agreement": agreed / tokens}
+
+
+def bits_per_byte(model: Student, texts: Sequence[tuple[str, str]]) -> float:
+    """Return bits per byte of the second text of each pair after a prompt with the first."""
+    nats, size = 0.0, 0
+    for prompt, text in texts:
+        completion = model.identity.encoder.encode(text)
+        nats -= float(model.logprobs(prompt_ids(model, prompt), completion).sum())
+        size += len(text.encode())
+    return nats / math.log(2) / size
+
+
+def measure(
+    model: Student, completions: Sequence[GreedyCompletion], *, same_tokenizer: bool
+) -> dict[str, float]:
+    """Return all measures of a student against the teacher's completions."""
+    written = [
+        (completion.prompt, completion.text) for completion in completions if completion.text
+    ]
+    pairs = [(f"Continue: {beginning}", rest) for beginning, rest in TEXTS]
+    return {
+        **(token_agreement(model, completions) if same_tokenizer else {}),
+        "completions_bits_per_byte": bits_per_byte(model, written),
+        "texts_bits_per_byte": bits_per_byte(model, pairs),
+    }
