@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     chosen = parser.add_mutually_exclusive_group(required=True)
     chosen.add_argument("--all", action="store_true")
+    chosen.add_argument("--load", type=Path, nargs="+", help="files of --json, to write a page")
     chosen.add_argument("--only", help=f"of {', '.join(CLAIMS)}, separated by commas")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="save all numbers")
@@ -45,8 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     console = Console()
-    claims: list[Claim] = []
-    for name in CLAIMS if options.all else options.only.split(","):
+    claims = [
+        Claim(**values) for path in options.load or () for values in json.loads(path.read_text())
+    ]
+    names = CLAIMS if options.all else (options.only or "").split(",")
+    for name in () if options.load else names:
         measured = CLAIMS[name](options.seeds)
         claims += measured
         for claim in measured:
@@ -54,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.json:
             options.json.write_text(json.dumps([each.json() for each in claims], indent=1) + "\n")
     if options.page:
-        write_page(claims, options.page, options.seeds)
+        write_page(claims, options.page)
 
 
 def _show(console: Console, claim: Claim) -> None:

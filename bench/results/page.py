@@ -14,7 +14,7 @@ mpl.use("Agg")  # writes files, also without a display
 BEGIN, END = "<!-- begin bench.results -->", "<!-- end bench.results -->"
 
 
-def write_page(claims: Sequence[Claim], page: Path, seeds: int) -> None:
+def write_page(claims: Sequence[Claim], page: Path) -> None:
     """Replace the generated part of a page, and save a figure per claim beside the page.
 
     Raises:
@@ -25,18 +25,20 @@ def write_page(claims: Sequence[Claim], page: Path, seeds: int) -> None:
     _, end, tail = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{page}: no generated part found. Add {BEGIN} and {END}.")
-    parts = "\n\n".join(_section(claim, seeds) for claim in claims)
+    parts = "\n\n".join(_section(claim) for claim in claims)
     page.write_text(f"{head}{BEGIN}\n\n{parts}\n\n{END}{tail}")
     for claim in (each for each in claims if each.curves):
         _draw(claim, page.parent / f"claim-{claim.name}.png")
 
 
-def _section(claim: Claim, seeds: int) -> str:
+def _section(claim: Claim) -> str:
+    seeds = len(next(iter(claim.rows.values()))[0])
+    spread = f"{seeds} seeds: mean (lowest–highest)." if seeds > 1 else "One seed."
     lines = [
         f"### {claim.name}: {claim.claim}",
         "",
         f"**{'Reproduced' if claim.reproduced else 'Not reproduced'}.** Falsified if "
-        f"{claim.falsified_if}. {claim.note} {seeds} seeds: mean (lowest–highest). "
+        f"{claim.falsified_if}. {claim.note} {spread} "
         f"`python -m bench.results --only {claim.name[:2]} --seeds {seeds}`, "
         f"{claim.seconds:.0f} s of processor time.",
         "",

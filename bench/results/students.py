@@ -108,7 +108,9 @@ def self_score(teachers: Mapping[int, Subject], top_k: int) -> Score:
             pairs = [items[n] for n in chosen], [rollouts[n] for n in chosen]
             batch = micro_batch(table_score(teacher)(*pairs))
             teacher.student.model.eval()
-            rows = teacher.student.completion_logits(batch).float().log_softmax(dim=1)
+            logits = teacher.student.completion_logits(batch).float()
+            real = torch.tensor(teacher.student.table.real_ids(logits.shape[1]))
+            rows = logits.masked_fill(~real, -torch.inf).log_softmax(dim=1)
             for place, (n, start) in enumerate(
                 zip(chosen, batch.teachers[TEACHER].slot_offsets, strict=True)
             ):

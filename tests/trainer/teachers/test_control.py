@@ -130,6 +130,9 @@ def test_shuffled_prompts_are_others_of_the_teacher() -> None:
     for index, messages in controls.prompts["a"].items():
         assert messages in own.values()
         assert messages != own[index]
+        sampled = rollout("digit", ids_of("digit", "7"), index=index, messages=own[index])
+        assert controls.scored_rollout("a", sampled).prompt.messages == messages
+        assert controls.scored_rollout("b", sampled) is sampled
     assert Controls.of({"a": config}, prompts, seed=1) == controls
     with pytest.raises(ConfigError) as caught:
         Controls.of({"a": config}, prompts[:2], seed=1)
