@@ -1,4 +1,4 @@
-"""E6: the teacher teaches. The right teacher beside three that have nothing to teach."""
+"""E6: the teacher teaches. The right teacher and three that have nothing to teach."""
 
 import random
 import time

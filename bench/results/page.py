@@ -15,7 +15,7 @@ BEGIN, END = "<!-- begin bench.results -->", "<!-- end bench.results -->"
 
 
 def write_page(claims: Sequence[Claim], page: Path) -> None:
-    """Replace the generated part of a page, and save a figure per claim beside the page.
+    """Replace the generated part of a page, and save a figure per claim in the folder of the page.
 
     Raises:
         ValueError: if the page has no generated part.
