@@ -8,18 +8,19 @@ PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q
 # Two processes with one thread each; tests/tiers.py makes the groups.
 PARALLEL := -n 2 --dist loadgroup
 HEAVY := process or slow or vllm
-NEVER := packaging or gpu or npu
+NEVER := packaging or browser or gpu or npu
 # Without vLLM and Ray.
 PROCESS_TESTS := tests/survival tests/server tests/docs $(addprefix tests/trainer/,cli config data \
 	diagnostics distributed evaluation loop metrics reporting run_folder student teachers training)
 
-.PHONY: demo pairings test test-processes test-all test-nightly mutants messages vllm survival check audit lock \
+.PHONY: demo pairings test test-browser test-processes test-all test-nightly mutants messages vllm survival check audit lock \
 	docs format clean help
 
 help:
 	@echo "make demo          two teachers, two services, one student: the full path in minutes, on a CPU"
 	@echo "make test          lint, import contracts and the fast tests: minutes on two cores"
 	@echo "make test-processes the part of test-all that needs neither vLLM nor Ray"
+	@echo "make test-browser  the pages in headless Chromium, which is installed if it is missing"
 	@echo "make test-all      the other tests: processes, whole runs, Ray, vLLM, more examples"
 	@echo "make test-nightly  both, in full: survival, other random examples, packaging, mutants"
 	@echo "make check         make test, pyright in strict mode, and the wheel in clean environments"
@@ -50,11 +51,14 @@ test-processes: .venv/.dev
 	@$(PYTEST) $(PARALLEL) --durations=20 \
 		-m "(process or slow) and not (vllm or smoke or nightly or $(NEVER))" $(PROCESS_TESTS)
 
+test-browser: .venv/.browser
+	@$(PYTEST) -m browser tests/browser
+
 test-all: .venv/.dev .venv/.vllm
 	@$(PYTEST) $(PARALLEL) --hypothesis-profile=full --durations=20 \
 		-m "($(HEAVY) or hypothesis) and not (smoke or nightly or $(NEVER))"
 
-test-nightly: .venv/.dev .venv/.vllm
+test-nightly: .venv/.dev .venv/.vllm .venv/.browser
 	@MOPD_SURVIVAL=full $(PYTEST) $(PARALLEL) --hypothesis-profile=nightly --durations=20 \
 		-m "not (gpu or npu)"
 	@$(MAKE) --no-print-directory mutants
@@ -116,6 +120,13 @@ clean:
 	@echo "installing mopd and its development tools into .venv (once)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable ".[dev]"
 	@touch $@ .venv/.demo
+
+# Chromium is a package of the system; playwright drives it.
+.venv/.browser: | .venv/.dev
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable ".[browser]"
+	@command -v chromium chromium-browser google-chrome > /dev/null || \
+		{ apt-get -qq update && apt-get -qq install --no-install-recommends -y chromium > /dev/null; }
+	@touch $@
 
 # Empty if vLLM is installed, else the reason, which skipped tests show, too.
 # torchvision and others are dependencies built for CUDA, and break transformers with a CPU torch.

@@ -76,7 +76,9 @@ def completion(
     }
     return {
         "step": step,
-        "prompt": [{"role": "user", "content": f"repeat {text[0].decode('utf-8', 'replace')}"}],
+        "prompt": [
+            {"role": "user", "content": f"repeat {b''.join(text).decode('utf-8', 'replace')}"}
+        ],
         "completion": b"".join(text).decode("utf-8", "replace"),
         "source": "rollout",
         "policy_version": step - 1,

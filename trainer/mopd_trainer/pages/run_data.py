@@ -18,8 +18,8 @@ from mopd_trainer.run_folder.files import COMPLETIONS, JOURNAL
 
 Line = dict[str, Any]
 
-#: Completions on a page, in bytes of ``completions.jsonl``; a page above 20 MB opens slowly.
-COMPLETION_BYTES = 6_000_000
+#: Completions on a page, in bytes of ``completions.jsonl``; more delay the first paint.
+COMPLETION_BYTES = 4_000_000
 #: Maximum size of an update.
 _UPDATE_BYTES = 4_000_000
 _LISTED_DAMAGE = 4

@@ -7,6 +7,10 @@ const chartState = {
   smoothing: preferences.read("smoothing", 0),
   logarithmic: preferences.read("logarithmic", false),
   zoom: null, // [first step, last step]
+  /** Move the cursor of every chart to a step. */
+  setStep(step) {
+    for (const { plot } of this.charts) plot?.setCursor({ left: plot.valToPos(step, "x"), top: 20 });
+  },
   setZoom(range) {
     this.zoom = range;
     for (const chart of this.charts) chart.applyZoom();
@@ -110,7 +114,9 @@ class Chart {
     const range = (plot, low, high) => {
       if (low === null) return [0, 1];
       if (this.share) return [Math.min(0, low), Math.max(1, high)];
-      const margin = (high - low) * 0.06 || Math.abs(high) * 0.1 || 0.1;
+      // Rounding of a constant is no range: uPlot would not finish to search its ticks.
+      const isConstant = high - low <= 1e-6 * Math.max(Math.abs(low), Math.abs(high));
+      const margin = isConstant ? Math.abs(high) * 0.1 || 0.1 : (high - low) * 0.06;
       return [low >= 0 && low - margin < 0 ? 0 : low - margin, high + margin];
     };
     this.plot = new uPlot({
@@ -119,7 +125,7 @@ class Chart {
       padding: [8, 12, 0, 0],
       legend: { show: false },
       cursor: {
-        sync: { key: "steps", setSeries: false },
+        sync: { key: "steps", setSeries: false, scales: ["x", null] },
         drag: { x: true, y: false, setScale: false },
         points: { size: 6 },
         bind: { dblclick: () => () => chartState.setZoom(null) },
@@ -223,12 +229,12 @@ class Chart {
     const move = { ArrowLeft: -1, ArrowRight: 1, PageUp: -25, PageDown: 25 }[event.key];
     if (move !== undefined) {
       const next = Math.min(steps.length - 1, Math.max(0, row + move));
-      this.plot.setCursor({ left: this.plot.valToPos(steps[next], "x"), top: 20 });
+      chartState.setStep(steps[next]);
     } else if (event.key === "+" || event.key === "-") {
       const [low, high] = chartState.zoom ?? [steps[0], steps.at(-1)];
       const half = ((high - low) / 2) * (event.key === "+" ? 0.5 : 2), centre = steps[row];
       const range = [Math.max(steps[0], centre - half), Math.min(steps.at(-1), centre + half)];
-      chartState.setZoom(range[0] <= steps[0] && range[1] >= steps.at(-1) ? null : range);
+      chartState.setZoom(range[1] - range[0] > 0.95 * (steps.at(-1) - steps[0]) ? null : range);
     } else if (event.key === "0" || event.key === "Escape") chartState.setZoom(null);
     else return;
     event.preventDefault();

@@ -63,7 +63,7 @@ class Completions {
     this.detail = h("div.detail", { "aria-live": "off" });
     this.inspector = h("aside.inspector", { "aria-label": "Token", "aria-live": "polite" });
     this.filters = h("div.toolbar");
-    this.element = h("section.completions", { "aria-label": "Completions", hidden: true }, this.filters,
+    this.element = h("section.completions", { "aria-label": "Completions" }, this.filters,
       h("div.split", {}, this.list, h("div.reading", {}, this.detail, this.inspector)));
     this.read();
     this.drawFilters();
@@ -130,7 +130,7 @@ class Completions {
         each.teachers.map((name) => h("span.tag", { class: `tag colour-${this.teachers.indexOf(name) % 8}` }, name)),
         h("span.number", { title: "mean loss of the compared tokens" }, Number.isNaN(mean) ? "not compared" : `${shortNumber(mean)} nats`)),
       h("div.snippet", {}, each.prompt.slice(0, 160)),
-      h("div.snippet.answer", {}, each.line.completion.slice(0, 160) || "(empty)"), h("span.rail", {}, bar));
+      h("div.snippet.completion", {}, each.line.completion.slice(0, 160) || "(empty)"), h("span.rail", {}, bar));
   }
 
   select(index, scroll = true) {

@@ -143,9 +143,9 @@ class Curves {
     }
     const shown = [...labels.keys()].filter((key) => this.isShown(key, spec.title));
     if (!shown.length) return null;
-    const lines = shown.flatMap((key, number) => this.runs.filter((run) => run.column(key)).map((run) => {
+    const lines = shown.flatMap((key, number) => this.runs.filter((run) => run.has(key)).map((run) => {
       const [low, high] = spec.band?.(key) ?? [];
-      const band = run.column(low) && run.column(high) ? { low, high } : {};
+      const band = run.has(low) && run.has(high) ? { low, high } : {};
       const colour = shown.length > 1 ? number : run.index;
       return { key, run, colour, meaning: this.meaning(key), ...band,
         isReference: evaluationParts(key)?.teacher > "",

@@ -107,6 +107,10 @@ const theme = {
   },
 };
 theme.system.addEventListener("change", () => theme.apply());
+addEventListener("storage", () => { // chosen on another page
+  theme.chosen = preferences.read("theme", theme.chosen);
+  theme.apply();
+});
 theme.apply();
 
 /** The value of a CSS variable. */

@@ -14,10 +14,12 @@ class RunPage {
   constructor(data) {
     this.runs = data.runs.map((run, index) => new RunMetrics(run, index));
     this.live = data.live;
-    this.views = {
-      curves: new Curves(this.runs, data.metrics), completions: new Completions(this.runs),
-      teachers: new Teachers(this.runs), settings: new RunSettings(this.runs),
+    this.makers = {
+      curves: () => new Curves(this.runs, data.metrics), completions: () => new Completions(this.runs),
+      teachers: () => new Teachers(this.runs), settings: () => new RunSettings(this.runs),
     };
+    this.views = {}; // created when they are first opened
+    this.main = h("main");
     this.help = keyHelp(KEYS);
     this.header = h("div.runs");
     this.tiles = h("div.tiles");
@@ -28,7 +30,7 @@ class RunPage {
       h("header.top", {}, h("div.bar", {}, h("span.brand", {}, "mopd"), this.header, h("span.space"), themeButton(),
         h("button.icon", { type: "button", title: "Keys (?)", "aria-label": "Keys", onclick: () => this.help.showModal() }, "?")),
       this.damage(), this.tiles, this.tabs),
-      h("main", {}, Object.values(this.views).map((view) => view.element)));
+      this.main);
     this.drawHeader();
     this.open(TABS.some(([name]) => `#${name}` === location.hash) ? location.hash.slice(1) : "curves");
     document.addEventListener("keydown", (event) => this.key(event));
@@ -37,8 +39,12 @@ class RunPage {
 
   open(name) {
     this.tab = name;
-    for (const [other, view] of Object.entries(this.views)) {
-      view.element.hidden = other !== name;
+    if (!this.views[name]) {
+      this.views[name] = this.makers[name]();
+      this.main.append(this.views[name].element);
+    }
+    for (const [other] of TABS) {
+      if (this.views[other]) this.views[other].element.hidden = other !== name;
       document.getElementById(`tab-${other}`).setAttribute("aria-selected", String(other === name));
     }
     history.replaceState(null, "", `#${name}`);
@@ -99,7 +105,7 @@ class RunPage {
     else if (event.key === "d") theme.toggle();
     else if (event.key === "?") this.help.showModal();
     else if (event.key === "0") chartState.setZoom(null);
-    else if (event.key === "/") (this.tab === "completions" ? completions : curves).search.focus();
+    else if (event.key === "/") (this.tab === "completions" ? completions : curves)?.search.focus();
     else if (this.tab === "completions" && event.key === "j") completions.move(1);
     else if (this.tab === "completions" && event.key === "k") completions.move(-1);
     else if (this.tab === "completions" && event.key === "t") completions.nextTeacher();
@@ -112,9 +118,11 @@ class RunPage {
   async poll() {
     try {
       const changes = await Promise.all(this.runs.map((run) => this.update(run)));
-      if (changes.some((change) => change.steps)) this.views.curves.update();
-      if (changes.some((change) => change.steps)) this.views.teachers.update();
-      if (changes.some((change) => change.completions)) this.views.completions.update();
+      if (changes.some((change) => change.steps)) {
+        this.views.curves?.update();
+        this.views.teachers?.update();
+      }
+      if (changes.some((change) => change.completions)) this.views.completions?.update();
       document.documentElement.dataset.connection = "open";
     } catch {
       document.documentElement.dataset.connection = "lost";

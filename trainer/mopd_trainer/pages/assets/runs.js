@@ -2,7 +2,8 @@
 /* Metrics of a run as columns, and what can be computed from their names. */
 
 function decoded(text, type) {
-  const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+  const characters = atob(text), bytes = new Uint8Array(characters.length);
+  for (let index = 0; index < characters.length; index++) bytes[index] = characters.charCodeAt(index);
   return new type(bytes.buffer);
 }
 
@@ -15,6 +16,7 @@ class RunMetrics {
     this.config = data.config;
     this.maxSteps = data.max_steps;
     this.steps = Array.from(decoded(data.steps, Float32Array));
+    this.encodedLength = this.steps.length;
     this.encoded = new Map(Object.entries(data.columns));
     this.columns = new Map();
     this.completions = data.completions;
@@ -29,6 +31,10 @@ class RunMetrics {
     return [...new Set([...this.encoded.keys(), ...this.columns.keys()])];
   }
 
+  has(key) {
+    return this.encoded.has(key) || this.columns.has(key);
+  }
+
   /** The values of a metric by step; decoded when first used. */
   column(key) {
     let values = this.columns.get(key);
@@ -36,12 +42,10 @@ class RunMetrics {
       const parts = this.encoded.get(key);
       if (parts.length === 1) values = Array.from(decoded(parts[0], Float32Array));
       else {
-        values = [];
+        values = Array(this.encodedLength).fill(NaN);
         const rows = decoded(parts[0], Int32Array);
         decoded(parts[1], Float32Array).forEach((value, index) => { values[rows[index]] = value; });
       }
-      values.length = Math.max(values.length, this.encodedLength ?? this.steps.length);
-      for (let row = 0; row < values.length; row++) values[row] ??= NaN;
       this.columns.set(key, values);
     }
     if (values !== undefined) while (values.length < this.steps.length) values.push(NaN);
@@ -71,14 +75,11 @@ class RunMetrics {
   append(text) {
     const added = parsedLines(text);
     for (const { step, ...metrics } of added) {
-      if (!this.steps.length || this.lastStep !== step) {
-        this.encodedLength ??= this.steps.length;
-        this.steps.push(step);
-      }
+      if (!this.steps.length || this.lastStep !== step) this.steps.push(step);
       const row = this.steps.length - 1;
       for (const [key, value] of Object.entries(metrics)) {
         if (typeof value !== "number") continue;
-        if (this.column(key) === null) this.columns.set(key, Array(this.steps.length).fill(NaN));
+        if (!this.has(key)) this.columns.set(key, Array(this.steps.length).fill(NaN));
         this.column(key)[row] = value;
       }
     }

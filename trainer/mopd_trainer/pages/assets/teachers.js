@@ -21,7 +21,7 @@ function teacherState(run, name) {
 class Teachers {
   constructor(runs) {
     this.runs = runs;
-    this.element = h("section", { "aria-label": "Teachers", hidden: true });
+    this.element = h("section", { "aria-label": "Teachers" });
     this.update();
   }
 
@@ -99,7 +99,7 @@ class RunSettings {
   constructor(runs) {
     const lines = runs.map((run) => run.config.split("\n"));
     const others = lines.map((_, index) => new Set(lines[1 - index] ?? lines[index]));
-    this.element = h("section", { "aria-label": "Settings", hidden: true }, h("div.columns", {}, runs.map((run, index) =>
+    this.element = h("section", { "aria-label": "Settings" }, h("div.columns", {}, runs.map((run, index) =>
       h("article", {}, h("h3", {}, run.folder), h("pre.config", {}, lines[index].map((line) =>
         h(others[index].has(line) ? "span" : "mark", {}, `${line}\n`)))))));
   }
