@@ -31,8 +31,8 @@ class Claim:
 
 
 def span(values: Sequence[float], form: str = ".1%") -> str:
-    """Return the mean, with the range of several values."""
+    """Return the mean, with the range of several values if it is half a percent or more."""
     mean = format(fmean(values), form)
-    if len(values) == 1 or max(values) == min(values):
+    if max(values) - min(values) < 0.005:
         return mean
     return f"{mean} ({format(min(values), form)}–{format(max(values), form)})"
