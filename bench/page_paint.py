@@ -11,10 +11,13 @@ served page (which includes that the server reads the new lines of the run); med
 import argparse
 import shutil
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Thread
 from typing import Any
 
 from playwright.sync_api import Browser, sync_playwright
@@ -22,7 +25,6 @@ from rich.console import Console
 from rich.table import Table
 
 from mopd_trainer import report
-from mopd_trainer.pages.watch import watch_server
 from tests.browser.conftest import ARGUMENTS, PROGRAMS
 from tests.trainer.pages.made_runs import completions, journal, write_run
 
@@ -50,13 +52,21 @@ def main() -> None:
         size = f"{path.stat().st_size / 1e6:.1f}"
         paint, chart = measure(browser, path.as_uri(), options.repeats)
         table.add_row("file", f"{seconds:.2f}", size, f"{paint:.2f}", f"{chart:.2f}")
-        with watch_server([run], host="127.0.0.1", port=0) as server:
-            Thread(target=server.serve_forever, daemon=True).start()
-            paint, chart = measure(browser, server.url, options.repeats)
+        with served(run) as url:
+            paint, chart = measure(browser, url, options.repeats)
             table.add_row("served", "", size, f"{paint:.2f}", f"{chart:.2f}")
-            server.shutdown()
         browser.close()
     Console().print(table)
+
+
+@contextmanager
+def served(run: Path) -> Iterator[str]:
+    """Serve a run with ``mopd watch``; yield its address."""
+    command = [sys.executable, "-m", "mopd", "watch", str(run), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[1]
+        process.terminate()
 
 
 def made_run(folder: Path, steps: int, teachers: int) -> Path:
