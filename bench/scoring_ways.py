@@ -26,7 +26,7 @@ from mopd_protocol import SequenceRequest
 MAX_MODEL_LEN = 4095
 MAX_BATCHED_TOKENS = 8192
 MAX_TOP_K = 128
-START_SECONDS = 240.0
+START_SECONDS = 900.0
 #: Above the concurrency of every benchmark, which limits its requests itself.
 MAX_CONCURRENCY = 64
 

@@ -16,6 +16,7 @@ from mopd_protocol.manifest import Manifest
 from mopd_protocol.requests import LogprobsDtype, LogprobsRequest
 from mopd_protocol.responses import LogprobsResponse
 from mopd_server.http.lifecycle import Lifecycle, LifecycleMiddleware
+from mopd_server.http.middleware.adapter_path import AdapterPathMiddleware, adapter_of
 from mopd_server.http.middleware.authentication import ApiKeyMiddleware, ApiKeys
 from mopd_server.http.middleware.body_limit import BodyLimitMiddleware
 from mopd_server.http.middleware.disconnects import cancel_on_disconnect
@@ -104,6 +105,7 @@ def create_app(
     if keys.required:
         app.add_middleware(ApiKeyMiddleware, api_keys=keys, quotas=quotas)
     app.add_middleware(ObservationMiddleware, lifecycle=lifecycle)
+    app.add_middleware(AdapterPathMiddleware)
     return app
 
 
@@ -129,7 +131,18 @@ def _service(request: Request) -> TeacherService:
     return _lifecycle(request).require_loaded()
 
 
+def _adapter(request: Request) -> str | None:
+    name, known = adapter_of(request.scope), _service(request).manifests
+    if name not in known:
+        names = ", ".join(str(each) for each in known if each) or "none"
+        raise ServiceError(
+            HTTPStatus.NOT_FOUND, f"adapter not found (found {name!r}, expected one of {names})"
+        )
+    return name
+
+
 Service = Annotated[TeacherService, Depends(_service)]
+Adapter = Annotated[str | None, Depends(_adapter)]
 Life = Annotated[Lifecycle, Depends(_lifecycle)]
 
 
@@ -167,7 +180,9 @@ def _problems(*statuses: HTTPStatus) -> dict[int | str, dict[str, Any]]:
     },
     openapi_extra=REQUEST_BODY,
 )
-async def score_completions(request: Request, life: Life, service: Service) -> Response:
+async def score_completions(
+    request: Request, life: Life, service: Service, adapter: Adapter
+) -> Response:
     """Row r of a response is the teacher's distribution that predicts completion token r.
 
     With ``Accept: application/vnd.mopd.safetensors`` the response is binary, else JSON.
@@ -182,7 +197,7 @@ async def score_completions(request: Request, life: Life, service: Service) -> R
             life.abort_signal() as abort,
         ):
             async with asyncio.timeout(state.request_timeout_seconds):
-                scoring = _score(service, body, state.quotas, reserve)
+                scoring = _score(service, adapter, body, state.quotas, reserve)
                 response = await cancel_on_disconnect(request, scoring, abort)
             return await _encode(service, response, body.logprobs_dtype, binary=binary)
     except TimeoutError as error:
@@ -195,6 +210,7 @@ async def score_completions(request: Request, life: Life, service: Service) -> R
 
 async def _score(
     service: TeacherService,
+    adapter: str | None,
     body: LogprobsRequest,
     quotas: Quotas,
     reserve: Callable[[int], None],
@@ -213,7 +229,7 @@ async def _score(
 
     try:
         key = record.key_name if record is not None else None
-        return await service.score(body, admit=admit, key=key or "")
+        return await service.score(body, adapter=adapter, admit=admit, key=key or "")
     except BaseException:  # a client that disconnects or times out cancels this task
         if record is not None and record.key_name is not None:
             quotas.refund(record.key_name, record.prompt_tokens + record.completion_tokens)
@@ -237,9 +253,9 @@ async def _encode(
 
 
 @router.get("/v1/manifest", summary="Identity of the teacher")
-async def manifest(service: Service) -> Manifest:
+async def manifest(service: Service, adapter: Adapter) -> Manifest:
     """Model, precision, vocabulary, limits, and a hash of everything that affects scores."""
-    return service.manifest
+    return service.manifests[adapter]
 
 
 @router.get("/v1/tokenizer", summary="Files of the tokenizer")
@@ -250,10 +266,13 @@ async def tokenizer(service: Service) -> TokenizerFiles:
 
 @router.get("/v1/models", summary="Name of the teacher, as in an OpenAI list of models")
 async def models(service: Service) -> ModelList:
-    """One entry: the teacher's name, its model and the maximum length."""
-    manifest = service.manifest
-    card = ModelCard(id=manifest.service, root=manifest.model, max_model_len=manifest.max_model_len)
-    return ModelList(data=[card])
+    """The teacher's name, its model and the maximum length; then those of its adapters."""
+    return ModelList(
+        data=[
+            ModelCard(id=each.service, root=each.model, max_model_len=each.max_model_len)
+            for each in service.manifests.values()
+        ]
+    )
 
 
 @router.head("/health", include_in_schema=False)

@@ -140,6 +140,14 @@ def _add_model_options(serve: argparse.ArgumentParser) -> None:
     )
     model.add("--revision", "hub commit, branch or tag")
     model.add(
+        "--adapter",
+        "serve a LoRA adapter of MODEL as another teacher, at the address ending in "
+        "/adapters/NAME; repeatable",
+        action=_Append,
+        type=_pair("NAME=FOLDER"),
+        metavar="NAME=FOLDER",
+    )
+    model.add(
         "--dtype",
         "precision; auto is float32 on a CPU, else that of the checkpoint",
         choices=get_args(DtypeName),

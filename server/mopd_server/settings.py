@@ -26,6 +26,8 @@ class TeacherSettings:
     accelerator, else transformers."""
     revision: str | None = None
     """Hub commit, branch or tag."""
+    adapter: tuple[str, ...] = ()
+    """LoRA adapters that are teachers too, ``NAME=FOLDER``, at ``/adapters/NAME``."""
     dtype: DtypeName = "auto"
     """Precision of the forward pass; auto: float32 on a CPU, else that of the checkpoint."""
     device: str = "auto"

@@ -58,6 +58,7 @@ def test_each_option_sets_its_setting() -> None:
         "--trust-remote-code --tensor-parallel-size 2 --pipeline-parallel-size 3 "
         "--data-parallel-size 4 --quantization fp8 --gpu-memory-utilization 0.5 "
         "--logits-mebibytes 5 --vllm-arg seed=1 --vllm-arg block_size=32 "
+        "--adapter a=x --adapter b=y "
         "--host 0.0.0.0 --port 0 --api-key-file k --max-body-mebibytes 2 "
         "--request-timeout 1.5 --body-timeout 2.5 --drain-timeout 3.5 --key-tokens-per-minute 5 "
         "--key-requests-in-flight 4 --tls-certificate c --tls-key t --log-level debug "
@@ -84,6 +85,7 @@ def test_each_option_sets_its_setting() -> None:
         gpu_memory_utilization=0.5,
         logits_budget_bytes=5 * 1024 * 1024,
         vllm_arg=("seed=1", "block_size=32"),
+        adapter=("a=x", "b=y"),
     )
     assert listen == ListenSettings(
         host="0.0.0.0",
@@ -112,6 +114,7 @@ def test_each_option_sets_its_setting() -> None:
         ["--drain-timeout", "inf"],
         ["--key-weights", "alice"],
         ["--vllm-arg", "seed"],
+        ["--adapter", "x="],
     ],
 )
 def test_invalid_option_is_a_usage_error(

@@ -57,11 +57,11 @@ def revision_of(model: str, config: object, *, requested: str | None = None) -> 
     return hash_of_weights(folder)
 
 
-def hash_of_weights(folder: Path) -> str:
+def hash_of_weights(folder: Path, *, config: str = "config.json") -> str:
     """32 hex digits over the configuration, and names, sizes and samples of the weights' files."""
     digest = hashlib.sha256()
     weights = sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
-    for path in (folder / "config.json", *weights):
+    for path in (folder / config, *weights):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}:".encode())
         for sample in _samples(path, size):

@@ -15,6 +15,7 @@ import numpy as np
 from mopd_protocol.arrays import IntArray
 from mopd_protocol.errors import TeacherError
 from mopd_protocol.topk_logprobs import TopKLogprobs
+from mopd_server.engines.adapters import Adapter
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +29,7 @@ class ScoringTask:
     prompt_ids: IntArray  # [prompt tokens]
     completion_ids: IntArray  # [rows]
     candidate_ids: tuple[IntArray, ...] | None = None  # rows x [candidates of that row]
+    adapter: str | None = None  # name; None: the base model
 
     @property
     def tokens(self) -> int:
@@ -57,6 +59,7 @@ class EngineDescription:
     candidate_ids: bool
     temperature: bool
     exact_tails: bool = True
+    adapters: tuple[Adapter, ...] = ()
 
 
 class EngineCrashError(TeacherError):

@@ -5,6 +5,7 @@ a few hundred rows per chunk, so that the logits of a long batch are never in me
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -20,6 +21,7 @@ from mopd_protocol.runtime.model_weights import load_complete
 from mopd_protocol.runtime.npu import import_backend
 from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_protocol.topk_logprobs import ABSENT_ID, TopKLogprobs
+from mopd_server.engines.adapters import Adapter, load_adapters
 from mopd_server.engines.base import (
     EngineCrashError,
     EngineDescription,
@@ -32,6 +34,7 @@ from mopd_server.engines.distributions import (
     truncated_rows,
 )
 from mopd_server.engines.length_buckets import length_buckets
+from mopd_server.engines.model_adapters import ModelAdapters
 from mopd_server.engines.row_logits import (
     Inputs,
     head_rows,
@@ -63,6 +66,7 @@ def load_engine(settings: TeacherSettings, table: TokenTable) -> "TransformersEn
         DataError: if the head is narrower than the tokenizer.
     """
     device = _device(settings.device)
+    adapters = load_adapters(settings.adapter)
     try:
         model: PreTrainedModel = load_complete(
             f"model {settings.model!r}",
@@ -89,6 +93,7 @@ def load_engine(settings: TeacherSettings, table: TokenTable) -> "TransformersEn
         revision=revision_of(settings.model, model.config, requested=settings.revision),
         max_model_len=_max_model_len(model, settings.max_model_len),
         max_batch_tokens=settings.max_batch_tokens,
+        adapters=adapters,
     )
 
 
@@ -108,8 +113,10 @@ class TransformersEngine:
         revision: str,
         max_model_len: int,
         max_batch_tokens: int,
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         self._model = model
+        self._adapters = ModelAdapters(model, adapters)
         self._max_batch_tokens = max_batch_tokens
         probe = run_probe(model, table)
         self._logits = row_logits(model, probe)
@@ -129,6 +136,7 @@ class TransformersEngine:
             max_model_len=max_model_len,
             candidate_ids=True,
             temperature=True,
+            adapters=tuple(adapters),
         )
 
     @property
@@ -154,12 +162,12 @@ class TransformersEngine:
         self, batch: Sequence[ScoringTask], top_k: int, temperature: float
     ) -> list[TopKLogprobs]:
         scores = [empty_scores(0 if task.candidate_ids else top_k) for task in batch]
-        for with_candidates in (False, True):
-            indices = [
-                index
-                for index, task in enumerate(batch)
-                if len(task.completion_ids) and (task.candidate_ids is not None) == with_candidates
-            ]
+        kinds: dict[tuple[str | None, bool], list[int]] = defaultdict(list)
+        for index, task in enumerate(batch):
+            if len(task.completion_ids):
+                kinds[task.adapter, task.candidate_ids is not None].append(index)
+        for (adapter, _), indices in kinds.items():
+            self._adapters.activate(adapter)
             for members, shared in self._buckets(batch, indices):
                 tasks = [batch[index] for index in members]
                 results = self._score_bucket(tasks, top_k, temperature, shared=shared)

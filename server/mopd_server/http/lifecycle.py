@@ -68,10 +68,10 @@ class Lifecycle:
         """True if scoring requests are accepted."""
         return self.service is not None and self.service.ready and not self.draining
 
-    @property
-    def manifest_headers(self) -> dict[str, str]:
-        """Header with the identity of the teacher; empty while the model loads."""
-        return {} if self.service is None else {MANIFEST_HEADER: self.service.manifest.manifest_id}
+    def manifest_headers(self, adapter: str | None) -> dict[str, str]:
+        """Return a header with the identity of the teacher; empty while the model loads."""
+        manifest = None if self.service is None else self.service.manifests.get(adapter)
+        return {} if manifest is None else {MANIFEST_HEADER: manifest.manifest_id}
 
     def require_open(self) -> TeacherService:
         """Return the service if the process accepts requests.

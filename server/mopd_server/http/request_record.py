@@ -17,6 +17,7 @@ class RequestRecord:
     id: str
     started: float = field(default_factory=time.monotonic)
     """``time.monotonic()`` after the request's headers."""
+    adapter: str | None = None
     key_name: str | None = None
     reason: str | None = None
     """Code of the error response."""

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -92,7 +92,7 @@ def serve(teacher: TeacherSettings, listen: ListenSettings, bound: socket.socket
             with _loaded(teacher) as service:
                 service.on_engine_crash = lambda cause: events.put(_Crash(cause))
                 lifecycle.service = service
-                sys.stdout.write(start_message(service.manifest, address, len(keys), listen.host))
+                sys.stdout.write(start_message(service.manifests, address, len(keys), listen.host))
                 sys.stdout.flush()
                 _warm_up(service)
                 queue_signals()
@@ -221,8 +221,11 @@ def _require_known_names(teacher: TeacherSettings, keys: ApiKeys) -> None:
             )
 
 
-def start_message(manifest: Manifest, address: str, api_keys: int, host: str) -> str:
-    """Return the summary of the teacher printed at startup."""
+def start_message(
+    manifests: Mapping[str | None, Manifest], address: str, api_keys: int, host: str
+) -> str:
+    """Return the summary of the teacher, and of its adapters, printed at startup."""
+    manifest = manifests[None]
     features = [name for name, supported in manifest.features.model_dump().items() if supported]
     lines = [
         f"mopd teacher {manifest.service!r}",
@@ -236,6 +239,11 @@ def start_message(manifest: Manifest, address: str, api_keys: int, host: str) ->
         f"  access     {f'{api_keys} API keys' if api_keys else 'no API key required'}",
         f"  manifest   {manifest.manifest_id}",
         f"  address    {address}  (documentation at {address}/docs)",
+    ]
+    lines += [
+        f"  adapter    {name} at {address}/adapters/{name}, manifest {each.manifest_id}"
+        for name, each in manifests.items()
+        if name is not None
     ]
     if not api_keys and host not in LOOPBACK_HOSTS:
         lines.append("  warning    open to the network without API keys; see --api-key-file")

@@ -4,6 +4,7 @@ Faults of batching are silent: rows of another sequence, a shift by one, padding
 to. The sequences are random tokens, whose rows differ by far more than rounding.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,10 +53,14 @@ async def check_engine(
     top_k = min(_TOP_K, max_top_k)
     tolerance = TOLERANCES.get(description.dtype, max(TOLERANCES.values()))
     ((single, _),) = await scorer.score([probe], top_k=top_k, temperature=1.0)
-    _, (batched, _), *_ = await scorer.score(
-        [others[0], probe, *others[1:]], top_k=top_k, temperature=1.0
+    adapted = [replace(probe, adapter=adapter.name) for adapter in description.adapters]
+    _, (batched, _), *rest = await scorer.score(
+        [others[0], probe, *adapted, *others[1:]], top_k=top_k, temperature=1.0
     )
     _require_close(single, batched, tolerance, "batching")
+    for task, (batched, _) in zip(adapted, rest, strict=False):
+        ((alone, _),) = await scorer.score([task], top_k=top_k, temperature=1.0)
+        _require_close(alone, batched, tolerance, f"adapter {task.adapter}")
     if description.candidate_ids:
         candidates = tuple(np.sort(row[row >= 0]) for row in single.ids)
         task = ScoringTask(probe.prompt_ids, probe.completion_ids, candidates)

@@ -66,6 +66,17 @@ class TeacherService:
         self._tokenizer = tokenizer.requests
         self._engine = engine
         self.manifest = _manifest(self._tokenizer, engine, settings)
+        self.manifests: dict[str | None, Manifest] = {None: self.manifest} | {
+            adapter.name: self.manifest.model_copy(
+                update={
+                    "service": adapter.name,
+                    "model": adapter.model(self.manifest.model),
+                    "revision": adapter.revision(self.manifest.revision),
+                }
+            )
+            for adapter in engine.description.adapters
+        }
+        """Name of an adapter, None for the base model -> manifest."""
         self.metrics = ServiceMetrics(
             queued_sequences=lambda: self._scorer.queued_sequences,
             queued_tokens=lambda: self._scorer.queued_tokens,
@@ -182,10 +193,13 @@ class TeacherService:
         self,
         request: LogprobsRequest,
         *,
+        adapter: str | None = None,
         admit: Callable[[int, int], None] | None = None,
         key: str = "",
     ) -> LogprobsResponse:
         """Score every completion of ``request``, for the API key of this name.
+
+        ``adapter`` is a name of ``manifests``.
 
         ``admit`` is called with the number of prompt and completion tokens before the sequences
         are queued, and may raise ServiceError.
@@ -204,7 +218,7 @@ class TeacherService:
         if admit is not None:
             admit(prompt_tokens, completion_tokens)
         results = await self._scorer.score(
-            [_task(sequence) for sequence in sequences],
+            [_task(sequence, adapter) for sequence in sequences],
             top_k=request.top_k,
             temperature=request.temperature,
             key=key,
@@ -214,11 +228,12 @@ class TeacherService:
         self.metrics.prompt_tokens.inc(prompt_tokens)
         for phase, seconds in timings.items():
             self.metrics.phase_seconds.labels(phase).observe(seconds)
+        manifest_id = self.manifests[adapter].manifest_id
         return LogprobsResponse(
-            manifest_id=self.manifest.manifest_id,
+            manifest_id=manifest_id,
             ids=tuple(sequence.id for sequence in request.sequences),
             scores=tuple(
-                TeacherScore(self.manifest.manifest_id, sequence.completion, topk)
+                TeacherScore(manifest_id, sequence.completion, topk)
                 for sequence, (topk, _) in zip(sequences, results, strict=True)
             ),
             timings=timings,
@@ -324,11 +339,18 @@ class TeacherService:
 
 
 def _prompt(sequence: SequenceRequest) -> tuple[object, ...]:
-    return sequence.messages, sequence.prompt, sequence.prompt_token_ids
+    return (
+        sequence.messages,
+        sequence.chat_template_kwargs,
+        sequence.prompt,
+        sequence.prompt_token_ids,
+    )
 
 
-def _task(sequence: TokenizedSequence) -> ScoringTask:
-    return ScoringTask(sequence.prompt_ids, sequence.completion.token_ids, sequence.candidate_ids)
+def _task(sequence: TokenizedSequence, adapter: str | None) -> ScoringTask:
+    return ScoringTask(
+        sequence.prompt_ids, sequence.completion.token_ids, sequence.candidate_ids, adapter
+    )
 
 
 def _size(request: LogprobsRequest) -> int:

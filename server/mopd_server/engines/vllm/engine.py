@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensInput
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -68,6 +69,10 @@ class VllmEngine(AsyncEngine):
         description: EngineDescription,
     ) -> None:
         self._real_ids = real_ids
+        self._adapters = {
+            adapter.name: LoRARequest(adapter.name, number, str(adapter.folder.absolute()))
+            for number, adapter in enumerate(description.adapters, start=1)
+        }
         self._request_numbers = count()
         self._closed = False
         self._monitor = ExitMonitor()
@@ -205,7 +210,9 @@ class VllmEngine(AsyncEngine):
         request = f"sequence-{next(self._request_numbers)}"
         final: RequestOutput | None = None
         try:
-            async for output in self._llm.generate(prompt, parameters, request):
+            async for output in self._llm.generate(
+                prompt, parameters, request, lora_request=self._adapters.get(task.adapter or "")
+            ):
                 final = output
         except VllmDeadError as error:
             raise EngineCrashError(await self._monitor.cause()) from error

@@ -4,12 +4,14 @@
 # pyright: reportMissingImports=false, reportUnknownParameterType=false
 
 import logging
+from collections.abc import Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import vllm
 from vllm.config import ModelConfig
+from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
@@ -17,6 +19,7 @@ from mopd_protocol.errors import ConfigError, DataError
 from mopd_protocol.runtime.host_memory import cpu_cache_bytes
 from mopd_protocol.runtime.model_revision import name_of, revision_of
 from mopd_protocol.tokenizers.token_table import TokenTable
+from mopd_server.engines.adapters import Adapter, load_adapters
 from mopd_server.engines.base import EngineCrashError, EngineDescription, first_line
 from mopd_server.engines.vllm.arguments import parse_arguments
 from mopd_server.engines.vllm.checkpoint import require_complete_checkpoint
@@ -49,6 +52,7 @@ def start_engine(settings: TeacherSettings, table: TokenTable) -> VllmEngine:
     """
     _require_device(settings.device)
     extra = parse_arguments(settings.vllm_arg)
+    adapters = load_adapters(settings.adapter)
     require_complete_checkpoint(settings)
     try:
         model_arguments = _model_arguments(settings) | extra
@@ -57,9 +61,11 @@ def start_engine(settings: TeacherSettings, table: TokenTable) -> VllmEngine:
         limits = _limits(settings, model)
         logger.info("%s", describe(limits, settings))
         return VllmEngine(
-            AsyncEngineArgs(**_size_arguments(settings, limits) | model_arguments),
+            AsyncEngineArgs(
+                **_size_arguments(settings, limits) | _lora_arguments(adapters) | model_arguments
+            ),
             real_ids,
-            _description(settings, model, limits),
+            _description(settings, model, limits, adapters),
         )
     except (ConfigError, DataError):
         raise
@@ -110,6 +116,24 @@ def _size_arguments(settings: TeacherSettings, limits: VllmLimits) -> dict[str, 
     }
 
 
+def _lora_arguments(adapters: Sequence[Adapter]) -> dict[str, Any]:
+    if not adapters:
+        return {}
+    for adapter in adapters:
+        if adapter.adapts_head:
+            raise ConfigError(
+                f"--adapter: not supported by vLLM: {adapter.name!r} changes the embeddings or the "
+                "head (expected linear layers only). Pass --engine transformers.",
+                key="adapter",
+            )
+    highest = max(adapter.rank for adapter in adapters)
+    rank = next((rank for rank in get_args(MaxLoRARanks) if rank >= highest), highest)
+    # All on the device: any of them may be in any step. On a CPU, vLLM applies the last of the
+    # adapters to tokens without one, so that one more, of zeros, is needed.
+    places = len(adapters) + current_platform.is_cpu()
+    return {"enable_lora": True, "max_loras": places, "max_lora_rank": rank}
+
+
 def _name(imported: type | FunctionType) -> str:
     """Return the name by which vLLM's processes import this."""
     return f"{imported.__module__}.{imported.__qualname__}"
@@ -127,7 +151,10 @@ def _limits(settings: TeacherSettings, model: ModelConfig) -> VllmLimits:
 
 
 def _description(
-    settings: TeacherSettings, model: ModelConfig, limits: VllmLimits
+    settings: TeacherSettings,
+    model: ModelConfig,
+    limits: VllmLimits,
+    adapters: tuple[Adapter, ...],
 ) -> EngineDescription:
     # torch and quantization decide how numbers are rounded, and so affect the scores.
     build = [f"torch {torch.__version__}"]
@@ -144,6 +171,7 @@ def _description(
         max_model_len=limits.longest_sequence,
         candidate_ids=False,
         temperature=False,
+        adapters=adapters,
     )
 
 

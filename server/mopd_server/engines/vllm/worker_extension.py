@@ -61,6 +61,8 @@ class ScoringWorkerExtension:
         if device.type == "cpu":
             wait_without_spinning()
 
+        _unwrap_head(runner.model)
+
         def head(hidden_states: Tensor) -> Tensor | None:  # after ``mask_head``
             return runner.model.compute_logits(hidden_states)
 
@@ -156,6 +158,17 @@ class RowsOfV2:
     def compute_prompt_token_id_logprobs(self, *_: object) -> dict[str, Tensor]:
         """Return nothing: candidates are a part of ``compute_prompt_logprobs``."""
         return {}
+
+
+def _unwrap_head(model: Any) -> None:
+    """Compute logits without LoRA, whose layer expects the sampled tokens of a step only.
+
+    Adapters of the head are rejected (``startup``).
+    """
+    for module in [*model.modules()]:
+        for name, child in [*module.named_children()]:
+            if type(child).__name__ == "LogitsProcessorWithLoRA":
+                setattr(module, name, child.base_layer)
 
 
 def _has_parameters(owner: object, method: str, names: list[str]) -> bool:

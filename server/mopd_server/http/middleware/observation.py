@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mopd_server.http.http_metrics import SCORING_PATH
 from mopd_server.http.lifecycle import Lifecycle
 from mopd_server.http.logs import FIELDS
+from mopd_server.http.middleware.adapter_path import adapter_of
 from mopd_server.http.problems import problem_response
 from mopd_server.http.request_record import RequestRecord, begin_record
 
@@ -19,7 +20,7 @@ REQUEST_ID_HEADER = "X-Request-Id"
 
 
 class ObservationMiddleware:
-    """ASGI middleware, the outermost: sees every request and response."""
+    """ASGI middleware: sees every request and response."""
 
     def __init__(self, app: ASGIApp, lifecycle: Lifecycle) -> None:
         self._app = app
@@ -31,6 +32,7 @@ class ObservationMiddleware:
             await self._app(scope, receive, send)
             return
         record = begin_record(Headers(scope=scope).get(REQUEST_ID_HEADER, ""))
+        record.adapter = adapter_of(scope)
         status: int | None = None
 
         async def observed_send(message: Message) -> None:
@@ -40,7 +42,7 @@ class ObservationMiddleware:
                 headers = MutableHeaders(scope=message)
                 headers[REQUEST_ID_HEADER] = record.id
                 if _identifies_teacher(scope["path"], message["status"]):
-                    headers.update(self._lifecycle.manifest_headers)
+                    headers.update(self._lifecycle.manifest_headers(record.adapter))
                 if self._lifecycle.draining:  # the connection will be closed
                     headers["Connection"] = "close"
             await send(message)
@@ -75,6 +77,8 @@ def _identifies_teacher(path: str, status: int) -> bool:
 def _log_fields(status: int, record: RequestRecord, seconds: float) -> dict[str, object]:
     """Return the named values of a log line, without keys and texts."""
     fields: dict[str, object] = {"status": status, "seconds": round(seconds, 6)}
+    if record.adapter:
+        fields["adapter"] = record.adapter
     if record.key_name:
         fields["key"] = record.key_name
     if record.reason:

@@ -13,11 +13,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 from prometheus_client import REGISTRY
 from scipy.special import log_softmax
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.requests import LogprobsRequest
@@ -93,11 +94,25 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.save(model, tokenizer, folder)
 
 
+def adapter_options(base: Path) -> tuple[str, ...]:
+    """Return options for LoRA adapters of different ranks, saved next to ``base``."""
+    options: list[str] = []
+    for rank in (2, 9):
+        model = AutoModelForCausalLM.from_pretrained(base)
+        config = peft.LoraConfig(
+            r=rank, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False
+        )
+        folder = base.parent / f"rank-{rank}"
+        peft.get_peft_model(model, config).save_pretrained(folder)
+        options.append(f"rank-{rank}={folder}")
+    return tuple(options)
+
+
 @pytest.fixture(scope="module")
 def pair(model_folder: Path) -> Iterator[Pair]:
-    settings = {
+    settings: dict[str, Any] = {
         "model": str(model_folder), "name": "math", "device": "cpu", "top_k_max": TOP_K_MAX,
-        "max_batch_tokens": STEP_TOKENS,
+        "max_batch_tokens": STEP_TOKENS, "adapter": adapter_options(model_folder),
     }  # fmt: skip
     # Sequences in turns, and a cache for few of them, so that some are preempted.
     cache = ("long_prefill_token_threshold=48", f"block_size={BLOCK}", "num_gpu_blocks_override=26")
@@ -277,6 +292,23 @@ def test_shared_prompts_are_read_from_the_cache_and_completions_are_not(
     shared = 150 // BLOCK * BLOCK
     # The completion of ``together`` is in the cache only for its own request.
     assert cached == [0, shared, shared, shared, shared, 140 // BLOCK * BLOCK, shared, 0]
+
+
+def test_adapters_have_equal_scores_and_manifests(
+    pair: Pair, outputs: "list[RequestOutput]"
+) -> None:
+    for name in ("rank-2", "rank-9"):
+        left, right = pair.vllm.manifests[name], pair.transformers.manifests[name]
+        assert (left.model, left.revision) == (right.model, right.revision)
+    (task,) = pair.tasks((100, 60))
+    tasks = [replace(task, adapter=name) for name in (None, "rank-2", "rank-9")]
+    for _ in range(2):  # adapters do not share a cached prompt
+        results = pair.score(tasks, 5)
+        for scores, expected in results:
+            assert_equal(scores, expected)
+        base, *others = [scores.token_logprobs for scores, _ in results]
+        assert all(np.abs(each - base).max() > 1e-2 for each in others)
+    assert [output.num_cached_tokens for output in outputs] == [0] * 3 + [100 // BLOCK * BLOCK] * 3
 
 
 def test_incomplete_rows_are_computed_again_without_the_cache(
