@@ -8,6 +8,7 @@ from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import HTMLResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
@@ -15,6 +16,7 @@ from mopd_protocol.codec import BINARY_MEDIA_TYPE, encode_binary, encode_json
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.requests import LogprobsDtype, LogprobsRequest
 from mopd_protocol.responses import LogprobsResponse
+from mopd_server.http.documentation import documentation_page
 from mopd_server.http.lifecycle import Lifecycle, LifecycleMiddleware
 from mopd_server.http.middleware.adapter_path import AdapterPathMiddleware, adapter_of
 from mopd_server.http.middleware.authentication import ApiKeyMiddleware, ApiKeys
@@ -90,6 +92,8 @@ def create_app(
         title="mopd teacher",
         summary="Scores completions with this teacher's next-token distributions.",
         lifespan=_lifespan if isinstance(teacher, TeacherService) else None,
+        docs_url=None,  # FastAPI's pages need the internet
+        redoc_url=None,
         redirect_slashes=False,  # most clients do not repeat the body of a redirected POST
     )
     app.state.lifecycle = lifecycle
@@ -296,6 +300,12 @@ async def readiness(life: Life) -> State:
     """503 before the warm-up has succeeded, and while the teacher is shutting down."""
     life.require_ready()
     return State(status="ready")
+
+
+@router.get("/docs", include_in_schema=False)
+async def documentation(request: Request) -> HTMLResponse:
+    """Routes and schemas, from the OpenAPI document."""
+    return HTMLResponse(documentation_page(request.app.openapi()))
 
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=Response)

@@ -1,4 +1,6 @@
-"""Schemathesis: responses conform to the OpenAPI page, for valid and invalid requests."""
+"""Responses conform to the OpenAPI document, for valid and invalid requests; its page."""
+
+import re
 
 import schemathesis
 from hypothesis import HealthCheck, settings
@@ -12,7 +14,7 @@ from schemathesis.specs.openapi.checks import (
 
 from mopd_server.app import create_app
 from mopd_server.http.lifecycle import Lifecycle
-from tests.server.tiny_teachers import teacher_of_family
+from tests.server.tiny_teachers import get, teacher_of_family
 
 APP = create_app(Lifecycle(teacher_of_family("qwen").service))
 CHECKS = [
@@ -36,3 +38,14 @@ schema.config.update(request_timeout=600.0)  # 10 s unless set; a busy machine n
 )
 def test_responses_conform_to_the_openapi_page(case: schemathesis.Case) -> None:
     case.call_and_validate(checks=CHECKS)
+
+
+def test_documentation_page_is_complete_without_other_addresses() -> None:
+    page, document = get(APP, "/docs").text, get(APP, "/openapi.json").json()
+    for path in document["paths"]:
+        assert f" {path}</code>" in page
+    for name, schema in document["components"]["schemas"].items():
+        assert f'id="{name}"' in page
+        assert all(f"<code>{field}" in page for field in schema.get("properties", ()))
+    assert set(re.findall(r'(?:href|src)="([^#"]*)', page)) == {"openapi.json", ""}
+    assert "<script" not in page

@@ -46,9 +46,13 @@ from mopd_server.engines.vllm.completion_rows import RowRequest
 from mopd_server.engines.vllm.exit_monitor import ExitMonitor
 from mopd_server.engines.vllm.flat_logprobs import CompletionArrays, pad_rows, topk_from_lists
 from mopd_server.engines.vllm.heartbeat import Heartbeat
+from mopd_server.engines.vllm.stderr_tail import StderrTail
 from mopd_server.engines.vllm.worker_extension import ScoringWorkerExtension
 
 logger = logging.getLogger(__name__)
+
+#: For the last lines of processes that could not start.
+_LAST_LINES_SECONDS = 2.0
 
 _Result = TypeVar("_Result")
 
@@ -75,12 +79,20 @@ class VllmEngine(AsyncEngine):
         }
         self._request_numbers = count()
         self._closed = False
-        self._monitor = ExitMonitor()
+        stderr = StderrTail()
+        self._monitor = ExitMonitor(stderr.first_error)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="vllm", daemon=True)
         self._thread.start()
         children = set(active_children())
-        self._llm = self._call(_create(arguments))
+        try:
+            with stderr.inherited():
+                self._llm = self._call(_create(arguments))
+        except RuntimeError as error:
+            # Usually "Failed core proc(s): {}".
+            if cause := stderr.first_error(wait_seconds=_LAST_LINES_SECONDS):
+                raise RuntimeError(cause) from error
+            raise
         try:
             self._monitor.start([child for child in active_children() if child not in children])
             self._rows = self._extend_workers() and _keep_arrays()

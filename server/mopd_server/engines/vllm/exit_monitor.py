@@ -17,14 +17,19 @@ _EXIT_GRACE_SECONDS = 10.0
 _EXIT_CODE_SECONDS = 5.0
 _EXIT_CODE_PAUSE_SECONDS = 0.01
 
-_UNKNOWN_CAUSE = "the vLLM engine has crashed; see its log"
+_SEE_LOG = "; see its log"
+_UNKNOWN_CAUSE = f"the vLLM engine has crashed{_SEE_LOG}"
 
 
 class ExitMonitor:
-    """Waits in a thread for the first exit among some processes."""
+    """Waits in a thread for the first exit among some processes.
 
-    def __init__(self) -> None:
+    ``first_error`` returns the error that they have printed, if any.
+    """
+
+    def __init__(self, first_error: Callable[[], str | None] = lambda: None) -> None:
         self._cause: Future[str] = Future()
+        self._first_error = first_error
         self._closed = False
 
     def start(self, processes: Sequence[BaseProcess]) -> None:
@@ -54,7 +59,9 @@ class ExitMonitor:
 
     def _wait(self, processes: Sequence[BaseProcess]) -> None:
         sentinels = wait([process.sentinel for process in processes])
-        self._report(exit_message([each for each in processes if each.sentinel in sentinels]))
+        message = exit_message([each for each in processes if each.sentinel in sentinels])
+        error = self._first_error()
+        self._report(f"{message.removesuffix(_SEE_LOG)}: {error}" if error else message)
 
     def _report(self, cause: str) -> None:
         if not self._closed:
@@ -69,8 +76,8 @@ def exit_message(exited: Sequence[BaseProcess]) -> str:
         if code is not None and code < 0:
             return f"the vLLM process {process.name} was killed by {signal.Signals(-code).name}"
         if code is not None:
-            return f"the vLLM process {process.name} exited with status {code}; see its log"
-    return "a vLLM process exited; see its log"
+            return f"the vLLM process {process.name} exited with status {code}{_SEE_LOG}"
+    return f"a vLLM process exited{_SEE_LOG}"
 
 
 def _exit_code(exited: BaseProcess) -> int | None:
