@@ -5,6 +5,7 @@ Arguments are parsed before any heavy import, so that ``--help`` is immediate.
 
 import argparse
 import math
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -18,16 +19,25 @@ from mopd_server.engines.registry import AUTO, ENGINES
 from mopd_server.exit_status import CRASH_STATUS, INTERRUPTED_STATUS
 from mopd_server.http.logs import configure_logs
 from mopd_server.process.listening import bound_socket
-from mopd_server.settings import DtypeName, ListenSettings, LogFormat, TeacherSettings
+from mopd_server.settings import (
+    DtypeName,
+    ListenSettings,
+    LogFormat,
+    PoolSettings,
+    TeacherSettings,
+)
 
 Number = TypeVar("Number", int, float)
-Settings = TypeVar("Settings", TeacherSettings, ListenSettings)
+Settings = TypeVar("Settings", TeacherSettings, ListenSettings, PoolSettings)
 
 #: One year: the system's clocks accept no infinite timeouts.
 _MAX_SECONDS = 31_536_000
 
 _MEBIBYTE = 1024 * 1024
 _MAX_WEIGHT = 1000
+
+#: Name of a teacher of a pool, a part of its address.
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 
 _EXAMPLE = """\
 example: serve a local model as the teacher "math", and request its top 8 per token
@@ -51,13 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status, explained on stderr unless it is 0."""
     parsed = parser().parse_args(arguments)
     teacher, listen = settings_of(parsed)
+    pool = pool_settings_of(parsed)
+    if bool(teacher.model) == bool(pool.models):
+        parser().error("expected either MODEL or --models")
     configure_logs(listen.log_level, listen.log_format)
     try:
         with bound_socket(listen.host, listen.port) as bound:
             # The web framework; torch and transformers are imported once HTTP responds.
             from mopd_server.process.serving import serve
 
-            received = serve(teacher, listen, bound)
+            received = serve(teacher, listen, bound, pool)
     except MopdError as error:
         from mopd_server.engines.base import EngineCrashError
 
@@ -87,6 +100,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_model_options(serve)
+    _add_pool_options(serve)
     _add_vllm_options(serve)
     _add_limit_options(serve)
     _add_listen_options(serve)
@@ -105,8 +119,14 @@ def settings_of(parsed: argparse.Namespace) -> tuple[TeacherSettings, ListenSett
     return _settings(TeacherSettings, parsed), _settings(ListenSettings, parsed)
 
 
+def pool_settings_of(parsed: argparse.Namespace) -> PoolSettings:
+    """Return the settings of a pool; without models, one teacher is served."""
+    return _settings(PoolSettings, parsed)
+
+
 def _settings(kind: type[Settings], parsed: argparse.Namespace) -> Settings:
-    return kind(**{field.name: getattr(parsed, field.name) for field in fields(kind)})
+    values = {field.name: getattr(parsed, field.name) for field in fields(kind)}
+    return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
 
 
 class _Group:
@@ -130,7 +150,9 @@ class _Group:
 
 def _add_model_options(serve: argparse.ArgumentParser) -> None:
     model = _Group(serve, "model", TeacherSettings)
-    model.group.add_argument("model", metavar="MODEL", help="model folder or hub id")
+    model.group.add_argument(
+        "model", metavar="MODEL", nargs="?", default="", help="model folder or hub id"
+    )
     model.add("--name", "name of this teacher (default: last part of MODEL)")
     model.add(
         "--engine",
@@ -159,6 +181,32 @@ def _add_model_options(serve: argparse.ArgumentParser) -> None:
         "--trust-remote-code",
         "run Python code that comes with the model; only for models of trusted authors",
         action="store_true",
+    )
+
+
+def _add_pool_options(serve: argparse.ArgumentParser) -> None:
+    pool = _Group(serve, "several teachers", PoolSettings)
+    pool.group.add_argument(
+        "--models",
+        nargs="+",
+        default=(),
+        type=_named_model,
+        metavar="NAME=MODEL",
+        help="serve several teachers, each at /teachers/NAME, instead of MODEL (engine "
+        "transformers)",
+    )
+    pool.add(
+        "--resident",
+        "teachers with their weights in memory; the others are loaded when they are needed",
+        type=_positive(int),
+        metavar="N",
+    )
+    pool.add(
+        "--max-wait",
+        "a batch that has waited longer replaces a busy teacher",
+        dest="max_wait_seconds",
+        type=_positive(float, at_most=_MAX_SECONDS),
+        metavar="SECONDS",
     )
 
 
@@ -278,6 +326,15 @@ def _pair(form: str) -> Callable[[str], str]:
         return text
 
     return parse
+
+
+def _named_model(text: str) -> tuple[str, str]:
+    name, _, model = text.partition("=")
+    if not (_NAME.fullmatch(name) and model):
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}, expected NAME=MODEL, the name of letters, digits, '_', '.' and '-'"
+        )
+    return name, model
 
 
 def _weights(text: str) -> tuple[tuple[str, float], ...]:

@@ -68,6 +68,18 @@ class TeacherSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PoolSettings:
+    """Several teachers in one process, of which some have their weights in memory."""
+
+    models: tuple[tuple[str, str], ...] = ()
+    """Name and model of each teacher; empty: one teacher."""
+    resident: int = 1
+    """Teachers with their weights in memory."""
+    max_wait_seconds: float = 30.0
+    """A batch that has waited longer replaces a busy teacher."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ListenSettings:
     """Address, authentication, and limits of a request."""
 

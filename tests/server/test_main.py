@@ -15,10 +15,10 @@ import httpx
 import pytest
 
 from mopd_protocol.codec import decode_json
-from mopd_server.main import main, parser, settings_of
+from mopd_server.main import main, parser, pool_settings_of, settings_of
 from mopd_server.process import serving
 from mopd_server.process.listening import bound_socket
-from mopd_server.settings import ListenSettings, TeacherSettings
+from mopd_server.settings import ListenSettings, PoolSettings, TeacherSettings
 from tests import tiny_models
 from tests.processes import interpreter, line_with
 
@@ -48,6 +48,15 @@ def test_help_has_an_example_and_imports_no_heavy_library() -> None:
 def test_defaults_of_options_and_settings_are_equal() -> None:
     parsed = parser().parse_args(["serve", "some/model"])
     assert settings_of(parsed) == (TeacherSettings(model="some/model"), ListenSettings())
+
+
+def test_options_of_a_pool_set_its_settings() -> None:
+    line = "serve --models a=./a b=org/b=c --resident 2 --max-wait 3.5 --name n"
+    parsed = parser().parse_args(line.split())
+    models = (("a", "./a"), ("b", "org/b=c"))
+    expected = PoolSettings(models=models, resident=2, max_wait_seconds=3.5)
+    assert pool_settings_of(parsed) == expected
+    assert pool_settings_of(parser().parse_args(["serve", "m"])) == PoolSettings()
 
 
 def test_each_option_sets_its_setting() -> None:
@@ -113,6 +122,8 @@ def test_each_option_sets_its_setting() -> None:
         ["--gpu-memory-utilization", "1.5"],
         ["--drain-timeout", "inf"],
         ["--key-weights", "alice"],
+        ["--models", "a"],
+        ["--models", "a=b"],  # and a model
         ["--vllm-arg", "seed"],
         ["--adapter", "x="],
     ],

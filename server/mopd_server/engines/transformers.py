@@ -158,6 +158,14 @@ class TransformersEngine:
                 ) from error
             raise
 
+    def release(self) -> None:
+        """Free the memory of the weights; the engine cannot score any more.
+
+        The model itself is freed by the garbage collector: it may be part of a cycle.
+        """
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            tensor.data = tensor.data.new_empty(0)
+
     def _score_batch(
         self, batch: Sequence[ScoringTask], top_k: int, temperature: float
     ) -> list[TopKLogprobs]:

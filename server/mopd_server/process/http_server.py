@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from mopd_server.process.certificate import ServerCertificate
 from mopd_server.process.connection import BoundedConnection
@@ -30,7 +30,7 @@ class HttpServer:
     """
 
     def __init__(
-        self, app: FastAPI, listen: ListenSettings, on_stopped: Callable[[], None]
+        self, app: ASGIApp, listen: ListenSettings, on_stopped: Callable[[], None]
     ) -> None:
         config = uvicorn.Config(
             app,

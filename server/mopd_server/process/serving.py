@@ -13,8 +13,12 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.manifest import Manifest
@@ -24,10 +28,14 @@ from mopd_server.exit_status import CRASH_STATUS
 from mopd_server.http.lifecycle import Lifecycle
 from mopd_server.http.middleware.authentication import ApiKeys
 from mopd_server.http.middleware.quotas import KeyQuota
+from mopd_server.pool.app import PREFIX, LifecycleGroup, PoolApp
 from mopd_server.process.http_server import HttpServer
 from mopd_server.process.listening import address_of
 from mopd_server.scoring.service import TeacherService
-from mopd_server.settings import ListenSettings, TeacherSettings
+from mopd_server.settings import ListenSettings, PoolSettings, TeacherSettings
+
+if TYPE_CHECKING:
+    from mopd_server.pool.teacher_pool import TeacherPool
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +68,16 @@ _Event = _Signal | _Crash | _Idle
 _Events = queue.SimpleQueue[_Event]
 
 
-def serve(teacher: TeacherSettings, listen: ListenSettings, bound: socket.socket) -> signal.Signals:
+def serve(
+    teacher: TeacherSettings,
+    listen: ListenSettings,
+    bound: socket.socket,
+    pool: PoolSettings | None = None,
+) -> signal.Signals:
     """Load the teacher and serve until SIGTERM or Ctrl-C; requests in flight are finished.
 
-    Probes get responses on ``bound`` while torch is imported and the model loads. Returns the
-    signal.
+    Probes get responses on ``bound`` while torch is imported and the model loads. With the models
+    of ``pool``, ``teacher`` has the settings that all share. Returns the signal.
 
     Raises:
         EngineCrashError: if the engine or the HTTP server stops.
@@ -73,39 +86,100 @@ def serve(teacher: TeacherSettings, listen: ListenSettings, bound: socket.socket
     _require_tls_pair(listen)
     keys = ApiKeys.load(listen.api_key_file)
     _require_known_names(teacher, keys)
-    lifecycle = Lifecycle()
-    app = create_app(
-        lifecycle,
-        api_keys=keys,
-        quota=_quota(listen, keys),
-        max_body_bytes=listen.max_body_bytes,
-        body_timeout_seconds=listen.body_timeout_seconds,
-        request_timeout_seconds=listen.request_timeout_seconds,
-    )
+    loading = _Pooled(teacher, pool) if pool and pool.models else _Single(teacher)
+    lifecycles = {name: Lifecycle() for name in loading.settings}
+    apps = {
+        name: create_app(
+            lifecycle,
+            api_keys=keys,
+            quota=_quota(listen, keys),
+            max_body_bytes=listen.max_body_bytes,
+            body_timeout_seconds=listen.body_timeout_seconds,
+            request_timeout_seconds=listen.request_timeout_seconds,
+        )
+        for name, lifecycle in lifecycles.items()
+    }
+    group = LifecycleGroup(lifecycles)
     events: _Events = queue.SimpleQueue()
-    http = HttpServer(app, listen, lambda: events.put(_Crash("the HTTP server has stopped")))
+    http = HttpServer(
+        loading.app(apps, group), listen, lambda: events.put(_Crash("the HTTP server has stopped"))
+    )
     with _signals(events, keys) as queue_signals:
         address = address_of(bound, tls=listen.tls_certificate is not None)
         http.start(bound)
-        logger.info("%s accepts probes; loading %s", address, teacher.model)
+        models = ", ".join(settings.model for settings in loading.settings.values())
+        logger.info("%s accepts probes; loading %s", address, models)
         try:
-            with _loaded(teacher) as service:
-                service.on_engine_crash = lambda cause: events.put(_Crash(cause))
-                lifecycle.service = service
-                sys.stdout.write(start_message(service.manifests, address, len(keys), listen.host))
+            with _closing(loading.load()) as services:
+                for name, service in services.items():
+                    service.on_engine_crash = lambda cause: events.put(_Crash(cause))
+                    lifecycles[name].service = service
+                    sys.stdout.write(
+                        start_message(
+                            service.manifests, address + loading.path(name), len(keys), listen.host
+                        )
+                    )
                 sys.stdout.flush()
-                _warm_up(service)
+                for service in services.values():
+                    _warm_up(service)
                 queue_signals()
                 try:
-                    return _run_until_signal(events, http, lifecycle, listen.drain_seconds)
+                    return _run_until_signal(events, http, group, listen.drain_seconds)
                 finally:  # before the engine is closed: responses may still be in progress
                     http.stop()
         finally:
             http.stop()
 
 
+class _Single:
+    """One teacher, at the root of the address."""
+
+    def __init__(self, teacher: TeacherSettings) -> None:
+        self.settings = {teacher.service_name: teacher}
+
+    def path(self, name: str) -> str:
+        return ""
+
+    def app(self, apps: Mapping[str, FastAPI], group: LifecycleGroup) -> ASGIApp:
+        (app,) = apps.values()
+        return app
+
+    def load(self) -> Mapping[str, TeacherService]:
+        return {name: TeacherService.load(each) for name, each in self.settings.items()}
+
+
+class _Pooled:
+    """Teachers of a pool, each below a path."""
+
+    def __init__(self, teacher: TeacherSettings, pool: PoolSettings) -> None:
+        if teacher.adapter:
+            raise ConfigError("--adapter: not supported with --models", key="adapter")
+        self.settings = {
+            name: replace(teacher, model=model, name=name) for name, model in pool.models
+        }
+        if len(self.settings) != len(pool.models):
+            raise ConfigError(
+                f"--models: names occur twice (found {', '.join(name for name, _ in pool.models)})",
+                key="models",
+            )
+        self._pool_settings = pool
+        self._pool: TeacherPool | None = None
+
+    def path(self, name: str) -> str:
+        return f"{PREFIX}{name}"
+
+    def app(self, apps: Mapping[str, FastAPI], group: LifecycleGroup) -> ASGIApp:
+        return PoolApp(apps, group, lambda: b"" if self._pool is None else self._pool.exposition())
+
+    def load(self) -> Mapping[str, TeacherService]:
+        from mopd_server.pool.teacher_pool import TeacherPool
+
+        self._pool = TeacherPool(self.settings, self._pool_settings)
+        return self._pool.services
+
+
 def _run_until_signal(
-    events: _Events, http: HttpServer, lifecycle: Lifecycle, drain_seconds: float
+    events: _Events, http: HttpServer, lifecycle: LifecycleGroup, drain_seconds: float
 ) -> signal.Signals:
     """Wait for a signal, then for the last response, a second signal, or the timeout."""
     code = "drained"
@@ -142,13 +216,19 @@ def _next_event(events: _Events) -> _Event:
 
 
 @contextmanager
-def _loaded(teacher: TeacherSettings) -> Generator[TeacherService]:
-    """Load the service, and close it at the end; an engine that hangs does not block the exit."""
-    service = TeacherService.load(teacher)
+def _closing(
+    services: Mapping[str, TeacherService],
+) -> Generator[Mapping[str, TeacherService]]:
+    """Close the services at the end; an engine that hangs does not block the exit."""
+
+    def close() -> None:
+        for service in services.values():
+            service.close()
+
     try:
-        yield service
+        yield services
     finally:
-        closing = threading.Thread(target=service.close, name="close", daemon=True)
+        closing = threading.Thread(target=close, name="close", daemon=True)
         closing.start()
         closing.join(timeout=_CLOSE_SECONDS)
         if closing.is_alive():

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from mopd_protocol.topk_logprobs import TopKLogprobs
@@ -19,6 +20,10 @@ from mopd_server.scoring.scorer import Scorer, as_service_error
 from mopd_server.scoring.token_queue import TokenQueue
 
 logger = logging.getLogger(__name__)
+
+#: Called in the engine's thread with the tokens of a batch and the queue behind it, and of the
+#: batch; the context surrounds the engine's call.
+Lease = Callable[[int, int], AbstractContextManager[None]]
 
 #: A batch may take this multiple of its time at the measured speed before the engine is silent:
 #: attention is quadratic in the length, and an accelerator may be shared.
@@ -52,6 +57,7 @@ class Batcher(Scorer[_Entry]):
         on_cancelled: Callable[[int], None],
         now: Callable[[], float] = time.monotonic,
         weights: Mapping[str, float] | None = None,
+        lease: Lease = lambda tokens, batch_tokens: nullcontext(),
     ) -> None:
         super().__init__(
             TokenQueue(
@@ -67,6 +73,7 @@ class Batcher(Scorer[_Entry]):
         self._crash: EngineCrashError | None = None
         self._on_cancelled = on_cancelled
         self._now = now
+        self._lease = lease
         self._silent_from: float | None = None  # while a batch runs
         self._worker: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
@@ -133,12 +140,12 @@ class Batcher(Scorer[_Entry]):
         One sequence that overflows the precision, or a batch too large for the memory, must not
         fail the requests of other clients.
         """
-        started = self._now()
         tokens = sum(entry.task.tokens for entry in batch)
-        self._silent_from = started + _SLOWER * self._queue.expected_seconds(tokens)
         loop = asyncio.get_running_loop()
         try:
-            scores = await loop.run_in_executor(self._thread, self._run_engine, batch)
+            scores, started = await loop.run_in_executor(
+                self._thread, self._run_engine, batch, tokens
+            )
         except Exception as error:
             if len(batch) == 1 or isinstance(error, EngineCrashError):
                 self._fail(batch, error)
@@ -152,8 +159,6 @@ class Batcher(Scorer[_Entry]):
             self._queue.record(tokens, self._now() - started)
             self._set_results(batch, scores, started)
             return
-        finally:
-            self._silent_from = None
         half = len(batch) // 2
         for part in (batch[:half], batch[half:]):
             # Skip entries of requests that have failed or were cancelled.
@@ -176,16 +181,23 @@ class Batcher(Scorer[_Entry]):
             self._crash = error
             self._on_crash(str(error))
 
-    def _run_engine(self, batch: Sequence[_Entry]) -> list[TopKLogprobs]:
+    def _run_engine(self, batch: Sequence[_Entry], tokens: int) -> tuple[list[TopKLogprobs], float]:
+        """Return the scores, and when the engine started."""
         top_k, temperature = batch[0].settings
         tasks = [entry.task for entry in batch]
-        scores = self._engine.score(tasks, top_k=top_k, temperature=temperature)
+        with self._lease(tokens + self._queue.tokens, tokens):
+            started = self._now()
+            self._silent_from = started + _SLOWER * self._queue.expected_seconds(tokens)
+            try:
+                scores = self._engine.score(tasks, top_k=top_k, temperature=temperature)
+            finally:
+                self._silent_from = None
         if len(scores) != len(batch):
             raise RuntimeError(
                 f"the engine returned the wrong number of results (found {len(scores)}, expected "
                 f"{len(batch)})"
             )
-        return scores
+        return scores, started
 
 
 def _set_error(batch: Sequence[_Entry], error: Exception) -> None:

@@ -22,7 +22,7 @@ from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.samples import TeacherScore
 from mopd_server.engines.base import AsyncEngine, Engine, EngineTimes, ScoringTask
 from mopd_server.engines.registry import load_engine
-from mopd_server.scoring.batching import Batcher
+from mopd_server.scoring.batching import Batcher, Lease
 from mopd_server.scoring.direct_scoring import DirectScorer
 from mopd_server.scoring.metrics import ServiceMetrics
 from mopd_server.scoring.scorer import Scorer
@@ -53,13 +53,18 @@ STALL_SECONDS = 10.0
 
 
 class TeacherService:
-    """One teacher: tokenizer, engine, the queue between the two, and the manifest."""
+    """One teacher: tokenizer, engine, the queue between the two, and the manifest.
+
+    ``lease`` surrounds each batch of a blocking engine.
+    """
 
     def __init__(
         self,
         tokenizer: "ServedTokenizer",
         engine: Engine | AsyncEngine,
         settings: TeacherSettings,
+        *,
+        lease: Lease | None = None,
     ) -> None:
         self.tokenizer_files = tokenizer.files
         """File name -> text, for ``AutoTokenizer.from_pretrained`` on the student's side."""
@@ -90,7 +95,7 @@ class TeacherService:
         self._crash_cause: str | None = None
         self._on_engine_crash: Callable[[str], None] | None = None
         self._crash_lock = threading.Lock()
-        self._scorer = self._create_scorer(engine, settings)
+        self._scorer = self._create_scorer(engine, settings, lease)
         # One thread: bounds the memory, and the threads that compete with the event loop. Its work
         # continues after the client has disconnected.
         self._large_work = ThreadPoolExecutor(max_workers=1, thread_name_prefix="large-work")
@@ -125,6 +130,11 @@ class TeacherService:
             state = "does not respond" if stalled else "responds again"
             logger.warning("teacher %r: the engine %s", self.manifest.service, state)
         return stalled
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens in the queue."""
+        return self._scorer.queued_tokens
 
     @property
     def on_engine_crash(self) -> Callable[[str], None] | None:
@@ -250,7 +260,7 @@ class TeacherService:
         self._scorer.close()
 
     def _create_scorer(
-        self, engine: Engine | AsyncEngine, settings: TeacherSettings
+        self, engine: Engine | AsyncEngine, settings: TeacherSettings, lease: Lease | None
     ) -> Scorer[Any]:
         if isinstance(engine, AsyncEngine):
             return DirectScorer(
@@ -268,6 +278,7 @@ class TeacherService:
             on_crash=self._engine_crashed,
             on_cancelled=self.metrics.cancelled_sequences.inc,
             weights=dict(settings.key_weights),
+            **({} if lease is None else {"lease": lease}),
         )
 
     def _engine_crashed(self, cause: str) -> None:

@@ -49,8 +49,8 @@ class StderrTail:
         """Return the last line of the first traceback; wait for the processes to end."""
         self._ended.wait(wait_seconds)
         start = self._tail.find(_TRACEBACK)
-        found = _ERROR.search(self._tail, start) if start >= 0 else None
-        return found[1].decode(errors="replace") if found else None
+        match = _ERROR.search(self._tail, start) if start >= 0 else None
+        return match[1].decode(errors="replace") if match else None
 
     def _copy(self, read: int, original: int) -> None:
         while part := os.read(read, _READ_BYTES):

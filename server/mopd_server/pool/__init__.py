@@ -1,0 +1,1 @@
+"""Several teachers that share the memory of one device."""

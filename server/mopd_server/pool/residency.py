@@ -1,0 +1,183 @@
+"""``Residency``: which teachers of a pool have their weights on the device.
+
+A teacher scores a batch under a lease, one batch of the pool at a time: transformers changes
+torch's global settings while it loads a model. A resident teacher gets the next lease. Another one
+replaces a resident teacher that is idle, or that has been resident for several times the duration
+of a swap while its own queue is worth a swap, or as soon as it has waited too long: the longest
+waiting first, so that none starves.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+#: A busy teacher stays resident for this multiple of a swap: swaps take at most a fifth.
+STAY_SWAPS = 4.0
+
+#: Interval at which waiting threads compare their deadline with the time.
+_POLL_SECONDS = 0.1
+
+
+@dataclass
+class Teacher:
+    """State of one teacher; times are in seconds of one clock."""
+
+    name: str
+    resident: bool = False
+    running: bool = False
+    waiting_since: float | None = None
+    """A batch waits for a lease since then."""
+    tokens: int = 0
+    """Tokens of the batch and of the queue behind it, at the last request for a lease."""
+    resident_since: float = 0.0
+    last_used: float = 0.0
+    seconds_per_token: float = 0.0
+    """Speed of the last batch."""
+    swap_seconds: float = 0.0
+    """Duration of the last load."""
+    swaps: int = 0
+
+
+@dataclass(frozen=True)
+class Grant:
+    """A teacher whose batch runs next, and the resident teacher that it replaces, if any."""
+
+    teacher: Teacher
+    victim: Teacher | None
+    swap: bool
+
+
+def choose(
+    teachers: Iterable[Teacher], *, resident: int, max_wait: float, now: float
+) -> Grant | None:
+    """Return the next lease; None if no waiting batch may run yet.
+
+    Args:
+        teachers: all teachers of the pool.
+        resident: maximum number of resident teachers.
+        max_wait: seconds after which a batch may replace a busy teacher.
+        now: seconds.
+    """
+    teachers = list(teachers)
+    if any(each.running for each in teachers):
+        return None
+    waiting = sorted(
+        (each for each in teachers if each.waiting_since is not None),
+        key=lambda each: (each.waiting_since, each.name),
+    )
+    residents = [each for each in teachers if each.resident]
+    free = len(residents) < resident
+    for each in waiting:
+        overdue = now - (each.waiting_since or 0.0) >= max_wait
+        if each.resident or not overdue:
+            continue
+        return Grant(each, None if free else _least_needed(residents), swap=True)
+    for each in waiting:
+        if each.resident:
+            return Grant(each, None, swap=False)
+    for each in waiting:
+        if free:
+            return Grant(each, None, swap=True)
+        if victim := _least_needed(r for r in residents if _may_leave(r, each, now)):
+            return Grant(each, victim, swap=True)
+    return None
+
+
+def _may_leave(resident: Teacher, candidate: Teacher, now: float) -> bool:
+    """Return whether a swap that no deadline requires is worth its cost."""
+    if resident.waiting_since is None:
+        return True
+    worth = candidate.tokens * candidate.seconds_per_token >= candidate.swap_seconds
+    return worth and now - resident.resident_since >= STAY_SWAPS * candidate.swap_seconds
+
+
+def _least_needed(residents: Iterable[Teacher]) -> Teacher | None:
+    """Return the resident teacher with the least work; None without any."""
+    return min(
+        residents,
+        key=lambda each: (
+            each.waiting_since is not None,
+            each.tokens if each.waiting_since is not None else 0,
+            each.last_used,
+        ),
+        default=None,
+    )
+
+
+class Residency:
+    """Leases for the threads of a pool's engines.
+
+    Args:
+        names: names of the teachers.
+        resident: maximum number of resident teachers.
+        max_wait: seconds; see ``choose``.
+        swap: loads the weights of the first name after releasing those of the second; blocks.
+        now: seconds.
+    """
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        *,
+        resident: int,
+        max_wait: float,
+        swap: Callable[[str, str | None], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.teachers = {name: Teacher(name) for name in names}
+        self._resident = resident
+        self._max_wait = max_wait
+        self._swap = swap
+        self._now = now
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def lease(self, name: str, tokens: int, batch_tokens: int) -> Generator[None]:
+        """Make a teacher resident until the block ends; blocks until it is its turn.
+
+        ``tokens`` are those of the batch and of the queue behind it.
+        """
+        teacher = self.teachers[name]
+        with self._changed:
+            teacher.waiting_since, teacher.tokens = self._now(), tokens
+            self._changed.notify_all()
+            while (grant := self._choose()) is None or grant.teacher is not teacher:
+                self._changed.wait(_POLL_SECONDS)
+            teacher.running, teacher.waiting_since = True, None
+            if grant.victim is not None:
+                grant.victim.resident = False
+            teacher.resident = True
+            self._changed.notify_all()
+        try:
+            if grant.swap:
+                self._load(teacher, grant.victim)
+            started = self._now()
+            yield
+            if batch_tokens:
+                teacher.seconds_per_token = (self._now() - started) / batch_tokens
+        finally:
+            with self._changed:
+                teacher.running, teacher.last_used = False, self._now()
+                self._changed.notify_all()
+
+    def _load(self, teacher: Teacher, victim: Teacher | None) -> None:
+        started = self._now()
+        try:
+            self._swap(teacher.name, victim.name if victim else None)
+        except BaseException:
+            with self._changed:
+                teacher.resident = False
+            raise
+        teacher.resident_since = self._now()
+        teacher.swap_seconds = teacher.resident_since - started
+        teacher.swaps += 1
+
+    def _choose(self) -> Grant | None:
+        return choose(
+            self.teachers.values(),
+            resident=self._resident,
+            max_wait=self._max_wait,
+            now=self._now(),
+        )
