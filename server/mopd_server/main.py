@@ -121,12 +121,12 @@ def settings_of(parsed: argparse.Namespace) -> tuple[TeacherSettings, ListenSett
 
 def pool_settings_of(parsed: argparse.Namespace) -> PoolSettings:
     """Return the settings of a pool; without models, one teacher is served."""
+    parsed.models = tuple(parsed.models)
     return _settings(PoolSettings, parsed)
 
 
 def _settings(kind: type[Settings], parsed: argparse.Namespace) -> Settings:
-    values = {field.name: getattr(parsed, field.name) for field in fields(kind)}
-    return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
+    return kind(**{field.name: getattr(parsed, field.name) for field in fields(kind)})
 
 
 class _Group:

@@ -1,6 +1,7 @@
 """A pool of real models, of which one at a time has its weights in memory."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def test_changed_checkpoint_is_not_served(folders: dict[str, Path]) -> None:
     engine.load()
     description = engine.description
     engine.release()
-    engine.description = type(description)(**{**vars(description), "revision": "another"})
+    engine.description = replace(description, revision="another")
     with pytest.raises(EngineCrashError):
         engine.load()
 
