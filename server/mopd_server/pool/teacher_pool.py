@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 from typing import cast
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -59,7 +60,7 @@ class TeacherPool:
                 f"{settings.engine}, expected {_ENGINE}). Serve one model per process.",
                 key="engine",
             )
-        selected = TeacherSettings(**{**vars(settings), "engine": _ENGINE})
+        selected = replace(settings, engine=_ENGINE)
         tokenizer = ServedTokenizer.of(load_tokenizer(selected))
         table = tokenizer.requests.table
         engine = ReloadableEngine(lambda: cast(ReleasableEngine, load_engine(selected, table)))

@@ -57,7 +57,7 @@ class Batcher(Scorer[_Entry]):
         on_cancelled: Callable[[int], None],
         now: Callable[[], float] = time.monotonic,
         weights: Mapping[str, float] | None = None,
-        lease: Lease = lambda tokens, batch_tokens: nullcontext(),
+        lease: Lease | None = None,
     ) -> None:
         super().__init__(
             TokenQueue(
@@ -73,7 +73,7 @@ class Batcher(Scorer[_Entry]):
         self._crash: EngineCrashError | None = None
         self._on_cancelled = on_cancelled
         self._now = now
-        self._lease = lease
+        self._lease: Lease = lease or (lambda tokens, batch_tokens: nullcontext())
         self._silent_from: float | None = None  # while a batch runs
         self._worker: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")

@@ -278,7 +278,7 @@ class TeacherService:
             on_crash=self._engine_crashed,
             on_cancelled=self.metrics.cancelled_sequences.inc,
             weights=dict(settings.key_weights),
-            **({} if lease is None else {"lease": lease}),
+            lease=lease,
         )
 
     def _engine_crashed(self, cause: str) -> None:
