@@ -36,12 +36,12 @@ def test_a_claim_has_a_number_per_seed_and_a_page(tmp_path: Path, name: str) -> 
             assert len(columns) == len(claim.columns)
             assert all(len(column) == 1 and math.isfinite(column[0]) for column in columns)
     page = tmp_path / "results.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    page.write_text(f"before\n{BEGIN}\nreplaced text\n{END}\nafter\n")
     write_page(claims, page)
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
-    assert "old" not in text
+    assert "replaced text" not in text
     assert (tmp_path / f"claim-{name}.png").stat().st_size > 1_000
     loaded = [Claim(**json.loads(json.dumps(claim.json()))) for claim in claims]
     write_page(loaded, page)
