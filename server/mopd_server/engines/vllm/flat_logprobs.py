@@ -69,7 +69,7 @@ def topk_from_lists(
 class CompletionArrays:
     """Arrays of ``CompletionRows``, as a worker returns them."""
 
-    ids: NDArray[np.integer]  # [rows, k]
+    ids: Int32  # [rows, k]
     logprobs: Float32  # [rows, k + 2], nats: completion token, ids, tail
 
     def scores(self, rows: int) -> TopKLogprobs | None:
