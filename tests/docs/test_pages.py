@@ -103,7 +103,9 @@ def test_quoted_messages_are_messages_of_ours() -> None:
 
 
 def test_metrics_on_the_operations_page_are_exported() -> None:
-    service = ServiceMetrics(queued_sequences=lambda: 0.0, queued_tokens=lambda: 0.0)
+    service = ServiceMetrics(
+        queued_sequences=lambda: 0.0, queued_tokens=lambda: 0.0, tokens_by_key=dict
+    )
     exposition = (service.exposition() + HttpMetrics(ready=lambda: True).exposition()).decode()
     exported = set(re.findall(r"^# TYPE (\w+)", exposition, re.M))
     named = {span for span in code_spans("operations.md") if span.startswith("mopd_")}

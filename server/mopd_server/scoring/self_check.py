@@ -59,8 +59,8 @@ async def check_engine(
     )
     _require_close(single, batched, tolerance, "batching")
     for task, (batched, _) in zip(adapted, rest, strict=False):
-        ((alone, _),) = await scorer.score([task], top_k=top_k, temperature=1.0)
-        _require_close(alone, batched, tolerance, f"adapter {task.adapter}")
+        ((unbatched, _),) = await scorer.score([task], top_k=top_k, temperature=1.0)
+        _require_close(unbatched, batched, tolerance, f"adapter {task.adapter}")
     if description.candidate_ids:
         candidates = tuple(np.sort(row[row >= 0]) for row in single.ids)
         task = ScoringTask(probe.prompt_ids, probe.completion_ids, candidates)
