@@ -61,17 +61,17 @@ class ScoringWorkerExtension:
         if device.type == "cpu":
             wait_without_spinning()
 
-        _unwrap_head(runner.model)
-
         def head(hidden_states: Tensor) -> Tensor | None:  # after ``mask_head``
             return runner.model.compute_logits(hidden_states)
 
         rows = CompletionRows(head, width, device)
         if _has_parameters(runner, "_get_prompt_logprobs_dict", _V1_PARAMETERS):
+            _unwrap_head(runner.model)
             runner._get_prompt_logprobs_dict = rows_of_v1(runner, rows)
             return True
         worker = getattr(runner, "prompt_logprobs_worker", None)
         if _has_parameters(worker, "compute_prompt_logprobs", _V2_PARAMETERS):
+            _unwrap_head(runner.model)
             runner.prompt_logprobs_worker = RowsOfV2(rows)
             return True
         # Only the last stage of a pipeline has the head, and this attribute.
