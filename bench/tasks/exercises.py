@@ -20,16 +20,15 @@ from mopd.demo.tasks import Exercise
 _HELD_OUT = 200
 
 _FIRST_DAY, _DAYS = date(1900, 1, 1), 150 * 365
-#: Values of a column; numbers for the last two.
+#: Values of a column; numbers for the last one.
 _COLUMNS: Mapping[str, Sequence[str | int]] = {
     "item": ("apple", "banana", "cherry", "lemon", "mango", "olive", "pear", "plum"),
     "city": ("Berlin", "Dublin", "Lisbon", "London", "Madrid", "Oslo", "Paris", "Vienna"),
     "colour": ("black", "blue", "brown", "green", "grey", "orange", "red", "white"),
     "unit": ("bag", "box", "crate", "jar", "kilo", "litre", "pack", "tray"),
-    "count": range(1, 1_000),
-    "price": range(1, 10_000),
+    "count": range(1, 50),
 }
-_COLUMNS_PER_ROW = 5
+_COLUMNS_PER_ROW = 4
 #: One exercise in this many is held out.
 _HELD_OUT_EVERY = 5
 

@@ -59,8 +59,13 @@ async def self_distillation(case: Case, url: str) -> list[Finding]:
     """
     configs: dict[str, TeacherConfig] = {}
     for each in case.config.scoring_teachers.values():
-        settings = {"url": (url,), "top_k": each.top_k, "loss": each.loss, "support": each.support}
-        settings["chat_template_kwargs"] = case.config.student.chat_template_kwargs
+        settings = {
+            "url": (url,),
+            "top_k": each.top_k,
+            "loss": each.loss,
+            "support": each.support,
+            "chat_template_kwargs": case.config.student.chat_template_kwargs,
+        }
         if each.support != "full":
             configs.setdefault(described(each.loss), TeacherConfig.model_validate(settings))
     cache = ProjectionCache()

@@ -20,9 +20,9 @@ from mopd_trainer.evaluation.sets import read_sets
 from mopd_trainer.reporting.plan import describe_plan
 from mopd_trainer.run_folder.replay import Replay
 from mopd_trainer.run_folder.retention import starting_checkpoint
+from mopd_trainer.student.devices import device_of
 from mopd_trainer.student.identity import StudentIdentity
 from mopd_trainer.student.prompt_checks import check_prompts
-from mopd_trainer.student.student import device_of
 from mopd_trainer.teachers.connect import connect_teachers, teacher_pool
 from mopd_trainer.teachers.local.residency import teacher_device
 

@@ -25,13 +25,13 @@ from mopd_losses.core.blockwise_head import Head, LossTerm, blockwise_head, dens
 from mopd_losses.core.loss import LossOutput
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.runtime.model_weights import load_complete
-from mopd_protocol.runtime.npu import import_backend
 from mopd_protocol.samples import Message
 from mopd_trainer.config.run import RolloutConfig, StudentConfig
 from mopd_trainer.data.packing import MicroBatch
 from mopd_trainer.distributed.full_copy import UnshardedCopy
 from mopd_trainer.distributed.process_group import Ranks
 from mopd_trainer.distributed.sharding import shard, shard_like, unsharded
+from mopd_trainer.student.devices import device_of
 from mopd_trainer.student.generation import BehaviourPolicy, Generation
 from mopd_trainer.student.identity import (
     StudentIdentity,
@@ -400,23 +400,3 @@ def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:
             "false.",
             key="student.gradient_checkpointing",
         ) from error
-
-
-def device_of(name: str) -> torch.device:
-    """Return the device of a name; ``auto``: the first accelerator, or the CPU.
-
-    Raises:
-        ConfigError: when the device is not available.
-    """
-    if name != "auto":
-        import_backend(name, subject=f"student.device is {name!r}, which")
-        try:
-            return torch.empty(0, device=name).device
-        except (RuntimeError, AssertionError) as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(
-                f"student.device: not available (found {name!r}): {reason}", key="student.device"
-            ) from error
-    available = torch.accelerator.is_available()
-    accelerator = torch.accelerator.current_accelerator() if available else None
-    return accelerator or torch.device("cpu")
