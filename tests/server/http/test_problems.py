@@ -32,7 +32,11 @@ MAX_SEQUENCES = 4096
     ("body", "field", "text"),
     [
         ({**BODY, "topk": 4}, "body", "'topk'"),
-        ({"sequences": [{**SEQUENCE, "text": "a"}]}, "sequences[0]", "id, messages, prompt"),
+        (
+            {"sequences": [{**SEQUENCE, "text": "a"}]},
+            "sequences[0]",
+            "id, messages, chat_template_kwargs",
+        ),
         (
             {"sequences": [{"messages": [{"role": "user", "content": "", "name": "x"}]}]},
             "sequences[0].messages[0]",
@@ -327,14 +331,16 @@ def test_probes_get_responses_while_megabytes_are_tokenized(
     async def scenario() -> httpx.Response:
         loop, started = asyncio.get_running_loop(), asyncio.Event()
 
-        def blocked(request: Any) -> Any:
+        def blocked(_: Any, *arguments: Any, **options: Any) -> Any:
             loop.call_soon_threadsafe(started.set)
             assert probed.wait(timeout=300), "tokenization runs on the event loop"
-            return tokenize(request)
+            return tokenize(*arguments, **options)
 
-        monkeypatch.setattr(RequestTokenizer, "tokenize", lambda _, each: blocked(each))
+        monkeypatch.setattr(RequestTokenizer, "tokenize", blocked)
         request = asyncio.create_task(post_async(teacher.app, {"sequences": [sequence]}))
-        await started.wait()
+        waiting = asyncio.create_task(started.wait())
+        await asyncio.wait({request, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        assert not request.done()
         for _ in range(15):
             assert (await request_async(teacher.app, "GET", "/healthz")).status_code == 200
         probed.set()
@@ -350,13 +356,13 @@ def test_large_texts_are_tokenized_sequentially_and_do_not_delay_small_ones(
     tokenize, gate = teacher.tokenizer.tokenize, threading.Event()
     started: list[str] = []
 
-    def blocked(sequence: SequenceRequest) -> Any:
+    def blocked(_: Any, sequence: SequenceRequest, **options: Any) -> Any:
         started.append(sequence.id or "")
         if sequence.id != "small":
             assert gate.wait(timeout=300), "the gate is closed after a failed test"
-        return tokenize(sequence)
+        return tokenize(sequence, **options)
 
-    monkeypatch.setattr(RequestTokenizer, "tokenize", lambda _, each: blocked(each))
+    monkeypatch.setattr(RequestTokenizer, "tokenize", blocked)
 
     async def scenario() -> list[httpx.Response]:
         def request(name: str, **fields: Any) -> "asyncio.Task[httpx.Response]":
