@@ -326,7 +326,7 @@ class LyingProxy:
 
     def changed(self, body: bytes) -> bytes:
         """Return the changed body."""
-        document = encode_json(decode_binary(body)) if self.binary else json.loads(body)
+        document = json.loads(encode_json(decode_binary(body)) if self.binary else body)
         for sequence in document["sequences"]:
             for name in ("topk_logprobs", "token_logprobs", "tail_logprobs"):
                 values = np.array(sequence[name], dtype=np.float32)

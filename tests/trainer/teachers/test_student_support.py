@@ -229,6 +229,7 @@ async def test_a_teacher_that_scores_no_chosen_ids_is_refused(monkeypatch: Any) 
     features = Features(candidate_ids=False, temperature=True, messages=True)
     manifest = plain.manifest.model_copy(update={"features": features})
     monkeypatch.setattr(plain, "manifest", manifest)
+    monkeypatch.setitem(plain.manifests, None, manifest)
     teachers = {"math": (Recorded(service("digit").app), teacher_config(**SAME))}
     with pytest.raises(ConfigError, match="teacher 'math': unsupported candidate_ids"):
         async with scorer_of(IDENTITY, teachers):
