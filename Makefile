@@ -11,7 +11,7 @@ HEAVY := process or slow or vllm
 NEVER := packaging or browser or gpu or npu
 # Without vLLM and Ray.
 PROCESS_TESTS := tests/survival tests/server tests/docs $(addprefix tests/trainer/,cli config data \
-	diagnostics distributed evaluation loop metrics reporting run_folder student teachers training)
+	diagnostics distributed evaluation inspection loop metrics pages run_folder student teachers training)
 
 .PHONY: demo pairings test test-browser test-processes test-all test-nightly mutants messages vllm survival check audit lock \
 	docs format clean help
