@@ -1,7 +1,7 @@
 """The teacher's cells at every boundary of a completion, and their masses.
 
-A cell is a string that may follow a boundary. The cells of one boundary are prefix-free, so they
-are disjoint events of text for any tokenizers; everything else is one event, the rest.
+A cell is text that may follow a boundary. The cells of one boundary are disjoint events of text for
+any tokenizers (``names``); everything else is one event, the rest.
 """
 
 from collections.abc import Mapping

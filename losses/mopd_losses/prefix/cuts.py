@@ -9,7 +9,7 @@ and any of a few continuations.
 
 from collections.abc import Iterable
 
-from mopd_losses.prefix.sorted_vocabulary import SortedVocabulary
+from mopd_losses.prefix.sorted_vocabulary import SortedVocabulary, utf8_text
 from mopd_protocol.tokenizers.token_table import TextEncoder
 
 #: Continuations of a candidate: none, digits, letters, a space, punctuation. A tokenizer that
@@ -55,11 +55,8 @@ class Cuts:
         texts: list[str] = []
         owners: list[Begun] = []
         for begun, candidate in pairs:
-            if ord(candidate[-1]) > 0xFF:  # a control token: never part of another token
-                continue
-            try:
-                text = (begun + candidate).encode("latin-1").decode()
-            except UnicodeDecodeError:  # half a character: no tokenizer takes it as text
+            text = utf8_text(begun + candidate)
+            if text is None:
                 continue
             texts += [text + continuation for continuation in CONTINUATIONS]
             owners += [(begun, candidate)] * len(CONTINUATIONS)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mopd_losses.prefix.boundaries import Integers, OpenRows, TokenizedText
 from mopd_losses.prefix.names import CellNames, is_text
-from mopd_losses.prefix.sorted_vocabulary import SortedVocabulary
+from mopd_losses.prefix.sorted_vocabulary import SortedVocabulary, utf8_text
 from mopd_protocol.tokenizers.token_table import TextEncoder
 
 #: Tokens before a boundary that a tokenizer may divide differently.
@@ -128,16 +128,14 @@ class Detours:
             texts: boundary -> a beginning of what follows the boundary.
         """
         contexts = self._contexts(text, rows)
-        strings: dict[int, list[str]] = {}
+        strings: dict[int, tuple[str, str]] = {}
         for number, realised in texts.items():
             before = contexts[number].text + realised
             stop = int(text.starts[contexts[number].first_row]) + len(before)
             following = takewhile(is_text, text.symbols[stop : stop + _CONTINUED])
-            both = (before, before + "".join(following))
-            try:
-                strings[number] = [string.encode("latin-1").decode() for string in both]
-            except UnicodeError:  # a control token, or half a character
-                continue
+            both = utf8_text(before), utf8_text(before + "".join(following))
+            if both[0] is not None and both[1] is not None:
+                strings[number] = (both[0], both[1])
         encoded = self._encoder.encode_batch([s for both in strings.values() for s in both])
         return {
             number
@@ -173,10 +171,9 @@ class Detours:
             stop = start + len(context.text)
             if text.starts[context.covering_row] < stop:
                 stop = int(text.ends[context.covering_row])
-            try:
-                texts[context] = text.symbols[start:stop].encode("latin-1").decode()
-            except UnicodeError:  # half a character
-                continue
+            written = utf8_text(text.symbols[start:stop])
+            if written is not None:
+                texts[context] = written
         encoded = self._encoder.encode_batch(list(texts.values()))
         return {
             context.boundary
@@ -226,12 +223,11 @@ class Detours:
         for context, cell in missing:
             self._paths[context, cell] = []
             # A control token is never merged with the text before it.
-            before = context + cell if is_text(cell) else context
-            if self._is_possible(context, cell):
-                try:
-                    texts.append(before.encode("latin-1").decode())
-                except UnicodeDecodeError:  # half a character
-                    continue
+            if not self._is_possible(context, cell):
+                continue
+            before = utf8_text(context + cell if is_text(cell) else context)
+            if before is not None:
+                texts.append(before)
                 owners.append((context, cell))
         for owner, ids in zip(owners, self._encoder.encode_batch(texts), strict=True):
             self._paths[owner] = self._until_beyond(len(owner[0]), ids)

@@ -9,7 +9,7 @@ with `` 14``.
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from mopd_losses.prefix.sorted_vocabulary import Marks, SortedVocabulary
+from mopd_losses.prefix.sorted_vocabulary import Marks, SortedVocabulary, utf8_text
 from mopd_protocol.tokenizers.token_table import TextEncoder
 
 #: Longer tokens that are tried for a cell, those with the lowest ids: the frequent ones.
@@ -114,7 +114,7 @@ class SeparateTokens:
         written = [
             (owner, text)
             for owner, text in texts
-            if all(_is_writable(begun + text) for begun in owner[0])
+            if all(utf8_text(begun + text) is not None for begun in owner[0])
         ]
         student = _first_ends(
             self._student,
@@ -141,15 +141,6 @@ class SeparateTokens:
             for start in range(max(len(whole) - ENDS, 1), len(whole)):
                 for token in vocabulary.frequent_tokens(whole[start:], TOKENS_PER_END):
                     yield token[len(whole) - start :]
-
-
-def _is_writable(text: str) -> bool:
-    """Return whether a tokenizer takes a text: no control token, no half character."""
-    try:
-        text.encode("latin-1").decode()
-    except UnicodeError:
-        return False
-    return True
 
 
 def _is_separate(longer: str, text: str, ends: frozenset[int]) -> bool:

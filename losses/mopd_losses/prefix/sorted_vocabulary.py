@@ -36,6 +36,15 @@ class PrefixRange(NamedTuple):
     stop: int
 
 
+def utf8_text(string: str) -> str | None:
+    """Return the text of a string of bytes; None for a control token or half a character, which no
+    tokenizer takes as text."""
+    try:
+        return string.encode("latin-1").decode()
+    except UnicodeError:
+        return None
+
+
 def control_characters(*tables: TokenTable) -> dict[str, str]:
     """Return the private character of each control token's name."""
     names = sorted({name for table in tables for name in table.marks.values()})
