@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_server.engines.base import Engine, EngineCrashError, EngineTimes, ScoringTask
 from mopd_server.scoring.scorer import Scorer, as_service_error
-from mopd_server.scoring.token_queue import TokenQueue
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +58,7 @@ class Batcher(Scorer[_Entry]):
         weights: Mapping[str, float] | None = None,
         lease: Lease | None = None,
     ) -> None:
-        super().__init__(
-            TokenQueue(
-                lambda entry: entry.task.tokens,
-                max_tokens=max_queue_tokens,
-                key_of=lambda entry: entry.key,
-                weights=weights,
-            )
-        )
+        super().__init__(max_queue_tokens=max_queue_tokens, weights=weights)
         self._engine = engine
         self._max_batch_tokens = max_batch_tokens
         self._on_crash = on_crash

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_server.engines.base import AsyncEngine, EngineTimes, ScoringTask
 from mopd_server.scoring.scorer import Scorer, as_service_error
-from mopd_server.scoring.token_queue import TokenQueue
 
 logger = logging.getLogger(__name__)
 
@@ -42,14 +41,7 @@ class DirectScorer(Scorer[_Entry]):
         on_cancelled: Callable[[int], None],
         weights: Mapping[str, float] | None = None,
     ) -> None:
-        super().__init__(
-            TokenQueue(
-                lambda entry: entry.task.tokens,
-                max_tokens=max_queue_tokens,
-                key_of=lambda entry: entry.key,
-                weights=weights,
-            )
-        )
+        super().__init__(max_queue_tokens=max_queue_tokens, weights=weights)
         self._engine = engine
         self._engine_tokens = engine_tokens
         self._running: set[_Entry] = set()

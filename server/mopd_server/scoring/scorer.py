@@ -1,21 +1,39 @@
 """``Scorer``: a queue and an engine behind one interface."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Generic
+from typing import Generic, Protocol, TypeVar
 
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_server.engines.base import EngineCrashError, EngineTimes, ScoringTask
-from mopd_server.scoring.token_queue import Entry, TokenQueue
+from mopd_server.scoring.token_queue import TokenQueue
 from mopd_server.service_error import ServiceError
+
+
+class QueuedTask(Protocol):
+    """A sequence in the queue, with the API key of its request."""
+
+    @property
+    def task(self) -> ScoringTask: ...
+
+    @property
+    def key(self) -> str: ...
+
+
+Entry = TypeVar("Entry", bound=QueuedTask)
 
 
 class Scorer(ABC, Generic[Entry]):
     """Used from one event loop at a time."""
 
-    def __init__(self, queue: TokenQueue[Entry]) -> None:
-        self._queue = queue
+    def __init__(self, *, max_queue_tokens: int, weights: Mapping[str, float] | None) -> None:
+        self._queue: TokenQueue[Entry] = TokenQueue(
+            lambda entry: entry.task.tokens,
+            max_tokens=max_queue_tokens,
+            key_of=lambda entry: entry.key,
+            weights=weights,
+        )
 
     @property
     def queued_sequences(self) -> int:
