@@ -282,11 +282,14 @@ async def models(service: Service) -> ModelList:
 @router.head("/health", include_in_schema=False)
 @router.get("/health", include_in_schema=False)  # the name in other servers
 @router.head("/healthz", include_in_schema=False)
-@router.get("/healthz", summary="Liveness probe")
+@router.get(
+    "/healthz",
+    summary="Liveness probe",
+    responses=_problems(HTTPStatus.SERVICE_UNAVAILABLE),
+)
 async def health(life: Life) -> State:
-    """200 unless the warm-up has failed permanently; also while the model loads."""
-    if life.service is not None and life.service.failure:
-        life.require_ready()
+    """503 after a permanent failure or a long hang of the engine; 200 while the model loads."""
+    life.require_alive()
     return State(status="alive")
 
 

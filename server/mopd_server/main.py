@@ -279,6 +279,12 @@ def _add_limit_options(serve: argparse.ArgumentParser) -> None:
             "time for requests in flight after SIGTERM; the rest get 503. Set it below the time "
             "after which the supervisor kills",
         ),
+        (
+            "--liveness-timeout",
+            "liveness_seconds",
+            "/healthz returns 503 when the engine has not responded for longer, so that a "
+            "supervisor restarts the teacher",
+        ),
     ):
         seconds = _positive(float, at_most=_MAX_SECONDS)
         requests.add(flag, meaning, dest=dest, type=seconds, metavar="SECONDS")

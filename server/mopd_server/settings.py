@@ -99,6 +99,8 @@ class ListenSettings:
     request_timeout_seconds: float = 600.0
     drain_seconds: float = 25.0
     """Time for requests in flight after SIGTERM; the rest get 503. Supervisors often wait 30."""
+    liveness_seconds: float = 300.0
+    """``/healthz`` returns 503 when the engine has not responded for longer."""
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     log_level: str = "info"

@@ -16,6 +16,7 @@ from mopd_server.http.http_metrics import SCORING_PATH, HttpMetrics
 from mopd_server.http.problems import error_response
 from mopd_server.scoring.service import TeacherService
 from mopd_server.service_error import ServiceError
+from mopd_server.settings import ListenSettings
 
 #: Probes must respond while the process loads or drains.
 ALWAYS_OPEN = frozenset({"/health", "/healthz", "/readyz", "/metrics"})
@@ -47,7 +48,13 @@ def unavailable(code: str) -> ServiceError:
 class Lifecycle:
     """The service once it is loaded, and whether the process accepts requests."""
 
-    def __init__(self, service: TeacherService | None = None) -> None:
+    def __init__(
+        self,
+        service: TeacherService | None = None,
+        *,
+        liveness_seconds: float = ListenSettings.liveness_seconds,
+    ) -> None:
+        self._liveness_seconds = liveness_seconds
         self.service = service
         """``None`` while the model loads."""
         self.in_flight = 0
@@ -90,6 +97,18 @@ class Lifecycle:
             raise unavailable("failed")
         if not service.ready:
             raise unavailable("stalled" if service.warm else "warming_up")
+
+    def require_alive(self) -> None:
+        """Raise ServiceError 503 if only a restart helps: after a permanent failure or a long hang.
+
+        Loading, warming up and draining are no reasons to restart.
+        """
+        if self.service is None:
+            return
+        if self.service.failure:
+            raise unavailable("failed")
+        if self.service.silent_seconds > self._liveness_seconds:
+            raise unavailable("stalled")
 
     def require_loaded(self) -> TeacherService:
         """Return the service, or raise ServiceError 503 while it loads."""

@@ -41,6 +41,11 @@ class LifecycleGroup:
         for each in self._lifecycles:
             each.abort(code)
 
+    def require_alive(self) -> None:
+        """Raise ServiceError 503 if any teacher needs a restart."""
+        for each in self._lifecycles:
+            each.require_alive()
+
     def require_ready(self) -> None:
         """Raise ServiceError 503 unless all teachers are ready."""
         for each in self._lifecycles:
@@ -75,6 +80,7 @@ def _own_app(group: LifecycleGroup, metrics: Callable[[], bytes]) -> FastAPI:
     install_problem_handlers(app)
 
     async def health() -> dict[str, str]:
+        group.require_alive()
         return {"status": "alive"}
 
     async def readiness() -> dict[str, str]:

@@ -87,7 +87,9 @@ def serve(
     keys = ApiKeys.load(listen.api_key_file)
     _require_known_names(teacher, keys)
     loading = _Pooled(teacher, pool) if pool and pool.models else _Single(teacher)
-    lifecycles = {name: Lifecycle() for name in loading.settings}
+    lifecycles = {
+        name: Lifecycle(liveness_seconds=listen.liveness_seconds) for name in loading.settings
+    }
     apps = {
         name: create_app(
             lifecycle,

@@ -124,12 +124,17 @@ class TeacherService:
     @property
     def stalled(self) -> bool:
         """True while the engine hangs: it has not responded for ``STALL_SECONDS``."""
-        stalled = self._scorer.silent_seconds > STALL_SECONDS
+        stalled = self.silent_seconds > STALL_SECONDS
         if stalled != self._was_stalled:
             self._was_stalled = stalled
             state = "does not respond" if stalled else "responds again"
             logger.warning("teacher %r: the engine %s", self.manifest.service, state)
         return stalled
+
+    @property
+    def silent_seconds(self) -> float:
+        """Seconds for which the engine should have responded, and has not."""
+        return self._scorer.silent_seconds
 
     @property
     def queued_tokens(self) -> int:

@@ -4,8 +4,11 @@ import asyncio
 
 import pytest
 
+from mopd_server.app import create_app
 from mopd_server.engines.vllm.heartbeat import Heartbeat
-from mopd_server.scoring import service
+from mopd_server.http.lifecycle import Lifecycle
+from mopd_server.pool.app import LifecycleGroup, PoolApp
+from mopd_server.scoring.batching import Batcher
 from tests.server.scoring.test_batching import Trial
 from tests.server.tiny_teachers import SMALL, TinyTeacher, get, post, problem
 
@@ -60,17 +63,23 @@ def test_pending_health_check_is_silence_until_its_response() -> None:
     asyncio.run(scenario())
 
 
-def test_stalled_engine_is_not_ready_but_alive(
+def test_hung_engine_is_first_not_ready_and_later_not_alive(
     qwen_teacher: TinyTeacher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app = qwen_teacher.app
-    with monkeypatch.context() as patched:
-        patched.setattr(service, "STALL_SECONDS", -1.0)  # silent for 0 s is too long
-        problem(get(app, "/readyz"), 503, "stalled")
-        assert "mopd_ready 0.0" in get(app, "/metrics").text
-        response = post(app, SMALL)
-        problem(response, 503, "stalled")
-        assert int(response.headers["retry-after"]) >= 1
-        assert get(app, "/healthz").status_code == 200
-    assert get(app, "/readyz").status_code == 200
+    life = Lifecycle(qwen_teacher.service, liveness_seconds=60)
+    app = create_app(life)
+    pool = PoolApp({"a": app}, LifecycleGroup({"a": life}), bytes)
+    for seconds, alive in ((11.0, 200), (61.0, 503)):
+        with monkeypatch.context() as patched:
+            patched.setattr(Batcher, "silent_seconds", seconds)
+            response = post(app, SMALL)
+            assert int(response.headers["retry-after"]) >= 1
+            for refused in (response, get(app, "/readyz"), get(pool, "/readyz")):
+                problem(refused, 503, "stalled")
+            assert "mopd_ready 0.0" in get(app, "/metrics").text
+            for health in (get(app, "/healthz"), get(app, "/health"), get(pool, "/healthz")):
+                assert health.status_code == alive
+            assert alive == 200 or health.json()["code"] == "stalled"
+    for path in ("/readyz", "/healthz"):
+        assert get(app, path).status_code == get(pool, path).status_code == 200
     assert post(app, SMALL).status_code == 200
