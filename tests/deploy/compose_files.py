@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from tests.deploy.chart import objects
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
 #: Compose files with teachers in them.
@@ -31,19 +33,10 @@ def teachers(name: str) -> dict[str, dict[str, Any]]:
     return {name: service for name, service in services.items() if name.startswith("teacher-")}
 
 
-def manifests() -> list[dict[str, Any]]:
-    """All Kubernetes objects."""
-    folder = DEPLOY / "kubernetes"
-    listed = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
-    return [
-        manifest for file in listed for manifest in yaml.safe_load_all((folder / file).read_text())
-    ]
-
-
 def containers() -> dict[str, dict[str, Any]]:
     """Deployment name -> its one container."""
     containers: dict[str, dict[str, Any]] = {}
-    for manifest in manifests():
+    for manifest in objects():
         if manifest["kind"] == "Deployment":
             (containers[manifest["metadata"]["name"]],) = manifest["spec"]["template"]["spec"][
                 "containers"

@@ -10,6 +10,7 @@ import pytest
 
 from mopd_server.main import parser, settings_of
 from tests import tiny_models
+from tests.deploy.chart import objects
 from tests.deploy.compose_files import DEPLOY, TEACHER_FILES, teacher_commands, teachers
 from tests.deploy.dashboard import queries, selectors, series, unmatched
 from tests.deploy.running_commands import StartedCommand, start
@@ -99,6 +100,9 @@ def test_dashboard_and_alerts_query_exported_metrics(
     queried += queries(DEPLOY / "prometheus" / "alerts.yml")
     assert len(queried) > 15
     assert sum(len(selectors(query)) for query in queried) >= len(queried)
+    chart = objects({"defaults": {"autoscaling": {"enabled": True}}})
+    for scaler in (each for each in chart if each["kind"] == "HorizontalPodAutoscaler"):
+        queried += [metric["pods"]["metric"]["name"] for metric in scaler["spec"]["metrics"]]
     assert {query: missing for query in queried if (missing := unmatched(query, exported))} == {}
 
 

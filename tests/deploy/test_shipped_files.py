@@ -12,12 +12,11 @@ import yaml
 
 from mopd_server.main import parser, settings_of
 from mopd_trainer.config.loading import load_run
+from tests.deploy.chart import objects
 from tests.deploy.compose_files import (
     DEPLOY,
     TEACHER_FILES,
     compose,
-    containers,
-    manifests,
     ray_groups,
     ray_job,
     teacher_commands,
@@ -32,23 +31,20 @@ COMPOSE_FILES = sorted(DEPLOY.glob("compose*.yaml"))
 COMMANDS = teacher_commands()
 
 
-def _passes(*command: str | Path) -> None:
+def passes(*command: str | Path) -> None:
+    """Run a checker; its exit status must be 0."""
     ended = subprocess.run([*map(str, command)], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def test_compose_files_follow_the_schema_of_compose() -> None:
     assert len(COMPOSE_FILES) == 4
-    _passes(BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", *COMPOSE_FILES)
+    passes(BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", *COMPOSE_FILES)
 
 
 def test_dockerfiles_pass_their_linter() -> None:
     assert len(DOCKERFILES) == 4
-    _passes(BIN / "hadolint", "--failure-threshold", "info", *DOCKERFILES)
-
-
-def test_kubernetes_manifests_follow_their_schema() -> None:
-    _passes(BIN / "kubernetes-validate", "--strict", *sorted(DEPLOY.glob("kubernetes/[mt]*.yaml")))
+    passes(BIN / "hadolint", "--failure-threshold", "info", *DOCKERFILES)
 
 
 def test_pods_of_the_ray_job_follow_the_schema_of_kubernetes(tmp_path: Path) -> None:
@@ -57,7 +53,7 @@ def test_pods_of_the_ray_job_follow_the_schema_of_kubernetes(tmp_path: Path) -> 
         template = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "ray"}}
         files.append(tmp_path / f"{number}.yaml")
         files[-1].write_text(yaml.safe_dump({**template, "template": group["template"]}))
-    _passes(BIN / "kubernetes-validate", "--strict", *files)
+    passes(BIN / "kubernetes-validate", "--strict", *files)
 
 
 def test_the_ray_job_has_the_resources_of_its_run() -> None:
@@ -77,7 +73,7 @@ def test_the_ray_job_has_the_resources_of_its_run() -> None:
         for group, pod in zip(ray_groups(), pods, strict=True)
     ]
     assert sum(devices) == run.resources.student
-    services = {f["metadata"]["name"] for f in manifests() if f["kind"] == "Service"}
+    services = {f["metadata"]["name"] for f in objects() if f["kind"] == "Service"}
     for teacher in run.teachers.values():
         assert re.fullmatch(r"http://([\w-]+):8101", teacher.url[0])[1] in services  # type: ignore[index]
         assert all(teacher.api_key_env in [e["name"] for e in pod["env"]] for pod in pods)
@@ -193,22 +189,6 @@ def test_the_student_of_the_cpu_file_uses_its_teachers() -> None:
     student = compose("compose.cpu.yaml")["services"]["student"]
     assert student["command"][-1] == student["volumes"][-1].split(":")[1]
     assert all(teacher.api_key_env in student["environment"] for teacher in run.teachers.values())
-
-
-def test_kubernetes_probes_and_services_are_where_the_teacher_listens() -> None:
-    for container in containers().values():
-        teacher, listen = settings_of(parser().parse_args(container["args"]))
-        (port,) = container["ports"]
-        assert port["containerPort"] == listen.port
-        assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": port["name"]}
-        assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": port["name"]}
-        mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
-        assert str(listen.api_key_file) == f"{mounts[-1]}/api_keys"
-        assert container["resources"]["limits"]["nvidia.com/gpu"] == teacher.tensor_parallel_size
-    services = [m for m in manifests() if m["kind"] == "Service"]
-    pods = [m for m in manifests() if m["kind"] == "Deployment"]
-    labels = [pod["spec"]["template"]["metadata"]["labels"] for pod in pods]
-    assert [service["spec"]["selector"] for service in services] == labels
 
 
 def test_prometheus_scrapes_every_teacher_under_its_name() -> None:
