@@ -29,11 +29,11 @@ def comparison(
                 "title": pair.title,
                 "steps": pair.steps,
                 "teachers": _teachers(pair.teachers, models),
-                "ceiling": _teachers(pair.ceiling, models),
+                "ceiling": _teachers(pair.ceiling, models) if _ran(results, pair, CEILING) else {},
                 "losses": {
                     loss: _loss_figures(runs, pair)
                     for loss in pair.losses
-                    if (runs := [r for r in results if (r["pair"], r["loss"]) == (pair.name, loss)])
+                    if (runs := _ran(results, pair, loss))
                 },
             }
             for pair in pairs
@@ -139,6 +139,10 @@ def _example(group: Sequence[Push]) -> str:
         f"  target {push.target!r}: p {push.probability:.3f}, ceiling {push.ceiling:.3f}, "
         f"gradient {push.gradient:+.3f}, {push.nats:.3f} nats"
     )
+
+
+def _ran(results: Sequence[Mapping[str, Any]], pair: Pair, loss: str) -> list[Mapping[str, Any]]:
+    return [run for run in results if (run["pair"], run["loss"]) == (pair.name, loss)]
 
 
 def _teachers(sides: Mapping[str, Any], models: Path) -> dict[str, dict[str, float]]:

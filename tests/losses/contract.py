@@ -452,6 +452,7 @@ def _prefix_kl(divergence: Literal["forward_kl", "reverse_kl", "jsd"], floor: fl
         config.PrefixKlConfig(divergence=divergence, mass_floor=floor),
         lambda problem: problem.pair.loss(floor, divergence=divergence),
         expected,
+        conservative=divergence == "reverse_kl",  # the ratio of probabilities is a constant
         problem=prefix_problem,
         exact=lambda problem, _: problem.targets(divergence, floor),
     )

@@ -12,6 +12,7 @@ from itertools import accumulate, takewhile
 from mopd_losses.divergences.truncation import TAIL_MARGIN
 from mopd_losses.prefix.cells import DETOUR_SHARE, NAMING_SHARE
 from mopd_losses.prefix.cuts import CONTINUATIONS
+from mopd_losses.prefix.loss import HIGHEST_RATIO
 from mopd_losses.prefix.separate_tokens import ENDS, FEW, LONGEST, TOKENS_PER_END, TRIED
 from tests.reference.divergences import floored_rest
 
@@ -63,6 +64,8 @@ class Boundary:
     teacher: dict[str, float]
     teacher_rest: float
     teacher_mass: float  # of the text since the teacher's first open row
+    teacher_text: float  # the teacher's probability of the text up to here
+    token: tuple[int, float] | None  # start of the covering token, the student's mass up to here
     student_lacks: tuple[set[str], float]  # cells that may lack mass, and how much
     teacher_lacks: tuple[set[str], float]
 
@@ -141,6 +144,15 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
         teacher=shares,
         teacher_rest=1 - math.fsum(shares.values()),
         teacher_mass=min(1.0, whole),
+        teacher_text=math.prod(
+            teacher.realised_probabilities[: open_rows(teacher, teacher_at, top_k_only)[0]]
+        )
+        * whole,
+        token=(
+            (start, token_mass(student, row, lambda t: t.startswith(student.text[start:at])))
+            if (start := student.starts[row]) < at
+            else None
+        ),
         student_lacks=(student_lacks[0], student_lacks[1] / student_whole),
         teacher_lacks=(lacks[0], lacks[1] / whole),
     )
@@ -502,8 +514,15 @@ def filled(
 def per_token(student: Side, teacher: Side, divergence: str, mass_floor: float) -> list[float]:
     """Nats at each of the student's tokens."""
     results = [0.0] * len(student.realised)
-    for boundary in boundaries(student, teacher):
+    compared = boundaries(student, teacher)
+    texts = {boundary.at: boundary.teacher_text for boundary in compared}
+    for boundary in compared:
         weight = min(1.0, boundary.teacher_mass / mass_floor) if mass_floor else 1.0
+        start, mass = boundary.token or (-1, 1.0)
+        if start in texts:
+            ratio = boundary.teacher_text / texts[start] / mass
+            over_teacher = {"forward_kl": 1.0, "reverse_kl": 0.0}.get(divergence, 0.5)
+            weight *= over_teacher * min(ratio, HIGHEST_RATIO) + 1 - over_teacher
         results[boundary.position] += weight * value(boundary, divergence)
     return results
 

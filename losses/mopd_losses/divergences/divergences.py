@@ -47,6 +47,25 @@ def divergence_of(settings: DivergenceSettings) -> DivergenceFunction:
             return total_variation
 
 
+def teacher_share(settings: DivergenceSettings) -> float:
+    """The teacher's share of the distribution over which the divergence is an expectation.
+
+    By the chain rule the divergence of a pair of events is that of the first one plus the expected
+    one of the second, given the first: over the teacher for forward KL, the student for reverse KL,
+    the mixture for the Jensen-Shannon divergence. For others it is an approximation.
+    """
+    match settings.divergence:
+        case "forward_kl" | "skewed_forward_kl":
+            return 1.0
+        case "reverse_kl" | "skewed_reverse_kl":
+            return 0.0
+        case "jsd":
+            weight = settings.teacher_weight
+            return weight if 0 < weight < 1 else 1.0 - weight
+        case "adaptive_kl" | "tvd":
+            return 0.5
+
+
 def forward_kl(
     student: Float[Tensor, "rows entries"], teacher: Float[Tensor, "rows entries"]
 ) -> Float[Tensor, "rows"]:

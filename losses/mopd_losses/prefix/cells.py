@@ -39,6 +39,7 @@ class Cells:
     nats: Nats  # [cells], of the teacher's mass at the boundary
     rests: Nats  # [boundaries], of the same
     masses: Nats  # [boundaries], nats: of the text since the first open row
+    texts: Nats  # [boundaries], nats: of the text since the first boundary's first open row
     detours: Nats  # [boundaries], of the teacher's mass: what cells with a detour may lack
     lacking: NDArray[np.bool_]  # [cells], whether the teacher reaches the cell by a detour
 
@@ -78,7 +79,8 @@ def teacher_cells(
     named = np.bincount(names.boundaries, weights=np.exp(nats), minlength=len(boundaries))
     with np.errstate(divide="ignore"):
         rests = np.log(np.clip(1.0 - named, 0.0, None))
-    return Cells(names, likely, nats, rests, masses, lacking - masses, detoured.cells)
+    texts = rows.starts + masses
+    return Cells(names, likely, nats, rests, masses, texts, lacking - masses, detoured.cells)
 
 
 @dataclass(frozen=True, eq=False)

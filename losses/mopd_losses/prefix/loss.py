@@ -39,6 +39,14 @@ otherwise once a cell follows. The cell's mass is then part of a token that was 
 known by an upper bound only (``detours``). Both sides are filled towards each other within these
 bounds (``unknown_mass``): of all distributions that the rows allow, the nearest are compared.
 
+**Inside a token, in expectation.** The second digit of a student's `` 47`` is compared with a
+teacher of single digits only where the student sampled `` 4``. KL(teacher || student) of the whole
+token is the first digit's plus the expectation of the second's over the *teacher's* first digits;
+sampling gives the expectation over the student's. So a boundary inside a token weighs the ratio of
+the two masses of the token's beginning, at most ``HIGHEST_RATIO``, as far as the divergence
+is an expectation over the teacher (``teacher_share``). Without it, the student learns the
+rest of a token only after the beginning.
+
 What is neglected: such divisions more than two tokens back, the tail of a teacher's rows that do
 not begin at ``o``, tokens beyond the top-k that begin with a cell, and, at boundaries that the
 teacher reaches with little mass, what its top-k does not contain: such a boundary weighs
@@ -57,7 +65,7 @@ from mopd_losses.core.compared_tokens import compared_positions
 from mopd_losses.core.loss import AlignedPair, LossOutput
 from mopd_losses.core.segments import segment_logsumexp
 from mopd_losses.core.student_rows import StudentLogprobs
-from mopd_losses.divergences.divergences import divergence_of
+from mopd_losses.divergences.divergences import divergence_of, teacher_share
 from mopd_losses.divergences.truncation import (
     TAIL_MARGIN,
     floored_tail,
@@ -69,6 +77,9 @@ from mopd_losses.prefix.preparation import Preparation
 from mopd_losses.prefix.targets import WHOLE_ROW, PrefixTargets, RangeReadings
 from mopd_losses.prefix.unknown_mass import filled_sides
 from mopd_protocol.errors import DataError
+
+#: The highest weight of a boundary inside a token: higher ones are rarer, and their noise greater.
+HIGHEST_RATIO = 8.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +135,7 @@ def prefix_kl(
         ``path_mass`` and ``student_path_mass`` of the text since the first open row, and
         ``path_weight``, below one if the teacher's path mass is under the floor.
     """
-    named, known, lacking = _student_cells(student, targets, sorted_ids, temperature)
+    named, known, lacking, begun = _student_cells(student, targets, sorted_ids, temperature)
     teacher = targets.cells.to(student.dtype)
     retained = ~torch.isneginf(named) & ~torch.isneginf(teacher)
     unsupported = log_mass(teacher.masked_fill(retained, -torch.inf))
@@ -145,6 +156,7 @@ def prefix_kl(
         teacher_side = floored_tail(student_side, teacher_side)
     weights = targets.weights.to(student.dtype)
     values = divergence_of(settings)(student_side, teacher_side) * weights
+    values = values * _ratios(begun, targets, teacher_share(settings))
     per_token = student.zeros().index_add(0, targets.positions, values * temperature**2)
     with torch.no_grad():
         measured = {
@@ -169,13 +181,29 @@ def _with_rest(cells: Bool[Tensor, "boundaries cells"]) -> Bool[Tensor, "boundar
     return torch.cat([cells, torch.ones_like(cells[:, :1])], dim=1)
 
 
+def _ratios(
+    begun: Float[Tensor, "boundaries"], targets: PrefixTargets, teacher_share: float
+) -> Float[Tensor, "boundaries"]:
+    """The weights of boundaries inside the student's tokens; 1 for all others.
+
+    Args:
+        begun: nats, the student's, of the token's text up to the boundary.
+    """
+    ratios = (targets.token_masses.to(begun.dtype) - begun.detach()).exp()
+    ratios = teacher_share * ratios.clamp_max(HIGHEST_RATIO) + (1 - teacher_share)
+    return torch.where(targets.token_masses.isnan(), 1.0, ratios)
+
+
 def _student_cells(
     student: StudentLogprobs, targets: PrefixTargets, sorted_ids: Tensor, temperature: float
 ) -> tuple[
-    Float[Tensor, "boundaries cells"], Float[Tensor, "boundaries"], Float[Tensor, "boundaries"]
+    Float[Tensor, "boundaries cells"],
+    Float[Tensor, "boundaries"],
+    Float[Tensor, "boundaries"],
+    Float[Tensor, "boundaries"],
 ]:
-    """The student's mass of each cell, of what is open at its boundary; that mass; and the mass of
-    its detours, of what is open: nats."""
+    """The student's mass of each cell, of what is open at its boundary; that mass; the mass of its
+    detours, of what is open; and the mass of what its last open row has begun: nats."""
     boundaries, width = targets.cells.shape
     steps = student.logprobs(targets.step_positions, targets.step_ids, temperature=temperature)
     paths = torch.zeros(
@@ -198,7 +226,11 @@ def _student_cells(
         )
         return nats + paths[readings.paths]
 
-    known = segment_logsumexp(masses(targets.known), targets.known.boundaries, boundaries)
+    nats = masses(targets.known)
+    known = segment_logsumexp(nats, targets.known.boundaries, boundaries)
+    numbers = torch.arange(boundaries, device=student.device)
+    last = torch.searchsorted(targets.known.boundaries, numbers, right=True) - 1
+    begun = (nats - paths[targets.known.paths])[last]
     detours = masses(targets.detours)
     lacking = segment_logsumexp(detours, targets.detours.boundaries, boundaries)
     is_counted = targets.detours.cells == 1
@@ -209,4 +241,5 @@ def _student_cells(
     named = segment_logsumexp(masses(targets.named), segments, boundaries * width)
     open_mass = torch.where(torch.isneginf(known), 0.0, known)
     open_mass = open_mass + torch.log1p(-(counted - open_mass).exp().clamp_max(1 - TAIL_MARGIN))
-    return named.view(boundaries, width) - open_mass.unsqueeze(1), known, lacking - open_mass
+    named = named.view(boundaries, width) - open_mass.unsqueeze(1)
+    return named, known, lacking - open_mass, begun

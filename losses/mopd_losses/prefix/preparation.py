@@ -79,6 +79,7 @@ class _Parts:
         self._cell_nats = [_NO_NATS]
         self._rests = [_NO_NATS]
         self._masses = [_NO_NATS]
+        self._token_masses = [_NO_NATS]
         self._named = [_NO_READINGS]
         self._known = [_NO_READINGS]
         self._detours = [_NO_READINGS]
@@ -144,6 +145,7 @@ class _Parts:
         self._cell_nats.append(cells.nats)
         self._rests.append(cells.rests)
         self._masses.append(cells.masses)
+        self._token_masses.append(_token_masses(rows, cells.texts))
         self._named.append(named.reshape(-1, 6))
         self._known.append(known)
         self._detours.append(detour_readings.astype(np.int64))
@@ -173,6 +175,7 @@ class _Parts:
             cells=cells,
             rests=_joined(self._rests),
             path_masses=masses,
+            token_masses=_joined(self._token_masses),
             weights=(masses / mass_floor).clamp_max(1.0) if mass_floor else torch.ones_like(masses),
             named=RangeReadings(*_joined(self._named).T.contiguous()),
             known=RangeReadings(*_joined(self._known).T.contiguous()),
@@ -185,6 +188,16 @@ class _Parts:
             step_positions=step_positions,
             step_ids=step_ids,
         )
+
+
+def _token_masses(rows: OpenRows, texts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[boundaries], see ``PrefixTargets``."""
+    covering = rows.rows[rows.last].tolist()
+    begins = [not rows.begun[index] for index in rows.last.tolist()]
+    numbered = [*zip(covering, texts, begins, strict=True)]
+    starts = {row: text for row, text, is_start in numbered if is_start}
+    before = [np.nan if is_start else starts.get(row, np.nan) for row, _, is_start in numbered]
+    return texts - np.array(before)
 
 
 def _ranks_in_runs(lengths: Integers) -> Integers:

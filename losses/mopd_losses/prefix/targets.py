@@ -63,6 +63,9 @@ class PrefixTargets:
     cells: Float[Tensor, "boundaries cells"]  # nats, of the teacher's mass here
     rests: Float[Tensor, "boundaries"]  # nats, of the same: everything else
     path_masses: Float[Tensor, "boundaries"]  # the teacher's mass of the text so far, at most 1
+    token_masses: Float[Tensor, "boundaries"]
+    """Nats, the teacher's, of the text since the start of the student's token that covers the
+    boundary; NaN where none does or its start is not compared."""
     weights: Float[Tensor, "boundaries"]
     named: RangeReadings  # summed for each cell
     known: RangeReadings  # summed for everything that is open
@@ -92,6 +95,7 @@ class PrefixTargets:
             cells=self.cells[boundaries],
             rests=self.rests[boundaries],
             path_masses=self.path_masses[boundaries],
+            token_masses=self.token_masses[boundaries],
             weights=self.weights[boundaries],
             named=self.named.between(first, last, start, first_path),
             known=self.known.between(first, last, start, first_path),

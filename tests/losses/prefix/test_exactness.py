@@ -1,5 +1,7 @@
 """Prefix KL on known models: one byte model through two tokenizers, and hand-made rows."""
 
+import math
+
 import pytest
 import torch
 
@@ -79,6 +81,29 @@ def of_rows(
     student_ids = student.ids([*student.tokenize(text), END])
     teacher_ids = teacher.ids([*teacher.tokenize(text), END])
     return pair, compared(pair, student_ids, teacher_ids, rows, k=3)
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
+def test_expected_loss_over_the_students_tokens_is_the_divergence_of_whole_tokens(
+    divergence: str,
+) -> None:
+    # The teacher of digits gives only the first one of texts that the student did not sample.
+    student = {"57": 0.1, "58": 0.15, "67": 0.6, "68": 0.15}
+    first, second = {"5": 0.7, "6": 0.3}, {"5": {"7": 0.9, "8": 0.1}, "6": {"7": 0.2, "8": 0.8}}
+    tongue = Tongue.of(*student)
+    expected = 0.0
+    for text, probability in student.items():
+        rows = [first, second[text[0]], {END: 1.0}]
+        pair, comparison = of_rows(tongue, DIGITS, text, rows)
+        logits = torch.full((2, tongue.family.logit_width), -60.0, dtype=torch.float64)
+        logits[0, tongue.ids([*student])] = torch.tensor([*student.values()]).double().log()
+        logits[1, tongue.end] = 0.0
+        output = pair.value(logits, pair.targets([comparison]), divergence=divergence)
+        expected += probability * float(output.per_token[0])
+    teacher = {text: first[text[0]] * second[text[0]][text[1]] for text in student}
+    sides = (teacher, student) if divergence == "forward_kl" else (student, teacher)
+    exact = sum(sides[0][t] * math.log(sides[0][t] / sides[1][t]) for t in student)
+    assert expected == pytest.approx(exact, abs=1e-5)
 
 
 @every_divergence
