@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 #: A busy teacher stays resident for this multiple of a swap: swaps take at most a fifth.
 STAY_SWAPS = 4.0
@@ -38,6 +39,13 @@ class Teacher:
     swap_seconds: float = 0.0
     """Duration of the last load."""
     swaps: int = 0
+    queued_tokens: Callable[[], int] = lambda: 0
+    """Tokens in the queue now: the next batch will request a lease."""
+
+    @property
+    def idle(self) -> bool:
+        """True if no batch waits for a lease or will request one after the last."""
+        return self.waiting_since is None and not self.queued_tokens()
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,7 @@ def choose(
 
 def _may_leave(resident: Teacher, candidate: Teacher, now: float) -> bool:
     """Return whether a swap that no deadline requires is worth its cost."""
-    if resident.waiting_since is None:
+    if resident.idle:
         return True
     worth = candidate.tokens * candidate.seconds_per_token >= candidate.swap_seconds
     return worth and now - resident.resident_since >= STAY_SWAPS * candidate.swap_seconds
@@ -98,8 +106,8 @@ def _least_needed(residents: Iterable[Teacher]) -> Teacher | None:
     return min(
         residents,
         key=lambda each: (
-            each.waiting_since is not None,
-            each.tokens if each.waiting_since is not None else 0,
+            not each.idle,
+            0 if each.idle else each.tokens,
             each.last_used,
         ),
         default=None,
@@ -113,6 +121,7 @@ class Residency:
         names: names of the teachers.
         resident: maximum number of resident teachers.
         max_wait: seconds; see ``choose``.
+        queued_tokens: tokens in the queue of a teacher.
         swap: loads the weights of the first name after releasing those of the second; blocks.
         now: seconds.
     """
@@ -123,10 +132,13 @@ class Residency:
         *,
         resident: int,
         max_wait: float,
+        queued_tokens: Callable[[str], int],
         swap: Callable[[str, str | None], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.teachers = {name: Teacher(name) for name in names}
+        self.teachers = {
+            name: Teacher(name, queued_tokens=partial(queued_tokens, name)) for name in names
+        }
         self._resident = resident
         self._max_wait = max_wait
         self._swap = swap

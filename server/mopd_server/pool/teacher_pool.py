@@ -41,6 +41,7 @@ class TeacherPool:
             settings,
             resident=pool.resident,
             max_wait=pool.max_wait_seconds,
+            queued_tokens=lambda name: self.services[name].queued_tokens,
             swap=self._swap,
         )
         self.services = {name: self._load(name, each) for name, each in settings.items()}

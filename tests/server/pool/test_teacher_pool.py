@@ -1,6 +1,7 @@
 """A pool of real models, of which one at a time has its weights in memory."""
 
 import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from mopd_server.app import create_app
 from mopd_server.engines.base import EngineCrashError
 from mopd_server.http.lifecycle import Lifecycle
 from mopd_server.pool.app import LifecycleGroup, PoolApp
+from mopd_server.pool.reloadable_engine import ReloadableEngine
 from mopd_server.pool.teacher_pool import TeacherPool
+from mopd_server.scoring.batching import Batcher
 from mopd_server.scoring.service import TeacherService
 from mopd_server.settings import PoolSettings, TeacherSettings
 from tests import tiny_models
@@ -44,8 +47,8 @@ def settings_of(folders: dict[str, Path], **options: Any) -> dict[str, TeacherSe
     }
 
 
-def pooled(folders: dict[str, Path], resident: int) -> tuple[TeacherPool, PoolApp]:
-    pool = TeacherPool(settings_of(folders), PoolSettings(resident=resident))
+def pooled(folders: dict[str, Path], resident: int, **options: Any) -> tuple[TeacherPool, PoolApp]:
+    pool = TeacherPool(settings_of(folders, **options), PoolSettings(resident=resident))
     for service in pool.services.values():
         service.warm_up()
         assert service.failure is None
@@ -92,6 +95,49 @@ def test_scores_and_manifests_equal_those_of_single_services(
     assert f'mopd_pool_resident{{teacher="{next(iter(folders))}"}}' in metrics
     assert get(app, "/readyz").status_code == 200  # type: ignore[arg-type]
     problem(get(app, "/teachers/none/v1/manifest"), 404, "not_found")  # type: ignore[arg-type]
+
+
+def test_queues_are_emptied_before_a_swap(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen batches of each of two teachers, all queued: a swap to each, not one per batch.
+
+    Only swaps take time, so that no other swap is worth its cost.
+    """
+    pool, app = pooled({name: folders[name] for name in ("qwen", "llama")}, 1, max_batch_tokens=16)
+    clock, swap, run, score_batch = [0.0], pool._swap, Batcher._run_engine, ReloadableEngine.score
+    queued, batches = threading.Event(), []
+
+    def timed_swap(name: str, victim: str | None) -> None:
+        swap(name, victim)
+        clock[0] += 1.0
+
+    def counted(batcher: Batcher, batch: Any, tokens: int) -> Any:
+        batches.append(len(batch))
+        return run(batcher, batch, tokens)
+
+    def gated(engine: ReloadableEngine, batch: Any, **options: Any) -> Any:
+        assert queued.wait(600)
+        return score_batch(engine, batch, **options)
+
+    pool.residency._swap, pool.residency._now = timed_swap, lambda: clock[0]
+    monkeypatch.setattr(Batcher, "_run_engine", counted)
+    monkeypatch.setattr(ReloadableEngine, "score", gated)
+    before = sum(each.swaps for each in pool.residency.teachers.values())
+    requests = [f"/teachers/{name}" for _ in range(8) for name in pool.services]
+
+    async def scenario() -> list[httpx.Response]:
+        running = asyncio.gather(*(score(app, path) for path in requests))
+        scorers = [service._scorer for service in pool.services.values()]
+        sequences = len(BODY["sequences"]) * len(requests)
+        while sum(each.queued_sequences for each in scorers) + sum(batches) < sequences:
+            await asyncio.sleep(0.001)
+        queued.set()
+        return await running
+
+    assert {response.status_code for response in asyncio.run(scenario())} == {200}
+    assert len(batches) == 32
+    assert sum(each.swaps for each in pool.residency.teachers.values()) - before <= 2
 
 
 def test_client_uses_the_address_of_a_teacher_of_a_pool(folders: dict[str, Path]) -> None:
