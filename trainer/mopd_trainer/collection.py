@@ -34,7 +34,7 @@ async def collect(
         drop_truncated: drop sampled completions without an end, before they are scored.
         sampled: set after the last completion, while some may still be scored.
     """
-    timer = timer or StepTimer()
+    timer, sampled = timer or StepTimer(), sampled or asyncio.Event()
     truncated: list[int] = []  # dropped completions of each batch
     scores: list[tuple[int, asyncio.Task[list[TrainingExample]]]] = []
     async with asyncio.TaskGroup() as group:
@@ -44,7 +44,7 @@ async def collect(
             if drop_truncated:
                 rollouts = [each for each in rollouts if not _is_truncated(each)]
                 truncated.append(len(batch.rollouts) - len(rollouts))
-            task = group.create_task(_score(scorer, rollouts, timer))
+            task = group.create_task(_score(scorer, rollouts, timer, sampled))
             scores.append((batch.place, task))
 
         deferred: list[CompletionBatch] = []
@@ -55,8 +55,7 @@ async def collect(
                         score(batch)
                     else:
                         deferred.append(batch)
-        if sampled is not None:
-            sampled.set()
+        sampled.set()
         for batch in deferred:
             score(batch)
     in_order = sorted(scores, key=lambda each: each[0])
@@ -73,9 +72,9 @@ def _is_truncated(rollout: Rollout) -> bool:
 
 
 async def _score(
-    scorer: RolloutScorer, rollouts: Sequence[Rollout], timer: StepTimer
+    scorer: RolloutScorer, rollouts: Sequence[Rollout], timer: StepTimer, sampled: asyncio.Event
 ) -> list[TrainingExample]:
     if not any(rollout.prompt.teachers for rollout in rollouts):
-        return await scorer.score(rollouts)  # no request, no scoring time
+        return await scorer.score(rollouts, sampled=sampled)  # no request, no scoring time
     with timer.phase("score"):
-        return await scorer.score(rollouts)
+        return await scorer.score(rollouts, sampled=sampled)

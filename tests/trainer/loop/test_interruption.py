@@ -78,11 +78,11 @@ def while_waiting(patched: pytest.MonkeyPatch, number: signal.Signals) -> None:
     """The signal comes while step 3 waits for a teacher that never responds."""
     original = RolloutScorer.score
 
-    async def score(self: RolloutScorer, rollouts: Any) -> Any:
+    async def score(self: RolloutScorer, rollouts: Any, **options: Any) -> Any:
         if rollouts[0].policy_version == 2:
             os.kill(os.getpid(), number)
             await asyncio.Event().wait()
-        return await original(self, rollouts)
+        return await original(self, rollouts, **options)
 
     patched.setattr(RolloutScorer, "score", score)
 
@@ -97,11 +97,11 @@ def test_a_lost_teacher_loses_no_step(
 ) -> None:
     original = RolloutScorer.score
 
-    async def score(self: RolloutScorer, rollouts: Any) -> Any:
+    async def score(self: RolloutScorer, rollouts: Any, **options: Any) -> Any:
         if rollouts[0].policy_version == 2:
             error = TeacherUnavailableError("teacher 'math' is unavailable")
             raise ExceptionGroup("lost", [error]) if grouped else error
-        return await original(self, rollouts)
+        return await original(self, rollouts, **options)
 
     path = write_run(tmp_path, values)
     with monkeypatch.context() as patched:

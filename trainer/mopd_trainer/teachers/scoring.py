@@ -23,6 +23,7 @@ from mopd_trainer.data.teacher_input import TeacherInput, text_view, token_view
 from mopd_trainer.teachers.connect import Teacher
 from mopd_trainer.teachers.control import Controls
 from mopd_trainer.teachers.student_support import Counterparts, with_student_support
+from mopd_trainer.teachers.turns import TeacherTurns
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class RolloutScorer:
         self._teachers = teachers
         self._student = student
         self._clock = clock or Clock()
+        self._turns = TeacherTurns({name: each.config.url for name, each in teachers.items()})
         self._outages = {name: _Outage(name, self._clock) for name in teachers}
         self._counterparts = {
             name: Counterparts(teacher.projection)
@@ -93,27 +95,29 @@ class RolloutScorer:
         """Return the projection between the student's ids and a teacher's."""
         return self._teachers[teacher].projection
 
-    async def score(self, rollouts: Sequence[Rollout]) -> list[TrainingExample]:
+    async def score(
+        self, rollouts: Sequence[Rollout], *, sampled: asyncio.Event | None = None
+    ) -> list[TrainingExample]:
         """Return examples in the order of the rollouts, without the dropped ones (counted).
+
+        ``sampled`` is set when the step is sampled, which teachers that are swapped may wait for.
 
         Raises:
             TeacherError: when a teacher fails whose ``on_error`` is 'fail'.
         """
         names = list(dict.fromkeys(name for r in rollouts for name in r.prompt.teachers))
-        results = await asyncio.gather(
-            *[
-                self._score_by(
-                    name,
-                    {
-                        index: rollout.prompt.teachers[name]
-                        for index, rollout in enumerate(rollouts)
-                        if name in rollout.prompt.teachers
-                    },
-                    rollouts,
-                )
-                for name in names
-            ]
-        )
+
+        async def score_by(name: str) -> dict[int, AlignedScore]:
+            if sampled is not None:
+                await self._turns.sampled(name, sampled)
+            shares = {
+                index: rollout.prompt.teachers[name]
+                for index, rollout in enumerate(rollouts)
+                if name in rollout.prompt.teachers
+            }
+            return await self._score_by(name, shares, rollouts)
+
+        results = await asyncio.gather(*[score_by(name) for name in names])
         by_teacher = dict(zip(names, results, strict=True))
         examples: list[TrainingExample] = []
         for index, rollout in enumerate(rollouts):
@@ -192,13 +196,14 @@ class RolloutScorer:
         outage, counters = self._outages[teacher.name], self.counters(teacher.name)
         while True:
             try:
-                scores = await self._pool.score(
-                    teacher.name,
-                    requests,
-                    top_k=teacher.config.top_k,
-                    temperature=teacher.config.scored_temperature,
-                    logprobs_dtype=teacher.config.logprobs_dtype,
-                )
+                async with self._turns.turn(teacher.name):
+                    scores = await self._pool.score(
+                        teacher.name,
+                        requests,
+                        top_k=teacher.config.top_k,
+                        temperature=teacher.config.scored_temperature,
+                        logprobs_dtype=teacher.config.logprobs_dtype,
+                    )
             except TeacherError as error:
                 unavailable = isinstance(error, TeacherUnavailableError)
                 if teacher.config.on_error != "wait" or not unavailable:
