@@ -7,7 +7,8 @@
 Without ``--student``, four layers around the middle of the teacher are removed. Held-out prompts
 have topics of no training prompt. Measured before and after, on the teacher's greedy completions:
 nats per token and agreement of the most likely token (with the teacher's tokenizer), bits per byte;
-and bits per byte of texts that no model generated. GGUF needs the package ``gguf``.
+and bits per byte of texts that no model generated. Stopped by SIGTERM, it measures the last
+checkpoint; the same command resumes. GGUF needs the package ``gguf``.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from bench.language_model.material import held_out_prompts, prompts
 from bench.language_model.measurement import GreedyCompletion, greedy_completions, measure
 from bench.language_model.models import middle_layers, save_pruned, save_teacher
 from mopd_trainer import RunConfig, Student, StudentConfig
+from mopd_trainer.interruption import Interrupted
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -55,10 +57,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "before": examples,
     }
     _show(console, figures)
-    config = run_config(options, str(student_folder), str(teacher_folder))
-    started = time.perf_counter()
-    trained = mopd.train(config)
-    figures["seconds_per_step"] = (time.perf_counter() - started) / options.steps
+    config = run_config(options, str(student_folder), str(teacher_folder), completions)
+    started = time.process_time()
+    try:
+        trained = mopd.train(config)
+    except Interrupted as stopped:  # measure what there is; the same command resumes
+        console.print(str(stopped), markup=False)
+        trained = max(config.output_dir.glob("checkpoints/step-*")) / "model"
+    figures["processor_seconds"] = time.process_time() - started
+    lines = (config.output_dir / "journal.jsonl").read_text().splitlines()
+    figures["journal"] = [json.loads(line) for line in lines]
     _, figures["after"], figures["examples"]["after"] = _measured(trained, completions, options)
     figures["same_tokenizer"] = before
     figures["settings"] = {key: str(value) for key, value in vars(options).items()}
@@ -67,11 +75,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def run_config(options: argparse.Namespace, student: str, teacher: str) -> RunConfig:
-    """Write the training prompts and return the settings of the run."""
-    path: Path = options.folder / "prompts.jsonl"
-    lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts(options.prompts)]
-    path.write_text("".join(lines))
+def run_config(
+    options: argparse.Namespace,
+    student: str,
+    teacher: str,
+    completions: Sequence[GreedyCompletion],
+) -> RunConfig:
+    """Write the prompts and return the settings of the run."""
+    folder: Path = options.folder
+    path = _write_lines(folder / "prompts.jsonl", [{"prompt": p} for p in prompts(options.prompts)])
+    held_out = [{"prompt": c.prompt, "answer": c.text} for c in completions if c.text]
+    likelihood = {
+        "prompts": _write_lines(folder / "held-out.jsonl", held_out),
+        "answer_key": "answer",
+        "grader": "log_likelihood",
+    }
     return RunConfig.model_validate(
         {
             "exp_name": "language-model",
@@ -102,9 +120,15 @@ def run_config(options: argparse.Namespace, student: str, teacher: str) -> RunCo
                     "loss": {"type": options.loss, "divergence": options.divergence},
                 }
             },
+            "evaluation": {"every": options.evaluate_every, "sets": {"completions": likelihood}},
             "logging": {"tensorboard": False},
         }
     )
+
+
+def _write_lines(path: Path, lines: Sequence[dict[str, str]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
 
 
 def _measured(
@@ -144,7 +168,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--removed-layers", type=int, default=4)
     parser.add_argument("--folder", type=Path, required=True, help="models and the run")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--save-steps", type=int, default=0, help="steps between checkpoints")
+    parser.add_argument("--save-steps", type=int, default=10, help="steps between checkpoints")
+    parser.add_argument("--evaluate-every", type=int, default=10, help="steps")
     parser.add_argument("--prompts", type=int, default=500)
     parser.add_argument("--prompts-per-step", type=int, default=16)
     parser.add_argument("--held-out", type=int, default=32)

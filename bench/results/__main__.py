@@ -3,12 +3,13 @@
     python -m bench.results --all --seeds 3 --page docs/pages/results.md
     python -m bench.results --only E6
 
-E3  size of the top-k and treatment of the rest
+E1  distillation against SFT and REINFORCE, for growing answers
+E3  size of the top-k and treatment of the rest; one sampled token
+E4  averages over teachers with short and long completions
 E5  forgetting and recovery with the earlier self as the teacher
 E6  control arms: teachers with nothing to teach
 
-``python -m bench.loss_average`` measures averages over several teachers (E4), ``python -m
-bench.language_model`` a real language model (E9).
+``python -m bench.language_model`` measures a real language model (E9).
 """
 
 import argparse
@@ -20,14 +21,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.results import controls, recovery, truncation
+from bench.results import averages, controls, recovery, reinforcement, truncation
 from bench.results.claim import Claim, span
 from bench.results.page import write_page
 
 CLAIMS: Mapping[str, Callable[[int], list[Claim]]] = {
-    "E6": controls.measure,
+    "E1": reinforcement.measure,
     "E3": truncation.measure,
+    "E4": averages.measure,
     "E5": recovery.measure,
+    "E6": controls.measure,
 }
 
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from bench.loss_average import exercise
 from bench.results.claim import Claim, Curves
-from bench.results.students import TEACHER, Score, Subject, table_score, train
+from bench.results.students import Score, Subject, exercise, table_score, train
 from mopd.demo.tasks import Exercise
 from mopd_losses.config import PolicyGradientConfig, TopKKlConfig
 from mopd_protocol import Rollout
@@ -26,7 +25,7 @@ def measure(seeds: int) -> list[Claim]:
     for seed in range(seeds):
         warm = Subject.of(seed)
         score, loss = table_score(warm), TopKKlConfig()
-        train(warm, [_TASK], score, loss, steps=_WARM_STEPS, seed=seed, on_policy=False)
+        train(warm, [_TASK], score, loss, steps=_WARM_STEPS, seed=seed, source=warm.right)
         for arm in ARMS:
             curves[arm].append(_curve(arm, warm.copy(), seed))
     ends = {arm: [curve[-1][1] for curve in each] for arm, each in curves.items()}
@@ -63,7 +62,7 @@ def _curve(arm: str, subject: Subject, seed: int) -> list[tuple[float, float]]:
 
 def _control(arm: str, subject: Subject, seed: int) -> Score:
     draw, table = random.Random(seed + 1_000), table_score(subject)
-    controls = Controls({TEACHER: arm}, seed) if arm != "shuffled" else Controls()
+    controls = Controls({f"task{_TASK}": arm}, seed) if arm != "shuffled" else Controls()
 
     def score(items: Sequence[Exercise], rollouts: Sequence[Rollout]) -> list[TrainingExample]:
         if arm == "shuffled":

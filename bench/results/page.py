@@ -57,11 +57,11 @@ def _draw(claim: Claim, path: Path) -> None:
         colour = mpl.color_sequences["tab10"][number % 10]
         for curve in curves:
             axis.plot(*zip(*curve, strict=True), color=colour, linewidth=0.6, alpha=0.5)
-        xs = [x for x, _ in curves[0]]
-        means = [fmean(values) for values in zip(*([y for _, y in c] for c in curves), strict=True)]
+        points = [zip(*seeds, strict=True) for seeds in zip(*curves, strict=True)]
+        xs, means = zip(*((fmean(x), fmean(y)) for x, y in points), strict=True)
         axis.plot(xs, means, color=colour, linewidth=1.8, label=arm)
     axis.set(xlabel=claim.axes[0], ylabel=claim.axes[1], ylim=(-0.02, 1.02))
-    if claim.axes[0] == "K":
+    if claim.axes[0] in ("K", "tokens of an answer"):
         axis.set_xscale("log")
     axis.legend(fontsize=7)
     figure.savefig(path, dpi=110)

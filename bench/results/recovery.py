@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from statistics import fmean
 
 from bench.results.claim import Claim, Curves
-from bench.results.students import Score, Subject, self_score, table_score, train
+from bench.results.students import Score, Subject, model_score, table_score, train
 from mopd_losses.config import TopKKlConfig
 
 _OLD, _NEW = 0, 2
@@ -25,9 +25,9 @@ def measure(seeds: int) -> list[Claim]:
     for seed in range(seeds):
         subject = Subject.of(seed)
         score, loss = table_score(subject), TopKKlConfig()
-        train(subject, [_OLD], score, loss, steps=_LEARN_STEPS, seed=seed, on_policy=False)
+        train(subject, [_OLD], score, loss, steps=_LEARN_STEPS, seed=seed, source=subject.right)
         earlier = subject.copy()
-        train(subject, [_NEW], score, loss, steps=_NEW_STEPS, seed=seed, on_policy=False)
+        train(subject, [_NEW], score, loss, steps=_NEW_STEPS, seed=seed, source=subject.right)
         teachers = {_OLD: earlier, _NEW: subject.copy()}
         for arm in ARMS:
             old, new = _curves(arm, subject.copy(), teachers, seed)
@@ -65,7 +65,9 @@ def measure(seeds: int) -> list[Claim]:
         note="Sums of two digits (old), then differences (new), 100 prompts each, in a tiny model "
         "with little room for both; 200 steps of 32 completions, top 16 of the earlier students. "
         f"With prompts of both kinds and a teacher for each, {fmean(both[5]):.0%} of the old skill "
-        f"returns, and {fmean(both[4]) / max(fmean(both[3]), 0.01):.0%} of the new one stays.",
+        f"returns, and {fmean(both[4]) / max(fmean(both[3]), 0.01):.0%} of the new one stays. "
+        "Prompts of the two tasks differ in one digit: without prompts of the new one it is lost "
+        "within ten steps (seed 0, also with reverse KL and a rate of 3e-4).",
         seconds=time.process_time() - started,
     )
     return [claim]
@@ -84,7 +86,7 @@ def _curves(
 
     on_policy = arm != ARMS[2]
     tasks = [_OLD, _NEW] if arm == ARMS[1] else [_OLD]
-    score: Score = self_score(teachers, 16) if on_policy else table_score(subject)
+    score: Score = model_score(teachers, 16) if on_policy else table_score(subject)
     train(
         subject,
         tasks,
@@ -92,7 +94,7 @@ def _curves(
         TopKKlConfig(),
         steps=_STEPS,
         seed=seed + 100,
-        on_policy=on_policy,
+        source=None if on_policy else subject.right,
         learning_rate=1e-3,
         observe=observe,
     )

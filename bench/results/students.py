@@ -1,19 +1,20 @@
-"""A tiny student and its training: on right completions, on its own samples, with any teacher.
+"""Tiny students: exercises, teachers that are tables or other students, and training.
 
-The tasks are sums of two digits, and differences (100 prompts each, completions of 2 or 3 tokens),
-of ``bench.loss_average``. A teacher is a table, or the student of an earlier time.
+A teacher is named by its task. Even tasks have answers of one or two digits (arithmetic on two
+digits), odd ones of 42 to 57 (three digits, continued with a step). From ``CHAIN``, a task has an
+answer of as many digits as its number says beyond it, each one more than the third last one.
 """
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
-from bench.loss_average import TableTeachers, exercise, right_rollout
 from bench.numerals.numeral_tokenizers import digit_tokenizer
 from bench.numerals.pairs import STUDENT_NAMES
 from mopd.demo.examples import Encoder
@@ -35,15 +36,44 @@ from mopd_trainer import (
     micro_batch,
     pack,
 )
+from mopd_trainer.config.settings import LossAverage
 from mopd_trainer.data.examples import AlignedScore
 from mopd_trainer.data.teacher_input import token_view
 
 PROMPTS_PER_STEP = 32
 LEARNING_RATE = 2e-3
-TEACHER = "teacher"
+CONFIDENCE = 0.9  # of a table in the right token
+CHAIN = 1_000
+
+_ARITHMETIC: Sequence[Callable[[int, int], int]] = (
+    lambda a, b: a + b,
+    lambda a, b: abs(a - b),
+    lambda a, b: a * b,
+    lambda a, b: 2 * a + b,
+)
 
 #: Score completions of exercises.
 Score = Callable[[Sequence[Exercise], Sequence[Rollout]], list[TrainingExample]]
+#: Return the completions that a step trains on.
+Source = Callable[[Sequence[Exercise], Sequence[Prompt], int], list[Rollout]]
+
+
+def exercise(task: int, draw: random.Random) -> Exercise:
+    """Return a prompt of a task and its right answer."""
+    kind, digits = task // 2, [draw.randrange(10) for _ in range(3)]
+    if task < CHAIN and task % 2 == 0:
+        answer = str(_ARITHMETIC[kind](digits[0], digits[1]))
+        return Exercise(_name(task), f"{task}{digits[0]}{digits[1]}", tuple(answer))
+    prompt, chain = "".join(map(str, digits)), task > CHAIN
+    for position in range(3, 3 + task - CHAIN if chain else 41 + 5 * kind):
+        digits.append((digits[position - 3] + (1 if chain else kind + 1)) % 10)
+    if chain:
+        return Exercise(_name(task), prompt, tuple(map(str, digits[3:])))
+    return Exercise(_name(task), f"{task}{prompt}", tuple(map(str, digits)))
+
+
+def _name(task: int) -> str:
+    return f"task{task}"
 
 
 @dataclass(eq=False)
@@ -64,77 +94,128 @@ class Subject:
         """Return a copy of the student."""
         return Subject(self.student.copy(), self.encoder)
 
-    def right(self, item: Exercise, prompt: Prompt) -> Rollout:
-        """Return the right completion of an exercise as a rollout."""
-        return right_rollout(self.student, self.encoder, item, prompt)
+    def right(
+        self, items: Sequence[Exercise], prompts: Sequence[Prompt], step: int = 0
+    ) -> list[Rollout]:
+        """Return the right answers, as if they had been sampled."""
+        return [
+            Rollout(
+                prompt=prompt,
+                prompt_token_ids=np.array(
+                    self.student.prompt_token_ids(prompt.messages), dtype=np.int32
+                ),
+                completion=self.student.table.sequence(ids),
+                sampled_logprobs=np.zeros(len(ids), dtype=np.float32),
+                finish_reason="stop",
+                policy_version=0,
+            )
+            for item, prompt in zip(items, prompts, strict=True)
+            for ids in [self.encoder.completion(item)]
+        ]
+
+    def accuracy(self, task: int, count: int = 100) -> float:
+        """Return the share of a task's prompts that are answered right greedily."""
+        return self.accuracies(task, count)[0]
 
     @torch.no_grad()
-    def accuracy(self, task: int) -> float:
-        """Return the share of a task's prompts whose most likely tokens are all right."""
-        items = [exercise(task, draw) for draw in [random.Random(7)] for _ in range(100)]
-        prompts = [Prompt(n, item.messages, {TEACHER: 1.0}) for n, item in enumerate(items)]
-        rollouts = [self.right(*pair) for pair in zip(items, prompts, strict=True)]
-        tables = TableTeachers(self.encoder)
-        pairs = zip(items, rollouts, strict=True)
-        batch = micro_batch([tables.example(*pair) for pair in pairs])
+    def accuracies(self, task: int, count: int = 100) -> tuple[float, float]:
+        """Return the share of prompts whose most likely tokens are all right, and the mean
+        probability that a sampled completion is right."""
+        draw = random.Random(7)
+        items = [exercise(task, draw) for _ in range(count)]
+        batch = micro_batch(table_score(self)(items, self.right(items, prompts_of(items))))
         self.student.model.eval()
-        likeliest = self.student.completion_logits(batch).argmax(dim=1)
-        right = likeliest == batch.input_ids[batch.slot_rows, batch.slot_columns + 1]
-        wrong = torch.zeros(len(items)).index_add(0, batch.slot_rows, (~right).float())
-        return float((wrong == 0).float().mean())
+        rows = self._logprobs(batch)
+        expected = batch.input_ids[batch.slot_rows, batch.slot_columns + 1]
+        zeros = torch.zeros(len(items))
+        wrong = zeros.index_add(0, batch.slot_rows, (rows.argmax(dim=1) != expected).float())
+        chosen = rows.gather(1, expected[:, None])[:, 0]
+        sampled = zeros.index_add(0, batch.slot_rows, chosen).exp()
+        return float((wrong == 0).float().mean()), float(sampled.mean())
+
+    def _logprobs(self, batch: Any) -> Tensor:
+        """Return log-probabilities of the tokenizer's ids [slots, ids]."""
+        logits = self.student.completion_logits(batch).float()
+        real = torch.tensor(self.student.table.real_ids(logits.shape[1]))
+        return logits.masked_fill(~real, -torch.inf).log_softmax(dim=1)
+
+    @torch.no_grad()
+    def topk(self, examples: Sequence[TrainingExample], top_k: int) -> list[TopKLogprobs]:
+        """Return this student's most likely tokens for the completions of examples."""
+        batch = micro_batch(list(examples))
+        self.student.model.eval()
+        rows = self._logprobs(batch)
+        lengths = [len(each.rollout.completion) for each in examples]
+        labels = batch.input_ids[batch.slot_rows, batch.slot_columns + 1]
+        logprobs, ids = rows.topk(top_k, dim=1)
+        tokens = rows.gather(1, labels[:, None])[:, 0]
+        tail = (1 - logprobs.double().exp().sum(dim=1)).clamp_min(1e-12).log().float()
+        parts = [each.split(lengths) for each in (ids, logprobs, tokens, tail)]
+        return [TopKLogprobs(*(each.numpy() for each in four)) for four in zip(*parts, strict=True)]
+
+
+def prompts_of(items: Sequence[Exercise]) -> list[Prompt]:
+    """Return the prompts of exercises, each with its task as the teacher."""
+    return [Prompt(n, item.messages, {item.task: 1.0}) for n, item in enumerate(items)]
 
 
 def table_score(subject: Subject) -> Score:
-    """Score with a table that gives nine tenths to the right token of each position."""
-    tables = TableTeachers(subject.encoder)
+    """Score with a table: 0.9 for the right token of each position after any prefix, the rest for
+    other digits."""
+    digits = [subject.encoder.part(str(digit))[0] for digit in range(10)]
 
-    def score(items: Sequence[Exercise], rollouts: Sequence[Rollout]) -> list[TrainingExample]:
-        examples = [tables.example(*pair) for pair in zip(items, rollouts, strict=True)]
-        return [replace(e, scores=(replace(e.scores[0], teacher=TEACHER),)) for e in examples]
+    def topk(item: Exercise, rollout: Rollout) -> TopKLogprobs:
+        right, count = subject.encoder.completion(item), len(rollout.completion)
+        expected = [*right, *[right[-1]] * count][:count]
+        others = [[digit for digit in digits if digit != token][:3] for token in expected]
+        ids = np.array([[t, *rest] for t, rest in zip(expected, others, strict=True)], np.int32)
+        masses = np.array([CONFIDENCE, *[(1 - CONFIDENCE) / 4] * 3])
+        logprobs = np.log(np.tile(masses, (count, 1))).astype(np.float32)
+        tail = np.full(count, np.log((1 - CONFIDENCE) / 4), dtype=np.float32)
+        own = rollout.completion.token_ids[:, None] == ids
+        tokens = np.where(own.any(axis=1), (logprobs * own).sum(axis=1), tail)
+        return TopKLogprobs(ids, logprobs, tokens, tail)
 
-    return score
+    return lambda items, rollouts: [
+        aligned_example(rollout, topk(item, rollout), item.task)
+        for item, rollout in zip(items, rollouts, strict=True)
+    ]
 
 
-def self_score(teachers: Mapping[int, Subject], top_k: int) -> Score:
-    """Score completions with students of an earlier time, by task."""
+def model_score(teachers: Mapping[int, Subject], top_k: int) -> Score:
+    """Score completions with other students, by task."""
 
-    @torch.no_grad()
     def score(items: Sequence[Exercise], rollouts: Sequence[Rollout]) -> list[TrainingExample]:
         examples: dict[int, TrainingExample] = {}
         for task, teacher in teachers.items():
-            chosen = [n for n, item in enumerate(items) if item.task == f"task{task}"]
-            if not chosen:
-                continue
-            pairs = [items[n] for n in chosen], [rollouts[n] for n in chosen]
-            batch = micro_batch(table_score(teacher)(*pairs))
-            teacher.student.model.eval()
-            logits = teacher.student.completion_logits(batch).float()
-            real = torch.tensor(teacher.student.table.real_ids(logits.shape[1]))
-            rows = logits.masked_fill(~real, -torch.inf).log_softmax(dim=1)
-            for place, (n, start) in enumerate(
-                zip(chosen, batch.teachers[TEACHER].slot_offsets, strict=True)
-            ):
-                rollout = pairs[1][place]
-                own = rows[start : start + len(rollout.completion)]
-                examples[n] = aligned_example(rollout, _topk(own, rollout, top_k))
+            chosen = [n for n, item in enumerate(items) if item.task == _name(task)]
+            if chosen:
+                own = [token_example(rollouts[n], _name(task)) for n in chosen]
+                for n, topk in zip(chosen, teacher.topk(own, top_k), strict=True):
+                    examples[n] = aligned_example(rollouts[n], topk, _name(task))
         return [examples[n] for n in range(len(items))]
 
     return score
 
 
-def _topk(rows: Tensor, rollout: Rollout, top_k: int) -> TopKLogprobs:
-    logprobs, ids = rows.topk(top_k, dim=1)
-    labels = torch.tensor(rollout.completion.token_ids, dtype=torch.int64)
-    tokens = rows.gather(1, labels[:, None])[:, 0]
-    tail = (1 - logprobs.double().exp().sum(dim=1)).clamp_min(1e-12).log().float()
-    return TopKLogprobs(*(each.numpy() for each in (ids, logprobs, tokens, tail)))
+def token_example(
+    rollout: Rollout, teacher: str, logprobs: np.ndarray[Any, Any] | None = None
+) -> TrainingExample:
+    """Return an example with one entry per row, the completion's token, almost certain by default:
+    forward KL is then cross entropy."""
+    count = len(rollout.completion)
+    chosen = np.full(count, -1e-6, np.float32) if logprobs is None else np.float32(logprobs)
+    rest = np.log(-np.expm1(np.minimum(chosen, -1e-6).astype(np.float64))).astype(np.float32)
+    ids = rollout.completion.token_ids[:, None]
+    topk = TopKLogprobs(ids, chosen[:, None], chosen, rest)
+    return aligned_example(rollout, topk, teacher)
 
 
-def aligned_example(rollout: Rollout, topk: TopKLogprobs) -> TrainingExample:
+def aligned_example(rollout: Rollout, topk: TopKLogprobs, teacher: str) -> TrainingExample:
     """Return an example with one score of the student's tokens."""
     score = TeacherScore("0" * 32, rollout.completion, topk)
     alignment = identity_alignment(len(rollout.completion))
-    aligned = AlignedScore(TEACHER, 1.0, token_view(rollout), score, alignment)
+    aligned = AlignedScore(teacher, 1.0, token_view(rollout), score, alignment)
     return TrainingExample(rollout, (aligned,))
 
 
@@ -142,45 +223,49 @@ def train(
     subject: Subject,
     tasks: Sequence[int],
     score: Score,
-    loss: LossConfig,
+    loss: LossConfig | Loss,
     *,
     steps: int,
     seed: int,
-    on_policy: bool = True,
+    source: Source | None = None,
+    group: int = 1,
+    max_new_tokens: int = 4,
+    average: LossAverage = "tokens",
     learning_rate: float = LEARNING_RATE,
     observe: Callable[[int, dict[str, Any]], object] | None = None,
 ) -> None:
-    """Train on samples of the student, or on right completions.
+    """Train on samples of the student, or on completions of a source.
 
     Args:
+        group: samples per prompt.
         observe: called after each step with the steps done and the step's metrics.
     """
-    student = subject.student
-    built: Loss = build_loss(loss, student.identity, student.identity, "cpu")
+    student, names = subject.student, [_name(task) for task in tasks]
+    if isinstance(loss, BaseModel):
+        loss = build_loss(loss, student.identity, student.identity, "cpu")
     config = StudentConfig(model="tiny", learning_rate=learning_rate, warmup_steps=10)
     learner = Learner(
         student,
         config,
-        losses={TEACHER: built},
-        teacher_weights={TEACHER: 1.0},
+        losses=dict.fromkeys(names, loss),
+        teacher_weights=dict.fromkeys(names, 1.0),
         max_steps=steps,
         seed=seed,
     )
-    rollouts = RolloutConfig(prompts_per_step=PROMPTS_PER_STEP, max_new_tokens=4)
+    rollouts = RolloutConfig(prompts_per_step=PROMPTS_PER_STEP, max_new_tokens=max_new_tokens)
     sampler = Sampler(student, rollouts, seed=seed)
     draw = random.Random(seed)
     for step in range(steps):
-        items = [exercise(tasks[n % len(tasks)], draw) for n in range(PROMPTS_PER_STEP)]
-        prompts = [Prompt(n, item.messages, {TEACHER: 1.0}) for n, item in enumerate(items)]
-        if on_policy:
+        items = [exercise(tasks[n % len(tasks)], draw) for n in range(PROMPTS_PER_STEP // group)]
+        items = [item for item in items for _ in range(group)]
+        prompts = prompts_of(items)
+        if source is None:
             completions = sampler.sample_batch(prompts, step=step, batch=0)
         else:
-            pairs = zip(items, prompts, strict=True)
-            completions = [subject.right(*pair) for pair in pairs]
+            completions = source(items, prompts, step)
         examples = score(items, completions)
-        tokens = int(np.sum([len(each.completion) for each in completions]))
-        metrics, _ = learner.update(
-            pack(examples, tokens_per_micro_batch=16_384), tokens=tokens, step=step
-        )
+        batches = pack(examples, tokens_per_micro_batch=16_384, average=average)
+        tokens = sum(len(each.completion) for each in completions)
+        metrics, _ = learner.update(batches, tokens=tokens, step=step)
         if observe is not None:
             observe(step + 1, metrics)

@@ -25,6 +25,7 @@ from mopd_losses.divergences.truncation import (
 _CONTEXTS, _VOCABULARY, _STEPS, _RATE = 48, 1_000, 300, 0.1
 SIZES = (2, 8, 20, 64, _VOCABULARY)
 FORMS = ("tail_bucket", "generalised", "renormalised", "plain")
+SAMPLED = "reverse_kl, one sampled token"
 #: Probabilities of the teacher fall as rank to minus this.
 EXPONENTS = (2.0, 1.4)
 DIRECTIONS = ("forward_kl", "reverse_kl")
@@ -54,6 +55,10 @@ def measure(seeds: int) -> list[Claim]:
                     points = [(float(s), each[0]) for s, each in zip(SIZES, fits, strict=True)]
                     curves.setdefault(name, []).append(points)
             rows[name] = columns
+        name = f"{SAMPLED}, rank^-{exponent:g}"
+        fits = [_fit_sampled(exponent, seed) for seed in range(seeds)]
+        curves[name] = [[(float(size), overlap) for size in SIZES] for overlap, _, _ in fits]
+        rows[name] = [*[[each[0] for each in fits] for _ in SIZES], [each[1] for each in fits]]
     everything, twenty = len(SIZES) - 1, SIZES.index(_HEAD)
     with_tail = [rows[_name(e, d, "tail_bucket")] for e in EXPONENTS for d in DIRECTIONS]
     kept = [fmean(rows[_name(e, "reverse_kl", "plain")][-1]) for e in EXPONENTS]
@@ -71,7 +76,8 @@ def measure(seeds: int) -> list[Claim]:
         "first 20 ids have 97 % of the mass) or as rank^-1.4 (80 %); 300 steps of Adam on free "
         "logits. Overlap is the sum of the smaller probabilities; kept mass is the student's mass "
         "of the teacher's first 20 ids over the teacher's, at K = 20. `plain` is the sum over the "
-        "top-k of the divergence's terms, without a tail or a correction; no loss of mopd has it.",
+        "top-k of the divergence's terms, without a tail or a correction; no loss of mopd has it. "
+        "The policy gradient of one sampled token has no K: its row repeats one number.",
         seconds=time.process_time() - started,
     )
     plain = replace(
@@ -115,6 +121,18 @@ def _fit(
 
     def loss(logprobs: Tensor) -> Tensor:
         return _FORMS[direction, form](logprobs.gather(1, ids), values, tail, retained).mean()
+
+    return _minimise(teacher, loss, seed)
+
+
+def _fit_sampled(exponent: float, seed: int) -> tuple[float, float, float]:
+    """Fit with the policy gradient of one sampled token per context (``policy_gradient``)."""
+    teacher, generator = _teacher(exponent, seed), torch.Generator().manual_seed(seed + 2)
+
+    def loss(logprobs: Tensor) -> Tensor:
+        token = torch.multinomial(logprobs.detach().exp(), 1, generator=generator)
+        own = logprobs.gather(1, token)
+        return ((own - teacher.gather(1, token)).detach() * own).mean()
 
     return _minimise(teacher, loss, seed)
 

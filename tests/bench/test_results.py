@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.language_model.__main__ import main as language_model
-from bench.results import controls, recovery, truncation
+from bench.results import averages, controls, recovery, reinforcement, truncation
 from bench.results.__main__ import CLAIMS
 from bench.results.claim import Claim
 from bench.results.page import BEGIN, END, write_page
@@ -19,6 +19,8 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, names in (
         (controls, {"_STEPS": 20, "_WARM_STEPS": 1}),
         (recovery, {"_STEPS": 40, "_LEARN_STEPS": 1, "_NEW_STEPS": 1}),
+        (averages, {"_STEPS": 1, "_EVERY": 1, "TEACHERS": (2,)}),
+        (reinforcement, {"_STEPS": 2, "_TEACHER_STEPS": 1, "LENGTHS": (1, 2, 4)}),
         (truncation, {"_STEPS": 2, "SIZES": (20, 1_000)}),
     ):
         for name, value in names.items():

@@ -83,10 +83,11 @@ def test_the_help_of_the_command_line_does_not_load_torch() -> None:
 #: Benchmarks of internal parts, which have no public API.
 INTERNAL = {
     "bench/event_loop.py": "measures the service's event loop with an engine that computes nothing",
-    "bench/loss_average.py": "its teachers are tables, without a service",
     "bench/response_checks.py": "measures decoding and checking without a network",
+    "bench/results/averages.py": "trains with tables of teachers, without a service",
     "bench/results/controls.py": "trains with control arms, without a service",
     "bench/results/recovery.py": "trains with tables of teachers, without a service",
+    "bench/results/reinforcement.py": "trains with a loss of its own, without a service",
     "bench/results/students.py": "trains with tables of teachers, without a service",
     "bench/results/truncation.py": "compares forms of a divergence on known distributions",
     "bench/scaling.py": "starts ranks and Ray workers without a run",

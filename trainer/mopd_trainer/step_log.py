@@ -154,6 +154,7 @@ class StepLog:
     ) -> None:
         settings = self._config.logging
         indices = {id(example): index for index, example in enumerate(examples)}
+        lines: list[dict[str, Any]] = []
         for example in shown_examples(examples, settings.completions):
             index, likely = indices[id(example)], self._likely.get(id(example))
             line = logged_completion(
@@ -164,7 +165,8 @@ class StepLog:
                 teachers=self._teacher_tables,
                 top_k=settings.top_k,
             )
-            self._journal.write_completion(line)
+            lines.append(line)
+        self._journal.write_completions(lines)
         self._likely = {}
 
     def _remaining(self, step: int, metrics: Metrics) -> Metrics:

@@ -95,7 +95,7 @@ def test_the_tokens_of_a_written_completion_are_its_bytes(tmp_path: Path) -> Non
     nats = np.arange(len(ids), dtype=np.float32)
     nats[1] = np.nan
     with Journal(tmp_path, from_step=0, tensorboard=False) as journal:
-        journal.write_completion(logged_completion(1, item, {"math": nats, "code": None}))
+        journal.write_completions([logged_completion(1, item, {"math": nats, "code": None})])
     line = json.loads((tmp_path / COMPLETIONS).read_text())
 
     spelled = [bytes.fromhex(each) for each in line["tokens"]["bytes"]]
@@ -110,8 +110,8 @@ def test_the_first_tokens_of_a_long_completion_are_logged(tmp_path: Path) -> Non
     ids = [*ids_of("digit", "7" * 600), *ids_of("digit", "<|end|>")]
     item = example(rollout("digit", ids, teachers={"math": 1.0}))
     with Journal(tmp_path, from_step=0, tensorboard=False) as journal:
-        journal.write_completion(
-            logged_completion(1, item, {"math": np.full(601, 0.12345, dtype=np.float32)})
+        journal.write_completions(
+            [logged_completion(1, item, {"math": np.full(601, 0.12345, dtype=np.float32)})]
         )
     text = (tmp_path / COMPLETIONS).read_text()
     line = json.loads(text)

@@ -77,7 +77,7 @@ def test_failed_line_leaves_the_previous_lines(tmp_path: Path, name: str, room: 
         if name == JOURNAL:
             journal.write(step, {"loss": 1.5, "grad_norm": 2.5})
         else:
-            journal.write_completion(logged_completion(step, shown))
+            journal.write_completions([logged_completion(step, shown)])
 
     with Journal(tmp_path, from_step=0, tensorboard=False) as journal:
         write(journal, 1)

@@ -34,7 +34,7 @@ def write_steps(folder: Path, first: int, last: int, *, run: str, from_step: int
             opened.write(step, {"loss": step / 10})
             # U+2028 and U+0085 end a line for str.splitlines, not for JSONL.
             ids = ids_of("digit", f"{run} \u2028 \x85 的 {step}")
-            opened.write_completion(logged_completion(step, example(rollout("digit", ids))))
+            opened.write_completions([logged_completion(step, example(rollout("digit", ids)))])
 
 
 def test_step_is_a_line_with_null_for_missing_metrics(tmp_path: Path) -> None:
@@ -98,8 +98,8 @@ def test_damaged_line_is_reported_and_nothing_changes(
 def test_logged_completion(tmp_path: Path) -> None:
     ids = ids_of("digit", "7 ", b"\xff", "!", "<|end|>")
     with journal(tmp_path) as opened:
-        opened.write_completion(
-            logged_completion(4, example(rollout("digit", ids, teachers={"math": 2.0})))
+        opened.write_completions(
+            [logged_completion(4, example(rollout("digit", ids, teachers={"math": 2.0})))]
         )
     assert lines(tmp_path, COMPLETIONS) == [
         {

@@ -45,9 +45,10 @@ class LoggingConfig(Settings):
     tensorboard: bool = True
     """Write TensorBoard event files."""
     wandb: bool = False
-    """Log to Weights & Biases, which reads its usual variables (``WANDB_MODE``)."""
+    """Log metrics and the table ``completions`` to Weights & Biases, which reads its usual variables
+    (``WANDB_MODE``)."""
     trackio: bool = False
-    """Log to trackio."""
+    """Log metrics and the table ``completions`` to trackio."""
     project: str = "mopd"
     """Project of Weights & Biases and trackio; the name of the run is ``exp_name``."""
     record: bool = False

@@ -71,13 +71,16 @@ class Journal:
         lines = Path(self._journal.name).read_bytes().splitlines()
         return [json.loads(line) for line in lines if b'"evaluation/' in line]
 
-    def write_completion(self, line: Mapping[str, Any]) -> None:
-        """Write a completion for the report: see ``logged_completion``.
+    def write_completions(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Write completions of a step for the report: see ``logged_completion``.
 
         Raises:
-            DiskError: if writing fails; the file is unchanged.
+            DiskError: if writing fails; only complete lines remain.
         """
-        self._append(self._completions, line, durable=False)
+        for line in lines:
+            self._append(self._completions, line, durable=False)
+        for tracker in self._trackers if lines else ():
+            tracker.log_completions(lines)
 
     def settle(self) -> None:
         """Synchronise all files with the disk."""
