@@ -45,7 +45,7 @@ class LoggingConfig(Settings):
     tensorboard: bool = True
     """Write TensorBoard event files."""
     wandb: bool = False
-    """Log metrics and the table ``completions`` to Weights & Biases, which reads its usual variables
+    """Log metrics and the table ``completions`` to Weights & Biases, which reads its variables
     (``WANDB_MODE``)."""
     trackio: bool = False
     """Log metrics and the table ``completions`` to trackio."""
