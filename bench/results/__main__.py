@@ -3,7 +3,7 @@
     python -m bench.results --all --seeds 3 --page docs/pages/results.md
     python -m bench.results --only E6
 
-E1  distillation against SFT and REINFORCE, for growing answers
+E1  distillation against SFT and REINFORCE, for growing completions
 E3  size of the top-k and treatment of the rest; one sampled token
 E4  averages over teachers with short and long completions
 E5  forgetting and recovery with the earlier self as the teacher

@@ -61,7 +61,7 @@ def _draw(claim: Claim, path: Path) -> None:
         xs, means = zip(*((fmean(x), fmean(y)) for x, y in points), strict=True)
         axis.plot(xs, means, color=colour, linewidth=1.8, label=arm)
     axis.set(xlabel=claim.axes[0], ylabel=claim.axes[1], ylim=(-0.02, 1.02))
-    if claim.axes[0] in ("K", "tokens of an answer"):
+    if claim.axes[0] in ("K", "tokens of a completion"):
         axis.set_xscale("log")
     axis.legend(fontsize=7)
     figure.savefig(path, dpi=110)

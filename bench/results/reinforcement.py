@@ -1,4 +1,4 @@
-"""E1: on-policy distillation against SFT and REINFORCE, for growing answers."""
+"""E1: on-policy distillation against SFT and REINFORCE, for growing completions."""
 
 import time
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from mopd_trainer import RolloutConfig, Sampler, TrainingExample
 LENGTHS = (4, 16, 64)
 #: Arm -> floating-point operations per token and parameter: 2 to sample or to score, 6 to train.
 ARMS = {
-    "SFT on right answers": 6,
+    "SFT on right completions": 6,
     "SFT on samples of the teacher": 2 + 6,
     "REINFORCE, group baseline": 2 + 6,
     "distillation, forward KL": 2 + 2 + 6,
@@ -81,11 +81,11 @@ def measure(seeds: int) -> list[Claim]:
         },
         curves={arm: by_length[longest] for arm, by_length in curves.items()},
         axes=("floating-point operations", f"right samples, {longest} tokens"),
-        note="An answer continues three digits, each digit one more than the third last. All arms "
+        note="A completion continues three digits, each one more than the third last. All arms "
         f"begin with a student of which at least {_WARM:.0%} of the samples are right (the teacher "
-        f"is the same student after {_TEACHER_STEPS} steps on right answers), and train "
+        f"is the same student after {_TEACHER_STEPS} steps on right completions), and train "
         f"{_STEPS} steps of {PROMPTS_PER_STEP} completions; REINFORCE has groups of {_GROUP}, and "
-        "reward 1 for a right answer. Work is that of sampling, scoring and training, 2, 2 and 6 "
+        "reward 1 for a right one. Work is that of sampling, scoring and training, 2, 2 and 6 "
         "operations per token and parameter; the teacher's training is not counted.",
         seconds=time.process_time() - started,
     )
@@ -96,11 +96,11 @@ def measure(seeds: int) -> list[Claim]:
     gap = replace(
         work,
         name="E1b",
-        claim="SFT on samples of the teacher ends lower, and the gap grows with the answers",
+        claim="SFT on samples of the teacher ends lower, and the gap grows with their length",
         falsified_if="the gap to reverse KL is not larger for each greater length",
         reproduced=gaps[0] < gaps[1] < gaps[2] and gaps[2] > 0,
         curves=by_length,
-        axes=("tokens of an answer", "right samples"),
+        axes=("tokens of a completion", "right samples"),
         rows={arm: work.rows[arm] for arm in (_SFT, _FORWARD, _REVERSE)},
         note="The same runs: " + ", ".join(f"{g:+.1%}" for g in gaps) + " at the three lengths.",
     )

@@ -1,8 +1,8 @@
 """Tiny students: exercises, teachers that are tables or other students, and training.
 
-A teacher is named by its task. Even tasks have answers of one or two digits (arithmetic on two
-digits), odd ones of 42 to 57 (three digits, continued with a step). From ``CHAIN``, a task has an
-answer of as many digits as its number says beyond it, each one more than the third last one.
+A teacher is named by its task. Even tasks have completions of one or two digits (arithmetic on two
+digits), odd ones of 42 to 57 (three digits, continued with a step). Task
+``CHAIN + n`` has completions of ``n`` digits, each one more than the third last one.
 """
 
 import random
@@ -59,11 +59,11 @@ Source = Callable[[Sequence[Exercise], Sequence[Prompt], int], list[Rollout]]
 
 
 def exercise(task: int, draw: random.Random) -> Exercise:
-    """Return a prompt of a task and its right answer."""
+    """Return a prompt of a task and its right completion."""
     kind, digits = task // 2, [draw.randrange(10) for _ in range(3)]
     if task < CHAIN and task % 2 == 0:
-        answer = str(_ARITHMETIC[kind](digits[0], digits[1]))
-        return Exercise(_name(task), f"{task}{digits[0]}{digits[1]}", tuple(answer))
+        completion = str(_ARITHMETIC[kind](digits[0], digits[1]))
+        return Exercise(_name(task), f"{task}{digits[0]}{digits[1]}", tuple(completion))
     prompt, chain = "".join(map(str, digits)), task > CHAIN
     for position in range(3, 3 + task - CHAIN if chain else 41 + 5 * kind):
         digits.append((digits[position - 3] + (1 if chain else kind + 1)) % 10)
@@ -97,7 +97,7 @@ class Subject:
     def right(
         self, items: Sequence[Exercise], prompts: Sequence[Prompt], step: int = 0
     ) -> list[Rollout]:
-        """Return the right answers, as if they had been sampled."""
+        """Return the right completions, as if they had been sampled."""
         return [
             Rollout(
                 prompt=prompt,
@@ -114,7 +114,7 @@ class Subject:
         ]
 
     def accuracy(self, task: int, count: int = 100) -> float:
-        """Return the share of a task's prompts that are answered right greedily."""
+        """Return the share of a task's prompts whose greedy completion is right."""
         return self.accuracies(task, count)[0]
 
     @torch.no_grad()

@@ -49,6 +49,32 @@ def test_new_lines_appear_and_a_resumed_run_starts_again(
         assert page.evaluate("window.loaded") is None
 
 
+def test_only_the_shown_completion_is_loaded(tmp_path: Path, open_page: OpenPage) -> None:
+    long = completion([b"word "] * 200, nats=0.001)
+    lines = [*completions(30), long]
+    folder = write_run(tmp_path / "run", journal(20), lines)
+    with running(watch_server([folder], host="127.0.0.1", port=0)) as server:
+        page = open_page(server.url)
+        requested: list[str] = []
+        page.on("request", lambda sent: "/completion?" in sent.url and requested.append(sent.url))
+        page.get_by_role("tab", name="Completions").click()
+        page.locator(".chunk").first.wait_for()
+        assert len(requested) == 1
+        page.get_by_label("Order").select_option("longest")
+        page.locator(".chunk").nth(198).wait_for()
+        assert page.locator(".item").count() == len(lines)
+        assert page.locator(".token[data-side=student]").count() == 200
+        page.keyboard.press("Escape")
+        page.locator(".item").first.click()  # is not loaded again
+        page.locator(".token").first.hover()
+        page.locator(".inspector .bars").first.wait_for()
+        assert len(requested) == 2
+        page.evaluate("() => { window.fetch = async () => { throw new Error('lost'); }; }")
+        page.locator(".item").nth(5).click()
+        page.get_by_text("The tokens could not be loaded.").wait_for()
+        assert page.locator("pre.text").text_content() in {line["completion"] for line in lines}
+
+
 def test_lost_server_is_shown(tmp_path: Path, open_page: OpenPage) -> None:
     folder = write_run(tmp_path / "run", journal(3))
     with running(watch_server([folder], host="127.0.0.1", port=0)) as server:

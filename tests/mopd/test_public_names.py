@@ -87,7 +87,7 @@ INTERNAL = {
     "bench/results/averages.py": "trains with tables of teachers, without a service",
     "bench/results/controls.py": "trains with control arms, without a service",
     "bench/results/recovery.py": "trains with tables of teachers, without a service",
-    "bench/results/reinforcement.py": "trains with a loss of its own, without a service",
+    "bench/results/reinforcement.py": "trains with tables of rewards, without a service",
     "bench/results/students.py": "trains with tables of teachers, without a service",
     "bench/results/truncation.py": "compares forms of a divergence on known distributions",
     "bench/scaling.py": "starts ranks and Ray workers without a run",

@@ -173,7 +173,7 @@ def test_updates_continue_a_snapshot_until_a_file_is_replaced(tmp_path: Path) ->
     update = updates(folder, positions)
     added = [json.loads(line) for line in update["journal"]["text"].splitlines()]
     assert [line["step"] for line in added] == [4, 5]
-    assert update["completions"]["text"] == ""
+    assert update["completions"]["lines"] == []
     positions = {name: update[name]["position"] for name in positions}
     assert updates(folder, positions)["journal"]["text"] == ""
     with (folder / JOURNAL).open("a") as file:

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import nan
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +19,13 @@ from mopd_trainer.run_folder.files import COMPLETIONS, JOURNAL
 
 Line = dict[str, Any]
 
-#: Completions on a page, in bytes of ``completions.jsonl``; more delay the first paint.
+#: Completions on a page, in bytes of JSON; more delay the first paint.
 COMPLETION_BYTES = 4_000_000
 #: Maximum size of an update.
 _UPDATE_BYTES = 4_000_000
 _LISTED_DAMAGE = 4
+#: Summary of a completion: characters of each text, and losses of each teacher.
+_SUMMARY_TEXT, _SUMMARY_LOSSES = 500, 16
 
 
 @dataclass
@@ -61,26 +64,33 @@ class LineFile:
         self.end += len(content)
         return content
 
-    def lines(self) -> Iterator[tuple[int, Line]]:
-        """Yield further lines with their sizes; damaged ones are listed instead."""
+    def lines(self, limit: int | None = None) -> Iterator[tuple[int, int, Line]]:
+        """Yield further lines with start and size; damaged ones are listed instead."""
+        end = self.end
         # Not splitlines: a completion may contain line ends of text that are none of JSONL.
-        for text in self.read().split(b"\n")[:-1]:
+        for text in self.read(limit).split(b"\n")[:-1]:
+            start, end = end, end + len(text) + 1
             self.number += 1
             try:
                 line: Any = json.loads(text.decode("utf-8", "replace"))
             except ValueError:
                 line = None
             if isinstance(line, dict) and isinstance(line.get("step"), int):
-                yield len(text), line
+                yield start, len(text), line
             else:
                 self.damaged.append(f"{self.path.name}:{self.number}")
 
 
 class RunData:
-    """The files of a run folder; ``update`` reads what was appended."""
+    """The files of a run folder; ``update`` reads what was appended.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        live: keep a ``summary`` of each completion; pages request the shown ones.
+    """
+
+    def __init__(self, folder: Path, *, live: bool = False) -> None:
         self.folder = folder
+        self._live = live
         self._reset()
 
     def _reset(self) -> None:
@@ -94,9 +104,13 @@ class RunData:
         """Read the files, from the start if one was replaced."""
         if self._journal.is_replaced() or self._completions.is_replaced():
             self._reset()
-        for _, line in self._journal.lines():
+        for _, _, line in self._journal.lines():
             self._add(line)
-        self._samples += self._completions.lines()
+        for start, size, line in self._completions.lines():
+            if self._live:
+                line = summary(line, start)
+                size = len(json.dumps(line, ensure_ascii=False))
+            self._samples.append((size, line))
 
     @property
     def steps(self) -> int:
@@ -164,22 +178,68 @@ def run_names(folders: Sequence[Path]) -> list[str]:
 
 
 def updates(folder: Path, positions: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Return the lines after the positions of a ``snapshot``, as text, with new positions.
+    """Return what follows the positions of a ``snapshot``, with new positions: the text of the
+    journal's lines, and a ``summary`` of each completion.
 
     Returns ``{"changed": True}`` if a file was replaced, for example by a resumed run.
 
     Args:
         positions: of ``journal`` and ``completions``: inode and offset.
     """
-    result: dict[str, Any] = {}
-    for name, path in (("journal", folder / JOURNAL), ("completions", folder / COMPLETIONS)):
-        inode, end = positions[name]
-        file = LineFile(path, inode, end)
-        if file.is_replaced():
-            return {"changed": True}
-        text = file.read(_UPDATE_BYTES).decode("utf-8", "replace")
-        result[name] = {"text": text, "position": file.position()}
-    return result
+    files = [
+        LineFile(folder / path, *positions[name])
+        for name, path in (("journal", JOURNAL), ("completions", COMPLETIONS))
+    ]
+    if any(file.is_replaced() for file in files):
+        return {"changed": True}
+    journal, completions = files
+    text = journal.read(_UPDATE_BYTES).decode("utf-8", "replace")
+    lines = [summary(line, start) for start, _, line in completions.lines(_UPDATE_BYTES)]
+    return {
+        "journal": {"text": text, "position": journal.position()},
+        "completions": {"lines": lines, "position": completions.position()},
+    }
+
+
+def summary(line: Line, start: int) -> Line:
+    """Return what a list shows of a logged completion, with the start of its line in the file."""
+    nats = {
+        name: [each for each in values if each is not None]
+        for name, values in line.get("nats", {}).items()
+    }
+    return {
+        **{key: line.get(key) for key in ("step", "source", "teachers", "finish_reason")},
+        "start": start,
+        "prompt": [
+            {**message, "content": message["content"][:_SUMMARY_TEXT]}
+            for message in line.get("prompt", ())
+        ],
+        "completion": line.get("completion", "")[:_SUMMARY_TEXT],
+        "count": line.get("tokens", {}).get("count", 0),
+        "means": {name: fmean(values) for name, values in nats.items() if values},
+        # Evenly spaced, for the scale of the colours.
+        "nats": {
+            name: values[:: -(-len(values) // _SUMMARY_LOSSES) or 1]
+            for name, values in nats.items()
+        },
+    }
+
+
+def logged_line(folder: Path, start: int) -> Line:
+    """Return the completion whose line starts at a byte.
+
+    Raises:
+        ValueError: if no line with a step starts at it.
+    """
+    path, line, before = folder / COMPLETIONS, None, b""
+    if path.is_file() and start >= 0:
+        with path.open("rb") as opened:
+            opened.seek(max(start - 1, 0))
+            before = opened.read(1) if start else b"\n"
+            line = json.loads(opened.readline().decode("utf-8", "replace") or "null")
+    if before != b"\n" or not isinstance(line, dict) or "step" not in line:
+        raise ValueError(f"start: not that of a line (found {start})")
+    return cast("Line", line)
 
 
 def selected(samples: Sequence[tuple[int, Line]], budget: int) -> list[Line]:

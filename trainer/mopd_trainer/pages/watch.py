@@ -9,7 +9,7 @@ from typing import Any
 from mopd_protocol.errors import ConfigError
 from mopd_trainer.pages.document import document
 from mopd_trainer.pages.report import page_data, page_title
-from mopd_trainer.pages.run_data import RunData, updates
+from mopd_trainer.pages.run_data import RunData, logged_line, updates
 from mopd_trainer.pages.server import PageServer
 from mopd_trainer.run_folder.files import JOURNAL
 
@@ -25,7 +25,7 @@ def watch_server(folders: Sequence[Path], *, host: str, port: int) -> PageServer
             raise ConfigError(
                 f"{folder}: not found, expected the output_dir of a run", key=str(folder)
             )
-    runs = [RunData(folder) for folder in folders]
+    runs = [RunData(folder, live=True) for folder in folders]
     lock = Lock()
 
     def page() -> str:
@@ -44,4 +44,8 @@ def watch_server(folders: Sequence[Path], *, host: str, port: int) -> PageServer
         age = time.time() - journal.stat().st_mtime if journal.is_file() else None
         return {"age": age, **updates(folder, positions)}
 
-    return PageServer(page, {"updates": update}, host=host, port=port)
+    def completion(parameters: Mapping[str, Any]) -> dict[str, Any]:
+        return logged_line(folders[int(parameters["run"])], int(parameters["start"]))
+
+    routes = {"updates": update, "completion": completion}
+    return PageServer(page, routes, host=host, port=port)

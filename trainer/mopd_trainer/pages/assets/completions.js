@@ -6,16 +6,31 @@ const meanOf = (values) => {
   return compared.length ? compared.reduce((total, value) => total + value, 0) / compared.length : NaN;
 };
 
-/** A logged completion with what lists and details need. */
+/** Characters of a message by which prompts are compared: those of a summary. */
+const COMPARED_TEXT = 500;
+
+/** A logged completion, or its summary, with what lists and details need. */
 class Completion {
   constructor(line, run) {
     this.line = line;
     this.run = run;
     this.teachers = Object.keys(line.teachers ?? {});
-    this.nats = line.nats ?? {};
     this.prompt = (line.prompt ?? []).map((message) => message.content).join("\n");
-    this.promptKey = JSON.stringify(line.prompt);
-    this.means = Object.fromEntries(this.teachers.map((name) => [name, meanOf(this.nats[name])]));
+    this.promptKey = JSON.stringify((line.prompt ?? []).map((message) => [message.role, message.content.slice(0, COMPARED_TEXT)]));
+    this.means = Object.fromEntries(this.teachers.map((name) => [name, line.means ? line.means[name] ?? NaN : meanOf(this.nats[name])]));
+  }
+
+  get nats() {
+    return this.line.nats ?? {};
+  }
+
+  get count() {
+    return this.line.tokens?.count ?? this.line.count ?? 0;
+  }
+
+  /** True for a summary: tokens and the complete texts are loaded when it is shown. */
+  get isSummary() {
+    return this.line.start !== undefined;
   }
 
   /** Mean loss per compared token: of a teacher, or of all ("" ). */
@@ -41,7 +56,7 @@ const ORDERS = {
   newest: ["Newest first", (a, b) => b.line.step - a.line.step],
   oldest: ["Oldest first", (a, b) => a.line.step - b.line.step],
   best: ["Best first", (a, b, teacher) => -descending(a.mean(teacher), b.mean(teacher))],
-  longest: ["Longest first", (a, b) => (b.line.tokens?.count ?? 0) - (a.line.tokens?.count ?? 0)],
+  longest: ["Longest first", (a, b) => b.count - a.count],
 };
 const descending = (a, b) => (Number.isNaN(a) ? -Infinity : a) < (Number.isNaN(b) ? -Infinity : b) ? 1 : -1;
 const MOST_LISTED = 400;
@@ -162,11 +177,24 @@ class Completions {
     if (!each) return this.detail.replaceChildren();
     const name = this.lossTeacher(each);
     const columns = [each, ...this.runs.slice(1).map((_, index) => this.counterpart(each, index + 1))];
+    const summaries = columns.filter((column) => column?.isSummary);
+    if (summaries.length) this.load(each, summaries);
     this.detail.replaceChildren(
       h("div.prompt", {}, (each.line.prompt ?? []).map((message) =>
         h("div.message", {}, h("span.role", {}, message.role), h("pre", {}, message.content)))),
       name ? h("div.chosen", {}, this.teacherTabs(each), this.scales.get(name)?.legend(`loss against ${name}, nats`)) : null,
       h("div.columns", {}, columns.map((column, index) => this.column(column, index))));
+  }
+
+  /** Load completions, and show them if `each` is still selected. */
+  async load(each, summaries) {
+    try {
+      await Promise.all(summaries.map(({ run, line }) => run.loadCompletion(line)));
+    } catch {
+      this.inspector.replaceChildren(h("p.empty", {}, "The tokens could not be loaded."));
+      return;
+    }
+    if (this.visible[this.state.selected]?.line === each.line) this.drawDetail();
   }
 
   lossTeacher(each) {
@@ -186,7 +214,7 @@ class Completions {
     if (each === null) return h("article", {}, title, h("p.empty", {}, "No logged completion of the same prompt."));
     const { line } = each, name = this.lossTeacher(each);
     const facts = [`step ${wholeNumber.format(line.step)}`, line.source === "answers" ? "reference answer" : null,
-      `${wholeNumber.format(line.tokens?.count ?? 0)} tokens`, line.finish_reason === "stop" ? "finished" : "cut at the limit",
+      `${wholeNumber.format(each.count)} tokens`, line.finish_reason === "stop" ? "finished" : "cut at the limit",
       ...each.teachers.map((teacher) => `${teacher} ${Number.isNaN(each.means[teacher]) ? "not compared" : `${shortNumber(each.means[teacher])} nats`}`)];
     const teacherTokens = each.teacherTokens(name);
     const aligned = this.state.aligned && teacherTokens;

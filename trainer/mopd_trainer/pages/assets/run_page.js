@@ -139,7 +139,7 @@ class RunPage {
     if (update.changed) location.reload(); // the run was resumed from an earlier step
     run.age = update.age;
     run.positions = { journal: update.journal.position, completions: update.completions.position };
-    return { steps: run.append(update.journal.text), completions: run.appendCompletions(update.completions.text) };
+    return { steps: run.append(update.journal.text), completions: run.appendCompletions(update.completions.lines) };
   }
 }
 

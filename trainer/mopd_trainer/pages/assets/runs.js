@@ -86,12 +86,19 @@ class RunMetrics {
     return added.length;
   }
 
-  /** Add lines of the logged completions. */
-  appendCompletions(text) {
-    const added = parsedLines(text);
+  /** Add summaries of logged completions. */
+  appendCompletions(added) {
     this.completions.push(...added);
     this.loggedCompletions += added.length;
     return added.length;
+  }
+
+  /** Replace a summary by the complete line, which the server of the page returns. */
+  async loadCompletion(line) {
+    const response = await fetch(`completion?run=${this.index}&start=${line.start}`);
+    if (!response.ok) throw new Error(response.statusText);
+    Object.assign(line, await response.json());
+    delete line.start;
   }
 
   /** Names of the teachers; a name may contain a slash, the metric after it does not. */
