@@ -9,7 +9,7 @@ O(bytes) time and memory for texts that agree, and O(n log n) for the blocks of 
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,6 +42,8 @@ class Alignment:
     student_ends: IntArray  # [spans], exclusive
     teacher_starts: IntArray  # [spans]
     teacher_ends: IntArray  # [spans], exclusive
+    blocks: tuple["Block", ...] | None = None
+    """The common blocks of both texts; None if each token of one side is a token of the other."""
 
     def __post_init__(self) -> None:
         for name in ("student_starts", "student_ends", "teacher_starts", "teacher_ends"):
@@ -79,12 +81,19 @@ class Block(NamedTuple):
 def align(student: TokenSequence, teacher: TokenSequence) -> Alignment:
     """The finest alignment of two tokenizations of (ideally) one text."""
     names: dict[str, int] = {}
-    student_symbols, student_ends = _symbols(student, names)
-    teacher_symbols, teacher_ends = _symbols(teacher, names)
-    blocks = list(common_blocks(student_symbols, teacher_symbols))
-    spans = [_spans_in_block(block, student_ends, teacher_ends) for block in blocks]
+    symbols = symbols_of(student, names), symbols_of(teacher, names)
+    return align_blocks(student, teacher, common_blocks(*symbols))
+
+
+def align_blocks(
+    student: TokenSequence, teacher: TokenSequence, blocks: Iterable[Block]
+) -> Alignment:
+    """The finest alignment within common blocks, which are in order and disjoint."""
+    blocks = tuple(blocks)
+    ends = _symbol_ends(student), _symbol_ends(teacher)
+    spans = [_spans_in_block(block, *ends) for block in blocks]
     columns = np.concatenate(spans, axis=1) if spans else np.zeros((4, 0), dtype=np.int32)
-    return Alignment(*columns)
+    return Alignment(*columns, blocks=blocks)
 
 
 def identity_alignment(tokens: int) -> Alignment:
@@ -93,18 +102,24 @@ def identity_alignment(tokens: int) -> Alignment:
     return Alignment(starts, starts + 1, starts, starts + 1)
 
 
-def _symbols(sequence: TokenSequence, names: dict[str, int]) -> tuple[Symbols, Ends]:
-    """The text with each control token as a symbol above 255, and where tokens end in that."""
+def symbols_of(sequence: TokenSequence, names: dict[str, int]) -> Symbols:
+    """The bytes of a text, with each control token as a symbol above 255.
+
+    Args:
+        names: name of a control token -> its number; new ones are added.
+    """
     text = np.frombuffer(sequence.text, dtype=np.uint8)
-    ends = sequence.byte_ends.astype(np.int64)
     if not sequence.marks:
-        return text, ends
-    positions = np.fromiter(sequence.marks, dtype=np.int64)
+        return text
     codes = [256 + names.setdefault(name, len(names)) for name in sequence.marks.values()]
-    symbols = np.insert(text.astype(np.int32), ends[positions], codes)
+    return np.insert(text.astype(np.int32), sequence.byte_ends[[*sequence.marks]], codes)
+
+
+def _symbol_ends(sequence: TokenSequence) -> Ends:
+    """Ends of the tokens, in symbols."""
     is_mark = np.zeros(len(sequence), dtype=np.int64)
-    is_mark[positions] = 1
-    return symbols, ends + np.cumsum(is_mark)
+    is_mark[[*sequence.marks]] = 1
+    return sequence.byte_ends.astype(np.int64) + np.cumsum(is_mark)
 
 
 def _spans_in_block(block: Block, student_ends: Ends, teacher_ends: Ends) -> IntArray:
@@ -137,11 +152,11 @@ def _boundaries(ends: Ends, start: int, length: int) -> NDArray[np.bool_]:
 
 def common_blocks(student: Symbols, teacher: Symbols) -> Iterator[Block]:
     """Maximal equal runs, in order on both sides, disjoint; the whole text when all is equal."""
-    prefix = _common_prefix(student, teacher)
+    prefix = common_prefix(student, teacher)
     if prefix:
         yield Block(0, 0, prefix)
     student_rest, teacher_rest = student[prefix:], teacher[prefix:]
-    suffix = _common_prefix(student_rest[::-1], teacher_rest[::-1])
+    suffix = common_prefix(student_rest[::-1], teacher_rest[::-1])
     student_end, teacher_end = len(student_rest) - suffix, len(teacher_rest) - suffix
     middle = _anchored_blocks(student_rest[:student_end], teacher_rest[:teacher_end])
     for block in middle:
@@ -150,8 +165,8 @@ def common_blocks(student: Symbols, teacher: Symbols) -> Iterator[Block]:
         yield Block(student_end + prefix, teacher_end + prefix, suffix)
 
 
-def _common_prefix(left: Symbols, right: Symbols) -> int:
-    """Length of the common prefix; looks at ever larger pieces, so that early ends are cheap."""
+def common_prefix(left: Symbols, right: Symbols) -> int:
+    """Length of the common prefix. Looks at ever larger pieces, so that early ends are cheap."""
     limit, done, piece = min(len(left), len(right)), 0, 256
     while done < limit:
         stop = min(done + piece, limit)
@@ -170,10 +185,10 @@ def _anchored_blocks(student: Symbols, teacher: Symbols) -> Iterator[Block]:
         if consumed >= anchor.length:
             continue
         at_student, at_teacher = anchor.student + consumed, anchor.teacher + consumed
-        back = _common_prefix(
+        back = common_prefix(
             student[student_done:at_student][::-1], teacher[teacher_done:at_teacher][::-1]
         )
-        forward = _common_prefix(student[at_student:], teacher[at_teacher:])
+        forward = common_prefix(student[at_student:], teacher[at_teacher:])
         if back + forward < ANCHOR_SYMBOLS:
             continue  # two different runs with one hash
         yield Block(at_student - back, at_teacher - back, back + forward)

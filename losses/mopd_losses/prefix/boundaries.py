@@ -6,12 +6,13 @@ token begins at the boundary or covers it, or some token of the vocabulary spell
 the row's start and the boundary and continues.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.alignment.byte_alignment import common_blocks
+from mopd_losses.alignment.byte_alignment import Block, common_blocks
 from mopd_losses.prefix.sorted_vocabulary import SortedVocabulary, control_character
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 
@@ -104,13 +105,21 @@ class _Place:
     block_start: int  # rows that start before it have a different text behind them
 
 
-def boundaries_of(student: TokenizedText, teacher: TokenizedText) -> Boundaries:
-    """Find the boundaries of a completion in the tokens of both sides."""
+def boundaries_of(
+    student: TokenizedText, teacher: TokenizedText, blocks: Iterable[Block] | None = None
+) -> Boundaries:
+    """Find the boundaries of a completion in the tokens of both sides.
+
+    Args:
+        blocks: common blocks of both texts; default: those that a comparison of the texts finds.
+    """
     student_places: list[_Place] = []
     teacher_places: list[_Place] = []
     realised: list[str] = []
     student_realised: list[str] = []
-    for block in common_blocks(student.codes(), teacher.codes()):
+    if blocks is None:
+        blocks = common_blocks(student.codes(), teacher.codes())
+    for block in blocks:
         shift, stop = block.teacher - block.student, block.student + block.length
         offsets = np.union1d(
             _inside(student.starts, block.student, stop),

@@ -52,7 +52,7 @@ class Preparation:
             controls = dict(self._controls)
             student = TokenizedText.of(self.student, comparison.student, controls)
             teacher = TokenizedText.of(self._teacher, comparison.score.completion, controls)
-            boundaries = boundaries_of(student, teacher)
+            boundaries = boundaries_of(student, teacher, comparison.alignment.blocks)
             topk = comparison.score.topk
             cells = teacher_cells(
                 boundaries,

@@ -211,6 +211,16 @@ class TextEncoder:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of ``text``, and the bytes of it, as UTF-8, that each token is from.
+
+        Tokens that are parts of one character are all from its bytes. No token is from a
+        character that the normalizer removed.
+        """
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        ends = np.cumsum([0, *(len(character.encode()) for character in text)]).tolist()
+        return encoding.ids, [(ends[start], ends[stop]) for start, stop in encoding.offsets]
+
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the token ids of ``text``, without special tokens and without the GIL.

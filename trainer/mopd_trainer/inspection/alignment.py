@@ -6,8 +6,8 @@ from functools import cached_property
 from typing import Any
 
 from mopd_losses.alignment.byte_alignment import Alignment
-from mopd_losses.alignment.byte_alignment import align as align_sequences
 from mopd_losses.alignment.chunks import Chunk, chunks
+from mopd_losses.alignment.text_offsets import align_text
 from mopd_protocol.errors import DataError
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_trainer.inspection.tokenizers import NamedTokenizer, load_tokenizer, readable
@@ -93,7 +93,7 @@ def align(
         raise DataError("text: no valid UTF-8 (found half a surrogate pair)", key="text")
     first, second = (load_tokenizer(name, api_key_env=api_key_env) for name in (student, teacher))
     left, right = (side.table.sequence(side.encoder.encode(text)) for side in (first, second))
-    return TextAlignment((first, second), (left, right), align_sequences(left, right))
+    return TextAlignment((first, second), (left, right), align_text(left, right, second.encoder))
 
 
 def byte_start(sequence: TokenSequence, token: int) -> int:

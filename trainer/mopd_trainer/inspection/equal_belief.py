@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mopd_losses.alignment.byte_alignment import align
+from mopd_losses.alignment.text_offsets import align_text
 from mopd_losses.build import build_loss
 from mopd_losses.config import LossConfig
 from mopd_losses.core.loss import AlignedPair
@@ -69,7 +69,7 @@ def equal_belief(
         sequences[0],
         np.full(len(ids), np.log(confidence), dtype=np.float32),
         TeacherScore("teacher", sequences[1], topk),
-        align(*sequences),
+        align_text(*sequences, teacher.encoder),
     )
     output = loss(DenseRows(logits, real_ids), loss.targets([pair], [0]))
     output.per_token.sum().backward()

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from mopd_losses.alignment.byte_alignment import Alignment, align
+from mopd_losses.alignment.byte_alignment import Alignment
 from mopd_losses.alignment.chunks import chunks, run_lengths
+from mopd_losses.alignment.text_offsets import align_text
 from mopd_losses.config import LossConfig, ProjectionSettings
 from mopd_losses.projection.cache import ProjectionCache
 from mopd_losses.projection.matrix import ProjectionMatrix
@@ -79,7 +80,8 @@ class Explorer:
         with self._lock:
             sequences = self._sequences(text)
             first, second = sequences[0], sequences[teacher]
-            pair = _beginning(first, second, align(first, second))
+            alignment = align_text(first, second, self.tokenizers[teacher].encoder)
+            pair = _beginning(first, second, alignment)
             return [self._belief(loss, teacher, pair) for loss in BELIEF_LOSSES]
 
     @cached_property
@@ -97,7 +99,7 @@ class Explorer:
         return [each.table.sequence(each.encoder.encode(text)) for each in self.tokenizers]
 
     def _pair(self, teacher: int, student: TokenSequence, sequence: TokenSequence) -> JSON:
-        alignment = align(student, sequence)
+        alignment = align_text(student, sequence, self.tokenizers[teacher].encoder)
         size, aligned = len(student.text), alignment.aligned_bytes(student)
         return {
             "teacher": teacher,

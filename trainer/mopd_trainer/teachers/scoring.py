@@ -12,7 +12,8 @@ import numpy as np
 from mopd_client.pool import TeacherPool
 from mopd_client.transport.clock import Clock
 from mopd_client.transport.counters import Counters
-from mopd_losses.alignment.byte_alignment import Alignment, align, identity_alignment
+from mopd_losses.alignment.byte_alignment import Alignment, identity_alignment
+from mopd_losses.alignment.text_offsets import align_text
 from mopd_losses.projection.matrix import ProjectionMatrix
 from mopd_protocol.errors import DataError, TeacherError, TeacherUnavailableError
 from mopd_protocol.requests import SequenceRequest
@@ -274,7 +275,7 @@ def aligned(teacher: Teacher, teacher_input: TeacherInput, score: TeacherScore) 
     """
     completion = teacher_input.completion
     if not teacher.config.sends_token_ids:
-        return align(completion, score.completion)
+        return align_text(completion, score.completion, teacher.tokenizer.encoder)
     sent = np.array(teacher_input.request.completion_token_ids, dtype=np.int32)
     scored = score.completion
     if len(scored) != len(completion) or (scored.token_ids[: len(sent)] != sent).any():

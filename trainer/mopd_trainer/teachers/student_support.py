@@ -12,7 +12,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.alignment.byte_alignment import align
+from mopd_losses.alignment.text_offsets import align_text
 from mopd_losses.projection.matrix import ProjectionMatrix
 from mopd_protocol.errors import DataError, TeacherError
 from mopd_protocol.samples import Rollout
@@ -73,7 +73,7 @@ def _projected_rows(
         completion = teacher.tokenizer.completion(teacher_input.request)
     except TeacherError:
         return []  # the teacher rejects the request with the same reason
-    alignment = align(teacher_input.completion, completion)
+    alignment = align_text(teacher_input.completion, completion, teacher.tokenizer.encoder)
     rows: list[list[int]] = [[] for _ in range(len(completion))]
     for student_row, teacher_row in zip(
         alignment.student_starts.tolist(), alignment.teacher_starts.tolist(), strict=True
