@@ -30,6 +30,12 @@ from mopd_protocol.tokenizers.token_table import (
 from mopd_protocol.tokenizers.tokenizer_file import tokenizer_json
 from mopd_protocol.tokenizers.tokenizer_roles import roles_of
 
+#: Longer texts are first tokenized in pieces, which takes 20 ms each, if a limit is known.
+_LONG_CHARACTERS = 256 * 1024
+_PIECE_CHARACTERS = 32 * 1024
+#: Rows of candidates that are validated in one call.
+_ROWS = 64
+
 
 @dataclass(frozen=True, eq=False)
 class TokenizedSequence:
@@ -52,13 +58,11 @@ class TokenizedSequence:
         """
         prompt, completion = len(self.prompt_ids), len(self.completion)
         if prompt + completion > longest:
-            raise TeacherError(
-                f"the sequence is too long (found {prompt + completion} tokens, {prompt} of prompt "
-                f"and {completion} of completion, expected at most {longest}: max_model_len in the "
-                "manifest of this teacher)",
-                status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                key="max_model_len",
+            length = (
+                f"found {prompt + completion} tokens, {prompt} of prompt and {completion} of "
+                "completion"
             )
+            raise _too_long(length, longest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,17 +190,24 @@ class RequestTokenizer(TeacherTokenizer):
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def tokenize(
-        self, sequence: SequenceRequest, *, prompt_ids: IntArray | None = None
+        self,
+        sequence: SequenceRequest,
+        *,
+        prompt_ids: IntArray | None = None,
+        max_tokens: int | None = None,
     ) -> TokenizedSequence:
         """Convert a sequence to this teacher's tokens.
 
         Args:
             prompt_ids: tokens of its prompt, if those are known.
+            max_tokens: a prompt or completion that is far longer is rejected early.
 
         Raises:
             TeacherError: as ``completion``, or if the messages cannot be rendered, the prompt has
                 no tokens, or the candidates are invalid.
         """
+        if max_tokens is not None:
+            self._require_tokens(sequence, max_tokens)
         if prompt_ids is None:
             prompt_ids = np.array(self._prompt_ids(sequence), dtype=np.int32)
         if not len(prompt_ids):
@@ -211,6 +222,32 @@ class RequestTokenizer(TeacherTokenizer):
             completion=completion,
             candidate_ids=self._candidate_ids(sequence, len(completion)),
         )
+
+    def _require_tokens(self, sequence: SequenceRequest, max_tokens: int) -> None:
+        """Reject lists and texts of far more tokens before the work that these would take.
+
+        Freeing the tokens of a text of megabytes keeps the interpreter's lock for seconds.
+        """
+        for ids in (sequence.prompt_token_ids, sequence.completion_token_ids):
+            if ids is not None and len(ids) > max_tokens:
+                raise _too_long(f"found {len(ids)} tokens", max_tokens)
+        messages = [message.content for message in sequence.messages or ()]
+        parts = sequence.completion or ()
+        parts = [parts] if isinstance(parts, str) else [p for p in parts if isinstance(p, str)]
+        for texts in ([sequence.prompt or ""], messages, parts):
+            if sum(map(len, texts)) > _LONG_CHARACTERS:
+                self._require_text(texts, max_tokens)
+
+    def _require_text(self, texts: Sequence[str], max_tokens: int) -> None:
+        """Count the tokens of pieces; where a text is cut changes this by less than a half."""
+        tokens = 0
+        for text in texts:
+            for start in range(0, len(text), _PIECE_CHARACTERS):
+                piece = text[start : start + _PIECE_CHARACTERS].encode(errors="replace").decode()
+                [encoding] = self.tokenizer.encode_batch_fast([piece], add_special_tokens=False)
+                tokens += len(encoding)
+                if tokens > 2 * max_tokens:
+                    raise _too_long(f"found more than {tokens // 2} tokens", max_tokens)
 
     def render(
         self,
@@ -277,7 +314,9 @@ class RequestTokenizer(TeacherTokenizer):
                 f"{completion_tokens}: one per completion token of this teacher, the end-of-turn "
                 "token included)",
             )
-        self._require_known("candidate_ids", list(chain.from_iterable(rows)))
+        for start in range(0, len(rows), _ROWS):
+            block = rows[start : start + _ROWS]
+            self._require_known("candidate_ids", list(chain.from_iterable(block)))
         return tuple(np.array(list(dict.fromkeys(row)), dtype=np.int32) for row in rows)
 
 
@@ -291,6 +330,15 @@ def _require_unicode(field: str, text: str) -> None:
             f"invalid Unicode (found the lone surrogate {text[error.start]!a} at character "
             f"{error.start})",
         ) from error
+
+
+def _too_long(length: str, longest: int) -> TeacherError:
+    return TeacherError(
+        f"the sequence is too long ({length}, expected at most {longest}: max_model_len in the "
+        "manifest of this teacher)",
+        status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        key="max_model_len",
+    )
 
 
 def _invalid(field: str, problem: str, status: int = HTTPStatus.BAD_REQUEST) -> TeacherError:

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from mopd_protocol import request_tokenizer
 from mopd_protocol.errors import ConfigError, DataError, TeacherError
 from mopd_protocol.request_tokenizer import RequestTokenizer, TokenizedSequence
 from mopd_protocol.requests import SequenceRequest
@@ -45,6 +46,46 @@ def error_of(tokenizer: RequestTokenizer, **sequence: Any) -> TeacherError:
     with pytest.raises(TeacherError) as caught:
         tokenize(tokenizer, **sequence)
     return caught.value
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        lambda text: {"prompt": text, "completion": "x"},
+        lambda text: {"messages": [{"role": "user", "content": text}], "completion": "x"},
+        lambda text: {"prompt": "x", "completion": text},
+        lambda text: {"prompt": "x", "completion": [text[: len(text) // 2]] * 2},
+    ],
+)
+@pytest.mark.parametrize(
+    "text", ["a" * 9000, "the quick 12 " * 700, "\u00e9\u4e2d\U0001f600" * 900]
+)
+def test_far_too_long_text_is_rejected_before_it_is_tokenized(
+    tokenizers: dict[str, RequestTokenizer],
+    field: Any,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_tokenizer, "_LONG_CHARACTERS", 100)
+    monkeypatch.setattr(request_tokenizer, "_PIECE_CHARACTERS", 100)
+    for tokenizer in tokenizers.values():
+        sequence = SequenceRequest(**field(text))
+        tokens = tokenizer.tokenize(sequence)
+        most = max(len(tokens.prompt_ids), len(tokens.completion))
+        assert len(tokenizer.tokenize(sequence, max_tokens=most).token_ids) == len(tokens.token_ids)
+        with monkeypatch.context() as patched:
+            patched.delattr(RequestTokenizer, "_prompt_ids")  # where tokenization begins
+            with pytest.raises(TeacherError) as caught:
+                tokenizer.tokenize(sequence, max_tokens=most // 4)
+        assert (caught.value.status, caught.value.key) == (413, "max_model_len")
+
+
+def test_too_many_ids_are_rejected_before_they_are_validated(qwen: RequestTokenizer) -> None:
+    for field in ("prompt_token_ids", "completion_token_ids"):
+        ids = {"prompt_token_ids": [1], "completion_token_ids": [1]} | {field: [10**9] * 11}
+        with pytest.raises(TeacherError) as caught:
+            qwen.tokenize(SequenceRequest(**ids), max_tokens=10)  # type: ignore[arg-type]
+        assert caught.value.status == 413
 
 
 def test_messages_are_rendered_with_the_generation_prompt_and_without_a_second_bos(

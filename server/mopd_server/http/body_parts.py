@@ -1,30 +1,43 @@
-"""``parse_in_parts``: a scoring request parsed one sequence at a time.
+"""``parse_in_parts``: a scoring request parsed in parts, sequences and long lists of one.
 
 One call for a body of megabytes would keep the interpreter's lock, and with it the event loop, for
-seconds, on any thread.
+seconds, on any thread. The same is true of a regular expression.
 """
 
-import re
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import ValidationError
 
 from mopd_protocol.requests import MOST_SEQUENCES, LogprobsRequest, SequenceRequest
+from mopd_server.http.json_scan import after_separator, tokens
 
 #: Above this number of errors (a body of unknown keys) only the number is reported: a list of
 #: millions would exhaust the memory.
 MAX_ERRORS = 1000
 
-#: A string, which may contain brackets and may lack its end, or a bracket.
-_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[][{}]', re.DOTALL)
+#: Longer lists are parsed in parts of about this size, 2 to 5 ms each.
+_PART_BYTES = 32 * 1024
 
-_LIST = re.compile(rb'"sequences"\s*:\s*\[\s*')
-_SEPARATOR = re.compile(rb"\s*,\s*")
-_END = re.compile(rb"\s*\]")
+#: No valid request is nested as deep.
+_DEEPEST = 100
 
 #: A valid sequence, to validate the other fields.
 _PLACEHOLDER = b'{"prompt": "", "completion": ""}'
 _PLACEHOLDERS = [SequenceRequest(prompt="", completion="")]
+
+#: Field with a list -> a valid sequence around the list.
+_LISTS = {
+    "messages": b'{"completion": "", "messages": %b}',
+    "prompt_token_ids": b'{"completion": "", "prompt_token_ids": %b}',
+    "completion": b'{"prompt": "", "completion": %b}',
+    "completion_token_ids": b'{"prompt": "", "completion_token_ids": %b}',
+    "candidate_ids": b'{"prompt": "", "completion": "", "candidate_ids": %b}',
+}
+_FIELDS = {f'"{name}"'.encode(): name for name in _LISTS}
+
+#: A list of each field in place of the long one.
+_SHORT = dict.fromkeys(_LISTS, b"[]") | {"messages": b'[{"role": "", "content": ""}]'}
 
 
 class InvalidBodyError(Exception):
@@ -58,21 +71,96 @@ def parse_in_parts(body: bytes) -> LogprobsRequest:
     request = _parse(LogprobsRequest, rest)
     if request.sequences != _PLACEHOLDERS:  # a second list, whose name has escaped letters
         return parse(body)
-    parsed = [
-        _parse(SequenceRequest, body[part], "sequences", index)
-        for index, part in enumerate(sequences)
-    ]
+    parsed = [_parse_sequence(body[part], index) for index, part in enumerate(sequences)]
     return request.model_copy(update={"sequences": parsed})
 
 
-def _parse(model: Any, body: bytes, *location: str | int) -> Any:
+def _parse(model: Any, body: bytes, *location: str | int, offset: int = 0) -> Any:
+    """Parse with pydantic; ``offset`` is added to the index in the list of a sequence."""
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
         count = error.error_count()
         errors = error.errors(include_url=False) if count <= MAX_ERRORS else []
-        located = [{**each, "loc": (*location, *each["loc"])} for each in errors]
+        located = [{**each, "loc": (*location, *_shifted(each["loc"], offset))} for each in errors]
         raise InvalidBodyError(located, count) from error
+
+
+def _shifted(location: tuple[str | int, ...], offset: int) -> tuple[str | int, ...]:
+    first = next((at for at, each in enumerate(location) if isinstance(each, int)), None)
+    if first is None or not offset:
+        return location
+    return (*location[:first], int(location[first]) + offset, *location[first + 1 :])
+
+
+def _parse_sequence(body: bytes, index: int) -> SequenceRequest:
+    location = ("sequences", index)
+    lists = _long_lists(body) if len(body) > _PART_BYTES else {}
+    if not lists:
+        return _parse(SequenceRequest, body, *location)
+    rest, position = b"", 0
+    for name, parts in lists.items():
+        rest += body[position : parts[0].start] + _SHORT[name][1:-1]
+        position = parts[-1].stop
+    sequence = _parse(SequenceRequest, rest + body[position:], *location)
+    values: dict[str, list[Any]] = {}
+    for name, parts in lists.items():
+        short = getattr(_parse(SequenceRequest, _LISTS[name] % _SHORT[name]), name)
+        if getattr(sequence, name) != short:  # a second list, whose name has escaped letters
+            return _parse(SequenceRequest, body, *location)
+        values[name] = []
+        for part in parts:
+            text = body[part] if body[part].strip() else b","  # a comma at the end of the list
+            around = _LISTS[name] % (b"[" + text + b"]")
+            parsed = _parse(SequenceRequest, around, *location, offset=len(values[name]))
+            values[name] += getattr(parsed, name)
+    return sequence.model_copy(update=values)
+
+
+def _long_lists(body: bytes) -> dict[str, list[slice]]:
+    """Return the parts of every long list in a valid sequence, by field.
+
+    Empty if a field occurs twice.
+    """
+    lists: dict[str, list[slice]] = {}
+    depth, name, start, last = 0, None, 0, 0  # start: of the part; last: end of the last token
+    parts: list[slice] | None = None  # of the open list
+    for position, end in tokens(body):
+        kind = body[position]
+        if kind in b"[{":
+            depth += 1
+            if depth == 2 and kind == b"["[0] and name is not None:
+                start, parts = end, []
+        elif kind in b"]}":
+            depth -= 1
+            if depth == 1 and parts is not None and name is not None:
+                parts += _number_parts(body, start, position, plain=last <= start)
+                if len(parts) > 1:
+                    if name in lists:
+                        return {}
+                    lists[name] = parts
+                name = parts = None
+        elif depth == 1:
+            field = _FIELDS.get(body[position:end]) if end - position < 32 else None
+            name = field if body[end : end + 32].lstrip()[:1] == b":" else None
+        last = end
+        if depth == 2 and parts is not None and end - start >= _PART_BYTES:
+            following = after_separator(body, end)
+            if following is not None:
+                parts.append(slice(start, end))
+                start = following
+    return lists
+
+
+def _number_parts(body: bytes, start: int, end: int, *, plain: bool) -> Iterator[slice]:
+    """Yield the rest of a list, in parts if it is ``plain``: without strings and brackets."""
+    while plain and end - start > _PART_BYTES:
+        comma = body.find(b",", start + _PART_BYTES, end)
+        if comma < 0:
+            break
+        yield slice(start, comma)
+        start = comma + 1
+    yield slice(start, end)
 
 
 def _split(body: bytes) -> tuple[list[slice], bytes] | None:
@@ -81,48 +169,36 @@ def _split(body: bytes) -> tuple[list[slice], bytes] | None:
     ``None`` without exactly one list of sequences. Where the parts and the rest are valid, the
     body is.
     """
-    start = _list_start(body)
-    if start is None:
-        return None
     sequences: list[slice] = []
-    position = start
-    while (end := _object_end(body, position)) is not None:
-        sequences.append(slice(position, end))
-        if separator := _SEPARATOR.match(body, end):
-            position = separator.end()
-            continue
-        closing = _END.match(body, end)
-        if closing is None or b'"sequences"' in body[closing.end() :]:
-            return None
-        return sequences, body[:start] + _PLACEHOLDER + body[closing.start() :]
-    return None
-
-
-def _list_start(body: bytes) -> int | None:
-    """Return the position after the opening bracket of the list in the outer object."""
-    depth = 0
-    for token in _TOKEN.finditer(body):
-        first = body[token.start()]
-        if first in b"[{":
+    depth, begin, stop, start = 0, None, None, 0  # the list is body[begin:stop]
+    named = False
+    for position, end in tokens(body):
+        kind = body[position]
+        if kind in b"[{":
             depth += 1
-        elif first in b"]}":
+            if depth > _DEEPEST:
+                return None
+            if named and depth == 2 and kind == b"["[0]:
+                begin = end
+            elif depth == 3 and begin is not None and stop is None:
+                if kind != b"{"[0]:
+                    return None
+                start = position
+        elif kind in b"]}":
             depth -= 1
-        elif depth == 1 and (opening := _LIST.match(body, token.start())):
-            return opening.end()
-    return None
-
-
-def _object_end(body: bytes, start: int) -> int | None:
-    """Return the position after the object at ``start``; None if there is none."""
-    if body[start : start + 1] != b"{":
+            if depth == 2 and begin is not None and stop is None:
+                sequences.append(slice(start, end))
+            elif depth == 1 and begin is not None and stop is None:
+                stop = position
+        elif depth == 1:
+            named = end - position == 11 and body[position:end] == b'"sequences"'
+            if named and begin is not None:
+                return None
+    if begin is None or stop is None or not sequences:
         return None
-    depth = 0
-    for token in _TOKEN.finditer(body, start):
-        first = body[token.start()]
-        if first in b"[{":
-            depth += 1
-        elif first in b"]}":
-            depth -= 1
-            if not depth:
-                return token.end()
-    return None
+    between = [begin, *(edge for part in sequences for edge in (part.start, part.stop)), stop]
+    for at in range(0, len(between), 2):
+        gap = body[between[at] : between[at + 1]].strip()
+        if gap != (b"" if at in (0, len(between) - 2) else b","):
+            return None
+    return sequences, body[:begin] + _PLACEHOLDER + body[stop:]

@@ -345,8 +345,12 @@ class TeacherService:
             prompt_ids = tokenized[-1].prompt_ids if shared else None
             previous = sequence
             try:
-                tokenized.append(self._tokenizer.tokenize(sequence, prompt_ids=prompt_ids))
-                tokenized[-1].require_length(self.manifest.max_model_len)
+                longest = self.manifest.max_model_len
+                tokens = self._tokenizer.tokenize(
+                    sequence, prompt_ids=prompt_ids, max_tokens=longest
+                )
+                tokens.require_length(longest)
+                tokenized.append(tokens)
             except TeacherError as error:
                 status, field = error.status or HTTPStatus.BAD_REQUEST, f"sequences[{index}]"
                 message, key = f"{field}: {error}", f"{field}.{error.key}"

@@ -8,12 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mopd_protocol.requests import MOST_SEQUENCES, LogprobsRequest
+from mopd_server.http import body_parts
 from mopd_server.http.body_parts import InvalidBodyError, parse, parse_in_parts
 
 TEXTS = st.text(st.sampled_from('"\\{}[],: a\u00e9\n'), max_size=6)
-SEQUENCES = st.fixed_dictionaries(
-    {"completion_token_ids": st.lists(st.integers(-1, 3), max_size=3), "prompt": TEXTS},
-    optional={"candidate_ids": st.lists(st.lists(st.integers(0, 3), max_size=2), max_size=2)},
+IDS = st.lists(st.integers(-1, 3) | st.integers(0, 3), max_size=9)
+PARTS = st.lists(TEXTS | st.fixed_dictionaries({"control": TEXTS}), max_size=5)
+MESSAGES = st.lists(st.fixed_dictionaries({"role": TEXTS, "content": TEXTS}), max_size=4)
+SEQUENCES = st.builds(
+    lambda *parts: {key: value for part in parts for key, value in part.items()},
+    st.fixed_dictionaries({"prompt_token_ids": IDS})
+    | st.fixed_dictionaries({"messages": MESSAGES})
+    | st.fixed_dictionaries({"prompt": TEXTS}),
+    st.fixed_dictionaries({"completion": PARTS})
+    | st.fixed_dictionaries({"completion_token_ids": IDS})
+    | st.fixed_dictionaries({"completion": TEXTS}),
+    st.fixed_dictionaries({}, optional={"candidate_ids": st.lists(IDS, max_size=4)}),
 )
 BODIES = st.fixed_dictionaries(
     {"sequences": st.lists(SEQUENCES, max_size=3)},
@@ -39,7 +49,10 @@ def test_parts_give_the_request_of_one_call(
         body = (
             body[:at] + data.draw(st.sampled_from([b"", b'"', b"]", b",", b"\\"])) + body[at + 1 :]
         )
-    assert outcome(parse_in_parts, body) == outcome(parse, body)
+    size = data.draw(st.sampled_from([1, 3, 10, 1000]))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(body_parts, "_PART_BYTES", size)
+        assert outcome(parse_in_parts, body) == outcome(parse, body)
 
 
 @pytest.mark.parametrize(
@@ -57,10 +70,45 @@ def test_parts_give_the_request_of_one_call(
         '{"sequences":["' + '\\"' * 10**6,
         '{"sequences":["' + '\\"' * 10**6 + "\\",
         "",
+        "[" * 1000,
+        '{"sequences":[{"prompt":"a","completion_token_ids":[1,2,3,],"id":"x"}]}',
+        '{"sequences":[{"prompt":"a","completion_token_ids":[1,,2,3]}]}',
+        '{"sequences":[{"prompt":"a","completion_token_ids":[1,2],"completion_token_ids":[3,4]}]}',
+        '{"sequences":[{"prompt":"a","completion_token_ids":[1,2],"completion_token_\\u0069ds":[3]}]}',
+        '{"sequences":[{"prompt":"a","completion_token_\\u0069ds":[3],"completion_token_ids":[1,2]}]}',
+        '{"sequences":[{"prompt":"completion","completion":["a", {"control":"b]"}, "c" ]}]}',
+        '{"sequences":[{"prompt":"a","completion":"b","candidate_ids":[[1,2],[3],[],[4,5,6]]}]}',
     ],
 )
-def test_unusual_bodies(text: str) -> None:
+@pytest.mark.parametrize("size", [2, 10**6])
+def test_unusual_bodies(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_parts, "_PART_BYTES", size)
     assert outcome(parse_in_parts, text.encode()) == outcome(parse, text.encode())
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "place"),
+    [
+        ("completion_token_ids", [*range(20), -1], (20,)),
+        ("candidate_ids", [[1, 2]] * 20 + [[3, -1]], (20, 1)),
+        ("completion", ["a"] * 20 + [{"control": "b", "x": 1}], (20,)),
+    ],
+)
+def test_error_of_a_long_list_has_its_index(
+    field: str, values: Any, place: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequence = {"prompt": "a", field: values}
+    sequence |= {"completion": "b"} if field == "candidate_ids" else {}
+    body = json.dumps({"sequences": [json.loads(S), sequence]}).encode()
+    errors: list[Any] = []
+    for size in (8, 10**6):
+        monkeypatch.setattr(body_parts, "_PART_BYTES", size)
+        with pytest.raises(InvalidBodyError) as caught:
+            parse_in_parts(body)
+        errors.append([(each["type"], each["loc"]) for each in caught.value.errors])
+    assert errors[0] == errors[1]
+    numbers = [each for each in errors[0][-1][1] if isinstance(each, int)]
+    assert numbers[: 1 + len(place)] == [1, *place]
 
 
 def test_error_has_the_place_in_the_complete_body() -> None:

@@ -22,7 +22,7 @@ class _Service:
     current: str | None = None
     """The teacher whose requests were sent last."""
     running: int = 0
-    """Its requests without a response."""
+    """Requests in progress, all of this teacher."""
     waiting: dict[str, list[asyncio.Future[None]]] = field(
         default_factory=dict[str, list[asyncio.Future[None]]]
     )
@@ -31,7 +31,7 @@ class _Service:
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         self.waiting.setdefault(teacher, []).append(turn)
-        loop.call_soon(self.advance)  # after all tasks that the end of sampling has woken
+        loop.call_soon(self.advance)  # after the tasks that wait for the same event
         try:
             await turn
         except asyncio.CancelledError:
