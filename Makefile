@@ -9,17 +9,13 @@ PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q
 PARALLEL := -n 2 --dist loadgroup
 HEAVY := process or slow or vllm
 NEVER := packaging or browser or gpu or npu
-# Without vLLM and Ray.
-PROCESS_TESTS := tests/survival tests/server tests/docs $(addprefix tests/trainer/,cli config data \
-	diagnostics distributed evaluation inspection loop metrics pages run_folder student teachers training)
 
-.PHONY: demo pairings test test-browser test-processes test-all test-nightly mutants messages vllm survival check audit lock \
+.PHONY: demo pairings test test-browser test-all test-nightly mutants messages vllm survival check audit lock \
 	docs format clean help
 
 help:
 	@echo "make demo          two teachers, two services, one student: the full path in minutes, on a CPU"
 	@echo "make test          lint, import contracts and the fast tests: minutes on two cores"
-	@echo "make test-processes the part of test-all that needs neither vLLM nor Ray"
 	@echo "make test-browser  the pages in headless Chromium, which is installed if it is missing"
 	@echo "make test-all      the other tests: processes, whole runs, Ray, vLLM, more examples"
 	@echo "make test-nightly  both, in full: survival, other random examples, packaging, mutants"
@@ -46,10 +42,6 @@ test: .venv/.dev
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/lint-imports --no-cache --no-logo
 	@$(PYTEST) $(PARALLEL) -m "smoke or not ($(HEAVY) or nightly or $(NEVER))"
-
-test-processes: .venv/.dev
-	@$(PYTEST) $(PARALLEL) --durations=20 \
-		-m "(process or slow) and not (vllm or smoke or nightly or $(NEVER))" $(PROCESS_TESTS)
 
 test-browser: .venv/.browser
 	@$(PYTEST) -m browser tests/browser
