@@ -1,6 +1,8 @@
 """One optimizer step: its loss and gradient, which do not depend on the packing."""
 
 import math
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 from typing import Any, get_args
@@ -9,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mopd_losses.core.loss import LossOutput
+from mopd_losses.core.loss import AlignedPair, Loss, LossOutput, Targets
 from mopd_losses.core.student_rows import DenseRows, StudentLogprobs
 from mopd_losses.topk.topk_targets import TopKTargets
 from mopd_protocol.errors import TrainingError
@@ -264,6 +266,41 @@ def test_a_gradient_is_clipped_to_its_largest_norm() -> None:
     assert norm == pytest.approx(0.01, rel=1e-3)
     unclipped, _ = updated(double_student(), batches, tokens)
     assert metrics["grad_norm"] == unclipped["grad_norm"] > 0.01
+
+
+def test_the_next_micro_batch_is_prepared_while_one_is_trained() -> None:
+    student = double_student()
+    losses = losses_for(student)
+    single = [each for each in examples() if len(each.scores) == 1]
+    batches, tokens = packed(single, 1)
+    started = [threading.Event() for _ in batches]
+
+    class Gated:
+        """A loss that is computed once the next micro-batch is being prepared."""
+
+        def __init__(self, loss: Loss) -> None:
+            self._loss = loss
+
+        def targets(self, comparisons: Sequence[AlignedPair], offsets: Sequence[int]) -> Targets:
+            next(event for event in started if not event.is_set()).set()
+            return self._loss.targets(comparisons, offsets)
+
+        def __call__(self, rows: StudentLogprobs, targets: Targets) -> LossOutput:
+            trained.append(len(trained))
+            assert started[min(trained[-1] + 1, len(started) - 1)].wait(60)
+            return self._loss(rows, targets)
+
+    trained: list[int] = []
+    learner = Learner(
+        student,
+        StudentConfig(model="tiny"),
+        losses={name: Gated(loss) for name, loss in losses.items()},
+        teacher_weights=TEACHER_WEIGHTS,
+        max_steps=10,
+        seed=0,
+    )
+    learner.update(batches, tokens=tokens, step=0)
+    assert len(trained) == len(batches) == len(single)
 
 
 def poisoned_learner(student: Student, poison: float, **config: Any) -> Learner:

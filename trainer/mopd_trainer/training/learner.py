@@ -1,7 +1,8 @@
 """``Learner``: micro-batches -> one optimizer step."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -92,8 +93,8 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         measured = StepMeasurements()
         with self._ranks.collective():
-            for batch in micro_batches:
-                self._backward(batch, tokens, measured)
+            for batch, terms in self._prepared(micro_batches, tokens):
+                self._backward(batch, terms, measured)
             norm = self._gradient_norm()
         for other in self._ranks.gather(measured)[1:]:
             measured.merge(other)
@@ -116,9 +117,28 @@ class Learner:
             sum_gradients(parameters)
         return clip_gradients(parameters, self._config.max_grad_norm)
 
-    def _backward(self, batch: MicroBatch, tokens: int, measured: StepMeasurements) -> None:
+    def _prepared(
+        self, micro_batches: Iterable[MicroBatch], tokens: int
+    ) -> Iterator[tuple[MicroBatch, list[LossTerm]]]:
+        """Yield each micro-batch with its terms, and prepare those of the next one meanwhile.
+
+        The preparation of a cross-tokenizer loss takes as long as the gradient, on the CPU.
+        """
+        with ThreadPoolExecutor(1) as thread:
+            previous: tuple[MicroBatch, Future[list[LossTerm]]] | None = None
+            for batch in micro_batches:
+                terms = thread.submit(self._terms, batch, tokens)
+                if previous:
+                    yield previous[0], previous[1].result()
+                previous = batch, terms
+            if previous:
+                yield previous[0], previous[1].result()
+
+    def _backward(
+        self, batch: MicroBatch, terms: list[LossTerm], measured: StepMeasurements
+    ) -> None:
         """Add the gradient of a micro-batch, and its loss in nats per token of the step."""
-        sft, *distillation = self._terms(batch, tokens)
+        sft, *distillation = terms
         total, outputs = self._student.losses(
             batch,
             [*distillation, sft] if batch.has_labels else distillation,
@@ -127,8 +147,7 @@ class Learner:
         if batch.has_labels:
             measured.labels.add(outputs[-1], batch.labels)
             measured.add_compared(outputs.pop(), sft.position_weights)
-        terms = zip(batch.teachers, distillation, outputs, strict=True)
-        for name, term, output in terms:
+        for name, term, output in zip(batch.teachers, distillation, outputs, strict=True):
             measured.add_compared(output, term.position_weights / self._teacher_weights[name])
             loss = measured.teachers.setdefault(name, LossMeasurements())
             loss.add(output)
