@@ -1,4 +1,4 @@
-"""Test of a teacher process with vLLM, from its start to the exit of all its processes."""
+"""Test of vLLM teacher processes and a student on one CPU host, from start to exit."""
 
 import signal
 import threading
@@ -11,39 +11,72 @@ import pytest
 
 from tests.processes import interpreter, line_with
 from tests.server.engines.vllm.test_engine import model_folder
+from tests.trainer.runs import prompt_lines, run_values, write_lines, write_run
+from tests.trainer.whole_runs import journal
 from tests.vllm_marks import needs_vllm
 
 pytestmark = needs_vllm
 
 __all__ = ("model_folder",)
 
+#: How each teacher ends -> its exit status.
+ENDS = {"math": (signal.SIGTERM, 0), "code": (signal.SIGKILL, -signal.SIGKILL)}
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_vllm_teacher_serves_and_exits_with_all_its_processes(
-    number: signal.Signals, model_folder: Path
+
+def test_two_teachers_and_a_student_share_a_host_and_leave_no_process(
+    model_folder: Path, tmp_path: Path
 ) -> None:
+    """With the documented commands alone: key-value caches are sized from what is free."""
     psutil = pytest.importorskip("psutil", reason="comes with vLLM")
-    command = f"serve {model_folder} --engine vllm --name math --port 0 --max-batch-tokens 64 "
-    command += "--liveness-timeout 11"
+    command = f"serve {model_folder} --engine vllm --port 0 --max-batch-tokens 64"
+    command += " --liveness-timeout 11 --name "
     with ExitStack() as stack:
-        # Without VLLM_CPU_KVCACHE_SPACE: the cache is sized from what is free.
-        process = stack.enter_context(interpreter("mopd_server.main", *command.split()))
-        assert "per step" in line_with(process, "limits: 64 tokens")
-        address = line_with(process, "address").split()[1]
-        line_with(process, "'math' is ready")
-        with httpx.Client(base_url=address, timeout=600) as client:
-            body = {"sequences": [{"prompt": "the quick", "completion": " fox"}], "top_k": 3}
-            response = client.post("/v1/logprobs", json=body)
-            assert response.status_code == 200, response.text
+        teachers = {
+            name: stack.enter_context(interpreter("mopd_server.main", *command.split(), name))
+            for name in ENDS
+        }
+        assert "per step" in line_with(teachers["math"], "limits: 64 tokens")
+        urls = {name: line_with(each, "address").split()[1] for name, each in teachers.items()}
+        for name, process in teachers.items():
+            line_with(process, f"{name!r} is ready")
+        children = {
+            name: psutil.Process(process.pid).children(recursive=True)
+            for name, process in teachers.items()
+        }
+        for child in [child for group in children.values() for child in group]:
+            stack.callback(lambda child=child: child.is_running() and child.kill())
+        _require_trained(model_folder, urls, tmp_path)
+        with httpx.Client(base_url=urls["math"], timeout=600) as client:
             assert client.get("/v1/manifest").json()["engine"] == "vllm"
-            children = psutil.Process(process.pid).children(recursive=True)
-            stack.callback(lambda: [child.kill() for child in children if child.is_running()])
-            if number == signal.SIGTERM:
-                _require_stall_detected(client, children)
-        process.send_signal(number)
-        assert process.wait(timeout=600) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
-        _, alive = psutil.wait_procs(children, timeout=600)
-        assert not alive
+            _require_stall_detected(client, children["math"])
+        for name, (number, status) in ENDS.items():
+            teachers[name].send_signal(number)
+            assert teachers[name].wait(timeout=600) == status
+            _, alive = psutil.wait_procs(children[name], timeout=600)
+            assert not alive
+        _require_no_pending_task(teachers["math"].communicate()[0])
+
+
+def _require_trained(model: Path, urls: dict[str, str], folder: Path) -> None:
+    """Run ``mopd train`` with vLLM rollouts and both teachers."""
+    values = run_values(
+        folder,
+        max_steps=1,
+        teachers={name: {"url": url, "top_k": 8} for name, url in urls.items()},
+    )
+    values["student"]["model"] = str(model)
+    values["rollout"]["engine"] = "vllm"
+    write_lines(folder / "prompts.jsonl", prompt_lines(4))
+    with interpreter("mopd", "train", str(write_run(folder, values))) as student:
+        output, _ = student.communicate(timeout=1500)
+    assert student.returncode == 0, output
+    (step,) = journal(folder / "run")
+    assert all(step[f"teacher/{name}/tokens"] > 0 for name in urls), step
+    _require_no_pending_task(output)
+
+
+def _require_no_pending_task(output: str) -> None:
+    assert "Task was destroyed" not in output, output
 
 
 def _require_stall_detected(client: httpx.Client, children: list[Any]) -> None:

@@ -54,6 +54,9 @@ logger = logging.getLogger(__name__)
 #: For the last lines of processes that could not start.
 _LAST_LINES_SECONDS = 2.0
 
+#: For tasks to end on closing; an engine that hangs does not block it.
+_CANCEL_SECONDS = 5.0
+
 _Result = TypeVar("_Result")
 
 
@@ -143,6 +146,7 @@ class VllmEngine(AsyncEngine):
             return
         self._closed = True
         self._monitor.close()
+        self._call(_cancel_tasks())  # before the processes that these use are stopped
         self._llm.shutdown()
         del self._llm  # its destructor fails while the interpreter shuts down
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -258,6 +262,15 @@ def _keep_arrays() -> bool:
 
     LogprobsProcessor._update_prompt_logprobs = keep  # pyright: ignore[reportPrivateUsage]
     return True
+
+
+async def _cancel_tasks() -> None:
+    """Cancel all other tasks of this event loop: health checks, requests, vLLM's own."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
 
 
 async def _create(arguments: AsyncEngineArgs) -> AsyncLLM:
