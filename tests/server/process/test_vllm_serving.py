@@ -26,7 +26,7 @@ ENDS = {"math": (signal.SIGTERM, 0), "code": (signal.SIGKILL, -signal.SIGKILL)}
 def test_two_teachers_and_a_student_share_a_host_and_leave_no_process(
     model_folder: Path, tmp_path: Path
 ) -> None:
-    """With the documented commands alone: key-value caches are sized from what is free."""
+    """Without further options: key-value caches are sized from what is free."""
     psutil = pytest.importorskip("psutil", reason="comes with vLLM")
     command = f"serve {model_folder} --engine vllm --port 0 --max-batch-tokens 64"
     command += " --liveness-timeout 11 --name "
