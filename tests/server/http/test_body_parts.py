@@ -80,7 +80,7 @@ def test_parts_give_the_request_of_one_call(
         '{"sequences":[{"prompt":"a","completion":"b","candidate_ids":[[1,2],[3],[],[4,5,6]]}]}',
     ],
 )
-@pytest.mark.parametrize("size", [2, 10**6])
+@pytest.mark.parametrize("size", [1, 2, 10**6])
 def test_unusual_bodies(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_parts, "_PART_BYTES", size)
     assert outcome(parse_in_parts, text.encode()) == outcome(parse, text.encode())
