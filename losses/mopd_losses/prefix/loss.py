@@ -79,7 +79,7 @@ from mopd_losses.prefix.unknown_mass import filled_sides
 from mopd_protocol.errors import DataError
 
 #: The highest weight of a boundary inside a token: higher ones are rarer, and their noise greater.
-HIGHEST_RATIO = 8.0
+HIGHEST_RATIO = 3.0
 
 
 @dataclass(frozen=True, eq=False)
