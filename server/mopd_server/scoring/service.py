@@ -7,7 +7,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +17,7 @@ import numpy as np
 from mopd_protocol.errors import TeacherError
 from mopd_protocol.manifest import Features, Manifest
 from mopd_protocol.request_tokenizer import RequestTokenizer, TokenizedSequence
-from mopd_protocol.requests import ControlToken, LogprobsRequest, SequenceRequest
+from mopd_protocol.requests import LogprobsRequest, SequenceRequest
 from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.samples import TeacherScore
 from mopd_server.engines.base import AsyncEngine, Engine, EngineTimes, ScoringTask
@@ -25,9 +25,10 @@ from mopd_server.engines.registry import load_engine
 from mopd_server.scoring.batching import Batcher, Lease
 from mopd_server.scoring.direct_scoring import DirectScorer
 from mopd_server.scoring.metrics import ServiceMetrics
+from mopd_server.scoring.request_limits import LARGE_TEXT, require_within_limits, text_size
 from mopd_server.scoring.scorer import Scorer
 from mopd_server.scoring.self_check import check_engine
-from mopd_server.service_error import ServiceError, invalid_field
+from mopd_server.service_error import ServiceError
 from mopd_server.settings import TeacherSettings
 
 if TYPE_CHECKING:
@@ -36,13 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-
-#: Outside this range, a float32 softmax is one-hot, uniform or NaN.
-TEMPERATURE_RANGE = (0.01, 100.0)
-
-#: Requests with more characters and ids are tokenized one at a time: tokenizing a body of 15 MiB
-#: takes 2.5 GB before the request is rejected.
-LARGE_TEXT = 2**20
 
 #: Forward passes of work that an asynchronous engine gets: more would not be in fair order, less
 #: would leave it idle.
@@ -223,9 +217,9 @@ class TeacherService:
             ServiceError: if any sequence cannot be scored; there are no partial results.
         """
         self.require_ready()
-        self._require_within_limits(request)
+        require_within_limits(request, self.manifest)
         started = time.monotonic()
-        large = _size(request) > LARGE_TEXT
+        large = text_size(request) > LARGE_TEXT
         sequences = await self.run_in_thread(lambda: self._tokenize(request), large=large)
         tokenize_seconds = time.monotonic() - started
         prompt_tokens = sum(len(sequence.prompt_ids) for sequence in sequences)
@@ -296,46 +290,6 @@ class TeacherService:
         if callback is not None:
             callback(cause)
 
-    def _require_within_limits(self, request: LogprobsRequest) -> None:
-        limit = self.manifest.max_top_k
-        if request.top_k > limit:
-            raise invalid_field(
-                "top_k",
-                f"found {request.top_k}, expected at most {limit} (max_top_k in the "
-                "manifest of this teacher)",
-            )
-        features = self.manifest.features
-        lowest, highest = TEMPERATURE_RANGE if features.temperature else (1.0, 1.0)
-        if not lowest <= request.temperature <= highest:
-            expected = (
-                f"{lowest:g} to {highest:g}"
-                if features.temperature
-                else "1, the only temperature that the engine of this teacher supports"
-            )
-            raise invalid_field(
-                "temperature",
-                f"found {request.temperature}, expected {expected}",
-            )
-        for index, sequence in enumerate(request.sequences):
-            self._require_valid_candidates(f"sequences[{index}].candidate_ids", sequence, limit)
-
-    def _require_valid_candidates(self, key: str, sequence: SequenceRequest, limit: int) -> None:
-        if sequence.candidate_ids is None:
-            return
-        if not self.manifest.features.candidate_ids:
-            raise invalid_field(
-                key,
-                "not supported by the engine of this teacher (features in the manifest). "
-                "Use top_k.",
-            )
-        widest = max(map(len, sequence.candidate_ids), default=0)
-        if widest > limit:
-            raise invalid_field(
-                key,
-                f"found {widest} ids for one token, expected at most {limit} (max_top_k in "
-                "the manifest of this teacher)",
-            )
-
     def _tokenize(self, request: LogprobsRequest) -> list[TokenizedSequence]:
         tokenized: list[TokenizedSequence] = []
         previous: SequenceRequest | None = None
@@ -371,24 +325,6 @@ def _task(sequence: TokenizedSequence, adapter: str | None) -> ScoringTask:
     return ScoringTask(
         sequence.prompt_ids, sequence.completion.token_ids, sequence.candidate_ids, adapter
     )
-
-
-def _size(request: LogprobsRequest) -> int:
-    """Return the number of characters to tokenize, and of ids to convert."""
-    return sum(
-        len(sequence.prompt or "")
-        + sum(len(message.content) for message in sequence.messages or ())
-        + sum(len(part) for part in _parts(sequence) if isinstance(part, str))
-        + len(sequence.prompt_token_ids or ())
-        + len(sequence.completion_token_ids or ())
-        + sum(map(len, sequence.candidate_ids or ()))
-        for sequence in request.sequences
-    )
-
-
-def _parts(sequence: SequenceRequest) -> Sequence[str | ControlToken]:
-    completion = sequence.completion or ""
-    return [completion] if isinstance(completion, str) else completion
 
 
 def _timings(tokenize_seconds: float, times: list[EngineTimes]) -> dict[str, float]:

@@ -11,7 +11,7 @@ import pytest
 from mopd_protocol.request_tokenizer import RequestTokenizer
 from mopd_protocol.requests import SequenceRequest
 from mopd_server.app import create_app
-from mopd_server.scoring.service import LARGE_TEXT
+from mopd_server.scoring.request_limits import LARGE_TEXT
 from tests.server.tiny_teachers import (
     TinyTeacher,
     get,

@@ -254,10 +254,8 @@ class Student:
         return torch.autocast(device_type, self._compute_dtype if half else None, half)
 
     def _inputs(self, batch: MicroBatch) -> dict[str, Tensor]:
-        return {
-            "input_ids": batch.input_ids.to(self.device),
-            "attention_mask": batch.attention_mask.to(self.device),
-        }
+        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        return {name: tensor.to(self.device) for name, tensor in inputs.items()}
 
     def copy(self) -> "Student":
         """Return an unsharded copy on the same device, for sampling while this one is trained.
