@@ -104,9 +104,7 @@ def _check_tokens(sequence: SequenceRequest, score: TeacherScore, manifest: Mani
 
 
 def _text_of(sequence: SequenceRequest) -> bytes:
-    parts = sequence.completion or ""
-    texts = [parts] if isinstance(parts, str) else [part for part in parts if isinstance(part, str)]
-    return "".join(texts).encode()
+    return "".join(sequence.completion_texts).encode()
 
 
 def _same_text(received: bytes, sent: bytes) -> bool:

@@ -84,9 +84,7 @@ class TeacherTokenizer:
             self._require_known("completion_token_ids", sequence.completion_token_ids)
             ids = sequence.completion_token_ids
         else:
-            completion = sequence.completion
-            assert completion is not None
-            ids = self._encode([completion] if isinstance(completion, str) else completion)
+            ids = self._encode(sequence.completion_parts)
         return self.table.sequence([*ids, self._end_of_turn(ids)] if sequence.finished else ids)
 
     def _encode(self, parts: Sequence[str | ControlToken]) -> list[int]:
@@ -232,9 +230,7 @@ class RequestTokenizer(TeacherTokenizer):
             if ids is not None and len(ids) > max_tokens:
                 raise _too_long(f"found {len(ids)} tokens", max_tokens)
         messages = [message.content for message in sequence.messages or ()]
-        parts = sequence.completion or ()
-        parts = [parts] if isinstance(parts, str) else [p for p in parts if isinstance(p, str)]
-        for texts in ([sequence.prompt or ""], messages, parts):
+        for texts in ([sequence.prompt or ""], messages, sequence.completion_texts):
             if sum(map(len, texts)) > _LONG_CHARACTERS:
                 self._require_text(texts, max_tokens)
 

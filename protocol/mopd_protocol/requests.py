@@ -95,6 +95,18 @@ class SequenceRequest(BaseModel):
     """Per completion token (the end-of-turn token included), the teacher ids to score instead of
     the teacher's own top-k."""
 
+    @property
+    def completion_parts(self) -> list[str | ControlToken]:
+        """The completion as text and control tokens, in order; empty if it is token ids."""
+        if self.completion is None:
+            return []
+        return [self.completion] if isinstance(self.completion, str) else self.completion
+
+    @property
+    def completion_texts(self) -> list[str]:
+        """The texts of ``completion_parts``."""
+        return [part for part in self.completion_parts if isinstance(part, str)]
+
     @model_validator(mode="after")
     def _one_prompt_one_completion(self) -> "SequenceRequest":
         prompts = [n for n in ("messages", "prompt", "prompt_token_ids") if self._given(n)]

@@ -1,9 +1,7 @@
 """Limits of a request that its teacher's manifest determines, and the size of its text."""
 
-from collections.abc import Sequence
-
 from mopd_protocol.manifest import Manifest
-from mopd_protocol.requests import ControlToken, LogprobsRequest, SequenceRequest
+from mopd_protocol.requests import LogprobsRequest, SequenceRequest
 from mopd_server.service_error import invalid_field
 
 #: Outside this range, a float32 softmax is one-hot, uniform or NaN.
@@ -47,7 +45,7 @@ def text_size(request: LogprobsRequest) -> int:
     return sum(
         len(sequence.prompt or "")
         + sum(len(message.content) for message in sequence.messages or ())
-        + sum(len(part) for part in _parts(sequence) if isinstance(part, str))
+        + sum(map(len, sequence.completion_texts))
         + len(sequence.prompt_token_ids or ())
         + len(sequence.completion_token_ids or ())
         + sum(map(len, sequence.candidate_ids or ()))
@@ -70,8 +68,3 @@ def _require_valid_candidates(key: str, sequence: SequenceRequest, manifest: Man
             f"found {widest} ids for one token, expected at most {manifest.max_top_k} (max_top_k "
             "in the manifest of this teacher)",
         )
-
-
-def _parts(sequence: SequenceRequest) -> Sequence[str | ControlToken]:
-    completion = sequence.completion or ""
-    return [completion] if isinstance(completion, str) else completion
