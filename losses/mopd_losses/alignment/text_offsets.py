@@ -12,7 +12,7 @@ from mopd_losses.alignment.byte_alignment import (
     common_prefix,
     symbols_of,
 )
-from mopd_protocol.tokenizers.token_sequence import TokenSequence
+from mopd_protocol.tokenizers.token_sequence import TokenSequence, valid_utf8
 from mopd_protocol.tokenizers.token_table import TextEncoder
 
 
@@ -25,24 +25,16 @@ def align_text(student: TokenSequence, teacher: TokenSequence, encoder: TextEnco
     """
     if student.text == teacher.text or _is_divided(student) or _is_divided(teacher):
         return align(student, teacher)
-    text = _valid_utf8(student.text)
-    ids, spans = encoder.encode_with_spans(text)
+    sent = valid_utf8(student.text)
+    ids, spans = encoder.encode_with_spans(sent.decode())
     if teacher.token_ids[: len(ids)].tolist() != ids:
         return align(student, teacher)
-    return align_blocks(student, teacher, _blocks(student, teacher, len(text.encode()), spans))
+    return align_blocks(student, teacher, _blocks(student, teacher, len(sent), spans))
 
 
 def _is_divided(sequence: TokenSequence) -> bool:
     """Return whether text follows a control token."""
     return any(int(sequence.byte_ends[at]) < len(sequence.text) for at in sequence.marks)
-
-
-def _valid_utf8(text: bytes) -> str:
-    """Decode up to the first byte that is not UTF-8; the rest is not sent."""
-    try:
-        return text.decode()
-    except UnicodeDecodeError as error:
-        return text[: error.start].decode()
 
 
 def _blocks(

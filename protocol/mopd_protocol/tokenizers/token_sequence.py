@@ -61,3 +61,12 @@ class TokenSequence:
     def ends_turn(self) -> bool:
         """True if the last token is a control token that ends the completion."""
         return len(self) > 0 and self.marks.get(len(self) - 1) == END_OF_TURN
+
+
+def valid_utf8(text: bytes) -> bytes:
+    """Return the longest prefix that is valid UTF-8."""
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        return text[: error.start]
+    return text

@@ -12,7 +12,7 @@ import numpy as np
 
 from mopd_protocol.requests import ControlToken, SequenceRequest
 from mopd_protocol.samples import Rollout
-from mopd_protocol.tokenizers.token_sequence import END_OF_TURN, TokenSequence
+from mopd_protocol.tokenizers.token_sequence import END_OF_TURN, TokenSequence, valid_utf8
 from mopd_protocol.tokenizers.token_table import TokenTable
 
 
@@ -90,10 +90,10 @@ def _valid_utf8_bytes(completion: TokenSequence, controls: Mapping[int, str]) ->
     """Return the length of the longest valid UTF-8 prefix, also between sent control tokens."""
     start = 0
     for end in [*(int(completion.byte_ends[position]) for position in controls), None]:
-        try:
-            completion.text[start:end].decode()
-        except UnicodeDecodeError as error:
-            return start + error.start
+        piece = completion.text[start:end]
+        valid = len(valid_utf8(piece))
+        if valid < len(piece):
+            return start + valid
         start = end or start
     return len(completion.text)
 
