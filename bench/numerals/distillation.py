@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 
 from bench.numerals.accuracy import accuracy
 from bench.numerals.material import Role, model_folder, model_key
 from bench.numerals.pairs import SFT, Pair, Side, loss_settings
+from bench.numerals.reference_rollouts import reference_rollouts
 from mopd.demo.examples import Encoder
 from mopd.demo.tasks import Exercise
 from mopd_client import TeacherClient, TeacherPool
@@ -217,22 +217,8 @@ class ReferenceSampler(Sampler):
     def sample_batch(self, prompts: Sequence[Prompt], *, step: int, batch: int) -> list[Rollout]:
         """See ``Sampler``."""
         del batch
-        completions = [
-            self._reference_encoder.completion(self._exercises[prompt.index]) for prompt in prompts
-        ]
-        return [
-            Rollout(
-                prompt=prompt,
-                prompt_token_ids=np.array(
-                    self._own.prompt_token_ids(prompt.messages), dtype=np.int32
-                ),
-                completion=self._own.table.sequence(completion),
-                sampled_logprobs=np.zeros(len(completion), dtype=np.float32),
-                finish_reason="stop",
-                policy_version=step,
-            )
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ]
+        exercises = [self._exercises[prompt.index] for prompt in prompts]
+        return reference_rollouts(self._own, self._reference_encoder, exercises, prompts, step)
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from bench.results.claim import Claim, Curves
-from bench.results.students import Score, Subject, exercise, table_score, train
+from bench.results.students import Score, Subject, exercise, table_score, teacher_name, train
 from mopd.demo.tasks import Exercise
 from mopd_losses.config import PolicyGradientConfig, TopKKlConfig
 from mopd_protocol import Rollout
@@ -62,7 +62,7 @@ def _curve(arm: str, subject: Subject, seed: int) -> list[tuple[float, float]]:
 
 def _control(arm: str, subject: Subject, seed: int) -> Score:
     draw, table = random.Random(seed + 1_000), table_score(subject)
-    controls = Controls({f"task{_TASK}": arm}, seed) if arm != "shuffled" else Controls()
+    controls = Controls({teacher_name(_TASK): arm}, seed) if arm != "shuffled" else Controls()
 
     def score(items: Sequence[Exercise], rollouts: Sequence[Rollout]) -> list[TrainingExample]:
         if arm == "shuffled":

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from bench.numerals.numeral_tokenizers import digit_tokenizer
 from bench.numerals.pairs import STUDENT_NAMES
+from bench.numerals.reference_rollouts import reference_rollouts
 from mopd.demo.examples import Encoder
 from mopd.demo.models import build_model
 from mopd.demo.tasks import Exercise
@@ -63,16 +64,17 @@ def exercise(task: int, draw: random.Random) -> Exercise:
     kind, digits = task // 2, [draw.randrange(10) for _ in range(3)]
     if task < CHAIN and task % 2 == 0:
         completion = str(_ARITHMETIC[kind](digits[0], digits[1]))
-        return Exercise(_name(task), f"{task}{digits[0]}{digits[1]}", tuple(completion))
+        return Exercise(teacher_name(task), f"{task}{digits[0]}{digits[1]}", tuple(completion))
     prompt, chain = "".join(map(str, digits)), task > CHAIN
     for position in range(3, 3 + task - CHAIN if chain else 41 + 5 * kind):
         digits.append((digits[position - 3] + (1 if chain else kind + 1)) % 10)
     if chain:
-        return Exercise(_name(task), prompt, tuple(map(str, digits[3:])))
-    return Exercise(_name(task), f"{task}{prompt}", tuple(map(str, digits)))
+        return Exercise(teacher_name(task), prompt, tuple(map(str, digits[3:])))
+    return Exercise(teacher_name(task), f"{task}{prompt}", tuple(map(str, digits)))
 
 
-def _name(task: int) -> str:
+def teacher_name(task: int) -> str:
+    """Return the name of a task's teacher."""
     return f"task{task}"
 
 
@@ -98,20 +100,7 @@ class Subject:
         self, items: Sequence[Exercise], prompts: Sequence[Prompt], step: int = 0
     ) -> list[Rollout]:
         """Return the right completions, as if they had been sampled."""
-        return [
-            Rollout(
-                prompt=prompt,
-                prompt_token_ids=np.array(
-                    self.student.prompt_token_ids(prompt.messages), dtype=np.int32
-                ),
-                completion=self.student.table.sequence(ids),
-                sampled_logprobs=np.zeros(len(ids), dtype=np.float32),
-                finish_reason="stop",
-                policy_version=0,
-            )
-            for item, prompt in zip(items, prompts, strict=True)
-            for ids in [self.encoder.completion(item)]
-        ]
+        return reference_rollouts(self.student, self.encoder, items, prompts, step)
 
     def accuracy(self, task: int, count: int = 100) -> float:
         """Return the share of a task's prompts whose greedy completion is right."""
@@ -188,11 +177,11 @@ def model_score(teachers: Mapping[int, Subject], top_k: int) -> Score:
     def score(items: Sequence[Exercise], rollouts: Sequence[Rollout]) -> list[TrainingExample]:
         examples: dict[int, TrainingExample] = {}
         for task, teacher in teachers.items():
-            chosen = [n for n, item in enumerate(items) if item.task == _name(task)]
+            chosen = [n for n, item in enumerate(items) if item.task == teacher_name(task)]
             if chosen:
-                own = [token_example(rollouts[n], _name(task)) for n in chosen]
+                own = [token_example(rollouts[n], teacher_name(task)) for n in chosen]
                 for n, topk in zip(chosen, teacher.topk(own, top_k), strict=True):
-                    examples[n] = aligned_example(rollouts[n], topk, _name(task))
+                    examples[n] = aligned_example(rollouts[n], topk, teacher_name(task))
         return [examples[n] for n in range(len(items))]
 
     return score
@@ -240,7 +229,7 @@ def train(
         group: samples per prompt.
         observe: called after each step with the steps done and the step's metrics.
     """
-    student, names = subject.student, [_name(task) for task in tasks]
+    student, names = subject.student, [teacher_name(task) for task in tasks]
     if isinstance(loss, BaseModel):
         loss = build_loss(loss, student.identity, student.identity, "cpu")
     config = StudentConfig(model="tiny", learning_rate=learning_rate, warmup_steps=10)
