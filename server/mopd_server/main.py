@@ -104,6 +104,7 @@ def parser() -> argparse.ArgumentParser:
     _add_vllm_options(serve)
     _add_limit_options(serve)
     _add_listen_options(serve)
+    serve.set_defaults(pool_resident=TeacherSettings.pool_resident)
     return root
 
 
@@ -193,17 +194,18 @@ def _add_pool_options(serve: argparse.ArgumentParser) -> None:
         type=_named_model,
         metavar="NAME=MODEL",
         help="serve several teachers, each at /teachers/NAME, instead of MODEL (engine "
-        "transformers)",
+        "transformers, or --engine vllm)",
     )
     pool.add(
         "--resident",
-        "teachers with their weights in memory; the others are loaded when they are needed",
+        "teachers with their weights in memory, which they share; the others are loaded when they "
+        "are needed",
         type=_positive(int),
         metavar="N",
     )
     pool.add(
         "--max-wait",
-        "a batch that has waited longer replaces a busy teacher",
+        "a batch that has waited longer, and longer than four swaps take, replaces a busy teacher",
         dest="max_wait_seconds",
         type=_positive(float, at_most=_MAX_SECONDS),
         metavar="SECONDS",

@@ -60,6 +60,8 @@ class TeacherSettings:
     """vLLM: memory for the logits of one forward pass; limits the tokens of the pass."""
     vllm_arg: tuple[str, ...] = ()
     """vLLM: more engine arguments, ``KEY=VALUE``, in place of the service's defaults."""
+    pool_resident: int = 0
+    """vLLM: engines that share the memory, of a pool that sets this; 0: a single teacher."""
 
     @property
     def service_name(self) -> str:
@@ -76,7 +78,7 @@ class PoolSettings:
     resident: int = 1
     """Teachers with their weights in memory."""
     max_wait_seconds: float = 30.0
-    """A batch that has waited longer replaces a busy teacher."""
+    """A batch that has waited longer, and longer than four swaps take, replaces a busy teacher."""
 
 
 @dataclass(frozen=True, kw_only=True)

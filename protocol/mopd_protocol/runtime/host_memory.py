@@ -8,12 +8,12 @@ _CACHE_SHARE = 0.25
 _MAX_CACHE_BYTES = 8 * 1024**3
 
 
-def cpu_cache_bytes() -> int:
-    """Return the size of a key-value cache in CPU memory.
+def cpu_cache_bytes(engines: int = 1) -> int:
+    """Return the size of a key-value cache in CPU memory, of one of several engines.
 
     vLLM's own default is a share of all memory, and fails where other processes use some of it.
     """
-    return min(int(available_memory() * _CACHE_SHARE), _MAX_CACHE_BYTES)
+    return min(int(available_memory() * _CACHE_SHARE), _MAX_CACHE_BYTES) // engines
 
 
 def available_memory(root: Path = Path("/")) -> int:

@@ -124,6 +124,19 @@ class AsyncEngine(ABC):
         """Seconds for which the engine's processes have not responded to a health check."""
         return 0.0
 
+    @property
+    def can_suspend(self) -> bool:
+        """True if ``suspend`` frees the device's memory while the processes keep running."""
+        return False
+
+    def suspend(self) -> None:
+        """Free the device's memory; nothing may be in flight. Blocks."""
+        raise NotImplementedError
+
+    def resume(self) -> None:
+        """Restore the weights of a suspended engine; blocks."""
+        raise NotImplementedError
+
     @abstractmethod
     def close(self) -> None:
         """Shut down the engine and its processes; idempotent."""

@@ -165,6 +165,8 @@ class TransformersEngine:
         """
         for tensor in (*self._model.parameters(), *self._model.buffers()):
             tensor.data = tensor.data.new_empty(0)
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
 
     def _score_batch(
         self, batch: Sequence[ScoringTask], top_k: int, temperature: float

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -113,8 +113,8 @@ def serve(
         models = ", ".join(settings.model for settings in loading.settings.values())
         logger.info("%s accepts probes; loading %s", address, models)
         try:
-            with _closing(loading.load()) as services:
-                for name, service in services.items():
+            with _closing(loading):
+                for name, service in loading.load():
                     service.on_engine_crash = lambda cause: events.put(_Crash(cause))
                     lifecycles[name].service = service
                     sys.stdout.write(
@@ -122,8 +122,7 @@ def serve(
                             service.manifests, address + loading.path(name), len(keys), listen.host
                         )
                     )
-                sys.stdout.flush()
-                for service in services.values():
+                    sys.stdout.flush()
                     _warm_up(service)
                 # A full collection of torch's and transformers' objects takes 0.2 s.
                 gc.collect()
@@ -142,6 +141,7 @@ class _Single:
 
     def __init__(self, teacher: TeacherSettings) -> None:
         self.settings = {teacher.service_name: teacher}
+        self._service: TeacherService | None = None
 
     def path(self, name: str) -> str:
         return ""
@@ -150,8 +150,14 @@ class _Single:
         (app,) = apps.values()
         return app
 
-    def load(self) -> Mapping[str, TeacherService]:
-        return {name: TeacherService.load(each) for name, each in self.settings.items()}
+    def load(self) -> Iterator[tuple[str, TeacherService]]:
+        for name, each in self.settings.items():
+            self._service = TeacherService.load(each)
+            yield name, self._service
+
+    def close(self) -> None:
+        if self._service is not None:
+            self._service.close()
 
 
 class _Pooled:
@@ -177,11 +183,15 @@ class _Pooled:
     def app(self, apps: Mapping[str, FastAPI], group: LifecycleGroup) -> ASGIApp:
         return PoolApp(apps, group, lambda: b"" if self._pool is None else self._pool.exposition())
 
-    def load(self) -> Mapping[str, TeacherService]:
+    def load(self) -> Iterator[tuple[str, TeacherService]]:
         from mopd_server.pool.teacher_pool import TeacherPool
 
         self._pool = TeacherPool(self.settings, self._pool_settings)
-        return self._pool.services
+        yield from self._pool.load()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
 
 
 def _run_until_signal(
@@ -222,19 +232,12 @@ def _next_event(events: _Events) -> _Event:
 
 
 @contextmanager
-def _closing(
-    services: Mapping[str, TeacherService],
-) -> Generator[Mapping[str, TeacherService]]:
-    """Close the services at the end; an engine that hangs does not block the exit."""
-
-    def close() -> None:
-        for service in services.values():
-            service.close()
-
+def _closing(teachers: "_Single | _Pooled") -> Generator[None]:
+    """Close the teachers at the end; an engine that hangs does not block the exit."""
     try:
-        yield services
+        yield
     finally:
-        closing = threading.Thread(target=close, name="close", daemon=True)
+        closing = threading.Thread(target=teachers.close, name="close", daemon=True)
         closing.start()
         closing.join(timeout=_CLOSE_SECONDS)
         if closing.is_alive():

@@ -57,6 +57,7 @@ class Batcher(Scorer[_Entry]):
         now: Callable[[], float] = time.monotonic,
         weights: Mapping[str, float] | None = None,
         lease: Lease | None = None,
+        heartbeat: Callable[[], float] | None = None,
     ) -> None:
         super().__init__(max_queue_tokens=max_queue_tokens, weights=weights)
         self._engine = engine
@@ -66,6 +67,7 @@ class Batcher(Scorer[_Entry]):
         self._on_cancelled = on_cancelled
         self._now = now
         self._lease: Lease = lease or (lambda tokens, batch_tokens: nullcontext())
+        self._heartbeat = heartbeat
         self._silent_from: float | None = None  # while a batch runs
         self._worker: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
@@ -93,7 +95,9 @@ class Batcher(Scorer[_Entry]):
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds by which the running batch exceeds ten times its expected time."""
+        """Seconds without a heartbeat, or by which a batch exceeds ten times its expected time."""
+        if self._heartbeat is not None:
+            return self._heartbeat()
         limit = self._silent_from
         return 0.0 if limit is None else max(0.0, self._now() - limit)
 

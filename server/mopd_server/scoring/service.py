@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 #: Forward passes of work that an asynchronous engine gets: more would not be in fair order, less
 #: would leave it idle.
-_STEPS_AHEAD = 4
+STEPS_AHEAD = 4
 
 #: Silence of the engine after which no more requests are accepted, until it responds.
 STALL_SECONDS = 10.0
@@ -49,7 +49,8 @@ STALL_SECONDS = 10.0
 class TeacherService:
     """One teacher: tokenizer, engine, the queue between the two, and the manifest.
 
-    ``lease`` surrounds each batch of a blocking engine.
+    ``lease`` surrounds each batch of a blocking engine. ``heartbeat`` returns the seconds for which
+    its processes have not responded; without, the duration of a batch shows that it hangs.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class TeacherService:
         settings: TeacherSettings,
         *,
         lease: Lease | None = None,
+        heartbeat: Callable[[], float] | None = None,
     ) -> None:
         self.tokenizer_files = tokenizer.files
         """File name -> text, for ``AutoTokenizer.from_pretrained`` on the student's side."""
@@ -89,7 +91,7 @@ class TeacherService:
         self._crash_cause: str | None = None
         self._on_engine_crash: Callable[[str], None] | None = None
         self._crash_lock = threading.Lock()
-        self._scorer = self._create_scorer(engine, settings, lease)
+        self._scorer = self._create_scorer(engine, settings, lease, heartbeat)
         # One thread: bounds the memory, and the threads that compete with the event loop. Its work
         # continues after the client has disconnected.
         self._large_work = ThreadPoolExecutor(max_workers=1, thread_name_prefix="large-work")
@@ -259,14 +261,18 @@ class TeacherService:
         self._scorer.close()
 
     def _create_scorer(
-        self, engine: Engine | AsyncEngine, settings: TeacherSettings, lease: Lease | None
+        self,
+        engine: Engine | AsyncEngine,
+        settings: TeacherSettings,
+        lease: Lease | None,
+        heartbeat: Callable[[], float] | None,
     ) -> Scorer[Any]:
         if isinstance(engine, AsyncEngine):
             return DirectScorer(
                 engine,
-                engine_tokens=_STEPS_AHEAD * settings.max_batch_tokens,
+                engine_tokens=STEPS_AHEAD * settings.max_batch_tokens,
                 max_queue_tokens=settings.max_queue_tokens,
-                on_crash=self._engine_crashed,
+                on_crash=self.report_crash,
                 on_cancelled=self.metrics.cancelled_sequences.inc,
                 weights=dict(settings.key_weights),
             )
@@ -274,13 +280,15 @@ class TeacherService:
             engine,
             max_batch_tokens=settings.max_batch_tokens,
             max_queue_tokens=settings.max_queue_tokens,
-            on_crash=self._engine_crashed,
+            on_crash=self.report_crash,
             on_cancelled=self.metrics.cancelled_sequences.inc,
             weights=dict(settings.key_weights),
             lease=lease,
+            heartbeat=heartbeat,
         )
 
-    def _engine_crashed(self, cause: str) -> None:
+    def report_crash(self, cause: str) -> None:
+        """Reject all later requests, and call ``on_engine_crash``; only the first cause counts."""
         with self._crash_lock:
             if self._crash_cause is not None:
                 return

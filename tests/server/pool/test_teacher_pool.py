@@ -49,7 +49,7 @@ def settings_of(folders: dict[str, Path], **options: Any) -> dict[str, TeacherSe
 
 def pooled(folders: dict[str, Path], resident: int, **options: Any) -> tuple[TeacherPool, PoolApp]:
     pool = TeacherPool(settings_of(folders, **options), PoolSettings(resident=resident))
-    for service in pool.services.values():
+    for _, service in pool.load():
         service.warm_up()
         assert service.failure is None
     lifecycles = {name: Lifecycle(service) for name, service in pool.services.items()}
@@ -102,7 +102,7 @@ def test_queues_are_emptied_before_a_swap(
 ) -> None:
     """Sixteen batches of each of two teachers, all queued: a swap to each, not one per batch.
 
-    Only swaps take time, so that no other swap is worth its cost.
+    Scoring takes milliseconds, so that no other swap is worth its cost.
     """
     pool, app = pooled({name: folders[name] for name in ("qwen", "llama")}, 1, max_batch_tokens=16)
     clock, swap, run, score_batch = [0.0], pool._swap, Batcher._run_engine, ReloadableEngine.score
@@ -120,7 +120,11 @@ def test_queues_are_emptied_before_a_swap(
         assert queued.wait(600)
         return score_batch(engine, batch, **options)
 
-    pool.residency._swap, pool.residency._now = timed_swap, lambda: clock[0]
+    def now() -> float:
+        clock[0] += 1e-3
+        return clock[0]
+
+    pool.residency._swap, pool.residency._now = timed_swap, now
     monkeypatch.setattr(Batcher, "_run_engine", counted)
     monkeypatch.setattr(ReloadableEngine, "score", gated)
     before = sum(each.swaps for each in pool.residency.teachers.values())
@@ -162,14 +166,14 @@ def test_changed_checkpoint_is_not_served(folders: dict[str, Path]) -> None:
     engine.load()
     description = engine.description
     engine.release()
-    engine.description = replace(description, revision="another")
+    engine._description = replace(description, revision="another")
     with pytest.raises(EngineCrashError):
         engine.load()
 
 
 def test_engine_without_reloading_is_rejected(folders: dict[str, Path]) -> None:
     with pytest.raises(ConfigError) as caught:
-        TeacherPool(settings_of(folders, engine="vllm"), PoolSettings())
+        TeacherPool(settings_of(folders, engine="uniform"), PoolSettings())
     assert caught.value.key == "engine"
 
 

@@ -1,5 +1,6 @@
-"""Test of vLLM teacher processes and a student on one CPU host, from start to exit."""
+"""Test of vLLM teacher processes and a student on one CPU host, and of a pool of vLLM teachers."""
 
+import shutil
 import signal
 import threading
 from contextlib import ExitStack
@@ -8,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.processes import interpreter, line_with
 from tests.server.engines.vllm.test_engine import model_folder
@@ -18,6 +20,9 @@ from tests.vllm_marks import needs_vllm
 pytestmark = needs_vllm
 
 __all__ = ("model_folder",)
+
+#: Longer than a step of 64 tokens.
+BODY = {"sequences": [{"prompt": "3 + 4 = 7 " * 9, "completion": " 12 and 7" * 9}], "top_k": 9}
 
 #: How each teacher ends -> its exit status.
 ENDS = {"math": (signal.SIGTERM, 0), "code": (signal.SIGKILL, -signal.SIGKILL)}
@@ -47,7 +52,8 @@ def test_two_teachers_and_a_student_share_a_host_and_leave_no_process(
             stack.callback(lambda child=child: child.is_running() and child.kill())
         _require_trained(model_folder, urls, tmp_path)
         with httpx.Client(base_url=urls["math"], timeout=600) as client:
-            assert client.get("/v1/manifest").json()["engine"] == "vllm"
+            expected = _scored(client)
+            assert expected[0]["engine"] == "vllm"
             _require_stall_detected(client, children["math"])
         for name, (number, status) in ENDS.items():
             teachers[name].send_signal(number)
@@ -55,6 +61,35 @@ def test_two_teachers_and_a_student_share_a_host_and_leave_no_process(
             _, alive = psutil.wait_procs(children[name], timeout=600)
             assert not alive
         _require_no_pending_task(teachers["math"].communicate()[0])
+    _require_equal_pool(model_folder, tmp_path, expected)
+
+
+def _require_equal_pool(model: Path, folder: Path, expected: tuple[Any, Any]) -> None:
+    """Start a pool with one resident teacher; after a swap, it equals the separate process."""
+    other = folder / "other"
+    shutil.copytree(model, other)
+    weights = load_file(other / "model.safetensors")
+    save_file({name: 2 * each for name, each in weights.items()}, other / "model.safetensors")
+    command = f"serve --models math={model} other={other} --engine vllm --port 0"
+    with (
+        interpreter("mopd_server.main", *command.split(), "--max-batch-tokens", "64") as process,
+        ExitStack() as stack,
+    ):
+        urls = {name: line_with(process, "address").split()[1] for name in ("math", "other")}
+        line_with(process, "'other' is ready")
+        clients = {
+            name: stack.enter_context(httpx.Client(base_url=url, timeout=600))
+            for name, url in urls.items()
+        }
+        assert _scored(clients["other"])[1] != expected[1]
+        assert _scored(clients["math"]) == expected
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=600) == 0
+
+
+def _scored(client: httpx.Client) -> tuple[Any, Any]:
+    response = client.post("/v1/logprobs", json=BODY).json()
+    return client.get("/v1/manifest").json(), (response["checksum"], response["sequences"])
 
 
 def _require_trained(model: Path, urls: dict[str, str], folder: Path) -> None:

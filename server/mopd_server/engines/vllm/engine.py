@@ -57,6 +57,9 @@ _LAST_LINES_SECONDS = 2.0
 #: For tasks to end on closing; an engine that hangs does not block it.
 _CANCEL_SECONDS = 5.0
 
+#: For vLLM's processes to end; they leave shared memory behind if they are killed.
+_SHUTDOWN_SECONDS = 10.0
+
 _Result = TypeVar("_Result")
 
 
@@ -81,6 +84,7 @@ class VllmEngine(AsyncEngine):
             for number, adapter in enumerate(description.adapters, start=1)
         }
         self._request_numbers = count()
+        self._can_suspend = arguments.enable_sleep_mode
         self._closed = False
         stderr = StderrTail()
         self._monitor = ExitMonitor(stderr.first_error)
@@ -140,6 +144,19 @@ class VllmEngine(AsyncEngine):
         """See ``AsyncEngine.on_crash``."""
         self._monitor.add_callback(callback)
 
+    @property
+    def can_suspend(self) -> bool:
+        """See ``AsyncEngine.can_suspend``."""
+        return self._can_suspend
+
+    def suspend(self) -> None:
+        """See ``AsyncEngine.suspend``; the host's memory keeps the weights."""
+        self._call(self._llm.sleep(level=1))
+
+    def resume(self) -> None:
+        """See ``AsyncEngine.resume``."""
+        self._call(self._llm.wake_up())
+
     def close(self) -> None:
         """Stop vLLM's processes and the thread of the engine; idempotent."""
         if self._closed:
@@ -147,10 +164,11 @@ class VllmEngine(AsyncEngine):
         self._closed = True
         self._monitor.close()
         self._call(_cancel_tasks())  # before the processes that these use are stopped
-        self._llm.shutdown()
+        self._llm.shutdown(timeout=_SHUTDOWN_SECONDS)
         del self._llm  # its destructor fails while the interpreter shuts down
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.close()
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)

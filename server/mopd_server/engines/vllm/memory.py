@@ -81,11 +81,12 @@ def derive_limits(
 
 def describe(limits: VllmLimits, settings: TeacherSettings) -> str:
     """Return the log message of the limits."""
+    engines = f" for {settings.pool_resident} engines" if settings.pool_resident > 1 else ""
     memory = (
         ""
         if limits.gpu_memory_utilization is None
         else f"; gpu_memory_utilization {limits.gpu_memory_utilization:.3f} "
-        f"({settings.gpu_memory_utilization:g} less the budget)"
+        f"({settings.gpu_memory_utilization:g}{engines} less the budget)"
     )
     return (
         f"limits: {limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} sequences per "
@@ -109,7 +110,8 @@ def _engine_length(requested: int | None, positions: int) -> int:
 def _utilization(settings: TeacherSettings, accelerator_bytes: int | None) -> float | None:
     if accelerator_bytes is None:
         return None
-    share = settings.gpu_memory_utilization - settings.logits_budget_bytes / accelerator_bytes
+    share = settings.gpu_memory_utilization / max(settings.pool_resident, 1)
+    share -= settings.logits_budget_bytes / accelerator_bytes
     if share < _MIN_UTILIZATION:
         raise ConfigError(
             f"--logits-mebibytes: leaves too little of the accelerator's "

@@ -92,6 +92,7 @@ def _model_arguments(settings: TeacherSettings) -> dict[str, Any]:
 
 def _size_arguments(settings: TeacherSettings, limits: VllmLimits) -> dict[str, Any]:
     memory = limits.gpu_memory_utilization
+    suspends = settings.pool_resident > 0 and current_platform.is_sleep_mode_available()
     return {
         "max_model_len": limits.max_model_len,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
@@ -105,11 +106,12 @@ def _size_arguments(settings: TeacherSettings, limits: VllmLimits) -> dict[str, 
         "scheduler_cls": _name(create_scheduler),
         # Compiling pays off where a step is short compared to its launches: not on a CPU.
         "enforce_eager": current_platform.is_cpu(),
+        "enable_sleep_mode": suspends,
         "disable_log_stats": False,  # source of the times of each sequence
         "shutdown_timeout": _DRAIN_SECONDS,
         # VLLM_CPU_KVCACHE_SPACE, in GiB, overrides this size.
         **(
-            {"kv_cache_memory_bytes": cpu_cache_bytes()}
+            {"kv_cache_memory_bytes": cpu_cache_bytes(max(settings.pool_resident, 1))}
             if memory is None
             else {"gpu_memory_utilization": memory}
         ),
