@@ -99,7 +99,8 @@ def build_loss(
     Args:
         student: the student's tokenizer and logit width, e.g. a ``StudentIdentity``.
         teacher: the teacher's tokenizer, e.g. what ``TeacherClient.tokenizer()`` returns.
-        cache: projections that several losses or runs share; by default built in memory.
+        cache: projections that several losses or runs share, and a folder for the tables of
+            prefix KL; by default built in memory.
         temperature: the softmax temperature of the teacher's scores.
 
     Raises:
@@ -128,7 +129,9 @@ def _topk_divergence(config: CtkdConfig | TopKKlConfig, context: LossContext) ->
 
 def _prefix_kl(config: PrefixKlConfig, context: LossContext) -> Loss:
     student, teacher = context.student, context.teacher
-    preparation = Preparation(student.table, student.encoder, teacher.table, teacher.encoder)
+    preparation = Preparation(
+        student.table, student.encoder, teacher.table, teacher.encoder, context.cache.folder
+    )
     return PrefixKlLoss(preparation, config, context.teacher_temperature)
 
 

@@ -1,4 +1,4 @@
-"""``Boundaries``: the bytes at which a completion is compared, and the open rows.
+"""``Boundaries``: the bytes at which completions are compared, and the open rows.
 
 A boundary is a byte at which a token of either side begins, in a common block of both texts.
 A row is open at a boundary if its distribution still determines what follows the boundary: its
@@ -6,61 +6,90 @@ token begins at the boundary or covers it, or some token of the vocabulary spell
 the row's start and the boundary and continues.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.alignment.byte_alignment import Block, common_blocks
-from mopd_losses.prefix.sorted_vocabulary import SortedVocabulary, control_character
+from mopd_losses.alignment.byte_alignment import Block
+from mopd_losses.prefix.vocabulary.hashed_strings import (
+    SEPARATOR,
+    Hashes,
+    Integers,
+    codes_of,
+    prefix_hashes,
+    slice_hashes,
+)
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, control_character
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
-
-Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class TokenizedText:
-    """One side's tokens of a completion; offsets count bytes and control tokens."""
+    """One side's tokens of several completions, one after another, with a separator behind each;
+    offsets count bytes, control tokens and separators."""
 
     vocabulary: SortedVocabulary
-    ids: list[int]
+    ids: Integers  # [rows]
     starts: Integers  # [rows]
     ends: Integers  # [rows]
     symbols: str  # a Latin-1 character a byte, and a private one for each control token
     spells: NDArray[np.bool_]  # [rows], False for control tokens, also for those sent as text
+    first_rows: Integers  # [completions + 1]
+    origins: Integers  # [completions], where each begins
+    codes: NDArray[np.uint16]  # [symbols]
+    hashes: Hashes  # [symbols + 1], of the beginnings of the text
 
     @classmethod
     def of(
-        cls, vocabulary: SortedVocabulary, sequence: TokenSequence, controls: dict[str, str]
+        cls,
+        vocabulary: SortedVocabulary,
+        sequences: Sequence[TokenSequence],
+        controls: dict[str, str],
     ) -> "TokenizedText":
-        """Build the symbols of a token sequence.
+        """Build the symbols of token sequences.
 
         Args:
             controls: as for ``SortedVocabulary``; names that no vocabulary has are added.
         """
-        text = sequence.text.decode("latin-1")
-        lengths = np.diff(sequence.byte_ends, prepend=0).astype(np.int64)
         parts: list[str] = []
-        start = 0
-        for position, name in sequence.marks.items():
-            stop = int(sequence.byte_ends[position])
-            parts += [text[start:stop], controls.setdefault(name, control_character(len(controls)))]
-            start = stop
-            lengths[position] = 1
-        ends = np.cumsum(lengths)
+        starts, ends = [_NONE], [_NONE]
+        origins: list[int] = []
+        origin = 0
+        for sequence in sequences:
+            symbols, lengths = _symbols_of(sequence, controls)
+            parts += [symbols, SEPARATOR]
+            ends.append(np.cumsum(lengths) + origin)
+            starts.append(ends[-1] - lengths)
+            origins.append(origin)
+            origin += len(symbols) + 1
+        text = "".join(parts)
+        codes = codes_of(text)
+        ids = np.concatenate([_NONE, *(each.token_ids for each in sequences)])
+        counts = [len(each.token_ids) for each in sequences]
         return cls(
             vocabulary=vocabulary,
-            ids=sequence.token_ids.tolist(),
-            starts=ends - lengths,
-            ends=ends,
-            symbols="".join([*parts, text[start:]]),
-            spells=vocabulary.table.byte_lengths[sequence.token_ids] > 0,
+            ids=ids,
+            starts=np.concatenate(starts),
+            ends=np.concatenate(ends),
+            symbols=text,
+            spells=vocabulary.table.byte_lengths[ids] > 0,
+            first_rows=np.cumsum([0, *counts]),
+            origins=np.array(origins, dtype=np.int64),
+            codes=codes,
+            hashes=prefix_hashes(codes),
         )
 
-    def codes(self) -> NDArray[np.uint16]:
-        """Return the symbols as numbers."""
-        return np.frombuffer(self.symbols.encode("utf-16-le"), dtype=np.uint16)
+    def slices(self, starts: Integers, stops: Integers) -> Hashes:
+        """Hash slices of the text."""
+        return slice_hashes(self.hashes, starts, stops)
+
+    def begins_with(self, starts: Integers, hashes: Hashes, lengths: Integers) -> NDArray[np.bool_]:
+        """Return whether strings follow these offsets."""
+        stops = starts + lengths
+        inside = stops < len(self.hashes)
+        return inside & (self.slices(starts, np.where(inside, stops, starts)) == hashes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,136 +101,164 @@ class OpenRows:
 
     boundaries: Integers  # [open rows]
     rows: Integers  # [open rows]
-    begun: list[str]  # [open rows], the text between the row's start and the boundary
+    begun: Integers  # [open rows], characters between the row's start and the boundary
+    hashes: Hashes  # [open rows], of these characters
     starts: Integers  # [open rows], the first rank that counts as mass of what is open
     longer: Integers  # [open rows], the first rank that reaches beyond the boundary
     stops: Integers  # [open rows]
     first: Integers  # [boundaries], index of the first open row
     last: Integers  # [boundaries], index of the last open row
-    blocks: Integers  # [boundaries], where the common block begins, an offset of this side
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Boundaries in the offsets of one side."""
+
+    text: TokenizedText
+    offsets: Integers  # [boundaries]
+    rows: Integers  # [boundaries], whose token covers the boundary, or begins at it
+    blocks: Integers  # [boundaries], rows that start before it have a different text behind them
+    open_rows: OpenRows
+
+    def context_of(self, boundary: int, row: int) -> str:
+        """Return the text between a row's start and a boundary."""
+        return self.text.symbols[self.text.starts[row] : self.offsets[boundary]]
 
 
 @dataclass(frozen=True, eq=False)
 class Boundaries:
-    """The boundaries of one completion, in order."""
+    """The boundaries of several completions, in order."""
 
-    student: TokenizedText
-    teacher: TokenizedText
-    student_rows: OpenRows
-    teacher_rows: OpenRows
-    realised: list[str]  # [boundaries], the text up to the next token end of either side
-    student_realised: list[str]  # [boundaries], the text up to the student's next token end
+    student: Places
+    teacher: Places
+    realised: Integers  # [boundaries], characters up to the next token end of either side
+    student_realised: Integers  # [boundaries], characters up to the student's next token end
 
     def __len__(self) -> int:
         return len(self.realised)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A boundary in the offsets of one side."""
-
-    offset: int
-    row: int  # whose token covers the boundary, or begins at it
-    block_start: int  # rows that start before it have a different text behind them
-
-
 def boundaries_of(
-    student: TokenizedText, teacher: TokenizedText, blocks: Iterable[Block] | None = None
+    student: TokenizedText, teacher: TokenizedText, blocks: Sequence[Iterable[Block]]
 ) -> Boundaries:
-    """Find the boundaries of a completion in the tokens of both sides.
+    """Find the boundaries of completions in the tokens of both sides.
 
     Args:
-        blocks: common blocks of both texts; default: those that a comparison of the texts finds.
+        blocks: [completions], common blocks of both texts.
     """
-    student_places: list[_Place] = []
-    teacher_places: list[_Place] = []
-    realised: list[str] = []
-    student_realised: list[str] = []
-    if blocks is None:
-        blocks = common_blocks(student.codes(), teacher.codes())
-    for block in blocks:
-        shift, stop = block.teacher - block.student, block.student + block.length
-        offsets = np.union1d(
-            _inside(student.starts, block.student, stop),
-            _inside(teacher.starts - shift, block.student, stop),
-        )
-        student_covering = np.searchsorted(student.starts, offsets, side="right") - 1
-        teacher_covering = np.searchsorted(teacher.starts, offsets + shift, side="right") - 1
-        columns = (offsets.tolist(), student_covering.tolist(), teacher_covering.tolist())
-        for offset, student_row, teacher_row in zip(*columns, strict=True):
-            own = _Place(offset, student_row, block.student)
-            other = _Place(offset + shift, teacher_row, block.teacher)
-            if not (_is_readable(student, own) and _is_readable(teacher, other)):
-                continue
-            ends = int(student.ends[student_row]), int(teacher.ends[teacher_row]) - shift
-            end = min(*ends, stop)
-            if end <= offset:  # a token that spells nothing
-                continue
-            student_places.append(own)
-            teacher_places.append(other)
-            realised.append(student.symbols[offset:end])
-            student_realised.append(student.symbols[offset : ends[0]])
+    columns = [np.zeros((4, 0), dtype=np.int64)]
+    for origin, teacher_origin, common in zip(
+        student.origins.tolist(), teacher.origins.tolist(), blocks, strict=True
+    ):
+        for block in common:
+            first, other = block.student + origin, block.teacher + teacher_origin
+            stop = first + block.length
+            offsets = np.union1d(
+                _inside(student.starts, first, stop),
+                _inside(teacher.starts, other, other + block.length) + first - other,
+            )
+            filled = np.broadcast_to([[other - first], [first], [stop]], (3, len(offsets)))
+            columns.append(np.concatenate([offsets[None], filled]))
+    offsets, shifts, firsts, stops = np.concatenate(columns, axis=1)
+    rows = np.searchsorted(student.starts, offsets, side="right") - 1
+    teacher_rows = np.searchsorted(teacher.starts, offsets + shifts, side="right") - 1
+    ends = student.ends[rows]
+    realised = np.minimum(np.minimum(ends, teacher.ends[teacher_rows] - shifts), stops) - offsets
+    kept = _are_readable(student, offsets, rows, firsts)
+    kept &= _are_readable(teacher, offsets + shifts, teacher_rows, firsts + shifts)
+    kept &= realised > 0  # a token may spell nothing
+    own = offsets[kept], rows[kept], firsts[kept]
+    other = (offsets + shifts)[kept], teacher_rows[kept], (firsts + shifts)[kept]
     return Boundaries(
-        student=student,
-        teacher=teacher,
-        student_rows=_open_rows(student, student_places),
-        teacher_rows=_open_rows(teacher, teacher_places),
-        realised=realised,
-        student_realised=student_realised,
+        student=Places(student, *own, _open_rows(student, *own)),
+        teacher=Places(teacher, *other, _open_rows(teacher, *other)),
+        realised=realised[kept],
+        student_realised=(ends - offsets)[kept],
     )
+
+
+def _symbols_of(sequence: TokenSequence, controls: dict[str, str]) -> tuple[str, Integers]:
+    """Return the symbols of a sequence, and how many each token has."""
+    text = sequence.text.decode("latin-1")
+    lengths = np.diff(sequence.byte_ends, prepend=0).astype(np.int64)
+    parts: list[str] = []
+    start = 0
+    for position, name in sequence.marks.items():
+        stop = int(sequence.byte_ends[position])
+        parts += [text[start:stop], controls.setdefault(name, control_character(len(controls)))]
+        start = stop
+        lengths[position] = 1
+    return "".join([*parts, text[start:]]), lengths
 
 
 def _inside(offsets: Integers, start: int, stop: int) -> Integers:
-    return offsets[(offsets >= start) & (offsets < stop)]
+    first, last = np.searchsorted(offsets, [start, stop])
+    return offsets[first:last]
 
 
-def _is_readable(text: TokenizedText, place: _Place) -> bool:
-    """Return whether the covering row determines what follows: a control token that was sent as
+def _are_readable(
+    text: TokenizedText, offsets: Integers, rows: Integers, blocks: Integers
+) -> NDArray[np.bool_]:
+    """Return whether the covering rows determine what follows: a control token that was sent as
     text is one event, and a row that starts before the block was conditioned on other text."""
-    if place.row < 0:
-        return False
-    start = int(text.starts[place.row])
-    return start == place.offset or (start >= place.block_start and bool(text.spells[place.row]))
+    starts = text.starts[rows]
+    return (rows >= 0) & ((starts == offsets) | ((starts >= blocks) & text.spells[rows]))
 
 
-def _open_rows(text: TokenizedText, places: list[_Place]) -> OpenRows:
-    vocabulary, symbols = text.vocabulary, text.symbols
-    opened: list[list[tuple[int, str, int, int, int]]] = [[] for _ in places]
-    first_place = 0
-    for row, start in enumerate(text.starts.tolist()):
-        while first_place < len(places) and places[first_place].offset < start:
-            first_place += 1
-        number = first_place
-        if number < len(places) and places[number].offset == start and places[number].row == row:
-            opened[number].append((row, "", 0, 0, len(vocabulary)))
-            number += 1
-        if not text.spells[row]:
-            continue
-        # The tokens that a row leaves open only become fewer from one boundary to the next.
-        while number < len(places) and places[number].block_start <= start:
-            begun = symbols[start : places[number].offset]
-            tokens = vocabulary.range_of(begun)
-            covers = places[number].row == row
-            if tokens.longer == tokens.stop and not covers:
-                break
-            # A token that covers the boundary in the text could also have ended at it.
-            counted = tokens.start if covers else tokens.longer
-            opened[number].append((row, begun, counted, tokens.longer, tokens.stop))
-            number += 1
-    counts = np.array([len(rows) for rows in opened], dtype=np.int64)
-    flat = [entry for rows in opened for entry in rows]
-    numbers = np.array(
-        [(row, counted, longer, stop) for row, _, counted, longer, stop in flat], dtype=np.int64
-    ).reshape(-1, 4)
+def _open_rows(
+    text: TokenizedText, offsets: Integers, covering: Integers, blocks: Integers
+) -> OpenRows:
+    vocabulary = text.vocabulary
+    rows = np.arange(len(text.starts))
+    places = np.searchsorted(offsets, text.starts)
+    inside = places < len(offsets)
+    begins = np.zeros(len(rows), dtype=np.bool_)
+    at = places[inside]
+    begins[inside] = (offsets[at] == text.starts[inside]) & (covering[at] == rows[inside])
+    found: list[tuple[Integers, ...]] = []
+
+    def add(rows: Integers, places: Integers, *columns: Integers) -> None:
+        found.append((places * (len(text.starts) + 1) + rows, rows, places, *columns))
+
+    zeros = np.zeros(int(begins.sum()), dtype=np.int64)
+    add(rows[begins], places[begins], zeros, zeros, zeros, zeros + len(vocabulary))
+    places = places + begins
+    rows = rows[text.spells]
+    places = places[text.spells]
+    # The tokens that a row leaves open only become fewer from one boundary to the next.
+    while True:
+        inside = places < len(offsets)
+        rows, places = rows[inside], places[inside]
+        starts = text.starts[rows]
+        same = blocks[places] <= starts
+        rows, places, starts = rows[same], places[same], starts[same]
+        if not len(rows):
+            break
+        nodes = vocabulary.nodes_of(text.slices(starts, offsets[places]))
+        covers = covering[places] == rows
+        longer, stops = vocabulary.node_longer[nodes], vocabulary.node_stops[nodes]
+        opened = covers | (longer < stops)
+        # A token that covers the boundary in the text could also have ended at it.
+        counted = np.where(covers, vocabulary.node_starts[nodes], longer)
+        columns = (rows, places, offsets[places] - starts, counted, longer, stops)
+        add(*(column[opened] for column in columns))
+        rows, places = rows[opened], places[opened] + 1
+    keys, *joined = (np.concatenate(column) for column in zip(*found, strict=True))
+    order = np.argsort(keys)
+    row, numbers, begun, counted, longer, stops = (column[order] for column in joined)
+    counts = np.bincount(numbers, minlength=len(offsets))
     last = np.cumsum(counts) - 1
     return OpenRows(
-        boundaries=np.repeat(np.arange(len(places)), counts),
-        rows=numbers[:, 0],
-        begun=[begun for _, begun, *_ in flat],
-        starts=numbers[:, 1],
-        longer=numbers[:, 2],
-        stops=numbers[:, 3],
+        boundaries=numbers,
+        rows=row,
+        begun=begun,
+        hashes=text.slices(offsets[numbers] - begun, offsets[numbers]),
+        starts=counted,
+        longer=longer,
+        stops=stops,
         first=last - counts + 1,
         last=last,
-        blocks=np.array([place.block_start for place in places], dtype=np.int64),
     )
+
+
+_NONE = np.zeros(0, dtype=np.int64)

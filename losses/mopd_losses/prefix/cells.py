@@ -4,18 +4,27 @@ A cell is text that may follow a boundary. The cells of one boundary are disjoin
 any tokenizers (``names``); everything else is one event, the rest.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.prefix.boundaries import Boundaries, Integers, TokenizedText
-from mopd_losses.prefix.cuts import Cuts
-from mopd_losses.prefix.detours import CellDetours, Detours
-from mopd_losses.prefix.names import CellNames, name_cells
-from mopd_losses.prefix.separate_tokens import SeparateTokens
-from mopd_losses.prefix.sorted_vocabulary import SortedVocabulary
+from mopd_losses.prefix.boundaries import Boundaries, TokenizedText
+from mopd_losses.prefix.contexts import Contexts
+from mopd_losses.prefix.detours import CellDetours, Sought, probed
+from mopd_losses.prefix.names import (
+    Candidates,
+    CellNames,
+    CellRanges,
+    Flags,
+    cell_ranges,
+    name_cells,
+)
+from mopd_losses.prefix.pair import TokenizerPair
+from mopd_losses.prefix.strings import Strings
+from mopd_losses.prefix.vocabulary.hashed_strings import Integers
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 from mopd_protocol.topk_logprobs import TopKLogprobs
 
 Nats = NDArray[np.float64]
@@ -44,32 +53,67 @@ class Cells:
     lacking: NDArray[np.bool_]  # [cells], whether the teacher reaches the cell by a detour
 
 
+@dataclass(frozen=True, eq=False)
+class TopK:
+    """The top-k of several completions, one after another, with one more entry for a realised token
+    that is outside of it."""
+
+    ids: Integers  # [rows, k + 1]
+    nats: Nats  # [rows, k + 1]
+    realised: Nats  # [rows]
+    tails: Nats  # [rows], of what is not in the top-k
+
+    @classmethod
+    def of(cls, text: TokenizedText, parts: Sequence[TopKLogprobs]) -> "TopK":
+        """Join the top-k of completions.
+
+        Args:
+            text: of all of them.
+        """
+        rows, width = len(text.ids), max([part.k for part in parts], default=0) + 1
+        ids = np.full((rows, width), -1, dtype=np.int64)
+        nats = np.full((rows, width), -np.inf)
+        realised, tails = np.zeros(rows), np.zeros(rows)
+        for first, last, part in zip(text.first_rows, text.first_rows[1:], parts, strict=False):
+            ids[first:last, : part.k] = part.ids
+            nats[first:last, : part.k] = part.logprobs
+            realised[first:last] = part.token_logprobs
+            tails[first:last] = part.tail_logprobs
+        outside = ~(ids == text.ids[:, None]).any(axis=1)
+        ids[outside, -1] = text.ids[outside]
+        nats[outside, -1] = realised[outside]
+        return cls(ids, nats, realised, tails)
+
+
 def teacher_cells(
     boundaries: Boundaries,
-    topk: TopKLogprobs,
-    cuts: Cuts,
-    separate: SeparateTokens,
-    student_detours: Detours,
-    detours: Detours,
+    topk: TopK,
+    pair: TokenizerPair,
+    student_contexts: Contexts,
 ) -> Cells:
-    """Build the cells that a teacher's top-k names, and the cell of the realised text.
-
-    Args:
-        detours: of the teacher's tokenizer.
-    """
+    """Build the cells that a teacher's top-k names, and the cell of the realised text."""
     rows = _TeacherRows.of(boundaries, topk)
+    contexts = Contexts.of(boundaries.teacher)
     masses = _logsumexp(rows.paths + rows.masses(), rows.boundaries, len(boundaries))
     masses = np.maximum(masses, _EXCLUDED)
 
-    def whole(texts: Mapping[int, str]) -> set[int]:
-        by_student = student_detours.whole(boundaries.student, boundaries.student_rows, texts)
-        return by_student & detours.whole(boundaries.teacher, boundaries.teacher_rows, texts)
+    def whole(numbers: Integers) -> Flags:
+        lengths = boundaries.realised[numbers]
+        is_whole = pair.student_detours.are_whole(student_contexts, numbers, lengths)
+        chosen = np.flatnonzero(is_whole)
+        is_whole[chosen] = pair.teacher_detours.are_whole(
+            contexts, numbers[chosen], lengths[chosen]
+        )
+        return is_whole
 
-    names = name_cells(rows.candidates(masses), boundaries, cuts, separate, whole)
-    nats = rows.range_masses(names) - masses[names.boundaries]
+    candidates = rows.candidates(masses, boundaries)
+    names = name_cells(candidates, boundaries, pair.cuts, pair.separate, pair.marks, whole)
+    nats = rows.range_masses(rows.ranges(names, boundaries, pair), len(names.texts))
+    nats = nats - masses[names.boundaries]
     likely = nats >= np.log(DETOUR_SHARE)
-    shorter = rows.shorter_tokens(boundaries.teacher)
-    detoured = detours.of(boundaries.teacher, boundaries.teacher_rows, names, likely, shorter)
+    sought = Sought.of(names.texts, names.boundaries, likely, names.unnamed)
+    sought = sought.and_rest(*probed(contexts, *rows.shorter_tokens(boundaries.teacher.text)))
+    detoured = pair.teacher_detours.of(contexts, sought, len(names.texts))
     lacking, counted = rows.detour_masses(detoured)
     with np.errstate(divide="ignore"):
         reduction = np.log1p(-np.minimum(np.exp(counted - masses), 1.0))
@@ -90,7 +134,8 @@ class _TeacherRows:
     vocabulary: SortedVocabulary
     boundaries: Integers  # [rows]
     first: Integers  # [boundaries], index of the first row
-    begun: list[str]  # [rows]
+    kept: Integers  # [rows], indices of the teacher's open rows
+    begun: Integers  # [rows], characters
     ids: Integers  # [rows, k + 1], the top-k, and the realised token if it is outside
     ranks: Integers  # [rows, k + 1], -1 if missing
     nats: Nats  # [rows, k + 1]
@@ -104,9 +149,9 @@ class _TeacherRows:
     sums: Nats  # [all rows + 1], the realised tokens up to each row
 
     @classmethod
-    def of(cls, boundaries: Boundaries, topk: TopKLogprobs) -> "_TeacherRows":
-        rows, vocabulary = boundaries.teacher_rows, boundaries.teacher.vocabulary
-        ids, nats = _with_realised(boundaries.teacher.ids, topk)
+    def of(cls, boundaries: Boundaries, topk: TopK) -> "_TeacherRows":
+        rows, vocabulary = boundaries.teacher.open_rows, boundaries.teacher.text.vocabulary
+        ids, nats = topk.ids, topk.nats
         known = (ids >= 0) & (ids < len(vocabulary.ranks))
         ranks = np.where(known, vocabulary.ranks[np.where(known, ids, 0)], -1)
         counted, reaching = (
@@ -118,13 +163,14 @@ class _TeacherRows:
         kept = np.flatnonzero(is_last | reaching.any(axis=1))
         numbers, kept_rows = rows.boundaries[kept], rows.rows[kept]
         first = np.searchsorted(numbers, np.arange(len(boundaries)))
-        realised = np.maximum(topk.token_logprobs.astype(np.float64), _EXCLUDED)
+        realised = np.maximum(topk.realised, _EXCLUDED)
         sums = np.concatenate([[0.0], np.cumsum(realised)])
         return cls(
             vocabulary=vocabulary,
             boundaries=numbers,
             first=first,
-            begun=[rows.begun[index] for index in kept.tolist()],
+            kept=kept,
+            begun=rows.begun[kept],
             ids=ids[kept_rows],
             ranks=ranks[kept_rows],
             nats=nats[kept_rows],
@@ -133,7 +179,7 @@ class _TeacherRows:
             paths=sums[kept_rows] - sums[kept_rows[first]][numbers],
             topk_ids=ids,
             topk_nats=nats,
-            tails=topk.tail_logprobs.astype(np.float64),
+            tails=topk.tails,
             starts=sums[kept_rows[first]],
             sums=sums,
         )
@@ -141,20 +187,21 @@ class _TeacherRows:
     def masses(self) -> Nats:
         """[rows], nats: everything that is open in each row; a row that begins at its boundary is
         completely open, tail included."""
-        begins_here = np.array([not begun for begun in self.begun], dtype=np.bool_)
-        return np.where(begins_here, 0.0, _logsumexp_rows(self.nats, self.counted))
+        return np.where(self.begun == 0, 0.0, _logsumexp_rows(self.nats, self.counted))
 
-    def shorter_tokens(self, text: TokenizedText) -> dict[int, list[int]]:
-        """Row -> likely tokens of the top-k with which the realised one begins."""
-        starts, realised = text.starts.tolist(), np.diff(self.sums)
+    def shorter_tokens(self, text: TokenizedText) -> tuple[Integers, Integers]:
+        """Rows, and likely tokens of the top-k with which the realised one begins."""
+        realised = np.diff(self.sums)
         likely = self.topk_nats >= np.minimum(realised, 0.0)[:, None] + np.log(NAMING_SHARE)
-        tokens: dict[int, list[int]] = {}
         rows, columns = np.nonzero(likely & (self.topk_ids >= 0))
-        for row, token in zip(rows.tolist(), self.topk_ids[rows, columns].tolist(), strict=True):
-            string = self.vocabulary.strings[token]
-            if string and token != text.ids[row] and text.symbols.startswith(string, starts[row]):
-                tokens.setdefault(row, []).append(token)
-        return tokens
+        ids, strings = self.topk_ids[rows, columns], self.vocabulary.lengths
+        inside = ids < len(strings)
+        rows, ids = rows[inside], ids[inside]
+        other = (strings[ids] > 0) & (ids != text.ids[rows])
+        rows, ids = rows[other], ids[other]
+        hashes = self.vocabulary.slices(ids, np.zeros_like(ids), strings[ids])
+        begins = text.begins_with(text.starts[rows], hashes, strings[ids])
+        return rows[begins], ids[begins]
 
     def detour_masses(self, detours: CellDetours) -> tuple[Nats, Nats]:
         """[boundaries] each, nats: the tokens of all detours, and those that ``masses`` counts."""
@@ -168,54 +215,39 @@ class _TeacherRows:
         numbers = detours.boundaries
         return _logsumexp(nats, numbers, count), _logsumexp(counted, numbers, count)
 
-    def candidates(self, masses: Nats) -> list[dict[str, bool]]:
-        """[boundaries], the strings beyond each boundary of the top-k's likely tokens, and whether
-        detours to them are worth finding.
+    def candidates(self, masses: Nats, boundaries: Boundaries) -> Candidates:
+        """Return the strings beyond each boundary of the top-k's likely tokens, and whether detours
+        to them are worth finding.
 
         Args:
             masses: [boundaries], nats, of what is open.
         """
         shares = self.nats + (self.paths - masses[self.boundaries])[:, None]
         at, columns = np.nonzero(self.reaching & (shares >= np.log(NAMING_SHARE)))
-        by_boundary: list[dict[str, bool]] = [{} for _ in range(len(self.first))]
-        ids, likely = self.ids[at, columns], shares[at, columns] >= np.log(DETOUR_SHARE)
-        entries = at.tolist(), ids.tolist(), self.boundaries[at].tolist(), likely.tolist()
-        for row, token, number, is_likely in zip(*entries, strict=True):
-            text = self.vocabulary.strings[token][len(self.begun[row]) :]
-            by_boundary[number][text] = is_likely or by_boundary[number].get(text, False)
-        return by_boundary
+        texts = Strings.of_tokens(
+            self.vocabulary, boundaries.student.text, self.ids[at, columns], self.begun[at]
+        )
+        likely = shares[at, columns] >= np.log(DETOUR_SHARE)
+        return Candidates(texts, self.boundaries[at], likely)
 
-    def range_masses(self, names: CellNames) -> Nats:
+    def ranges(self, names: CellNames, boundaries: Boundaries, pair: TokenizerPair) -> CellRanges:
+        """Find the tokens of each cell in these rows."""
+        return cell_ranges(names, pair.teacher_ranges, boundaries.teacher, self.kept, pair.marks)
+
+    def range_masses(self, ranges: CellRanges, cells: int) -> Nats:
         """[cells], nats: the tokens of all rows of a boundary that continue with each cell."""
-        cells, rows, ranges = names.ranges(self.vocabulary, self.begun, self.first)
         # Cells are disjoint: an entry is in the last range of its row that begins before it, or in
         # none. The range of no cell comes first.
-        starts, stops = np.concatenate(
-            [[[-1, -1]], rows[:, None] * len(self.vocabulary) + ranges]
-        ).T
+        origins = ranges.rows * len(self.vocabulary)
+        starts = np.concatenate([[-1], origins + ranges.starts])
+        stops = np.concatenate([[-1], origins + ranges.stops])
         order = np.argsort(starts)
         at, columns = np.nonzero(self.reaching)
         entries = at * len(self.vocabulary) + self.ranks[at, columns]
         latest = order[np.searchsorted(starts[order], entries, side="right") - 1]
         inside = entries < stops[latest]
-        at, columns, ranges_of_entries = at[inside], columns[inside], latest[inside] - 1
-        return _logsumexp(
-            self.nats[at, columns] + self.paths[at], cells[ranges_of_entries], len(names.texts)
-        )
-
-
-def _with_realised(token_ids: list[int], topk: TopKLogprobs) -> tuple[Integers, Nats]:
-    """Ids and nats of the top-k, with the realised token as one more entry if it is outside."""
-    realised = np.array(token_ids, dtype=np.int64)[:, None]
-    ids = topk.ids.astype(np.int64)
-    outside = ~(ids == realised).any(axis=1, keepdims=True)
-    nats = topk.token_logprobs.astype(np.float64)[:, None]
-    return (
-        np.concatenate([ids, np.where(outside, realised, -1)], axis=1),
-        np.concatenate(
-            [topk.logprobs.astype(np.float64), np.where(outside, nats, -np.inf)], axis=1
-        ),
-    )
+        at, columns, members = at[inside], columns[inside], latest[inside] - 1
+        return _logsumexp(self.nats[at, columns] + self.paths[at], ranges.cells[members], cells)
 
 
 def _logsumexp_rows(nats: Nats, counted: NDArray[np.bool_]) -> Nats:

@@ -7,9 +7,13 @@ boundary, in the student's tokenization of the text that its open token has begu
 and any of a few continuations.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable
 
-from mopd_losses.prefix.sorted_vocabulary import SortedVocabulary, utf8_text
+import numpy as np
+
+from mopd_losses.prefix.vocabulary.hashed_strings import Hashes, Integers
+from mopd_losses.prefix.vocabulary.key_table import KeyTable
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, utf8_text
 from mopd_protocol.tokenizers.token_table import TextEncoder
 
 #: Continuations of a candidate: none, digits, letters, a space, punctuation. A tokenizer that
@@ -17,7 +21,10 @@ from mopd_protocol.tokenizers.token_table import TextEncoder
 CONTINUATIONS = ("", "0", "1", "4", "6", "9", "a", "s", " ", ",")
 
 #: Cuts kept in memory; beyond, all are discarded and computed again.
-_CACHED_CUTS = 500_000
+CACHED_CUTS = 500_000
+
+#: Last characters that are compared.
+_COMPARED = 4
 
 #: The text between the start of the student's open token and the boundary, and a candidate.
 Begun = tuple[str, str]
@@ -29,26 +36,33 @@ class Cuts:
     def __init__(self, student: SortedVocabulary, encoder: TextEncoder) -> None:
         self._student = student
         self._encoder = encoder
-        self._cuts: dict[Begun, int] = {}
+        self.table = KeyTable(CACHED_CUTS)
+        last = tuple(filter(None, CONTINUATIONS))
+        self._merged = {token[-_COMPARED:] for token in student.strings if token.endswith(last)}
 
-    def prepare(self, candidates: Iterable[Begun]) -> None:
-        """Compute the cuts of these pairs, with one call of the tokenizer."""
-        pairs = dict.fromkeys(candidates)
-        missing = [pair for pair in pairs if pair not in self._cuts]
-        if len(self._cuts) + len(missing) > _CACHED_CUTS:
-            self._cuts.clear()
-            missing = list(pairs)
-        lengths = self._first_token_lengths(missing)
-        for begun, candidate in missing:
+    def of(self, keys: Hashes, candidate: Callable[[int], Begun]) -> Integers:
+        """Return the characters of each candidate that one token decides; 0 if no token reaches
+        beyond what was begun. Unknown ones take one call of the tokenizer.
+
+        Args:
+            keys: of a beginning and a candidate.
+            candidate: index of a key -> its strings.
+        """
+
+        def compute(indices: Integers) -> Integers:
+            return np.array(self._cuts([candidate(index) for index in indices.tolist()]))
+
+        return self.table.computed(keys, compute)
+
+    def _cuts(self, pairs: list[Begun]) -> list[int]:
+        lengths = self._first_token_lengths(pairs)
+        cuts: list[int] = []
+        for begun, candidate in pairs:
             decided = lengths[begun, candidate]
             if self._student.covers(begun + candidate):
                 decided.append(len(candidate))
-            self._cuts[begun, candidate] = min(*decided, len(candidate)) if decided else 0
-
-    def of(self, begun: str, candidate: str) -> int:
-        """Return the characters of ``candidate`` that one token decides; 0 if no token reaches
-        beyond ``begun``. The pair must have been prepared."""
-        return self._cuts[begun, candidate]
+            cuts.append(min(*decided, len(candidate)) if decided else 0)
+        return cuts
 
     def _first_token_lengths(self, pairs: list[Begun]) -> dict[Begun, list[int]]:
         """Characters of the candidate within the first token, for each continuation."""
@@ -58,8 +72,9 @@ class Cuts:
             text = utf8_text(begun + candidate)
             if text is None:
                 continue
-            texts += [text + continuation for continuation in CONTINUATIONS]
-            owners += [(begun, candidate)] * len(CONTINUATIONS)
+            tried = [c for c in CONTINUATIONS if not c or self._may_merge(begun + candidate, c)]
+            texts += [text + continuation for continuation in tried]
+            owners += [(begun, candidate)] * len(tried)
         lengths: dict[Begun, list[int]] = {pair: [] for pair in pairs}
         strings = self._student.strings
         for owner, ids in zip(owners, self._encoder.encode_batch(texts), strict=True):
@@ -69,3 +84,11 @@ class Cuts:
             if len(first) > len(begun) and (text.startswith(first) or first.startswith(text)):
                 lengths[owner].append(len(first) - len(begun))
         return lengths
+
+    def _may_merge(self, text: str, continuation: str) -> bool:
+        """Return whether a token may consist of the end of a text and a continuation; without one,
+        the tokens of the text stay as they are, if it ends inside a word."""
+        if not (text[-1].isascii() and text[-1].isalnum()):
+            return True
+        ends = (text[-length:] + continuation for length in range(1, _COMPARED))
+        return any(end in self._merged for end in ends)

@@ -1,15 +1,40 @@
 """``CellNames``: the strings that name the cells of each boundary."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
-from mopd_losses.prefix.boundaries import Boundaries, Integers, OpenRows
+from mopd_losses.prefix.boundaries import Boundaries, Places
 from mopd_losses.prefix.cuts import Cuts
 from mopd_losses.prefix.separate_tokens import LONGEST, Place, SeparateTokens
-from mopd_losses.prefix.sorted_vocabulary import Marks, SortedVocabulary
+from mopd_losses.prefix.strings import Strings
+from mopd_losses.prefix.vocabulary.hashed_strings import (
+    Hashes,
+    Integers,
+    joined,
+    keys_of,
+    ranks_in_runs,
+)
+from mopd_losses.prefix.vocabulary.marked_ranges import MarkedRanges
+from mopd_losses.prefix.vocabulary.marks import UNMARKED, MarksTable
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
+
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """What a teacher considers next at each boundary."""
+
+    texts: Strings  # [candidates]
+    boundaries: Integers  # [candidates], ascending
+    likely: Flags  # [candidates], whether detours are worth finding
+
+    def at(self, indices: Integers | Flags) -> "Candidates":
+        """Select candidates."""
+        return Candidates(self.texts.at(indices), self.boundaries[indices], self.likely[indices])
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,193 +42,273 @@ class CellNames:
     """Strings at each boundary. A cell is the text that begins with its string, but for what its
     marks except; no text is in two cells."""
 
-    texts: list[str]  # [cells]
+    texts: Strings  # [cells]
     boundaries: Integers  # [cells], ascending
-    marks: list[Marks]  # [cells]
-    unnamed: list[set[str]]  # [boundaries], likely candidates that no student token decides
-
-    def ranges(
-        self, vocabulary: SortedVocabulary, begun: Sequence[str], firsts: Integers
-    ) -> tuple[Integers, Integers, Integers]:
-        """Find the tokens of each cell in each open row: cell, row, and [start, stop) ranks.
-
-        Args:
-            begun: [rows], of a side, in the order of boundaries.
-            firsts: [boundaries], each boundary's first row.
-        """
-        readings: list[tuple[int, int, int, int]] = []
-        cells = np.searchsorted(self.boundaries, np.arange(len(firsts) + 1)).tolist()
-        for (cell, last_cell), rows in zip(
-            pairwise(cells), pairwise([*firsts.tolist(), len(begun)]), strict=True
-        ):
-            numbered = [*enumerate(self.texts[cell:last_cell], start=cell)]
-            for row in range(*rows):
-                following = vocabulary.following(begun[row])
-                for number, text in numbered:
-                    if text[0] not in following:
-                        continue
-                    if self.marks[number]:
-                        ranges = vocabulary.ranges_of(begun[row], text, self.marks[number])
-                        readings += [(number, row, *tokens) for tokens in ranges]
-                    else:
-                        start, _, stop = vocabulary.range_of(begun[row] + text)
-                        if start < stop:
-                            readings.append((number, row, start, stop))
-        columns = np.array(readings, dtype=np.int64).reshape(-1, 4)
-        return columns[:, 0], columns[:, 1], columns[:, 2:]
+    marks: Integers  # [cells], numbers
+    unnamed: Candidates  # likely candidates that no student token decides
 
 
 def name_cells(
-    candidates: list[dict[str, bool]],
+    candidates: Candidates,
     boundaries: Boundaries,
     cuts: Cuts,
     separate: SeparateTokens,
-    whole: Callable[[Mapping[int, str]], set[int]],
+    marks: MarksTable,
+    whole: Callable[[Integers], Flags],
 ) -> CellNames:
     """Name the cells of every boundary: the realised text, and the candidates as far as one token
     of the student decides them.
 
     Args:
-        candidates: [boundaries], what the teacher considers next, and whether it is likely.
-        whole: boundary -> its realised text, to the boundaries where each side's tokenizer spells
-            it with one token, on its own and with what follows.
+        whole: boundaries -> whether each side's tokenizer spells the realised text with one token,
+            on its own and with what follows.
     """
-    student, rows = boundaries.student.vocabulary, boundaries.student_rows
-    begun = [rows.begun[index] for index in rows.last.tolist()]
-    # A token of the student that covers a candidate decides it, unless the student just spelled the
-    # candidate's beginning with a shorter token: the tokenizer then shows how far one token goes.
-    uncertain = [
-        {
-            text
-            for text in texts
-            if text.startswith(realised) or not student.covers(begun[number] + text)
-        }
-        for number, (texts, realised) in enumerate(
-            zip(candidates, boundaries.student_realised, strict=True)
-        )
-    ]
-    cuts.prepare((begun[number], text) for number, texts in enumerate(uncertain) for text in texts)
-    named: list[list[str]] = []
-    likely: list[set[str]] = []
-    unnamed: list[set[str]] = []
-    for number, (texts, realised) in enumerate(zip(candidates, boundaries.realised, strict=True)):
-        lengths = {text: cuts.of(begun[number], text) for text in uncertain[number]}
-        unnamed.append({text for text, length in lengths.items() if not length and texts[text]})
-        names = {text: likely for text, likely in texts.items() if text not in lengths}
-        for text, length in lengths.items():
-            if length:
-                names[text[:length]] = texts[text] or names.get(text[:length], False)
-        likely.append({name for name, is_likely in names.items() if is_likely})
-        # The realised tokens of both sides always share a cell.
-        named.append(sorted({realised, *names}))
-    marks = _all_marks(named, likely, boundaries, separate, whole)
-    cells = [_cells(*each) for each in zip(named, marks, strict=True)]
+    named, unnamed = _named(candidates, boundaries, cuts)
+    names, nodes = _distinct(named, boundaries)
+    numbers = _marks(names, boundaries, separate, marks, whole)
+    is_cell = _select_cells(names, nodes, numbers, boundaries.student.text.vocabulary, marks)
     return CellNames(
-        texts=[text for texts in cells for text in texts],
-        boundaries=np.repeat(np.arange(len(cells)), [len(texts) for texts in cells]),
-        marks=[marks[number].get(text, ()) for number, texts in enumerate(cells) for text in texts],
+        texts=names.texts.at(is_cell),
+        boundaries=names.boundaries[is_cell],
+        marks=numbers[is_cell],
         unnamed=unnamed,
     )
 
 
-def is_text(string: str) -> bool:
-    """Return whether a string does not end with a control token."""
-    return ord(string[-1]) <= 0xFF
+def _named(
+    candidates: Candidates, boundaries: Boundaries, cuts: Cuts
+) -> tuple[Candidates, Candidates]:
+    """Cut the candidates; also return the likely ones of which no token decides anything."""
+    student, rows = boundaries.student, boundaries.student.open_rows
+    texts, numbers = candidates.texts, candidates.boundaries
+    last = rows.last[numbers]
+    nodes = _nodes(student, last, texts.hashes)
+    # A token of the student that covers a candidate decides it, unless the student just spelled the
+    # candidate's beginning with a shorter token: the tokenizer then shows how far one token goes.
+    lengths = boundaries.student_realised
+    realised = student.text.slices(student.offsets, student.offsets + lengths)
+    longer = np.flatnonzero(texts.lengths >= lengths[numbers])
+    at = numbers[longer]
+    begins = np.zeros(len(texts), dtype=np.bool_)
+    begins[longer] = texts.at(longer).beginnings(lengths[at]) == realised[at]
+    uncertain = np.flatnonzero(begins | (nodes < 0))
+    covering = rows.rows[last]
+
+    def candidate(index: int) -> tuple[str, str]:
+        entry = uncertain[index]
+        begun = student.context_of(int(numbers[entry]), int(covering[entry]))
+        return begun, texts.string(entry)
+
+    at = last[uncertain]
+    keys = keys_of(rows.hashes[at], rows.begun[at], texts.hashes[uncertain])
+    lengths = texts.lengths.copy()
+    lengths[uncertain] = cuts.of(keys, candidate)
+    is_named = lengths > 0
+    named = Candidates(texts.cut(lengths), numbers, candidates.likely).at(is_named)
+    return named, candidates.at(~is_named & candidates.likely)
 
 
-def _cells(names: Iterable[str], marks: dict[str, Marks]) -> list[str]:
-    """Select the names, in order, that belong to no shorter cell, and leave to each what belongs
-    to no longer one."""
-    cells: list[str] = []
-    shorter: list[str] = []  # cells that the next name may begin with, each with the one before
-    for name in names:  # a prefix sorts before any text that begins with it
-        while shorter and not name.startswith(shorter[-1]):
-            shorter.pop()
-        if shorter:
-            if any(_belongs(name, marks.get(cell, ())) for cell in shorter):
-                continue
-            _leave(name, shorter, marks)
-        cells.append(name)
-        shorter.append(name)
-    return cells
+def _distinct(named: Candidates, boundaries: Boundaries) -> tuple[Candidates, Integers]:
+    """Add the realised texts, which always have a cell, and sort the names of each boundary; also
+    return their nodes in the student's vocabulary behind what its last open row has begun."""
+    student = boundaries.student
+    count = len(boundaries)
+    realised = Strings.of_text(
+        named.texts.vocabulary, student.text, student.offsets, boundaries.realised
+    )
+    texts = named.texts.followed_by(realised)
+    numbers = np.concatenate([named.boundaries, np.arange(count)])
+    likely = np.concatenate([named.likely, np.zeros(count, dtype=np.bool_)])
+    nodes = _nodes(student, student.open_rows.last[numbers], texts.hashes)
+    # A token of the student begins with every name, but for unknown control tokens; they are last.
+    size = len(student.text.vocabulary.node_starts)
+    order = numbers * size + np.where(nodes < 0, size - 1, nodes)
+    _, first, inverse = np.unique(order, return_index=True, return_inverse=True)
+    is_likely = np.bincount(inverse, weights=likely, minlength=len(first)) > 0
+    return Candidates(texts.at(first), numbers[first], is_likely), nodes[first]
 
 
-def _leave(name: str, shorter: Iterable[str], marks: dict[str, Marks]) -> None:
-    """Remove from shorter cells what belongs to a longer one, too."""
-    own = marks.get(name, ())
-    for cell in shorter:
-        both = {text for text, belongs in marks[cell] if belongs and text.startswith(name)}
-        both = {text for text in both if _belongs(text, own)}
-        if both:
-            marks[cell] = tuple((t, belongs and t not in both) for t, belongs in marks[cell])
+def _nodes(places: Places, open_rows: Integers, hashes: Hashes) -> Integers:
+    """Find the nodes of strings behind what open rows have begun."""
+    rows = places.open_rows
+    whole = joined(rows.hashes[open_rows], rows.begun[open_rows], hashes)
+    return places.text.vocabulary.nodes_of(whole)
 
 
-def _belongs(string: str, marks: Marks) -> bool:
-    """Return whether a string that begins with a cell's text belongs to the cell."""
-    for text, belongs in reversed(marks):  # a longer text sorts behind its beginnings
-        if string.startswith(text):
-            return belongs
-    return True
-
-
-def _all_marks(
-    named: list[list[str]],
-    likely: list[set[str]],
+def _marks(
+    names: Candidates,
     boundaries: Boundaries,
     separate: SeparateTokens,
-    whole: Callable[[Mapping[int, str]], set[int]],
-) -> list[dict[str, Marks]]:
-    """[boundaries], name -> its marks, if it has any."""
-    student, teacher = boundaries.student.vocabulary, boundaries.teacher.vocabulary
-    places = [
-        {
-            name: Place(
-                _begun(student, boundaries.student_rows, number, name),
-                _begun(teacher, boundaries.teacher_rows, number, name),
+    marks: MarksTable,
+    whole: Callable[[Integers], Flags],
+) -> Integers:
+    """[names], numbers of their marks."""
+    student, texts = boundaries.student, names.texts
+    numbers = np.full(len(texts), UNMARKED, dtype=np.int64)
+    likely = np.flatnonzero(names.likely)
+    at = names.boundaries[likely]
+    sides = (student, boundaries.teacher)
+    begun = [_begun(places, at, texts.hashes[likely]) for places in sides]
+    own, other = (places.open_rows for places in sides)
+
+    def cell(index: int) -> tuple[Place, str]:
+        place = Place(
+            *(
+                places.context_of(int(at[index]), int(places.open_rows.rows[rows[index]]))
+                for places, rows in zip(sides, begun, strict=True)
             )
-            for name in names
-        }
-        for number, names in enumerate(likely)
-    ]
-    separate.prepare((place, name) for names in places for name, place in names.items())
-    realised, ahead = boundaries.realised, _texts_ahead(boundaries)
-    nested = {
-        number: text
-        for number, text in enumerate(realised)
-        if any(text.startswith(name) for name in named[number] if name != text)
-    }
-    whole_realised = whole(nested)
-    results: list[dict[str, Marks]] = []
-    for number, names in enumerate(places):
-        marks = {name: separate.of(place, name) for name, place in names.items()}
-        marks = {name: _as_realised(each, ahead[number]) for name, each in marks.items() if each}
-        if number in whole_realised:
-            longer = realised[number]
-            for name in named[number]:
-                if longer.startswith(name) and name != longer:
-                    others = (mark for mark in marks.get(name, ()) if mark[0] != longer)
-                    marks[name] = tuple(sorted([*others, (longer, False)]))
-        results.append(marks)
-    return results
+        )
+        return place, texts.string(likely[index])
+
+    keys = keys_of(
+        own.hashes[begun[0]],
+        own.begun[begun[0]],
+        other.hashes[begun[1]],
+        other.begun[begun[1]],
+        texts.hashes[likely],
+    )
+    numbers[likely] = separate.of(keys, cell)
+    offsets, symbols = student.offsets[names.boundaries], student.text.symbols
+    follows = student.text.begins_with(offsets, texts.hashes, texts.lengths)
+    corrected = np.flatnonzero(follows & (numbers != UNMARKED))
+    for index, offset in zip(corrected.tolist(), offsets[corrected].tolist(), strict=True):
+        ahead = symbols[offset : offset + LONGEST]
+        numbers[index] = marks.as_realised(int(numbers[index]), ahead)
+    shorter = np.flatnonzero(follows & (texts.lengths < boundaries.realised[names.boundaries]))
+    nested = np.unique(names.boundaries[shorter])
+    is_whole = np.zeros(len(boundaries), dtype=np.bool_)
+    is_whole[nested] = whole(nested)
+    shorter = shorter[is_whole[names.boundaries[shorter]]]
+    stops = offsets + boundaries.realised[names.boundaries]
+    for index in shorter.tolist():
+        realised = symbols[offsets[index] : stops[index]]
+        numbers[index] = marks.without(int(numbers[index]), realised)
+    return numbers
 
 
-def _as_realised(marks: Marks, ahead: str) -> Marks:
-    """Correct marks by what follows, which shows better than any trial what belongs to a cell."""
-    if not any(ahead.startswith(text) for text, belongs in marks if not belongs):
-        return marks
-    return tuple((text, belongs or ahead.startswith(text)) for text, belongs in marks)
+def _begun(places: Places, boundaries: Integers, hashes: Hashes) -> Integers:
+    """Return the first open row of which a token continues what is begun with a name; the last one
+    if there is none."""
+    rows = places.open_rows
+    chosen = rows.last[boundaries]
+    sought = np.flatnonzero(rows.first[boundaries] < chosen)
+    at = rows.first[boundaries[sought]]
+    while len(sought):
+        found = _nodes(places, at, hashes[sought]) >= 0
+        chosen[sought[found]] = at[found]
+        sought, at = sought[~found], at[~found] + 1
+        remaining = at < rows.last[boundaries[sought]]
+        sought, at = sought[remaining], at[remaining]
+    return chosen
 
 
-def _begun(vocabulary: SortedVocabulary, rows: OpenRows, number: int, name: str) -> str:
-    """Return the most that a side has begun before a boundary, of what a token continues with a
-    name."""
-    begun = rows.begun[rows.first[number] : rows.last[number] + 1]
-    return next((text for text in begun if vocabulary.covers(text + name)), begun[-1])
+def _select_cells(
+    names: Candidates,
+    nodes: Integers,
+    numbers: Integers,
+    vocabulary: SortedVocabulary,
+    marks: MarksTable,
+) -> Flags:
+    """Select the names that belong to no shorter cell, and leave to each cell what belongs to no
+    longer one: ``numbers`` are changed."""
+    count = len(nodes)
+    if not count:
+        return np.zeros(0, dtype=np.bool_)
+    size = len(vocabulary) + 1
+    starts = names.boundaries * size + vocabulary.node_starts[nodes]
+    stops = names.boundaries * size + np.where(nodes < 0, 0, vocabulary.node_stops[nodes])
+    # A prefix sorts before any text that begins with it, and its ranks enclose theirs.
+    furthest = np.maximum.accumulate(stops)
+    is_nested = np.zeros(count, dtype=np.bool_)
+    is_nested[1:] = (furthest[:-1] > starts[1:]) & (nodes[1:] >= 0)
+    roots = np.maximum.accumulate(np.where(is_nested, 0, np.arange(count)))
+    is_cell = ~is_nested
+    # An unmarked cell contains all that begins with its text.
+    sought = np.flatnonzero(is_nested & (numbers[roots] != UNMARKED))
+    texts, belongs = names.texts, marks.belongs
+
+    def compute(indices: Integers) -> Integers:
+        pairs = zip(roots[sought[indices]].tolist(), sought[indices].tolist(), strict=True)
+        return np.array([belongs(int(numbers[root]), texts.string(name)) for root, name in pairs])
+
+    keys = keys_of(numbers[roots[sought]], texts.hashes[sought])
+    outside = marks.members.computed(keys, compute) == 0
+    # What the shortest cell contains is in no other, but for names behind a longer cell.
+    furthest = np.maximum.accumulate(np.where(outside, stops[sought], 0))
+    sought = sought[outside | (furthest > starts[sought])]
+    shorter: list[int] = []  # cells that the next name may begin with, each with the one before
+    root = -1
+    columns = sought.tolist(), roots[sought].tolist(), starts[sought].tolist()
+    for name, its_root, start in zip(*columns, strict=True):
+        if its_root != root:
+            root = its_root
+            shorter = [root]
+        while stops[shorter[-1]] <= start:
+            shorter.pop()
+        text = texts.string(name)
+        if any(belongs(int(numbers[cell]), text) for cell in shorter):
+            continue
+        for cell in shorter:
+            numbers[cell] = marks.leaving(int(numbers[cell]), text, int(numbers[name]))
+        is_cell[name] = True
+        shorter.append(name)
+    return is_cell
 
 
-def _texts_ahead(boundaries: Boundaries) -> list[str]:
-    """[boundaries], what follows in the student's text."""
-    text, rows = boundaries.student, boundaries.student_rows
-    begun = [len(rows.begun[index]) for index in rows.last.tolist()]
-    starts = (text.starts[rows.rows[rows.last]] + np.array(begun, dtype=np.int64)).tolist()
-    return [text.symbols[start : start + LONGEST] for start in starts]
+@dataclass(frozen=True, eq=False)
+class CellRanges:
+    """The tokens of cells in open rows, in the order of boundaries, rows and cells."""
+
+    cells: Integers  # [ranges]
+    rows: Integers  # [ranges], indices of open rows
+    starts: Integers  # [ranges], ranks
+    stops: Integers  # [ranges]
+
+
+def cell_ranges(
+    names: CellNames, marked: MarkedRanges, places: Places, chosen: Integers, marks: MarksTable
+) -> CellRanges:
+    """Find the tokens of each cell in open rows of a side.
+
+    Args:
+        chosen: [rows], indices of open rows, ascending.
+    """
+    open_rows = places.open_rows
+    boundaries, begun, lengths = (
+        column[chosen] for column in (open_rows.boundaries, open_rows.hashes, open_rows.begun)
+    )
+    vocabulary = marked.vocabulary
+    first = np.searchsorted(names.boundaries, [boundaries, boundaries + 1])
+    counts = first[1] - first[0]
+    rows = np.repeat(np.arange(len(boundaries)), counts)
+    cells = np.repeat(first[0], counts) + ranks_in_runs(counts)
+    nodes = vocabulary.nodes_of(joined(begun[rows], lengths[rows], names.texts.hashes[cells]))
+    kept = np.flatnonzero(nodes >= 0)
+    rows, cells, nodes = rows[kept], cells[kept], nodes[kept]
+    starts, stops = vocabulary.node_starts[nodes], vocabulary.node_stops[nodes]
+    has_marks = np.flatnonzero(names.marks[cells] != UNMARKED)
+    if not len(has_marks):
+        return CellRanges(cells, rows, starts, stops)
+
+    def strings_of(index: int) -> tuple[str, str, int]:
+        at = has_marks[index]
+        text = names.texts.string(cells[at])
+        row = chosen[rows[at]]
+        begun = places.context_of(int(open_rows.boundaries[row]), int(open_rows.rows[row]))
+        return begun, text, int(names.marks[cells[at]])
+
+    first, last = marked.of(
+        keys_of(nodes[has_marks], lengths[rows[has_marks]], names.marks[cells[has_marks]]),
+        strings_of,
+        marks,
+    )
+    counts = np.ones(len(nodes), dtype=np.int64)
+    counts[has_marks] = last - first
+    at = np.repeat(np.arange(len(nodes)), counts)
+    starts, stops = starts[at], stops[at]
+    is_marked = np.zeros(len(nodes), dtype=np.bool_)
+    is_marked[has_marks] = True
+    sources = np.repeat(first, last - first) + ranks_in_runs(last - first)
+    starts[is_marked[at]] = marked.starts[sources]
+    stops[is_marked[at]] = marked.stops[sources]
+    return CellRanges(cells[at], rows[at], starts, stops)

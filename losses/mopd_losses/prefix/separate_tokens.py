@@ -6,10 +6,15 @@ unless the teacher's tokenizer ends a token behind `` 1`` in some text that the 
 with `` 14``.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from mopd_losses.prefix.sorted_vocabulary import Marks, SortedVocabulary, utf8_text
+import numpy as np
+
+from mopd_losses.prefix.vocabulary.hashed_strings import Hashes, Integers
+from mopd_losses.prefix.vocabulary.key_table import KeyTable
+from mopd_losses.prefix.vocabulary.marks import Marks, MarksTable
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, utf8_text
 from mopd_protocol.tokenizers.token_table import TextEncoder
 
 #: Longer tokens that are tried for a cell, those with the lowest ids: the frequent ones.
@@ -36,6 +41,10 @@ class Place(NamedTuple):
     teacher: str
 
 
+#: A place with a student's token behind the boundary, and that text with a continuation.
+_Continued = tuple[tuple[Place, str], str]
+
+
 class SeparateTokens:
     """Finds them for one pair of tokenizers."""
 
@@ -45,28 +54,36 @@ class SeparateTokens:
         student_encoder: TextEncoder,
         teacher: SortedVocabulary,
         teacher_encoder: TextEncoder,
+        marks: MarksTable,
     ) -> None:
         self._student, self._student_encoder = student, student_encoder
         self._teacher, self._teacher_encoder = teacher, teacher_encoder
         self._ends: dict[tuple[Place, str], frozenset[int]] = {}
-        self._marks: dict[tuple[Place, str], Marks] = {}
+        self._marks = marks
+        self.table = KeyTable(_CACHED)
 
-    def prepare(self, cells: Iterable[tuple[Place, str]]) -> None:
-        """Find the separate tokens of these cells, with one call of each tokenizer."""
-        unique = dict.fromkeys(cells)
-        missing = [cell for cell in unique if cell not in self._marks]
-        if len(self._marks) + len(missing) > _CACHED:
-            self._marks.clear()
-            missing = list(unique)
-        tried = {(place, text): self._tried(place, text) for place, text in missing}
-        self._find_ends({(place, x) for (place, _), texts in tried.items() for x in texts})
-        for (place, text), longer in tried.items():
-            self._marks[place, text] = self._marks_of(place, text, longer)
+    def of(self, keys: Hashes, cell: Callable[[int], tuple[Place, str]]) -> Integers:
+        """Return the numbers of the marks of cells: longer texts, in order, and whether they belong
+        to the cell. Unknown ones take one call of each tokenizer.
 
-    def of(self, place: Place, text: str) -> Marks:
-        """Return the marks of a cell, which must have been prepared: longer texts, in order, and
-        whether they belong to the cell. The longest that a text begins with decides."""
-        return self._marks[place, text]
+        Args:
+            keys: of a place and a cell's text.
+            cell: index of a key -> these.
+        """
+
+        def compute(indices: Integers) -> Integers:
+            cells = [cell(index) for index in indices.tolist()]
+            tried = [self._tried(place, text) for place, text in cells]
+            self._find_ends(
+                {(place, x) for (place, _), texts in zip(cells, tried, strict=True) for x in texts}
+            )
+            marks = [
+                self._marks_of(place, text, longer)
+                for (place, text), longer in zip(cells, tried, strict=True)
+            ]
+            return np.array([self._marks.number_of(each) for each in marks])
+
+        return self.table.computed(keys, compute)
 
     def _tried(self, place: Place, text: str) -> list[str]:
         """The student's frequent tokens, behind the boundary."""
@@ -95,44 +112,35 @@ class SeparateTokens:
         if len(self._ends) + len(texts) > _CACHED:
             self._ends.clear()
         missing = sorted(texts - self._ends.keys())
-        ends = self._ends_in((owner, owner[1]) for owner in missing)
-        # If a token ends inside the text already, no continuation makes the text separate.
-        undivided = [owner for owner, stops in ends.items() if stops == {len(owner[1])}]
-        continued = (
+        # Only what the student's tokenizer spells with the very token shows where it belongs.
+        spelled = self._spelled_by_one([(owner, owner[1]) for owner in missing if _is_text(*owner)])
+        ends = {owner: {end} for (owner, _), end in self._teacher_ends(spelled)}
+        # If a token ends inside the text already, no continuation makes the text separate; and a
+        # continuation matters only if one does.
+        continued = [
             (owner, owner[1] + after)
-            for owner in undivided
+            for owner, stops in ends.items()
+            if stops == {len(owner[1])}
             for after in self._continuations(*owner)
-        )
-        for owner, stops in self._ends_in(continued).items():
-            ends[owner] |= stops
+        ]
+        continued = [(owner, text) for owner, text in continued if _is_text(owner[0], text)]
+        inner = {text: end for text, end in self._teacher_ends(continued) if end < len(text[0][1])}
+        for text in self._spelled_by_one([*inner]):
+            ends[text[0]].add(inner[text])
         self._ends.update((owner, frozenset(ends.get(owner, ()))) for owner in missing)
 
-    def _ends_in(
-        self, texts: Iterable[tuple[tuple[Place, str], str]]
-    ) -> dict[tuple[Place, str], set[int]]:
-        """Find the ends of the teacher's first tokens in continued texts, by the text."""
-        written = [
-            (owner, text)
-            for owner, text in texts
-            if all(utf8_text(begun + text) is not None for begun in owner[0])
-        ]
-        student = _first_ends(
-            self._student,
-            self._student_encoder,
-            [(place.student, text) for (place, _), text in written],
-        )
-        # Only what the student's tokenizer spells with the very token shows where it belongs.
-        spelled = zip(written, student, strict=True)
-        kept = [(owner, text) for (owner, text), end in spelled if end == len(owner[1])]
-        teacher = _first_ends(
-            self._teacher,
-            self._teacher_encoder,
-            [(place.teacher, text) for (place, _), text in kept],
-        )
-        ends: dict[tuple[Place, str], set[int]] = {}
-        for (owner, _), end in zip(kept, teacher, strict=True):
-            ends.setdefault(owner, set()).add(min(end, len(owner[1])))
-        return ends
+    def _spelled_by_one(self, texts: list[_Continued]) -> list[_Continued]:
+        """Select what the student's tokenizer spells with one token and continuations."""
+        begun = [(owner[0].student, text) for owner, text in texts]
+        ends = _first_ends(self._student, self._student_encoder, begun)
+        return [text for text, end in zip(texts, ends, strict=True) if end == len(text[0][1])]
+
+    def _teacher_ends(self, texts: list[_Continued]) -> Iterator[tuple[_Continued, int]]:
+        """Find the ends of the teacher's first tokens."""
+        begun = [(owner[0].teacher, text) for owner, text in texts]
+        ends = _first_ends(self._teacher, self._teacher_encoder, begun)
+        for text, end in zip(texts, ends, strict=True):
+            yield text, min(end, len(text[0][1]))
 
     def _continuations(self, place: Place, text: str) -> Iterator[str]:
         """Yield what either side may merge with the end of a text."""
@@ -141,6 +149,11 @@ class SeparateTokens:
             for start in range(max(len(whole) - ENDS, 1), len(whole)):
                 for token in vocabulary.frequent_tokens(whole[start:], TOKENS_PER_END):
                     yield token[len(whole) - start :]
+
+
+def _is_text(place: Place, text: str) -> bool:
+    """Return whether both tokenizers take what was begun and a text."""
+    return all(utf8_text(begun + text) is not None for begun in place)
 
 
 def _is_separate(longer: str, text: str, ends: frozenset[int]) -> bool:

@@ -57,7 +57,7 @@ class ProjectionCache:
     """Builds each projection once, saves it if a folder is set, and moves it once per device."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder
+        self.folder = folder
         self._matrices: dict[str, ProjectionMatrix] = {}
         self._copies: dict[tuple[str, torch.device], DeviceProjection] = {}
 
@@ -74,7 +74,7 @@ class ProjectionCache:
         settings = settings or ProjectionSettings()
         key = cache_key(student, teacher, student_width=student_width, settings=settings)
         if key not in self._matrices:
-            path = self._folder / f"projection-{key}.safetensors" if self._folder else None
+            path = self.folder / f"projection-{key}.safetensors" if self.folder else None
             matrix = _on_disk(path) if path is not None else None
             if matrix is None:
                 matrix = build_projection(

@@ -13,6 +13,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mopd_losses.prefix.vocabulary.hashed_strings import (
+    Hashes,
+    Integers,
+    codes_of,
+    inverse_powers,
+    pair_hashes,
+    prefix_hashes,
+    slice_hashes,
+)
+from mopd_losses.prefix.vocabulary.key_table import KeyTable
+from mopd_losses.prefix.vocabulary.marks import Marks
 from mopd_protocol.tokenizers.token_table import TokenTable
 
 #: Sorts behind every character of a string.
@@ -20,11 +31,6 @@ _HIGHEST_CHARACTER = "\U0010ffff"
 
 #: Ranges kept in memory; beyond, all are discarded and computed again.
 _CACHED_RANGES = 500_000
-
-
-#: Texts longer than a cell's, in order, and whether they belong to the cell: the longest one with
-#: which a string begins decides.
-Marks = tuple[tuple[str, bool], ...]
 
 
 class PrefixRange(NamedTuple):
@@ -59,6 +65,8 @@ def control_character(number: int) -> str:
 class SortedVocabulary:
     """Tokens sorted by their strings.
 
+    A *node* is a string with which some token begins; nodes are numbered in the order of strings.
+
     Args:
         controls: name of a control token -> its private character.
     """
@@ -71,14 +79,65 @@ class SortedVocabulary:
         tokens = [token_id for token_id, string in enumerate(self.strings) if string]
         tokens.sort(key=self.strings.__getitem__)
         self._keys = [self.strings[token_id] for token_id in tokens]
-        self.ids: NDArray[np.int64] = np.array(tokens, dtype=np.int64)  # [tokens], by rank
-        self.ranks: NDArray[np.int64] = np.full(len(self.strings), -1, dtype=np.int64)
+        self.ids: Integers = np.array(tokens, dtype=np.int64)  # [tokens], by rank
+        self.ranks: Integers = np.full(len(self.strings), -1, dtype=np.int64)
         """[vocabulary], rank of each id; -1 for ids without a string."""
         self.ranks[self.ids] = np.arange(len(tokens))
+        self.lengths: Integers = np.array([len(string) for string in self.strings], dtype=np.int64)
+        """[vocabulary], characters of each id."""
+        self.is_control: NDArray[np.bool_] = np.zeros(len(self.strings), dtype=np.bool_)
+        """[vocabulary]"""
+        self.is_control[list(table.marks)] = True
+        self._index()
         self._ranges: dict[str, PrefixRange] = {}
-        self._marked: dict[tuple[str, str, Marks], list[tuple[int, int]]] = {}
-        self._following: dict[str, frozenset[str]] = {}
         self._frequent: dict[tuple[str, int], list[str]] = {}
+
+    def _index(self) -> None:
+        """Number the nodes and find the ranks of each: [nodes + 1], the last one has none."""
+        lengths = self.lengths[self.ids]
+        codes = codes_of("".join(self._keys))
+        first = np.cumsum(lengths) - lengths
+        flat = np.repeat(first, lengths)
+        ends = np.arange(len(codes)) + 1
+        beginnings = slice_hashes(prefix_hashes(codes), flat, ends)  # of each token, in order
+        ranks = np.repeat(np.arange(len(lengths)), lengths)
+        characters = ends - flat
+        # A beginning that the token before has, too, is the same node.
+        before = np.where(ranks > 0, first[ranks - 1] + characters - 1, 0)
+        shared = (ranks > 0) & (characters <= lengths[ranks - 1])
+        is_new = ~(shared & (beginnings[before] == beginnings))
+        self.node_starts = np.append(ranks[is_new], 0)
+        hashes = beginnings[is_new]
+        self._nodes = KeyTable(len(hashes))
+        self._nodes.add(hashes, np.arange(len(hashes)))
+        members = self._nodes.values_of(beginnings)
+        counts = np.bincount(members, minlength=len(hashes))
+        spelled = np.bincount(members[ends == np.repeat(first + lengths, lengths)], minlength=1)
+        spelled = np.pad(spelled, (0, len(hashes) + 1 - len(spelled)))
+        self.node_stops = self.node_starts + np.append(counts, 0)
+        self.node_longer = self.node_starts + spelled
+        pairs = pair_hashes(codes)[ends[:-1] != (first + lengths)[ranks[:-1]]]
+        self._pairs = KeyTable(len(pairs))
+        distinct = np.unique(pairs)
+        self._pairs.add(distinct, np.zeros(len(distinct), dtype=np.int64))
+        # [vocabulary], where the beginnings of each id are, after an empty one.
+        self._beginnings: Hashes = np.insert(beginnings, first, np.uint64(0))
+        self._first = np.zeros(len(self.strings), dtype=np.int64)
+        self._first[self.ids] = first + np.arange(len(first))
+
+    def nodes_of(self, hashes: Hashes) -> Integers:
+        """Return the nodes of strings; -1 for strings with which no token begins."""
+        return self._nodes.values_of(hashes)
+
+    def contain(self, pairs: Hashes) -> NDArray[np.bool_]:
+        """Return whether some token contains each pair of characters."""
+        return self._pairs.values_of(pairs) >= 0
+
+    def slices(self, tokens: Integers, starts: Integers, stops: Integers) -> Hashes:
+        """Hash slices of tokens that have strings."""
+        first = self._first[tokens]
+        longer, shorter = self._beginnings[first + stops], self._beginnings[first + starts]
+        return (longer - shorter) * inverse_powers(starts)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -91,20 +150,6 @@ class SortedVocabulary:
         """Return whether any token begins with ``prefix``."""
         tokens = self.range_of(prefix)
         return tokens.start < tokens.stop
-
-    def ranges_of(self, begun: str, text: str, marks: Marks) -> list[tuple[int, int]]:
-        """Return the ranges of the tokens that begin with ``begun`` and ``text`` and belong to the
-        cell ``text``, as its marks decide."""
-        tokens = self.range_of(begun + text)
-        if not marks or tokens.start == tokens.stop:
-            return [(tokens.start, tokens.stop)] if tokens.start < tokens.stop else []
-        ranges = self._marked.get((begun, text, marks))
-        if ranges is None:
-            if len(self._marked) >= _CACHED_RANGES:
-                self._marked.clear()
-            ranges = self._marked_ranges(begun, tokens, marks)
-            self._marked[begun, text, marks] = ranges
-        return ranges
 
     def frequent_tokens(self, prefix: str, count: int) -> list[str]:
         """Return at most ``count`` tokens that are longer than ``prefix`` and begin with it: those
@@ -121,17 +166,6 @@ class SortedVocabulary:
             self._frequent[prefix, count] = cached
         return cached
 
-    def following(self, prefix: str) -> frozenset[str]:
-        """Return the characters with which tokens continue ``prefix``."""
-        cached = self._following.get(prefix)
-        if cached is None:
-            if len(self._following) >= _CACHED_RANGES:
-                self._following.clear()
-            tokens = self.range_of(prefix)
-            longer = self._keys[tokens.longer : tokens.stop]
-            cached = self._following[prefix] = frozenset(key[len(prefix)] for key in longer)
-        return cached
-
     def range_of(self, prefix: str) -> PrefixRange:
         """Return the ranks of all tokens that begin with ``prefix``."""
         cached = self._ranges.get(prefix)
@@ -144,9 +178,10 @@ class SortedVocabulary:
             cached = self._ranges[prefix] = PrefixRange(start, longer, stop)
         return cached
 
-    def _marked_ranges(
-        self, begun: str, tokens: PrefixRange, marks: Marks
-    ) -> list[tuple[int, int]]:
+    def marked_ranges(self, begun: str, text: str, marks: Marks) -> list[tuple[int, int]]:
+        """Return the ranges of the tokens that begin with ``begun`` and ``text`` and belong to the
+        cell ``text``, as its marks decide."""
+        tokens = self.range_of(begun + text)
         # Ranges of marks are nested or disjoint; the innermost mark decides.
         outer: list[tuple[int, bool]] = [(tokens.stop, True)]
         edges: list[tuple[int, bool]] = [(tokens.start, True)]  # from this rank on

@@ -1,0 +1,92 @@
+"""``Contexts``: the text before each boundary, as far back as it could be divided differently."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_losses.prefix.boundaries import Places
+from mopd_losses.prefix.strings import Strings
+from mopd_losses.prefix.vocabulary.hashed_strings import (
+    Hashes,
+    Integers,
+    joined,
+    keys_of,
+)
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import utf8_text
+
+#: Tokens before a boundary that a tokenizer may divide differently.
+WINDOW = 2
+
+#: Characters behind a realised text that show how it is divided.
+CONTINUED = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Contexts:
+    """The text before each boundary in a few tokens of a side."""
+
+    places: Places
+    first_rows: Integers  # [boundaries]
+    covering_rows: Integers  # [boundaries]
+    starts: Integers  # [boundaries], offsets
+    lengths: Integers  # [boundaries]
+    keys: Hashes  # [boundaries], of the text and of the tokens that spell it
+
+    @classmethod
+    def of(cls, places: Places) -> "Contexts":
+        """Find the context of each boundary."""
+        text, rows = places.text, places.open_rows
+        covering, begun = rows.rows[rows.last], rows.begun[rows.last]
+        first = covering + (begun > 0)
+        growing = np.ones(len(first), dtype=np.bool_)
+        for _ in range(WINDOW + 1):
+            before = np.maximum(first - 1, 0)
+            growing &= first > np.maximum(covering - WINDOW, 0)
+            growing &= (text.starts[before] >= places.blocks) & text.spells[before]
+            first = first - growing
+        inside = np.minimum(first, max(len(text.starts) - 1, 0))
+        starts = np.minimum(text.starts[inside], places.offsets)
+        starts = np.where(first == inside, starts, places.offsets)
+        lengths = places.offsets - starts
+        counts = covering - first
+        parts = [text.slices(starts, places.offsets), lengths, counts, begun]
+        for step in range(WINDOW + 1):
+            at = np.minimum(first + step, covering)
+            parts.append(np.where(first + step < covering + (begun > 0), text.ids[at], -1))
+        return cls(places, first, covering, starts, lengths, keys_of(*parts))
+
+    def text(self, boundary: int) -> str:
+        """Return the text before a boundary."""
+        start = int(self.starts[boundary])
+        return self.places.text.symbols[start : start + int(self.lengths[boundary])]
+
+    def written(self, boundary: int) -> str | None:
+        """Return the text of the context's tokens, with all of the covering one."""
+        text, row = self.places.text, self.covering_rows[boundary]
+        start, stop = int(self.starts[boundary]), int(self.places.offsets[boundary])
+        if text.starts[row] < stop:
+            stop = int(text.ends[row])
+        return utf8_text(text.symbols[start:stop])
+
+    def may_cross(self, boundaries: Integers, texts: Strings) -> NDArray[np.bool_]:
+        """Return whether the text behind a boundary may be divided otherwise than at the boundary:
+        by a token that begins inside the context, or that ends inside the text."""
+        text, vocabulary = self.places.text, self.places.text.vocabulary
+        lengths, offsets = self.lengths[boundaries], self.places.offsets[boundaries]
+        ones = np.ones_like(lengths)
+        following = texts.beginnings(ones)
+        before = text.slices(np.maximum(offsets - 1, 0), offsets)
+        result = np.where(lengths == 0, texts.lengths > 1, ~texts.are_text())
+        undecided = (lengths > 0) & ~result
+        undecided &= vocabulary.contain(joined(before, ones, following))
+        sought, count = np.flatnonzero(undecided), 1
+        while len(sought):
+            at = offsets[sought]
+            begun = joined(text.slices(at - count, at), ones[sought] * count, following[sought])
+            crosses = vocabulary.nodes_of(begun) >= 0
+            result[sought[crosses]] = True
+            count += 1
+            sought = sought[~crosses]
+            sought = sought[lengths[sought] >= count]
+        return result

@@ -1,0 +1,122 @@
+"""``TokenizerPair``: what depends only on two tokenizers, in memory and on disk."""
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from mopd_losses.prefix.cuts import Cuts
+from mopd_losses.prefix.detours import Detours
+from mopd_losses.prefix.separate_tokens import SeparateTokens
+from mopd_losses.prefix.vocabulary.marked_ranges import MarkedRanges
+from mopd_losses.prefix.vocabulary.marks import Marks, MarksTable
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, control_characters
+from mopd_protocol.runtime.atomic_file import replacing
+from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
+
+#: Of the stored tables; a change of keys, values or rules needs another one.
+FORMAT_VERSION = 1
+
+#: The tables are saved when they have grown by this share, so that all saves together cost no more
+#: than a few of the last one.
+_GROWTH = 1 / 8
+
+logger = logging.getLogger(__name__)
+
+
+class TokenizerPair:
+    """A student's and a teacher's vocabulary and tokenizer.
+
+    What their tokenizers were called for is kept: up to 500,000 entries of each of four tables, on
+    disk at most 40 MB.
+
+    Args:
+        folder: of the stored tables, ``prefix-KEY.safetensors`` with a key of both tokenizers; a
+            file that cannot be read, or of another version, is computed and written again.
+    """
+
+    def __init__(
+        self,
+        student: TokenTable,
+        student_encoder: TextEncoder,
+        teacher: TokenTable,
+        teacher_encoder: TextEncoder,
+        folder: Path | None = None,
+    ) -> None:
+        self.controls = control_characters(student, teacher)
+        self.student = SortedVocabulary(student, self.controls)
+        self.teacher = SortedVocabulary(teacher, self.controls)
+        self.marks = MarksTable()
+        self.cuts = Cuts(self.student, student_encoder)
+        self.separate = SeparateTokens(
+            self.student, student_encoder, self.teacher, teacher_encoder, self.marks
+        )
+        self.student_detours = Detours(self.student, student_encoder)
+        self.teacher_detours = Detours(self.teacher, teacher_encoder)
+        self.student_ranges = MarkedRanges(self.student)
+        self.teacher_ranges = MarkedRanges(self.teacher)
+        self._path = folder / f"prefix-{_key(student, teacher)}.safetensors" if folder else None
+        self._tables = {
+            "cuts": self.cuts.table,
+            "separate_tokens": self.separate.table,
+            "student_detours": self.student_detours.table,
+            "teacher_detours": self.teacher_detours.table,
+        }
+        if self._path is not None and self._path.exists():
+            self._load(self._path)
+        self._saved = self._entries()
+
+    def save_if_grown(self) -> None:
+        """Save the tables if they have more entries than the file, by a share."""
+        entries = self._entries()
+        if self._path is None or entries <= self._saved * (1 + _GROWTH):
+            return
+        self._saved = entries
+        numbers, values = np.unique(self.separate.table.items()[1], return_inverse=True)
+        marks = json.dumps([self.marks.marks_of(number) for number in numbers.tolist()])
+        tensors: dict[str, NDArray[np.generic]] = {
+            "marks": np.frombuffer(marks.encode(), dtype=np.uint8)
+        }
+        for name, table in self._tables.items():
+            tensors[f"{name}.keys"], tensors[f"{name}.values"] = table.items()
+        tensors["separate_tokens.values"] = values
+        try:
+            with replacing(self._path) as temporary:
+                save_file(tensors, temporary)
+        except (OSError, SafetensorError) as error:
+            logger.warning("%s: tables of prefix KL were not saved (%s)", self._path, error)
+
+    def _load(self, path: Path) -> None:
+        try:
+            tensors = load_file(path)
+            listed = cast(list[Marks], json.loads(tensors["marks"].tobytes()))
+            marks = [tuple((str(t), bool(b)) for t, b in each) for each in listed]
+            columns = {
+                name: (tensors[f"{name}.keys"], tensors[f"{name}.values"]) for name in self._tables
+            }
+            for keys, values in columns.values():
+                if keys.shape != values.shape or keys.dtype != np.uint64 or values.min(initial=0):
+                    raise ValueError("keys and values do not match")
+            numbers = np.array([self.marks.number_of(each) for each in marks], dtype=np.int64)
+            keys, values = columns["separate_tokens"]
+            columns["separate_tokens"] = keys, numbers[values]
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError, IndexError) as error:
+            logger.warning("%s: cannot be read (%s); computing its tables again", path, error)
+            return
+        for name, (keys, values) in columns.items():
+            self._tables[name].add(keys, values)
+
+    def _entries(self) -> int:
+        return sum(map(len, self._tables.values()))
+
+
+def _key(student: TokenTable, teacher: TokenTable) -> str:
+    """32 hex digits over everything that the tables depend on."""
+    sides = [[table.fingerprint, table.roles.model_dump()] for table in (student, teacher)]
+    return hashlib.sha256(json.dumps([FORMAT_VERSION, *sides]).encode()).hexdigest()[:32]

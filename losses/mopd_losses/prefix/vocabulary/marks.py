@@ -1,0 +1,99 @@
+"""Marks of cells: longer texts that a cell contains or not, and their numbers.
+
+The same marks occur at many boundaries, so boundaries have numbers of them, and what depends on
+marks and a text is computed once.
+"""
+
+from functools import cached_property
+
+from mopd_losses.prefix.vocabulary.key_table import KeyTable
+
+#: Texts longer than a cell's, in order, and whether they belong to the cell: the longest one with
+#: which a string begins decides.
+Marks = tuple[tuple[str, bool], ...]
+
+_CACHED = 1_000_000
+
+#: The number of no marks.
+UNMARKED = 0
+
+
+class _Numbered:
+    """Marks with what is looked up in them."""
+
+    def __init__(self, marks: Marks) -> None:
+        self.marks = marks
+
+    @cached_property
+    def excluded(self) -> dict[int, set[str]]:
+        """Length -> texts that do not belong to the cell."""
+        texts: dict[int, set[str]] = {}
+        for text, belongs in self.marks:
+            if not belongs:
+                texts.setdefault(len(text), set()).add(text)
+        return texts
+
+
+class MarksTable:
+    """Numbers of marks. Marks are kept as long as the table."""
+
+    def __init__(self) -> None:
+        self._numbered = [_Numbered(())]
+        self._numbers: dict[Marks, int] = {(): UNMARKED}
+        self.members = KeyTable(_CACHED)
+        """Marks and a text -> whether it belongs to the cell."""
+        self._leaving: dict[tuple[int, str, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._numbered)
+
+    def number_of(self, marks: Marks) -> int:
+        """Return the number of marks."""
+        number = self._numbers.get(marks)
+        if number is None:
+            number = self._numbers[marks] = len(self._numbered)
+            self._numbered.append(_Numbered(marks))
+        return number
+
+    def marks_of(self, number: int) -> Marks:
+        """Return the marks with a number."""
+        return self._numbered[number].marks
+
+    def belongs(self, number: int, string: str) -> bool:
+        """Return whether a string that begins with a cell's text belongs to the cell."""
+        longest = (b for t, b in reversed(self.marks_of(number)) if string.startswith(t))
+        return next(longest, True)
+
+    def as_realised(self, number: int, ahead: str) -> int:
+        """Correct marks by what follows, which shows better than any trial what belongs."""
+        excluded = self._numbered[number].excluded
+        if not any(ahead[:length] in texts for length, texts in excluded.items()):
+            return number
+        return self.number_of(
+            tuple((t, belongs or ahead.startswith(t)) for t, belongs in self.marks_of(number))
+        )
+
+    def without(self, number: int, longer: str) -> int:
+        """Exclude a longer text from the cell."""
+        others = (mark for mark in self.marks_of(number) if mark[0] != longer)
+        return self.number_of(tuple(sorted([*others, (longer, False)])))
+
+    def leaving(self, number: int, cell: str, own: int) -> int:
+        """Exclude from a shorter cell what belongs to a longer one, too.
+
+        Args:
+            number: the shorter cell's marks.
+            cell: the longer cell's text.
+            own: the longer cell's marks.
+        """
+        known = self._leaving.get((number, cell, own))
+        if known is not None:
+            return known
+        marks = self.marks_of(number)
+        both = {t for t, belongs in marks if belongs and t.startswith(cell)}
+        both = {t for t in both if self.belongs(own, t)}
+        result = (
+            self.number_of(tuple((t, b and t not in both) for t, b in marks)) if both else number
+        )
+        self._leaving[number, cell, own] = result
+        return result
