@@ -4,9 +4,10 @@
 
 Completions are pieces of 4 kB of Python's standard library; the teacher is a trigram model of its
 tokens, top-64. Preparation runs on one core, a completion at a time; ``new text`` is the median
-over completions after 32 others (whose cuts and ranges are cached), ``known text`` the best of
-three repetitions of the same completions. ``tests/losses/test_contract.py`` compares values with
-the reference implementation.
+over completions after ``--known`` others, ``stored`` the same of a second run, which has loaded the
+tables of the first one, ``known text`` the best of three repetitions of
+the same completions. ``tests/losses/test_contract.py`` compares values with the reference
+implementation.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,7 @@ from mopd_losses import (
     Loss,
     LossTerm,
     PrefixKlConfig,
+    ProjectionCache,
     SftLoss,
     TopKDivergenceLoss,
     align,
@@ -44,7 +47,11 @@ from mopd_losses import (
 from mopd_protocol import TeacherScore, TopKLogprobs
 from tests.real_vocabularies import STANDARD_LIBRARY, Vocabulary, python_sources, real
 
-PAIRS = [("tekken", "python_131k"), ("python_131k", "tekken"), ("tekken", "v3"), ("v3", "tekken")]
+PAIRS = (
+    "tekken:python_131k,python_131k:tekken,tekken:v3,v3:tekken,"
+    "tekken:python_50k,python_50k:tekken,python_50k:v3,v3:python_50k,tekken:tekken_shuffled"
+)
+MEASURED = 16
 COMPLETION_BYTES = 4_096
 K = 64
 ROWS, HIDDEN, ROWS_PER_BLOCK = 2_048, 512, 256
@@ -125,27 +132,37 @@ def compared(student: str, teacher: str, model: NGramTeacher, text: str) -> Alig
     return AlignedPair(written, sampled, score, align(written, score.completion))
 
 
-def measure_preparation(student: str, teacher: str, count: int) -> Result:
+def measure_preparation(student: str, teacher: str, count: int, folder: Path) -> Result:
     """Milliseconds a completion, and what is set up once for a pair."""
-    pairs = completions(student, teacher, count)
+    pairs = completions(student, teacher, count + 2 * MEASURED)
+    measured, last = pairs[count : count + MEASURED], pairs[count + MEASURED :]
     sides = real(student), real(teacher)
+    cache = ProjectionCache(folder)
     before = _resident_bytes()
-    loss, set_up = _timed(lambda: build_loss(PrefixKlConfig(), *sides))
+    loss, set_up = _timed(lambda: build_loss(PrefixKlConfig(), *sides, cache=cache))
     set_up_bytes = _resident_bytes() - before
-    first = [_timed(lambda c=c: loss.targets([c], [0]))[1] for c in pairs]
-    again = [
-        min(_timed(lambda c=c: loss.targets([c], [0]))[1] for _ in range(3)) for c in pairs[32:]
-    ]
+    first = [_timed(lambda c=c: loss.targets([c], [0]))[1] for c in pairs[: count + MEASURED]]
+    again = [min(_timed(lambda c=c: loss.targets([c], [0]))[1] for _ in range(3)) for c in measured]
+    stored, load = _timed(lambda: build_loss(PrefixKlConfig(), *sides, cache=cache))
+    second = [_timed(lambda c=c: stored.targets([c], [0]))[1] for c in last]
+
+    def milliseconds(seconds: Sequence[float], pairs: Sequence[AlignedPair]) -> float:
+        """Median, for 1,000 tokens of the student."""
+        tokens = [len(pair.student) for pair in pairs]
+        return statistics.median(1e6 * s / t for s, t in zip(seconds, tokens, strict=True))
+
     return {
+        "load_seconds": load,
+        "stored_bytes": sum(path.stat().st_size for path in folder.iterdir()),
         "student": student,
         "teacher": teacher,
         "set_up_seconds": set_up,
         "set_up_bytes": set_up_bytes,
         "kept_bytes": _resident_bytes() - before,
-        "student_tokens": statistics.mean(len(c.student) for c in pairs[32:]),
-        "first_ms": first[0] * 1e3,
-        "new_text_ms": statistics.median(first[32:]) * 1e3,
-        "known_text_ms": statistics.median(again) * 1e3,
+        "first_ms": milliseconds(first[:1], pairs[:1]),
+        "new_text_ms": milliseconds(first[count:], measured),
+        "stored_ms": milliseconds(second, last),
+        "known_text_ms": milliseconds(again, measured),
     }
 
 
@@ -212,43 +229,48 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="where the figures go")
-    parser.add_argument("--completions", type=int, default=48, help="of a pair (default: 48)")
+    parser.add_argument("--known", type=int, default=32, help="completions before (default: 32)")
     parser.add_argument("--rounds", type=int, default=5, help="measured steps (default: 5)")
-    parser.add_argument("--pairs", type=int, default=len(PAIRS), help="only the first so many")
+    parser.add_argument("--pairs", default=PAIRS, metavar="STUDENT:TEACHER,…", help="vocabularies")
+    parser.add_argument("--preparation-only", action="store_true", help="no step of the head")
     options = parser.parse_args()
     torch.set_num_threads(1)
     console = Console()
-    prepared = [measure_preparation(*pair, options.completions) for pair in PAIRS[: options.pairs]]
-    steps = measure_step("v3", "tekken", options.rounds)
-    table = Table(title="preparation, milliseconds a completion of 4 kB on one core")
+    prepared: list[Result] = []
+    for pair in options.pairs.split(","):
+        with TemporaryDirectory() as folder:
+            prepared.append(measure_preparation(*pair.split(":"), options.known, Path(folder)))
+    table = Table(title="preparation, milliseconds for 1,000 tokens on one core")
     for heading in (
         "student, teacher",
-        "tokens",
         "set-up s",
+        "load s",
         "MB",
+        "stored MB",
         "first",
         "new text",
-        "a 1,000 tokens",
+        "stored",
         "known text",
     ):
         table.add_column(heading, justify="right" if heading != "student, teacher" else "left")
     for row in prepared:
         table.add_row(
             f"{row['student']}, {row['teacher']}",
-            f"{row['student_tokens']:,.0f}",
             f"{row['set_up_seconds']:.1f}",
+            f"{row['load_seconds']:.1f}",
             f"{row['set_up_bytes'] / 1e6:,.0f}",
-            f"{row['first_ms']:,.0f}",
-            f"{row['new_text_ms']:,.0f}",
-            f"{row['new_text_ms'] / row['student_tokens'] * 1e3:,.0f}",
+            f"{row['stored_bytes'] / 1e6:,.1f}",
+            *(f"{row[key]:,.0f}" for key in ("first_ms", "new_text_ms", "stored_ms")),
             f"{row['known_text_ms']:,.0f}",
         )
     console.print(table)
-    floor = steps["ms"]["cross entropy (floor)"]
-    for name, milliseconds in steps["ms"].items():
-        console.print(f"{name}: {milliseconds:,.0f} ms, {milliseconds / floor:.2f} × floor")
+    report: Result = {"preparation": prepared, "torch": torch.__version__}
+    if not options.preparation_only:
+        report["step"] = measure_step("v3", "tekken", options.rounds)
+        floor = report["step"]["ms"]["cross entropy (floor)"]
+        for name, milliseconds in report["step"]["ms"].items():
+            console.print(f"{name}: {milliseconds:,.0f} ms, {milliseconds / floor:.2f} × floor")
     if options.json:
-        report = {"preparation": prepared, "step": steps, "torch": torch.__version__}
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 
 

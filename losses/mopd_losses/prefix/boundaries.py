@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.alignment.byte_alignment import Block
+from mopd_losses.alignment.byte_alignment import Block, common_blocks
 from mopd_losses.prefix.vocabulary.hashed_strings import (
     SEPARATOR,
     Hashes,
@@ -66,7 +66,7 @@ class TokenizedText:
             origin += len(symbols) + 1
         text = "".join(parts)
         codes = codes_of(text)
-        ids = np.concatenate([_NONE, *(each.token_ids for each in sequences)])
+        ids = np.concatenate([_NONE, *(each.token_ids.astype(np.int64) for each in sequences)])
         counts = [len(each.token_ids) for each in sequences]
         return cls(
             vocabulary=vocabulary,
@@ -80,6 +80,11 @@ class TokenizedText:
             codes=codes,
             hashes=prefix_hashes(codes),
         )
+
+    def codes_of(self, number: int) -> NDArray[np.uint16]:
+        """Return the symbols of one completion."""
+        stops = np.append(self.origins[1:], len(self.codes))
+        return self.codes[self.origins[number] : stops[number] - 1]
 
     def slices(self, starts: Integers, stops: Integers) -> Hashes:
         """Hash slices of the text."""
@@ -139,17 +144,18 @@ class Boundaries:
 
 
 def boundaries_of(
-    student: TokenizedText, teacher: TokenizedText, blocks: Sequence[Iterable[Block]]
+    student: TokenizedText, teacher: TokenizedText, blocks: Sequence[Iterable[Block] | None]
 ) -> Boundaries:
     """Find the boundaries of completions in the tokens of both sides.
 
     Args:
-        blocks: [completions], common blocks of both texts.
+        blocks: [completions], common blocks of both texts; None: those that a comparison finds.
     """
     columns = [np.zeros((4, 0), dtype=np.int64)]
-    for origin, teacher_origin, common in zip(
-        student.origins.tolist(), teacher.origins.tolist(), blocks, strict=True
-    ):
+    for number, common in enumerate(blocks):
+        origin, teacher_origin = int(student.origins[number]), int(teacher.origins[number])
+        if common is None:
+            common = common_blocks(student.codes_of(number), teacher.codes_of(number))
         for block in common:
             first, other = block.student + origin, block.teacher + teacher_origin
             stop = first + block.length
@@ -215,10 +221,10 @@ def _open_rows(
     begins = np.zeros(len(rows), dtype=np.bool_)
     at = places[inside]
     begins[inside] = (offsets[at] == text.starts[inside]) & (covering[at] == rows[inside])
-    found: list[tuple[Integers, ...]] = []
+    opened_rows: list[tuple[Integers, ...]] = []
 
     def add(rows: Integers, places: Integers, *columns: Integers) -> None:
-        found.append((places * (len(text.starts) + 1) + rows, rows, places, *columns))
+        opened_rows.append((places * (len(text.starts) + 1) + rows, rows, places, *columns))
 
     zeros = np.zeros(int(begins.sum()), dtype=np.int64)
     add(rows[begins], places[begins], zeros, zeros, zeros, zeros + len(vocabulary))
@@ -243,7 +249,7 @@ def _open_rows(
         columns = (rows, places, offsets[places] - starts, counted, longer, stops)
         add(*(column[opened] for column in columns))
         rows, places = rows[opened], places[opened] + 1
-    keys, *joined = (np.concatenate(column) for column in zip(*found, strict=True))
+    keys, *joined = (np.concatenate(column) for column in zip(*opened_rows, strict=True))
     order = np.argsort(keys)
     row, numbers, begun, counted, longer, stops = (column[order] for column in joined)
     counts = np.bincount(numbers, minlength=len(offsets))

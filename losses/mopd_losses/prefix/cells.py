@@ -99,12 +99,12 @@ def teacher_cells(
 
     def whole(numbers: Integers) -> Flags:
         lengths = boundaries.realised[numbers]
-        is_whole = pair.student_detours.are_whole(student_contexts, numbers, lengths)
-        chosen = np.flatnonzero(is_whole)
-        is_whole[chosen] = pair.teacher_detours.are_whole(
+        is_one_token = pair.student_detours.are_one_token(student_contexts, numbers, lengths)
+        chosen = np.flatnonzero(is_one_token)
+        is_one_token[chosen] = pair.teacher_detours.are_one_token(
             contexts, numbers[chosen], lengths[chosen]
         )
-        return is_whole
+        return is_one_token
 
     candidates = rows.candidates(masses, boundaries)
     names = name_cells(candidates, boundaries, pair.cuts, pair.separate, pair.marks, whole)

@@ -100,15 +100,15 @@ class Detours:
             strings = [texts.string(index) for index in indices.tolist()]
             return np.array(self._detours(contexts, numbers[indices].tolist(), strings))
 
-        found = self.table.computed(keys, compute)
-        counted = found & 1 == 0  # one more than the flag
+        codes = self.table.computed(keys, compute)
+        counted = codes & 1 == 0  # one more than the flag
         # A counted token is mass of the rest, and so is a candidate that is in no cell.
-        kept = np.flatnonzero((found != _NO_DETOUR) & ~((sought.cells[possible] < 0) & counted))
+        kept = np.flatnonzero((codes != _NO_DETOUR) & ~((sought.cells[possible] < 0) & counted))
         kept = kept[self._are_canonical(contexts, numbers[kept])]
         reached = np.zeros(cells, dtype=np.bool_)
         with_cell = sought.cells[possible[kept]]
         reached[with_cell[with_cell >= 0]] = True
-        steps, ids = (found[kept] - 1) // 2 % _STEPS, (found[kept] - 1) // 2 // _STEPS
+        steps, ids = (codes[kept] - 1) // 2 % _STEPS, (codes[kept] - 1) // 2 // _STEPS
         rows = contexts.first_rows[numbers[kept]] + steps
         numbers = numbers[kept]
         order = (numbers * _STEPS + steps) * len(self._vocabulary.strings) + ids
@@ -116,7 +116,7 @@ class Detours:
         counted = counted[kept][first]
         return CellDetours(reached, numbers[first], rows[first], ids[first], counted)
 
-    def are_whole(self, contexts: Contexts, boundaries: Integers, lengths: Integers) -> Flags:
+    def are_one_token(self, contexts: Contexts, boundaries: Integers, lengths: Integers) -> Flags:
         """Return whether one token spells the text behind each boundary, also as it continues.
 
         Args:
@@ -134,7 +134,7 @@ class Detours:
         return self._whole.computed(keys, compute) == 1
 
     def _are_one(self, contexts: Contexts, boundaries: list[int], lengths: list[int]) -> list[bool]:
-        """``are_whole`` by the tokenizer."""
+        """``are_one_token`` by the tokenizer."""
         symbols = contexts.places.text.symbols
         strings: dict[int, tuple[str, str]] = {}
         for index, (number, length) in enumerate(zip(boundaries, lengths, strict=True)):

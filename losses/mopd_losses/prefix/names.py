@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """What a teacher considers next at each boundary."""
+    """Strings that a teacher considers next at each boundary."""
 
     texts: Strings  # [candidates]
     boundaries: Integers  # [candidates], ascending
@@ -176,13 +177,15 @@ def _marks(
         numbers[index] = marks.as_realised(int(numbers[index]), ahead)
     shorter = np.flatnonzero(follows & (texts.lengths < boundaries.realised[names.boundaries]))
     nested = np.unique(names.boundaries[shorter])
-    is_whole = np.zeros(len(boundaries), dtype=np.bool_)
-    is_whole[nested] = whole(nested)
-    shorter = shorter[is_whole[names.boundaries[shorter]]]
-    stops = offsets + boundaries.realised[names.boundaries]
-    for index in shorter.tolist():
-        realised = symbols[offsets[index] : stops[index]]
-        numbers[index] = marks.without(int(numbers[index]), realised)
+    is_one_token = np.zeros(len(boundaries), dtype=np.bool_)
+    is_one_token[nested] = whole(nested)
+    shorter = shorter[is_one_token[names.boundaries[shorter]]]
+    stops = offsets[shorter] + boundaries.realised[names.boundaries[shorter]]
+    hashes = student.text.slices(offsets[shorter], stops).tolist()
+    columns = hashes, offsets[shorter].tolist(), stops.tolist()
+    for index, hashed, start, stop in zip(shorter.tolist(), *columns, strict=True):
+        realised = partial(symbols.__getitem__, slice(start, stop))
+        numbers[index] = marks.without(int(numbers[index]), hashed, realised)
     return numbers
 
 
@@ -194,9 +197,9 @@ def _begun(places: Places, boundaries: Integers, hashes: Hashes) -> Integers:
     sought = np.flatnonzero(rows.first[boundaries] < chosen)
     at = rows.first[boundaries[sought]]
     while len(sought):
-        found = _nodes(places, at, hashes[sought]) >= 0
-        chosen[sought[found]] = at[found]
-        sought, at = sought[~found], at[~found] + 1
+        continues = _nodes(places, at, hashes[sought]) >= 0
+        chosen[sought[continues]] = at[continues]
+        sought, at = sought[~continues], at[~continues] + 1
         remaining = at < rows.last[boundaries[sought]]
         sought, at = sought[remaining], at[remaining]
     return chosen
@@ -233,26 +236,39 @@ def _select_cells(
 
     keys = keys_of(numbers[roots[sought]], texts.hashes[sought])
     outside = marks.members.computed(keys, compute) == 0
-    # What the shortest cell contains is in no other, but for names behind a longer cell.
+    # Nothing in the shortest cell is in another one, but for names behind a longer cell.
     furthest = np.maximum.accumulate(np.where(outside, stops[sought], 0))
     sought = sought[outside | (furthest > starts[sought])]
-    shorter: list[int] = []  # cells that the next name may begin with, each with the one before
+    shorter: list[_NestedCell] = []  # that the next name may begin with, each with the one before
     root = -1
-    columns = sought.tolist(), roots[sought].tolist(), starts[sought].tolist()
-    for name, its_root, start in zip(*columns, strict=True):
+    hashes = texts.hashes[sought].tolist()
+    columns = (sought, roots[sought], starts[sought], stops[sought])
+    for hashed, name, its_root, start, stop in zip(
+        hashes, *(column.tolist() for column in columns), strict=True
+    ):
         if its_root != root:
             root = its_root
-            shorter = [root]
-        while stops[shorter[-1]] <= start:
+            shorter = [_NestedCell(root, int(stops[root]), int(numbers[root]))]
+        while shorter[-1].stop <= start:
             shorter.pop()
-        text = texts.string(name)
-        if any(belongs(int(numbers[cell]), text) for cell in shorter):
+        text = partial(texts.string, name)
+        if any(marks.contains(cell.marks, hashed, text) for cell in shorter):
             continue
+        own = int(numbers[name])
         for cell in shorter:
-            numbers[cell] = marks.leaving(int(numbers[cell]), text, int(numbers[name]))
+            cell.marks = numbers[cell.name] = marks.leaving(cell.marks, hashed, text, own)
         is_cell[name] = True
-        shorter.append(name)
+        shorter.append(_NestedCell(name, stop, own))
     return is_cell
+
+
+@dataclass(slots=True)
+class _NestedCell:
+    """A cell that other names begin with."""
+
+    name: int
+    stop: int
+    marks: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,9 +290,8 @@ def cell_ranges(
         chosen: [rows], indices of open rows, ascending.
     """
     open_rows = places.open_rows
-    boundaries, begun, lengths = (
-        column[chosen] for column in (open_rows.boundaries, open_rows.hashes, open_rows.begun)
-    )
+    boundaries, lengths = open_rows.boundaries[chosen], open_rows.begun[chosen]
+    begun = open_rows.hashes[chosen]
     vocabulary = marked.vocabulary
     first = np.searchsorted(names.boundaries, [boundaries, boundaries + 1])
     counts = first[1] - first[0]
@@ -292,7 +307,7 @@ def cell_ranges(
 
     def strings_of(index: int) -> tuple[str, str, int]:
         at = has_marks[index]
-        text = names.texts.string(cells[at])
+        text = names.texts.string(int(cells[at]))
         row = chosen[rows[at]]
         begun = places.context_of(int(open_rows.boundaries[row]), int(open_rows.rows[row]))
         return begun, text, int(names.marks[cells[at]])

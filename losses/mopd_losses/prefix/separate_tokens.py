@@ -121,7 +121,7 @@ class SeparateTokens:
             (owner, owner[1] + after)
             for owner, stops in ends.items()
             if stops == {len(owner[1])}
-            for after in self._continuations(*owner)
+            for after in dict.fromkeys(self._continuations(*owner))
         ]
         continued = [(owner, text) for owner, text in continued if _is_text(owner[0], text)]
         inner = {text: end for text, end in self._teacher_ends(continued) if end < len(text[0][1])}

@@ -51,8 +51,14 @@ class Strings:
 
     def at(self, indices: Integers | NDArray[np.bool_]) -> "Strings":
         """Select strings."""
-        columns = (self.hashes, self.lengths, self.ids, self.starts)
-        return Strings(self.vocabulary, self.text, *(column[indices] for column in columns))
+        return Strings(
+            self.vocabulary,
+            self.text,
+            self.hashes[indices],
+            self.lengths[indices],
+            self.ids[indices],
+            self.starts[indices],
+        )
 
     def followed_by(self, other: "Strings") -> "Strings":
         """Append strings of the same vocabulary and text."""

@@ -61,5 +61,5 @@ def test_the_nodes_of_a_vocabulary_are_the_beginnings_of_its_tokens() -> None:
         bounds = (vocabulary.node_starts, vocabulary.node_longer, vocabulary.node_stops)
         assert tuple(column[node] for column in bounds) == expected
         assert expected.stop - expected.start == sum(s.startswith(end) for s in strings)
-    absent = prefix_hashes(codes_of("\u2588"))[1:]
-    assert vocabulary.nodes_of(absent).tolist() == [-1]
+    unknown = prefix_hashes(codes_of("\u2588"))[1:]
+    assert vocabulary.nodes_of(unknown).tolist() == [-1]

@@ -17,7 +17,7 @@ class KeyTable:
     """Hash table with open addressing; at most half of its slots are used.
 
     Args:
-        most: keys; a table that would hold more is cleared first.
+        most: keys; beyond, the table is cleared first.
     """
 
     def __init__(self, most: int) -> None:

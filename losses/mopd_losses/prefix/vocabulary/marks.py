@@ -4,6 +4,7 @@ The same marks occur at many boundaries, so boundaries have numbers of them, and
 marks and a text is computed once.
 """
 
+from collections.abc import Callable
 from functools import cached_property
 
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
@@ -42,7 +43,8 @@ class MarksTable:
         self._numbers: dict[Marks, int] = {(): UNMARKED}
         self.members = KeyTable(_CACHED)
         """Marks and a text -> whether it belongs to the cell."""
-        self._leaving: dict[tuple[int, str, int], int] = {}
+        self._derived: dict[tuple[int, int, int], int] = {}
+        self._belongs: dict[tuple[int, int], bool] = {}
 
     def __len__(self) -> int:
         return len(self._numbered)
@@ -64,6 +66,13 @@ class MarksTable:
         longest = (b for t, b in reversed(self.marks_of(number)) if string.startswith(t))
         return next(longest, True)
 
+    def contains(self, number: int, hashed: int, string: Callable[[], str]) -> bool:
+        """``belongs``, of a string with this hash."""
+        known = self._belongs.get((number, hashed))
+        if known is None:
+            known = self._belongs[number, hashed] = self.belongs(number, string())
+        return known
+
     def as_realised(self, number: int, ahead: str) -> int:
         """Correct marks by what follows, which shows better than any trial what belongs."""
         excluded = self._numbered[number].excluded
@@ -73,27 +82,30 @@ class MarksTable:
             tuple((t, belongs or ahead.startswith(t)) for t, belongs in self.marks_of(number))
         )
 
-    def without(self, number: int, longer: str) -> int:
-        """Exclude a longer text from the cell."""
-        others = (mark for mark in self.marks_of(number) if mark[0] != longer)
-        return self.number_of(tuple(sorted([*others, (longer, False)])))
+    def without(self, number: int, hashed: int, longer: Callable[[], str]) -> int:
+        """Exclude a longer text, with this hash, from the cell."""
+        known = self._derived.get((number, hashed, -1))
+        if known is None:
+            text = longer()
+            others = (mark for mark in self.marks_of(number) if mark[0] != text)
+            known = self.number_of(tuple(sorted([*others, (text, False)])))
+            self._derived[number, hashed, -1] = known
+        return known
 
-    def leaving(self, number: int, cell: str, own: int) -> int:
+    def leaving(self, number: int, hashed: int, cell: Callable[[], str], own: int) -> int:
         """Exclude from a shorter cell what belongs to a longer one, too.
 
         Args:
             number: the shorter cell's marks.
-            cell: the longer cell's text.
+            hashed: the hash of the longer cell's text.
+            cell: this text.
             own: the longer cell's marks.
         """
-        known = self._leaving.get((number, cell, own))
-        if known is not None:
-            return known
-        marks = self.marks_of(number)
-        both = {t for t, belongs in marks if belongs and t.startswith(cell)}
-        both = {t for t in both if self.belongs(own, t)}
-        result = (
-            self.number_of(tuple((t, b and t not in both) for t, b in marks)) if both else number
-        )
-        self._leaving[number, cell, own] = result
-        return result
+        known = self._derived.get((number, hashed, own))
+        if known is None:
+            marks, text = self.marks_of(number), cell()
+            both = {t for t, belongs in marks if belongs and t.startswith(text)}
+            both = {t for t in both if self.belongs(own, t)}
+            known = self.number_of(tuple((t, b and t not in both) for t, b in marks))
+            self._derived[number, hashed, own] = known
+        return known
