@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
-from mopd_protocol.codec import BINARY_MEDIA_TYPE, encode_binary, encode_json
+from mopd_protocol.codec import BINARY_MEDIA_TYPE, encode_binary_buffer, encode_json
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.requests import LogprobsDtype, LogprobsRequest
 from mopd_protocol.responses import LogprobsResponse
@@ -127,16 +127,20 @@ def lifecycle_of(app: FastAPI) -> Lifecycle:
     return app.state.lifecycle
 
 
-def _lifecycle(request: Request) -> Lifecycle:
+# Coroutines: FastAPI calls other functions in a thread.
+
+
+async def _lifecycle(request: Request) -> Lifecycle:
     return lifecycle_of(request.app)
 
 
-def _service(request: Request) -> TeacherService:
-    return _lifecycle(request).require_loaded()
+async def _service(request: Request) -> TeacherService:
+    return lifecycle_of(request.app).require_loaded()
 
 
-def _adapter(request: Request) -> str | None:
-    name, known = adapter_of(request.scope), _service(request).manifests
+async def _adapter(request: Request) -> str | None:
+    service = lifecycle_of(request.app).require_loaded()
+    name, known = adapter_of(request.scope), service.manifests
     if name not in known:
         names = ", ".join(str(each) for each in known if each) or "none"
         raise ServiceError(
@@ -321,7 +325,7 @@ async def metrics(life: Life) -> Response:
 
 
 def _as_binary(response: LogprobsResponse, dtype: LogprobsDtype) -> Response:
-    return PartedResponse(encode_binary(response, dtype), media_type=BINARY_MEDIA_TYPE)
+    return PartedResponse(encode_binary_buffer(response, dtype), media_type=BINARY_MEDIA_TYPE)
 
 
 def _as_json(response: LogprobsResponse) -> Response:

@@ -1,16 +1,20 @@
 """``parse_in_parts``: a scoring request parsed in parts, sequences and long lists of one.
 
 One call for a body of megabytes would keep the interpreter's lock, and with it the event loop, for
-seconds, on any thread. The same is true of a regular expression.
+seconds, on any thread. The same is true of a regular expression, of a collection of millions of
+objects as garbage, and of the end of their request: a body of too many values is rejected.
 """
 
 from collections.abc import Iterator
+from http import HTTPStatus
+from itertools import chain
 from typing import Any
 
 from pydantic import ValidationError
 
 from mopd_protocol.requests import MOST_SEQUENCES, LogprobsRequest, SequenceRequest
 from mopd_server.http.json_scan import after_separator, tokens
+from mopd_server.service_error import ServiceError
 
 #: Above this number of errors (a body of unknown keys) only the number is reported: a list of
 #: millions would exhaust the memory.
@@ -19,11 +23,21 @@ MAX_ERRORS = 1000
 #: Longer lists are parsed in parts of about this size, 2 to 5 ms each.
 _PART_BYTES = 32 * 1024
 
+#: Lists and objects of a body, and strings: four for each message. Their garbage collection and
+#: deletion take 50 ms.
+MOST_LISTS = 2**17
+MOST_STRINGS = 2**19
+
+#: Bytes outside strings, and some for every string, of one call of pydantic: 10 to 40 ms.
+_MOST_WEIGHT = 512 * 1024
+_STRING_WEIGHT = 4
+
 #: No valid request is nested as deep.
 _DEEPEST = 100
 
 #: A valid sequence, to validate the other fields.
 _PLACEHOLDER = b'{"prompt": "", "completion": ""}'
+_TOO_MANY = b'{"sequences": [%b]}' % b",".join([_PLACEHOLDER] * (MOST_SEQUENCES + 1))
 _PLACEHOLDERS = [SequenceRequest(prompt="", completion="")]
 
 #: Field with a list -> a valid sequence around the list.
@@ -63,9 +77,10 @@ def parse_in_parts(body: bytes) -> LogprobsRequest:
 
     Raises:
         InvalidBodyError: if the body is not a scoring request.
+        ServiceError: 413 if it has too many values for the event loop to continue meanwhile.
     """
     parts = _split(body)
-    if parts is None or len(parts[0]) > MOST_SEQUENCES:
+    if parts is None:
         return parse(body)
     sequences, rest = parts
     request = _parse(LogprobsRequest, rest)
@@ -77,6 +92,7 @@ def parse_in_parts(body: bytes) -> LogprobsRequest:
 
 def _parse(model: Any, body: bytes, *location: str | int, offset: int = 0) -> Any:
     """Parse with pydantic; ``offset`` is added to the index in the list of a sequence."""
+    _require_light(body, location)
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -84,6 +100,28 @@ def _parse(model: Any, body: bytes, *location: str | int, offset: int = 0) -> An
         errors = error.errors(include_url=False) if count <= MAX_ERRORS else []
         located = [{**each, "loc": (*location, *_shifted(each["loc"], offset))} for each in errors]
         raise InvalidBodyError(located, count) from error
+
+
+def _require_light(body: bytes, location: tuple[str | int, ...]) -> None:
+    """Raise ServiceError 413 if one call of pydantic would take too long."""
+    if len(body) <= _MOST_WEIGHT:
+        return
+    weight = last = 0
+    for start, end in chain(tokens(body), [(len(body), len(body))]):
+        weight += start - last + (_STRING_WEIGHT if body[start : start + 1] == b'"' else 1)
+        last = end
+        if weight > _MOST_WEIGHT:
+            field = f"sequences[{location[1]}]" if location else "body"
+            raise _too_large(field, "bytes of one value, texts excluded", weight, _MOST_WEIGHT)
+
+
+def _too_large(field: str, kind: str, found: int, limit: int) -> ServiceError:
+    return ServiceError(
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        f"{field}: too many {kind} (found {found} or more, expected at most {limit}). Split the "
+        "request.",
+        key=field,
+    )
 
 
 def _shifted(location: tuple[str | int, ...], offset: int) -> tuple[str | int, ...]:
@@ -168,14 +206,22 @@ def _split(body: bytes) -> tuple[list[slice], bytes] | None:
 
     ``None`` without exactly one list of sequences. Where the parts and the rest are valid, the
     body is.
+
+    Raises:
+        InvalidBodyError: if there are more than ``MOST_SEQUENCES``.
+        ServiceError: 413 if the body has too many lists, objects or strings.
     """
     sequences: list[slice] = []
     depth, begin, stop, start = 0, None, None, 0  # the list is body[begin:stop]
     named = False
+    lists = strings = 0
     for position, end in tokens(body):
         kind = body[position]
         if kind in b"[{":
+            lists += 1
             depth += 1
+            if lists > MOST_LISTS:
+                raise _too_large("body", "lists and objects", lists, MOST_LISTS)
             if depth > _DEEPEST:
                 return None
             if named and depth == 2 and kind == b"["[0]:
@@ -188,9 +234,15 @@ def _split(body: bytes) -> tuple[list[slice], bytes] | None:
             depth -= 1
             if depth == 2 and begin is not None and stop is None:
                 sequences.append(slice(start, end))
+                if len(sequences) > MOST_SEQUENCES:
+                    _parse(LogprobsRequest, _TOO_MANY)
             elif depth == 1 and begin is not None and stop is None:
                 stop = position
-        elif depth == 1:
+        else:
+            strings += 1
+            if strings > MOST_STRINGS:
+                raise _too_large("body", "strings", strings, MOST_STRINGS)
+        if depth == 1 and kind == b'"'[0]:
             named = end - position == 11 and body[position:end] == b'"sequences"'
             if named and begin is not None:
                 return None

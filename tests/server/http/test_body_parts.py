@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mopd_protocol.requests import MOST_SEQUENCES, LogprobsRequest
 from mopd_server.http import body_parts
 from mopd_server.http.body_parts import InvalidBodyError, parse, parse_in_parts
+from mopd_server.service_error import ServiceError
 
 TEXTS = st.text(st.sampled_from('"\\{}[],: a\u00e9\n'), max_size=6)
 IDS = st.lists(st.integers(-1, 3) | st.integers(0, 3), max_size=9)
@@ -109,6 +110,67 @@ def test_error_of_a_long_list_has_its_index(
     assert errors[0] == errors[1]
     numbers = [each for each in errors[0][-1][1] if isinstance(each, int)]
     assert numbers[: 1 + len(place)] == [1, *place]
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('{"sequences":[{"prompt":"a","completion":"b","candidate_ids":[[%s]]}]}', "sequences[0]"),
+        ('{"sequences":[{"prompt":"a","completion":"b","chat_template_kwargs":{"a":[%s]}}]}',
+         "sequences[0]"),
+        ('{"sequences":[{"prompt":"a","completion":"b"}],"x":[%s]}', "body"),
+        ("[%s]", "body"),
+        ('{"sequences":[{"prompt":"a","completion":"b"}],"sequences":[%s]}', "body"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("unit", ["1234,", '"a",', "[],", '"", '])
+def test_one_call_of_the_parser_has_few_values(
+    text: str, key: str, unit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter's lock is kept during a call: heavier ones are rejected before."""
+    limit = 1000
+    monkeypatch.setattr(body_parts, "_MOST_WEIGHT", limit)
+    monkeypatch.setattr(body_parts, "_PART_BYTES", 100)
+    body = (text % (unit * (5 * limit // len(unit)) + "1")).encode()
+    with pytest.raises(ServiceError) as caught:
+        parse_in_parts(body)
+    assert (caught.value.status, caught.value.key) == (413, key)
+
+
+@pytest.mark.parametrize(
+    ("field", "unit"),
+    [
+        ("candidate_ids", "[]"),
+        ("candidate_ids", "[1]"),
+        ("messages", '{"role":"user","content":""}'),
+        ("completion", '{"control":""}'),
+        ("completion", '"a"'),
+    ],
+)
+def test_numbers_of_lists_and_strings_are_limited(
+    field: str, unit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = 50
+    monkeypatch.setattr(body_parts, "MOST_LISTS", limit)
+    monkeypatch.setattr(body_parts, "MOST_STRINGS", 4 * limit)
+    many = 4 * limit if unit == '"a"' else limit
+    for count in (many - 12, many):
+        values = ",".join([unit] * count)
+        rest = "".join(
+            f'"{name}":"",' for name in ("prompt", "completion") if name != field
+        ).removeprefix('"prompt":"",' if field == "messages" else "")
+        body = f'{{"sequences":[{{{rest}"{field}":[{values}]}}]}}'.encode()
+        if count < many:
+            assert parse_in_parts(body) == parse(body)
+        else:
+            with pytest.raises(ServiceError) as caught:
+                parse_in_parts(body)
+            assert (caught.value.status, caught.value.key) == (413, "body")
+
+
+def test_text_of_megabytes_is_light() -> None:
+    body = json.dumps({"sequences": [{"prompt": "a\n" * 2**20, "completion": "b"}]}).encode()
+    assert parse_in_parts(body) == parse(body)
 
 
 def test_error_has_the_place_in_the_complete_body() -> None:

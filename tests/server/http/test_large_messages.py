@@ -21,7 +21,7 @@ SEQUENCE = {"prompt_token_ids": [1], "completion_token_ids": [2, 3], "id": "x" *
     [
         (request_body, "parse_in_parts", BINARY_MEDIA_TYPE),
         (application, "encode_json", "application/json"),
-        (application, "encode_binary", BINARY_MEDIA_TYPE),
+        (application, "encode_binary_buffer", BINARY_MEDIA_TYPE),
     ],
 )
 def test_probes_get_responses_while_large_messages_are_converted(

@@ -33,6 +33,8 @@ async def cancel_on_disconnect(
     finally:
         working.cancel()
         watching.cancel()
+        # Its sequences have left the queue, and its quota is refunded, before the next request.
+        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 async def _disconnect(request: Request) -> None:
