@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,16 @@ _MOST_CHUNK_ROWS = 256
 
 #: Below this ratio of width and k, or this width, ``torch.topk`` is as fast on a CPU.
 _MIN_WIDTH_PER_ENTRY, _MIN_WIDTH = 8, 256
+
+#: Wider rows are divided into groups first.
+_MAX_WIDTH = 8192
+#: Groups whose maxima determine the threshold of a row, and most entries above it, per k: about
+#: 1.15 k without ties.
+_GROUPS_PER_ENTRY, _MOST_PER_ENTRY = 4, 4
+
+_COLUMN_BITS = 32
+
+_LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +101,9 @@ def select_top_k(logits: Tensor, tokens: Tensor, top_k: int) -> TruncatedRows:
     rest = logits.scatter_(1, ids, -torch.inf)
     # Finite, so that a row without a tail is not NaN.
     offset = rest.amax(dim=1, keepdim=True).clamp_(min=torch.finfo(rest.dtype).min)
-    tail = rest.sub_(offset).exp_().sum(dim=1, keepdim=True).log_().add_(offset - largest)
+    # On a CPU, exp takes 4 times as long as exp2, and even longer for -inf.
+    terms = rest.sub_(offset).mul_(_LOG2_E).exp2_()
+    tail = terms.sum(dim=1, keepdim=True).log_().add_(offset - largest)
     top = top - largest
     total = torch.logaddexp(top.logsumexp(dim=1, keepdim=True), tail)
     top = top.sub_(total)
@@ -118,29 +131,57 @@ def select_candidates(logits: Tensor, tokens: Tensor, candidates: Tensor) -> Tru
     return TruncatedRows(ids, selected, token_logprobs, tail)
 
 
-def top_entries(values: Tensor, k: int, *, in_order: bool = True) -> tuple[Tensor, Tensor]:
+def top_entries(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest entries of each row and their columns, as ``torch.topk``.
 
-    On a CPU, the columns are divided into groups first: the k largest entries are in the k groups
-    with the largest maxima. That is 2 times as fast at 2,048 columns and k 64.
+    On a CPU, columns are divided into groups first: the k largest entries are in the k groups with
+    the largest maxima. Entries of narrow rows are compared with the k-th largest maximum, and the
+    few that are not below are sorted by numpy. That is 3 times as fast at 2,048 columns and k 64.
     """
     rows, width = values.shape
     small = width < max(_MIN_WIDTH_PER_ENTRY * k, _MIN_WIDTH)
-    if values.device.type != "cpu" or small:
-        return values.topk(k, dim=1, sorted=in_order)
+    if values.device.type != "cpu" or small or values.dtype != torch.float32:
+        return values.topk(k, dim=1)
+    if width <= _MAX_WIDTH:
+        columns = _columns_above(values, k)
+        return values.topk(k, dim=1) if columns is None else (values.gather(1, columns), columns)
     # k groups have as many entries as there are groups, halved: measured.
     members = max(int(math.sqrt(width / k) / 2), 2)
     groups = width // members
     grouped = values[:, : members * groups].view(rows, members, groups)
-    _, best = top_entries(grouped.amax(dim=1), k, in_order=False)
+    _, best = top_entries(grouped.amax(dim=1), k)
     selected = grouped.gather(2, best[:, None].expand(-1, members, -1)).view(rows, -1)
     columns = (torch.arange(0, members * groups, groups)[:, None] + best[:, None]).view(rows, -1)
     if members * groups < width:
         rest = torch.arange(members * groups, width).expand(rows, -1)
         selected = torch.cat([selected, values[:, members * groups :]], dim=1)
         columns = torch.cat([columns, rest], dim=1)
-    top, order = top_entries(selected, k, in_order=in_order)
+    top, order = top_entries(selected, k)
     return top, columns.gather(1, order)
+
+
+def _columns_above(values: Tensor, k: int) -> Tensor | None:
+    """Return the columns of the k largest entries of each row of float32, in order.
+
+    None if a row contains NaN, or many entries equal to the k-th.
+    """
+    rows, width = values.shape
+    groups = _GROUPS_PER_ENTRY * k
+    grouped = values[:, : width // groups * groups].view(rows, -1, groups)
+    maxima = grouped.amax(dim=1).numpy()
+    thresholds = np.partition(maxima, groups - k, axis=1)[:, groups - k, None]
+    positions = np.flatnonzero(values.numpy() >= thresholds)
+    row = positions // width
+    counts = np.bincount(row, minlength=rows)
+    if counts.min() < k or counts.max() > _MOST_PER_ENTRY * k:
+        return None
+    bits = values.numpy().reshape(-1)[positions].view(np.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative numbers: larger bits are smaller
+    keys = np.full((rows, int(counts.max())), np.iinfo(np.int64).min)
+    index = np.arange(len(positions)) - (counts.cumsum() - counts)[row]
+    keys[row, index] = (ordered.astype(np.int64) << _COLUMN_BITS) | (positions - row * width)
+    keys.sort(axis=1)
+    return torch.from_numpy(keys[:, : -k - 1 : -1] & (2**_COLUMN_BITS - 1))
 
 
 def concatenate(chunks: list[TruncatedRows]) -> TopKLogprobs:

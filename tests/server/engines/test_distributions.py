@@ -63,11 +63,32 @@ def test_padding_of_candidates_does_not_remove_id_0_from_the_tail() -> None:
     torch.testing.assert_close(torch.tensor(scores.tail_logprobs), tails.float())
 
 
-@given(st.integers(1, 3000), st.integers(1, 200), st.integers(0, 2**32 - 1))
-def test_top_entries_equal_a_complete_sort(width: int, k: int, seed: int) -> None:
+@given(
+    st.integers(1, 3000) | st.integers(8000, 20000),
+    st.integers(1, 200),
+    st.sampled_from(["normal", "negative", "ties", "equal", "masked"]),
+    st.integers(0, 2**32 - 1),
+)
+def test_top_entries_equal_a_complete_sort(width: int, k: int, kind: str, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randint(-9, 10**4, (2, width), generator=generator).float()
+    values = torch.randn((2, width), generator=generator)
+    if kind == "negative":
+        values -= 9.0
+    elif kind == "ties":
+        values = (values * 300).round()
+    elif kind == "equal":
+        values[1] = -1.0
+    elif kind == "masked":
+        values[torch.rand((2, width), generator=generator) < 0.9] = -torch.inf
     top, columns = top_entries(values, min(k, width))
     torch.testing.assert_close(top, values.sort(dim=1, descending=True).values[:, : min(k, width)])
     torch.testing.assert_close(values.gather(1, columns), top)
     assert all(len(set(row)) == len(row) for row in columns.tolist())
+
+
+def test_nan_is_not_hidden() -> None:
+    for columns in ([5], range(0, 2048, 2)):
+        values = torch.randn((2, 2048))
+        values[1, columns] = torch.nan
+        rows = select_top_k(values, torch.tensor([0, 0]), 8)
+        assert rows.tail_logprobs.isnan().tolist() == [False, True]
