@@ -4,8 +4,8 @@
 
 A Markov chain over a few letters, cut at a longest text, so that all texts can be listed. Its exact
 token rows through two BPE tokenizers, each trained on texts of another chain, are a student and a
-teacher that agree about every text: a divergence should be zero, in expectation over the texts.
-The tokenizers merge overlapping pairs, and do not match the longest token.
+teacher that agree about every text: a divergence should be zero, in expectation over the texts, and
+so with all lookaheads. The tokenizers merge overlapping pairs, and do not match the longest token.
 """
 
 import argparse
@@ -18,7 +18,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mopd_protocol import TokenRoles
 from tests.losses.families import family_of
-from tests.losses.prefix_pairs import Pair, Tongue, compared, model_rows
+from tests.losses.prefix_pairs import (
+    Pair,
+    Tongue,
+    compared,
+    model_rows,
+    rows_of,
+    with_lookaheads,
+)
 from tests.reference.text_model import TokenModel, markov_texts
 
 #: Log-probabilities of the student are clamped here: -inf has no gradient.
@@ -71,7 +78,9 @@ def false_loss(pair: Pair, texts: Mapping[str, float], *, top_k: int) -> float:
     for text, mass in texts.items():
         ids = pair.student.ids(student.written[text]), pair.teacher.ids(teacher.written[text])
         rows = model_rows(pair.teacher, teacher, text)
-        targets = pair.targets([compared(pair, *ids, rows, k=top_k)])
+        comparison = compared(pair, *ids, rows, k=top_k)
+        comparison = with_lookaheads(pair, comparison, rows_of(pair.teacher, teacher))
+        targets = pair.targets([comparison])
         logits = model_rows(pair.student, student, text).clamp_min(_LOWEST)
         total += mass * pair.value(logits, targets).per_token.sum().item()
         tokens += mass * len(ids[0])

@@ -192,6 +192,11 @@ class PrefixKlConfig(DivergenceSettings):
     """A boundary that the teacher reaches with a smaller probability, given the text at its first
     open row, weighs that probability over this floor: what the teacher's top-k contains about such
     a boundary is a small part of what may follow."""
+    lookaheads: int = Field(default=2, ge=0)
+    """Most texts per completion that a teacher scores in addition, where it is sure of a token that
+    the completion does not continue with, and longer tokens of the student begin with that: ``1``
+    of a teacher with single digits, for a student with whole numbers. They have the same prompt and
+    the beginning of the completion; teachers with the student's kind of tokens get few or none."""
 
 
 class AutoConfig(DivergenceSettings):

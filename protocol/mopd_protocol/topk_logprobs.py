@@ -46,6 +46,12 @@ class TopKLogprobs:
         """Entries per row, including missing ones."""
         return self.ids.shape[1]
 
+    def rows(self, start: int, stop: int) -> "TopKLogprobs":
+        """Return the rows ``[start, stop)``."""
+        part = slice(start, stop)
+        columns = self.ids, self.logprobs, self.token_logprobs, self.tail_logprobs
+        return TopKLogprobs(*(column[part] for column in columns))
+
     def _check_shapes(self) -> None:
         rows = self.ids.shape[:1]
         if self.ids.ndim != 2 or self.logprobs.shape != self.ids.shape:

@@ -1,8 +1,8 @@
 """Pairs of tiny vocabularies that write by longest match, and completions scored in float64."""
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mopd_losses.alignment.byte_alignment import align
 from mopd_losses.config import PrefixKlConfig
-from mopd_losses.core.loss import AlignedPair, LossOutput
+from mopd_losses.core.loss import AlignedPair, Lookahead, LossOutput
 from mopd_losses.core.student_rows import DenseRows
 from mopd_losses.prefix.loss import PrefixKlLoss
 from mopd_losses.prefix.preparation import Preparation
@@ -68,6 +68,10 @@ class ExactTopK:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def rows(self, start: int, stop: int) -> "ExactTopK":
+        columns = self.ids, self.logprobs, self.token_logprobs, self.tail_logprobs
+        return ExactTopK(*(column[start:stop] for column in columns))
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,6 +209,22 @@ def compared(
     return AlignedPair(student, sampled, score, align(student, teacher))
 
 
+def with_lookaheads(
+    pair: Pair, comparison: AlignedPair, row: Callable[[list[int]], Tensor]
+) -> AlignedPair:
+    """Add all lookaheads; ``row`` is the teacher's after some tokens: [width], nats."""
+    found: list[Lookahead] = []
+    score = comparison.score
+    sides = comparison.student, score, comparison.alignment
+    for token in pair.preparation.lookaheads.open_tokens.of(*sides, realised=False):
+        likely = int(score.topk.ids[token.teacher_row, 0])
+        before = score.completion.token_ids[: token.teacher_row].tolist()
+        following = row([*before, likely])[None]
+        asked = compared(pair, [], [int(following.argmax())], following, score.topk.k)
+        found.append(Lookahead(token.student_row, token.teacher_row, asked.score.topk))
+    return replace(comparison, lookaheads=tuple(found))
+
+
 def model_rows(tongue: Tongue, model: TokenModel, text: str) -> Tensor:
     """[tokens, width], ln of the exact token rows of a byte model on one of its texts."""
     written = model.written[text]
@@ -215,6 +235,18 @@ def model_rows(tongue: Tongue, model: TokenModel, text: str) -> Tensor:
             list(following.values()), dtype=torch.float64
         ).log()
     return rows
+
+
+def rows_of(tongue: Tongue, model: TokenModel) -> Callable[[list[int]], Tensor]:
+    """ln of the model's row after some tokens: [width]."""
+
+    def row(ids: list[int]) -> Tensor:
+        following = model.row([tongue.table.bytes_of(token).decode() for token in ids])
+        logprobs = torch.full((tongue.logit_width,), -torch.inf, dtype=torch.float64)
+        logprobs[tongue.ids([*following])] = torch.tensor([*following.values()]).double().log()
+        return logprobs
+
+    return row
 
 
 def prefix_closed(draw: random.Random, letters: str, words: int, longest: int) -> list[str]:

@@ -13,6 +13,16 @@ from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_protocol.arrays import FloatArray
 from mopd_protocol.samples import TeacherScore
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
+from mopd_protocol.topk_logprobs import TopKLogprobs
+
+
+@dataclass(frozen=True, eq=False)
+class Lookahead:
+    """The teacher's distribution behind a token that the completion does not continue with."""
+
+    student_row: int  # whose token would cover the end of the teacher's
+    teacher_row: int  # that the token is from
+    following: TopKLogprobs  # one row
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +34,7 @@ class AlignedPair:
     sampled_logprobs: FloatArray | None
     score: TeacherScore
     alignment: Alignment
+    lookaheads: tuple[Lookahead, ...] | None = None  # None if the loss has not asked for any
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,11 +7,16 @@ boundary, in the student's tokenization of the text that its open token has begu
 and any of a few continuations.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mopd_losses.prefix.vocabulary.hashed_strings import Hashes, Integers
+from mopd_losses.prefix.vocabulary.hashed_strings import (
+    Hashes,
+    Integers,
+    keys_of,
+    string_hashes,
+)
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, utf8_text
 from mopd_protocol.tokenizers.token_table import TextEncoder
@@ -53,6 +58,12 @@ class Cuts:
             return np.array(self._cuts([candidate(index) for index in indices.tolist()]))
 
         return self.table.computed(keys, compute)
+
+    def of_candidates(self, begun: str, candidates: Sequence[str]) -> list[int]:
+        """Return the same for candidates behind one beginning."""
+        before, length = np.repeat(string_hashes([begun]), len(candidates)), len(begun)
+        keys = keys_of(before, np.full(len(candidates), length), string_hashes(candidates))
+        return self.of(keys, lambda index: (begun, candidates[index])).tolist()
 
     def _cuts(self, pairs: list[Begun]) -> list[int]:
         lengths = self._first_token_lengths(pairs)

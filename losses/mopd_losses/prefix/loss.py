@@ -47,6 +47,10 @@ the two masses of the token's beginning, at most ``HIGHEST_RATIO``, as far as th
 is an expectation over the teacher (``teacher_share``). Without it, the student learns the
 rest of a token only after the beginning.
 
+**Lookaheads.** Where the teacher is sure of the beginning, its row behind it is asked for if the
+completion does not continue with it (``open_tokens``, ``lookaheads``). Every sample then has the
+second term of that sum, with its exact weight, and no noise of a ratio.
+
 What is neglected: such divisions more than two tokens back, the tail of a teacher's rows that do
 not begin at ``o``, tokens beyond the top-k that begin with a cell, and, at boundaries that the
 teacher reaches with little mass, what its top-k does not contain: such a boundary weighs
@@ -186,11 +190,16 @@ def _ratios(
 ) -> Float[Tensor, "boundaries"]:
     """The weights of boundaries inside the student's tokens; 1 for all others.
 
+    A boundary that every sample has, whatever its token, weighs the mass of the token's beginning.
+
     Args:
         begun: nats, the student's, of the token's text up to the boundary.
     """
-    ratios = (targets.token_masses.to(begun.dtype) - begun.detach()).exp()
+    begun = begun.detach()
+    ratios = (targets.token_masses.to(begun.dtype) - begun).exp()
+    masses = teacher_share * targets.token_masses.exp() + (1 - teacher_share) * begun.exp()
     ratios = teacher_share * ratios.clamp_max(HIGHEST_RATIO) + (1 - teacher_share)
+    ratios = torch.where(targets.in_every_sample, masses.to(begun.dtype), ratios)
     return torch.where(targets.token_masses.isnan(), 1.0, ratios)
 
 

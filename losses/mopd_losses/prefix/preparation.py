@@ -12,6 +12,7 @@ from mopd_losses.prefix.boundaries import OpenRows, TokenizedText, boundaries_of
 from mopd_losses.prefix.cells import TopK, teacher_cells
 from mopd_losses.prefix.contexts import Contexts
 from mopd_losses.prefix.detours import Sought
+from mopd_losses.prefix.lookaheads.comparisons import LookaheadComparisons
 from mopd_losses.prefix.names import cell_ranges
 from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.targets import NO_PATH, WHOLE_ROW, PrefixTargets, RangeReadings
@@ -36,6 +37,7 @@ class Preparation:
         folder: Path | None = None,
     ) -> None:
         self._pair = TokenizerPair(student, student_encoder, teacher, teacher_encoder, folder)
+        self.lookaheads = LookaheadComparisons(self._pair)
 
     @property
     def student(self) -> SortedVocabulary:
@@ -51,6 +53,14 @@ class Preparation:
             offsets: the first position of each completion.
             mass_floor: boundaries that the teacher reaches with a smaller mass weigh less.
         """
+        targets = self._targets(comparisons, offsets, mass_floor)
+        targets = self.lookaheads.added(targets, comparisons, offsets)
+        self._pair.save_if_grown()
+        return targets
+
+    def _targets(
+        self, comparisons: Sequence[AlignedPair], offsets: Sequence[int], mass_floor: float
+    ) -> PrefixTargets:
         pair, controls = self._pair, dict(self._pair.controls)
         student = TokenizedText.of(pair.student, [c.student for c in comparisons], controls)
         scores = [comparison.score for comparison in comparisons]
@@ -98,7 +108,6 @@ class Preparation:
         lacking[at] = torch.from_numpy(detours.cells)
         teacher_lacking[at] = torch.from_numpy(cells.lacking)
         masses = torch.from_numpy(cells.masses).exp().clamp_max(1.0)
-        pair.save_if_grown()
         return PrefixTargets(
             positions=torch.from_numpy(positions[rows.rows[rows.last]]),
             first_positions=torch.from_numpy(positions[first_rows]),
@@ -106,6 +115,7 @@ class Preparation:
             rests=torch.from_numpy(cells.rests),
             path_masses=masses,
             token_masses=torch.from_numpy(_token_masses(rows, cells.texts, len(student.ids))),
+            in_every_sample=torch.zeros(count, dtype=torch.bool),
             weights=(masses / mass_floor).clamp_max(1.0) if mass_floor else torch.ones_like(masses),
             named=_readings(
                 rows.boundaries[named.rows],

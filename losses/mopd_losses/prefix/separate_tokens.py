@@ -11,7 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mopd_losses.prefix.vocabulary.hashed_strings import Hashes, Integers
+from mopd_losses.prefix.vocabulary.hashed_strings import (
+    Hashes,
+    Integers,
+    keys_of,
+    string_hashes,
+)
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
 from mopd_losses.prefix.vocabulary.marks import Marks, MarksTable
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, utf8_text
@@ -85,15 +90,20 @@ class SeparateTokens:
 
         return self.table.computed(keys, compute)
 
+    def of_cell(self, place: Place, text: str) -> Marks:
+        """Return the marks of one cell."""
+        hashes = string_hashes([place.student, place.teacher, text])
+        lengths = np.array([len(place.student), len(place.teacher)])
+        student, teacher, cell = (hashes[at : at + 1] for at in range(3))
+        keys = keys_of(student, lengths[:1], teacher, lengths[1:], cell)
+        return self._marks.marks_of(int(self.of(keys, lambda _: (place, text))[0]))
+
     def _tried(self, place: Place, text: str) -> list[str]:
         """The student's frequent tokens, behind the boundary."""
         tokens = self._student.frequent_tokens(place.student + text, TRIED)
-        texts = [token[len(place.student) :] for token in tokens if self._has_few_longer(token)]
+        few = (token for token in tokens if self._student.longer_tokens(token) <= FEW)
+        texts = [token[len(place.student) :] for token in few]
         return [longer for longer in texts if len(longer) <= LONGEST]
-
-    def _has_few_longer(self, token: str) -> bool:
-        tokens = self._student.range_of(token)
-        return tokens.stop - tokens.longer <= FEW
 
     def _marks_of(self, place: Place, text: str, longer: list[str]) -> Marks:
         marks: dict[str, bool] = {}

@@ -66,6 +66,9 @@ class PrefixTargets:
     token_masses: Float[Tensor, "boundaries"]
     """Nats, the teacher's, of the text since the start of the student's token that covers the
     boundary; NaN where none does or its start is not compared."""
+    in_every_sample: Bool[Tensor, "boundaries"]
+    """True for the boundaries behind open tokens (``lookaheads``), which are compared whatever the
+    completion continues with."""
     weights: Float[Tensor, "boundaries"]
     named: RangeReadings  # summed for each cell
     known: RangeReadings  # summed for everything that is open
@@ -96,6 +99,7 @@ class PrefixTargets:
             rests=self.rests[boundaries],
             path_masses=self.path_masses[boundaries],
             token_masses=self.token_masses[boundaries],
+            in_every_sample=self.in_every_sample[boundaries],
             weights=self.weights[boundaries],
             named=self.named.between(first, last, start, first_path),
             known=self.known.between(first, last, start, first_path),

@@ -4,9 +4,18 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from mopd_losses.core.loss import AlignedPair
-from tests.losses.prefix_pairs import Pair, Tongue, compared, model_rows, random_pair
+from tests.losses.prefix_pairs import (
+    Pair,
+    Tongue,
+    compared,
+    model_rows,
+    random_pair,
+    rows_of,
+    with_lookaheads,
+)
 from tests.reference.text_model import END, TokenModel, markov_texts
 
 every_divergence = pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
@@ -58,6 +67,19 @@ def test_one_byte_model_through_two_tokenizers_has_no_loss_and_no_gradient(
         assert logits.grad.abs().max() < tolerance, text
 
 
+@every_divergence
+@pytest.mark.parametrize("name", PAIRS)
+def test_one_byte_model_has_no_loss_behind_open_tokens(name: str, divergence: str) -> None:
+    pair = PAIRS[name]
+    student, teacher = models(pair)
+    for text in student.texts:
+        logprobs, comparison = scored(pair, text, student, teacher)
+        comparison = with_lookaheads(pair, comparison, rows_of(pair.teacher, teacher))
+        logits = logprobs.clamp_min(-60)
+        output = pair.value(logits, pair.targets([comparison]), divergence=divergence)
+        assert output.per_token.abs().max() < 1e-5, text
+
+
 @pytest.mark.parametrize("name", ["long student", "long teacher"])
 def test_different_byte_models_have_a_loss(name: str) -> None:
     student, _ = models(PAIRS[name], seed=0)
@@ -104,6 +126,46 @@ def test_expected_loss_over_the_students_tokens_is_the_divergence_of_whole_token
     sides = (teacher, student) if divergence == "forward_kl" else (student, teacher)
     exact = sum(sides[0][t] * math.log(sides[0][t] / sides[1][t]) for t in student)
     assert expected == pytest.approx(exact, abs=1e-5)
+
+
+@pytest.mark.parametrize("is_forward", [True, False])
+@pytest.mark.parametrize("sampled", ["57", "58", "67", "68"])
+def test_with_a_lookahead_every_sample_has_the_divergence_behind_an_open_token(
+    sampled: str, is_forward: bool
+) -> None:
+    student = {"57": 0.1, "58": 0.15, "5": 0.2, "67": 0.5, "68": 0.05}
+    first = {"5": 0.75, "6": 0.25}
+    second = {"5": {"7": 0.7, "8": 0.1, "a": 0.2}, "6": {"7": 0.5, "8": 0.5}}
+    tongue = Tongue.of("57", "58", "67", "68")
+    rows = [first, second[sampled[0]], {END: 1.0}]
+    pair, comparison = of_rows(tongue, DIGITS, sampled, rows)
+
+    def row(ids: list[int]) -> Tensor:
+        assert ids == DIGITS.ids("5")
+        following = torch.full((DIGITS.logit_width,), -torch.inf).double()
+        following[DIGITS.ids([*second["5"]])] = torch.tensor([*second["5"].values()]).double().log()
+        return following
+
+    comparison = with_lookaheads(pair, comparison, row)
+    assert comparison.lookaheads is not None
+    assert len(comparison.lookaheads) == (sampled[0] != "5")
+    logits = torch.full((2, tongue.logit_width), -60.0).double()
+    logits[0, tongue.ids([*student])] = torch.tensor([*student.values()]).double().log()
+    logits[1, tongue.end] = 0.0
+    divergence = "forward_kl" if is_forward else "reverse_kl"
+    output = pair.value(logits, pair.targets([comparison]), divergence=divergence)
+
+    def nats(teacher: list[float], own: list[float]) -> float:
+        total = sum(own)
+        pairs = [(p, q / total) for p, q in zip(teacher, own, strict=True)]
+        pairs = pairs if is_forward else [(q, p) for p, q in pairs]
+        return sum(p * math.log(p / q) for p, q in pairs)
+
+    expected = nats([0.75, 0.25], [0.45, 0.55])
+    expected += (0.75 if is_forward else 0.45) * nats([0.7, 0.1, 0.2], [0.1, 0.15, 0.2])
+    if sampled[0] == "6":  # not likely enough to be asked for: weighs the ratio
+        expected += (0.25 / 0.55 if is_forward else 1.0) * nats([0.5, 0.5], [0.5, 0.05])
+    assert float(output.per_token[0]) == pytest.approx(expected, abs=1e-5)
 
 
 @every_divergence

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from mopd_losses.alignment.byte_alignment import Alignment
+from mopd_losses.core.loss import Lookahead
 from mopd_protocol.errors import DataError
 from mopd_protocol.samples import Rollout, TeacherScore
 from mopd_trainer.data.teacher_input import TeacherInput
@@ -17,6 +18,7 @@ class AlignedScore:
     teacher_input: TeacherInput
     score: TeacherScore
     alignment: Alignment
+    lookaheads: tuple[Lookahead, ...] | None = None  # see ``AlignedPair``
 
 
 @dataclass(frozen=True, eq=False)

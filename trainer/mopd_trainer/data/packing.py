@@ -220,4 +220,5 @@ def _aligned_pair(example: TrainingExample, score: AlignedScore) -> AlignedPair:
         sampled_logprobs=example.rollout.sampled_logprobs,
         score=score.score,
         alignment=score.alignment,
+        lookaheads=score.lookaheads,
     )

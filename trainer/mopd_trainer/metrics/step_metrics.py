@@ -156,6 +156,7 @@ def teacher_metrics(
             "alignment_ratio": ratio(aligned_bytes, text_bytes),
             "control_tokens_as_text": float(sum(each.control_tokens_as_text for each in inputs)),
             "invalid_utf8_bytes": float(sum(each.invalid_utf8_bytes for each in inputs)),
+            "lookaheads": float(sum(len(score.lookaheads or ()) for _, score in scored)),
             "scored_tokens": float(counter.tokens_scored),
             "received_bytes": float(counter.received_bytes),
             "score_seconds_total": sum(counter.seconds),

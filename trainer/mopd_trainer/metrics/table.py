@@ -123,6 +123,7 @@ _TEACHER = {
     "alignment_ratio": (_SHARE, "bytes of the completions in aligned spans"),
     "control_tokens_as_text": ("tokens", "control tokens sent as text"),
     "invalid_utf8_bytes": ("bytes", "bytes not sent because they are not UTF-8"),
+    "lookaheads": ("texts", "texts beyond the completions that prefix KL compares"),
     "scored_tokens": ("tokens", "completion tokens scored, in the teacher's tokens"),
     "received_bytes": ("bytes", "size of the response bodies"),
     "score_seconds_total": ("s", "sum of the times of all requests"),

@@ -20,6 +20,7 @@ from safetensors.numpy import save
 
 from mopd_client.score_store import ScoreKey, Shard, load_shard
 from mopd_client.tokenizers.teacher import teacher_tokenizer
+from mopd_losses.core.loss import Lookahead
 from mopd_protocol.errors import CheckpointError
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.request_tokenizer import TeacherTokenizer
@@ -33,6 +34,7 @@ from mopd_trainer.config.run import RunConfig
 from mopd_trainer.config.teacher import TeacherConfig
 from mopd_trainer.data.examples import AlignedScore, TrainingExample
 from mopd_trainer.run_folder.disk_errors import disk_errors
+from mopd_trainer.run_folder.recorded_lookaheads import load_lookaheads, lookahead_arrays
 from mopd_trainer.teachers.connect import Teacher
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class RecordedScore:
     teacher: str
     weight: float
     score: TeacherScore
+    lookaheads: tuple[Lookahead, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,11 @@ class Recorder:
         """
         arrays: Arrays = {}
         samples = [_sample(f"{index}", sample, arrays) for index, sample in enumerate(examples)]
+        for index, example in enumerate(examples):
+            for each in example.scores:
+                if each.lookaheads is not None:
+                    key = f"{index}.{each.teacher}"
+                    arrays |= lookahead_arrays(key, each.lookaheads, each.score.topk.k)
         shards = self._add_scores(samples, examples)
         body = save(arrays, {"samples": json.dumps(samples)})
         path = step_path(self._folder, step)
@@ -266,6 +274,7 @@ class Recording:
                         reference["teacher"],
                         reference["weight"],
                         shards[reference["shard"]].scores[reference["row"]],
+                        load_lookaheads(f"{index}.{reference['teacher']}", arrays),
                     )
                     for reference in sample["scores"]
                 ),

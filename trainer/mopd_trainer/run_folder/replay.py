@@ -117,4 +117,7 @@ class Replay:
         alignment = aligned(teacher, teacher_input, score)
         if not len(alignment):
             return None
-        return AlignedScore(recorded.teacher, recorded.weight, teacher_input, score, alignment)
+        lookaheads = None if teacher.open_tokens is None else recorded.lookaheads
+        return AlignedScore(
+            recorded.teacher, recorded.weight, teacher_input, score, alignment, lookaheads
+        )

@@ -13,7 +13,9 @@ from mopd_client.services.expectation import Expectation
 from mopd_client.services.mopd import MopdService
 from mopd_client.services.vllm import VllmService
 from mopd_client.teacher_client import TeacherClient
-from mopd_losses.config import AutoConfig
+from mopd_losses.config import AutoConfig, PrefixKlConfig
+from mopd_losses.prefix.lookaheads.open_tokens import OpenTokens
+from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.projection.cache import ProjectionCache
 from mopd_losses.projection.matrix import ProjectionMatrix
 from mopd_losses.projection.sides import find_projection, resolve_loss
@@ -36,6 +38,8 @@ class Teacher:
     manifest: Manifest
     tokenizer: TeacherTokenizer
     projection: ProjectionMatrix
+    open_tokens: OpenTokens | None = None
+    """What its loss asks of texts beyond the completions; None for nothing."""
     path: str | None = None
     """Path of the scoring route; None without a server, as in a replay."""
 
@@ -161,7 +165,11 @@ def teacher_of(
         raise ConfigError(
             f"teacher {name!r}: {error}", key=f"teachers.{name}.{error.key}"
         ) from error
-    return Teacher(name, config, manifest, tokenizer, projection)
+    open_tokens = None
+    if isinstance(settings, PrefixKlConfig) and settings.lookaheads:
+        sides = student.table, student.encoder, tokenizer.table, tokenizer.encoder
+        open_tokens = OpenTokens(TokenizerPair(*sides))
+    return Teacher(name, config, manifest, tokenizer, projection, open_tokens)
 
 
 def _require_model(name: str, config: TeacherConfig, manifest: Manifest) -> None:

@@ -14,6 +14,9 @@ from mopd_client.transport.clock import Clock
 from mopd_client.transport.counters import Counters
 from mopd_losses.alignment.byte_alignment import Alignment, identity_alignment
 from mopd_losses.alignment.text_offsets import align_text
+from mopd_losses.config import PrefixKlConfig
+from mopd_losses.core.loss import Lookahead
+from mopd_losses.prefix.lookaheads.open_tokens import OpenToken
 from mopd_losses.projection.matrix import ProjectionMatrix
 from mopd_protocol.errors import DataError, TeacherError, TeacherUnavailableError
 from mopd_protocol.requests import SequenceRequest
@@ -23,6 +26,7 @@ from mopd_trainer.data.examples import AlignedScore, TrainingExample
 from mopd_trainer.data.teacher_input import TeacherInput, text_view, token_view
 from mopd_trainer.teachers.connect import Teacher
 from mopd_trainer.teachers.control import Controls
+from mopd_trainer.teachers.lookaheads import lookahead, requested
 from mopd_trainer.teachers.student_support import Counterparts, with_student_support
 from mopd_trainer.teachers.turns import TeacherTurns
 
@@ -155,7 +159,28 @@ class RolloutScorer:
             failed_shares = {index: shares[index] for index in failed}
             return scores | await self._score_by(teacher.config.fallback, failed_shares, rollouts)
         self.dropped.update(f"{name}/{reason}" for reason in failed.values())
-        return scores
+        return await self._with_lookaheads(teacher, scores)
+
+    async def _with_lookaheads(
+        self, teacher: Teacher, scores: Mapping[int, AlignedScore]
+    ) -> dict[int, AlignedScore]:
+        """Score what follows likely tokens that completions do not continue with."""
+        if teacher.open_tokens is None:
+            return dict(scores)
+        settings = teacher.config.loss
+        assert isinstance(settings, PrefixKlConfig)  # else there are no open tokens
+        asked: list[tuple[int, OpenToken, SequenceRequest]] = []
+        for index, each in scores.items():
+            texts = requested(teacher.open_tokens, each, settings.lookaheads)
+            asked += [(index, token, request) for token, request in texts]
+        results = await self._request(teacher, [request for *_, request in asked]) if asked else []
+        found: dict[int, list[Lookahead]] = {index: [] for index in scores}
+        for (index, token, _), result in zip(asked, results, strict=True):
+            if not isinstance(result, _NoScore):
+                found[index] += lookahead(token, scores[index].score, result)
+        return {
+            index: replace(each, lookaheads=tuple(found[index])) for index, each in scores.items()
+        }
 
     def _teacher_input(self, teacher: Teacher, rollout: Rollout) -> TeacherInput:
         rollout = self._controls.scored_rollout(teacher.name, rollout)

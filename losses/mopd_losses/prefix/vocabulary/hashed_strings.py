@@ -6,6 +6,7 @@ joined and looked up at once, and a string is built only for a tokenizer. Two of
 have one hash with probability 3e-6.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -67,6 +68,11 @@ def prefix_hashes(codes: NDArray[np.uint16]) -> Hashes:
 def slice_hashes(prefixes: Hashes, starts: Integers, stops: Integers) -> Hashes:
     """Hash the slices ``[starts, stops)`` of a text with these prefix hashes."""
     return (prefixes[stops] - prefixes[starts]) * inverse_powers(starts)
+
+
+def string_hashes(texts: Sequence[str]) -> Hashes:
+    """Hash whole strings."""
+    return np.array([prefix_hashes(codes_of(text))[-1] for text in texts], dtype=np.uint64)
 
 
 def pair_hashes(codes: NDArray[np.uint16]) -> Hashes:

@@ -151,6 +151,11 @@ class SortedVocabulary:
         tokens = self.range_of(prefix)
         return tokens.start < tokens.stop
 
+    def longer_tokens(self, prefix: str) -> int:
+        """Return the number of tokens that begin with ``prefix`` and are longer."""
+        tokens = self.range_of(prefix)
+        return tokens.stop - tokens.longer
+
     def frequent_tokens(self, prefix: str, count: int) -> list[str]:
         """Return at most ``count`` tokens that are longer than ``prefix`` and begin with it: those
         with the lowest ids, which tokenizers are trained to merge first."""

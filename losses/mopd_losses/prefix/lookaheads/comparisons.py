@@ -1,0 +1,155 @@
+"""Comparisons behind a likely token of the teacher, inside the student's tokens that continue it.
+
+KL(teacher || student) of a student's token is that of its beginning ``c``, plus the teacher's mass
+of ``c`` times that of what follows ``c`` in the token. The teacher's row behind ``c`` is in the
+score if the completion continues with ``c``, and a ``Lookahead`` otherwise: so each sample has the
+second term, with the weight of the teacher's mass (of the student's for a divergence that is an
+expectation over the student).
+
+Behind a lookahead, all student's tokens that begin with ``c`` are compared, given ``c``. Each
+belongs to the cell of the longest of the teacher's candidates that it begins with, cut as usual
+(``cuts``). The token ``c`` itself, which says that something else
+follows, belongs to the rest, and so does what the teacher continues with in no token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mopd_losses.core.loss import AlignedPair
+from mopd_losses.prefix.lookaheads.joined_targets import joined
+from mopd_losses.prefix.lookaheads.open_tokens import OpenToken, OpenTokens
+from mopd_losses.prefix.pair import TokenizerPair
+from mopd_losses.prefix.targets import NO_PATH, PrefixTargets, RangeReadings
+from mopd_protocol.topk_logprobs import TopKLogprobs
+
+#: Tokens that continue a text; comparisons of more would cost more than they tell.
+_MOST_TOKENS = 4_096
+
+_Ranges = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """One boundary behind an open token."""
+
+    position: int
+    known: _Ranges  # ranks of the student's tokens that begin with the open token's text
+    cells: list[tuple[float, _Ranges]]  # the teacher's nats, and ranks
+    nats: float  # the teacher's, of the open token's text
+
+
+class LookaheadComparisons:
+    """Comparisons behind the open tokens of one pair of tokenizers."""
+
+    def __init__(self, pair: TokenizerPair) -> None:
+        self.open_tokens = OpenTokens(pair)
+        self._pair = pair
+
+    def added(
+        self, targets: PrefixTargets, pairs: Sequence[AlignedPair], offsets: Sequence[int]
+    ) -> PrefixTargets:
+        """Add the comparisons of lookaheads to the targets of completions, and mark the boundaries
+        behind open tokens that the completions continue with."""
+        comparisons: list[_Comparison] = []
+        for pair, offset in zip(pairs, offsets, strict=True):
+            if pair.lookaheads is None:
+                continue
+            alignment, both = pair.alignment, (pair.student, pair.score)
+            for token in self.open_tokens.of(*both, alignment, realised=True):
+                positions = torch.tensor([0, 1]) + offset + token.student_row
+                start, stop = torch.searchsorted(targets.positions, positions).tolist()
+                assert token.boundary is not None  # of realised ones
+                targets.in_every_sample[start:stop][token.boundary : token.boundary + 1] = True
+            rows = {
+                (each.student_row, each.teacher_row): each.following for each in pair.lookaheads
+            }
+            for token in self.open_tokens.of(*both, alignment, realised=False) if rows else ():
+                following = rows.get((token.student_row, token.teacher_row))
+                if following is not None:
+                    comparison = self._comparison(token, following, offset + token.student_row)
+                    comparisons += [] if comparison is None else [comparison]
+        return joined(targets, _targets(comparisons)) if comparisons else targets
+
+    def _comparison(
+        self, token: OpenToken, following: TopKLogprobs, position: int
+    ) -> "_Comparison | None":
+        """Build a comparison; None if no candidate of the teacher continues within a token."""
+        known = self.open_tokens.ranges(token.place, token.text)
+        if sum(stop - start for start, stop in known) > _MOST_TOKENS:
+            return None
+        begun = token.place.student + token.text
+        rests = {
+            rank: self._pair.student.string_at(rank)[len(begun) :]
+            for start, stop in known
+            for rank in range(start, stop)
+        }
+        candidates = {
+            self._pair.teacher.strings[candidate]: float(nats)
+            for candidate, nats in zip(
+                following.ids[0].tolist(), following.logprobs[0], strict=True
+            )
+            if candidate >= 0
+        }
+        masses: dict[str, float] = {}
+        lengths = self._pair.cuts.of_candidates(begun, [*candidates])
+        for (text, nats), length in zip(candidates.items(), lengths, strict=True):
+            name = text[:length]
+            if name:
+                masses[name] = float(np.logaddexp(masses.get(name, -np.inf), nats))
+        ranges: dict[str, _Ranges] = {name: [] for name in masses}
+        for rank, text in rests.items():  # in the order of ranks
+            name = next((text[:n] for n in range(len(text), 0, -1) if text[:n] in masses), "")
+            if name and ranges[name] and ranges[name][-1][1] == rank:
+                ranges[name][-1] = ranges[name][-1][0], rank + 1
+            elif name:
+                ranges[name].append((rank, rank + 1))
+        cells = [(nats, ranges[name]) for name, nats in masses.items() if ranges[name]]
+        return _Comparison(position, known, cells, token.nats) if cells else None
+
+
+def _targets(comparisons: Sequence[_Comparison]) -> PrefixTargets:
+    count = len(comparisons)
+    cells = torch.full((count, max(len(each.cells) for each in comparisons)), -torch.inf).double()
+    for row, each in enumerate(comparisons):
+        cells[row, : len(each.cells)] = torch.tensor([nats for nats, _ in each.cells]).double()
+    named = [
+        (row, column, each.position, start, stop)
+        for row, each in enumerate(comparisons)
+        for column, (_, ranges) in enumerate(each.cells)
+        for start, stop in ranges
+    ]
+    known = [
+        (row, 0, each.position, start, stop)
+        for row, each in enumerate(comparisons)
+        for start, stop in each.known
+    ]
+    positions = torch.tensor([each.position for each in comparisons])
+    none, absent = torch.empty(0, dtype=torch.int64), torch.full((count,), -torch.inf).double()
+    return PrefixTargets(
+        positions=positions,
+        first_positions=positions,
+        cells=cells,
+        rests=(1 - cells.exp().sum(dim=1)).clamp_min(0).log(),
+        path_masses=torch.ones(count).double(),
+        token_masses=torch.tensor([each.nats for each in comparisons]).double(),
+        in_every_sample=torch.ones(count, dtype=torch.bool),
+        weights=torch.ones(count).double(),
+        named=_readings(named),
+        known=_readings(known),
+        detours=_readings([]),
+        lacking=torch.zeros_like(cells, dtype=torch.bool),
+        teacher_detours=absent,
+        teacher_lacking=torch.zeros_like(cells, dtype=torch.bool),
+        path_boundaries=none,
+        step_paths=none,
+        step_positions=none,
+        step_ids=none,
+    )
+
+
+def _readings(columns: Sequence[tuple[int, int, int, int, int]]) -> RangeReadings:
+    table = torch.tensor(columns, dtype=torch.int64).reshape(-1, 5).T.contiguous()
+    return RangeReadings(*table, paths=torch.full((len(columns),), NO_PATH))

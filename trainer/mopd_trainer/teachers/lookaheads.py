@@ -1,0 +1,31 @@
+"""Requests for the teacher's distribution behind tokens that completions do not continue with."""
+
+from collections.abc import Iterator
+
+from mopd_losses.core.loss import Lookahead
+from mopd_losses.prefix.lookaheads.open_tokens import OpenToken, OpenTokens
+from mopd_protocol.requests import SequenceRequest
+from mopd_protocol.samples import TeacherScore
+from mopd_trainer.data.examples import AlignedScore
+
+
+def requested(
+    open_tokens: OpenTokens, score: AlignedScore, count: int
+) -> Iterator[tuple[OpenToken, SequenceRequest]]:
+    """Yield the first ``count`` open tokens that a completion does not continue with, and the
+    request for each: the text with that token, ended, so that the row behind it is scored."""
+    completion = score.teacher_input.completion
+    for token in open_tokens.of(completion, score.score, score.alignment, realised=False):
+        text = open_tokens.text_before(completion, token)
+        if text is not None and count:
+            count -= 1
+            fields = {"completion": text, "finished": True, "candidate_ids": None}
+            yield token, score.teacher_input.request.model_copy(update=fields)
+
+
+def lookahead(token: OpenToken, score: TeacherScore, extended: TeacherScore) -> Iterator[Lookahead]:
+    """Yield the lookahead, unless the teacher's tokenizer divides the text in another way."""
+    row = token.teacher_row
+    expected = [*score.completion.token_ids[:row].tolist(), int(score.topk.ids[row, 0])]
+    if extended.completion.token_ids[:-1].tolist() == expected:
+        yield Lookahead(token.student_row, row, extended.topk.rows(row + 1, row + 2))
