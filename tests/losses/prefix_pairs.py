@@ -213,16 +213,16 @@ def with_lookaheads(
     pair: Pair, comparison: AlignedPair, row: Callable[[list[int]], Tensor]
 ) -> AlignedPair:
     """Add all lookaheads; ``row`` is the teacher's after some tokens: [width], nats."""
-    found: list[Lookahead] = []
+    lookaheads: list[Lookahead] = []
     score = comparison.score
     sides = comparison.student, score, comparison.alignment
     for token in pair.preparation.lookaheads.open_tokens.of(*sides, realised=False):
         likely = int(score.topk.ids[token.teacher_row, 0])
         before = score.completion.token_ids[: token.teacher_row].tolist()
         following = row([*before, likely])[None]
-        asked = compared(pair, [], [int(following.argmax())], following, score.topk.k)
-        found.append(Lookahead(token.student_row, token.teacher_row, asked.score.topk))
-    return replace(comparison, lookaheads=tuple(found))
+        scored = compared(pair, [], [int(following.argmax())], following, score.topk.k)
+        lookaheads.append(Lookahead(token.student_row, token.teacher_row, scored.score.topk))
+    return replace(comparison, lookaheads=tuple(lookaheads))
 
 
 def model_rows(tongue: Tongue, model: TokenModel, text: str) -> Tensor:

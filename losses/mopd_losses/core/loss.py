@@ -34,7 +34,7 @@ class AlignedPair:
     sampled_logprobs: FloatArray | None
     score: TeacherScore
     alignment: Alignment
-    lookaheads: tuple[Lookahead, ...] | None = None  # None if the loss has not asked for any
+    lookaheads: tuple[Lookahead, ...] | None = None  # None if none were requested
 
 
 @dataclass(frozen=True, eq=False)

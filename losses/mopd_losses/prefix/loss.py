@@ -47,7 +47,7 @@ the two masses of the token's beginning, at most ``HIGHEST_RATIO``, as far as th
 is an expectation over the teacher (``teacher_share``). Without it, the student learns the
 rest of a token only after the beginning.
 
-**Lookaheads.** Where the teacher is sure of the beginning, its row behind it is asked for if the
+**Lookaheads.** Where the teacher is sure of the beginning, its row behind it is requested if the
 completion does not continue with it (``open_tokens``, ``lookaheads``). Every sample then has the
 second term of that sum, with its exact weight, and no noise of a ratio.
 
@@ -190,7 +190,7 @@ def _ratios(
 ) -> Float[Tensor, "boundaries"]:
     """The weights of boundaries inside the student's tokens; 1 for all others.
 
-    A boundary that every sample has, whatever its token, weighs the mass of the token's beginning.
+    A boundary that every sample has weighs the mass of the token's beginning.
 
     Args:
         begun: nats, the student's, of the token's text up to the boundary.

@@ -67,8 +67,8 @@ class PrefixTargets:
     """Nats, the teacher's, of the text since the start of the student's token that covers the
     boundary; NaN where none does or its start is not compared."""
     in_every_sample: Bool[Tensor, "boundaries"]
-    """True for the boundaries behind open tokens (``lookaheads``), which are compared whatever the
-    completion continues with."""
+    """True for the boundaries behind open tokens (``lookaheads``), which every sample
+    compares."""
     weights: Float[Tensor, "boundaries"]
     named: RangeReadings  # summed for each cell
     known: RangeReadings  # summed for everything that is open

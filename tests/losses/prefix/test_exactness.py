@@ -163,7 +163,7 @@ def test_with_a_lookahead_every_sample_has_the_divergence_behind_an_open_token(
 
     expected = nats([0.75, 0.25], [0.45, 0.55])
     expected += (0.75 if is_forward else 0.45) * nats([0.7, 0.1, 0.2], [0.1, 0.15, 0.2])
-    if sampled[0] == "6":  # not likely enough to be asked for: weighs the ratio
+    if sampled[0] == "6":  # not likely enough for a lookahead: weighs the ratio
         expected += (0.25 / 0.55 if is_forward else 1.0) * nats([0.5, 0.5], [0.5, 0.05])
     assert float(output.per_token[0]) == pytest.approx(expected, abs=1e-5)
 

@@ -35,7 +35,7 @@ def lookahead_arrays(key: str, lookaheads: Sequence[Lookahead], k: int) -> dict[
 
 
 def load_lookaheads(key: str, arrays: Mapping[str, _Array]) -> tuple[Lookahead, ...] | None:
-    """Return the lookaheads of a score; None if the recorded run asked for none."""
+    """Return the lookaheads of a score; None if none were requested."""
     if f"{key}.lookahead_places" not in arrays:
         return None
     names = "ids", "logprobs", "token_logprobs", "tail_logprobs"

@@ -39,7 +39,7 @@ class Teacher:
     tokenizer: TeacherTokenizer
     projection: ProjectionMatrix
     open_tokens: OpenTokens | None = None
-    """What its loss asks of texts beyond the completions; None for nothing."""
+    """Finds the lookaheads that its loss compares; None for a loss without."""
     path: str | None = None
     """Path of the scoring route; None without a server, as in a replay."""
 

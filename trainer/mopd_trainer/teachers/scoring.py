@@ -16,7 +16,6 @@ from mopd_losses.alignment.byte_alignment import Alignment, identity_alignment
 from mopd_losses.alignment.text_offsets import align_text
 from mopd_losses.config import PrefixKlConfig
 from mopd_losses.core.loss import Lookahead
-from mopd_losses.prefix.lookaheads.open_tokens import OpenToken
 from mopd_losses.projection.matrix import ProjectionMatrix
 from mopd_protocol.errors import DataError, TeacherError, TeacherUnavailableError
 from mopd_protocol.requests import SequenceRequest
@@ -154,32 +153,35 @@ class RolloutScorer:
                 scores[index] = self._controls.aligned(score, rollouts[index], table)
             else:
                 self.dropped[f"{name}/nothing_aligned"] += 1
+        scores = await self._with_lookaheads(teacher, scores)
         if failed and teacher.config.fallback is not None:
             self.counters(name).fallbacks += len(failed)
             failed_shares = {index: shares[index] for index in failed}
             return scores | await self._score_by(teacher.config.fallback, failed_shares, rollouts)
         self.dropped.update(f"{name}/{reason}" for reason in failed.values())
-        return await self._with_lookaheads(teacher, scores)
+        return scores
 
     async def _with_lookaheads(
-        self, teacher: Teacher, scores: Mapping[int, AlignedScore]
+        self, teacher: Teacher, scores: dict[int, AlignedScore]
     ) -> dict[int, AlignedScore]:
         """Score what follows likely tokens that completions do not continue with."""
-        if teacher.open_tokens is None:
-            return dict(scores)
         settings = teacher.config.loss
+        if teacher.open_tokens is None or teacher.config.control is not None:
+            return scores
         assert isinstance(settings, PrefixKlConfig)  # else there are no open tokens
-        asked: list[tuple[int, OpenToken, SequenceRequest]] = []
-        for index, each in scores.items():
-            texts = requested(teacher.open_tokens, each, settings.lookaheads)
-            asked += [(index, token, request) for token, request in texts]
-        results = await self._request(teacher, [request for *_, request in asked]) if asked else []
-        found: dict[int, list[Lookahead]] = {index: [] for index in scores}
-        for (index, token, _), result in zip(asked, results, strict=True):
+        sent = [
+            (index, token, request)
+            for index, score in scores.items()
+            for token, request in requested(teacher.open_tokens, score, settings.lookaheads)
+        ]
+        results = await self._request(teacher, [request for *_, request in sent]) if sent else []
+        lookaheads: dict[int, list[Lookahead]] = {index: [] for index in scores}
+        for (index, token, _), result in zip(sent, results, strict=True):
             if not isinstance(result, _NoScore):
-                found[index] += lookahead(token, scores[index].score, result)
+                lookaheads[index] += lookahead(token, scores[index].score, result)
         return {
-            index: replace(each, lookaheads=tuple(found[index])) for index, each in scores.items()
+            index: replace(score, lookaheads=tuple(lookaheads[index]))
+            for index, score in scores.items()
         }
 
     def _teacher_input(self, teacher: Teacher, rollout: Rollout) -> TeacherInput:
@@ -305,7 +307,7 @@ def aligned(teacher: Teacher, teacher_input: TeacherInput, score: TeacherScore) 
     scored = score.completion
     if len(scored) != len(completion) or (scored.token_ids[: len(sent)] != sent).any():
         raise DataError(
-            f"teacher {teacher.name!r}: scored other token ids than it received (found "
+            f"teacher {teacher.name!r}: scored other token ids than it received (lookaheads "
             f"{len(scored)} tokens, expected {len(completion)})"
         )
     return identity_alignment(len(completion))

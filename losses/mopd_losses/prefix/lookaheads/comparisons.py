@@ -8,7 +8,7 @@ expectation over the student).
 
 Behind a lookahead, all student's tokens that begin with ``c`` are compared, given ``c``. Each
 belongs to the cell of the longest of the teacher's candidates that it begins with, cut as usual
-(``cuts``). The token ``c`` itself, which says that something else
+(``cuts``). The token ``c`` itself, behind which something else
 follows, belongs to the rest, and so does what the teacher continues with in no token.
 """
 
@@ -25,7 +25,7 @@ from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.targets import NO_PATH, PrefixTargets, RangeReadings
 from mopd_protocol.topk_logprobs import TopKLogprobs
 
-#: Tokens that continue a text; comparisons of more would cost more than they tell.
+#: Tokens that continue a text; comparisons of more would cost too much.
 _MOST_TOKENS = 4_096
 
 _Ranges = list[tuple[int, int]]
@@ -127,7 +127,7 @@ def _targets(comparisons: Sequence[_Comparison]) -> PrefixTargets:
         for start, stop in each.known
     ]
     positions = torch.tensor([each.position for each in comparisons])
-    none, absent = torch.empty(0, dtype=torch.int64), torch.full((count,), -torch.inf).double()
+    none, missing = torch.empty(0, dtype=torch.int64), torch.full((count,), -torch.inf).double()
     return PrefixTargets(
         positions=positions,
         first_positions=positions,
@@ -141,7 +141,7 @@ def _targets(comparisons: Sequence[_Comparison]) -> PrefixTargets:
         known=_readings(known),
         detours=_readings([]),
         lacking=torch.zeros_like(cells, dtype=torch.bool),
-        teacher_detours=absent,
+        teacher_detours=missing,
         teacher_lacking=torch.zeros_like(cells, dtype=torch.bool),
         path_boundaries=none,
         step_paths=none,

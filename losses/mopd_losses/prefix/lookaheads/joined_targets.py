@@ -94,9 +94,9 @@ def _concatenated(parts: Sequence[Tensor | RangeReadings], width: int) -> Tensor
             }
         )
     if first.ndim == 2:  # cells
-        absent = -torch.inf if first.is_floating_point() else False
+        missing = -torch.inf if first.is_floating_point() else False
         first, second = (
-            torch.nn.functional.pad(each, (0, width - each.shape[1]), value=absent)
+            torch.nn.functional.pad(each, (0, width - each.shape[1]), value=missing)
             for each in (first, second)
         )
     return torch.cat([first, second])

@@ -1,6 +1,6 @@
 """``OpenTokens``: likely tokens of the teacher that longer tokens of the student continue.
 
-A teacher of single digits is sure of ``1``, and its next row says ``7``; the student's ``17`` and
+A teacher of single digits is sure of ``1``, and its next row of ``7``; the student's ``17`` and
 ``19`` are one token each. A completion with ``42`` shows that the number should begin with ``1``,
 and nothing of what follows. The row behind the likely ``1`` is what ``lookaheads`` compare.
 """
@@ -21,7 +21,7 @@ from mopd_protocol.tokenizers.token_sequence import TokenSequence
 #: Least probability of the teacher's token: of two tokens, at most one has it.
 LEAST_MASS = 0.5
 
-#: Most mass of longer tokens that begin with the teacher's, as a share of its own.
+#: Most mass of longer tokens that begin with the teacher's, as a share of the mass of that token.
 LONGER_SHARE = 1e-2
 
 #: Earlier rows of a side that could have a longer token.
@@ -37,8 +37,8 @@ class OpenToken:
 
     student_row: int  # whose token covers the end of the teacher's, or would if that followed
     teacher_row: int
-    place: Place  # what both sides have begun where both tokens go on
-    text: str  # from there to the end of the teacher's token
+    place: Place  # what both sides have begun where both tokens continue
+    text: str  # up to the end of the teacher's token
     nats: float  # the teacher's, of the text since the start of the student's token
     boundary: int | None
     """If the completion continues with the teacher's token: which boundary inside the student's is
@@ -80,11 +80,11 @@ class OpenTokens:
             covering = np.searchsorted(starts, ends - 1, side="right") - 1
             inside = student.byte_ends[covering] > ends
             rows, shifts = rows[inside], shifts[inside]
-        found = (
+        open_tokens = (
             self._open_token(student, score, row, shift, starts, teacher_starts, is_realised)
             for row, shift in zip(rows.tolist(), shifts.tolist(), strict=True)
         )
-        return [token for token in found if token is not None]
+        return [token for token in open_tokens if token is not None]
 
     def _open_token(
         self,
