@@ -3,7 +3,7 @@
 # or distil any student from any teacher, by name on the Hugging Face hub or by folder. Held-out
 # measures before and after, on a CPU or an accelerator.
 # From the environment: TEACHER (default SmolLM2-135M-Instruct), STUDENT, STEPS, DEVICE, OUTPUT_DIR,
-# PYTHON. More options go after it: --loss prefix_kl for a student with another tokenizer.
+# PYTHON. More options go after it, such as --student-tokenizer FILE for another tokenizer.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 exec "${PYTHON:-python}" -m bench.language_model \

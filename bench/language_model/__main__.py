@@ -3,12 +3,16 @@
     python -m bench.language_model --teacher MODEL --folder runs/lm
     python -m bench.language_model --teacher FOLDER --gguf-file NAME.gguf --folder runs/lm
     python -m bench.language_model --teacher MODEL --student OTHER --folder runs/lm
+    python -m bench.language_model --teacher MODEL --removed-layers 0 --student-tokenizer \
+        OTHER/tokenizer.json --folder runs/lm
 
-Without ``--student``, four layers around the middle of the teacher are removed. Held-out prompts
-have topics of no training prompt. Measured before and after, on the teacher's greedy completions:
-nats per token and agreement of the most likely token (with the teacher's tokenizer), bits per byte;
-and bits per byte of texts that no model generated. Stopped by SIGTERM, it measures the last
-checkpoint; the same command resumes. GGUF needs the package ``gguf``.
+Without ``--student``, four layers around the middle of the teacher are removed. With
+``--student-tokenizer``, the student gets another tokenizer, and embeddings that are means of the
+teacher's: it has to learn its new tokens by distillation. Held-out prompts have topics of no
+training prompt. Measured before and after, on the teacher's greedy completions: nats per token and
+agreement of the most likely token (with the teacher's tokenizer), bits per byte; and bits per byte
+of texts that no model generated. Stopped by SIGTERM, it measures the last checkpoint; the same
+command resumes. GGUF needs the package ``gguf``.
 """
 
 import argparse
@@ -26,7 +30,12 @@ from transformers import AutoConfig
 import mopd
 from bench.language_model.material import held_out_prompts, prompts
 from bench.language_model.measurement import GreedyCompletion, greedy_completions, measure
-from bench.language_model.models import middle_layers, save_pruned, save_teacher
+from bench.language_model.models import (
+    middle_layers,
+    save_pruned,
+    save_teacher,
+    save_with_tokenizer,
+)
 from mopd_trainer import RunConfig, Student, StudentConfig
 from mopd_trainer.interruption import Interrupted
 
@@ -45,16 +54,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         removed = middle_layers(layers, options.removed_layers)
         console.print(f"student: the teacher without layers {removed} of {layers}")
         student_folder = save_pruned(teacher_folder, removed, folder / "student")
+    if options.student_tokenizer is not None:
+        student_folder = save_with_tokenizer(
+            Path(student_folder), options.student_tokenizer, folder / "student-other-tokenizer"
+        )
     held_out = held_out_prompts(options.held_out)
     teacher = _load(teacher_folder)
     completions = greedy_completions(teacher, held_out, options.max_new_tokens)
     figures: dict[str, Any] = {"teacher": measure(teacher, completions, same_tokenizer=True)}
+    fingerprint = teacher.table.fingerprint
     del teacher
-    before, figures["before"], examples = _measured(student_folder, completions, options)
+    same, figures["before"], example = _measured(student_folder, completions, fingerprint)
     figures["examples"] = {
         "prompt": held_out[0],
         "teacher": completions[0].text,
-        "before": examples,
+        "before": example,
     }
     _show(console, figures)
     config = run_config(options, str(student_folder), str(teacher_folder), completions)
@@ -67,8 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figures["processor_seconds"] = time.process_time() - started
     lines = (config.output_dir / "journal.jsonl").read_text().splitlines()
     figures["journal"] = [json.loads(line) for line in lines]
-    _, figures["after"], figures["examples"]["after"] = _measured(trained, completions, options)
-    figures["same_tokenizer"] = before
+    _, figures["after"], example = _measured(trained, completions, fingerprint)
+    figures["examples"]["after"] = example
+    figures["same_tokenizer"] = same
     figures["settings"] = {key: str(value) for key, value in vars(options).items()}
     _show(console, figures)
     if options.json:
@@ -132,12 +147,13 @@ def _write_lines(path: Path, lines: Sequence[dict[str, str]]) -> Path:
 
 
 def _measured(
-    folder: str | Path, completions: Sequence[GreedyCompletion], options: argparse.Namespace
+    folder: str | Path, completions: Sequence[GreedyCompletion], fingerprint: str
 ) -> tuple[bool, dict[str, float], str]:
     """Return True for the teacher's tokenizer, the measures, and the first greedy completion."""
     student = _load(folder)
-    same = options.loss == "topk_kl"
-    first = greedy_completions(student, [completions[0].prompt], options.max_new_tokens)[0].text
+    same = student.table.fingerprint == fingerprint
+    longest = max(len(completion.token_ids) for completion in completions)
+    first = greedy_completions(student, [completions[0].prompt], longest)[0].text
     return same, measure(student, completions, same_tokenizer=same), first
 
 
@@ -166,6 +182,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gguf-file", help="GGUF file in the teacher's folder")
     parser.add_argument("--student", help="default: the teacher without some layers")
     parser.add_argument("--removed-layers", type=int, default=4)
+    parser.add_argument(
+        "--student-tokenizer", type=Path, metavar="FILE", help="tokenizer.json for the student"
+    )
     parser.add_argument("--folder", type=Path, required=True, help="models and the run")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-steps", type=int, default=10, help="steps between checkpoints")
@@ -176,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=3e-5)
     parser.add_argument("--top-k", type=int, default=64)
-    parser.add_argument("--loss", default="topk_kl", help="prefix_kl for another tokenizer")
+    parser.add_argument("--loss", default="auto", help="default: by the student's tokenizer")
     parser.add_argument("--divergence", default="forward_kl")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, help="threads of torch")

@@ -2,15 +2,20 @@
 
 import json
 import math
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from bench.language_model.__main__ import main as language_model
 from bench.results import averages, controls, recovery, reinforcement, truncation
 from bench.results.__main__ import CLAIMS
 from bench.results.claim import Claim
 from bench.results.page import BEGIN, END, write_page
+from mopd_trainer import Learner, Student, StudentConfig
 from tests import tiny_models
 
 
@@ -59,15 +64,69 @@ def test_reverse_kl_without_a_tail_loses_mass_and_with_one_keeps_it() -> None:
     assert kept[1] == pytest.approx(1, abs=0.02)
 
 
-@pytest.mark.slow
-def test_a_pruned_model_is_trained_and_measured(tmp_path: Path) -> None:
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    """Three steps with a teacher of single digits."""
     tokenizer = tiny_models.digit_tokenizer()
     teacher = tiny_models.save(tiny_models.qwen(tokenizer), tokenizer, tmp_path / "published")
-    options = "--removed-layers 1 --steps 1 --prompts 4 --prompts-per-step 2 --held-out 2"
-    arguments = ["--teacher", str(teacher), "--folder", str(tmp_path / "run"), *options.split()]
-    path = tmp_path / "result.json"
-    language_model([*arguments, "--max-new-tokens", "4", "--top-k", "8", "--json", str(path)])
-    figures = json.loads(path.read_text())
-    assert figures["before"].keys() == figures["after"].keys() == figures["teacher"].keys()
-    assert figures["teacher"]["top1_agreement"] == 1.0
-    assert figures["before"] != figures["after"]
+    options = "--steps 3 --save-steps 1 --prompts 4 --prompts-per-step 2 --held-out 2 --top-k 8"
+    options += " --learning-rate 0.01 --max-new-tokens 4"
+    files = ["--teacher", str(teacher), "--folder", str(tmp_path / "run")]
+    return [*files, *options.split(), "--json", str(tmp_path / "json")]
+
+
+def figures(arguments: list[str]) -> Any:
+    language_model(arguments)
+    return json.loads(Path(arguments[-1]).read_text())
+
+
+def losses(result: dict[str, Any]) -> list[float]:
+    return [line["loss"] for line in result["journal"] if "loss" in line]
+
+
+@pytest.mark.slow
+def test_a_pruned_model_stopped_by_a_signal_is_measured_and_trained_further(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Learner.update
+
+    def update(self: Learner, *batches: Any, **output: Any) -> Any:
+        if output["step"] == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, *batches, **output)
+
+    pruned = [*arguments[:4], "--removed-layers", "1", *arguments[4:]]
+    with monkeypatch.context() as patched:
+        patched.setattr(Learner, "update", update)
+        stopped = figures(pruned)
+    assert len(losses(stopped)) == 2
+    assert stopped["before"].keys() == stopped["after"].keys() == stopped["teacher"].keys()
+    assert stopped["teacher"]["top1_agreement"] == 1.0
+    assert stopped["before"] != stopped["after"]
+    whole = figures(pruned)
+    assert len(losses(whole)) == 3
+    assert losses(whole)[:2] == losses(stopped)
+    assert whole["before"] == stopped["before"]
+    assert whole["after"] != stopped["after"]
+
+
+@pytest.mark.slow
+def test_a_model_with_another_tokenizer_has_mean_embeddings_and_is_trained(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    tiny_models.whole_number_tokenizer().backend_tokenizer.save(str(path))
+    options = "--removed-layers", "0", "--student-tokenizer", str(path)
+    trained = figures([*arguments[:4], *options, *arguments[4:]])
+    assert trained["before"].keys() == {"completions_bits_per_byte", "texts_bits_per_byte"}
+    assert trained["before"] != trained["after"]
+    teacher, student = (
+        Student.load(StudentConfig(model=str(tmp_path / "run" / name), device="cpu"))
+        for name in ("teacher", "student-other-tokenizer")
+    )
+    rows = teacher.full_model().get_input_embeddings().weight
+    for token in (student.identity.encoder.encode("417")[0], student.table.roles.ending[0]):
+        ids = teacher.identity.encoder.encode(student.table.bytes_of(token).decode())
+        mean = rows[ids or [teacher.table.roles.ending[0]]].mean(dim=0)
+        own = student.full_model().get_input_embeddings().weight[token]
+        torch.testing.assert_close(own, mean)
