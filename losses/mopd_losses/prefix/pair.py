@@ -72,6 +72,14 @@ class TokenizerPair:
             self._load(self._path)
         self._saved = self._entries()
 
+    def clear_if_full(self) -> None:
+        """Discard marks, and what refers to them, if there are too many; between two batches."""
+        if self.marks.is_full:
+            self.marks.clear()
+            self.separate.table.clear()
+            self.student_ranges.clear()
+            self.teacher_ranges.clear()
+
     def save_if_grown(self) -> None:
         """Save the tables if they have more entries than the file, by a share."""
         entries = self._entries()

@@ -62,6 +62,7 @@ class Preparation:
         self, comparisons: Sequence[AlignedPair], offsets: Sequence[int], mass_floor: float
     ) -> PrefixTargets:
         pair, controls = self._pair, dict(self._pair.controls)
+        pair.clear_if_full()
         student = TokenizedText.of(pair.student, [c.student for c in comparisons], controls)
         scores = [comparison.score for comparison in comparisons]
         teacher = TokenizedText.of(pair.teacher, [s.completion for s in scores], controls)

@@ -17,7 +17,7 @@ from mopd_losses.prefix import cuts
 from mopd_losses.prefix.loss import PrefixKlLoss
 from mopd_losses.prefix.preparation import Preparation
 from mopd_losses.prefix.targets import PrefixTargets
-from mopd_losses.prefix.vocabulary import sorted_vocabulary
+from mopd_losses.prefix.vocabulary import marks, sorted_vocabulary
 from mopd_protocol.errors import DataError
 from mopd_protocol.samples import TeacherScore
 from mopd_protocol.tokenizers.token_table import TokenRoles
@@ -221,6 +221,7 @@ def test_full_caches_are_cleared_and_change_nothing(monkeypatch: pytest.MonkeyPa
     expected = PAIR.value(logits, PAIR.targets([comparison])).per_token
     monkeypatch.setattr(sorted_vocabulary, "_CACHED_RANGES", 1)
     monkeypatch.setattr(cuts, "CACHED_CUTS", 1)
+    monkeypatch.setattr(marks, "_MOST_MARKS", 0)
     pair = Pair(PAIR.student, PAIR.teacher)
     for _ in range(2):
         assert torch.equal(pair.value(logits, pair.targets([comparison])).per_token, expected)

@@ -103,7 +103,8 @@ class RunConfig(Settings):
     """Resume although the data, the seed or a setting that affects training differs from the
     checkpoint's (``max_steps`` affects training if the learning rate decays)."""
     projection_cache: Incidental[Path | None] = None
-    """Folder of built projections, which runs may share. Default: a folder in ``output_dir``."""
+    """Folder of built projections and of prefix KL's tables (at most 40 MB for two tokenizers),
+    which runs may share. Default: a folder in ``output_dir``."""
     score_cache: Incidental[ScoreCacheConfig | None] = None
     """Folder of stored teacher scores, or ``{path, max_gigabytes}``. Default: scores are not
     stored."""

@@ -13,7 +13,8 @@ from mopd_losses.prefix.vocabulary.key_table import KeyTable
 #: which a string begins decides.
 Marks = tuple[tuple[str, bool], ...]
 
-_CACHED = 1_000_000
+#: Marks, and what is derived of them, kept in memory.
+_MOST_MARKS, _CACHED = 200_000, 1_000_000
 
 #: The number of no marks.
 UNMARKED = 0
@@ -36,9 +37,19 @@ class _Numbered:
 
 
 class MarksTable:
-    """Numbers of marks. Marks are kept as long as the table."""
+    """Numbers of marks."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    @property
+    def is_full(self) -> bool:
+        """True if the table is to be cleared, with everything that has its numbers."""
+        derived = len(self._derived) + len(self._belongs)
+        return len(self) > _MOST_MARKS or derived > _CACHED
+
+    def clear(self) -> None:
+        """Remove all marks; other marks get their numbers."""
         self._numbered = [_Numbered(())]
         self._numbers: dict[Marks, int] = {(): UNMARKED}
         self.members = KeyTable(_CACHED)
