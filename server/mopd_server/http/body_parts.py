@@ -115,10 +115,10 @@ def _require_light(body: bytes, location: tuple[str | int, ...]) -> None:
             raise _too_large(field, "bytes of one value, texts excluded", weight, _MOST_WEIGHT)
 
 
-def _too_large(field: str, kind: str, found: int, limit: int) -> ServiceError:
+def _too_large(field: str, kind: str, count: int, limit: int) -> ServiceError:
     return ServiceError(
         HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        f"{field}: too many {kind} (found {found} or more, expected at most {limit}). Split the "
+        f"{field}: too many {kind} (found {count} or more, expected at most {limit}). Split the "
         "request.",
         key=field,
     )

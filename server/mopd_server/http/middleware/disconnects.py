@@ -33,7 +33,7 @@ async def cancel_on_disconnect(
     finally:
         working.cancel()
         watching.cancel()
-        # Its sequences have left the queue, and its quota is refunded, before the next request.
+        # Before the request ends, its sequences leave the queue, and its quota is refunded.
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
