@@ -14,7 +14,6 @@ from transformers import (
 )
 
 from mopd_protocol import TextEncoder, TokenTable, replacing_folder
-from mopd_protocol.tokenizers.token_sequence import valid_utf8
 
 
 def save_teacher(model: str, gguf_file: str | None, folder: Path) -> Path:
@@ -94,10 +93,11 @@ def _mean_rows(rows: Tensor, own: Any, other: Any) -> Tensor:
     for token, spelled in enumerate(tables[1].all_bytes):
         if token in tables[1].marks:
             ids = [tables[0].controls.get(tables[1].marks[token])]
-        elif valid_utf8(spelled) == spelled:
-            ids = encoder.encode(spelled.decode())
         else:
-            ids = [single.get(bytes([byte])) for byte in spelled]
+            try:
+                ids = encoder.encode(spelled.decode())
+            except UnicodeDecodeError:  # a part of a character
+                ids = [single.get(bytes([byte])) for byte in spelled]
         known = [each for each in ids if each is not None]
         if known:
             result[token] = rows[known].mean(dim=0)

@@ -84,6 +84,7 @@ def test_the_help_of_the_command_line_does_not_load_torch() -> None:
 INTERNAL = {
     "bench/event_loop.py": "measures the service's event loop with an engine that computes nothing",
     "bench/language_model/__main__.py": "measures a run that a signal has stopped",
+    "bench/loop_stalls.py": "measures the service's event loop from inside",
     "bench/response_checks.py": "measures decoding and checking without a network",
     "bench/results/averages.py": "trains with tables of teachers, without a service",
     "bench/results/controls.py": "trains with control arms, without a service",
