@@ -84,7 +84,7 @@ REFUSED = {
     "half a character pair": (b'{"sequences": [{"prompt": "\\ud800"}]}', 400, ""),
     "another encoding": (json.dumps(GOOD).encode("utf-16"), 400, ""),
     "deep": (b"[" * 100_000, 400, ""),
-    "a number of a million digits": (b'{"top_k": ' + b"9" * MIB + b"}", 400, ""),
+    "a number of a million digits": (b'{"top_k": ' + b"9" * MIB + b"}", 413, ""),
     "not a number": (b'{"sequences": [{}], "temperature": NaN}', 400, ""),
     "infinitely hot": (request(temperature=1).replace(b": 1}", b": 1e999}"), 400, "temperature"),
     "an array": (b"[]", 400, ""),
@@ -129,8 +129,8 @@ REFUSED = {
     ),
     "a million unknown keys": (
         b"{" + b",".join(b'"k%07d":1' % key for key in range(1_000_000)) + b"}",
-        400,
-        "errors",
+        413,
+        "strings",
     ),
     "a key of a million characters": (
         b'{"' + b"k" * MIB + b'": 1, "sequences": []}',

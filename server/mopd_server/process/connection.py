@@ -46,6 +46,14 @@ class BoundedConnection(H11Protocol):
         self._update_request_timer()
         self._check_response(previous_size=-1)
 
+    def send_400_response(self, msg: str) -> None:
+        """Reject invalid HTTP; a request in progress is disconnected, since no response can follow
+        this one."""
+        super().send_400_response(msg)
+        if self.cycle:  # None before the first request
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
     def pause_writing(self) -> None:
         """Start the timeout of a response that is sent in parts."""
         super().pause_writing()
