@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from bench.language_model.material import TEXTS
@@ -11,6 +12,9 @@ from mopd_protocol import Message
 from mopd_trainer import RolloutConfig, Student
 
 _BATCH = 16
+
+#: Resampled sets of texts, for ranges.
+_DRAWS = 1_000
 
 
 @dataclass(frozen=True)
@@ -43,38 +47,63 @@ def prompt_ids(model: Student, prompt: str) -> list[int]:
     return model.prompt_token_ids([Message(role="user", content=prompt)])
 
 
+@dataclass(frozen=True)
+class Measure:
+    """A mean over tokens or bytes, with a 95 % range: bootstrap over the texts."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, totals: Sequence[float], sizes: Sequence[float]) -> "Measure":
+        """Build the ratio of the sums of both, one entry a text."""
+        columns = np.array([totals, sizes])
+        drawn = np.random.default_rng(0).integers(len(totals), size=(_DRAWS, len(totals)))
+        ratios = np.divide(*columns[:, drawn].sum(axis=2))
+        low, high = np.quantile(ratios, [0.025, 0.975])
+        return cls(float(np.divide(*columns.sum(axis=1))), float(low), float(high))
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
 @torch.no_grad()
-def token_agreement(model: Student, completions: Sequence[GreedyCompletion]) -> dict[str, float]:
+def token_agreement(model: Student, completions: Sequence[GreedyCompletion]) -> dict[str, Measure]:
     """Return nats per token of a teacher's completions, and how often the most likely token agrees.
 
     For a model with the teacher's tokenizer.
     """
-    nats, agreed, tokens = 0.0, 0, 0
+    nats: list[float] = []
+    agreed: list[float] = []
     network = model.full_model().eval()
     for completion in completions:
-        prompt, completion = prompt_ids(model, completion.prompt), completion.token_ids
-        ids = torch.tensor([[*prompt, *completion]])
+        prompt, token_ids = prompt_ids(model, completion.prompt), completion.token_ids
+        ids = torch.tensor([[*prompt, *token_ids]])
         logits = network(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-        expected = torch.tensor(completion)
-        nats += float(torch.nn.functional.cross_entropy(logits, expected, reduction="sum"))
-        agreed += int((logits.argmax(dim=1) == expected).sum())
-        tokens += len(completion)
-    return {"nats_per_token": nats / tokens, "top1_agreement": agreed / tokens}
+        expected = torch.tensor(token_ids)
+        nats.append(float(torch.nn.functional.cross_entropy(logits, expected, reduction="sum")))
+        agreed.append(float((logits.argmax(dim=1) == expected).sum()))
+    tokens = [float(len(completion.token_ids)) for completion in completions]
+    return {
+        "nats_per_token": Measure.of(nats, tokens),
+        "top1_agreement": Measure.of(agreed, tokens),
+    }
 
 
-def bits_per_byte(model: Student, texts: Sequence[tuple[str, str]]) -> float:
+def bits_per_byte(model: Student, texts: Sequence[tuple[str, str]]) -> Measure:
     """Return bits per byte of the second text of each pair after a prompt with the first."""
-    nats, size = 0.0, 0
-    for prompt, text in texts:
-        completion = model.identity.encoder.encode(text)
-        nats -= float(model.logprobs(prompt_ids(model, prompt), completion).sum())
-        size += len(text.encode())
-    return nats / math.log(2) / size
+    bits = [
+        -float(model.logprobs(prompt_ids(model, prompt), model.identity.encoder.encode(text)).sum())
+        / math.log(2)
+        for prompt, text in texts
+    ]
+    return Measure.of(bits, [float(len(text.encode())) for _, text in texts])
 
 
 def measure(
     model: Student, completions: Sequence[GreedyCompletion], *, same_tokenizer: bool
-) -> dict[str, float]:
+) -> dict[str, Measure]:
     """Return all measures of a student against the teacher's completions."""
     written = [
         (completion.prompt, completion.text) for completion in completions if completion.text

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bench.language_model.__main__ import main as language_model
+from bench.language_model.measurement import Measure
 from bench.results import averages, controls, recovery, reinforcement, truncation
 from bench.results.__main__ import CLAIMS
 from bench.results.claim import Claim
@@ -84,6 +85,15 @@ def losses(result: dict[str, Any]) -> list[float]:
     return [line["loss"] for line in result["journal"] if "loss" in line]
 
 
+def test_a_measure_has_the_range_of_its_texts() -> None:
+    same = Measure.of([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
+    assert (same.mean, same.low, same.high) == (2.0, 2.0, 2.0)
+    differing = Measure.of([0.0] * 50 + [2.0] * 50, [1.0] * 100)
+    assert differing.mean == 1.0
+    assert differing.low == pytest.approx(0.8, abs=0.03)
+    assert differing.high == pytest.approx(1.2, abs=0.03)
+
+
 @pytest.mark.slow
 def test_a_pruned_model_stopped_by_a_signal_is_measured_and_trained_further(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
@@ -101,7 +111,7 @@ def test_a_pruned_model_stopped_by_a_signal_is_measured_and_trained_further(
         stopped = figures(pruned)
     assert len(losses(stopped)) == 2
     assert stopped["before"].keys() == stopped["after"].keys() == stopped["teacher"].keys()
-    assert stopped["teacher"]["top1_agreement"] == 1.0
+    assert stopped["teacher"]["top1_agreement"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
     assert stopped["before"] != stopped["after"]
     whole = figures(pruned)
     assert len(losses(whole)) == 3
