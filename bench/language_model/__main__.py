@@ -194,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts-per-step", type=int, default=16)
     parser.add_argument("--held-out", type=int, default=32)
     parser.add_argument("--max-new-tokens", type=int, default=32)
-    parser.add_argument("--learning-rate", type=float, default=3e-5)
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--top-k", type=int, default=64)
     parser.add_argument("--loss", default="auto", help="default: by the student's tokenizer")
     parser.add_argument("--divergence", default="forward_kl")
