@@ -33,16 +33,17 @@ class RangeReadings:
         """Select boundaries ``[first, last)``, with all numbers counted from the given firsts."""
         bounds = self.boundaries.new_tensor([first, last])
         start, stop = torch.searchsorted(self.boundaries, bounds).tolist()
-        part = slice(start, stop)
-        paths = self.paths[part]
-        return RangeReadings(
-            boundaries=self.boundaries[part] - first,
-            cells=self.cells[part],
-            positions=self.positions[part] - first_position,
-            starts=self.starts[part],
-            stops=self.stops[part],
-            paths=torch.where(paths == NO_PATH, NO_PATH, paths - first_path),
+        part = self.at(slice(start, stop))
+        return replace(
+            part,
+            boundaries=part.boundaries - first,
+            positions=part.positions - first_position,
+            paths=torch.where(part.paths == NO_PATH, NO_PATH, part.paths - first_path),
         )
+
+    def at(self, chosen: slice | Tensor) -> "RangeReadings":
+        """Select readings, without renumbering."""
+        return RangeReadings(**{f.name: getattr(self, f.name)[chosen] for f in fields(self)})
 
     def to(self, device: torch.device | str) -> "RangeReadings":
         """Copy to a device."""
@@ -90,28 +91,25 @@ class PrefixTargets:
         first, last = _searched(self.positions, start, stop)
         first_path, last_path = _searched(self.path_boundaries, first, last)
         first_step, last_step = _searched(self.step_paths, first_path, last_path)
-        boundaries, steps = slice(first, last), slice(first_step, last_step)
+        steps = slice(first_step, last_step)
+        part = self.at_boundaries(slice(first, last))
         return replace(
-            self,
-            positions=self.positions[boundaries] - start,
-            first_positions=self.first_positions[boundaries] - start,
-            cells=self.cells[boundaries],
-            rests=self.rests[boundaries],
-            path_masses=self.path_masses[boundaries],
-            token_masses=self.token_masses[boundaries],
-            in_every_sample=self.in_every_sample[boundaries],
-            weights=self.weights[boundaries],
+            part,
+            positions=part.positions - start,
+            first_positions=part.first_positions - start,
             named=self.named.between(first, last, start, first_path),
             known=self.known.between(first, last, start, first_path),
             detours=self.detours.between(first, last, start, first_path),
-            lacking=self.lacking[boundaries],
-            teacher_detours=self.teacher_detours[boundaries],
-            teacher_lacking=self.teacher_lacking[boundaries],
             path_boundaries=self.path_boundaries[first_path:last_path] - first,
             step_paths=self.step_paths[steps] - first_path,
             step_positions=self.step_positions[steps] - start,
             step_ids=self.step_ids[steps],
         )
+
+    def at_boundaries(self, chosen: slice | Tensor) -> "PrefixTargets":
+        """Select the columns of boundaries; readings, paths and steps stay as they are."""
+        columns: dict[str, Tensor] = {name: getattr(self, name)[chosen] for name in _OF_BOUNDARIES}
+        return replace(self, **columns)
 
     def uncuttable(self, positions: int) -> Tensor:
         """See ``Targets``: a block may not end between rows that are open at one boundary."""
@@ -120,6 +118,22 @@ class PrefixTargets:
         depth.index_add_(0, firsts + 1, torch.ones_like(firsts))
         depth.index_add_(0, lasts + 1, -torch.ones_like(lasts))
         return depth.cumsum(0)[: positions + 1] > 0
+
+
+#: Columns of ``PrefixTargets`` with an entry a boundary.
+_OF_BOUNDARIES = (
+    "positions",
+    "first_positions",
+    "cells",
+    "rests",
+    "path_masses",
+    "token_masses",
+    "in_every_sample",
+    "weights",
+    "lacking",
+    "teacher_detours",
+    "teacher_lacking",
+)
 
 
 def _searched(ascending: Tensor, start: int, stop: int) -> tuple[int, int]:

@@ -46,31 +46,14 @@ def selected(targets: PrefixTargets, order: Int64[Tensor, "selected"]) -> Prefix
     step_order = _order(paths[targets.step_paths])
 
     def readings(each: RangeReadings) -> RangeReadings:
-        kept = _order(numbers[each.boundaries])
-        return RangeReadings(
-            boundaries=numbers[each.boundaries[kept]],
-            cells=each.cells[kept],
-            positions=each.positions[kept],
-            starts=each.starts[kept],
-            stops=each.stops[kept],
-            paths=paths[each.paths[kept]],
-        )
+        kept = each.at(_order(numbers[each.boundaries]))
+        return replace(kept, boundaries=numbers[kept.boundaries], paths=paths[kept.paths])
 
-    return PrefixTargets(
-        positions=targets.positions[order],
-        first_positions=targets.first_positions[order],
-        cells=targets.cells[order],
-        rests=targets.rests[order],
-        path_masses=targets.path_masses[order],
-        token_masses=targets.token_masses[order],
-        in_every_sample=targets.in_every_sample[order],
-        weights=targets.weights[order],
+    return replace(
+        targets.at_boundaries(order),
         named=readings(targets.named),
         known=readings(targets.known),
         detours=readings(targets.detours),
-        lacking=targets.lacking[order],
-        teacher_detours=targets.teacher_detours[order],
-        teacher_lacking=targets.teacher_lacking[order],
         path_boundaries=numbers[targets.path_boundaries[path_order]],
         step_paths=paths[targets.step_paths[step_order]],
         step_positions=targets.step_positions[step_order],
