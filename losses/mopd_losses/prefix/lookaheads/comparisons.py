@@ -63,14 +63,12 @@ class LookaheadComparisons:
                 start, stop = torch.searchsorted(targets.positions, positions).tolist()
                 assert token.boundary is not None  # of realised ones
                 targets.in_every_sample[start:stop][token.boundary : token.boundary + 1] = True
-            rows = {
-                (each.student_row, each.teacher_row): each.following for each in pair.lookaheads
-            }
-            for token in self.open_tokens.of(*both, alignment, realised=False) if rows else ():
-                following = rows.get((token.student_row, token.teacher_row))
-                if following is not None:
-                    comparison = self._comparison(token, following, offset + token.student_row)
-                    comparisons += [] if comparison is None else [comparison]
+            following = {each.teacher_row: each.following for each in pair.lookaheads}
+            for token in self.open_tokens.of(*both, alignment, realised=False, among=following):
+                position = offset + token.student_row
+                comparison = self._comparison(token, following[token.teacher_row], position)
+                if comparison is not None:
+                    comparisons.append(comparison)
         return joined(targets, _targets(comparisons)) if comparisons else targets
 
     def _comparison(

@@ -5,12 +5,13 @@ A teacher of single digits is sure of ``1``, and its next row of ``7``; the stud
 and nothing of what follows. The row behind the likely ``1`` is what ``lookaheads`` compare.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.alignment.byte_alignment import Alignment
+from mopd_losses.alignment.byte_alignment import Alignment, common_prefix
 from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.separate_tokens import FEW, Place
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers
@@ -26,6 +27,9 @@ LONGER_SHARE = 1e-2
 
 #: Earlier rows of a side that could have a longer token.
 _WINDOW = 2
+
+#: Texts kept in memory; beyond, all are discarded and computed again.
+_CACHED = 500_000
 
 #: The student's frequent tokens among which one must continue the teacher's.
 _FREQUENT = 32
@@ -49,24 +53,37 @@ class OpenTokens:
     """Finds them for one pair of tokenizers."""
 
     def __init__(self, pair: TokenizerPair) -> None:
+        self._pair = pair
         self._student = pair.student
         self._teacher = pair.teacher
         self._separate = pair.separate
         self._open: dict[tuple[Place, str], bool] = {}
 
     def of(
-        self, student: TokenSequence, score: TeacherScore, alignment: Alignment, *, realised: bool
+        self,
+        student: TokenSequence,
+        score: TeacherScore,
+        alignment: Alignment,
+        *,
+        realised: bool,
+        among: Iterable[int] | None = None,
     ) -> list[OpenToken]:
         """Return the open tokens of a completion, in order, where the teacher's tokens since the
         start of the student's are likely, too.
 
         Args:
             realised: those that the completion continues with, or those that it does not.
+            among: the teacher's rows that are looked at; default: all.
         """
+        self._pair.clear_if_full()
+        if len(self._open) >= _CACHED:
+            self._open.clear()
         topk, scored = score.topk, score.completion
         likely = (topk.ids[:, 0] >= 0) & (topk.logprobs[:, 0] >= np.log(LEAST_MASS))
         is_realised = likely & (topk.ids[:, 0] == scored.token_ids)
         rows = np.flatnonzero(likely & (is_realised == realised))
+        if among is not None:
+            rows = np.intersect1d(rows, [*among]).astype(np.int64)
         spans = np.searchsorted(alignment.teacher_starts, rows, side="right") - 1
         aligned = (spans >= 0) & (rows < alignment.teacher_ends[spans])
         rows, spans = rows[aligned], spans[aligned]
@@ -103,11 +120,13 @@ class OpenTokens:
             is_realised: [rows], whether the likely token is the completion's.
         """
         token, realised = int(score.topk.ids[row, 0]), bool(is_realised[row])
+        if token in self._teacher.table.marks:
+            return None
         string, begin = self._teacher.strings[token], int(teacher_starts[row]) + shift
-        following = student.text[begin : begin + len(string)].decode("latin-1")
-        same = _common(string, following)
-        if token in self._teacher.table.marks or (same == len(string)) != realised:
-            return None  # the second: the same text in other tokens
+        sides = string.encode("latin-1"), student.text[begin : begin + len(string)]
+        same = common_prefix(*(np.frombuffer(side, dtype=np.uint8) for side in sides))
+        if (same == len(string)) != realised:
+            return None  # the same text in other tokens
         # The student's token that covers the last byte, or the first that differs.
         last = begin + same - realised
         own = int(np.searchsorted(starts, last, side="right")) - 1
@@ -194,9 +213,3 @@ def _may_be_longer(
 def _starts(sequence: TokenSequence) -> Integers:
     """Bytes before each token."""
     return np.concatenate([[0], sequence.byte_ends[:-1]]).astype(np.int64)
-
-
-def _common(left: str, right: str) -> int:
-    """Characters with which both begin."""
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(left), len(right)))
