@@ -117,7 +117,7 @@ class Replay:
         alignment = aligned(teacher, teacher_input, score)
         if not len(alignment):
             return None
-        lookaheads = None if teacher.open_tokens is None else recorded.lookaheads
+        lookaheads = recorded.lookaheads if teacher.lookaheads else None
         return AlignedScore(
             recorded.teacher, recorded.weight, teacher_input, score, alignment, lookaheads
         )

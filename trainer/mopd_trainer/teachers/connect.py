@@ -14,8 +14,6 @@ from mopd_client.services.mopd import MopdService
 from mopd_client.services.vllm import VllmService
 from mopd_client.teacher_client import TeacherClient
 from mopd_losses.config import AutoConfig, PrefixKlConfig
-from mopd_losses.prefix.lookaheads.open_tokens import OpenTokens
-from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.projection.cache import ProjectionCache
 from mopd_losses.projection.matrix import ProjectionMatrix
 from mopd_losses.projection.sides import find_projection, resolve_loss
@@ -38,10 +36,15 @@ class Teacher:
     manifest: Manifest
     tokenizer: TeacherTokenizer
     projection: ProjectionMatrix
-    open_tokens: OpenTokens | None = None
-    """Finds the lookaheads that its loss compares; None for a loss without."""
+    student: StudentIdentity
     path: str | None = None
     """Path of the scoring route; None without a server, as in a replay."""
+
+    @property
+    def lookaheads(self) -> int:
+        """Most lookaheads of a completion that its loss compares."""
+        loss = self.config.loss
+        return loss.lookaheads if isinstance(loss, PrefixKlConfig) else 0
 
 
 def teacher_pool(
@@ -165,11 +168,7 @@ def teacher_of(
         raise ConfigError(
             f"teacher {name!r}: {error}", key=f"teachers.{name}.{error.key}"
         ) from error
-    open_tokens = None
-    if isinstance(settings, PrefixKlConfig) and settings.lookaheads:
-        sides = student.table, student.encoder, tokenizer.table, tokenizer.encoder
-        open_tokens = OpenTokens(TokenizerPair(*sides))
-    return Teacher(name, config, manifest, tokenizer, projection, open_tokens)
+    return Teacher(name, config, manifest, tokenizer, projection, student)
 
 
 def _require_model(name: str, config: TeacherConfig, manifest: Manifest) -> None:

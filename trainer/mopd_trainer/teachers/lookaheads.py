@@ -4,9 +4,19 @@ from collections.abc import Iterator
 
 from mopd_losses.core.loss import Lookahead
 from mopd_losses.prefix.lookaheads.open_tokens import OpenToken, OpenTokens
+from mopd_losses.prefix.pair import TokenizerPair
 from mopd_protocol.requests import SequenceRequest
 from mopd_protocol.samples import TeacherScore
 from mopd_trainer.data.examples import AlignedScore
+from mopd_trainer.teachers.connect import Teacher
+
+
+def open_tokens_of(teacher: Teacher) -> OpenTokens:
+    """Build what finds the open tokens of a teacher. The loss has its own: it may be prepared in
+    another thread."""
+    student, tokenizer = teacher.student, teacher.tokenizer
+    sides = student.table, student.encoder, tokenizer.table, tokenizer.encoder
+    return OpenTokens(TokenizerPair(*sides))
 
 
 def requested(

@@ -14,7 +14,6 @@ from mopd_client.transport.clock import Clock
 from mopd_client.transport.counters import Counters
 from mopd_losses.alignment.byte_alignment import Alignment, identity_alignment
 from mopd_losses.alignment.text_offsets import align_text
-from mopd_losses.config import PrefixKlConfig
 from mopd_losses.core.loss import Lookahead
 from mopd_losses.projection.matrix import ProjectionMatrix
 from mopd_protocol.errors import DataError, TeacherError, TeacherUnavailableError
@@ -25,7 +24,7 @@ from mopd_trainer.data.examples import AlignedScore, TrainingExample
 from mopd_trainer.data.teacher_input import TeacherInput, text_view, token_view
 from mopd_trainer.teachers.connect import Teacher
 from mopd_trainer.teachers.control import Controls
-from mopd_trainer.teachers.lookaheads import lookahead, requested
+from mopd_trainer.teachers.lookaheads import lookahead, open_tokens_of, requested
 from mopd_trainer.teachers.student_support import Counterparts, with_student_support
 from mopd_trainer.teachers.turns import TeacherTurns
 
@@ -82,6 +81,11 @@ class RolloutScorer:
             name: Counterparts(teacher.projection)
             for name, teacher in teachers.items()
             if teacher.config.support == "student_topk"
+        }
+        self._open_tokens = {
+            name: open_tokens_of(teacher)
+            for name, teacher in teachers.items()
+            if teacher.lookaheads and teacher.config.control is None
         }
         # "teacher/reason" -> samples; "total" counts a sample once, for any number of teachers
         self.dropped: Counter[str] = Counter()
@@ -165,14 +169,13 @@ class RolloutScorer:
         self, teacher: Teacher, scores: dict[int, AlignedScore]
     ) -> dict[int, AlignedScore]:
         """Score what follows likely tokens that completions do not continue with."""
-        settings = teacher.config.loss
-        if teacher.open_tokens is None or teacher.config.control is not None:
+        open_tokens = self._open_tokens.get(teacher.name)
+        if open_tokens is None:
             return scores
-        assert isinstance(settings, PrefixKlConfig)  # else there are no open tokens
         sent = [
             (index, token, request)
             for index, score in scores.items()
-            for token, request in requested(teacher.open_tokens, score, settings.lookaheads)
+            for token, request in requested(open_tokens, score, teacher.lookaheads)
         ]
         results = await self._request(teacher, [request for *_, request in sent]) if sent else []
         lookaheads: dict[int, list[Lookahead]] = {index: [] for index in scores}
