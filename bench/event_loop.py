@@ -67,8 +67,8 @@ class ImmediateEngine:
         return results
 
 
-def serve(folder: Path, address: "multiprocessing.Queue[str]") -> None:
-    """Serve in this process until it is terminated."""
+def immediate_server(folder: Path) -> HttpServer:
+    """Return a server of a teacher with the engine above, in this process."""
     from mopd_server.app import create_app
     from mopd_server.http.lifecycle import Lifecycle
     from mopd_server.scoring.service import TeacherService
@@ -81,7 +81,12 @@ def serve(folder: Path, address: "multiprocessing.Queue[str]") -> None:
     service.warm = True
     gc.collect()
     gc.freeze()  # as process.serving
-    server = HttpServer(create_app(Lifecycle(service)), ListenSettings(), lambda: None)
+    return HttpServer(create_app(Lifecycle(service)), ListenSettings(), lambda: None)
+
+
+def serve(folder: Path, address: "multiprocessing.Queue[str]") -> None:
+    """Serve in this process until it is terminated."""
+    server = immediate_server(folder)
     with bound_socket("127.0.0.1", 0) as bound:
         server.start(bound)
         address.put(f"http://127.0.0.1:{bound.getsockname()[1]}")

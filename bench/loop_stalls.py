@@ -19,17 +19,11 @@ from tempfile import TemporaryDirectory
 
 import httpx
 
-from bench.event_loop import SMALL, ImmediateEngine, body_of
+from bench.event_loop import SMALL, body_of, immediate_server
 from bench.small_teacher import make_small_teacher
 from mopd_protocol.codec import BINARY_MEDIA_TYPE
-from mopd_server.app import create_app
 from mopd_server.http.body_parts import MOST_LISTS, MOST_STRINGS
-from mopd_server.http.lifecycle import Lifecycle
-from mopd_server.process.http_server import HttpServer
 from mopd_server.process.listening import bound_socket
-from mopd_server.scoring.service import TeacherService
-from mopd_server.scoring.tokenizer_loading import ServedTokenizer, load_tokenizer
-from mopd_server.settings import ListenSettings, TeacherSettings
 
 BYTES = 15 * 2**20
 _SAMPLE_SECONDS = 0.001
@@ -139,13 +133,7 @@ def main() -> None:
     with TemporaryDirectory() as temporary, ProcessPoolExecutor(1, mp_context=spawn) as client:
         folder = Path(temporary)
         make_small_teacher(folder, vocabulary=2048)
-        settings = TeacherSettings(model=str(folder), device="cpu")
-        tokenizer = ServedTokenizer.of(load_tokenizer(settings))
-        service = TeacherService(tokenizer, ImmediateEngine(), settings)
-        service.warm = True
-        gc.collect()
-        gc.freeze()  # as process.serving
-        server = HttpServer(create_app(Lifecycle(service)), ListenSettings(), lambda: None)
+        server = immediate_server(folder)
         with bound_socket("127.0.0.1", 0) as bound:
             server.start(bound)
             url = f"http://127.0.0.1:{bound.getsockname()[1]}"
