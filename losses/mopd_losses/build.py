@@ -26,6 +26,7 @@ from mopd_losses.config import (
 from mopd_losses.core.loss import Loss
 from mopd_losses.core.valid_text import ValidTextLoss
 from mopd_losses.prefix.loss import PrefixKlLoss
+from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.preparation import Preparation
 from mopd_losses.projection.cache import DeviceProjection, ProjectionCache
 from mopd_losses.projection.matrix import ProjectionMatrix
@@ -129,10 +130,10 @@ def _topk_divergence(config: CtkdConfig | TopKKlConfig, context: LossContext) ->
 
 def _prefix_kl(config: PrefixKlConfig, context: LossContext) -> Loss:
     student, teacher = context.student, context.teacher
-    preparation = Preparation(
+    pair = TokenizerPair(
         student.table, student.encoder, teacher.table, teacher.encoder, context.cache.folder
     )
-    return PrefixKlLoss(preparation, config, context.teacher_temperature)
+    return PrefixKlLoss(Preparation(pair), config, context.teacher_temperature)
 
 
 def _policy_gradient(config: PolicyGradientConfig, context: LossContext) -> Loss:

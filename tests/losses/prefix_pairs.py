@@ -15,6 +15,7 @@ from mopd_losses.config import PrefixKlConfig
 from mopd_losses.core.loss import AlignedPair, Lookahead, LossOutput
 from mopd_losses.core.student_rows import DenseRows
 from mopd_losses.prefix.loss import PrefixKlLoss
+from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.preparation import Preparation
 from mopd_losses.prefix.targets import PrefixTargets
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
@@ -163,7 +164,8 @@ class Pair:
     @cached_property
     def preparation(self) -> Preparation:
         student, teacher = self.student, self.teacher
-        return Preparation(student.table, student.encoder, teacher.table, teacher.encoder)
+        sides = student.table, student.encoder, teacher.table, teacher.encoder
+        return Preparation(TokenizerPair(*sides))
 
     @cached_property
     def real_ids(self) -> Tensor:

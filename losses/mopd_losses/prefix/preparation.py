@@ -1,7 +1,7 @@
 """The preparation of prefix KL: all that depends on text, on the CPU, without the student."""
 
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,33 +11,21 @@ from mopd_losses.core.loss import AlignedPair
 from mopd_losses.prefix.boundaries import OpenRows, TokenizedText, boundaries_of
 from mopd_losses.prefix.cells import TopK, teacher_cells
 from mopd_losses.prefix.contexts import Contexts
-from mopd_losses.prefix.detours import Sought
+from mopd_losses.prefix.detours import CellDetours, Sought
 from mopd_losses.prefix.lookaheads.comparisons import LookaheadComparisons
 from mopd_losses.prefix.names import cell_ranges
 from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.targets import NO_PATH, WHOLE_ROW, PrefixTargets, RangeReadings
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers, ranks_in_runs
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
-from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
 
 
 class Preparation:
-    """Builds targets for one pair of tokenizers; caches what depends only on the pair.
+    """Builds targets for one pair of tokenizers."""
 
-    Args:
-        folder: see ``TokenizerPair``; by default nothing is stored.
-    """
-
-    def __init__(
-        self,
-        student: TokenTable,
-        student_encoder: TextEncoder,
-        teacher: TokenTable,
-        teacher_encoder: TextEncoder,
-        folder: Path | None = None,
-    ) -> None:
-        self._pair = TokenizerPair(student, student_encoder, teacher, teacher_encoder, folder)
-        self.lookaheads = LookaheadComparisons(self._pair)
+    def __init__(self, pair: TokenizerPair) -> None:
+        self._pair = pair
+        self.lookaheads = LookaheadComparisons(pair)
 
     @property
     def student(self) -> SortedVocabulary:
@@ -80,19 +68,7 @@ class Preparation:
         row_counts = np.diff(student.first_rows)
         shifts = np.array(offsets, dtype=np.int64) - student.first_rows[:-1]
         positions = np.arange(len(student.ids)) + np.repeat(shifts, row_counts)
-        first_rows = rows.rows[rows.first]
-        np.minimum.at(first_rows, detours.boundaries, detours.rows)
-        # A path for each open row and each detour, in the order of boundaries.
-        path_boundaries = np.concatenate([rows.boundaries, detours.boundaries])
-        path_rows = np.concatenate([rows.rows, detours.rows])
-        order = np.argsort(path_boundaries, kind="stable")
-        counts = (path_rows - first_rows[path_boundaries])[order]  # steps of each path
-        has_path = counts > 0
-        ordered = np.where(has_path, np.cumsum(has_path) - 1, NO_PATH)
-        paths = np.empty_like(ordered)
-        paths[order] = ordered
-        numbers = np.repeat(np.arange(len(counts)), counts)
-        step_rows = first_rows[path_boundaries[order]][numbers] + ranks_in_runs(counts)
+        paths = _Paths.of(rows, detours)
 
         stops = np.where(rows.begun == 0, WHOLE_ROW, rows.stops)
         known = np.flatnonzero((stops == WHOLE_ROW) | (rows.starts < stops))
@@ -111,7 +87,7 @@ class Preparation:
         masses = torch.from_numpy(cells.masses).exp().clamp_max(1.0)
         return PrefixTargets(
             positions=torch.from_numpy(positions[rows.rows[rows.last]]),
-            first_positions=torch.from_numpy(positions[first_rows]),
+            first_positions=torch.from_numpy(positions[paths.first_rows]),
             cells=nats,
             rests=torch.from_numpy(cells.rests),
             path_masses=masses,
@@ -124,7 +100,7 @@ class Preparation:
                 positions[rows.rows[named.rows]],
                 named.starts,
                 named.stops,
-                paths[named.rows],
+                paths.ids[named.rows],
             ),
             known=_readings(
                 rows.boundaries[known],
@@ -132,7 +108,7 @@ class Preparation:
                 positions[rows.rows[known]],
                 rows.starts[known],
                 stops[known],
-                paths[known],
+                paths.ids[known],
             ),
             detours=_readings(
                 detours.boundaries,
@@ -140,16 +116,44 @@ class Preparation:
                 positions[detours.rows],
                 ranks,
                 ranks + 1,
-                paths[len(rows.rows) :],
+                paths.ids[len(rows.rows) :],
             ),
             lacking=lacking,
             teacher_detours=torch.from_numpy(cells.detours),
             teacher_lacking=teacher_lacking,
-            path_boundaries=torch.from_numpy(path_boundaries[order][has_path]),
-            step_paths=torch.from_numpy(ordered[numbers]),
-            step_positions=torch.from_numpy(positions[step_rows]),
-            step_ids=torch.from_numpy(student.ids[step_rows]),
+            path_boundaries=torch.from_numpy(paths.boundaries),
+            step_paths=torch.from_numpy(paths.steps),
+            step_positions=torch.from_numpy(positions[paths.step_rows]),
+            step_ids=torch.from_numpy(student.ids[paths.step_rows]),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class _Paths:
+    """Paths to each open row and each detour, see ``PrefixTargets``."""
+
+    first_rows: Integers  # [boundaries], where its paths begin
+    ids: Integers  # [open rows + detours], or NO_PATH
+    boundaries: Integers  # [paths]
+    steps: Integers  # [steps], the path
+    step_rows: Integers  # [steps]
+
+    @classmethod
+    def of(cls, rows: OpenRows, detours: CellDetours) -> "_Paths":
+        """Number the paths in the order of boundaries."""
+        first_rows = rows.rows[rows.first]
+        np.minimum.at(first_rows, detours.boundaries, detours.rows)
+        boundaries = np.concatenate([rows.boundaries, detours.boundaries])
+        order = np.argsort(boundaries, kind="stable")
+        boundaries = boundaries[order]
+        counts = np.concatenate([rows.rows, detours.rows])[order] - first_rows[boundaries]
+        has_path = counts > 0
+        ordered = np.where(has_path, np.cumsum(has_path) - 1, NO_PATH)
+        ids = np.empty_like(ordered)
+        ids[order] = ordered
+        numbers = np.repeat(np.arange(len(counts)), counts)
+        step_rows = first_rows[boundaries][numbers] + ranks_in_runs(counts)
+        return cls(first_rows, ids, boundaries[has_path], ordered[numbers], step_rows)
 
 
 def _readings(*columns: Integers) -> RangeReadings:

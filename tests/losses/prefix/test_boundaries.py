@@ -15,6 +15,7 @@ from mopd_losses.core.loss import AlignedPair
 from mopd_losses.core.student_rows import DenseRows
 from mopd_losses.prefix import cuts
 from mopd_losses.prefix.loss import PrefixKlLoss
+from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.preparation import Preparation
 from mopd_losses.prefix.targets import PrefixTargets
 from mopd_losses.prefix.vocabulary import marks, sorted_vocabulary
@@ -76,7 +77,8 @@ def test_differing_texts_are_compared_in_every_common_block() -> None:
     pair = AlignedPair(
         sequences[0], None, TeacherScore("teacher", sequences[1], topk), align(*sequences)
     )
-    preparation = Preparation(student.table, student.encoder, teacher.table, teacher.encoder)
+    sides_of_pair = student.table, student.encoder, teacher.table, teacher.encoder
+    preparation = Preparation(TokenizerPair(*sides_of_pair))
     targets = preparation.targets([pair], [0], mass_floor=0.1)
     ends = sequences[0].byte_ends.tolist()
     in_symbol = [position for position, end in enumerate(ends) if end <= 3]

@@ -9,6 +9,7 @@ import torch
 
 from mopd_losses.core.loss import AlignedPair
 from mopd_losses.prefix import pair as pair_module
+from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.preparation import Preparation
 from mopd_losses.prefix.targets import PrefixTargets
 from tests.losses.prefix_problems import prefix_problem
@@ -36,7 +37,7 @@ def prepared(pair: Any, comparisons: list[AlignedPair], folder: Path) -> tuple[P
     """Targets of a new preparation, and how many texts were tokenized for them."""
     encoders: list[Any] = [Encoder(side.encoder) for side in (pair.student, pair.teacher)]
     tables = pair.student.table, pair.teacher.table
-    preparation = Preparation(tables[0], encoders[0], tables[1], encoders[1], folder)
+    preparation = Preparation(TokenizerPair(tables[0], encoders[0], tables[1], encoders[1], folder))
     targets = preparation.targets(comparisons, [0, 50], mass_floor=0.1)
     return targets, sum(encoder.texts for encoder in encoders)
 
