@@ -11,8 +11,8 @@ Without ``--student``, four layers around the middle of the teacher are removed.
 teacher's: it has to learn its new tokens by distillation. Held-out prompts have topics of no
 training prompt. Measured before and after, on the teacher's greedy completions: nats per token and
 agreement of the most likely token (with the teacher's tokenizer), bits per byte; and bits per byte
-of texts that no model generated; with 95 % ranges over the prompts. Stopped by SIGTERM, it measures
-the last checkpoint; the same command resumes. GGUF needs the package ``gguf``.
+of texts that no model generated; with 95 % ranges over the prompts, and of the change. Stopped by
+SIGTERM, it measures the last checkpoint; the same command resumes. GGUF needs the package ``gguf``.
 """
 
 import argparse
@@ -30,7 +30,13 @@ from transformers import AutoConfig
 
 import mopd
 from bench.language_model.material import held_out_prompts, prompts
-from bench.language_model.measurement import GreedyCompletion, Measure, greedy_completions, measure
+from bench.language_model.measurement import (
+    Change,
+    GreedyCompletion,
+    Measure,
+    greedy_completions,
+    measure,
+)
 from bench.language_model.models import (
     middle_layers,
     save_pruned,
@@ -84,6 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figures["journal"] = [json.loads(line) for line in lines]
     _, figures["after"], example = _measured(trained, completions, fingerprint)
     figures["examples"]["after"] = example
+    figures["change"] = {
+        key: Change.of(measured, figures["after"][key], figures["teacher"][key])
+        for key, measured in figures["before"].items()
+    }
     figures["same_tokenizer"] = same
     figures["settings"] = {key: str(value) for key, value in vars(options).items()}
     _show(console, figures)
@@ -110,6 +120,7 @@ def run_config(
         {
             "exp_name": "language-model",
             "output_dir": options.folder / f"run-{options.loss}-{options.divergence}",
+            "seed": options.seed,
             "max_steps": options.steps,
             "save_steps": options.save_steps,
             "keep_checkpoints": 1,
@@ -163,7 +174,7 @@ def _load(folder: str | Path) -> Student:
 
 
 def _show(console: Console, figures: dict[str, Any]) -> None:
-    columns = [name for name in ("teacher", "before", "after") if name in figures]
+    columns = [name for name in ("teacher", "before", "after", "change") if name in figures]
     table = Table("", *columns)
     for key in figures["before"]:
         table.add_row(key, *(str(figures[name].get(key, "")) for name in columns))
@@ -190,6 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-steps", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--evaluate-every", type=int, default=10, help="steps")
+    parser.add_argument("--seed", type=int, default=0, help="of samples and the order of prompts")
     parser.add_argument("--prompts", type=int, default=500)
     parser.add_argument("--prompts-per-step", type=int, default=16)
     parser.add_argument("--held-out", type=int, default=32)

@@ -54,18 +54,62 @@ class Measure:
     mean: float
     low: float
     high: float
+    totals: list[float]  # of each text
+    sizes: list[float]
 
     @classmethod
     def of(cls, totals: Sequence[float], sizes: Sequence[float]) -> "Measure":
         """Build the ratio of the sums of both, one entry a text."""
-        columns = np.array([totals, sizes])
-        drawn = np.random.default_rng(0).integers(len(totals), size=(_DRAWS, len(totals)))
-        ratios = np.divide(*columns[:, drawn].sum(axis=2))
-        low, high = np.quantile(ratios, [0.025, 0.975])
-        return cls(float(np.divide(*columns.sum(axis=1))), float(low), float(high))
+        low, high = np.quantile(_drawn(totals, sizes), [0.025, 0.975])
+        mean = sum(totals) / sum(sizes)
+        return cls(mean, float(low), float(high), list(totals), list(sizes))
 
     def __str__(self) -> str:
         return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+@dataclass(frozen=True)
+class Change:
+    """What training changed, with 95 % ranges over the same drawn texts before and after.
+
+    Ranges of a difference are narrower than those of its two sides: texts that are hard before are
+    hard after, too.
+    """
+
+    difference: tuple[float, float, float]  # after minus before: mean, low, high
+    gap_closed: tuple[float, float, float] | None  # share of the distance to the teacher
+
+    @classmethod
+    def of(cls, before: Measure, after: Measure, teacher: Measure) -> "Change":
+        """Compare three measures of the same texts."""
+        drawn = [_drawn(measure.totals, measure.sizes) for measure in (before, after, teacher)]
+        means = [measure.mean for measure in (before, after, teacher)]
+        difference = _range(means[1] - means[0], drawn[1] - drawn[0])
+        gaps = drawn[2] - drawn[0]
+        if means[2] == means[0] or not np.all(gaps * (means[2] - means[0]) > 0):
+            return cls(difference, None)  # the teacher is not better on every draw
+        closed = _range((means[1] - means[0]) / (means[2] - means[0]), (drawn[1] - drawn[0]) / gaps)
+        return cls(difference, closed)
+
+    def __str__(self) -> str:
+        mean, low, high = self.difference
+        text = f"{mean:+.3f} ({low:+.3f} to {high:+.3f})"
+        if self.gap_closed is None:
+            return text
+        mean, low, high = (100 * value for value in self.gap_closed)
+        return f"{text}, {mean:.0f} % of the gap ({low:.0f} to {high:.0f})"
+
+
+def _drawn(totals: Sequence[float], sizes: Sequence[float]) -> np.ndarray:
+    """Return the means of resampled texts; the same texts for every measure of as many."""
+    columns = np.array([totals, sizes])
+    drawn = np.random.default_rng(0).integers(len(totals), size=(_DRAWS, len(totals)))
+    return np.divide(*columns[:, drawn].sum(axis=2))
+
+
+def _range(mean: float, drawn: np.ndarray) -> tuple[float, float, float]:
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return mean, float(low), float(high)
 
 
 @torch.no_grad()

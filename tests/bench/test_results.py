@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.language_model.__main__ import main as language_model
-from bench.language_model.measurement import Measure
+from bench.language_model.measurement import Change, Measure
 from bench.results import averages, controls, recovery, reinforcement, truncation
 from bench.results.__main__ import CLAIMS
 from bench.results.claim import Claim
@@ -94,6 +94,22 @@ def test_a_measure_has_the_range_of_its_texts() -> None:
     assert differing.high == pytest.approx(1.2, abs=0.03)
 
 
+def test_a_change_common_to_all_texts_has_a_narrow_range() -> None:
+    texts = [float(index % 10) for index in range(100)]
+    before, after, teacher = (
+        Measure.of([value + shift for value in texts], [1.0] * 100) for shift in (4.0, 3.0, 2.0)
+    )
+    change = Change.of(before, after, teacher)
+    assert change.difference == pytest.approx((-1.0, -1.0, -1.0))
+    assert change.gap_closed == pytest.approx((0.5, 0.5, 0.5))
+    assert before.low < after.high  # their own ranges overlap
+
+
+def test_a_gap_that_may_be_none_has_no_share() -> None:
+    before, teacher = (Measure.of([shift, -shift] * 20, [1.0] * 40) for shift in (1.0, 2.0))
+    assert Change.of(before, teacher, teacher).gap_closed is None
+
+
 @pytest.mark.slow
 def test_a_pruned_model_stopped_by_a_signal_is_measured_and_trained_further(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
@@ -111,8 +127,12 @@ def test_a_pruned_model_stopped_by_a_signal_is_measured_and_trained_further(
         stopped = figures(pruned)
     assert len(losses(stopped)) == 2
     assert stopped["before"].keys() == stopped["after"].keys() == stopped["teacher"].keys()
-    assert stopped["teacher"]["top1_agreement"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
+    perfect = stopped["teacher"]["top1_agreement"]
+    assert (perfect["mean"], perfect["low"], perfect["high"]) == (1.0, 1.0, 1.0)
     assert stopped["before"] != stopped["after"]
+    nats = {side: stopped[side]["nats_per_token"]["mean"] for side in ("before", "after")}
+    difference = stopped["change"]["nats_per_token"]["difference"]
+    assert difference[0] == pytest.approx(nats["after"] - nats["before"])
     whole = figures(pruned)
     assert len(losses(whole)) == 3
     assert losses(whole)[:2] == losses(stopped)
