@@ -70,7 +70,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Change:
-    """What training changed, with 95 % ranges over the same drawn texts before and after.
+    """Difference by training, with 95 % ranges over the same drawn texts before and after.
 
     Ranges of a difference are narrower than those of its two sides: texts that are hard before are
     hard after, too.
