@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
 from mopd_protocol.errors import DataError, WireFormatError
+from mopd_protocol.json_arrays import json_integers, json_logprobs
 from mopd_protocol.manifest import SCHEMA_VERSION
 from mopd_protocol.requests import LogprobsDtype
 from mopd_protocol.responses import LogprobsResponse
@@ -204,6 +205,7 @@ def decode_binary(body: bytes) -> LogprobsResponse:
             ids=tuple(header.ids),
             scores=tuple(scores),
             timings=header.timings,
+            logprobs_dtype=_tensor(tensors, "topk_logprobs").dtype.name,  # pyright: ignore
         )
         return _verified(response, tensors, header.checksum)
     except DataError:
@@ -277,7 +279,7 @@ def decode_json(body: dict[str, Any]) -> LogprobsResponse:
             manifest_id=body["manifest_id"],
             ids=tuple(item["id"] for item in body["sequences"]),
             scores=tuple(scores),
-            timings=body["timings"],
+            timings=_TIMINGS.validate_python(body["timings"]),
         )
         return _verified(response, _tensors(response, "float32"), body["checksum"])
     except DataError:
@@ -288,22 +290,30 @@ def decode_json(body: dict[str, Any]) -> LogprobsResponse:
 
 def _score_from_json(manifest_id: str, item: dict[str, Any]) -> TeacherScore:
     encoded = item.get("text_base64")
+    text = base64.b64decode(encoded, validate=True) if encoded else item["text"].encode()
+    if text.decode("utf-8", "replace") != item["text"]:
+        raise DataError("text and text_base64 of a scores document differ", key="text")
     rows = len(item["token_ids"])
     return TeacherScore(
         manifest_id=manifest_id,
         completion=TokenSequence(
-            token_ids=np.array(item["token_ids"], dtype=np.int32),
-            byte_ends=np.array(item["byte_ends"], dtype=np.int32),
-            text=base64.b64decode(encoded) if encoded else item["text"].encode(),
+            token_ids=json_integers(item, "token_ids"),
+            byte_ends=json_integers(item, "byte_ends"),
+            text=text,
             marks={int(position): name for position, name in item["marks"]},
         ),
         topk=TopKLogprobs(
-            ids=np.array(item["topk_ids"], dtype=np.int32).reshape(rows, -1 if rows else 0),
-            logprobs=_from_nullable(item["topk_logprobs"]).reshape(rows, -1 if rows else 0),
-            token_logprobs=_from_nullable(item["token_logprobs"]),
-            tail_logprobs=_from_nullable(item["tail_logprobs"]),
+            ids=_rows(json_integers(item, "topk_ids"), rows),
+            logprobs=_rows(json_logprobs(item, "topk_logprobs"), rows),
+            token_logprobs=json_logprobs(item, "token_logprobs"),
+            tail_logprobs=json_logprobs(item, "tail_logprobs"),
         ),
     )
+
+
+def _rows(values: Array, rows: int) -> Array:
+    """Return ``values``; of no rows, with a width of 0."""
+    return values if rows else values.reshape(0, 0)
 
 
 def _check_schema(header: dict[str, Any]) -> None:
@@ -312,6 +322,9 @@ def _check_schema(header: dict[str, Any]) -> None:
             f"scores of schema version {header['schema_version']}, expected {SCHEMA_VERSION}; "
             "run the same mopd version on both sides"
         )
+
+
+_TIMINGS = TypeAdapter(dict[str, float])
 
 
 class _Header(BaseModel):
@@ -378,9 +391,3 @@ def _widen(rows: Array, k: int, fill: float) -> Array:
     if not len(rows):
         return np.zeros((0, k), dtype=rows.dtype)
     return rows if not missing else np.pad(rows, ((0, 0), (0, missing)), constant_values=fill)
-
-
-def _from_nullable(values: Any) -> Array:
-    array = np.array(values, dtype=np.float32)  # None becomes NaN
-    missing = np.array(values, dtype=object) == None  # noqa: E711, elementwise
-    return np.where(missing, np.float32(-np.inf), array)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mopd_protocol.errors import DataError
+from mopd_protocol.requests import LogprobsDtype
 from mopd_protocol.samples import TeacherScore
 
 
@@ -19,6 +20,7 @@ class LogprobsResponse:
     ids: tuple[str | None, ...]  # as given in the request
     scores: tuple[TeacherScore, ...]
     timings: Mapping[str, float] = field(default_factory=dict[str, float])  # phase -> seconds
+    logprobs_dtype: LogprobsDtype = "float32"  # precision in which the top-k was received
 
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.scores):

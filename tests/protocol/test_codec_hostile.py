@@ -13,7 +13,7 @@ from safetensors.numpy import load, save
 
 from mopd_protocol.codec import decode_binary, decode_json, encode_binary, encode_json
 from mopd_protocol.errors import DataError
-from tests.protocol.wire_values import responses
+from tests.protocol.wire_values import responses, two_scores
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -77,6 +77,36 @@ def test_a_document_with_any_changed_field_is_bad_data_or_other_scores(response,
     else:
         document[name] = data.draw(json_values)
     bad_or_fine(decode_json, document)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("token_ids", lambda values: [value + 0.9 for value in values]),
+        ("token_ids", lambda values: [str(value) for value in values]),
+        ("byte_ends", lambda values: [bool(value) for value in values]),
+        ("topk_ids", lambda rows: [value for row in rows for value in row]),
+        ("topk_ids", lambda rows: [[value + 2**40 for value in row] for row in rows]),
+        ("topk_logprobs", lambda rows: [value for row in rows for value in row]),
+        ("token_logprobs", lambda values: [str(value) for value in values]),
+        ("tail_logprobs", lambda values: [True for _ in values]),
+        ("text", lambda text: text + "?"),
+    ],
+)
+def test_fields_of_another_type_or_shape_are_not_converted(name, change) -> None:
+    document = json.loads(encode_json(two_scores()))
+    sequence = document["sequences"][0]
+    sequence[name] = change(sequence[name])
+    # The checksum is that of the converted values.
+    with pytest.raises(DataError) as caught:
+        decode_json(document)
+    assert caught.value.code != "invalid_wire_format"
+
+
+@pytest.mark.parametrize("timings", [[1], {"prefill": "long"}, None])
+def test_timings_are_numbers(timings) -> None:
+    with pytest.raises(DataError):
+        decode_json({**json.loads(encode_json(two_scores())), "timings": timings})
 
 
 @settings(deadline=None, max_examples=50)

@@ -13,6 +13,30 @@ LOWEST = float(np.finfo(np.float32).min)
 names = st.sampled_from([END_OF_TURN, "bos", "<think>", "ünïcödé\n"])
 
 
+def two_scores() -> LogprobsResponse:
+    """``é`` in two halves and an end of turn; then an empty completion; then one of another k."""
+    halves = TokenSequence([7, 8, 0], [1, 2, 2], "é".encode(), {2: END_OF_TURN})
+    narrow = TopKLogprobs(
+        [[7, 3], [8, -1], [0, 5]],
+        [[-0.25, -2.5], [-0.125, -np.inf], [-0.5, -1.0]],
+        [-0.25, -0.125, -0.5],
+        [-2.0, -3.0, -np.inf],
+    )
+    nothing = TopKLogprobs(np.zeros((0, 2)), np.zeros((0, 2)), [], [])
+    invalid = TokenSequence([9], [2], b"\xff\xfe")
+    wide = TopKLogprobs([[1, 2, 9]], [[-1.0, -1.5, -2.0]], [-2.0], [-4.0])
+    return LogprobsResponse(
+        manifest_id="m",
+        ids=("a", None, "c"),
+        scores=(
+            TeacherScore("m", halves, narrow),
+            TeacherScore("m", TokenSequence([], [], b""), nothing),
+            TeacherScore("m", invalid, wide),
+        ),
+        timings={"engine": 0.5},
+    )
+
+
 @st.composite
 def sequences(draw: st.DrawFn) -> TokenSequence:
     """Tokens of any bytes, valid UTF-8 or not; some without bytes are marked."""
