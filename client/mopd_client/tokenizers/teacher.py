@@ -37,6 +37,9 @@ def teacher_tokenizer(teacher: str, manifest: Manifest, tokenizer_json: str) -> 
             "same mopd and tokenizers versions on both sides",
             key="tokenizer_fingerprint",
         )
+    # The fingerprint does not cover these: they do not belong to the tokenizer's vocabulary.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     return TeacherTokenizer(tokenizer, table, TextEncoder(tokenizer, table))
 
 

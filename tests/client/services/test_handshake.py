@@ -4,6 +4,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tokenizers import Tokenizer
 
 from mopd_client.services.expectation import Expectation
 from mopd_client.teacher_client import TeacherClient
@@ -218,6 +219,19 @@ async def test_a_tokenizer_other_than_the_manifests_raises(files, error, key):
         with pytest.raises(error) as caught:
             await client.tokenizer()
     assert caught.value.key == key
+
+
+async def test_truncation_and_padding_of_the_file_are_not_applied():
+    tokenizer = Tokenizer.from_str(TOKENIZER_JSON)
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=64)
+    teacher = ScriptedTeacher()
+    files = {"tokenizer.json": tokenizer.to_str()}
+    teacher.script("/v1/tokenizer", httpx.Response(200, json={"files": files}))
+    async with client_of(teacher) as client:
+        loaded = await client.tokenizer()
+    expected = Tokenizer.from_str(TOKENIZER_JSON).encode("12 + 30 = 42").ids
+    assert loaded.tokenizer.encode("12 + 30 = 42").ids == expected
 
 
 async def test_a_tokenizer_without_the_manifests_roles_raises():
