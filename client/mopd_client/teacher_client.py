@@ -179,6 +179,8 @@ class TeacherClient:
     ) -> list[TeacherScore]:
         """Return one score per sequence, in order; stored scores are not requested again.
 
+        The bytes of the tokens are checked, too, if ``tokenizer`` was called before.
+
         Raises:
             ConfigError: if the request is invalid (``top_k`` below 1).
             TeacherError: if the teacher is unavailable, rejects the request, or returns an invalid
@@ -273,7 +275,8 @@ class TeacherClient:
             response = await self._service.score(self._connection, request, manifest)
             if response.manifest_id != manifest.manifest_id:
                 raise changed_teacher(self.name, response.manifest_id, manifest)
-            check_response(self.name, response, request, manifest)
+            table = None if self._tokenizer is None else self._tokenizer.table
+            check_response(self.name, response, request, manifest, table)
             succeeded = True
         finally:
             self.counters.failures += not succeeded

@@ -1,5 +1,6 @@
 """The body of ``POST /v1/logprobs``: sequences for a teacher to score."""
 
+import hashlib
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
@@ -8,6 +9,15 @@ from mopd_protocol.samples import Message
 
 LogprobsDtype = Literal["float32", "float16"]
 """Precision of log-probabilities in a response."""
+
+#: Header of responses to scoring requests: ``body_hash`` of the body that was scored.
+REQUEST_HEADER = "Mopd-Request"
+
+
+def body_hash(body: bytes | bytearray) -> str:
+    """Return 32 hex digits over the body of a request; detects changes on its way, not forgery."""
+    return hashlib.sha256(body).hexdigest()[:32]
+
 
 #: Sequences of one request. Each has a fixed cost, and one body has room for half a
 #: million empty ones.

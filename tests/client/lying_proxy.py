@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from mopd_protocol.codec import BINARY_MEDIA_TYPE, decode_binary, encode_json
 from mopd_protocol.manifest import MANIFEST_HEADER
+from mopd_protocol.requests import REQUEST_HEADER
 
 Document = dict[str, Any]
 Sequence = dict[str, Any]
@@ -298,6 +299,8 @@ class LyingProxy:
     binary: bool = True
     raw: Callable[[httpx.Response], Response] | None = None
     """Replaces the response of any status instead."""
+    request: Callable[[bytes], bytes] | None = None
+    """Changes the body of a scoring request."""
     last_body: bytes = b""
     client: httpx.AsyncClient | None = None
 
@@ -308,13 +311,16 @@ class LyingProxy:
             headers["accept"] = BINARY_MEDIA_TYPE
         if self.client is None:  # in the proxy's event loop
             self.client = httpx.AsyncClient(base_url=self.upstream, timeout=60, verify=False)
+        sent = await request.body()
+        if sent and self.request is not None:
+            sent = self.request(sent)
         true = await self.client.request(
-            request.method, request.url.path, content=await request.body(), headers=headers
+            request.method, request.url.path, content=sent, headers=headers
         )
         kept = {
             name: value
             for name, value in true.headers.items()
-            if name in ("content-type", MANIFEST_HEADER.lower())
+            if name in ("content-type", MANIFEST_HEADER.lower(), REQUEST_HEADER.lower())
         }
         if request.url.path == "/v1/logprobs" and self.raw is not None:
             return self.raw(true)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from mopd_protocol.codec import BINARY_MEDIA_TYPE, encode_binary
 from mopd_protocol.manifest import MANIFEST_HEADER, Features, Manifest
-from mopd_protocol.requests import LogprobsRequest
+from mopd_protocol.requests import REQUEST_HEADER, LogprobsRequest, body_hash
 from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.samples import TeacherScore
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenRoles, TokenTable
@@ -97,10 +97,11 @@ class ScriptedTeacher:
                 raise scripted
             if path == "/v1/logprobs":
                 scripted.headers.setdefault(MANIFEST_HEADER, self.manifest.manifest_id)
+                scripted.headers.setdefault(REQUEST_HEADER, body_hash(request.content))
             return scripted
-        return await self._honest(path, body)
+        return await self._honest(path, body, request.content)
 
-    async def _honest(self, path: str, body: Any) -> httpx.Response:
+    async def _honest(self, path: str, body: Any, content: bytes) -> httpx.Response:
         if path == "/readyz":
             return httpx.Response(200, json={"status": "ready"})
         if path == "/v1/manifest":
@@ -108,10 +109,10 @@ class ScriptedTeacher:
         if path == "/v1/tokenizer":
             return httpx.Response(200, json={"files": {"tokenizer.json": TOKENIZER_JSON}})
         if path == "/v1/logprobs":
-            return await self._score(LogprobsRequest.model_validate(body))
+            return await self._score(LogprobsRequest.model_validate(body), body_hash(content))
         return problem(404, f"there is no {path} here")
 
-    async def _score(self, request: LogprobsRequest) -> httpx.Response:
+    async def _score(self, request: LogprobsRequest, digest: str) -> httpx.Response:
         self.in_flight += 1
         self.most_in_flight = max(self.in_flight, self.most_in_flight)
         try:
@@ -126,12 +127,13 @@ class ScriptedTeacher:
             headers={
                 "content-type": BINARY_MEDIA_TYPE,
                 MANIFEST_HEADER: self.manifest.manifest_id,
+                REQUEST_HEADER: digest,
             },
         )
 
 
 def scores_for(request: LogprobsRequest, manifest: Manifest) -> LogprobsResponse:
-    """Every completion token has half of the probability, the ids after it nearly none."""
+    """Every completion token has half of the probability, all other ids share the rest."""
     scores: list[TeacherScore] = []
     for sequence in request.sequences:
         sent = sequence.completion
@@ -139,10 +141,12 @@ def scores_for(request: LogprobsRequest, manifest: Manifest) -> LogprobsResponse
             ENCODER.encode(sent) if isinstance(sent, str) else []
         )
         completion = TABLE.sequence([*token_ids, 0] if sequence.finished else token_ids)
-        half = np.full(len(completion), np.log(0.5))
+        rows, size = len(completion), TABLE.size
+        half, other = np.full(rows, np.log(0.5)), np.log(0.5 / (size - 1))
+        tail = np.full(rows, other + np.log(size - request.top_k))
         ids = (completion.token_ids[:, None] + np.arange(request.top_k)) % TABLE.size
-        logprobs = np.where(np.arange(request.top_k), -20.0, half[:, None])
-        topk = TopKLogprobs(ids, logprobs, half, half)
+        logprobs = np.where(np.arange(request.top_k), other, half[:, None])
+        topk = TopKLogprobs(ids, logprobs, half, tail)
         scores.append(TeacherScore(manifest.manifest_id, completion, topk))
     ids = tuple(sequence.id for sequence in request.sequences)
     return LogprobsResponse(manifest.manifest_id, ids, tuple(scores))

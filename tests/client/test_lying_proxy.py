@@ -1,6 +1,7 @@
 """No changed response of a real teacher behind a real proxy is accepted."""
 
-from collections.abc import AsyncGenerator, Generator
+import json
+from collections.abc import AsyncGenerator, Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +12,14 @@ import torch
 from starlette.responses import Response
 
 from mopd_client.teacher_client import TeacherClient
-from mopd_protocol.codec import decode_binary
+from mopd_protocol.codec import decode_binary, encode_binary
 from mopd_protocol.errors import DataError, InvalidResponseError, MopdError
 from mopd_protocol.manifest import MANIFEST_HEADER
-from mopd_protocol.requests import SequenceRequest
+from mopd_protocol.requests import REQUEST_HEADER, SequenceRequest
 from mopd_protocol.samples import Message, TeacherScore
 from tests import tiny_models
 from tests.client.lying_proxy import LIES, LyingProxy, proxy_app, serving
+from tests.client.token_lies import CONTROL_LIES, TOKEN_LIES, VALUE_LIES, WORDS, without_token
 from tests.server.tiny_teachers import teacher_of
 
 pytestmark = pytest.mark.anyio
@@ -81,7 +83,7 @@ def address() -> Generator[tuple[LyingProxy, str]]:
 @pytest.fixture
 async def setup(address: tuple[LyingProxy, str]) -> AsyncGenerator[Setup]:
     proxy, url = address
-    proxy.lie = proxy.raw = None
+    proxy.lie = proxy.raw = proxy.request = None
     proxy.forged, proxy.binary = False, True
     async with TeacherClient("math", [url]) as client:
         await client.handshake()
@@ -130,6 +132,90 @@ async def test_every_lie_is_rejected_and_named(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("binary", [True, False])
+@pytest.mark.parametrize("tokenizer", [True, False])
+async def test_other_tokens_of_the_same_text_are_rejected(
+    setup: Setup, binary: bool, tokenizer: bool
+) -> None:
+    setup.proxy.binary, setup.proxy.forged = binary, True
+    if tokenizer:
+        await setup.client.tokenizer()
+    setup.proxy.lie = lambda document: None
+    await setup.score(WORDS)
+    for name, lie in (TOKEN_LIES if tokenizer else CONTROL_LIES).items():
+        setup.proxy.lie = lie.change
+        error = await setup.rejection(WORDS)
+        assert isinstance(error, InvalidResponseError), name
+        assert error.key in lie.key.split(), (name, error)
+
+
+@pytest.mark.parametrize("binary", [True, False])
+@pytest.mark.parametrize("name", VALUE_LIES)
+async def test_impossible_values_are_rejected(setup: Setup, binary: bool, name: str) -> None:
+    setup.proxy.binary, setup.proxy.forged = binary, True
+    setup.proxy.lie = VALUE_LIES[name].change
+    error = await setup.rejection()
+    assert isinstance(error, InvalidResponseError)
+    assert error.key == VALUE_LIES[name].key
+
+
+async def test_a_candidate_that_is_the_token_has_an_entry(setup: Setup) -> None:
+    candidates = SequenceRequest(
+        prompt="a", completion_token_ids=[8, 9], candidate_ids=[[8, 7, 30], [11, 9]]
+    )
+    setup.proxy.forged = True
+    setup.proxy.lie = without_token
+    error = await setup.rejection([candidates])
+    assert isinstance(error, InvalidResponseError)
+    assert error.key == "candidate_ids"
+
+
+async def test_another_precision_is_rejected(setup: Setup) -> None:
+    def rounded(true: httpx.Response) -> Response:
+        body = encode_binary(decode_binary(true.content), "float16")
+        return Response(body, 200, _kept(true))
+
+    setup.proxy.raw = rounded
+    error = await setup.rejection()
+    assert isinstance(error, InvalidResponseError)
+    assert error.key == "logprobs_dtype"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body.pop("temperature"),
+        lambda body: body["sequences"][0].update(prompt="the  quick"),
+        lambda body: body["sequences"][2]["messages"][0].update(content="4 + 3 ="),
+        lambda body: body["sequences"][2].update(chat_template_kwargs={"plain": True}),
+    ],
+)
+async def test_a_request_changed_on_its_way_is_rejected(
+    setup: Setup, change: Callable[[dict[str, Any]], object]
+) -> None:
+    await setup.score(temperature=0.5)
+
+    def changed(body: bytes) -> bytes:
+        document = json.loads(body)
+        change(document)
+        return json.dumps(document).encode()
+
+    setup.proxy.request = changed
+    with pytest.raises(InvalidResponseError) as caught:
+        await setup.score(temperature=0.5)
+    assert caught.value.key == REQUEST_HEADER
+
+
+@pytest.mark.parametrize("media_type", ["text/html", "application/problem+json", ""])
+async def test_other_content_types_are_rejected(setup: Setup, media_type: str) -> None:
+    setup.proxy.raw = lambda true: Response(
+        true.content, 200, _kept(true) | {"content-type": media_type}
+    )
+    error = await setup.rejection()
+    assert isinstance(error, InvalidResponseError)
+    assert error.key == "content-type"
+
+
+@pytest.mark.parametrize("binary", [True, False])
 async def test_the_response_to_another_request_is_rejected(setup: Setup, binary: bool) -> None:
     setup.proxy.binary = binary
     for earlier in (SEQUENCES, OTHERS):
@@ -175,7 +261,7 @@ async def test_the_manifest_is_checked_on_every_status(
     assert error.key == "manifest_id"
 
 
-@pytest.mark.parametrize("body", [b"<html>", b"", b"{}", b"\x00" * 64])
+@pytest.mark.parametrize("body", [b"<html>", b"", b"{}", b"\x00" * 64, b"[" * 10**5])
 async def test_other_bodies_are_rejected(setup: Setup, body: bytes) -> None:
     for kept in (True, False):
         setup.proxy.raw = lambda true, kept=kept: Response(
@@ -205,5 +291,8 @@ async def test_damaged_bytes_are_rejected(setup: Setup) -> None:
         body[position] ^= 1
 
 
+_KEPT = ("content-type", MANIFEST_HEADER, REQUEST_HEADER)
+
+
 def _kept(true: httpx.Response) -> dict[str, str]:
-    return {name: true.headers[name] for name in ("content-type", MANIFEST_HEADER)}
+    return {name: true.headers[name] for name in _KEPT}

@@ -1,6 +1,7 @@
 """``MopdService``: a server started by ``mopd-teacher serve``."""
 
 import json
+from collections.abc import Callable
 
 import httpx
 from pydantic import ValidationError
@@ -14,13 +15,19 @@ from mopd_protocol.codec import BINARY_MEDIA_TYPE, decode_binary, decode_json
 from mopd_protocol.errors import InvalidResponseError, TeacherMismatchError
 from mopd_protocol.manifest import MANIFEST_HEADER, SCHEMA_VERSION, Manifest
 from mopd_protocol.request_tokenizer import TeacherTokenizer
-from mopd_protocol.requests import LogprobsRequest
+from mopd_protocol.requests import REQUEST_HEADER, LogprobsRequest, body_hash
 from mopd_protocol.responses import LogprobsResponse
 
 _KIND = "mopd teacher"
 
 #: Statuses that a teacher returns for a request that it has read.
 _IDENTIFIED_STATUSES = frozenset({200, 400, 413, 422})
+
+
+_DECODERS: dict[str, Callable[[bytes], LogprobsResponse]] = {
+    BINARY_MEDIA_TYPE: decode_binary,
+    "application/json": lambda content: decode_json(json.loads(content)),
+}
 
 
 class MopdService:
@@ -87,17 +94,25 @@ class MopdService:
         The response is binary; JSON, which a proxy may have made of it, is accepted too.
         """
         teacher = connection.teacher
+        body = request.model_dump_json(exclude_none=True).encode()
         response = await connection.post(
             self.path,
-            request.model_dump_json(exclude_none=True).encode(),
+            body,
             {"accept": BINARY_MEDIA_TYPE},
             check=lambda response: _require_manifest(teacher, response, manifest),
         )
+        _require_request(teacher, response, body)
+        media_type = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type not in _DECODERS:
+            raise InvalidResponseError(
+                f"teacher {teacher!r}: wrong content type (found {media_type or 'none'!r}, "
+                f"expected {' or '.join(_DECODERS)}): {problem_of(response)}",
+                status=response.status_code,
+                key="content-type",
+            )
         try:
-            if response.headers.get("content-type", "").startswith("application/json"):
-                return decode_json(json.loads(response.content))
-            return decode_binary(response.content)
-        except ValueError as error:  # DataError, or not JSON
+            return _DECODERS[media_type](response.content)
+        except (ValueError, RecursionError) as error:  # DataError, or not JSON
             raise InvalidResponseError(
                 f"teacher {teacher!r}: invalid response: {error}",
                 status=response.status_code,
@@ -122,4 +137,21 @@ def _require_manifest(teacher: str, response: httpx.Response, manifest: Manifest
             f"{problem_of(response)}",
             status=response.status_code,
             key=MANIFEST_HEADER,
+        )
+
+
+def _require_request(teacher: str, response: httpx.Response, body: bytes) -> None:
+    """Check that the teacher scored the request as it was sent: the response has no prompts.
+
+    Raises:
+        InvalidResponseError: if the hash of the body is missing or differs.
+    """
+    expected, received = body_hash(body), response.headers.get(REQUEST_HEADER)
+    if received != expected:
+        raise InvalidResponseError(
+            f"teacher {teacher!r}: the request was changed on its way (found {REQUEST_HEADER} "
+            f"{received}, expected {expected}). Check that no proxy changes requests, and run the "
+            "same mopd version on both sides",
+            status=response.status_code,
+            key=REQUEST_HEADER,
         )

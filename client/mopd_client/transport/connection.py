@@ -176,7 +176,7 @@ class Connection:
         """
         try:
             body: Any = json.loads(response.content)
-        except ValueError:
+        except (ValueError, RecursionError):
             body = None
         if not isinstance(body, dict):
             raise InvalidResponseError(

@@ -44,7 +44,7 @@ def problem_of(response: httpx.Response) -> str:
     """Return a problem document's detail, an OpenAI error's message, or the start of the body."""
     try:
         document: Any = json.loads(response.content)
-    except ValueError:
+    except (ValueError, RecursionError):
         document = None
     if isinstance(document, dict):
         error: Any = document.get("error")

@@ -6,8 +6,9 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from starlette.requests import ClientDisconnect
 
-from mopd_protocol.requests import LogprobsRequest
+from mopd_protocol.requests import LogprobsRequest, body_hash
 from mopd_server.http.body_parts import InvalidBodyError, parse, parse_in_parts
+from mopd_server.http.request_record import current_record
 from mopd_server.scoring.service import TeacherService
 from mopd_server.service_error import CLIENT_CLOSED_REQUEST, ServiceError
 
@@ -34,11 +35,23 @@ async def scoring_request(request: Request, service: TeacherService) -> Logprobs
         ) from error
     try:
         if len(body) > _LARGE_BYTES:
-            return await service.run_in_thread(lambda: parse_in_parts(bytes(body)), large=True)
+            return await service.run_in_thread(lambda: _parse_large(bytes(body)), large=True)
+        _record_hash(body)
         return parse(bytes(body))
     except InvalidBodyError as error:
         too_many = {"type": "too_many", "loc": (), "input": None, "ctx": {"found": error.count}}
         raise RequestValidationError(error.errors or [too_many]) from error
+
+
+def _parse_large(body: bytes) -> LogprobsRequest:
+    _record_hash(body)
+    return parse_in_parts(body)
+
+
+def _record_hash(body: bytes | bytearray) -> None:
+    """Record the hash of the body, by which the client detects a request changed on its way."""
+    if record := current_record():
+        record.body_hash = body_hash(body)
 
 
 def _is_json(content_type: str) -> bool:

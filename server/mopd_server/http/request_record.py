@@ -21,6 +21,8 @@ class RequestRecord:
     key_name: str | None = None
     reason: str | None = None
     """Code of the error response."""
+    body_hash: str | None = None
+    """Hash of the body of a scoring request, once the body is complete."""
     sequences: int = 0
     top_k: int = 0
     prompt_tokens: int = 0

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from mopd_protocol.codec import BINARY_MEDIA_TYPE, decode_binary, decode_json
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.request_tokenizer import RequestTokenizer
-from mopd_protocol.requests import LogprobsRequest, SequenceRequest
+from mopd_protocol.requests import REQUEST_HEADER, LogprobsRequest, SequenceRequest, body_hash
 from mopd_protocol.tokenizers.token_table import TokenTable
 from tests.reference.teacher_scores import completion_logprobs
 from tests.server.tiny_teachers import (
@@ -70,6 +70,7 @@ def test_json_and_binary_responses_are_equal(qwen_teacher: TinyTeacher) -> None:
     as_bytes = post(qwen_teacher.app, body, {"Accept": BINARY_MEDIA_TYPE})
     assert as_json.headers["content-type"] == "application/json"
     assert as_bytes.headers["content-type"] == BINARY_MEDIA_TYPE
+    assert as_json.headers[REQUEST_HEADER] == body_hash(as_json.request.content)
     left, right = decode_json(as_json.json()), decode_binary(as_bytes.content)
     assert left.ids == right.ids == ("a", None, None, None)
     assert left.manifest_id == right.manifest_id

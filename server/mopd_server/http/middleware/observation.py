@@ -7,6 +7,7 @@ from http import HTTPStatus
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mopd_protocol.requests import REQUEST_HEADER
 from mopd_server.http.http_metrics import SCORING_PATH
 from mopd_server.http.lifecycle import Lifecycle
 from mopd_server.http.logs import FIELDS
@@ -43,6 +44,8 @@ class ObservationMiddleware:
                 headers[REQUEST_ID_HEADER] = record.id
                 if _identifies_teacher(scope["path"], message["status"]):
                     headers.update(self._lifecycle.manifest_headers(record.adapter))
+                if record.body_hash is not None:
+                    headers[REQUEST_HEADER] = record.body_hash
                 if self._lifecycle.draining:  # the connection will be closed
                     headers["Connection"] = "close"
             await send(message)
