@@ -1,7 +1,8 @@
 """Self-check at startup: a sequence must get equal scores in any batch.
 
 Faults of batching are silent: rows of another sequence, a shift by one, padding that is attended
-to. The sequences are random tokens, whose rows differ by far more than rounding.
+to. The sequences are random tokens, whose rows differ by far more than rounding. And a row must not
+depend on later tokens: the language-model head of an encoder scores tokens that it has seen.
 """
 
 from dataclasses import replace
@@ -58,6 +59,10 @@ async def check_engine(
         [others[0], probe, *adapted, *others[1:]], top_k=top_k, temperature=1.0
     )
     _require_close(single, batched, tolerance, "batching")
+    kept = (len(probe.completion_ids) + 1) // 2
+    start = ScoringTask(probe.prompt_ids, probe.completion_ids[:kept])
+    ((shorter, _),) = await scorer.score([start], top_k=top_k, temperature=1.0)
+    _require_close(single.rows(0, kept), shorter, tolerance, "later tokens")
     for task, (batched, _) in zip(adapted, rest, strict=False):
         ((unbatched, _),) = await scorer.score([task], top_k=top_k, temperature=1.0)
         _require_close(unbatched, batched, tolerance, f"adapter {task.adapter}")

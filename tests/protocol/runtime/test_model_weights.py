@@ -20,7 +20,7 @@ from mopd_trainer.config.teacher import TeacherConfig
 from mopd_trainer.student.student import Student
 from mopd_trainer.student.weight_files import FullModelFiles
 from mopd_trainer.teachers.local.model import LocalModel
-from tests.damaged_models import DAMAGED, SOUND, damaged
+from tests.damaged_models import DAMAGED, DAMAGED_FILES, SOUND, damaged
 from tests.vllm_marks import needs_vllm
 
 CPU = torch.device("cpu")
@@ -58,14 +58,15 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.parametrize("damage", [*DAMAGED, "reward model", "tied reward model"])
+@pytest.mark.parametrize("damage", [*DAMAGED, *DAMAGED_FILES, "reward model", "tied reward model"])
 def test_incomplete_weights_are_rejected_by_name(loader: str, damage: str, tmp_path: Path) -> None:
     folder = damaged(damage, tmp_path / "model")
     with pytest.raises(WeightsError) as caught:
         LOADERS[loader](folder)
     assert caught.value.code == "incomplete_weights"
     stray = "score.weight" if damage == "tied reward model" else "lm_head.weight"
-    assert str(caught.value.key).startswith(DAMAGED[damage][1] if damage in DAMAGED else stray)
+    _, expected = (DAMAGED | DAMAGED_FILES).get(damage, (None, stray))
+    assert str(caught.value.key).startswith(expected)
     assert str(caught.value.key) in str(caught.value)
     assert "\n" not in str(caught.value)
 

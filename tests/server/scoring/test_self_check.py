@@ -77,11 +77,26 @@ def check(teacher: TinyTeacher, fault: Fault, **changes: object) -> FaultyEngine
     return engine
 
 
+def test_rows_that_depend_on_later_tokens_are_rejected(qwen_teacher: TinyTeacher) -> None:
+    """As the scores of an encoder: they change with the length of the completion."""
+
+    def fault(batch: Sequence[ScoringTask], scores: list[TopKLogprobs]) -> list[TopKLogprobs]:
+        return [
+            lowered(0.01 * len(task.completion_ids))(score)
+            for task, score in zip(batch, scores, strict=True)
+        ]
+
+    with pytest.raises(SelfCheckError) as caught:
+        check(qwen_teacher, fault)
+    assert caught.value.key == "later tokens"
+
+
 def test_correct_engine_is_checked_unbatched_batched_and_with_candidates(
     qwen_teacher: TinyTeacher,
 ) -> None:
-    single, batch, with_candidates = check(qwen_teacher, no_fault).batches
+    single, batch, start, with_candidates = check(qwen_teacher, no_fault).batches
     (probe,) = single
+    assert len(start[0].completion_ids) < len(probe.completion_ids)
     assert len(batch) > 2
     assert batch.index(probe) not in (0, len(batch) - 1)
     assert len({task.tokens for task in batch}) == len(batch)

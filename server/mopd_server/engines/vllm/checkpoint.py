@@ -31,7 +31,7 @@ def require_complete_checkpoint(settings: TeacherSettings) -> None:
             return
         # The stored precision: other ones would copy every tensor.
         load = AutoModelForCausalLM.from_pretrained
-        load_complete(subject, load, settings.model, dtype="auto", **source)
+        load_complete(subject, load, settings.model, all_values=False, dtype="auto", **source)
     except WeightsError:
         raise
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
