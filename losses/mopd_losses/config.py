@@ -9,6 +9,7 @@ Divergence = Literal[
     "reverse_kl",
     "jsd",
     "adaptive_kl",
+    "entropy_aware_kl",
     "skewed_forward_kl",
     "skewed_reverse_kl",
     "tvd",
@@ -19,6 +20,7 @@ Form = Literal["tail_bucket", "renormalised", "generalised"]
 _READERS: dict[str, tuple[Divergence, ...]] = {
     "teacher_weight": ("jsd",),
     "tail_mass": ("adaptive_kl",),
+    "entropy_threshold": ("entropy_aware_kl",),
     "skew": ("skewed_forward_kl", "skewed_reverse_kl"),
 }
 
@@ -73,6 +75,10 @@ class DivergenceSettings(BaseModel):
     1 reverse KL, both unscaled."""
     tail_mass: float = Field(default=0.5, gt=0, lt=1)
     """``adaptive_kl``: the mass of the teacher's least likely ids that are called its tail."""
+    entropy_threshold: float = Field(default=0.8, ge=0)
+    """``entropy_aware_kl``: nats of the teacher's entropy above which forward KL is added to
+    reverse KL; for teachers that often have several good continuations, of which reverse KL
+    keeps few."""
     skew: float = Field(default=0.1, ge=0, lt=1)
     """``skewed_forward_kl``, ``skewed_reverse_kl``: how much of the first distribution is mixed
     into the one that it is compared with; 0 is plain KL."""
@@ -92,7 +98,7 @@ class DivergenceSettings(BaseModel):
     def unbounded_where_teacher_vanishes(self) -> bool:
         """True if it grows without bound as the teacher's probability of a likely id vanishes."""
         return (
-            self.divergence in ("reverse_kl", "adaptive_kl")
+            self.divergence in ("reverse_kl", "adaptive_kl", "entropy_aware_kl")
             or (self.divergence == "jsd" and self.teacher_weight == 1)
             or (self.divergence == "skewed_reverse_kl" and self.skew == 0)
         )

@@ -438,7 +438,7 @@ def _sampled(
     )
 
 
-def _prefix_kl(divergence: Literal["forward_kl", "reverse_kl", "jsd"], floor: float) -> Row:
+def _prefix_kl(divergence: config.Divergence, floor: float) -> Row:
     def expected(problem: PrefixProblem) -> Expected:
         per_token = np.zeros(len(problem.logits))
         for number, offset in enumerate(problem.offsets):
@@ -488,6 +488,7 @@ ROWS: tuple[Row, ...] = (
     _pkl("forward_kl", 1.0),
     _pkl("reverse_kl", 2.0),
     _hkl("forward_kl", False, 2.0, 8192),
+    _prefix_kl("entropy_aware_kl", 0.5),
     _hkl("reverse_kl", False, 1.0, 2),
     _hkl("forward_kl", True, 1.0, 8192),
     _hkl("reverse_kl", True, 1.0, 8192),

@@ -42,6 +42,8 @@ def test_resolved_settings_can_be_read_back() -> None:
         ),
         ({"teacher_weight": 0.2}, "it belongs to jsd"),
         ({"divergence": "jsd", "tail_mass": 0.2}, "it belongs to adaptive_kl"),
+        ({"entropy_threshold": 0.2}, "it belongs to entropy_aware_kl"),
+        ({"divergence": "entropy_aware_kl", "entropy_threshold": -1}, "greater than or equal to 0"),
         ({"divergence": "jsd", "form": "generalised"}, "use form 'tail_bucket'"),
         ({"divergence": "jsd", "teacher_weight": 1.1}, "less than or equal to 1"),
         ({"divergence": "adaptive_kl", "tail_mass": 0}, "greater than 0"),
@@ -86,6 +88,7 @@ def test_which_divergences_need_a_floor_under_the_teacher() -> None:
     unbounded = [
         DivergenceSettings(divergence="reverse_kl"),
         DivergenceSettings(divergence="adaptive_kl"),
+        DivergenceSettings(divergence="entropy_aware_kl"),
         DivergenceSettings(divergence="jsd", teacher_weight=1),
         DivergenceSettings(divergence="skewed_reverse_kl", skew=0),
     ]

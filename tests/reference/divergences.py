@@ -105,15 +105,28 @@ def adaptive_kl(p: Floats, t: Floats, tail_mass: float) -> Compared:
     )
 
 
+def entropy_aware_kl(p: Floats, t: Floats, threshold: float) -> Compared:
+    """``sum p ln(p / t)``, plus ``sum t ln(t / p)`` where ``-sum t ln t`` is above a threshold."""
+    reverse = reverse_kl(p, t)
+    if -math.fsum(_term(b, 1.0) for b in t) <= threshold:
+        return reverse
+    forward = forward_kl(p, t)
+    return Compared(
+        reverse.value + forward.value,
+        [r + f for r, f in zip(reverse.slopes, forward.slopes, strict=True)],
+    )
+
+
 def divergence_named(
-    name: str, *, teacher_weight: float, tail_mass: float, skew: float
+    name: str, *, teacher_weight: float, tail_mass: float, skew: float, entropy_threshold: float
 ) -> Divergence:
-    """One of the seven, with its parameter."""
+    """One of the eight, with its parameter."""
     return {
         "forward_kl": forward_kl,
         "reverse_kl": reverse_kl,
         "jsd": partial(jensen_shannon, w=teacher_weight),
         "adaptive_kl": partial(adaptive_kl, tail_mass=tail_mass),
+        "entropy_aware_kl": partial(entropy_aware_kl, threshold=entropy_threshold),
         "skewed_forward_kl": partial(skewed_forward_kl, skew=skew),
         "skewed_reverse_kl": partial(skewed_reverse_kl, skew=skew),
         "tvd": total_variation,

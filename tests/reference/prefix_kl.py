@@ -18,6 +18,8 @@ from tests.reference.divergences import floored_rest
 
 #: Tokens before a boundary that may be divided differently, and tokens tried after a shorter one.
 _WINDOW, _PROBES = 2, 8
+#: Nats; the default of ``entropy_aware_kl``.
+_ENTROPY_THRESHOLD = 0.8
 
 
 @dataclass(frozen=True, eq=False)
@@ -480,6 +482,11 @@ def value(boundary: Boundary, divergence: str, teacher_weight: float = 0.5) -> f
         return _kl(teacher, student)
     if divergence == "reverse_kl":
         return _kl(student, floored_rest(teacher, student[-1]))
+    if divergence == "entropy_aware_kl":
+        teacher = floored_rest(teacher, student[-1])
+        entropy = -math.fsum(t * math.log(t) for t in teacher if t > 0)
+        forward = _kl(teacher, student) if entropy > _ENTROPY_THRESHOLD else 0.0
+        return _kl(student, teacher) + forward
     share = teacher_weight
     mixture = [share * t + (1 - share) * s for t, s in zip(teacher, student, strict=True)]
     return share * _kl(teacher, mixture) + (1 - share) * _kl(student, mixture)

@@ -39,6 +39,8 @@ def divergence_of(settings: DivergenceSettings) -> DivergenceFunction:
             return partial(jensen_shannon, teacher_weight=settings.teacher_weight)
         case "adaptive_kl":
             return partial(adaptive_kl, tail_mass=settings.tail_mass)
+        case "entropy_aware_kl":
+            return partial(entropy_aware_kl, threshold=settings.entropy_threshold)
         case "skewed_forward_kl":
             return partial(skewed_forward_kl, skew=settings.skew)
         case "skewed_reverse_kl":
@@ -62,7 +64,7 @@ def teacher_share(settings: DivergenceSettings) -> float:
         case "jsd":
             weight = settings.teacher_weight
             return weight if 0 < weight < 1 else 1.0 - weight
-        case "adaptive_kl" | "tvd":
+        case "adaptive_kl" | "entropy_aware_kl" | "tvd":
             return 0.5
 
 
@@ -165,6 +167,29 @@ def adaptive_kl(
         head_share = torch.where(differ, in_head / torch.where(differ, total, 1.0), 0.5)
     forward, reverse = forward_kl(student, teacher), reverse_kl(student, teacher)
     return head_share * forward + (1 - head_share) * reverse
+
+
+def entropy_aware_kl(
+    student: Float[Tensor, "rows entries"],
+    teacher: Float[Tensor, "rows entries"],
+    *,
+    threshold: float,
+) -> Float[Tensor, "rows"]:
+    """Reverse KL, plus forward KL where the teacher's entropy is above a threshold.
+
+    The entropy is that of the entries, so of a top-k with its rest as one entry it is a lower
+    bound. It decides by the teacher only and has no gradient. (EOPD, arXiv 2603.07079, whose
+    threshold is 0.8 nats; its reverse KL is estimated from the sampled token.)
+
+    Args:
+        threshold: nats, at least 0; above the log of the number of entries it is reverse KL.
+    """
+    with torch.no_grad():
+        surprisals = -teacher.masked_fill(torch.isneginf(teacher), 0.0)
+        uncertain = (teacher.exp() * surprisals).sum(dim=-1) > threshold
+    # Equal sides where the teacher is certain: a forward KL of inf times zero would be NaN.
+    compared = torch.where(uncertain.unsqueeze(-1), student, teacher)
+    return reverse_kl(student, teacher) + forward_kl(compared, teacher)
 
 
 def total_variation(

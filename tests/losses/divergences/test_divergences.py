@@ -13,6 +13,7 @@ from mopd_losses.config import DivergenceSettings
 from mopd_losses.divergences.divergences import (
     adaptive_kl,
     divergence_of,
+    entropy_aware_kl,
     forward_kl,
     jensen_shannon,
     reverse_kl,
@@ -38,6 +39,9 @@ GOLDEN = (
     (DivergenceSettings(divergence="skewed_forward_kl"), 0.137662),
     (DivergenceSettings(divergence="skewed_reverse_kl"), 0.149890),
     (DivergenceSettings(divergence="adaptive_kl", tail_mass=0.45), 0.181794),
+    # The teacher's entropy is 1.033076; both KLs, or only reverse.
+    (DivergenceSettings(divergence="entropy_aware_kl"), 0.363588),
+    (DivergenceSettings(divergence="entropy_aware_kl", entropy_threshold=1.04), 0.195631),
 )
 golden = pytest.mark.parametrize(
     ("measure", "expected"), GOLDEN, ids=[name_of(measure) for measure, _ in GOLDEN]
@@ -240,6 +244,36 @@ def test_adaptive_kl_follows_forward_kl_in_the_head_and_reverse_kl_in_the_tail()
     for student, pure in ((in_head, forward_kl), (in_tail, reverse_kl)):
         actual = adaptive_kl(student, teacher, tail_mass=0.25)
         torch.testing.assert_close(actual, pure(student, teacher))
+
+
+@given(seeds)
+@settings(deadline=None, max_examples=25)
+def test_entropy_aware_kl_adds_forward_kl_only_where_the_teacher_is_uncertain(seed: int) -> None:
+    logits, teacher = random_pair(seed)
+    logits.requires_grad_()
+    student = logits.log_softmax(dim=1)
+    entropies = -(teacher.exp() * teacher).sum(dim=1)
+    forward, reverse = forward_kl(student, teacher), reverse_kl(student, teacher)
+    least_certain = int(entropies.argmax())
+    threshold = float(entropies.sort().values[-2:].mean())  # above all but one row
+    expected = reverse.clone()
+    expected[least_certain] += forward[least_certain]
+    actual = entropy_aware_kl(student, teacher, threshold=threshold)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(actual.sum(), logits, retain_graph=True),
+        torch.autograd.grad(expected.sum(), logits, retain_graph=True),
+    )
+    torch.testing.assert_close(entropy_aware_kl(student, teacher, threshold=9.0), reverse)
+
+
+def test_a_forward_kl_that_is_infinite_counts_only_where_it_is_added() -> None:
+    teacher = logs([0.9, 0.1], [0.5, 0.5])
+    logits = torch.tensor([[0.3, -math.inf]] * 2, dtype=torch.float64, requires_grad=True)
+    values = entropy_aware_kl(logits.log_softmax(dim=1), teacher, threshold=0.6)
+    assert values.tolist() == [pytest.approx(-math.log(0.9)), math.inf]
+    (gradient,) = torch.autograd.grad(values[0], logits)
+    assert gradient.isfinite().all()
 
 
 @each
