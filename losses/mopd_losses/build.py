@@ -71,6 +71,11 @@ class LossContext:
         """The copy of ``matrix`` on ``device``."""
         return self.cache.on(self.device, self.matrix)
 
+    @property
+    def has_one_tokenizer(self) -> bool:
+        """True if the teacher has the student's own tokenizer."""
+        return self.student.table.fingerprint == self.teacher.table.fingerprint
+
     def require_temperature_one(self) -> None:
         """Raise ConfigError for a teacher that scores at another temperature."""
         if self.teacher_temperature != 1.0:
@@ -112,7 +117,7 @@ def build_loss(
         config, student, teacher, torch.device(device), cache or ProjectionCache(), temperature
     )
     loss = _BUILDERS[type(config)](config, context)
-    if student.table.fingerprint == teacher.table.fingerprint or isinstance(config, _LITERAL):
+    if context.has_one_tokenizer or isinstance(config, _LITERAL):
         return loss
     return ValidTextLoss(loss)
 
@@ -138,7 +143,14 @@ def _prefix_kl(config: PrefixKlConfig, context: LossContext) -> Loss:
 
 def _policy_gradient(config: PolicyGradientConfig, context: LossContext) -> Loss:
     context.require_temperature_one()
-    return PolicyGradientLoss(config.max_ratio)
+    has_baseline = config.baseline != "none"
+    if has_baseline and not context.has_one_tokenizer:
+        raise ConfigError(
+            f"baseline {config.baseline!r}: the teacher's top-k is of another tokenizer, in which "
+            "the expected advantage is unknown. Remove the baseline, or use 'prefix_kl'.",
+            key="loss.baseline",
+        )
+    return PolicyGradientLoss(config.max_ratio, has_baseline)
 
 
 def _k2(config: K2Config, context: LossContext) -> Loss:

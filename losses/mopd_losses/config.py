@@ -160,6 +160,10 @@ class PolicyGradientConfig(BaseModel):
     type: Literal["policy_gradient"] = "policy_gradient"
     max_ratio: float = Field(default=2.0, gt=0)
     """Upper limit of the importance ratio of the current student to the sampling policy."""
+    baseline: Literal["none", "top_k"] = "none"
+    """``top_k``: subtract the mean advantage of the row's top-k and rest, which lowers the variance
+    of the gradient and leaves its expectation. For a teacher with the student's own tokenizer,
+    which then receives the sampled ids; refused for any other."""
 
 
 class K2Config(BaseModel):

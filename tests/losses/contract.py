@@ -401,10 +401,22 @@ _XTOKEN: dict[str, Any] = {
 
 
 def _sampled(
-    loss_config: LossConfig, loss: Loss, twin: Callable[[Dual, float, float], Dual]
+    loss_config: LossConfig, loss: Loss, twin: Callable[..., Dual], *, has_baseline: bool = False
 ) -> Row:
-    """``twin`` maps ``p(x)``, ``t(x)`` and ``mu(x)`` to the loss."""
+    """``twin`` maps ``p(x)``, ``t(x)`` and ``mu(x)`` to the loss.
+
+    Args:
+        has_baseline: also give the twin the mean log-ratio, as ``baseline``.
+    """
     policy_gradient = isinstance(loss, PolicyGradientLoss)
+
+    def baseline(view: SpanView) -> dict[str, float]:
+        if not has_baseline:
+            return {}
+        kept, student = view.teacher[0].kept, view.student[0]
+        own = [student[j].value for j in kept]
+        rest = view.teacher[0].rest
+        return {"baseline": sampled.mean_log_ratio(own, list(kept.values()), rest)}
 
     def expected(problem: Problem) -> Expected:
         by_position = {
@@ -419,6 +431,7 @@ def _sampled(
                     view.student[0][view.labels[0]],
                     view.teacher[0].token_probability,
                     by_position[at],
+                    **baseline(view),
                 ),
             )
             for at, view in views(problem)
@@ -427,14 +440,16 @@ def _sampled(
         return scattered(problem, values)
 
     return Row(
-        loss_config.type,
+        f"{loss_config.type}{' with a baseline' if has_baseline else ''}",
         loss_config,
         lambda _: loss,
         expected,
+        problem=_one_vocabulary if has_baseline else random_problem,
+        one_tokenizer=has_baseline,
         least=None if policy_gradient else 0.0,  # a single sample's log-ratio has either sign
         conservative=not policy_gradient,
         # Spans of several tokens are not trained; only k3 covers the teacher's mass.
-        keeps_language=loss_config.type == "k3",
+        keeps_language=loss_config.type == "k3" or has_baseline,
     )
 
 
@@ -473,6 +488,7 @@ ROWS: tuple[Row, ...] = (
     _prefix_kl("forward_kl", 0.0),
     _prefix_kl("reverse_kl", 1e-2),
     _prefix_kl("jsd", 0.5),
+    _prefix_kl("entropy_aware_kl", 0.5),
     _alm("kl", None),
     _alm("tvd", None),
     _alm("kl", 3.0),
@@ -488,11 +504,16 @@ ROWS: tuple[Row, ...] = (
     _pkl("forward_kl", 1.0),
     _pkl("reverse_kl", 2.0),
     _hkl("forward_kl", False, 2.0, 8192),
-    _prefix_kl("entropy_aware_kl", 0.5),
     _hkl("reverse_kl", False, 1.0, 2),
     _hkl("forward_kl", True, 1.0, 8192),
     _hkl("reverse_kl", True, 1.0, 8192),
     _sampled(config.PolicyGradientConfig(), PolicyGradientLoss(), sampled.policy_gradient),
+    _sampled(
+        config.PolicyGradientConfig(baseline="top_k"),
+        PolicyGradientLoss(has_baseline=True),
+        sampled.policy_gradient,
+        has_baseline=True,
+    ),
     _sampled(config.K2Config(), K2Loss(), sampled.k2),
     _sampled(config.K3Config(), K3Loss(), sampled.k3),
 )

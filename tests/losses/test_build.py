@@ -38,6 +38,7 @@ from mopd_losses.projection.matrix import (
     identity_projection,
 )
 from mopd_losses.projection.sides import find_projection, resolve_loss
+from mopd_losses.sampled.policy_gradient import PolicyGradientLoss
 from mopd_losses.topk.ctkd import CtkdLoss
 from mopd_losses.topk.topk_divergence import TopKDivergenceLoss
 from mopd_losses.topk.topk_targets import TopKTargets
@@ -274,6 +275,17 @@ def test_losses_on_likelihoods_refuse_a_warmed_teacher(config: LossConfig) -> No
     with pytest.raises(ConfigError) as caught:
         build_loss(config, family("digit"), family("digit"), temperature=2.0)
     assert caught.value.key == "temperature"
+
+
+def test_a_baseline_needs_the_students_tokenizer() -> None:
+    config = PolicyGradientConfig(baseline="top_k")
+    student = family("digit")
+    loss = build_loss(config, student, student)
+    assert isinstance(loss, PolicyGradientLoss)
+    assert loss.has_baseline
+    with pytest.raises(ConfigError) as caught:
+        build_loss(config, student, family("sentencepiece"))
+    assert caught.value.key == "loss.baseline"
 
 
 def comparison_of(student: Family, teacher: Family, text: str) -> AlignedPair:

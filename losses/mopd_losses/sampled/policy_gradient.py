@@ -5,7 +5,9 @@ current student ``p`` and the teacher ``t``:
 
     d    = ln p(x) - ln t(x)                            the k1 estimate; the advantage is -d
     rho  = min(p(x) / mu(x), max_ratio)                 importance correction
-    loss = sg(rho * d) * p(x) / sg(p(x))                gradient: rho * d * grad ln p(x)
+    b    = 0, or the mean of d on (top-k, rest)         baseline; the value does not contain it
+    loss = sg(rho * d) + sg(rho * (d - b)) * (p(x) / sg(p(x)) - 1)
+                                                        gradient: rho * (d - b) * grad ln p(x)
 
 ``sg`` is stop-gradient. Where the ratio is not clipped the expected gradient over ``x ~ mu`` is
 exactly that of the position's reverse KL, for any ``mu`` with the support of ``p`` (not top-p below
@@ -13,15 +15,28 @@ exactly that of the position's reverse KL, for any ``mu`` with the support of ``
 expected gradient, and the plain gradient of ``d`` (k1 as a loss) has mean zero. Only the token's
 own position gets credit, none before it.
 (losses: section 4.9; Thinking Machines' on-policy distillation, slime, prime-rl.)
+
+The baseline is a mean of ``d`` over the entries of the top-k and one for all other tokens. With the
+weights ``p`` it is the reverse KL (arXiv 2605.07865). Here they are ``p(x) |grad ln p(x)|^2``, with
+``|grad ln p(x)|^2 = 1 - 2 p(x) + sum of p^2`` by the logits: of all baselines, the one with the
+least variance of the gradient by the logits. (The reverse KL may raise it: a token of probability
+0.99 hardly moves the logits.) Only for distributions of one tokenizer:
+among others, the tokens that align one to one are a part of all that could have been drawn, over
+which the mean of ``grad ln p(x)`` is not zero.
 """
 
 from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from mopd_losses.core.compared_tokens import compared_positions
 from mopd_losses.core.loss import LossOutput
 from mopd_losses.core.span_targets import SpanLoss, SpanTargets
 from mopd_losses.core.student_rows import StudentLogprobs
-from mopd_losses.sampled.sampled_tokens import sampled_tokens
+from mopd_losses.divergences.truncation import floored_tail, with_tail_bucket
+from mopd_losses.sampled.sampled_tokens import SampledTokens, sampled_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,9 +50,11 @@ class PolicyGradientLoss(SpanLoss):
 
     Args:
         max_ratio: upper limit of ``p / mu``. A clipped token keeps its direction, with less weight.
+        has_baseline: subtract ``b``; for a teacher with the student's tokenizer.
     """
 
     max_ratio: float = 2.0
+    has_baseline: bool = False
 
     def __call__(self, student: StudentLogprobs, targets: SpanTargets) -> LossOutput:
         """See ``Loss``."""
@@ -45,8 +62,12 @@ class PolicyGradientLoss(SpanLoss):
         current = tokens.student.detach()
         log_ratios = tokens.log_ratios.detach()
         ratios = (current - tokens.sampled).exp()
-        # e^(x - sg(x)) is one, and its gradient is that of x.
-        values = ratios.clamp_max(self.max_ratio) * log_ratios * (tokens.student - current).exp()
+        weights = ratios.clamp_max(self.max_ratio)
+        excesses = log_ratios
+        if self.has_baseline:
+            excesses = log_ratios - _baseline(student, targets, tokens)
+        # e^(x - sg(x)) - 1 is zero, and its gradient is that of x.
+        values = weights * (log_ratios + excesses * torch.expm1(tokens.student - current))
         return LossOutput(
             student.zeros().index_add(0, tokens.positions, values),
             compared_positions(student, tokens.positions),
@@ -57,3 +78,40 @@ class PolicyGradientLoss(SpanLoss):
                 "ruled_out": tokens.ruled_out,
             },
         )
+
+
+@torch.no_grad()
+def _baseline(
+    student: StudentLogprobs, targets: SpanTargets, tokens: SampledTokens
+) -> Float[Tensor, "compared"]:
+    ids = targets.topk_ids[tokens.rows]
+    positions = tokens.positions.repeat_interleave(ids.shape[1])
+    own = student.logprobs(positions, ids.clamp_min(0).flatten()).view(ids.shape)
+    entries = targets.topk_logprobs[tokens.rows].to(student.dtype)
+    return mean_log_ratios(own, entries, targets.tail_logprobs[tokens.rows].to(student.dtype))
+
+
+def mean_log_ratios(
+    student: Float[Tensor, "compared k"],
+    teacher: Float[Tensor, "compared k"],
+    teacher_tail: Float[Tensor, "compared"],
+) -> Float[Tensor, "compared"]:
+    """[compared], the mean of ``d`` with the least variance of the gradient by the logits; nats.
+
+    All tokens outside the top-k are one entry, with a floor under the teacher's mass
+    (``floored_tail``) and the weight of many unlikely tokens.
+
+    Args:
+        student: log-probabilities of the teacher's ids.
+        teacher: log-probabilities, ``-inf`` where missing.
+        teacher_tail: log of the mass outside the ids.
+    """
+    retained = ~torch.isneginf(teacher) & ~torch.isneginf(student)
+    student, teacher = with_tail_bucket(student, teacher, teacher_tail, retained)
+    teacher = floored_tail(student, teacher)
+    p = student.exp()
+    entries = p[:, :-1]
+    squared_norms = 1 + entries.square().sum(dim=1, keepdim=True)
+    weights = p * torch.cat([squared_norms - 2 * entries, squared_norms], dim=1)
+    log_ratios = (student - teacher).masked_fill(p == 0, 0.0)
+    return (weights * log_ratios).sum(dim=1) / weights.sum(dim=1)

@@ -21,6 +21,7 @@ class SampledTokens:
     """One-to-one spans whose token has a probability on both sides; natural logs."""
 
     positions: Int64[Tensor, "compared"]
+    rows: Int64[Tensor, "compared"]  # teacher rows
     student: Float[Tensor, "compared"]  # ln p(x) under the current weights; differentiable
     teacher: Float[Tensor, "compared"]  # ln t(x)
     sampled: Float[Tensor, "compared"]  # ln mu(x), under the distribution that x was drawn from
@@ -38,11 +39,17 @@ def sampled_tokens(student: StudentLogprobs, targets: SpanTargets) -> SampledTok
     single &= targets.teacher_ends - targets.teacher_starts == 1
     positions = targets.student_starts[single]
     current = student.logprobs(positions, targets.labels[positions])
-    teacher = targets.token_logprobs[targets.teacher_starts[single]].to(current.dtype)
+    rows = targets.teacher_starts[single]
+    teacher = targets.token_logprobs[rows].to(current.dtype)
     sampled = targets.sampled_logprobs[positions].to(current.dtype)
     # Not isfinite: a NaN must propagate, not be skipped.
     ruled_out = torch.isneginf(current.detach()) | torch.isneginf(teacher) | torch.isneginf(sampled)
     kept = ~ruled_out
     return SampledTokens(
-        positions[kept], current[kept], teacher[kept], sampled[kept], ruled_out.to(current.dtype)
+        positions[kept],
+        rows[kept],
+        current[kept],
+        teacher[kept],
+        sampled[kept],
+        ruled_out.to(current.dtype),
     )

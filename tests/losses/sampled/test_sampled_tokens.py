@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +20,9 @@ from mopd_losses.sampled.policy_gradient import PolicyGradientLoss
 from tests.losses.scored_completions import STUDENT_SIZE, several
 
 seeds = st.integers(0, 2**32)
-each = pytest.mark.parametrize("loss", [PolicyGradientLoss(), K2Loss(), K3Loss()])
+each = pytest.mark.parametrize(
+    "loss", [PolicyGradientLoss(), PolicyGradientLoss(has_baseline=True), K2Loss(), K3Loss()]
+)
 
 
 def every_token(teacher: Tensor, sampled: Tensor) -> SpanTargets:
@@ -115,6 +118,64 @@ def test_the_policy_gradient_is_that_of_reverse_kl_for_any_sampling_policy(seed:
         expected_value, expected_gradient = gradient_of(reverse_kl, logits, teacher)
         assert value == pytest.approx(expected_value)
         torch.testing.assert_close(gradient, expected_gradient)
+
+
+def with_top_k(teacher: Tensor, sampled: Tensor, k: int) -> SpanTargets:
+    """``every_token`` with the teacher's ``k`` most likely ids in each row."""
+    logprobs, ids = teacher.topk(k)
+    rest = (1 - logprobs.exp().sum()).clamp_min(1e-12).log()
+    return replace(
+        every_token(teacher, sampled),
+        topk_ids=ids.expand(len(teacher), -1),
+        topk_logprobs=logprobs.expand(len(teacher), -1),
+        tail_logprobs=rest.expand(len(teacher)),
+    )
+
+
+@given(seeds, st.integers(1, 6))
+@settings(deadline=None, max_examples=25)
+def test_a_baseline_of_any_top_k_leaves_value_and_expected_gradient(seed: int, k: int) -> None:
+    logits, teacher, sampled = three_distributions(seed)
+    rows = DenseRows(logits.repeat(6, 1), torch.ones(6, dtype=torch.bool))
+    expected_value, expected_gradient = gradient_of(reverse_kl, logits, teacher)
+    for drawn_from in (sampled, logits.detach().log_softmax(0)):
+        targets = with_top_k(teacher, drawn_from, k)
+        plain, corrected = (
+            PolicyGradientLoss(1e9, has_baseline)(rows, targets).per_token
+            for has_baseline in (False, True)
+        )
+        torch.testing.assert_close(plain, corrected)
+        mean = (corrected * drawn_from.exp()).sum()
+        assert mean.item() == pytest.approx(expected_value)
+        (gradient,) = torch.autograd.grad(mean, logits, retain_graph=True)
+        torch.testing.assert_close(gradient, expected_gradient)
+
+
+def gradient_variance(loss: PolicyGradientLoss, logits: Tensor, targets: SpanTargets) -> float:
+    """The trace of the covariance of the gradient by the logits over fresh samples."""
+    rows = DenseRows(logits.repeat(len(logits), 1), torch.ones(len(logits), dtype=torch.bool))
+    values = loss(rows, targets).per_token
+    gradients = torch.stack(
+        [torch.autograd.grad(value, logits, retain_graph=True)[0] for value in values]
+    )
+    p = logits.detach().softmax(0)
+    mean = (p[:, None] * gradients).sum(dim=0)
+    return float((p * (gradients - mean).square().sum(dim=1)).sum())
+
+
+@pytest.mark.parametrize("k", [2, 6])
+def test_a_baseline_lowers_the_variance_of_the_gradient(k: int) -> None:
+    plain, corrected = [], []
+    for seed in range(100):
+        logits, teacher, _ = three_distributions(seed)
+        targets = with_top_k(teacher, logits.detach().log_softmax(0), k)
+        plain.append(gradient_variance(PolicyGradientLoss(), logits, targets))
+        corrected.append(gradient_variance(PolicyGradientLoss(has_baseline=True), logits, targets))
+    ratios = np.array(corrected) / np.array(plain)
+    assert sum(corrected) < 0.75 * sum(plain)
+    assert np.median(ratios) < 0.9
+    if k == 6:  # of all baselines, the one with the least variance
+        assert (ratios < 1).all()
 
 
 @given(seeds)

@@ -25,6 +25,21 @@ def run_with(**on_error: str) -> RunConfig:
     return parse_run(run_values(Path("."), teachers=teachers), source="run")
 
 
+@pytest.mark.parametrize(
+    ("loss", "sends_token_ids"),
+    [
+        ({"type": "topk_kl"}, True),
+        ({"type": "policy_gradient", "baseline": "top_k"}, True),
+        ({"type": "policy_gradient"}, False),
+        ({"type": "prefix_kl"}, False),
+    ],
+)
+def test_losses_on_the_students_own_ids_send_them(
+    loss: dict[str, str], sends_token_ids: bool
+) -> None:
+    assert teacher(loss=loss).sends_token_ids == sends_token_ids
+
+
 @pytest.mark.parametrize("policy", ["fail", "drop", "wait", "fallback:math"])
 def test_error_policies(policy: str) -> None:
     assert teacher(on_error=policy).on_error == policy

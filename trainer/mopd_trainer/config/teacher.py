@@ -6,7 +6,14 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from mopd_losses.config import AutoConfig, CtkdConfig, LossConfig, PrefixKlConfig, TopKKlConfig
+from mopd_losses.config import (
+    AutoConfig,
+    CtkdConfig,
+    LossConfig,
+    PolicyGradientConfig,
+    PrefixKlConfig,
+    TopKKlConfig,
+)
 from mopd_protocol.requests import ChatTemplateKwargs, LogprobsDtype
 from mopd_trainer.config.settings import Incidental, Settings, invalid
 
@@ -271,7 +278,9 @@ class TeacherConfig(Settings):
     @property
     def sends_token_ids(self) -> bool:
         """True if requests contain the student's token ids, not text."""
-        return isinstance(self.loss, TopKKlConfig)
+        loss = self.loss
+        has_baseline = isinstance(loss, PolicyGradientConfig) and loss.baseline != "none"
+        return isinstance(loss, TopKKlConfig) or has_baseline
 
 
 class ScoreCacheConfig(Settings):
