@@ -8,6 +8,7 @@ E3  size of the top-k and treatment of the rest; one sampled token
 E4  averages over teachers with short and long completions
 E5  forgetting and recovery with the earlier self as the teacher
 E6  control arms: teachers with nothing to teach
+E7  certain and uncertain teachers of a small student; the variance of the policy gradient
 
 ``python -m bench.language_model`` measures a real language model (E9).
 """
@@ -21,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.results import averages, controls, recovery, reinforcement, truncation
+from bench.results import averages, controls, recovery, reinforcement, truncation, uncertainty
 from bench.results.claim import Claim, span
 from bench.results.page import write_page
 
@@ -31,6 +32,7 @@ CLAIMS: Mapping[str, Callable[[int], list[Claim]]] = {
     "E4": averages.measure,
     "E5": recovery.measure,
     "E6": controls.measure,
+    "E7": uncertainty.measure,
 }
 
 

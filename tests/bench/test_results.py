@@ -12,7 +12,7 @@ import torch
 
 from bench.language_model.__main__ import main as language_model
 from bench.language_model.measurement import Change, Measure
-from bench.results import averages, controls, recovery, reinforcement, truncation
+from bench.results import averages, controls, recovery, reinforcement, truncation, uncertainty
 from bench.results.__main__ import CLAIMS
 from bench.results.claim import Claim
 from bench.results.page import BEGIN, END, write_page
@@ -28,6 +28,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         (averages, {"_STEPS": 1, "_EVERY": 1, "TEACHERS": (2,)}),
         (reinforcement, {"_STEPS": 2, "_TEACHER_STEPS": 1, "LENGTHS": (1, 2, 4)}),
         (truncation, {"_STEPS": 2, "SIZES": (20, 1_000)}),
+        (uncertainty, {"_STEPS": 2, "_WARM_STEPS": 2}),
     ):
         for name, value in names.items():
             monkeypatch.setattr(module, name, value)

@@ -92,6 +92,7 @@ INTERNAL = {
     "bench/results/reinforcement.py": "trains with tables of rewards, without a service",
     "bench/results/students.py": "trains with tables of teachers, without a service",
     "bench/results/truncation.py": "compares forms of a divergence on known distributions",
+    "bench/results/uncertainty.py": "compares divergences on known distributions",
     "bench/scaling.py": "starts ranks and Ray workers without a run",
 }
 
