@@ -483,6 +483,7 @@ ROWS: tuple[Row, ...] = (
     _full_vocabulary(MEASURES[0], 2.0),
     _full_vocabulary(MEASURES[3], 1.0),
     _full_vocabulary(MEASURES[6], 1.0),
+    _full_vocabulary(MEASURES[7], 1.0),
     _pooled("forward_kl", 1.0),
     _pooled("reverse_kl", 2.0),
     _prefix_kl("forward_kl", 0.0),
