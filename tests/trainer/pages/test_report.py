@@ -116,6 +116,51 @@ def test_page_loads_nothing_and_runs_only_its_own_scripts(tmp_path: Path) -> Non
     assert "connect-src 'self'" in document("run", "title", {}, served=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        (JOURNAL, "[" * 10**5),
+        (JOURNAL, json.dumps({"step": 10**400})),
+        (JOURNAL, '{"step": true}'),
+        (JOURNAL, '{"step": 1e999}'),
+        (COMPLETIONS, '{"step": 1, "prompt": [{"role": "user"}]}'),
+        (COMPLETIONS, '{"step": 1, "nats": [1]}'),
+        (COMPLETIONS, '{"step": 1, "completion": 7}'),
+    ],
+)
+def test_a_line_of_another_form_is_damage(
+    tmp_path: Path, name: str, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_run(tmp_path / "run", journal(2))
+    with (tmp_path / "run" / name).open("a") as file:
+        file.write(line + "\n")
+    for live in (True, False):
+        data = RunData(tmp_path / "run", live=live)
+        data.update()
+        assert [place.split(":")[0] for place in data.damaged] == [name]
+    write_report(tmp_path / "run")
+    assert data.damaged[0] in caplog.text
+
+
+def test_values_beyond_float32_and_other_encodings_are_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", journal(2))
+    (folder / "config.yaml").write_bytes(b"max_steps: 7 # \xff")
+    append(folder / JOURNAL, [{"step": 3, "loss": 10**400, "other": 1.0}])
+    run = Page(write_report(folder).read_text()).data["runs"][0]
+    assert run["max_steps"] == 7
+    assert "other" in run["columns"]
+
+
+def test_a_folder_as_output_is_a_disk_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "run", journal(2))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DiskError):
+        write_report(folder, output=Path())
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 def test_damaged_lines_are_reported(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", journal(2), completions(2))
     for name in (JOURNAL, COMPLETIONS):

@@ -81,7 +81,10 @@ def test_incomplete_last_line_is_removed(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [JOURNAL, COMPLETIONS])
-@pytest.mark.parametrize("damage", [b'{"step": 2, "lo', b"5", b"{}", b"\0\0\0", b"\xff"])
+@pytest.mark.parametrize(
+    "damage",
+    [b'{"step": 2, "lo', b"5", b"{}", b"\0\0\0", b"\xff", b'{"step": 1e999}', b"[" * 10**5],
+)
 def test_damaged_line_is_reported_and_nothing_changes(
     tmp_path: Path, name: str, damage: bytes
 ) -> None:

@@ -1,5 +1,6 @@
 """``report.html``: curves, timings, teachers and completions of one or two runs on one page."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from mopd_protocol.runtime.atomic_file import replacing
 from mopd_trainer.pages.document import document
 from mopd_trainer.pages.run_data import RunData, run_names
 from mopd_trainer.run_folder.files import JOURNAL
+
+logger = logging.getLogger(__name__)
 
 REPORT = "report.html"
 
@@ -33,6 +36,13 @@ def write_report(run: Path, compared: Path | None = None, output: Path | None = 
                 f"{each.folder}: no {JOURNAL} with a finished step found, expected the output_dir "
                 "of a run",
                 key=str(each.folder),
+            )
+        if each.damaged:
+            logger.warning(
+                "%s: %d damaged lines are not shown (the first is %s)",
+                each.folder,
+                len(each.damaged),
+                each.damaged[0],
             )
     page = document("run", page_title(folders), page_data(data))
     return write_page(page, output or run / REPORT)
@@ -62,7 +72,7 @@ def write_page(page: str, path: Path) -> Path:
         DiskError: if writing fails.
     """
     try:
-        with replacing(path) as unfinished:
+        with replacing(path.absolute()) as unfinished:  # "." has no name
             unfinished.write_text(page, encoding="utf-8")
     except OSError as error:
         raise DiskError(

@@ -24,6 +24,8 @@ COMPLETION_BYTES = 4_000_000
 #: Maximum size of an update.
 _UPDATE_BYTES = 4_000_000
 _LISTED_DAMAGE = 4
+#: Larger numbers are damage: of steps, and of metrics, which are stored in float32.
+_LARGEST_STEP, _LARGEST_VALUE = 2**53, 3e38
 #: Summary of a completion: characters of each text, and losses of each teacher.
 _SUMMARY_TEXT, _SUMMARY_LOSSES = 500, 16
 
@@ -73,12 +75,26 @@ class LineFile:
             self.number += 1
             try:
                 line: Any = json.loads(text.decode("utf-8", "replace"))
-            except ValueError:
+            except (ValueError, RecursionError):
                 line = None
-            if isinstance(line, dict) and isinstance(line.get("step"), int):
-                yield start, len(text), line
+            step = cast("Line", line).get("step") if isinstance(line, dict) else None
+            if type(step) is int and abs(step) < _LARGEST_STEP:
+                yield start, len(text), cast("Line", line)
             else:
-                self.damaged.append(f"{self.path.name}:{self.number}")
+                self._add_damage()
+
+    def summaries(self, limit: int | None = None) -> Iterator[tuple[int, Line, Line]]:
+        """Yield further completions with size and ``summary``, as ``lines``."""
+        for start, size, line in self.lines(limit):
+            try:
+                short = summary(line, start)
+            except (AttributeError, LookupError, TypeError, ValueError):
+                self._add_damage()
+            else:
+                yield size, line, short
+
+    def _add_damage(self) -> None:
+        self.damaged.append(f"{self.path.name}:{self.number}")
 
 
 class RunData:
@@ -106,10 +122,9 @@ class RunData:
             self._reset()
         for _, _, line in self._journal.lines():
             self._add(line)
-        for start, size, line in self._completions.lines():
+        for size, line, short in self._completions.summaries():
             if self._live:
-                line = summary(line, start)
-                size = len(json.dumps(line, ensure_ascii=False))
+                line, size = short, len(json.dumps(short, ensure_ascii=False))
             self._samples.append((size, line))
 
     @property
@@ -117,13 +132,18 @@ class RunData:
         """Number of steps with metrics."""
         return len(self._steps)
 
+    @property
+    def damaged(self) -> list[str]:
+        """``file:line`` of the lines that are not shown."""
+        return [*self._journal.damaged, *self._completions.damaged]
+
     def snapshot(self) -> dict[str, Any]:
         """Return all metrics and a selection of the completions as JSON values."""
         chosen = selected(self._samples, COMPLETION_BYTES)
         config = self.folder / "config.yaml"
-        text = config.read_text(encoding="utf-8") if config.is_file() else ""
+        text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
         most = re.search(r"^max_steps: (\d+)", text, re.MULTILINE)
-        damaged = [*self._journal.damaged, *self._completions.damaged]
+        damaged = self.damaged
         return {
             "folder": str(self.folder),
             "config": text,
@@ -150,7 +170,7 @@ class RunData:
             self._steps.append(step)
         last = len(self._steps) - 1
         for key, value in line.items():
-            if isinstance(value, int | float) and value == value:
+            if isinstance(value, int | float) and value == value and abs(value) <= _LARGEST_VALUE:
                 column = self._columns.get(key)
                 if column is None:
                     column = self._columns[key] = array("f")
@@ -194,7 +214,7 @@ def updates(folder: Path, positions: Mapping[str, Sequence[int]]) -> dict[str, A
         return {"changed": True}
     journal, completions = files
     text = journal.read(_UPDATE_BYTES).decode("utf-8", "replace")
-    lines = [summary(line, start) for start, _, line in completions.lines(_UPDATE_BYTES)]
+    lines = [short for _, _, short in completions.summaries(_UPDATE_BYTES)]
     return {
         "journal": {"text": text, "position": journal.position()},
         "completions": {"lines": lines, "position": completions.position()},

@@ -109,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             values: Any = json.loads(self.rfile.read(size))
-        except ValueError:
+        except (ValueError, RecursionError):
             values = None
         if not isinstance(values, dict):
             self._send_error(HTTPStatus.BAD_REQUEST, "body: invalid, expected a JSON object")

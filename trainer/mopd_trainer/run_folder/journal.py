@@ -140,7 +140,7 @@ def _truncate_after(path: Path, step: int) -> None:
 def _step_of(line: bytes, where: str) -> int:
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise CheckpointError(
             f"{where}: damaged line ({type(error).__name__}: {error}), expected JSON with a step. "
             "Remove the line to resume without it.",
