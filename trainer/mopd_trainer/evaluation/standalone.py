@@ -7,6 +7,7 @@ from pathlib import Path
 from mopd_client.pool import ScoringClient
 from mopd_client.teacher_client import TeacherClient
 from mopd_protocol.errors import ConfigError
+from mopd_protocol.runtime.model_revision import is_missing_folder
 from mopd_trainer.config.run import RunConfig, StudentConfig
 from mopd_trainer.evaluation.models import EvaluatedModel, StudentModel
 from mopd_trainer.evaluation.results import evaluate_set
@@ -52,11 +53,17 @@ async def _open(model: str, config: RunConfig) -> AsyncGenerator[EvaluatedModel]
         async with TeacherClient(model, [model]) as client:
             yield await _teacher(client, config)
     else:
+        _require_model(model, config)
         settings, adapters = _student(Path(model), config.student)
         # No second copy of the weights: nothing is trained meanwhile.
         rollout = config.rollout.model_copy(update={"max_staleness": 0})
         config = config.model_copy(update={"student": settings, "rollout": rollout})
-        student = Student.load(settings)
+        try:
+            student = Student.load(settings)
+        except ConfigError as error:
+            if not Path(model).is_dir():
+                error.add_note(_teachers_of(config))
+            raise
         if adapters is not None:
             student.load_weights(adapters)
         async with open_source(config, student) as (_, generator):
@@ -71,6 +78,29 @@ async def _teacher(
     table = (await client.tokenizer()).table
     variables = config.teachers[name].chat_template_kwargs if name is not None else None
     return TeacherModel(client, table, max_top_k=manifest.max_top_k, chat_template_kwargs=variables)
+
+
+def _require_model(model: str, config: RunConfig) -> None:
+    """Check that a path is the folder of a model, before its name is looked up on the hub.
+
+    Raises:
+        ConfigError: if the folder is missing, or has no model.
+    """
+    folder = Path(model)
+    if is_missing_folder(model):
+        raise ConfigError(f"model {model!r}: folder not found. {_teachers_of(config)}", key="model")
+    files = "config.json", ADAPTER_CONFIG, "state.json"
+    if folder.is_dir() and not any((folder / name).is_file() for name in files):
+        raise ConfigError(
+            f"model {model!r}: the folder has no model (expected {', '.join(files[:2])} or a "
+            "checkpoint). Name a folder in it, such as final.",
+            key="model",
+        )
+
+
+def _teachers_of(config: RunConfig) -> str:
+    names = ", ".join(config.teachers)
+    return f"Name a folder, a model of the hub, an address, or a teacher of the run ({names})."
 
 
 def _student(folder: Path, config: StudentConfig) -> tuple[StudentConfig, Path | None]:

@@ -39,7 +39,7 @@ def write_report(run: Path, compared: Path | None = None, output: Path | None = 
             )
         if each.damaged:
             logger.warning(
-                "%s: %d damaged lines are not shown (the first is %s)",
+                "%s: damaged lines are not shown (found %d, the first is %s)",
                 each.folder,
                 len(each.damaged),
                 each.damaged[0],
