@@ -142,7 +142,7 @@ def test_a_line_of_another_form_is_damage(
     assert data.damaged[0] in caplog.text
 
 
-def test_values_beyond_float32_and_other_encodings_are_left_out(tmp_path: Path) -> None:
+def test_values_beyond_float32_and_other_encodings_are_skipped(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", journal(2))
     (folder / "config.yaml").write_bytes(b"max_steps: 7 # \xff")
     append(folder / JOURNAL, [{"step": 3, "loss": 10**400, "other": 1.0}])
