@@ -49,8 +49,12 @@ class TopKLogprobs:
     def rows(self, start: int, stop: int) -> "TopKLogprobs":
         """Return the rows ``[start, stop)``."""
         part = slice(start, stop)
-        columns = self.ids, self.logprobs, self.token_logprobs, self.tail_logprobs
-        return TopKLogprobs(*(column[part] for column in columns))
+        return TopKLogprobs(
+            self.ids[part],
+            self.logprobs[part],
+            self.token_logprobs[part],
+            self.tail_logprobs[part],
+        )
 
     def _check_shapes(self) -> None:
         rows = self.ids.shape[:1]

@@ -24,6 +24,10 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, control_character
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 
+_CHARACTERS = [chr(code) for code in range(1 << 16)]
+_IS_ALPHANUMERIC = np.array([c.isascii() and c.isalnum() for c in _CHARACTERS])
+_IS_SPACE = np.array([c.isascii() and c.isspace() for c in _CHARACTERS])
+
 
 @dataclass(frozen=True, eq=False)
 class TokenizedText:
@@ -95,6 +99,16 @@ class TokenizedText:
         stops = starts + lengths
         inside = stops < len(self.hashes)
         return inside & (self.slices(starts, np.where(inside, stops, starts)) == hashes)
+
+    def follow_word(self, offsets: Integers) -> NDArray[np.bool_]:
+        """Return whether white space is at each offset, and a letter or digit before it that no
+        token contains together with it: what is before does not matter to what follows."""
+        result = np.zeros(len(offsets), dtype=np.bool_)
+        inside = np.flatnonzero((offsets > 0) & (offsets < len(self.codes)))
+        at = offsets[inside]
+        is_end = _IS_ALPHANUMERIC[self.codes[at - 1]] & _IS_SPACE[self.codes[at]]
+        result[inside] = is_end & ~self.vocabulary.contain(self.slices(at - 1, at + 1))
+        return result
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,8 @@ CONTINUED = 4
 
 @dataclass(frozen=True, eq=False)
 class Contexts:
-    """The text before each boundary in a few tokens of a side."""
+    """The text before each boundary in a few tokens of a side, from the last word on that they
+    begin: equal contexts of different completions need one call of a tokenizer."""
 
     places: Places
     first_rows: Integers  # [boundaries]
@@ -42,6 +43,8 @@ class Contexts:
         growing = np.ones(len(first), dtype=np.bool_)
         for _ in range(WINDOW + 1):
             before = np.maximum(first - 1, 0)
+            start = text.starts[np.minimum(first, max(len(text.starts) - 1, 0))]
+            growing &= (start >= places.offsets) | ~text.follow_word(start)
             growing &= first > np.maximum(covering - WINDOW, 0)
             growing &= (text.starts[before] >= places.blocks) & text.spells[before]
             first = first - growing

@@ -93,6 +93,12 @@ def _named(
     begins = np.zeros(len(texts), dtype=np.bool_)
     begins[longer] = texts.at(longer).beginnings(lengths[at]) == realised[at]
     uncertain = np.flatnonzero(begins | (nodes < 0))
+    lengths = texts.lengths.copy()
+    lengths[uncertain] = 0
+    at = last[uncertain]
+    uncertain = uncertain[
+        texts.at(uncertain).may_continue(student.text.vocabulary, rows.hashes[at], rows.begun[at])
+    ]
     covering = rows.rows[last]
 
     def candidate(index: int) -> tuple[str, str]:
@@ -102,7 +108,6 @@ def _named(
 
     at = last[uncertain]
     keys = keys_of(rows.hashes[at], rows.begun[at], texts.hashes[uncertain])
-    lengths = texts.lengths.copy()
     lengths[uncertain] = cuts.of(keys, candidate)
     is_named = lengths > 0
     named = Candidates(texts.cut(lengths), numbers, candidates.likely).at(is_named)

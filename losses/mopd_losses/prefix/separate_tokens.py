@@ -61,8 +61,9 @@ class SeparateTokens:
         teacher_encoder: TextEncoder,
         marks: MarksTable,
     ) -> None:
-        self._student, self._student_encoder = student, student_encoder
-        self._teacher, self._teacher_encoder = teacher, teacher_encoder
+        self._student, self._teacher = student, teacher
+        self._student_ends = FirstEnds(student, student_encoder)
+        self._teacher_ends = FirstEnds(teacher, teacher_encoder)
         self._ends: dict[tuple[Place, str], frozenset[int]] = {}
         self._marks = marks
         self.table = KeyTable(_CACHED)
@@ -80,7 +81,7 @@ class SeparateTokens:
             cells = [cell(index) for index in indices.tolist()]
             tried = [self._tried(place, text) for place, text in cells]
             self._find_ends(
-                {(place, x) for (place, _), texts in zip(cells, tried, strict=True) for x in texts}
+                [(place, x) for (place, _), texts in zip(cells, tried, strict=True) for x in texts]
             )
             marks = [
                 self._marks_of(place, text, longer)
@@ -117,14 +118,14 @@ class SeparateTokens:
                 marks.setdefault(self._student.string_at(rank)[begun:], True)
         return tuple(sorted(marks.items()))
 
-    def _find_ends(self, texts: set[tuple[Place, str]]) -> None:
+    def _find_ends(self, texts: list[tuple[Place, str]]) -> None:
         """Find where the teacher may end its first token beyond the boundary, in each text."""
         if len(self._ends) + len(texts) > _CACHED:
             self._ends.clear()
-        missing = sorted(texts - self._ends.keys())
+        missing = [text for text in dict.fromkeys(texts) if text not in self._ends]
         # Only what the student's tokenizer spells with the very token shows where it belongs.
         spelled = self._spelled_by_one([(owner, owner[1]) for owner in missing if _is_text(*owner)])
-        ends = {owner: {end} for (owner, _), end in self._teacher_ends(spelled)}
+        ends = {owner: {end} for (owner, _), end in self._ends_by_teacher(spelled)}
         # If a token ends inside the text already, no continuation makes the text separate; and a
         # continuation matters only if one does.
         continued = [
@@ -134,21 +135,21 @@ class SeparateTokens:
             for after in dict.fromkeys(self._continuations(*owner))
         ]
         continued = [(owner, text) for owner, text in continued if _is_text(owner[0], text)]
-        inner = {text: end for text, end in self._teacher_ends(continued) if end < len(text[0][1])}
+        inner = {
+            text: end for text, end in self._ends_by_teacher(continued) if end < len(text[0][1])
+        }
         for text in self._spelled_by_one([*inner]):
             ends[text[0]].add(inner[text])
         self._ends.update((owner, frozenset(ends.get(owner, ()))) for owner in missing)
 
     def _spelled_by_one(self, texts: list[_Continued]) -> list[_Continued]:
         """Select what the student's tokenizer spells with one token and continuations."""
-        begun = [(owner[0].student, text) for owner, text in texts]
-        ends = _first_ends(self._student, self._student_encoder, begun)
+        ends = self._student_ends.of([(owner[0].student, text) for owner, text in texts])
         return [text for text, end in zip(texts, ends, strict=True) if end == len(text[0][1])]
 
-    def _teacher_ends(self, texts: list[_Continued]) -> Iterator[tuple[_Continued, int]]:
+    def _ends_by_teacher(self, texts: list[_Continued]) -> Iterator[tuple[_Continued, int]]:
         """Find the ends of the teacher's first tokens."""
-        begun = [(owner[0].teacher, text) for owner, text in texts]
-        ends = _first_ends(self._teacher, self._teacher_encoder, begun)
+        ends = self._teacher_ends.of([(owner[0].teacher, text) for owner, text in texts])
         for text, end in zip(texts, ends, strict=True):
             yield text, min(end, len(text[0][1]))
 
@@ -172,19 +173,37 @@ def _is_separate(longer: str, text: str, ends: frozenset[int]) -> bool:
     return bool(ends) and all(end >= len(longer) or end < len(text) for end in ends)
 
 
-def _first_ends(
-    vocabulary: SortedVocabulary, encoder: TextEncoder, texts: list[tuple[str, str]]
-) -> list[int]:
-    """Characters up to the end of the first token that reaches beyond what was begun; 0 if the
-    tokens do not spell the text."""
-    whole = [(begun + text).encode("latin-1").decode() for begun, text in texts]
-    results: list[int] = []
-    for (begun, text), ids in zip(texts, encoder.encode_batch(whole), strict=True):
-        spelled = ""
-        for token in ids:
-            spelled += vocabulary.strings[token]
-            if len(spelled) > len(begun):
-                break
-        is_spelled = (begun + text).startswith(spelled)
-        results.append(max(len(spelled) - len(begun), 0) if is_spelled else 0)
-    return results
+class FirstEnds:
+    """Where the first token ends that reaches beyond what was begun, by one side's tokenizer."""
+
+    def __init__(self, vocabulary: SortedVocabulary, encoder: TextEncoder) -> None:
+        self._vocabulary = vocabulary
+        self._encoder = encoder
+        self._table = KeyTable(_CACHED)
+
+    def of(self, texts: list[tuple[str, str]]) -> list[int]:
+        """Return the characters up to that end; 0 if the tokens do not spell the text.
+
+        Args:
+            texts: what was begun, and the text behind it. Unknown ones take one call of the
+                tokenizer.
+        """
+        keys = np.array([hash(text) for text in texts], dtype=np.int64).view(np.uint64)
+
+        def compute(indices: Integers) -> Integers:
+            return np.array(self._compute([texts[index] for index in indices.tolist()]))
+
+        return self._table.computed(keys, compute).tolist()
+
+    def _compute(self, texts: list[tuple[str, str]]) -> list[int]:
+        whole = [(begun + text).encode("latin-1").decode() for begun, text in texts]
+        results: list[int] = []
+        for (begun, text), ids in zip(texts, self._encoder.encode_batch(whole), strict=True):
+            spelled = ""
+            for token in ids:
+                spelled += self._vocabulary.strings[token]
+                if len(spelled) > len(begun):
+                    break
+            is_spelled = (begun + text).startswith(spelled)
+            results.append(max(len(spelled) - len(begun), 0) if is_spelled else 0)
+        return results

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_losses.prefix.boundaries import TokenizedText
-from mopd_losses.prefix.vocabulary.hashed_strings import Hashes, Integers
+from mopd_losses.prefix.vocabulary.hashed_strings import Hashes, Integers, joined
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 
 
@@ -88,6 +88,30 @@ class Strings:
         """Cut each string behind its first characters."""
         hashes = self.beginnings(lengths)
         return Strings(self.vocabulary, self.text, hashes, lengths, self.ids, self.starts)
+
+    def may_continue(
+        self, vocabulary: SortedVocabulary, begun: Hashes, lengths: Integers
+    ) -> NDArray[np.bool_]:
+        """Return whether a token consists of what was begun and one or more first characters of a
+        string, or begins with both.
+
+        Args:
+            vocabulary: of the tokens.
+            begun: [n], before each string.
+            lengths: [n], characters of these.
+        """
+        result = np.zeros(len(self), dtype=np.bool_)
+        sought, count = np.arange(len(self)), 1
+        while len(sought):
+            beginnings = self.at(sought).beginnings(np.full(len(sought), count))
+            nodes = vocabulary.nodes_of(joined(begun[sought], lengths[sought], beginnings))
+            begins, is_last = nodes >= 0, self.lengths[sought] == count
+            is_token = vocabulary.node_longer[nodes] > vocabulary.node_starts[nodes]
+            decided = begins & (is_token | is_last)
+            result[sought[decided]] = True
+            sought = sought[begins & ~decided]
+            count += 1
+        return result
 
     def are_text(self) -> NDArray[np.bool_]:
         """Return whether each string does not end with a control token."""

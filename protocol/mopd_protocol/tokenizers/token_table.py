@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from mopd_protocol.arrays import ArrayLike, frozen_array
 from mopd_protocol.errors import DataError
+from mopd_protocol.tokenizers.joined_texts import SEPARATOR, JoinedTexts
 from mopd_protocol.tokenizers.token_sequence import END_OF_TURN, TokenSequence
 from mopd_protocol.tokenizers.tokenizer_file import (
     JSON,
@@ -200,16 +201,19 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Tokenizer, table: TokenTable) -> None:
         self.table = table
+        self._source = tokenizer
         self._tokenizer = continuation_tokenizer(tokenizer_json(tokenizer))
+        self._joined = JoinedTexts(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``."""
-        return encode_text(self._tokenizer, text)
+        return encode_text(self._tokenizer_of(text), text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        if any(SEPARATOR in text for text in texts):
+            return [self.encode(text) for text in texts]
+        return self._joined.encode(texts)
 
     def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids of ``text``, and the bytes of it, as UTF-8, that each token is from.
@@ -217,9 +221,17 @@ class TextEncoder:
         Tokens that are parts of one character are all from its bytes. No token is from a
         character that the normalizer removed.
         """
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        encoding = self._tokenizer_of(text).encode(text, add_special_tokens=False)
         ends = np.cumsum([0, *(len(character.encode()) for character in text)]).tolist()
         return encoding.ids, [(ends[start], ends[stop]) for start, stop in encoding.offsets]
+
+    def _tokenizer_of(self, text: str) -> Tokenizer:
+        """Return a tokenizer for which every character of a text is text."""
+        return self._without_separator if SEPARATOR in text else self._tokenizer
+
+    @cached_property
+    def _without_separator(self) -> Tokenizer:
+        return continuation_tokenizer(tokenizer_json(self._source))
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -1,18 +1,32 @@
 """Hashed strings and tables of prefix KL, against strings and dictionaries."""
 
+from functools import cache
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mopd_losses.prefix.boundaries import TokenizedText
+from mopd_losses.prefix.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import (
     codes_of,
     joined,
     prefix_hashes,
     slice_hashes,
+    string_hashes,
 )
 from mopd_losses.prefix.vocabulary.key_table import MISSING, KeyTable
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, control_characters
 from tests.losses.families import family
+from tests.real_vocabularies import NAMES, real
+
+
+@cache
+def vocabulary_of(name: str) -> SortedVocabulary:
+    table = real(name).table
+    return SortedVocabulary(table, control_characters(table))
+
 
 keys = st.lists(st.integers(0, 2**64 - 1) | st.integers(0, 40), unique=True, max_size=200)
 
@@ -63,3 +77,44 @@ def test_the_nodes_of_a_vocabulary_are_the_beginnings_of_its_tokens() -> None:
         assert expected.stop - expected.start == sum(s.startswith(end) for s in strings)
     unknown = prefix_hashes(codes_of("\u2588"))[1:]
     assert vocabulary.nodes_of(unknown).tolist() == [-1]
+
+
+@given(st.data())
+def test_a_string_may_continue_what_was_begun_with_its_first_characters(
+    data: st.DataObject,
+) -> None:
+    table = family("digit").table
+    vocabulary = SortedVocabulary(table, control_characters(table))
+    tokens = [token for token, string in enumerate(vocabulary.strings) if string]
+    token, other = (data.draw(st.sampled_from(tokens)) for _ in range(2))
+    begun = vocabulary.strings[other][: data.draw(st.integers(0, 3))]
+    start = data.draw(st.integers(0, len(vocabulary.strings[token]) - 1))
+    ids, starts = np.array([token]), np.array([start])
+    strings = Strings.of_tokens(vocabulary, TokenizedText.of(vocabulary, [], {}), ids, starts)
+    text = vocabulary.strings[token][start:]
+    expected = any(
+        begun + text[:end] in vocabulary.strings for end in range(1, len(text) + 1)
+    ) or any(string.startswith(begun + text) for string in vocabulary.strings)
+    continues = strings.may_continue(vocabulary, string_hashes([begun]), np.array([len(begun)]))
+    assert continues.tolist() == [expected]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(text=st.lists(st.sampled_from(["a", "be", "1", "12", " ", "  ", "\n", ".", "é", "("])))
+def test_a_text_is_tokenized_alike_on_both_sides_of_the_end_of_a_word(
+    name: str, text: list[str]
+) -> None:
+    sides = real(name)
+    vocabulary = vocabulary_of(name)
+    whole = "".join(text)
+    sequence = sides.table.sequence(sides.encoder.encode(whole))
+    symbols = TokenizedText.of(vocabulary, [sequence], {})
+    offsets = np.arange(len(whole.encode()) + 1)
+    chosen = np.flatnonzero(symbols.follow_word(offsets)).tolist()
+    for offset in chosen:
+        parts = whole.encode()[:offset].decode(), whole.encode()[offset:].decode()
+        both = [token for part in parts for token in sides.encoder.encode(part)]
+        assert both == sequence.token_ids.tolist()
+    if name != "v3":
+        words = [end for end in range(1, len(whole)) if whole.isascii()]
+        assert all(end in chosen for end in words if whole[end - 1 : end + 1] in ("a ", "e "))

@@ -6,8 +6,10 @@ from functools import cache
 
 import pytest
 from hypothesis import example, given, settings
+from hypothesis.strategies import sampled_from
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
+from mopd_protocol.tokenizers.joined_texts import SEPARATOR
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
 from mopd_protocol.tokenizers.tokenizer_file import (
     continuation_tokenizer,
@@ -30,6 +32,11 @@ def encoder_of(name: str, source: str = "plain") -> TextEncoder:
 
 def encoder(tokenizer: Tokenizer) -> TextEncoder:
     return TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer))
+
+
+@cache
+def continuation(name: str) -> Tokenizer:
+    return continuation_tokenizer(tokenizer_json(known_tokenizers.tokenizer(name)))
 
 
 def spelled(encoder: TextEncoder, text: str) -> bytes:
@@ -118,12 +125,16 @@ def test_a_continuation_reads_as_the_tokenizer_decodes_it(name, text):
 
 @pytest.mark.parametrize("name", known_tokenizers.NAMES)
 @settings(deadline=None, max_examples=30)
-@given(text=any_text)
-def test_a_batch_is_encoded_as_each_of_its_texts(name, text):
-    encoder = encoder_of(name)
-    texts = [text, "", "the quick brown fox", text[::-1]]
+@given(text=any_text, separator=sampled_from(["", SEPARATOR]))
+def test_a_batch_is_encoded_as_each_of_its_texts(name, text, separator):
+    encoder, exact = encoder_of(name), continuation(name)
+    texts = [text, "", separator, "the quick brown fox", text[::-1] + separator, " ", "\u0301"]
+    texts += [text[start : start + 3] for start in range(80)]
 
-    assert encoder.encode_batch(texts) == [encoder.encode(item) for item in texts]
+    expected = [exact.encode(item, add_special_tokens=False).ids for item in texts]
+    assert encoder.encode_batch(texts) == expected
+    assert [encoder.encode(item) for item in texts] == expected
+    assert [encoder.encode_with_spans(item)[0] for item in texts] == expected
 
 
 @pytest.mark.parametrize("name", sorted(known_tokenizers.BYTE_LEVEL))
