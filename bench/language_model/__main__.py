@@ -198,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
         "--student-tokenizer", type=Path, metavar="FILE", help="tokenizer.json for the student"
     )
     parser.add_argument("--folder", type=Path, required=True, help="models and the run")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--save-steps", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--evaluate-every", type=int, default=10, help="steps")
     parser.add_argument("--seed", type=int, default=0, help="of samples and the order of prompts")

@@ -174,7 +174,7 @@ def _is_separate(longer: str, text: str, ends: frozenset[int]) -> bool:
 
 
 class FirstEnds:
-    """Where the first token ends that reaches beyond what was begun, by one side's tokenizer."""
+    """Finds the end of the first token that reaches beyond what was begun, by one tokenizer."""
 
     def __init__(self, vocabulary: SortedVocabulary, encoder: TextEncoder) -> None:
         self._vocabulary = vocabulary

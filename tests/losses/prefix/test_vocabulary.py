@@ -79,29 +79,33 @@ def test_the_nodes_of_a_vocabulary_are_the_beginnings_of_its_tokens() -> None:
     assert vocabulary.nodes_of(unknown).tolist() == [-1]
 
 
-@given(st.data())
-def test_a_string_may_continue_what_was_begun_with_its_first_characters(
-    data: st.DataObject,
-) -> None:
+def test_a_string_may_continue_what_was_begun_with_its_beginning() -> None:
     table = family("digit").table
     vocabulary = SortedVocabulary(table, control_characters(table))
     tokens = [token for token, string in enumerate(vocabulary.strings) if string]
-    token, other = (data.draw(st.sampled_from(tokens)) for _ in range(2))
-    begun = vocabulary.strings[other][: data.draw(st.integers(0, 3))]
-    start = data.draw(st.integers(0, len(vocabulary.strings[token]) - 1))
-    ids, starts = np.array([token]), np.array([start])
-    strings = Strings.of_tokens(vocabulary, TokenizedText.of(vocabulary, [], {}), ids, starts)
-    text = vocabulary.strings[token][start:]
-    expected = any(
-        begun + text[:end] in vocabulary.strings for end in range(1, len(text) + 1)
-    ) or any(string.startswith(begun + text) for string in vocabulary.strings)
-    continues = strings.may_continue(vocabulary, string_hashes([begun]), np.array([len(begun)]))
-    assert continues.tolist() == [expected]
+    known = {vocabulary.strings[token] for token in tokens}
+    nodes = {string[:end] for string in known for end in range(1, len(string) + 1)}
+    ends = [(t, s) for t in tokens for s in range(len(vocabulary.strings[t]))]
+    ids, starts = np.array(ends).T
+    texts = [vocabulary.strings[token][start:] for token, start in ends]
+    empty = TokenizedText.of(vocabulary, [], {})
+    strings = Strings.of_tokens(vocabulary, empty, ids, starts)
+    only_longer = 0
+    for begun in ("", "t", "th", " ", "\n", "1", "bro"):
+        by_token = np.array(
+            [any(begun + text[:n] in known for n in range(1, len(text) + 1)) for text in texts]
+        )
+        covered = np.array([begun + text in nodes for text in texts])
+        only_longer += int((covered & ~by_token).sum())
+        before, lengths = string_hashes([begun] * len(ends)), np.full(len(ends), len(begun))
+        continues = strings.may_continue(vocabulary, before, lengths)
+        assert continues.tolist() == (by_token | covered).tolist()
+    assert only_longer
 
 
 @pytest.mark.parametrize("name", NAMES)
 @given(text=st.lists(st.sampled_from(["a", "be", "1", "12", " ", "  ", "\n", ".", "é", "("])))
-def test_a_text_is_tokenized_alike_on_both_sides_of_the_end_of_a_word(
+def test_a_text_has_the_same_tokens_if_it_is_divided_behind_a_word(
     name: str, text: list[str]
 ) -> None:
     sides = real(name)
