@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from mopd_protocol.errors import CheckpointError, ResumeError
+from mopd_protocol.errors import CheckpointError, ResumeError, WeightsError
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.runtime.atomic_file import replacing_folder
+from mopd_protocol.runtime.checkpoint_files import require_consistent_files
 from mopd_trainer.config.fingerprint import RunIdentity
 from mopd_trainer.config.loading import write_resolved
 from mopd_trainer.config.run import RunConfig
@@ -119,23 +120,31 @@ class Checkpoint:
                 key="student.model",
             )
         try:
+            # The types of the weights are those of the student that was saved.
+            require_consistent_files(str(self.folder), self.model_folder, quantized=True)
+        except WeightsError as error:
+            raise self._damaged(f"{error.key} is incomplete or contradicts itself.") from error
+        try:
             student.load_weights(self.model_folder)
             state: Any = torch.load(
                 self.folder / _OPTIMIZER, map_location=student.device, weights_only=True
             )
             optimizer.load_state_dict(state)
         except (SafetensorError, UnpicklingError, EOFError) as error:
-            raise CheckpointError(
-                f"{self.folder}: damaged: loading tensors failed ({type(error).__name__}). Set "
-                "resume_from_checkpoint to an earlier checkpoint.",
-                key=str(self.folder),
-            ) from error
+            raise self._damaged(f"loading tensors failed ({type(error).__name__}).") from error
         except (OSError, RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise ResumeError(
                 f"student.model: checkpoint {self.folder} belongs to another model: {reason}",
                 key="student.model",
             ) from error
+
+    def _damaged(self, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.folder}: damaged: {reason} Set resume_from_checkpoint to an earlier "
+            "checkpoint.",
+            key=str(self.folder),
+        )
 
 
 def save_checkpoint(
