@@ -60,9 +60,8 @@ class Measure:
     @classmethod
     def of(cls, totals: Sequence[float], sizes: Sequence[float]) -> "Measure":
         """Build the ratio of the sums of both, one entry a text."""
-        low, high = np.quantile(_drawn(totals, sizes), [0.025, 0.975])
         mean = sum(totals) / sum(sizes)
-        return cls(mean, float(low), float(high), list(totals), list(sizes))
+        return cls(*_range(mean, _drawn(totals, sizes)), list(totals), list(sizes))
 
     def __str__(self) -> str:
         return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"

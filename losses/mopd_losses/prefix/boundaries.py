@@ -24,9 +24,9 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, control_character
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 
-_CHARACTERS = [chr(code) for code in range(1 << 16)]
-_IS_ALPHANUMERIC = np.array([c.isascii() and c.isalnum() for c in _CHARACTERS])
-_IS_SPACE = np.array([c.isascii() and c.isspace() for c in _CHARACTERS])
+_ASCII = "".join(map(chr, range(128)))
+_ALPHANUMERIC = codes_of("".join(filter(str.isalnum, _ASCII)))
+_SPACES = codes_of("".join(filter(str.isspace, _ASCII)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +106,7 @@ class TokenizedText:
         result = np.zeros(len(offsets), dtype=np.bool_)
         inside = np.flatnonzero((offsets > 0) & (offsets < len(self.codes)))
         at = offsets[inside]
-        is_end = _IS_ALPHANUMERIC[self.codes[at - 1]] & _IS_SPACE[self.codes[at]]
+        is_end = np.isin(self.codes[at - 1], _ALPHANUMERIC) & np.isin(self.codes[at], _SPACES)
         result[inside] = is_end & ~self.vocabulary.contain(self.slices(at - 1, at + 1))
         return result
 

@@ -20,9 +20,9 @@ The baseline is a mean of ``d`` over the entries of the top-k and one for all ot
 weights ``p`` it is the reverse KL (arXiv 2605.07865). Here they are ``p(x) |grad ln p(x)|^2``, with
 ``|grad ln p(x)|^2 = 1 - 2 p(x) + sum of p^2`` by the logits: of all baselines, the one with the
 least variance of the gradient by the logits. (The reverse KL may raise it: a token of probability
-0.99 hardly moves the logits.) Only for distributions of one tokenizer:
-among others, the tokens that align one to one are a part of all that could have been drawn, over
-which the mean of ``grad ln p(x)`` is not zero.
+0.99 hardly moves the logits.) Only for distributions of one tokenizer: among others, the tokens
+that align one to one are a part of all that could have been drawn, over which the mean of
+``grad ln p(x)`` is not zero.
 """
 
 from dataclasses import dataclass
