@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, takewhile
+from itertools import accumulate
 
 from mopd_losses.divergences.truncation import TAIL_MARGIN
 from mopd_losses.prefix.cells import DETOUR_SHARE, NAMING_SHARE
@@ -287,21 +287,19 @@ def first_end(side: Side, begun: str, text: str) -> int:
 
 
 def spells_whole(side: Side, at: int, text: str) -> bool:
-    """True if one token spells a text and perhaps what is before it, with and without more text."""
-    context = text_before(side, at)[0]
-    stop = at + len(text)
-    following = "".join(takewhile(lambda c: ord(c) < 256, side.text[stop : stop + 4]))
-    for after in ("", following):
-        try:
-            (context + text + after).encode("latin-1").decode()
-        except UnicodeError:
-            return False
-        ends = list(accumulate(map(len, side.encode(context + text + after))))
-        starts = [0, *ends]
-        start = next(s for s, e in zip(starts, ends, strict=False) if e >= len(context + text))
-        if start > len(context):
-            return False
-    return True
+    """True if one token, realised or the tokenizer's, spells a text and perhaps what is before."""
+    context, stop = text_before(side, at)[0], at + len(text)
+    covering = side.covering(at)
+    assert covering is not None
+    if side.end(covering) == stop:
+        return True
+    try:
+        (context + text).encode("latin-1").decode()
+    except UnicodeError:
+        return False
+    ends = list(accumulate(map(len, side.encode(context + text))))
+    start = next(s for s, e in zip([0, *ends], ends, strict=False) if e >= len(context + text))
+    return start <= len(context)
 
 
 def text_before(side: Side, at: int) -> tuple[str, int, int]:

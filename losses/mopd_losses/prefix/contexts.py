@@ -18,9 +18,6 @@ from mopd_losses.prefix.vocabulary.sorted_vocabulary import utf8_text
 #: Tokens before a boundary that a tokenizer may divide differently.
 WINDOW = 2
 
-#: Characters behind a realised text that show how it is divided.
-CONTINUED = 4
-
 
 @dataclass(frozen=True, eq=False)
 class Contexts:

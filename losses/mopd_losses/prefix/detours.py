@@ -9,12 +9,11 @@ of what the cell lacks.
 """
 
 from dataclasses import dataclass
-from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.prefix.contexts import CONTINUED, Contexts
+from mopd_losses.prefix.contexts import Contexts
 from mopd_losses.prefix.names import Candidates
 from mopd_losses.prefix.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers, keys_of, ranks_in_runs
@@ -117,42 +116,44 @@ class Detours:
         return CellDetours(reached, numbers[first], rows[first], ids[first], counted)
 
     def are_one_token(self, contexts: Contexts, boundaries: Integers, lengths: Integers) -> Flags:
-        """Return whether one token spells the text behind each boundary, also as it continues.
+        """Return whether one token spells the text behind each boundary, and perhaps what is before
+        it: the realised one, or the tokenizer's.
 
         Args:
-            lengths: characters of the text.
+            lengths: characters of the text, at most up to the end of the realised token.
         """
         text, offsets = contexts.places.text, contexts.places.offsets[boundaries]
-        stops = np.minimum(offsets + lengths + CONTINUED, len(text.codes))
-        keys = keys_of(contexts.keys[boundaries], lengths, text.slices(offsets, stops))
+        stops = offsets + lengths
+        results = text.ends[contexts.covering_rows[boundaries]] == stops
+        longer = np.flatnonzero(~results)
+        keys = keys_of(
+            contexts.keys[boundaries[longer]], text.slices(offsets[longer], stops[longer])
+        )
 
         def compute(indices: Integers) -> Integers:
+            rows = longer[indices]
             return np.array(
-                self._are_one(contexts, boundaries[indices].tolist(), lengths[indices].tolist())
+                self._are_one(contexts, boundaries[rows].tolist(), lengths[rows].tolist())
             )
 
-        return self._whole.computed(keys, compute) == 1
+        results[longer] = self._whole.computed(keys, compute) == 1
+        return results
 
     def _are_one(self, contexts: Contexts, boundaries: list[int], lengths: list[int]) -> list[bool]:
         """``are_one_token`` by the tokenizer."""
         symbols = contexts.places.text.symbols
-        strings: dict[int, tuple[str, str]] = {}
+        texts: list[str] = []
+        owners: list[int] = []
         for index, (number, length) in enumerate(zip(boundaries, lengths, strict=True)):
             offset = int(contexts.places.offsets[number])
-            before = contexts.text(number) + symbols[offset : offset + length]
-            stop = offset + length
-            following = takewhile(lambda c: ord(c) <= 0xFF, symbols[stop : stop + CONTINUED])
-            both = utf8_text(before), utf8_text(before + "".join(following))
-            if both[0] is not None and both[1] is not None:
-                strings[index] = (both[0], both[1])
+            text = utf8_text(contexts.text(number) + symbols[offset : offset + length])
+            if text is not None:
+                texts.append(text)
+                owners.append(index)
         results = [False] * len(boundaries)
-        for which in (0, 1):
-            encoded = self._encoder.encode_batch([both[which] for both in strings.values()])
-            for index, ids in zip([*strings], encoded, strict=True):
-                start = int(contexts.lengths[boundaries[index]])
-                results[index] = self._is_one(ids, start, start + lengths[index])
-                if not results[index]:
-                    del strings[index]
+        for index, ids in zip(owners, self._encoder.encode_batch(texts), strict=True):
+            start = int(contexts.lengths[boundaries[index]])
+            results[index] = self._is_one(ids, start, start + lengths[index])
         return results
 
     def _is_one(self, ids: list[int], start: int, stop: int) -> bool:

@@ -61,8 +61,7 @@ def name_cells(
     of the student decides them.
 
     Args:
-        whole: boundaries -> whether each side's tokenizer spells the realised text with one token,
-            on its own and with what follows.
+        whole: boundaries -> whether each side spells the realised text with one token.
     """
     named, unnamed = _named(candidates, boundaries, cuts)
     names, nodes = _distinct(named, boundaries)

@@ -6,7 +6,7 @@ unless the teacher's tokenizer ends a token behind `` 1`` in some text that the 
 with `` 14``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
     string_hashes,
 )
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
-from mopd_losses.prefix.vocabulary.marks import Marks, MarksTable
+from mopd_losses.prefix.vocabulary.marks import UNMARKED, Marks, MarksTable
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, utf8_text
 from mopd_protocol.tokenizers.token_table import TextEncoder
 
@@ -32,8 +32,8 @@ ENDS, TOKENS_PER_END = 2, 3
 #: The longest text that is tried, in characters.
 LONGEST = 32
 
-#: Texts and cells kept in memory; beyond, all are discarded and computed again.
-_CACHED = 500_000
+#: Cells, and texts, kept in memory; beyond, all are discarded and computed again.
+_CACHED, _CACHED_ENDS = 500_000, 200_000
 
 #: The most tokens that a separate token is the beginning of.
 FEW = 16
@@ -46,8 +46,17 @@ class Place(NamedTuple):
     teacher: str
 
 
-#: A place with a student's token behind the boundary, and that text with a continuation.
-_Continued = tuple[tuple[Place, str], str]
+class _Longer(NamedTuple):
+    """A student's token that begins with a cell's text."""
+
+    cell: int
+    place: Place
+    text: str  # behind the boundary
+    shorter: int  # characters of the cell's text
+
+
+#: A longer token, and its text with a continuation.
+_Continued = tuple[_Longer, str]
 
 
 class SeparateTokens:
@@ -64,7 +73,6 @@ class SeparateTokens:
         self._student, self._teacher = student, teacher
         self._student_ends = FirstEnds(student, student_encoder)
         self._teacher_ends = FirstEnds(teacher, teacher_encoder)
-        self._ends: dict[tuple[Place, str], frozenset[int]] = {}
         self._marks = marks
         self.table = KeyTable(_CACHED)
 
@@ -79,15 +87,20 @@ class SeparateTokens:
 
         def compute(indices: Integers) -> Integers:
             cells = [cell(index) for index in indices.tolist()]
-            tried = [self._tried(place, text) for place, text in cells]
-            self._find_ends(
-                [(place, x) for (place, _), texts in zip(cells, tried, strict=True) for x in texts]
-            )
-            marks = [
-                self._marks_of(place, text, longer)
-                for (place, text), longer in zip(cells, tried, strict=True)
+            tried = [
+                _Longer(number, place, x, len(text))
+                for number, (place, text) in enumerate(cells)
+                for x in self._tried(place, text)
             ]
-            return np.array([self._marks.number_of(each) for each in marks])
+            separate: list[list[str]] = [[] for _ in cells]
+            for longer in self._separate(tried):
+                separate[longer.cell].append(longer.text)
+            return np.array(
+                [
+                    self._marks.number_of(self._marks_of(place, texts)) if texts else UNMARKED
+                    for (place, _), texts in zip(cells, separate, strict=True)
+                ]
+            )
 
         return self.table.computed(keys, compute)
 
@@ -106,52 +119,43 @@ class SeparateTokens:
         texts = [token[len(place.student) :] for token in few]
         return [longer for longer in texts if len(longer) <= LONGEST]
 
-    def _marks_of(self, place: Place, text: str, longer: list[str]) -> Marks:
-        marks: dict[str, bool] = {}
+    def _marks_of(self, place: Place, separate: list[str]) -> Marks:
+        marks = dict.fromkeys(separate, False)
         begun = len(place.student)
-        for x in longer:
-            if _is_separate(x, text, self._ends[place, x]):
-                marks[x] = False
-        for x in [*marks]:
+        for x in separate:
             tokens = self._student.range_of(place.student + x)
             for rank in range(tokens.longer, tokens.stop):
                 marks.setdefault(self._student.string_at(rank)[begun:], True)
         return tuple(sorted(marks.items()))
 
-    def _find_ends(self, texts: list[tuple[Place, str]]) -> None:
-        """Find where the teacher may end its first token beyond the boundary, in each text."""
-        if len(self._ends) + len(texts) > _CACHED:
-            self._ends.clear()
-        missing = [text for text in dict.fromkeys(texts) if text not in self._ends]
+    def _separate(self, tried: list[_Longer]) -> Iterator[_Longer]:
+        """Select the texts in which the teacher never ends a token behind the cell's text; nor
+        inside the longer one, where another cell could."""
+        separate: list[_Longer] = []
+        continued: list[_Continued] = []
         # Only what the student's tokenizer spells with the very token shows where it belongs.
-        spelled = self._spelled_by_one([(owner, owner[1]) for owner in missing if _is_text(*owner)])
-        ends = {owner: {end} for (owner, _), end in self._ends_by_teacher(spelled)}
-        # If a token ends inside the text already, no continuation makes the text separate; and a
-        # continuation matters only if one does.
-        continued = [
-            (owner, owner[1] + after)
-            for owner, stops in ends.items()
-            if stops == {len(owner[1])}
-            for after in dict.fromkeys(self._continuations(*owner))
-        ]
-        continued = [(owner, text) for owner, text in continued if _is_text(owner[0], text)]
-        inner = {
-            text: end for text, end in self._ends_by_teacher(continued) if end < len(text[0][1])
-        }
-        for text in self._spelled_by_one([*inner]):
-            ends[text[0]].add(inner[text])
-        self._ends.update((owner, frozenset(ends.get(owner, ()))) for owner in missing)
+        spelled = self._spelled_by_one([(longer, longer.text) for longer in tried])
+        for (longer, text), end in zip(spelled, self._ends_by_teacher(spelled), strict=True):
+            # If a token ends inside the text already, no continuation makes the text separate; and
+            # a continuation matters only if one does.
+            if end >= len(text):
+                after = dict.fromkeys(self._continuations(longer.place, text))
+                continued += [(longer, text + each) for each in after]
+            if end >= len(text) or _NOT_TEXT < end < longer.shorter:
+                separate.append(longer)
+        ends = zip(continued, self._ends_by_teacher(continued), strict=True)
+        inner = [each for each, end in ends if each[0].shorter <= end < len(each[0].text)]
+        divided = {longer for longer, _ in self._spelled_by_one(inner)}
+        return (longer for longer in separate if longer not in divided)
 
     def _spelled_by_one(self, texts: list[_Continued]) -> list[_Continued]:
         """Select what the student's tokenizer spells with one token and continuations."""
-        ends = self._student_ends.of([(owner[0].student, text) for owner, text in texts])
-        return [text for text, end in zip(texts, ends, strict=True) if end == len(text[0][1])]
+        ends = self._student_ends.of([(longer.place.student, text) for longer, text in texts])
+        return [text for text, end in zip(texts, ends, strict=True) if end == len(text[0].text)]
 
-    def _ends_by_teacher(self, texts: list[_Continued]) -> Iterator[tuple[_Continued, int]]:
+    def _ends_by_teacher(self, texts: list[_Continued]) -> list[int]:
         """Find the ends of the teacher's first tokens."""
-        ends = self._teacher_ends.of([(owner[0].teacher, text) for owner, text in texts])
-        for text, end in zip(texts, ends, strict=True):
-            yield text, min(end, len(text[0][1]))
+        return self._teacher_ends.of([(longer.place.teacher, text) for longer, text in texts])
 
     def _continuations(self, place: Place, text: str) -> Iterator[str]:
         """Yield what either side may merge with the end of a text."""
@@ -162,15 +166,11 @@ class SeparateTokens:
                     yield token[len(whole) - start :]
 
 
-def _is_text(place: Place, text: str) -> bool:
-    """Return whether both tokenizers take what was begun and a text."""
-    return all(utf8_text(begun + text) is not None for begun in place)
+#: The end where a tokenizer does not take the text.
+_NOT_TEXT = -1
 
-
-def _is_separate(longer: str, text: str, ends: frozenset[int]) -> bool:
-    """Return whether the teacher never ends a token behind ``text`` in ``longer``, given where it
-    ends its first one; nor inside ``longer``, where another cell could."""
-    return bool(ends) and all(end >= len(longer) or end < len(text) for end in ends)
+#: Ends beyond are not recorded.
+_HIGHEST_END = 255
 
 
 class FirstEnds:
@@ -179,31 +179,51 @@ class FirstEnds:
     def __init__(self, vocabulary: SortedVocabulary, encoder: TextEncoder) -> None:
         self._vocabulary = vocabulary
         self._encoder = encoder
-        self._table = KeyTable(_CACHED)
+        # Ends of the tokens that spell a text. Python's collector ignores bytes; it would pass over
+        # hundreds of thousands of tuples again and again.
+        self._ends: dict[str, bytes | None] = {}
 
-    def of(self, texts: list[tuple[str, str]]) -> list[int]:
-        """Return the characters up to that end; 0 if the tokens do not spell the text.
+    def of(self, texts: Sequence[tuple[str, str]]) -> list[int]:
+        """Return the characters up to that end; 0 if the tokens do not spell the text, -1 if it is
+        no text.
 
         Args:
             texts: what was begun, and the text behind it. Unknown ones take one call of the
                 tokenizer.
         """
-        keys = np.array([hash(text) for text in texts], dtype=np.int64).view(np.uint64)
+        whole = [begun + text for begun, text in texts]
+        known = self._ends
+        if len(known) + len(whole) > _CACHED_ENDS:
+            known.clear()
+        missing = [text for text in dict.fromkeys(whole) if text not in known]
+        decoded = [utf8_text(text) for text in missing]
+        known.update(dict.fromkeys(missing))
+        missing = [text for text, each in zip(missing, decoded, strict=True) if each is not None]
+        encoded = self._encoder.encode_batch([each for each in decoded if each is not None])
+        for text, ids in zip(missing, encoded, strict=True):
+            known[text] = self._token_ends(text, ids)
+        return [
+            _first_beyond(len(begun), known[text])
+            for (begun, _), text in zip(texts, whole, strict=True)
+        ]
 
-        def compute(indices: Integers) -> Integers:
-            return np.array(self._compute([texts[index] for index in indices.tolist()]))
+    def _token_ends(self, text: str, ids: list[int]) -> bytes:
+        """Return the ends of tokens, as far as they spell the text."""
+        strings, end = self._vocabulary.strings, 0
+        ends: list[int] = []
+        for token in ids:
+            string = strings[token]
+            if not text.startswith(string, end) or end + len(string) > _HIGHEST_END:
+                break
+            end += len(string)
+            ends.append(end)
+        return bytes(ends)
 
-        return self._table.computed(keys, compute).tolist()
 
-    def _compute(self, texts: list[tuple[str, str]]) -> list[int]:
-        whole = [(begun + text).encode("latin-1").decode() for begun, text in texts]
-        results: list[int] = []
-        for (begun, text), ids in zip(texts, self._encoder.encode_batch(whole), strict=True):
-            spelled = ""
-            for token in ids:
-                spelled += self._vocabulary.strings[token]
-                if len(spelled) > len(begun):
-                    break
-            is_spelled = (begun + text).startswith(spelled)
-            results.append(max(len(spelled) - len(begun), 0) if is_spelled else 0)
-        return results
+def _first_beyond(begun: int, ends: bytes | None) -> int:
+    if ends is None:
+        return _NOT_TEXT
+    for end in ends:
+        if end > begun:
+            return end - begun
+    return 0
