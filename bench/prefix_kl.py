@@ -11,6 +11,7 @@ implementation.
 """
 
 import argparse
+import gc
 import json
 import random
 import statistics
@@ -136,6 +137,8 @@ def measure_preparation(student: str, teacher: str, count: int, folder: Path) ->
     """Milliseconds a completion, and what is set up once for a pair."""
     pairs = completions(student, teacher, count + 2 * MEASURED)
     measured, last = pairs[count : count + MEASURED], pairs[count + MEASURED :]
+    gc.collect()
+    gc.freeze()  # the counts of the trigram model, which Python's collector would pass over
     sides = real(student), real(teacher)
     cache = ProjectionCache(folder)
     before = _resident_bytes()

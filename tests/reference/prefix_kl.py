@@ -17,7 +17,7 @@ from mopd_losses.prefix.separate_tokens import ENDS, FEW, LONGEST, TOKENS_PER_EN
 from tests.reference.divergences import floored_rest
 
 #: Tokens before a boundary that may be divided differently, and tokens tried after a shorter one.
-_WINDOW, _PROBES = 2, 8
+_WINDOW, _PROBES = 2, 4
 #: Nats; the default of ``entropy_aware_kl``.
 _ENTROPY_THRESHOLD = 0.8
 

@@ -33,7 +33,7 @@ Nats = NDArray[np.float64]
 NAMING_SHARE = 1e-3
 
 #: Least share of the teacher's mass at a boundary with which a cell's detours are sought.
-DETOUR_SHARE = 1e-2
+DETOUR_SHARE = 2e-2
 
 #: Nats in place of -inf, for a realised token that the teacher excludes: sums stay finite.
 _EXCLUDED = -1e4

@@ -22,7 +22,7 @@ from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, ut
 from mopd_protocol.tokenizers.token_table import TextEncoder
 
 #: Tokens that are tried behind a shorter token.
-_PROBES = 8
+_PROBES = 4
 
 #: Contexts and cells kept in memory; beyond, all are discarded and computed again.
 CACHED = 500_000

@@ -232,7 +232,7 @@ def _select_cells(
     is_cell = ~is_nested
     # An unmarked cell contains all that begins with its text.
     sought = np.flatnonzero(is_nested & (numbers[roots] != UNMARKED))
-    texts, belongs = names.texts, marks.belongs
+    texts, belongs, contains = names.texts, marks.belongs, marks.contains
 
     def compute(indices: Integers) -> Integers:
         pairs = zip(roots[sought[indices]].tolist(), sought[indices].tolist(), strict=True)
@@ -256,13 +256,17 @@ def _select_cells(
         while shorter[-1].stop <= start:
             shorter.pop()
         text = partial(texts.string, name)
-        if any(marks.contains(cell.marks, hashed, text) for cell in shorter):
-            continue
-        own = int(numbers[name])
         for cell in shorter:
-            cell.marks = numbers[cell.name] = marks.leaving(cell.marks, hashed, text, own)
-        is_cell[name] = True
-        shorter.append(_NestedCell(name, stop, own))
+            if contains(cell.marks, hashed, text):
+                break
+        else:
+            own = int(numbers[name])
+            for cell in shorter:
+                marked = marks.leaving(cell.marks, hashed, text, own)
+                if marked != cell.marks:
+                    cell.marks = numbers[cell.name] = marked
+            is_cell[name] = True
+            shorter.append(_NestedCell(name, stop, own))
     return is_cell
 
 

@@ -25,7 +25,7 @@ FORMAT_VERSION = 1
 
 #: The tables are saved when they have grown by this share, so that all saves together cost no more
 #: than a few of the last one.
-_GROWTH = 1 / 8
+_GROWTH = 1 / 4
 
 logger = logging.getLogger(__name__)
 

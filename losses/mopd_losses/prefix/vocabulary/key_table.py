@@ -39,21 +39,20 @@ class KeyTable:
 
     def values_of(self, keys: Hashes) -> Integers:
         """Look up keys; ``MISSING`` for those that are not in the table."""
-        results = np.full(len(keys), MISSING, dtype=np.int64)
         keys = _not_empty(keys)
         slots = self._slots_of(keys)
-        present = self._keys[slots]
+        present = self._keys.take(slots)
         equal = present == keys
-        results[equal] = self._values[slots[equal]]
-        sought = np.flatnonzero(~equal & (present != _EMPTY))
-        slots = slots[sought]
+        results = np.where(equal, self._values.take(slots), MISSING)
+        sought = np.flatnonzero((present != _EMPTY) & ~equal)
+        keys, slots = keys[sought], slots[sought]
         while len(sought):
             slots = (slots + 1) & self._mask
-            present = self._keys[slots]
-            equal = present == keys[sought]
+            present = self._keys.take(slots)
+            equal = present == keys
             results[sought[equal]] = self._values[slots[equal]]
-            remaining = ~equal & (present != _EMPTY)
-            sought, slots = sought[remaining], slots[remaining]
+            remaining = np.flatnonzero((present != _EMPTY) & ~equal)
+            sought, keys, slots = sought[remaining], keys[remaining], slots[remaining]
         return results
 
     def computed(self, keys: Hashes, compute: Callable[[Integers], Integers]) -> Integers:
@@ -98,8 +97,8 @@ class KeyTable:
         self._values: Integers = np.zeros(slots, dtype=np.int64)
 
     def _slots_of(self, keys: Hashes) -> Integers:
-        return ((keys * _SPREAD) >> self._shift).astype(np.int64)
+        return ((keys * _SPREAD) >> self._shift).view(np.int64)
 
 
 def _not_empty(keys: Hashes) -> Hashes:
-    return np.where(keys == _EMPTY, np.uint64(1), keys)
+    return np.maximum(keys, np.uint64(_EMPTY + 1))
