@@ -1,5 +1,6 @@
 """Boundaries of prefix KL: differing texts, control tokens, partial characters, weights."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,18 @@ def test_texts_that_differ_from_the_first_byte_have_no_boundary() -> None:
     output = PAIR.value(random_logits(PAIR, 2), targets)
     assert output.per_token.tolist() == [0, 0]
     assert output.per_token.requires_grad
+
+
+def test_texts_that_differ_from_the_first_byte_have_no_open_token() -> None:
+    comparison = replace(of_texts(["57"], ["b5"]), lookaheads=())
+    sure = TopKLogprobs(
+        ids=comparison.score.completion.token_ids[:, None],
+        logprobs=np.zeros((1, 1), dtype=np.float32),
+        token_logprobs=np.zeros(1, dtype=np.float32),
+        tail_logprobs=np.full(1, -np.inf, dtype=np.float32),
+    )
+    comparison = replace(comparison, score=replace(comparison.score, topk=sure))
+    assert len(PAIR.targets([comparison]).positions) == 0
 
 
 def test_an_end_of_turn_is_a_cell_that_only_an_end_of_turn_feeds() -> None:

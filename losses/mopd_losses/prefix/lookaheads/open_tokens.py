@@ -85,7 +85,8 @@ class OpenTokens:
         if among is not None:
             rows = np.intersect1d(rows, [*among]).astype(np.int64)
         spans = np.searchsorted(alignment.teacher_starts, rows, side="right") - 1
-        aligned = (spans >= 0) & (rows < alignment.teacher_ends[spans])
+        rows, spans = rows[spans >= 0], spans[spans >= 0]
+        aligned = rows < alignment.teacher_ends[spans]
         rows, spans = rows[aligned], spans[aligned]
         starts, teacher_starts = _starts(student), _starts(scored)
         # From the teacher's bytes to the student's.
