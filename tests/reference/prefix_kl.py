@@ -21,6 +21,8 @@ _WINDOW, _PROBES = 2, 4
 #: Nats; the default of ``entropy_aware_kl``.
 _ENTROPY_THRESHOLD = 0.8
 
+WHITE_SPACE = " \t\n\r\v\f\x1c\x1d\x1e\x1f"
+
 
 @dataclass(frozen=True, eq=False)
 class Side:
@@ -431,7 +433,9 @@ def named_texts(
                 continue
             candidate = text[len(crossed) :]
             covered = any(t.startswith(begun + candidate) for t in student.tokens.values())
-            if covered and not candidate.startswith(student.text[at : student.end(covering)]):
+            realised = student.text[at : student.end(covering)]
+            uncertain = candidate.startswith(realised) or candidate[-1] in WHITE_SPACE
+            if covered and not uncertain and not divided(student, begun + candidate):
                 name = candidate
             else:
                 name = candidate[: cut(student, begun, candidate)]
@@ -441,6 +445,16 @@ def named_texts(
             elif is_likely:
                 unnamed.add(candidate)
     return named, unnamed
+
+
+def divided(student: Side, text: str) -> bool:
+    """Whether the student's first token of a text is shorter than the text."""
+    try:
+        text.encode("latin-1").decode()
+    except UnicodeError:
+        return False
+    first = student.encode(text)[0]
+    return first != text and text.startswith(first)
 
 
 def cut(student: Side, begun: str, candidate: str) -> int:

@@ -10,6 +10,7 @@ and any of a few continuations.
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mopd_losses.prefix.vocabulary.hashed_strings import (
     Hashes,
@@ -42,6 +43,7 @@ class Cuts:
         self._student = student
         self._encoder = encoder
         self.table = KeyTable(CACHED_CUTS)
+        self._whole = KeyTable(CACHED_CUTS)
         last = tuple(filter(None, CONTINUATIONS))
         self._merged = {token[-_COMPARED:] for token in student.strings if token.endswith(last)}
 
@@ -58,6 +60,29 @@ class Cuts:
             return np.array(self._cuts([candidate(index) for index in indices.tolist()]))
 
         return self.table.computed(keys, compute)
+
+    def are_divided(self, keys: Hashes, candidate: Callable[[int], Begun]) -> NDArray[np.bool_]:
+        """Return whether the tokenizer spells each candidate, without a continuation, with a token
+        that ends inside it, so that a token that covers it is never written.
+
+        Args:
+            keys: see ``of``.
+            candidate: see ``of``.
+        """
+
+        def compute(indices: Integers) -> Integers:
+            whole = ["".join(candidate(index)) for index in indices.tolist()]
+            texts = [utf8_text(text) for text in whole]
+            encoded = iter(self._encoder.encode_batch([t for t in texts if t is not None]))
+            results: list[bool] = []
+            for symbols, text in zip(whole, texts, strict=True):
+                ids = next(encoded) if text is not None else []
+                first = self._student.strings[ids[0]] if ids else symbols
+                # A normaliser may have changed the text; such a token does not apply to this text.
+                results.append(first != symbols and symbols.startswith(first))
+            return np.array(results, dtype=np.int64)
+
+        return self._whole.computed(keys, compute) == 1
 
     def of_candidates(self, begun: str, candidates: Sequence[str]) -> list[int]:
         """Return the same for candidates behind one beginning."""

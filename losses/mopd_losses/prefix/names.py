@@ -84,14 +84,26 @@ def _named(
     last = rows.last[numbers]
     nodes = _nodes(student, last, texts.hashes)
     # A token of the student that covers a candidate decides it, unless the student just spelled the
-    # candidate's beginning with a shorter token: the tokenizer then shows how far one token goes.
+    # candidate's beginning with a shorter token, never writes that token, or white space at the end
+    # may belong to the next word: the tokenizer then shows how far one token goes.
     lengths = boundaries.student_realised
     realised = student.text.slices(student.offsets, student.offsets + lengths)
     longer = np.flatnonzero(texts.lengths >= lengths[numbers])
     at = numbers[longer]
     begins = np.zeros(len(texts), dtype=np.bool_)
     begins[longer] = texts.at(longer).beginnings(lengths[at]) == realised[at]
-    uncertain = np.flatnonzero(begins | (nodes < 0))
+    is_uncertain = begins | (nodes < 0) | texts.end_with_space()
+    others = np.flatnonzero(~is_uncertain)
+
+    def covered(index: int) -> tuple[str, str]:
+        entry = others[index]
+        begun = student.context_of(int(numbers[entry]), int(rows.rows[last[entry]]))
+        return begun, texts.string(entry)
+
+    at = last[others]
+    keys = keys_of(rows.hashes[at], rows.begun[at], texts.hashes[others])
+    is_uncertain[others] = cuts.are_divided(keys, covered)
+    uncertain = np.flatnonzero(is_uncertain)
     lengths = texts.lengths.copy()
     lengths[uncertain] = 0
     at = last[uncertain]

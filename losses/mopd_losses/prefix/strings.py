@@ -6,8 +6,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_losses.prefix.boundaries import TokenizedText
-from mopd_losses.prefix.vocabulary.hashed_strings import Hashes, Integers, joined
+from mopd_losses.prefix.vocabulary.hashed_strings import (
+    Hashes,
+    Integers,
+    joined,
+    string_hashes,
+)
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
+
+#: Of white space, one character each.
+_SPACES = string_hashes([chr(code) for code in range(128) if chr(code).isspace()])
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +120,11 @@ class Strings:
             sought = sought[begins & ~decided]
             count += 1
         return result
+
+    def end_with_space(self) -> NDArray[np.bool_]:
+        """Return whether white space is the last character of each string; all are of tokens."""
+        stops = self.starts + self.lengths
+        return np.isin(self.vocabulary.slices(self.ids, stops - 1, stops), _SPACES)
 
     def are_text(self) -> NDArray[np.bool_]:
         """Return whether each string does not end with a control token."""

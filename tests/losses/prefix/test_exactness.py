@@ -262,3 +262,34 @@ def test_a_longer_token_is_in_the_cell_that_some_continuation_leads_to() -> None
     short, longer, other = logits.grad[0, tokens].tolist()
     assert short == pytest.approx(longer)
     assert short < -1e-2 < 1e-2 < other
+
+
+@pytest.mark.parametrize("without_merges", [True, False])
+def test_a_token_that_the_student_never_writes_decides_no_candidate(without_merges: bool) -> None:
+    # The teacher has one token for a line break and two letters. If the student's vocabulary has it
+    # but the tokenizer never writes it, the student's line break is what that says.
+    student = Tongue.of("\nxy", without_merges=without_merges)
+    student = Tongue(student.family, student.family.encoder)
+    teacher = Tongue.of("\nxy", by_merges=True)
+    pair, comparison = of_rows(
+        student, teacher, "cb", [{"c": 1.0}, {"b": 0.5, "\nxy": 0.5}, {END: 1.0}]
+    )
+    logits = torch.full((3, student.family.logit_width), -30.0, dtype=torch.float64)
+    written = "\n" if without_merges else "\nxy"
+    logits[1, student.ids(["b", written])] = 0.0
+    logits[0, student.ids(["c"])] = 0.0
+    logits[2, student.ids([END])] = 0.0
+    output = pair.value(logits, pair.targets([comparison]))
+    assert output.per_token.max().item() < 1e-4
+
+
+def test_white_space_that_the_student_writes_with_the_next_word_is_no_part_of_a_cell() -> None:
+    # Two spaces and a letter are "  |a" for the teacher and " | a" for the student.
+    student, teacher = Tongue.of(" a", "  ", by_merges=True), Tongue.of("  ", by_merges=True)
+    assert [side.tokenize("  a") for side in (student, teacher)] == [[" ", " a"], ["  ", "a"]]
+    pair, comparison = of_rows(student, teacher, "b", [{"b": 0.5, "  ": 0.5}, {END: 1.0}])
+    logits = torch.full((2, student.family.logit_width), -30.0, dtype=torch.float64)
+    logits[0, student.ids(["b", " "])] = 0.0
+    logits[1, student.ids([END])] = 0.0
+    output = pair.value(logits, pair.targets([comparison]))
+    assert output.per_token.max().item() < 1e-4
