@@ -66,7 +66,7 @@ class Cuts:
         that ends inside it, so that a token that covers it is never written.
 
         Args:
-            keys: see ``of``.
+            keys: of a beginning and a candidate, joined.
             candidate: see ``of``.
         """
 

@@ -101,7 +101,7 @@ def _named(
         return begun, texts.string(entry)
 
     at = last[others]
-    keys = keys_of(rows.hashes[at], rows.begun[at], texts.hashes[others])
+    keys = joined(rows.hashes[at], rows.begun[at], texts.hashes[others])
     is_uncertain[others] = cuts.are_divided(keys, covered)
     uncertain = np.flatnonzero(is_uncertain)
     lengths = texts.lengths.copy()
