@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from bench.numerals.accuracy import accuracy
 from bench.numerals.pairs import Side
+from bench.numerals.warm_start import train_until
 from mopd.demo import models
 from mopd.demo.examples import IGNORED, Batch, Encoder, supervised_batch
 from mopd.demo.tasks import Exercise
@@ -54,6 +55,8 @@ def model_key(side: Side, role: Role, seed: int) -> str:
         "sizes": [models.HIDDEN_SIZE, models.LAYERS, models.HEADS],
         "tokenizer": side.tokenizer().backend_tokenizer.to_str(),
     }
+    if side.completion:
+        decisive["completion"] = repr(side.completion)
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -77,7 +80,19 @@ def train_model(side: Side, role: Role, seed: int, root: Path, report: Report) -
     tokenizer = side.tokenizer()
     encoder = Encoder(tokenizer)
     model = models.build_model(side.family, tokenizer, seed)
-    _train(model, encoder, side, role, seed, report)
+    if side.completion:
+        train_until(
+            model,
+            encoder,
+            side.completion,
+            seed=seed,
+            steps=side.steps,
+            examples_per_step=side.examples_per_step,
+            learning_rate=side.learning_rate,
+            report=report,
+        )
+    else:
+        _train(model, encoder, side, role, seed, report)
     held_out = side.task.held_out()
     logprobs = reference_logprobs(model, encoder, held_out)
     with replacing_folder(folder) as unfinished:

@@ -16,6 +16,7 @@ from bench.numerals.numeral_tokenizers import (
     digit_tokenizer,
     numeral_tokenizer,
 )
+from bench.numerals.warm_start import Completion
 from mopd.demo.demo_tokenizers import student_tokenizer, words_teacher_tokenizer
 from mopd.demo.models import Family
 from mopd_losses import LossConfig
@@ -63,6 +64,8 @@ class Side:
     learning_rate: float = 2e-3
     max_new_tokens: int = 24
     """A longer completion is wrong."""
+    completion: Completion | None = None
+    """A student's: trained until it completes that much, in at most ``steps``."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,7 @@ def shortened(pair: Pair, steps: int | None, model_steps: int | None) -> Pair:
             pair,
             teachers=_with_steps(pair.teachers, model_steps),
             ceiling=_with_steps(pair.ceiling, model_steps),
-            student=replace(pair.student, steps=model_steps),
+            student=replace(pair.student, steps=model_steps, completion=None),
         )
     return pair if steps is None else replace(pair, steps=steps)
 

@@ -127,15 +127,14 @@ class Rows(TextTask):
 
 @dataclass(frozen=True)
 class Mixture(TextTask):
-    """Several tasks in proportion to their shares, for a student's warm start."""
+    """Several tasks in equal parts, for a student's warm start."""
 
-    parts: tuple[tuple[TextTask, float], ...]
+    parts: tuple[TextTask, ...]
     training_prompts = 12_000
 
     def draw(self, random: Random) -> Exercise:
         """See ``TextTask``."""
-        tasks, shares = zip(*self.parts, strict=True)
-        return random.choices(tasks, shares)[0].draw(random)
+        return random.choice(self.parts).draw(random)
 
 
 def _is_held_out(prompt: str) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from transformers import PreTrainedTokenizerFast
 
 from bench.numerals.pairs import CEILING, SFT, Pair, Side
+from bench.numerals.warm_start import Completion
 from bench.tasks.exercises import Dates, Mixture, Rows, Subtraction, TextTask
 from bench.tasks.task_tokenizers import (
     digit_tokenizer,
@@ -57,20 +58,23 @@ _CEILING: Mapping[str, Side] = {
 }
 
 
-def _student(steps: int, examples_per_step: int, **shares: float) -> Side:
-    """Return a student trained on reference answers until 10 to 20 % of them are correct."""
+def _student(examples_per_step: int, learning_rate: float, *slowest_first: str) -> Side:
+    """Return a student trained on reference answers until 10 to 20 % of each task are correct."""
+    tasks = tuple(TASKS[name] for name in slowest_first)
     return Side(
         family="gpt_neox",
         tokenizer=student_tokenizer,
-        task=Mixture(tuple((TASKS[name], share) for name, share in shares.items())),
-        steps=steps,
+        task=Mixture(tasks),
+        steps=1_500,
         examples_per_step=examples_per_step,
-        max_new_tokens=max(_MAX_NEW_TOKENS[name] for name in shares),
+        learning_rate=learning_rate,
+        max_new_tokens=max(_MAX_NEW_TOKENS[name] for name in slowest_first),
+        completion=Completion(tasks),
     )
 
 
-_SHORT = _student(270, 64, dates=0.19, subtraction=0.81)
-_LONG = _student(290, 48, rows=1.0)
+_SHORT = _student(64, 2e-3, "subtraction", "dates")
+_LONG = _student(48, 1e-3, "rows")
 
 
 def _pair(student: Side, *tasks: str) -> Pair:

@@ -1,12 +1,18 @@
 """Tests of the comparison of losses on tasks: tokenizers, exercises, the oracle, a quick run."""
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 
+from bench.numerals.accuracy import accuracy
+from bench.numerals.material import model_key, train_model
+from bench.numerals.pairs import Side, shortened
+from bench.numerals.warm_start import Completion
 from bench.tasks.__main__ import main
 from bench.tasks.exercises import TextTask
 from bench.tasks.oracle import THRESHOLD, Push
@@ -18,6 +24,9 @@ from bench.tasks.task_tokenizers import (
     unigram_tokenizer,
 )
 from mopd.demo.examples import Encoder
+from mopd.demo.tasks import Exercise
+from mopd_protocol import TrainingError
+from mopd_trainer import Student, StudentConfig
 
 PUSH = Push(
     task="dates",
@@ -71,6 +80,72 @@ def test_excess_is_what_the_ceiling_does_not_explain(
     push = replace(PUSH, gradient=gradient, probability=probability)
     assert push.excess == pytest.approx(excess)
     assert push.ignored == (probability == 0.2)  # the gradient does not pull
+
+
+class Words(TextTask):
+    """``n``: one of four months, a task that a few steps suffice for."""
+
+    training_prompts = 100
+
+    def draw(self, random: Random) -> Exercise:
+        """See ``TextTask``."""
+        number = random.randrange(1_000)
+        return Exercise("words", str(number), (("May", "June", "July", "March")[number % 4],))
+
+    def __repr__(self) -> str:
+        return "Words()"
+
+
+def warm(steps: int, **completion: float) -> Side:
+    """Return a student that is trained until it completes a share of ``Words``."""
+    task = Words()
+    return Side(
+        family="gpt_neox",
+        tokenizer=student_tokenizer,
+        task=task,
+        steps=steps,
+        examples_per_step=16,
+        learning_rate=1e-3,
+        max_new_tokens=4,
+        completion=Completion((task,), **completion),
+    )
+
+
+def test_warm_start_ends_in_the_range_of_completed_prompts(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    side, steps = warm(200, least=0.2, most=0.4), list[int]()
+    folders = [
+        train_model(side, "student", 0, tmp_path / name, lambda done, _: steps.append(done))
+        for name in "ab"
+    ]
+    assert max(steps[:-1]) == 200  # the end is reported
+    students = [
+        Student.load(StudentConfig(model=str(folder), device="cpu", learning_rate=1e-3))
+        for folder in folders
+    ]
+    shares = {
+        asyncio.run(accuracy(student, side.task.held_out(), side.max_new_tokens))
+        for student in students
+    }
+    (share,) = shares  # deterministic
+    assert 0.2 <= share <= 0.4
+
+
+def test_warm_start_out_of_range_is_an_error(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    with pytest.raises(TrainingError) as error:
+        train_model(warm(10, least=0.99, most=1.0), "student", 0, tmp_path, lambda done, _: None)
+    assert error.value.key == "steps"
+    assert not list(tmp_path.iterdir())
+
+
+def test_completed_share_is_part_of_a_student_key() -> None:
+    student = PAIRS["rows"].student
+    assert student.completion
+    other = replace(student, completion=replace(student.completion, least=0.12))
+    quick = shortened(PAIRS["rows"], 2, 2).student
+    assert quick.completion is None
+    assert len({model_key(each, "student", 0) for each in (student, other, quick)}) == 3
 
 
 @pytest.mark.slow
