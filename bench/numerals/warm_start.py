@@ -31,7 +31,7 @@ _LARGEST_GRADIENT_NORM = 1.0
 
 @dataclass(frozen=True)
 class Completion:
-    """What a student completes at the end of its warm start, of each task's held-out prompts."""
+    """Range of the share of each task's held-out prompts that a warm student completes."""
 
     tasks: tuple["Task", ...]
     """The slowest first: a task is trained, too, once that before it has been in the middle."""
@@ -88,14 +88,14 @@ def train_until(
         report(step + 1, steps)
         if (step + 1) % _EVALUATE_EVERY:
             continue
-        found = [completed_share(model, encoder, each) for each in held_out]
-        if max(found) > completion.most:
+        measured = [completed_share(model, encoder, each) for each in held_out]
+        if max(measured) > completion.most:
             factor /= 2
             if factor < _LOWEST_FACTOR:
-                raise _error(found, completion, "in one jump at any learning rate")
+                raise _error(measured, completion, "in one jump at any learning rate")
             _restore(kept, model, optimizer, random)
             continue
-        shares, kept = found, _state(model, optimizer, random)
+        shares, kept = measured, _state(model, optimizer, random)
         if min(shares) >= completion.least:
             report(steps, steps)
             return shares
@@ -132,9 +132,9 @@ def _restore(
 
 
 def _error(shares: Sequence[float], completion: Completion, when: str) -> TrainingError:
-    found = ", ".join(f"{share:.1%}" for share in shares)
+    listed = ", ".join(f"{share:.1%}" for share in shares)
     return TrainingError(
-        f"warm start: held-out prompts completed are out of range {when} (found {found}, expected "
+        f"warm start: held-out prompts completed are out of range {when} (found {listed}, expected "
         f"{completion.least:.0%} to {completion.most:.0%} of each task). Change the student's "
         "steps or its learning rate.",
         key="steps",
