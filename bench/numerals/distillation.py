@@ -63,7 +63,9 @@ class Run:
     @property
     def name(self) -> str:
         """Name of the result file."""
-        return f"{self.pair.name}-{self.loss}-seed{self.seed}-steps{self.pair.steps}"
+        name = f"{self.pair.name}-{self.loss}-seed{self.seed}-steps{self.pair.steps}"
+        temperature = self.pair.temperature
+        return name if temperature == 1 else f"{name}-temperature{temperature:g}"
 
     @property
     def teachers(self) -> Mapping[str, Side]:
@@ -92,6 +94,7 @@ class Run:
             "max_new_tokens": pair.max_new_tokens,
             "prompts_per_step": PROMPTS_PER_STEP,
             "evaluations": self.evaluations,
+            **({} if pair.temperature == 1 else {"temperature": pair.temperature}),
         }
 
 
@@ -192,6 +195,7 @@ def _sampling(run: Run, student: Student, encoder: Encoder) -> tuple[Sampler, Pr
         prompts_per_step=PROMPTS_PER_STEP,
         generation_batch_size=PROMPTS_PER_STEP,
         max_new_tokens=run.pair.max_new_tokens,
+        temperature=run.pair.temperature,
     )
     if run.loss == SFT:
         exercises = [exercise for exercise, _ in sources]

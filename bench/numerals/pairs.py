@@ -86,6 +86,8 @@ class Pair:
     max_new_tokens: int
     ceiling: Mapping[str, Side] = field(default_factory=dict[str, Side])
     """Teachers with the student's own tokenizer, for ``topk_kl``, if ``teachers`` have others."""
+    temperature: float = 1.0
+    """Sampling temperature of the student."""
 
     def teachers_of(self, loss: str) -> Mapping[str, Side]:
         """Return the teachers of a run with this loss."""

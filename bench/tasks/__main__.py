@@ -41,7 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console()
     steps = _QUICK_STEPS if options.quick else options.steps
     model_steps = _QUICK_STEPS if options.quick else None
-    pairs = [shortened(PAIRS[name], steps, model_steps) for name in options.pairs]
+    pairs = [
+        replace(shortened(PAIRS[name], steps, model_steps), temperature=options.temperature)
+        for name in options.pairs
+    ]
     folders = Folders(options.runs)
     runs = runs_by_seed(pairs, options.losses, 1 if options.oracle else options.seeds, 20)
     if options.oracle:
@@ -79,6 +82,9 @@ def _run_oracle(
 
 def _parser() -> argparse.ArgumentParser:
     parser = comparison_parser("tasks", __doc__, LOSSES, tuple(PAIRS), all_steps="400")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="of the student's samples (default: 1)"
+    )
     parser.add_argument(
         "--quick", action="store_true", help="2 steps of everything, to test the program"
     )

@@ -448,7 +448,7 @@ def named_texts(
 
 
 def divided(student: Side, text: str) -> bool:
-    """Whether the student's first token of a text is shorter than the text."""
+    """True if the student's first token of a text is shorter than the text."""
     try:
         text.encode("latin-1").decode()
     except UnicodeError:

@@ -41,7 +41,8 @@ def kind_of(description: JSON) -> TokenizerKind:
 
     Raises:
         DataError: for tokenizers whose tokens do not determine their bytes (WordPiece, whose
-            spaces are between tokens, and models without a reversible space).
+            spaces are between tokens, models without a reversible space, and models that mark
+            tokens by a prefix or suffix, such as ``</w>``).
     """
     steps = [
         step
@@ -49,7 +50,19 @@ def kind_of(description: JSON) -> TokenizerKind:
         for step in _steps(description.get(key))
     ]
     types = {step["type"] for step in steps}
-    model = (description.get("model") or {}).get("type")
+    settings: JSON = description.get("model") or {}
+    model = settings.get("type")
+    marks = {
+        key: settings[key]
+        for key in ("continuing_subword_prefix", "end_of_word_suffix")
+        if settings.get(key)
+    }
+    if marks and model == "BPE":
+        raise DataError(
+            f"unsupported tokenizer: its tokens contain a mark that no text has (found {marks}); "
+            "expected byte-level BPE without end_of_word_suffix and continuing_subword_prefix, or "
+            "a SentencePiece-style tokenizer that writes spaces as ▁"
+        )
     if model != "WordPiece" and "WordPiece" not in types:
         if "ByteLevel" in types:
             return "byte_level"

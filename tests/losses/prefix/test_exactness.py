@@ -267,7 +267,7 @@ def test_a_longer_token_is_in_the_cell_that_some_continuation_leads_to() -> None
 @pytest.mark.parametrize("without_merges", [True, False])
 def test_a_token_that_the_student_never_writes_decides_no_candidate(without_merges: bool) -> None:
     # The teacher has one token for a line break and two letters. If the student's vocabulary has it
-    # but the tokenizer never writes it, the student's line break is what that says.
+    # but the tokenizer never writes it, the student's line break has the same text.
     student = Tongue.of("\nxy", without_merges=without_merges)
     student = Tongue(student.family, student.family.encoder)
     teacher = Tongue.of("\nxy", by_merges=True)
@@ -283,7 +283,7 @@ def test_a_token_that_the_student_never_writes_decides_no_candidate(without_merg
     assert output.per_token.max().item() < 1e-4
 
 
-def test_white_space_that_the_student_writes_with_the_next_word_is_no_part_of_a_cell() -> None:
+def test_white_space_that_joins_the_next_word_of_the_student_is_no_part_of_a_cell() -> None:
     # Two spaces and a letter are "  |a" for the teacher and " | a" for the student.
     student, teacher = Tongue.of(" a", "  ", by_merges=True), Tongue.of("  ", by_merges=True)
     assert [side.tokenize("  a") for side in (student, teacher)] == [[" ", " a"], ["  ", "a"]]

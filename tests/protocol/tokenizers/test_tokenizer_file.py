@@ -127,6 +127,16 @@ def test_word_piece_tokenizer_is_rejected():
         kind_of(json.loads(tokenizer.to_str()))
 
 
+@pytest.mark.parametrize("mark", ["end_of_word_suffix", "continuing_subword_prefix"])
+def test_tokens_with_a_mark_that_no_text_has_are_rejected(mark):
+    unmarked, marked = plain(), plain()
+    unmarked["model"][mark], marked["model"][mark] = "", "</w>"
+
+    assert kind_of(unmarked) == kind_of(plain())
+    with pytest.raises(DataError, match=mark):
+        kind_of(marked)
+
+
 def test_a_tokenizer_without_a_reversible_space_is_refused_with_a_sentence():
     tokenizer = Tokenizer(models.BPE({"a": 0}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
