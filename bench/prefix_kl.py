@@ -241,8 +241,9 @@ def main() -> None:
     console = Console()
     prepared: list[Result] = []
     for pair in options.pairs.split(","):
+        student, teacher = pair.split(":")
         with TemporaryDirectory() as folder:
-            prepared.append(measure_preparation(*pair.split(":"), options.known, Path(folder)))
+            prepared.append(measure_preparation(student, teacher, options.known, Path(folder)))
     table = Table(title="preparation, milliseconds for 1,000 tokens on one core")
     for heading in (
         "student, teacher",

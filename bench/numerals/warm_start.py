@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -118,12 +118,12 @@ def _update(
     optimizer.step()
 
 
-def _state(model: PreTrainedModel, optimizer: AdamW, random: Random) -> tuple[object, ...]:
+def _state(model: PreTrainedModel, optimizer: AdamW, random: Random) -> tuple[Any, ...]:
     return copy.deepcopy((model.state_dict(), optimizer.state_dict(), random.getstate()))
 
 
 def _restore(
-    state: tuple[object, ...], model: PreTrainedModel, optimizer: AdamW, random: Random
+    state: tuple[Any, ...], model: PreTrainedModel, optimizer: AdamW, random: Random
 ) -> None:
     weights, moments, drawn = copy.deepcopy(state)
     model.load_state_dict(weights)
