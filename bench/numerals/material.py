@@ -4,13 +4,13 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
@@ -20,7 +20,7 @@ from bench.numerals.warm_start import train_until
 from mopd.demo import models
 from mopd.demo.examples import IGNORED, Batch, Encoder, supervised_batch
 from mopd.demo.tasks import Exercise
-from mopd.demo.training import warm_up_and_cosine
+from mopd.demo.training import optimizer_of, supervised_step, warm_up_and_cosine
 from mopd_protocol import replacing_folder
 from mopd_trainer import Student
 
@@ -30,7 +30,6 @@ Report = Callable[[int, int], None]
 
 #: Incremented when code that determines a model changes without a change of these settings.
 _VERSION = 2
-_LARGEST_GRADIENT_NORM = 1.0
 _ACCURACY = "held_out_accuracy.json"
 
 
@@ -125,9 +124,7 @@ def _train(
     model: PreTrainedModel, encoder: Encoder, side: Side, role: Role, seed: int, report: Report
 ) -> None:
     random = Random(seed)
-    optimizer = AdamW(
-        model.parameters(), lr=side.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
-    )
+    optimizer = optimizer_of(model, side.learning_rate)
     schedule = LambdaLR(optimizer, warm_up_and_cosine(side.steps))
     known = side.task.training(seed)
     wrong = torch.tensor(side.task.wrong_ids(encoder), dtype=torch.int64)
@@ -137,14 +134,7 @@ def _train(
         parts = side.task.random_part
         batch = supervised_batch(encoder, exercises, side.corruption, random, parts)
         read = replace_tokens(batch, wrong, side.misreading, encoder.end_of_turn)
-        logits: Tensor = model(input_ids=read, attention_mask=batch.attention).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=IGNORED
-        )
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), _LARGEST_GRADIENT_NORM)
-        optimizer.step()
+        supervised_step(model, optimizer, replace(batch, token_ids=read))
         schedule.step()
         report(step + 1, side.steps)
     model.eval()

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from mopd.demo.examples import IGNORED, Encoder, supervised_batch
 from mopd.demo.tasks import Exercise
+from mopd.demo.training import optimizer_of, supervised_step
 from mopd_protocol import TrainingError
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 _EVALUATE_EVERY = 5
 _WARM_UP_STEPS = 20
 _LOWEST_FACTOR = 1 / 64
-_LARGEST_GRADIENT_NORM = 1.0
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def train_until(
             learning rate.
     """
     random, factor = Random(seed), 1.0
-    optimizer = AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = optimizer_of(model, learning_rate)
     known = [task.training(seed) for task in completion.tasks]
     held_out = [task.held_out() for task in completion.tasks]
     shares, shown, kept = [0.0], 1, _state(model, optimizer, random)
@@ -84,7 +84,7 @@ def train_until(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * factor * min(1.0, (step + 1) / _WARM_UP_STEPS)
         exercises = [random.choice(random.choice(known[:shown])) for _ in range(examples_per_step)]
-        _update(model, optimizer, encoder, exercises)
+        supervised_step(model, optimizer, supervised_batch(encoder, exercises, 0.0, Random(0)))
         report(step + 1, steps)
         if (step + 1) % _EVALUATE_EVERY:
             continue
@@ -102,20 +102,6 @@ def train_until(
         if shown < len(known) and shares[shown - 1] >= (completion.least + completion.most) / 2:
             shown += 1
     raise _error(shares, completion, f"after {steps} steps")
-
-
-def _update(
-    model: PreTrainedModel, optimizer: AdamW, encoder: Encoder, exercises: Sequence[Exercise]
-) -> None:
-    batch = supervised_batch(encoder, exercises, 0.0, Random(0))
-    logits: Tensor = model(input_ids=batch.token_ids, attention_mask=batch.attention).logits
-    loss = torch.nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=IGNORED
-    )
-    optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), _LARGEST_GRADIENT_NORM)
-    optimizer.step()
 
 
 def _state(model: PreTrainedModel, optimizer: AdamW, random: Random) -> tuple[Any, ...]:

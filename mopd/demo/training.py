@@ -21,21 +21,31 @@ _MAX_GRADIENT_NORM = 1.0
 def training_losses(model: PreTrainedModel, encoder: Encoder, recipe: Recipe) -> Iterator[float]:
     """Train ``model`` and yield the loss of each step in nats per trained token."""
     random = Random(recipe.seed)
-    optimizer = AdamW(
-        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
-    )
+    optimizer = optimizer_of(model, recipe.learning_rate)
     schedule = LambdaLR(optimizer, warm_up_and_cosine(recipe.steps))
     model.train()
     for _ in range(recipe.steps):
         exercises = [_draw(recipe.curriculum, random) for _ in range(recipe.examples_per_step)]
-        loss = _loss(model, supervised_batch(encoder, exercises, recipe.corruption, random))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRADIENT_NORM)
-        optimizer.step()
+        batch = supervised_batch(encoder, exercises, recipe.corruption, random)
+        loss = supervised_step(model, optimizer, batch)
         schedule.step()
         yield loss.item()
     model.eval()
+
+
+def optimizer_of(model: PreTrainedModel, learning_rate: float) -> AdamW:
+    """Return the optimizer of a small model."""
+    return AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+
+
+def supervised_step(model: PreTrainedModel, optimizer: AdamW, batch: Batch) -> Tensor:
+    """Update the model once; return the loss before, the mean nats per trained token."""
+    loss = _loss(model, batch)
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRADIENT_NORM)
+    optimizer.step()
+    return loss
 
 
 def warm_up_and_cosine(steps: int) -> Callable[[int], float]:

@@ -26,7 +26,10 @@ from mopd_protocol.tokenizers.token_sequence import TokenSequence
 
 _ASCII = "".join(map(chr, range(128)))
 _ALPHANUMERIC = codes_of("".join(filter(str.isalnum, _ASCII)))
-_SPACES = codes_of("".join(filter(str.isspace, _ASCII)))
+
+#: White space of one byte.
+SPACES = "".join(filter(str.isspace, _ASCII))
+_SPACES = codes_of(SPACES)
 
 
 @dataclass(frozen=True, eq=False)

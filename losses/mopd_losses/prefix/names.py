@@ -93,16 +93,16 @@ def _named(
     begins = np.zeros(len(texts), dtype=np.bool_)
     begins[longer] = texts.at(longer).beginnings(lengths[at]) == realised[at]
     is_uncertain = begins | (nodes < 0) | texts.end_with_space()
-    others = np.flatnonzero(~is_uncertain)
+    covering = rows.rows[last]
 
-    def covered(index: int) -> tuple[str, str]:
-        entry = others[index]
-        begun = student.context_of(int(numbers[entry]), int(rows.rows[last[entry]]))
+    def candidate(entry: int) -> tuple[str, str]:
+        begun = student.context_of(int(numbers[entry]), int(covering[entry]))
         return begun, texts.string(entry)
 
+    others = np.flatnonzero(~is_uncertain)
     at = last[others]
     keys = joined(rows.hashes[at], rows.begun[at], texts.hashes[others])
-    is_uncertain[others] = cuts.are_divided(keys, covered)
+    is_uncertain[others] = cuts.are_divided(keys, lambda index: candidate(others[index]))
     uncertain = np.flatnonzero(is_uncertain)
     lengths = texts.lengths.copy()
     lengths[uncertain] = 0
@@ -110,16 +110,9 @@ def _named(
     uncertain = uncertain[
         texts.at(uncertain).may_continue(student.text.vocabulary, rows.hashes[at], rows.begun[at])
     ]
-    covering = rows.rows[last]
-
-    def candidate(index: int) -> tuple[str, str]:
-        entry = uncertain[index]
-        begun = student.context_of(int(numbers[entry]), int(covering[entry]))
-        return begun, texts.string(entry)
-
     at = last[uncertain]
     keys = keys_of(rows.hashes[at], rows.begun[at], texts.hashes[uncertain])
-    lengths[uncertain] = cuts.of(keys, candidate)
+    lengths[uncertain] = cuts.of(keys, lambda index: candidate(uncertain[index]))
     is_named = lengths > 0
     named = Candidates(texts.cut(lengths), numbers, candidates.likely).at(is_named)
     return named, candidates.at(~is_named & candidates.likely)

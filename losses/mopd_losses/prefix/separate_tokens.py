@@ -18,7 +18,7 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
     string_hashes,
 )
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
-from mopd_losses.prefix.vocabulary.marks import UNMARKED, Marks, MarksTable
+from mopd_losses.prefix.vocabulary.marks import Marks, MarksTable
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, utf8_text
 from mopd_protocol.tokenizers.token_table import TextEncoder
 
@@ -97,7 +97,7 @@ class SeparateTokens:
                 separate[longer.cell].append(longer.text)
             return np.array(
                 [
-                    self._marks.number_of(self._marks_of(place, texts)) if texts else UNMARKED
+                    self._marks.number_of(self._marks_of(place, texts))
                     for (place, _), texts in zip(cells, separate, strict=True)
                 ]
             )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.prefix.boundaries import TokenizedText
+from mopd_losses.prefix.boundaries import SPACES, TokenizedText
 from mopd_losses.prefix.vocabulary.hashed_strings import (
     Hashes,
     Integers,
@@ -14,8 +14,7 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
 )
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 
-#: Of white space, one character each.
-_SPACES = string_hashes([chr(code) for code in range(128) if chr(code).isspace()])
+_SPACES = string_hashes(SPACES)
 
 
 @dataclass(frozen=True, eq=False)
