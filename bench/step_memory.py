@@ -85,7 +85,7 @@ def micro_batch_of(comparisons: list[AlignedPair], *, supervised: bool) -> Micro
     slot_columns = torch.cat([torch.arange(length) for length in lengths])
     labels = inputs[slot_rows, slot_columns + 1]
     offsets = tuple(np.cumsum([0, *lengths[:-1]]).tolist())
-    part = TeacherPart(tuple(comparisons), offsets, torch.ones(len(labels)))
+    part = TeacherPart(tuple(comparisons), offsets, *torch.ones((2, len(labels))))
     return MicroBatch(
         input_ids=inputs,
         attention_mask=mask,

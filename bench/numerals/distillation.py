@@ -26,6 +26,7 @@ from mopd_losses import Loss, ProjectionCache, SftLoss, build_loss
 from mopd_protocol import Prompt, Rollout, TrainingError, replacing_folder
 from mopd_server import TeacherService, TeacherSettings, create_app
 from mopd_trainer import (
+    ImportanceConfig,
     Learner,
     PromptOrder,
     RolloutConfig,
@@ -63,9 +64,13 @@ class Run:
     @property
     def name(self) -> str:
         """Name of the result file."""
-        name = f"{self.pair.name}-{self.loss}-seed{self.seed}-steps{self.pair.steps}"
-        temperature = self.pair.temperature
-        return name if temperature == 1 else f"{name}-temperature{temperature:g}"
+        pair = self.pair
+        name = f"{pair.name}-{self.loss}-seed{self.seed}-steps{pair.steps}"
+        if pair.temperature != 1:
+            name += f"-temperature{pair.temperature:g}"
+        if pair.importance.least != ImportanceConfig().least:
+            name += f"-least{pair.importance.least:g}"
+        return name
 
     @property
     def teachers(self) -> Mapping[str, Side]:
@@ -94,6 +99,7 @@ class Run:
             "max_new_tokens": pair.max_new_tokens,
             "prompts_per_step": PROMPTS_PER_STEP,
             "evaluations": self.evaluations,
+            "importance": pair.importance.model_dump(),
             **({} if pair.temperature == 1 else {"temperature": pair.temperature}),
         }
 
@@ -130,7 +136,11 @@ async def _distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
             examples, _ = await collect(order.batch(step), sampler, scorer, step)
             collected = time.process_time()
             tokens = sum(len(example.rollout.completion) for example in examples)
-            batches = pack(examples, tokens_per_micro_batch=config.tokens_per_micro_batch)
+            batches = pack(
+                examples,
+                tokens_per_micro_batch=config.tokens_per_micro_batch,
+                importance=pair.importance,
+            )
             try:
                 updated, _ = learner.update(batches, tokens=tokens, step=step)
             except TrainingError as error:  # a result, too: no sample could be compared any more

@@ -20,6 +20,7 @@ from bench.numerals.warm_start import Completion
 from mopd.demo.demo_tokenizers import student_tokenizer, words_teacher_tokenizer
 from mopd.demo.models import Family
 from mopd_losses import LossConfig
+from mopd_trainer import ImportanceConfig
 
 #: The baseline: cross entropy on reference answers, with the same steps and prompts.
 SFT = "sft"
@@ -88,6 +89,8 @@ class Pair:
     """Teachers with the student's own tokenizer, for ``topk_kl``, if ``teachers`` have others."""
     temperature: float = 1.0
     """Sampling temperature of the student."""
+    importance: ImportanceConfig = field(default_factory=ImportanceConfig)
+    """Weights of the student's samples: the defaults of a run."""
 
     def teachers_of(self, loss: str) -> Mapping[str, Side]:
         """Return the teachers of a run with this loss."""

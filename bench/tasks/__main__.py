@@ -30,6 +30,7 @@ from bench.tasks.oracle import measure, summary
 from bench.tasks.pairs import LOSSES, PAIRS
 from bench.tasks.plot import draw
 from bench.tasks.report import comparison, oracle_table, show_worst, table
+from mopd_trainer import ImportanceConfig
 
 #: Steps of ``--quick``, of each model and run.
 _QUICK_STEPS = 2
@@ -42,7 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     steps = _QUICK_STEPS if options.quick else options.steps
     model_steps = _QUICK_STEPS if options.quick else None
     pairs = [
-        replace(shortened(PAIRS[name], steps, model_steps), temperature=options.temperature)
+        replace(
+            shortened(PAIRS[name], steps, model_steps),
+            temperature=options.temperature,
+            importance=ImportanceConfig(least=options.least_importance),
+        )
         for name in options.pairs
     ]
     folders = Folders(options.runs)
@@ -84,6 +89,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = comparison_parser("tasks", __doc__, LOSSES, tuple(PAIRS), all_steps="400")
     parser.add_argument(
         "--temperature", type=float, default=1.0, help="of the student's samples (default: 1)"
+    )
+    parser.add_argument(
+        "--least-importance",
+        type=float,
+        default=ImportanceConfig().least,
+        metavar="W",
+        help="least importance weight of a sampled token; 1: none (default: %(default)s)",
     )
     parser.add_argument(
         "--quick", action="store_true", help="2 steps of everything, to test the program"

@@ -18,7 +18,7 @@ _COLOURS = dict(zip(LOSSES, mpl.color_sequences["tab10"], strict=False))
 
 def draw(figures: Mapping[str, Any], path: Path) -> None:
     """Save the plot: thin lines are seeds, thick lines their mean."""
-    panels = [(name, task) for name, pair in figures["pairs"].items() for task in pair["teachers"]]
+    panels = [(name, task) for name, pair in figures["pairs"].items() for task in pair["tasks"]]
     columns = min(4, len(panels))
     rows = -(-len(panels) // columns)
     figure, axes = plt.subplots(
@@ -28,7 +28,8 @@ def draw(figures: Mapping[str, Any], path: Path) -> None:
         pair = figures["pairs"][name]
         axis.set_title(f"{task} ({pair['title']})", fontsize=8)
         axis.set_ylim(-0.02, 1.02)
-        axis.axhline(pair["teachers"][task]["greedy"], color="black", linewidth=0.8, linestyle=":")
+        teacher = (pair["teachers"] or pair["ceiling"])[task]["greedy"]
+        axis.axhline(teacher, color="black", linewidth=0.8, linestyle=":")
         for loss in pair["losses"]:
             runs = [r for r in figures["runs"] if (r["pair"], r["loss"]) == (name, loss)]
             style = {"color": _COLOURS[loss], "linestyle": "--" if loss == SFT else "-"}

@@ -16,6 +16,8 @@ from bench.numerals.report import spread
 from bench.tasks.oracle import THRESHOLD, Push
 
 _MEASURED = ("invalid_byte_share", "compared_share", "loss")
+#: Share of correct prompts whose first step the table shows.
+_GOAL = 0.9
 _TITLES = {SFT: "sft on reference answers", CEILING: "topk_kl, student's own tokenizer"}
 
 
@@ -28,7 +30,8 @@ def comparison(
             pair.name: {
                 "title": pair.title,
                 "steps": pair.steps,
-                "teachers": _teachers(pair.teachers, models),
+                "tasks": list(pair.tasks),
+                "teachers": _teachers(pair.teachers, models) if _ran_any(results, pair) else {},
                 "ceiling": _teachers(pair.ceiling, models) if _ran(results, pair, CEILING) else {},
                 "losses": {
                     loss: _loss_figures(runs, pair)
@@ -51,8 +54,8 @@ def table(figures: Mapping[str, Any], name: str) -> Table:
         box=box.SIMPLE_HEAD,
     )
     shown.add_column("")
-    tasks = list(pair["teachers"])
-    headings = (*tasks, "seeds", "invalid bytes", "compared", "loss")
+    tasks = pair["tasks"]
+    headings = (*tasks, "90 % at steps", "seeds", "invalid bytes", "compared", "loss")
     for heading in headings:
         shown.add_column(heading, justify="right")
     for kind in ("teachers", "ceiling"):
@@ -74,6 +77,7 @@ def table(figures: Mapping[str, Any], name: str) -> Table:
         shown.add_row(
             _TITLES.get(loss, loss) + (stopped if each["stopped"] else ""),
             *(_range(each["after"][task]) for task in tasks),
+            ", ".join(_steps(each["reached"][task]) for task in tasks),
             str(each["seeds"]),
             f"{each['invalid_byte_share']:.2%}",
             f"{each['compared_share']:.1%}",
@@ -145,6 +149,11 @@ def _ran(results: Sequence[Mapping[str, Any]], pair: Pair, loss: str) -> list[Ma
     return [run for run in results if (run["pair"], run["loss"]) == (pair.name, loss)]
 
 
+def _ran_any(results: Sequence[Mapping[str, Any]], pair: Pair) -> bool:
+    """Return whether a run had the pair's teachers of another tokenizer."""
+    return any(run["pair"] == pair.name and run["loss"] != CEILING for run in results)
+
+
 def _teachers(sides: Mapping[str, Any], models: Path) -> dict[str, dict[str, float]]:
     return {name: held_out_accuracy(side, "teacher", 0, models) for name, side in sides.items()}
 
@@ -158,9 +167,19 @@ def _loss_figures(runs: Sequence[Mapping[str, Any]], pair: Pair) -> dict[str, An
         "stopped": [end["step"] for run, end in zip(runs, ends, strict=True) if run.get("stopped")],
         "before": {task: fmean(start[task] for start in starts) for task in pair.tasks},
         "after": {task: spread([end["accuracies"][task] for end in ends]) for task in pair.tasks},
+        "reached": {task: [_first_step(run["curve"], task) for run in runs] for task in pair.tasks},
         **{name: fmean(end.get(name, 0.0) for end in ends) for name in _MEASURED},
         "processor_seconds": fmean(run["processor_seconds"]["total"] for run in runs),
     }
+
+
+def _first_step(curve: Sequence[Mapping[str, Any]], task: str) -> int | None:
+    """Return the first evaluated step with ``_GOAL`` of the prompts correct."""
+    return next((point["step"] for point in curve if point["accuracies"][task] >= _GOAL), None)
+
+
+def _steps(reached: Sequence[int | None]) -> str:
+    return "/".join("–" if step is None else str(step) for step in reached)
 
 
 def _range(figures: Mapping[str, float]) -> str:

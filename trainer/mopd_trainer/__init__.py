@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mopd_trainer.config.loading import load_run
     from mopd_trainer.config.rollout import RolloutConfig
     from mopd_trainer.config.run import RunConfig
+    from mopd_trainer.config.settings import ImportanceConfig
     from mopd_trainer.config.student import StudentConfig
     from mopd_trainer.config.teacher import TeacherConfig
     from mopd_trainer.data.examples import TrainingExample
@@ -36,6 +37,7 @@ __all__ = [
     "EvaluationConfig",
     "EvaluationSet",
     "EvaluationSetConfig",
+    "ImportanceConfig",
     "Learner",
     "MicroBatch",
     "PromptOrder",

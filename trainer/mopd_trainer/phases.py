@@ -116,8 +116,13 @@ class Run:
         size = self.ranks.size
         tokens = sum(len(example.rollout.completion) for example in examples)
         budget = self.config.student.tokens_per_micro_batch
-        average = self.config.loss_average
-        batches = pack(examples, tokens_per_micro_batch=budget, ranks=size, average=average)
+        batches = pack(
+            examples,
+            tokens_per_micro_batch=budget,
+            ranks=size,
+            average=self.config.loss_average,
+            importance=self.config.importance_weights,
+        )
         if size == 1:
             return batches, tokens
         parts = [(part, tokens) for part in split(list(batches), size)]

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.slow
 
 MOPD = Path(sys.executable).parent / "mopd"
 STEPS = 6
+TEACHERS = ("math", "code")
 #: ``mopd`` with the arguments that it is given, killed where step 4 would change the weights.
 KILLED_IN_STEP_4 = """
 import os, signal, sys
@@ -85,9 +86,11 @@ def test_a_run_leaves_a_student_a_journal_and_checkpoints(
     for line in lines:
         assert math.isfinite(line["loss"])
         assert line["loss"] > 0
-        fractions = [line[f"teacher/{name}/token_fraction"] for name in ("math", "code")]
+        fractions = [line[f"teacher/{name}/token_fraction"] for name in TEACHERS]
         assert math.fsum(fractions) == pytest.approx(1.0)
         assert line["tokens/trained"] > 0
+    means = [line[f"teacher/{name}/importance_weight_mean"] for line in lines for name in TEACHERS]
+    assert 0.1 <= min(mean for mean in means if mean is not None) < 1
     assert messages.count(f"/{STEPS}  loss ") == STEPS
     samples = [min(2, int(line["rollout/samples"])) for line in lines]
     assert (output / "completions.jsonl").read_bytes().count(b"\n") == sum(samples)

@@ -30,9 +30,9 @@ def examples() -> list[TrainingExample]:
 
 def measured() -> dict[str, float]:
     losses = {"math": LossMeasurements(), "code": LossMeasurements()}
-    losses["math"].add(LossOutput(torch.tensor([1.0, 2.0]), torch.ones(2)))
-    losses["math"].add(LossOutput(torch.tensor([0.5]), torch.zeros(1)))
-    losses["code"].add(LossOutput(torch.tensor([4.0]), torch.tensor([0.5])))
+    losses["math"].add(LossOutput(torch.tensor([1.0, 2.0]), torch.ones(2)), torch.tensor([1, 0.5]))
+    losses["math"].add(LossOutput(torch.tensor([0.5]), torch.zeros(1)), torch.tensor([0.25]))
+    losses["code"].add(LossOutput(torch.tensor([4.0]), torch.tensor([0.5])), torch.ones(1))
     counters = {name: Counters() for name in NAMES}
     counters["math"] = Counters(2, 3, 0, 11, [1.0, 2.0, 9.0], cache_misses=4, fallbacks=5, waits=6)
     return teacher_metrics(examples(), losses, counters, dict.fromkeys(NAMES, 400))
@@ -50,6 +50,7 @@ def test_losses_are_per_token_and_per_byte_of_the_teachers_own_samples() -> None
     assert actual["teacher/math/loss"] == pytest.approx(3.5 / 2)
     assert actual["teacher/code/loss"] == pytest.approx(4.0 / 0.5)
     assert actual["teacher/code/compared_share"] == pytest.approx(0.5 / tokens(1, 2))
+    assert actual["teacher/math/importance_weight_mean"] == pytest.approx(1.75 / tokens(0, 2))
     spelled = len(b"12 + 30") + len("7 的".encode()) + 3
     assert actual["teacher/math/loss_per_byte"] == pytest.approx(3.5 / spelled)
 
@@ -102,7 +103,7 @@ def test_masses_are_means_and_the_first_percentile_over_all_micro_batches() -> N
     for part in parts:
         vectors = {"teacher_mass": torch.tensor(part), "student_mass": torch.tensor(part / 2)}
         zeros = torch.zeros(len(part), requires_grad=True)
-        loss.add(LossOutput(zeros, zeros.detach(), vectors))
+        loss.add(LossOutput(zeros, zeros.detach(), vectors), zeros.detach())
     actual = loss.metrics()
     ordered = sorted(float(value) for part in parts for value in part)
     # The first percentile of 101 values is exactly the second smallest.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import permutations
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ from mopd_losses.core.student_rows import DenseRows, StudentLogprobs
 from mopd_losses.topk.topk_targets import TopKTargets
 from mopd_protocol.errors import TrainingError
 from mopd_trainer.config.run import StudentConfig
-from mopd_trainer.config.settings import LossAverage
+from mopd_trainer.config.settings import ImportanceConfig, LossAverage
 from mopd_trainer.data.examples import TrainingExample
+from mopd_trainer.data.importance import UNWEIGHTED, importance_weights
 from mopd_trainer.data.packing import MicroBatch, micro_batch, pack, split
 from mopd_trainer.metrics.step_metrics import LossMeasurements, Metrics
 from mopd_trainer.student.student import Student
@@ -54,6 +56,12 @@ def examples() -> list[TrainingExample]:
     ]
 
 
+def sampled_with_certainty(item: TrainingExample) -> TrainingExample:
+    """Return an example whose student was sure of every token; its teachers are less so."""
+    nats = np.zeros(len(item.rollout.completion))
+    return replace(item, rollout=replace(item.rollout, sampled_logprobs=nats))
+
+
 def learner_of(student: Student, **config: Any) -> Learner:
     settings = {"model": "tiny", "learning_rate": 1e-3, **config}
     return Learner(
@@ -87,9 +95,14 @@ def gradients(student: Student) -> list[Tensor]:
 
 
 def packed(
-    chosen: list[TrainingExample], budget: int, average: LossAverage = "tokens"
+    chosen: list[TrainingExample],
+    budget: int,
+    average: LossAverage = "tokens",
+    importance: ImportanceConfig = UNWEIGHTED,
 ) -> tuple[list[MicroBatch], int]:
-    batches = list(pack(chosen, tokens_per_micro_batch=budget, average=average))
+    batches = list(
+        pack(chosen, tokens_per_micro_batch=budget, average=average, importance=importance)
+    )
     return batches, sum(batch.slots for batch in batches)
 
 
@@ -100,7 +113,10 @@ def update(learner: Learner, step: int) -> tuple[Metrics, dict[str, LossMeasurem
 
 
 def slow_loss(
-    student: Student, chosen: list[TrainingExample], average: LossAverage = "tokens"
+    student: Student,
+    chosen: list[TrainingExample],
+    average: LossAverage = "tokens",
+    importance: ImportanceConfig = UNWEIGHTED,
 ) -> tuple[Tensor, float]:
     """Average of the losses over the step, one context at a time.
 
@@ -132,7 +148,11 @@ def slow_loss(
                 "teachers": len(by_teacher) * by_teacher[aligned_score.teacher],
             }[average]
             weight = aligned_score.weight / divisor
-            total = total + weight * TEACHER_WEIGHTS[aligned_score.teacher] * output.per_token.sum()
+            important = torch.from_numpy(
+                importance_weights(item.rollout, aligned_score, importance).astype("float64")
+            )
+            factor = weight * TEACHER_WEIGHTS[aligned_score.teacher]
+            total = total + factor * (output.per_token * important).sum()
             compared += weight * len(aligned_score.alignment)
     return total, compared
 
@@ -154,6 +174,26 @@ def test_loss_and_gradient_are_the_average_over_the_step(average: LossAverage) -
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-8)
     norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in actual))
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-9)
+
+
+def test_importance_weights_are_those_of_the_objective_but_not_of_the_reported_loss() -> None:
+    importance = ImportanceConfig(least=0.02)
+    chosen = [sampled_with_certainty(item) for item in examples()]
+    reference = double_student()
+    reference.model.train()
+    expected, compared = slow_loss(reference, chosen, importance=importance)
+    expected.backward()
+    unweighted, _ = slow_loss(double_student(), chosen)
+    assert float(expected.detach()) < 0.8 * float(unweighted.detach())
+    for budget in (30, 10_000):
+        student = double_student()
+        batches, tokens = packed(chosen, budget, importance=importance)
+        metrics, actual = updated(student, batches, tokens)
+        assert metrics["objective"] == pytest.approx(float(expected.detach()), rel=1e-6)
+        assert metrics["loss"] == pytest.approx(float(unweighted.detach()) / compared, rel=1e-6)
+        assert metrics["compared_share"] == pytest.approx(compared, rel=1e-6)
+        for left, right in zip(actual, gradients(reference), strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize(("budget", "micro_batches"), [(1, 4), (30, 3), (45, 2), (10_000, 1)])

@@ -12,7 +12,13 @@ from mopd_trainer.config.degradation import DegradationConfig
 from mopd_trainer.config.evaluation import EvaluationConfig, EvaluationSetConfig
 from mopd_trainer.config.resources import ResourcesConfig
 from mopd_trainer.config.rollout import RolloutConfig, VllmConfig
-from mopd_trainer.config.settings import Incidental, LossAverage, Settings, invalid
+from mopd_trainer.config.settings import (
+    ImportanceConfig,
+    Incidental,
+    LossAverage,
+    Settings,
+    invalid,
+)
 from mopd_trainer.config.student import LoraConfig, StudentConfig
 from mopd_trainer.config.teacher import (
     ScoreCacheConfig,
@@ -125,6 +131,8 @@ class RunConfig(Settings):
     """Average of the loss of a step: every completion token, every sample, or every teacher with a
     sample in the step counts the same. With ``tokens``, teachers whose completions are long have
     most of the gradient."""
+    importance_weights: ImportanceConfig = ImportanceConfig()
+    """Weights of sampled tokens by the text before them."""
     stop_on_degradation: Incidental[bool] = True
     """End the run, with a checkpoint, when the student degrades gravely by ``degradation``: its
     samples leave what the loss compares, are no text, or end too early."""

@@ -1,9 +1,10 @@
-"""Base class of all sections of a run's settings, and the mark for incidental settings."""
+"""Base class of all sections of a run's settings, the mark for incidental settings, and the
+weights of tokens."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from mopd_protocol.errors import ConfigError
 
@@ -27,6 +28,21 @@ class Settings(BaseModel):
     """A frozen section of settings; unknown keys are rejected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ImportanceConfig(Settings):
+    """Importance weights of sampled tokens: the teacher's probability of the text before a token,
+    divided by that with which the student sampled it, at most 1.
+
+    Behind a wrong token a teacher corrects text that it would never generate; with these weights a
+    weak student needs fewer steps.
+    """
+
+    least: float = Field(default=0.1, gt=0, le=1)
+    """Least weight of a token; 1: every token weighs the same."""
+    discount: float = Field(default=0.9, ge=0, le=1)
+    """Factor on the log-ratio of earlier text at each token: with 0.9 about ten tokens count, with
+    1 the whole completion."""
 
 
 def invalid(key: str, problem: str) -> ConfigError:

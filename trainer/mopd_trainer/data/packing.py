@@ -13,9 +13,10 @@ from torch import Tensor
 
 from mopd_losses.core.cross_entropy import IGNORED
 from mopd_losses.core.loss import AlignedPair
-from mopd_trainer.config.settings import LossAverage
+from mopd_trainer.config.settings import ImportanceConfig, LossAverage
 from mopd_trainer.data.averaging import SampleWeights, sample_weights
 from mopd_trainer.data.examples import AlignedScore, TrainingExample
+from mopd_trainer.data.importance import UNWEIGHTED, importance_weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +26,7 @@ class TeacherPart:
     comparisons: tuple[AlignedPair, ...]
     slot_offsets: tuple[int, ...]  # first slot of each comparison in the micro-batch
     slot_weights: Tensor  # float32 [slots]: as the micro-batch's, of the teacher; 0 where unscored
+    importance: Tensor  # float32 [slots]: from 0 to 1, see ``importance``; 0 where unscored
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,12 +62,17 @@ def pack(
     tokens_per_micro_batch: int,
     ranks: int = 1,
     average: LossAverage = "tokens",
+    importance: ImportanceConfig = UNWEIGHTED,
 ) -> Iterator[MicroBatch]:
     """Yield micro-batches of all examples, longest first.
 
     An example longer than the budget gets a separate micro-batch. For several ranks the budget
     shrinks if that gives every rank the same number of micro-batches. The order depends only on
     the order of the examples.
+
+    Args:
+        average: what counts the same in the loss of a step.
+        importance: weights of sampled tokens; default: none.
     """
     longest_first = sorted(range(len(examples)), key=lambda index: -examples[index].length)
     lengths = [examples[index].length for index in longest_first]
@@ -78,7 +85,10 @@ def pack(
     for size in batch_sizes(lengths, budget):
         indices = longest_first[start : start + size]
         yield micro_batch(
-            [examples[index] for index in indices], indices, [weights[index] for index in indices]
+            [examples[index] for index in indices],
+            indices,
+            [weights[index] for index in indices],
+            importance,
         )
         start += size
 
@@ -134,12 +144,14 @@ def micro_batch(
     examples: Sequence[TrainingExample],
     indices: Sequence[int] | None = None,
     weights: Sequence[SampleWeights] | None = None,
+    importance: ImportanceConfig = UNWEIGHTED,
 ) -> MicroBatch:
     """Build one micro-batch with an example per row.
 
     Args:
         indices: of the examples in their step; default ``0, 1, …``.
         weights: of the examples in their step; default: every token counts the same.
+        importance: weights of sampled tokens; default: none.
     """
     weights = sample_weights(examples, "tokens") if weights is None else weights
     length = max(example.length for example in examples)
@@ -173,7 +185,7 @@ def micro_batch(
                 for example, each in zip(examples, weights, strict=True)
             ]
         ),
-        teachers=_teacher_parts(examples, slot_offsets, slots, weights),
+        teachers=_teacher_parts(examples, slot_offsets, slots, weights, importance),
         examples=tuple(range(len(examples)) if indices is None else indices),
     )
 
@@ -195,6 +207,7 @@ def _teacher_parts(
     slot_offsets: Sequence[int],
     slots: int,
     sample_weights: Sequence[SampleWeights],
+    config: ImportanceConfig,
 ) -> dict[str, TeacherPart]:
     scored: dict[str, list[tuple[TrainingExample, AlignedScore, int, float]]] = {}
     for example, offset, each in zip(examples, slot_offsets, sample_weights, strict=True):
@@ -203,13 +216,16 @@ def _teacher_parts(
             scored.setdefault(score.teacher, []).append(part)
     parts: dict[str, TeacherPart] = {}
     for teacher in sorted(scored):  # the sum of losses must not depend on the order of responses
-        weights = torch.zeros(slots)
-        for example, _, offset, weight in scored[teacher]:
-            weights[offset : offset + len(example.rollout.completion)] = weight
+        weights, importance = torch.zeros((2, slots))
+        for example, score, offset, weight in scored[teacher]:
+            part = slice(offset, offset + len(example.rollout.completion))
+            weights[part] = weight
+            importance[part] = torch.from_numpy(importance_weights(example.rollout, score, config))
         parts[teacher] = TeacherPart(
             tuple(_aligned_pair(example, score) for example, score, _, _ in scored[teacher]),
             tuple(offset for _, _, offset, _ in scored[teacher]),
             weights,
+            importance,
         )
     return parts
 

@@ -40,6 +40,8 @@ class LossMeasurements:
     nats: float = 0.0
     compared: float = 0.0
     """Tokens that are compared with the teacher; a part of one may be."""
+    importance: float = 0.0
+    """Sum of the importance weights."""
     per_example: dict[int, TokenLosses] = field(default_factory=dict[int, TokenLosses])
     """Index of the example in the step -> loss of each token."""
     vectors: dict[str, list[NDArray[np.float32]]] = field(
@@ -47,10 +49,11 @@ class LossMeasurements:
     )
 
     @torch.no_grad()
-    def add(self, output: LossOutput) -> None:
-        """Add the unweighted loss of a micro-batch."""
+    def add(self, output: LossOutput, importance: Tensor) -> None:
+        """Add the unweighted loss of a micro-batch, and its importance weights [slots]."""
         self.nats += float(output.per_token.double().sum())
         self.compared += float(output.compared.double().sum())
+        self.importance += float(importance.double().sum())
         for name, vector in output.measured.items():
             self.vectors.setdefault(name, []).append(vector.detach().float().cpu().numpy())
 
@@ -58,6 +61,7 @@ class LossMeasurements:
         """Add the measurements of another rank."""
         self.nats += other.nats
         self.compared += other.compared
+        self.importance += other.importance
         self.per_example |= other.per_example
         for name, parts in other.vectors.items():
             self.vectors.setdefault(name, []).extend(parts)
@@ -94,18 +98,27 @@ class StepMeasurements:
     """Losses of the micro-batches of a step."""
 
     total: float = 0.0  # what the update minimises, in nats
+    nats: float = 0.0  # the same without importance weights
     compared: float = 0.0  # share of the step's tokens that are compared, with the same weights
     teachers: dict[str, LossMeasurements] = field(default_factory=dict[str, LossMeasurements])
     labels: LabelMeasurements = field(default_factory=LabelMeasurements)
 
     @torch.no_grad()
-    def add_compared(self, output: LossOutput, weights: Tensor) -> None:
-        """Add the compared tokens of a micro-batch; the weights [slots] of a step sum to one."""
-        self.compared += float((output.compared.double() * weights.double()).sum())
+    def add(self, output: LossOutput, weights: Tensor, factor: float = 1.0) -> None:
+        """Add a loss of a micro-batch, and its compared tokens.
+
+        Args:
+            weights: [slots], of the loss; those of a step sum to one for a factor of one.
+            factor: of the loss, which changes its share in the step's but not what is compared.
+        """
+        weights = weights.double()
+        self.nats += float((output.per_token.double() * weights).sum())
+        self.compared += float((output.compared.double() * weights).sum()) / factor
 
     def merge(self, other: "StepMeasurements") -> None:
         """Add the measurements of another rank."""
         self.total += other.total
+        self.nats += other.nats
         self.compared += other.compared
         self.labels.nats += other.labels.nats
         self.labels.tokens += other.labels.tokens
@@ -115,7 +128,7 @@ class StepMeasurements:
     def metrics(self) -> Metrics:
         """Return the loss of the run."""
         return {
-            "loss": ratio(self.total, self.compared),
+            "loss": ratio(self.nats, self.compared),
             "compared_share": self.compared,
             "objective": self.total,
             **self.labels.metrics(),
@@ -150,6 +163,7 @@ def teacher_metrics(
             "compared_share": ratio(loss.compared, tokens),
             "loss_per_token": ratio(loss.nats, tokens),
             "loss_per_byte": ratio(loss.nats, text_bytes),
+            "importance_weight_mean": ratio(loss.importance, tokens),
             "tokens": float(tokens),
             "token_fraction": ratio(weighted_tokens, all_tokens),
             **teacher_distribution_metrics(scored, vocabulary=vocabularies[name]),

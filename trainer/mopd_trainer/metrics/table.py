@@ -33,13 +33,19 @@ _NATS = "nats/token"
 _SHARE = "share"
 
 _RUN = {
-    "loss": ("nats/compared token", "weighted loss of the step over its compared tokens"),
+    "loss": (
+        "nats/compared token",
+        "weighted loss of the step over its compared tokens, without importance weights",
+    ),
     "compared_share": (
         _SHARE,
         "completion tokens that are compared with a teacher or a reference answer; a fall means "
         "that the student leaves the text on which the loss is defined",
     ),
-    "objective": (_NATS, "what the update minimises: the weighted loss over all tokens"),
+    "objective": (
+        _NATS,
+        "what the update minimises: the loss over all tokens, with all weights",
+    ),
     "grad_norm": ("", "norm of the gradient before clipping"),
     "learning_rate": ("", "learning rate of the step"),
     "tokens/trained": ("tokens", "completion tokens of the step"),
@@ -109,6 +115,11 @@ _TEACHER = {
     "compared_share": (_SHARE, "student tokens that are compared with the teacher"),
     "loss_per_token": (_NATS, "unweighted loss over the student's tokens"),
     "loss_per_byte": ("nats/byte", "unweighted loss over the bytes of the completions"),
+    "importance_weight_mean": (
+        "",
+        "mean importance weight of the student's tokens; near 1, the teacher finds the samples as "
+        "plausible as the student does",
+    ),
     "tokens": ("tokens", "student tokens of the scored completions"),
     "token_fraction": (_SHARE, "share of the step's tokens, weighted by the teacher's share"),
     "entropy_low": (_NATS, "entropy of the teacher's distribution if its tail is one id"),

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
@@ -138,19 +139,24 @@ class Learner:
         self, batch: MicroBatch, terms: list[LossTerm], measured: StepMeasurements
     ) -> None:
         """Add the gradient of a micro-batch, and its loss in nats per token of the step."""
+        device = self._student.device
         sft, *distillation = terms
+        important = [
+            replace(term, position_weights=term.position_weights * part.importance.to(device))
+            for term, part in zip(distillation, batch.teachers.values(), strict=True)
+        ]
         total, outputs = self._student.losses(
             batch,
-            [*distillation, sft] if batch.has_labels else distillation,
+            [*important, sft] if batch.has_labels else important,
             rows_per_block=self._config.rows_per_block,
         )
         if batch.has_labels:
             measured.labels.add(outputs[-1], batch.labels)
-            measured.add_compared(outputs.pop(), sft.position_weights)
+            measured.add(outputs.pop(), sft.position_weights)
         for name, term, output in zip(batch.teachers, distillation, outputs, strict=True):
-            measured.add_compared(output, term.position_weights / self._teacher_weights[name])
+            measured.add(output, term.position_weights, self._teacher_weights[name])
             loss = measured.teachers.setdefault(name, LossMeasurements())
-            loss.add(output)
+            loss.add(output, batch.teachers[name].importance)
             loss.per_example |= token_losses(output, batch.teachers[name], batch)
         total.backward()
         measured.total += float(total.detach())

@@ -1,0 +1,56 @@
+"""Importance weights: a sampled token weighs less behind text that its teacher finds implausible.
+
+Behind a wrong token a teacher corrects text that it would never generate. Most samples of a weak
+student are such text, and most of its gradient is then noise for correct completions.
+
+With q the distribution that was sampled from and p the teacher's, a token ``i`` has the weight
+
+    max(least, min(1, exp(r(i)))),    r(0) = 0,    r(i + 1) = discount * r(i) + log p(i) - log q(i)
+
+With ``discount`` 1 and ``least`` 0 that is the truncated importance ratio of the text before the
+token, and the step's loss an average over what student and teacher both would write
+(arXiv 2606.22600). A smaller discount forgets: behind a long completion every ratio is small, as
+many small differences add up.
+
+Ratios are known where both tokenizations have a token end, so that the log-ratio of a span counts
+with its last token, and text that the teacher's tokenizer changed does not count.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_protocol.samples import Rollout
+from mopd_trainer.config.settings import ImportanceConfig
+from mopd_trainer.data.examples import AlignedScore
+
+#: Every token weighs the same.
+UNWEIGHTED = ImportanceConfig(least=1.0)
+
+#: Nats; replaces the logarithm of zero.
+_LEAST_LOGPROB = -1e4
+
+
+def importance_weights(
+    rollout: Rollout, scored: AlignedScore, config: ImportanceConfig
+) -> NDArray[np.float32]:
+    """Return the weight of each token of a completion for one teacher: [tokens], from ``least``
+    to 1; 1 for reference completions, which were not sampled."""
+    weights = np.ones(len(rollout.completion), dtype=np.float32)
+    if rollout.sampled_logprobs is None or config.least == 1:
+        return weights
+    spans = scored.alignment
+    teacher = np.maximum(scored.score.logprobs.astype(np.float64), _LEAST_LOGPROB)
+    teacher_sums = np.concatenate([[0.0], np.cumsum(teacher)])
+    student_sums = np.concatenate([[0.0], np.cumsum(rollout.sampled_logprobs.astype(np.float64))])
+    ratios = np.zeros(len(weights))  # of what ends with each token
+    ratios[spans.student_ends - 1] = (
+        teacher_sums[spans.teacher_ends]
+        - teacher_sums[spans.teacher_starts]
+        - student_sums[spans.student_ends]
+        + student_sums[spans.student_starts]
+    )
+    before, discount = 0.0, config.discount
+    for index, ratio in enumerate(ratios.tolist()):
+        weights[index] = np.exp(min(before, 0.0))
+        before = discount * before + ratio
+    return np.maximum(weights, config.least, dtype=np.float32)
