@@ -40,9 +40,9 @@ class ImportanceConfig(Settings):
 
     least: float = Field(default=0.1, gt=0, le=1)
     """Least weight of a token; 1: every token weighs the same."""
-    discount: float = Field(default=0.9, ge=0, le=1)
-    """Factor on the log-ratio of earlier text at each token: with 0.9 about ten tokens count, with
-    1 the whole completion."""
+    discount: float = Field(default=0.5, ge=0, le=1)
+    """Factor on the log-ratio of earlier text at each token: with 0.5 the last few tokens count,
+    with 0.9 about ten, with 1 the whole completion."""
 
 
 def invalid(key: str, problem: str) -> ConfigError:

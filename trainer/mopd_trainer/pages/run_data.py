@@ -206,10 +206,10 @@ def updates(folder: Path, positions: Mapping[str, Sequence[int]]) -> dict[str, A
     Args:
         positions: of ``journal`` and ``completions``: inode and offset.
     """
-    files = [
-        LineFile(folder / path, *positions[name])
-        for name, path in (("journal", JOURNAL), ("completions", COMPLETIONS))
-    ]
+    files: list[LineFile] = []
+    for name, path in (("journal", JOURNAL), ("completions", COMPLETIONS)):
+        inode, offset = positions[name]
+        files.append(LineFile(folder / path, inode, offset))
     if any(file.is_replaced() for file in files):
         return {"changed": True}
     journal, completions = files
