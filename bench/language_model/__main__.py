@@ -43,7 +43,7 @@ from bench.language_model.models import (
     save_teacher,
     save_with_tokenizer,
 )
-from mopd_trainer import RunConfig, Student, StudentConfig
+from mopd_trainer import ImportanceConfig, RunConfig, Student, StudentConfig
 from mopd_trainer.interruption import Interrupted
 
 
@@ -147,6 +147,7 @@ def run_config(
                     "loss": {"type": options.loss, "divergence": options.divergence},
                 }
             },
+            "importance_weights": {"least": options.least_importance},
             "evaluation": {"every": options.evaluate_every, "sets": {"completions": likelihood}},
             "logging": {"tensorboard": False},
         }
@@ -210,6 +211,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-k", type=int, default=64)
     parser.add_argument("--loss", default="auto", help="default: by the student's tokenizer")
     parser.add_argument("--divergence", default="forward_kl")
+    parser.add_argument(
+        "--least-importance",
+        type=float,
+        default=ImportanceConfig().least,
+        metavar="W",
+        help="least importance weight of a sampled token; 1: none (default: %(default)s)",
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, help="threads of torch")
     parser.add_argument("--json", type=Path)
