@@ -57,7 +57,7 @@ def table(figures: Mapping[str, Any], name: str) -> Table:
     tasks = pair["tasks"]
     headings = (*tasks, "90 % at steps", "seeds", "invalid bytes", "compared", "loss")
     for heading in headings:
-        shown.add_column(heading, justify="right")
+        shown.add_column(heading, justify="right", overflow="fold")
     for kind in ("teachers", "ceiling"):
         if pair[kind]:
             cells = [
