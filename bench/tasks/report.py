@@ -31,7 +31,9 @@ def comparison(
                 "title": pair.title,
                 "steps": pair.steps,
                 "tasks": list(pair.tasks),
-                "teachers": _teachers(pair.teachers, models) if _ran_any(results, pair) else {},
+                "teachers": _teachers(pair.teachers, models)
+                if _ran_with_teachers(results, pair)
+                else {},
                 "ceiling": _teachers(pair.ceiling, models) if _ran(results, pair, CEILING) else {},
                 "losses": {
                     loss: _loss_figures(runs, pair)
@@ -149,7 +151,7 @@ def _ran(results: Sequence[Mapping[str, Any]], pair: Pair, loss: str) -> list[Ma
     return [run for run in results if (run["pair"], run["loss"]) == (pair.name, loss)]
 
 
-def _ran_any(results: Sequence[Mapping[str, Any]], pair: Pair) -> bool:
+def _ran_with_teachers(results: Sequence[Mapping[str, Any]], pair: Pair) -> bool:
     """Return whether a run had the pair's teachers of another tokenizer."""
     return any(run["pair"] == pair.name and run["loss"] != CEILING for run in results)
 
