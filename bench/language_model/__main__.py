@@ -216,7 +216,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=ImportanceConfig().least,
         metavar="W",
-        help="least importance weight of a sampled token; 1: none (default: %(default)s)",
+        help="least importance weight of a sampled token (default: %(default)s, no weights)",
     )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, help="threads of torch")

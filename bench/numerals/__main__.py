@@ -12,6 +12,7 @@ student can learn in that budget.
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -22,13 +23,18 @@ from bench.numerals.options import comparison_parser
 from bench.numerals.pairs import LOSSES, PAIRS, Pair, shortened
 from bench.numerals.plot import draw
 from bench.numerals.report import summary, table
+from mopd_trainer import ImportanceConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the missing comparisons, print tables and save figures."""
     options = _parser().parse_args(arguments)
     console = Console()
-    pairs = [shortened(PAIRS[name], options.steps, options.model_steps) for name in options.pairs]
+    importance = ImportanceConfig(least=options.least_importance)
+    pairs = [
+        replace(shortened(PAIRS[name], options.steps, options.model_steps), importance=importance)
+        for name in options.pairs
+    ]
     folders = Folders(options.runs)
     runs = runs_by_seed(pairs, options.losses, options.seeds, options.evaluations)
     results = run_all(runs, folders, console, options.processes)

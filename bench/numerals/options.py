@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from mopd_trainer import ImportanceConfig
+
 
 class NameList:
     """Parser of comma-separated names."""
@@ -55,6 +57,13 @@ def comparison_parser(
             metavar="A,B",
             help=f"of {', '.join(known)} (default: {default})",
         )
+    parser.add_argument(
+        "--least-importance",
+        type=float,
+        default=ImportanceConfig().least,
+        metavar="W",
+        help="least importance weight of a sampled token (default: %(default)s, no weights)",
+    )
     parser.add_argument("--steps", type=int, help=f"of every run (default: {all_steps})")
     parser.add_argument(
         "--processes", type=int, default=2, help="runs at once, one thread each (default: 2)"

@@ -90,7 +90,7 @@ class Pair:
     temperature: float = 1.0
     """Sampling temperature of the student."""
     importance: ImportanceConfig = field(default_factory=ImportanceConfig)
-    """Weights of the student's samples: the defaults of a run."""
+    """Weights of the student's samples."""
 
     def teachers_of(self, loss: str) -> Mapping[str, Side]:
         """Return the teachers of a run with this loss."""

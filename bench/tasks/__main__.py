@@ -91,13 +91,6 @@ def _parser() -> argparse.ArgumentParser:
         "--temperature", type=float, default=1.0, help="of the student's samples (default: 1)"
     )
     parser.add_argument(
-        "--least-importance",
-        type=float,
-        default=ImportanceConfig().least,
-        metavar="W",
-        help="least importance weight of a sampled token; 1: none (default: %(default)s)",
-    )
-    parser.add_argument(
         "--quick", action="store_true", help="2 steps of everything, to test the program"
     )
     oracle = parser.add_argument_group("oracle")

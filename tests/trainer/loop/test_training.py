@@ -72,6 +72,7 @@ def uninterrupted(tmp_path: Path, values: dict[str, Any]) -> Path:
 def test_a_run_leaves_a_student_a_journal_and_checkpoints(
     tmp_path: Path, models: dict[str, Path], values: dict[str, Any]
 ) -> None:
+    values["importance_weights"] = {"least": 0.1}
     folder, messages = run_here(values)
     output = tmp_path / "run"
     assert folder == output / "final"

@@ -32,13 +32,10 @@ class Settings(BaseModel):
 
 class ImportanceConfig(Settings):
     """Importance weights of sampled tokens: the teacher's probability of the text before a token,
-    divided by that with which the student sampled it, at most 1.
-
-    Behind a wrong token a teacher corrects text that it would never generate; with these weights a
-    weak student needs fewer steps.
+    divided by that with which the student sampled it, at most 1. By default there are none.
     """
 
-    least: float = Field(default=0.1, gt=0, le=1)
+    least: float = Field(default=1.0, gt=0, le=1)
     """Least weight of a token; 1: every token weighs the same."""
     discount: float = Field(default=0.5, ge=0, le=1)
     """Factor on the log-ratio of earlier text at each token: with 0.5 the last few tokens count,

@@ -1,7 +1,7 @@
 """Importance weights: a sampled token weighs less behind text that its teacher finds implausible.
 
 Behind a wrong token a teacher corrects text that it would never generate. Most samples of a weak
-student are such text, and most of its gradient is then noise for correct completions.
+student are such text, and most of its gradient may be noise for correct completions.
 
 With q the distribution that was sampled from and p the teacher's, a token ``i`` has the weight
 
@@ -24,7 +24,7 @@ from mopd_trainer.config.settings import ImportanceConfig
 from mopd_trainer.data.examples import AlignedScore
 
 #: Every token weighs the same.
-UNWEIGHTED = ImportanceConfig(least=1.0)
+UNWEIGHTED = ImportanceConfig()
 
 #: Nats; replaces the logarithm of zero.
 _LEAST_LOGPROB = -1e4
