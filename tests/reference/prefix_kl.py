@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from mopd_losses.divergences.truncation import TAIL_MARGIN
 from mopd_losses.prefix.cells import DETOUR_SHARE, NAMING_SHARE
-from mopd_losses.prefix.cuts import CONTINUATIONS
+from mopd_losses.prefix.cuts import CONTINUATIONS, COVERING
 from mopd_losses.prefix.loss import HIGHEST_RATIO
 from mopd_losses.prefix.separate_tokens import ENDS, FEW, LONGEST, TOKENS_PER_END, TRIED
 from tests.reference.divergences import floored_rest
@@ -448,13 +448,22 @@ def named_texts(
 
 
 def divided(student: Side, text: str) -> bool:
-    """True if the student's first token of a text is shorter than the text."""
+    """True if the student's first token of a text is shorter than the text, also of the frequent
+    tokens that begin with it."""
+    first = first_token(student, text)
+    if first == text or not text.startswith(first):
+        return False
+    longer = [t for _, t in sorted(student.tokens.items()) if t != text and t.startswith(text)]
+    return not any(first_token(student, t).startswith(text) for t in longer[:COVERING])
+
+
+def first_token(student: Side, text: str) -> str:
+    """Return the first token of a text, or what is not text."""
     try:
         text.encode("latin-1").decode()
     except UnicodeError:
-        return False
-    first = student.encode(text)[0]
-    return first != text and text.startswith(first)
+        return text
+    return student.encode(text)[0]
 
 
 def cut(student: Side, begun: str, candidate: str) -> int:

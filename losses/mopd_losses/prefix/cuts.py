@@ -29,6 +29,9 @@ CONTINUATIONS = ("", "0", "1", "4", "6", "9", "a", "s", " ", ",")
 #: Cuts kept in memory; beyond, all are discarded and computed again.
 CACHED_CUTS = 500_000
 
+#: Longer tokens that are tried for a candidate that is not a token, those with the lowest ids.
+COVERING = 8
+
 #: Last characters that are compared.
 _COMPARED = 4
 
@@ -62,8 +65,8 @@ class Cuts:
         return self.table.computed(keys, compute)
 
     def are_divided(self, keys: Hashes, candidate: Callable[[int], Begun]) -> NDArray[np.bool_]:
-        """Return whether the tokenizer spells each candidate, without a continuation, with a token
-        that ends inside it, so that a token that covers it is never written.
+        """Return whether the tokenizer spells each candidate with a token that ends inside it, and
+        so do the frequent tokens that begin with it: a token that covers it is never written.
 
         Args:
             keys: of a beginning and a candidate, joined.
@@ -72,17 +75,31 @@ class Cuts:
 
         def compute(indices: Integers) -> Integers:
             whole = ["".join(candidate(index)) for index in indices.tolist()]
-            texts = [utf8_text(text) for text in whole]
-            encoded = iter(self._encoder.encode_batch([t for t in texts if t is not None]))
-            results: list[bool] = []
-            for symbols, text in zip(whole, texts, strict=True):
-                ids = next(encoded) if text is not None else []
-                first = self._student.strings[ids[0]] if ids else symbols
-                # A normaliser may have changed the text; such a token does not apply to this text.
-                results.append(first != symbols and symbols.startswith(first))
-            return np.array(results, dtype=np.int64)
+            firsts = self._first_tokens(whole)
+            # A normaliser may have changed the text; such a token does not apply to this text.
+            divided = [t != x and x.startswith(t) for t, x in zip(firsts, whole, strict=True)]
+            longer = [
+                (index, token)
+                for index, text in enumerate(whole)
+                if divided[index]
+                for token in self._student.frequent_tokens(text, COVERING)
+            ]
+            tokens = self._first_tokens([token for _, token in longer])
+            for (index, _), token in zip(longer, tokens, strict=True):
+                divided[index] &= not token.startswith(whole[index])
+            return np.array(divided, dtype=np.int64)
 
         return self._whole.computed(keys, compute) == 1
+
+    def _first_tokens(self, texts: Sequence[str]) -> list[str]:
+        """Return the first token of each text, by the tokenizer; the text if it has none."""
+        decoded = [utf8_text(text) for text in texts]
+        encoded = iter(self._encoder.encode_batch([t for t in decoded if t is not None]))
+        firsts: list[str] = []
+        for symbols, text in zip(texts, decoded, strict=True):
+            ids = next(encoded) if text is not None else []
+            firsts.append(self._student.strings[ids[0]] if ids else symbols)
+        return firsts
 
     def of_candidates(self, begun: str, candidates: Sequence[str]) -> list[int]:
         """Return the same for candidates behind one beginning."""

@@ -283,6 +283,24 @@ def test_a_token_that_the_student_never_writes_decides_no_candidate(without_merg
     assert output.per_token.max().item() < 1e-4
 
 
+@pytest.mark.parametrize(("word", "agrees"), [("xyz", True), ("xac", False)])
+def test_a_piece_of_the_teacher_decides_between_whole_words_of_the_student(
+    word: str, agrees: bool
+) -> None:
+    # The student has no token for the beginning of a word, and spells it in letters.
+    student, teacher = Tongue.of("xyz", "xac", without_merges=True), Tongue.of("xy", "xa")
+    assert [student.tokenize(text) for text in ("xy", "xyz")] == [["x", "y"], ["xyz"]]
+    pair, comparison = of_rows(
+        student, teacher, "cb", [{"c": 1.0}, {"b": 0.5, "xy": 0.5}, {END: 1.0}]
+    )
+    logits = torch.full((3, student.family.logit_width), -30.0, dtype=torch.float64)
+    logits[0, student.ids(["c"])] = 0.0
+    logits[1, student.ids(["b", word])] = 0.0
+    logits[2, student.ids([END])] = 0.0
+    output = pair.value(logits, pair.targets([comparison]))
+    assert output.per_token.max().item() < 1e-4 if agrees else output.per_token.max().item() > 5
+
+
 def test_white_space_that_joins_the_next_word_of_the_student_is_no_part_of_a_cell() -> None:
     # Two spaces and a letter are "  |a" for the teacher and " | a" for the student.
     student, teacher = Tongue.of(" a", "  ", by_merges=True), Tongue.of("  ", by_merges=True)
