@@ -77,7 +77,10 @@ class Cuts:
             whole = ["".join(candidate(index)) for index in indices.tolist()]
             firsts = self._first_tokens(whole)
             # A normaliser may have changed the text; such a token does not apply to this text.
-            divided = [t != x and x.startswith(t) for t, x in zip(firsts, whole, strict=True)]
+            divided = [
+                token is not None and token != text and text.startswith(token)
+                for token, text in zip(firsts, whole, strict=True)
+            ]
             longer = [
                 (index, token)
                 for index, text in enumerate(whole)
@@ -86,20 +89,17 @@ class Cuts:
             ]
             tokens = self._first_tokens([token for _, token in longer])
             for (index, _), token in zip(longer, tokens, strict=True):
-                divided[index] &= not token.startswith(whole[index])
+                divided[index] &= token is not None and not token.startswith(whole[index])
             return np.array(divided, dtype=np.int64)
 
         return self._whole.computed(keys, compute) == 1
 
-    def _first_tokens(self, texts: Sequence[str]) -> list[str]:
-        """Return the first token of each text, by the tokenizer; the text if it has none."""
+    def _first_tokens(self, texts: Sequence[str]) -> list[str | None]:
+        """Return the first token of each text, by the tokenizer; None without one."""
         decoded = [utf8_text(text) for text in texts]
         encoded = iter(self._encoder.encode_batch([t for t in decoded if t is not None]))
-        firsts: list[str] = []
-        for symbols, text in zip(texts, decoded, strict=True):
-            ids = next(encoded) if text is not None else []
-            firsts.append(self._student.strings[ids[0]] if ids else symbols)
-        return firsts
+        written = [next(encoded) if text is not None else () for text in decoded]
+        return [self._student.strings[ids[0]] if ids else None for ids in written]
 
     def of_candidates(self, begun: str, candidates: Sequence[str]) -> list[int]:
         """Return the same for candidates behind one beginning."""
@@ -122,19 +122,17 @@ class Cuts:
         texts: list[str] = []
         owners: list[Begun] = []
         for begun, candidate in pairs:
-            text = utf8_text(begun + candidate)
-            if text is None:
-                continue
-            tried = [c for c in CONTINUATIONS if not c or self._may_merge(begun + candidate, c)]
+            text = begun + candidate
+            tried = [c for c in CONTINUATIONS if not c or self._may_merge(text, c)]
             texts += [text + continuation for continuation in tried]
             owners += [(begun, candidate)] * len(tried)
         lengths: dict[Begun, list[int]] = {pair: [] for pair in pairs}
-        strings = self._student.strings
-        for owner, ids in zip(owners, self._encoder.encode_batch(texts), strict=True):
-            first = strings[ids[0]] if ids else ""
+        for owner, first in zip(owners, self._first_tokens(texts), strict=True):
             begun, text = owner[0], "".join(owner)
             # A normaliser may have changed the text; such a token does not apply to this text.
-            if len(first) > len(begun) and (text.startswith(first) or first.startswith(text)):
+            if first is None or len(first) <= len(begun):
+                continue
+            if text.startswith(first) or first.startswith(text):
                 lengths[owner].append(len(first) - len(begun))
         return lengths
 
