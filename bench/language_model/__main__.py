@@ -43,7 +43,8 @@ from bench.language_model.models import (
     save_teacher,
     save_with_tokenizer,
 )
-from mopd_trainer import ImportanceConfig, RunConfig, Student, StudentConfig
+from bench.numerals.options import add_least_importance
+from mopd_trainer import RunConfig, Student, StudentConfig
 from mopd_trainer.interruption import Interrupted
 
 
@@ -211,13 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-k", type=int, default=64)
     parser.add_argument("--loss", default="auto", help="default: by the student's tokenizer")
     parser.add_argument("--divergence", default="forward_kl")
-    parser.add_argument(
-        "--least-importance",
-        type=float,
-        default=ImportanceConfig().least,
-        metavar="W",
-        help="least importance weight of a sampled token (default: %(default)s, no weights)",
-    )
+    add_least_importance(parser)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, help="threads of torch")
     parser.add_argument("--json", type=Path)

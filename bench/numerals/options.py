@@ -57,13 +57,7 @@ def comparison_parser(
             metavar="A,B",
             help=f"of {', '.join(known)} (default: {default})",
         )
-    parser.add_argument(
-        "--least-importance",
-        type=float,
-        default=ImportanceConfig().least,
-        metavar="W",
-        help="least importance weight of a sampled token (default: %(default)s, no weights)",
-    )
+    add_least_importance(parser)
     parser.add_argument("--steps", type=int, help=f"of every run (default: {all_steps})")
     parser.add_argument(
         "--processes", type=int, default=2, help="runs at once, one thread each (default: 2)"
@@ -76,3 +70,14 @@ def comparison_parser(
         help="models and finished runs, which are not done again (default: %(default)s)",
     )
     return parser
+
+
+def add_least_importance(parser: argparse.ArgumentParser) -> None:
+    """Add the option for importance weights."""
+    parser.add_argument(
+        "--least-importance",
+        type=float,
+        default=ImportanceConfig().least,
+        metavar="W",
+        help="least importance weight of a sampled token (default: %(default)s, no weights)",
+    )
