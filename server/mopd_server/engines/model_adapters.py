@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import transformers
 from transformers import PreTrainedModel
-from transformers.utils import is_peft_available
+from transformers.integrations.peft import MIN_PEFT_VERSION
+from transformers.utils import check_peft_version
 
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.runtime.model_weights import require_complete
@@ -20,7 +21,8 @@ class ModelAdapters:
     """Adapters of one model, which is changed; without any, the model is left unchanged.
 
     Raises:
-        ConfigError: if peft is not installed, or an adapter does not fit the model.
+        ConfigError: if peft is not installed, or too old for the installed transformers, or if an
+            adapter does not fit the model.
         WeightsError: if tensors of an adapter are missing or unexpected.
     """
 
@@ -29,8 +31,8 @@ class ModelAdapters:
         # peft permits no dots in names, and transformers reports the tensors of all adapters.
         self._names = {adapter.name: f"adapter{index}_" for index, adapter in enumerate(adapters)}
         self._active: str | None = None
-        if adapters and not is_peft_available():
-            raise ConfigError("--adapter: peft not found. Install mopd[lora].", key="adapter")
+        if adapters:
+            _require_peft()
         for adapter in adapters:
             self._load(adapter)
         if adapters:
@@ -74,3 +76,14 @@ class ModelAdapters:
             },
         )
         logger.info("loaded adapter %r from %s", adapter.name, adapter.folder)
+
+
+def _require_peft() -> None:
+    try:
+        check_peft_version(min_version=MIN_PEFT_VERSION)
+    except ValueError as error:
+        message = (
+            f"--adapter: peft not found, or too old (expected at least {MIN_PEFT_VERSION}, as "
+            "transformers requires). Install mopd[lora]."
+        )
+        raise ConfigError(message, key="adapter") from error

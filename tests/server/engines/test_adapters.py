@@ -67,6 +67,15 @@ def service(folders: Path) -> Iterator[TeacherService]:
     loaded.close()
 
 
+def test_a_peft_older_than_transformers_requires_is_refused(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mopd_server.engines.model_adapters.MIN_PEFT_VERSION", "999.0")
+    with pytest.raises(ConfigError, match=r"999\.0") as raised:
+        service_of(folders / "base", f"a={folders / 'a0'}")
+    assert raised.value.key == "adapter"
+
+
 def test_adapters_equal_merged_models(service: TeacherService, folders: Path) -> None:
     draw = np.random.default_rng(0)
     prompt = draw.integers(5, 300, 40).astype(np.int32)
