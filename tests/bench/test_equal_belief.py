@@ -30,3 +30,23 @@ def test_one_byte_model_through_overlapping_merges_has_hardly_any_loss(
 ) -> None:
     texts_of_model = markov_texts(letters, longest, seed)
     assert false_loss(merging_pair(seed, letters, 6), texts_of_model, top_k=16) <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("letters", "longest", "merges", "seed"), [("ab", 6, 10, 6), ("abc", 4, 12, 7)]
+)
+def test_a_token_that_was_not_produced_leaves_open_what_follows_it(
+    letters: str, longest: int, merges: int, seed: int
+) -> None:
+    texts_of_model = markov_texts(letters, longest, seed)
+    assert false_loss(merging_pair(seed, letters, merges), texts_of_model, top_k=64) <= 0.01
+
+
+@pytest.mark.parametrize(
+    ("letters", "longest", "merges", "seed"), [("ab", 6, 10, 4), ("abc", 4, 12, 1)]
+)
+def test_unlikely_text_that_the_student_divides_otherwise_has_hardly_any_loss(
+    letters: str, longest: int, merges: int, seed: int
+) -> None:
+    texts_of_model = markov_texts(letters, longest, seed)
+    assert false_loss(merging_pair(seed, letters, merges), texts_of_model, top_k=64) <= 0.011

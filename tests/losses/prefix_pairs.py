@@ -18,6 +18,7 @@ from mopd_losses.prefix.loss import PrefixKlLoss
 from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.preparation import Preparation
 from mopd_losses.prefix.targets import PrefixTargets
+from mopd_protocol.tokenizers.joined_texts import TextTokens
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.tokenizers.token_table import TokenTable
 from tests.losses.families import Family, made_of
@@ -52,6 +53,11 @@ class LongestMatch:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
+
+    def encode_arrays(self, texts: Sequence[str]) -> TextTokens:
+        encoded = self.encode_batch(texts)
+        ids = np.array([token for each in encoded for token in each], dtype=np.int64)
+        return TextTokens(ids, np.array(list(map(len, encoded)), dtype=np.int64))
 
 
 @dataclass(frozen=True, eq=False)

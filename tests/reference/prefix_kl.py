@@ -72,6 +72,7 @@ class Boundary:
     token: tuple[int, float] | None  # start of the covering token, the student's mass up to here
     student_lacks: tuple[set[str], float]  # cells that may lack mass, and how much
     teacher_lacks: tuple[set[str], float]
+    unsought: set[str]  # unlikely cells that the student may reach by a detour
 
 
 def common_blocks(first: str, second: str) -> list[tuple[int, int, int]]:
@@ -127,11 +128,11 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
         if not any(admits(cell, name) for cell in cells):
             cells.append(name)
 
-    def mass(side: Side, at: int, cell: str, known: Vocabulary | None) -> float:
-        def belongs(string: str) -> bool:
-            return next((c == cell for c in reversed(cells) if admits(c, string)), False)
+    def cell_of(string: str) -> str:
+        return next((c for c in reversed(cells) if admits(c, string)), "")
 
-        return cell_mass(side, at, belongs, known)
+    def mass(side: Side, at: int, cell: str, known: Vocabulary | None) -> float:
+        return cell_mass(side, at, lambda string: cell_of(string) == cell, known)
 
     shares = {c: mass(teacher, teacher_at, c, top_k_only) / whole for c in cells}
     likely = [c for c in cells if shares[c] >= DETOUR_SHARE]
@@ -159,6 +160,8 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
         ),
         student_lacks=(student_lacks[0], student_lacks[1] / student_whole),
         teacher_lacks=(lacks[0], lacks[1] / whole),
+        unsought={c for c in cells if c not in likely and may_cross(student, at, c)}
+        - {cell_of(string) for string in continued(student, at)},
     )
 
 
@@ -207,6 +210,12 @@ def open_mass(side: Side, at: int, known: Vocabulary | None) -> float:
         mass = 1.0 if not begun else token_mass(side, row, counts)
         total += path(side, at, row, known) * mass
     return total
+
+
+def continued(side: Side, at: int) -> set[str]:
+    """Return the ends of tokens behind a byte that spell the text before it since a row's start."""
+    begun = {side.text[side.starts[row] : at] for row in open_rows(side, at, None)} - {""}
+    return {t[len(b) :] for b in begun for t in side.tokens.values() if t.startswith(b)} - {""}
 
 
 def cell_mass(
@@ -335,12 +344,16 @@ def detours(
         written = []
     is_canonical = written == [side.tokens[side.realised[r]] for r in rows_before]
     lacking: set[str] = set()
-    deviations: dict[tuple[int, str], bool] = {}
+    deviations = {
+        (row, side.text[side.starts[row] : at]): False
+        for row in rows_before
+        if is_canonical and row < covering and side.end(row) < at
+        if side.text[side.starts[row] : at] in side.tokens.values()
+    }
     for cell in [*cells, *sorted(others)]:
         is_text = ord(cell[-1]) < 256
-        tails = [context[n:] for n in range(len(context))]
-        crossed = any(t.startswith(x + cell[0]) for x in tails for t in side.tokens.values())
-        if is_text and not (crossed if context else len(cell) > 1):
+        crossed = may_cross(side, at, cell) if context else len(cell) > 1
+        if is_text and not crossed:
             continue
         whole = context + cell if is_text else context
         try:
@@ -359,12 +372,22 @@ def detours(
     for (row, token), is_open in deviations.items():
         token_id = next(i for i, string in side.tokens.items() if string == token)
         is_known = token_id in side.known(row)
-        mass = side.known(row)[token_id] if is_known else side.tails[row]
+        # No token outside a truncated row has more than one inside.
+        least = min(filter(None, side.rows[row].values()), default=1.0)
+        mass = side.known(row)[token_id] if is_known else min(side.tails[row], least)
         before = math.prod(side.realised_probabilities[origin:row])
         after = math.prod(side.realised_probabilities[row:origin])
         total += mass * before / after
         counted += mass * before / after if is_open and is_known else 0.0
     return (lacking, total), counted
+
+
+def may_cross(side: Side, at: int, cell: str) -> bool:
+    """True if a token may consist of the end of the text before a byte, and a cell's beginning."""
+    context, _, _ = text_before(side, at)
+    tails = [context[n:] for n in range(len(context))]
+    crossed = any(t.startswith(x + cell[0]) for x in tails for t in side.tokens.values())
+    return crossed and ord(cell[-1]) < 256
 
 
 def first_deviation(
@@ -494,6 +517,13 @@ def value(boundary: Boundary, divergence: str, teacher_weight: float = 0.5) -> f
         [*(c in cells for c in boundary.student), True]
         for cells in (boundary.student_lacks[0], boundary.teacher_lacks[0])
     )
+    names = [*boundary.student, ""]
+    teacher = [
+        min(t, s) if name in boundary.unsought else t
+        for name, t, s in zip(names, teacher, student, strict=True)
+    ]
+    total = math.fsum(teacher)
+    teacher = [t / total for t in teacher] if total else teacher
     known_student, known_teacher = student, teacher
     for _ in range(3):
         bound = boundary.teacher_lacks[1]

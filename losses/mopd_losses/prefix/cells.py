@@ -145,6 +145,7 @@ class _TeacherRows:
     topk_ids: Integers  # [all rows, k + 1]
     topk_nats: Nats  # [all rows, k + 1]
     tails: Nats  # [all rows], of what is not in the top-k
+    lowest: Nats  # [all rows], of the top-k: no other token has more
     starts: Nats  # [boundaries], the realised tokens up to the boundary's first row
     sums: Nats  # [all rows + 1], the realised tokens up to each row
 
@@ -165,6 +166,7 @@ class _TeacherRows:
         first = np.searchsorted(numbers, np.arange(len(boundaries)))
         realised = np.maximum(topk.realised, _EXCLUDED)
         sums = np.concatenate([[0.0], np.cumsum(realised)])
+        listed = np.where(np.isneginf(nats), np.inf, nats)[:, :-1]
         return cls(
             vocabulary=vocabulary,
             boundaries=numbers,
@@ -180,6 +182,7 @@ class _TeacherRows:
             topk_ids=ids,
             topk_nats=nats,
             tails=topk.tails,
+            lowest=listed.min(axis=1, initial=np.inf),
             starts=sums[kept_rows[first]],
             sums=sums,
         )
@@ -208,7 +211,7 @@ class _TeacherRows:
         matches = self.topk_ids[detours.rows] == detours.ids[:, None]
         present = matches.any(axis=1)
         known = _logsumexp_rows(self.topk_nats[detours.rows], matches)
-        nats = np.where(present, known, self.tails[detours.rows])
+        nats = np.where(present, known, np.minimum(self.tails, self.lowest)[detours.rows])
         nats += self.sums[detours.rows] - self.starts[detours.boundaries]
         counted = np.where(detours.counted & present, nats, -np.inf)
         count = len(self.first)

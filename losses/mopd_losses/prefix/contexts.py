@@ -13,7 +13,6 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
     joined,
     keys_of,
 )
-from mopd_losses.prefix.vocabulary.sorted_vocabulary import utf8_text
 
 #: Tokens before a boundary that a tokenizer may divide differently.
 WINDOW = 2
@@ -61,13 +60,13 @@ class Contexts:
         start = int(self.starts[boundary])
         return self.places.text.symbols[start : start + int(self.lengths[boundary])]
 
-    def written(self, boundary: int) -> str | None:
+    def written(self, boundary: int) -> str:
         """Return the text of the context's tokens, with all of the covering one."""
         text, row = self.places.text, self.covering_rows[boundary]
         start, stop = int(self.starts[boundary]), int(self.places.offsets[boundary])
         if text.starts[row] < stop:
             stop = int(text.ends[row])
-        return utf8_text(text.symbols[start:stop])
+        return text.symbols[start:stop]
 
     def may_cross(self, boundaries: Integers, texts: Strings) -> NDArray[np.bool_]:
         """Return whether the text behind a boundary may be divided otherwise than at the boundary:

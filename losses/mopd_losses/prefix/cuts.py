@@ -19,7 +19,8 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
     string_hashes,
 )
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
-from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, utf8_text
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
+from mopd_losses.prefix.vocabulary.spellings import Spellings
 from mopd_protocol.tokenizers.token_table import TextEncoder
 
 #: Continuations of a candidate: none, digits, letters, a space, punctuation. A tokenizer that
@@ -34,6 +35,9 @@ COVERING = 8
 
 #: Last characters that are compared.
 _COMPARED = 4
+
+#: The cut of a candidate of which no token decides anything.
+_UNDECIDED = 1 << 32
 
 #: The text between the start of the student's open token and the boundary, and a candidate.
 Begun = tuple[str, str]
@@ -60,7 +64,7 @@ class Cuts:
         """
 
         def compute(indices: Integers) -> Integers:
-            return np.array(self._cuts([candidate(index) for index in indices.tolist()]))
+            return self._cuts([candidate(index) for index in indices.tolist()])
 
         return self.table.computed(keys, compute)
 
@@ -75,31 +79,22 @@ class Cuts:
 
         def compute(indices: Integers) -> Integers:
             whole = ["".join(candidate(index)) for index in indices.tolist()]
-            firsts = self._first_tokens(whole)
-            # A normaliser may have changed the text; such a token does not apply to this text.
-            divided = [
-                token is not None and token != text and text.startswith(token)
-                for token, text in zip(firsts, whole, strict=True)
-            ]
-            longer = [
-                (index, token)
-                for index, text in enumerate(whole)
-                if divided[index]
-                for token in self._student.frequent_tokens(text, COVERING)
-            ]
-            tokens = self._first_tokens([token for _, token in longer])
-            for (index, _), token in zip(longer, tokens, strict=True):
-                divided[index] &= token is not None and not token.startswith(whole[index])
-            return np.array(divided, dtype=np.int64)
+            ends, lengths = self._first_ends(whole), np.array(list(map(len, whole)))
+            divided = (ends > 0) & (ends < lengths)
+            owners, longer = [], list[str]()
+            for index in np.flatnonzero(divided).tolist():
+                tokens = self._student.frequent_tokens(whole[index], COVERING)
+                owners += [index] * len(tokens)
+                longer += tokens
+            covering = np.array(owners, dtype=np.int64)
+            divided[covering[self._first_ends(longer) >= lengths[covering]]] = False
+            return divided.astype(np.int64)
 
         return self._whole.computed(keys, compute) == 1
 
-    def _first_tokens(self, texts: Sequence[str]) -> list[str | None]:
-        """Return the first token of each text, by the tokenizer; None without one."""
-        decoded = [utf8_text(text) for text in texts]
-        encoded = iter(self._encoder.encode_batch([t for t in decoded if t is not None]))
-        written = [next(encoded) if text is not None else () for text in decoded]
-        return [self._student.strings[ids[0]] if ids else None for ids in written]
+    def _first_ends(self, strings: Sequence[str]) -> Integers:
+        """[strings], the end of the tokenizer's first token; 0 if it does not spell the string."""
+        return Spellings.of(self._student, self._encoder, strings).first_ends()
 
     def of_candidates(self, begun: str, candidates: Sequence[str]) -> list[int]:
         """Return the same for candidates behind one beginning."""
@@ -107,34 +102,26 @@ class Cuts:
         keys = keys_of(before, np.full(len(candidates), length), string_hashes(candidates))
         return self.of(keys, lambda index: (begun, candidates[index])).tolist()
 
-    def _cuts(self, pairs: list[Begun]) -> list[int]:
-        lengths = self._first_token_lengths(pairs)
-        cuts: list[int] = []
-        for begun, candidate in pairs:
-            decided = lengths[begun, candidate]
-            if self._student.covers(begun + candidate):
-                decided.append(len(candidate))
-            cuts.append(min(*decided, len(candidate)) if decided else 0)
-        return cuts
-
-    def _first_token_lengths(self, pairs: list[Begun]) -> dict[Begun, list[int]]:
-        """Characters of the candidate within the first token, for each continuation."""
+    def _cuts(self, pairs: list[Begun]) -> Integers:
+        """Take the shortest beginning of each candidate within the first token, over the
+        continuations."""
         texts: list[str] = []
-        owners: list[Begun] = []
-        for begun, candidate in pairs:
-            text = begun + candidate
+        owners: list[int] = []
+        for index, pair in enumerate(pairs):
+            text = "".join(pair)
             tried = [c for c in CONTINUATIONS if not c or self._may_merge(text, c)]
             texts += [text + continuation for continuation in tried]
-            owners += [(begun, candidate)] * len(tried)
-        lengths: dict[Begun, list[int]] = {pair: [] for pair in pairs}
-        for owner, first in zip(owners, self._first_tokens(texts), strict=True):
-            begun, text = owner[0], "".join(owner)
-            # A normaliser may have changed the text; such a token does not apply to this text.
-            if first is None or len(first) <= len(begun):
-                continue
-            if text.startswith(first) or first.startswith(text):
-                lengths[owner].append(len(first) - len(begun))
-        return lengths
+            owners += [index] * len(tried)
+        begun, lengths = np.array([list(map(len, pair)) for pair in pairs]).reshape(-1, 2).T
+        decided = self._first_ends(texts) - begun[owners]
+        cuts = np.array(
+            [
+                length if self._student.covers("".join(pair)) else _UNDECIDED
+                for pair, length in zip(pairs, lengths.tolist(), strict=True)
+            ]
+        )
+        np.minimum.at(cuts, owners, np.where(decided > 0, decided, _UNDECIDED))
+        return np.where(cuts == _UNDECIDED, 0, np.minimum(cuts, lengths))
 
     def _may_merge(self, text: str, continuation: str) -> bool:
         """Return whether a token may consist of the end of a text and a continuation; without one,

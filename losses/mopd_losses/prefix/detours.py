@@ -5,7 +5,8 @@ match the longest token may divide the text before a boundary differently once a
 ``bb`` is one token, but ``bba`` is ``b|ba``. A side that produced ``bb`` never continues with
 ``a``: that mass is part of its token ``b``, one row earlier, and what would follow ``b`` is in a
 row that was not computed. The detour of the cell is that row and token; its mass is an upper bound
-of what the cell lacks.
+of what the cell lacks. A token that was not produced and ends at the boundary is a detour of the
+rest: what follows it is unknown.
 """
 
 from dataclasses import dataclass
@@ -13,12 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.prefix.contexts import Contexts
+from mopd_losses.prefix.contexts import WINDOW, Contexts
 from mopd_losses.prefix.names import Candidates
 from mopd_losses.prefix.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers, keys_of, ranks_in_runs
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
-from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, utf8_text
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
+from mopd_losses.prefix.vocabulary.spellings import Spellings
 from mopd_protocol.tokenizers.token_table import TextEncoder
 
 #: Tokens that are tried behind a shorter token.
@@ -29,6 +31,9 @@ CACHED = 500_000
 
 #: The detour of a cell that is reached over the realised tokens.
 _NO_DETOUR = 0
+
+#: The last character that is a byte; control tokens are above.
+_HIGHEST_BYTE = chr(0xFF)
 
 #: A detour is ``1 + flag + 2 * (steps + _STEPS * token)``, with the flag of counted tokens.
 _STEPS = 8
@@ -96,8 +101,8 @@ class Detours:
         keys = keys_of(contexts.keys[numbers], texts.hashes)
 
         def compute(indices: Integers) -> Integers:
-            strings = [texts.string(index) for index in indices.tolist()]
-            return np.array(self._detours(contexts, numbers[indices].tolist(), strings))
+            strings = texts.strings(indices)
+            return self._detours(contexts, numbers[indices], strings)
 
         codes = self.table.computed(keys, compute)
         counted = codes & 1 == 0  # one more than the flag
@@ -108,12 +113,33 @@ class Detours:
         with_cell = sought.cells[possible[kept]]
         reached[with_cell[with_cell >= 0]] = True
         steps, ids = (codes[kept] - 1) // 2 % _STEPS, (codes[kept] - 1) // 2 // _STEPS
-        rows = contexts.first_rows[numbers[kept]] + steps
-        numbers = numbers[kept]
+        ended, ended_steps, ended_ids = self._ended(contexts)
+        numbers = np.concatenate([numbers[kept], ended])
+        steps, ids = np.concatenate([steps, ended_steps]), np.concatenate([ids, ended_ids])
+        counted = np.concatenate([counted[kept], np.zeros(len(ended), dtype=np.bool_)])
         order = (numbers * _STEPS + steps) * len(self._vocabulary.strings) + ids
         _, first = np.unique(order, return_index=True)
-        counted = counted[kept][first]
-        return CellDetours(reached, numbers[first], rows[first], ids[first], counted)
+        numbers, steps = numbers[first], steps[first]
+        rows = contexts.first_rows[numbers] + steps
+        return CellDetours(reached, numbers, rows, ids[first], counted[first])
+
+    def _ended(self, contexts: Contexts) -> tuple[Integers, Integers, Integers]:
+        """Find tokens that were not produced and end at a boundary: their boundaries, the realised
+        tokens of the context before them, and their ids."""
+        text, vocabulary = contexts.places.text, self._vocabulary
+        columns: list[tuple[Integers, Integers, Integers]] = []
+        for step in range(WINDOW):
+            rows, offsets = contexts.first_rows + step, contexts.places.offsets
+            at = np.flatnonzero(rows < contexts.covering_rows)
+            at = at[text.ends[rows[at]] < offsets[at]]
+            nodes = vocabulary.nodes_of(text.slices(text.starts[rows[at]], offsets[at]))
+            ranks = vocabulary.node_starts[nodes]
+            spelled = ranks < vocabulary.node_longer[nodes]
+            at, ids = at[spelled], vocabulary.ids[ranks[spelled]]
+            columns.append((at, np.full_like(at, step), ids))
+        numbers, steps, ids = map(np.concatenate, zip(*columns, strict=True))
+        kept = self._are_canonical(contexts, numbers)
+        return numbers[kept], steps[kept], ids[kept]
 
     def are_one_token(self, contexts: Contexts, boundaries: Integers, lengths: Integers) -> Flags:
         """Return whether one token spells the text behind each boundary, and perhaps what is before
@@ -132,39 +158,25 @@ class Detours:
 
         def compute(indices: Integers) -> Integers:
             rows = longer[indices]
-            return np.array(
-                self._are_one(contexts, boundaries[rows].tolist(), lengths[rows].tolist())
-            )
+            return self._are_one(contexts, boundaries[rows], lengths[rows]).astype(np.int64)
 
         results[longer] = self._whole.computed(keys, compute) == 1
         return results
 
-    def _are_one(self, contexts: Contexts, boundaries: list[int], lengths: list[int]) -> list[bool]:
+    def _are_one(self, contexts: Contexts, boundaries: Integers, lengths: Integers) -> Flags:
         """``are_one_token`` by the tokenizer."""
-        symbols = contexts.places.text.symbols
-        texts: list[str] = []
-        owners: list[int] = []
-        for index, (number, length) in enumerate(zip(boundaries, lengths, strict=True)):
-            offset = int(contexts.places.offsets[number])
-            text = utf8_text(contexts.text(number) + symbols[offset : offset + length])
-            if text is not None:
-                texts.append(text)
-                owners.append(index)
-        results = [False] * len(boundaries)
-        for index, ids in zip(owners, self._encoder.encode_batch(texts), strict=True):
-            start = int(contexts.lengths[boundaries[index]])
-            results[index] = self._is_one(ids, start, start + lengths[index])
+        symbols, offsets = contexts.places.text.symbols, contexts.places.offsets[boundaries]
+        starts = offsets - contexts.lengths[boundaries]
+        stops = offsets + lengths
+        texts = [symbols[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
+        spelled = Spellings.of(self._vocabulary, self._encoder, texts)
+        reaching = np.flatnonzero(spelled.ends >= (stops - starts)[spelled.owners])
+        owners, first = np.unique(spelled.owners[reaching], return_index=True)
+        tokens = reaching[first]
+        begins = spelled.ends[tokens] - self._vocabulary.lengths[spelled.ids[tokens]]
+        results = np.zeros(len(texts), dtype=np.bool_)
+        results[owners] = begins <= (offsets - starts)[owners]
         return results
-
-    def _is_one(self, ids: list[int], start: int, stop: int) -> bool:
-        """Return whether one token spells the characters ``[start, stop)``, with or without more on
-        either side."""
-        end = 0
-        for token in ids:
-            begin, end = end, end + len(self._vocabulary.strings[token])
-            if end >= stop:
-                return begin <= start
-        return False
 
     def _are_canonical(self, contexts: Contexts, boundaries: Integers) -> Flags:
         """Return whether the tokens of each context are the tokenizer's.
@@ -173,58 +185,49 @@ class Detours:
         path: nothing would be compared.
         """
 
+        text = contexts.places.text
+
         def compute(indices: Integers) -> Integers:
-            numbers = boundaries[indices].tolist()
-            texts = [contexts.written(number) for number in numbers]
-            encoded = iter(self._encoder.encode_batch([t for t in texts if t is not None]))
-            results: list[bool] = []
-            for number, text in zip(numbers, texts, strict=True):
-                ids = next(encoded) if text is not None else None
-                first = contexts.first_rows[number]
-                written = contexts.places.text.ids[first : first + len(ids or ())].tolist()
-                results.append(ids is not None and written == ids)
-            return np.array(results)
+            numbers = boundaries[indices]
+            texts = [contexts.written(number) for number in numbers.tolist()]
+            spelled = Spellings.of(self._vocabulary, self._encoder, texts)
+            rows = contexts.first_rows[numbers][spelled.owners] + spelled.steps
+            equal = text.ids[np.minimum(rows, len(text.ids) - 1)] == spelled.ids
+            counts = np.bincount(spelled.owners[equal], minlength=len(texts))
+            return (spelled.is_text & (counts == spelled.counts)).astype(np.int64)
 
         return self._canonical.computed(contexts.keys[boundaries], compute) == 1
 
-    def _detours(self, contexts: Contexts, boundaries: list[int], strings: list[str]) -> list[int]:
+    def _detours(self, contexts: Contexts, boundaries: Integers, strings: list[str]) -> Integers:
         """Find the first token to each string that is neither realised nor known mass of it."""
-        texts: list[str] = []
-        owners: list[int] = []
-        wholes = [contexts.text(number) + s for number, s in zip(boundaries, strings, strict=True)]
-        for index, (number, whole) in enumerate(zip(boundaries, wholes, strict=True)):
-            # A control token is never merged with the text before it.
-            is_text = ord(whole[-1]) <= 0xFF
-            text = utf8_text(whole if is_text else whole[: int(contexts.lengths[number])])
-            if text is not None:
-                texts.append(text)
-                owners.append(index)
-        results = [_NO_DETOUR] * len(strings)
-        for index, ids in zip(owners, self._encoder.encode_batch(texts), strict=True):
-            results[index] = self._detour(contexts, boundaries[index], wholes[index], ids)
+        text = contexts.places.text
+        before = contexts.lengths[boundaries]
+        wholes = [
+            contexts.text(number) + string
+            for number, string in zip(boundaries.tolist(), strings, strict=True)
+        ]
+        # A control token is never merged with the text before it.
+        texts = [
+            whole if whole[-1] <= _HIGHEST_BYTE else whole[:length]
+            for whole, length in zip(wholes, before.tolist(), strict=True)
+        ]
+        spelled = Spellings.of(self._vocabulary, self._encoder, texts)
+        owners, steps = spelled.owners, spelled.steps
+        rows = contexts.first_rows[boundaries][owners] + steps
+        is_beyond = spelled.ends > before[owners]
+        other = text.ids[np.minimum(rows, len(text.ids) - 1)] != spelled.ids
+        at = np.flatnonzero(is_beyond | other)
+        reached, first = np.unique(owners[at], return_index=True)
+        at = at[first]
+        # A token that ends with the string, or behind it, is known mass of it.
+        kept = ~is_beyond[at] | (spelled.ends[at] < spelled.lengths[reached])
+        at, reached = at[kept], reached[kept]
+        ends_open_row = spelled.ends[at] == before[reached]
+        ends_open_row &= rows[at] == contexts.covering_rows[boundaries[reached]]
+        counted = is_beyond[at] | ends_open_row
+        results = np.full(len(strings), _NO_DETOUR, dtype=np.int64)
+        results[reached] = 1 + counted + 2 * (steps[at] + _STEPS * spelled.ids[at])
         return results
-
-    def _detour(self, contexts: Contexts, boundary: int, whole: str, path: list[int]) -> int:
-        first, covering = (
-            int(rows[boundary]) for rows in (contexts.first_rows, contexts.covering_rows)
-        )
-        start, length = 0, int(contexts.lengths[boundary])
-        for step, token in enumerate(path):
-            string = self._vocabulary.strings[token]
-            end = start + len(string)
-            # A normaliser may have changed the text; its tokens do not apply to this one.
-            if not string or not whole.startswith(string, start):
-                return _NO_DETOUR
-            if end > length:
-                return _encoded(step, token, True) if end < len(whole) else _NO_DETOUR
-            if token != contexts.places.text.ids[first + step]:
-                return _encoded(step, token, end == length and first + step == covering)
-            start = end
-        return _NO_DETOUR
-
-
-def _encoded(steps: int, token: int, counted: bool) -> int:
-    return 1 + counted + 2 * (steps + _STEPS * token)
 
 
 def probed(contexts: Contexts, rows: Integers, tokens: Integers) -> tuple[Strings, Integers]:

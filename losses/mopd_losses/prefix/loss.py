@@ -37,7 +37,10 @@ if both tokenizers spell it with one token. What is excluded may be another cell
 **Other divisions of the same text.** A tokenizer that merges may divide the text before a boundary
 otherwise once a cell follows. The cell's mass is then part of a token that was not produced, and is
 known by an upper bound only (``detours``). Both sides are filled towards each other within these
-bounds (``unknown_mass``): of all distributions that the rows allow, the nearest are compared.
+bounds (``unknown_mass``): of all distributions that the rows allow, the nearest are compared. For
+unlikely cells detours are not sought; one that could have a detour of the student only lowers the
+student's mass. What follows a token that was not produced and ends at the boundary is
+unknown, too: the rest may lack its mass.
 
 **Inside a token, in expectation.** The second digit of a student's `` 47`` is compared with a
 teacher of single digits only where the student sampled `` 4``. KL(teacher || student) of the whole
@@ -140,10 +143,10 @@ def prefix_kl(
         ``path_weight``, below one if the teacher's path mass is under the floor.
     """
     named, known, lacking, begun = _student_cells(student, targets, sorted_ids, temperature)
-    teacher = targets.cells.to(student.dtype)
+    teacher, teacher_rest = _teacher_cells(named, targets)
     retained = ~torch.isneginf(named) & ~torch.isneginf(teacher)
     unsupported = log_mass(teacher.masked_fill(retained, -torch.inf))
-    teacher_rest = torch.logaddexp(targets.rests.to(student.dtype), unsupported)
+    teacher_rest = torch.logaddexp(teacher_rest, unsupported)
     # A boundary without a cell compares nothing: all of it is rest.
     compared = retained.any(dim=1)
     teacher_rest = teacher_rest.masked_fill(~compared, 0.0)
@@ -178,6 +181,19 @@ def prefix_kl(
         torch.cat([weights * compared, (weights * compared)[step_boundaries]]),
     )
     return LossOutput(per_token, shares, measured)
+
+
+def _teacher_cells(
+    student: Float[Tensor, "boundaries cells"], targets: PrefixTargets
+) -> tuple[Float[Tensor, "boundaries cells"], Float[Tensor, "boundaries"]]:
+    """The teacher's cells and its rest, nats. Of a cell that the student may reach by a detour that
+    was not sought, the teacher has no more than the student: it only lowers the student's mass."""
+    teacher, rest = targets.cells.to(student.dtype), targets.rests.to(student.dtype)
+    excess = targets.unsought & (teacher > student.detach())
+    lowered = torch.where(excess, student.detach(), teacher)
+    total = torch.logaddexp(lowered.logsumexp(dim=1), rest)
+    total = total.masked_fill(~excess.any(dim=1) | torch.isneginf(total), 0.0)
+    return lowered - total.unsqueeze(1), rest - total
 
 
 def _with_rest(cells: Bool[Tensor, "boundaries cells"]) -> Bool[Tensor, "boundaries cells+1"]:

@@ -237,11 +237,11 @@ def _select_cells(
     is_cell = ~is_nested
     # An unmarked cell contains all that begins with its text.
     sought = np.flatnonzero(is_nested & (numbers[roots] != UNMARKED))
-    texts, belongs, contains = names.texts, marks.belongs, marks.contains
+    texts, contains = names.texts, marks.contains
 
     def compute(indices: Integers) -> Integers:
-        pairs = zip(roots[sought[indices]].tolist(), sought[indices].tolist(), strict=True)
-        return np.array([belongs(int(numbers[root]), texts.string(name)) for root, name in pairs])
+        shorter, strings = numbers[roots[sought[indices]]], texts.strings(sought[indices])
+        return np.array(list(map(marks.belongs, shorter.tolist(), strings)))
 
     keys = keys_of(numbers[roots[sought]], texts.hashes[sought])
     outside = marks.members.computed(keys, compute) == 0

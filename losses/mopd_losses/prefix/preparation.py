@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from mopd_losses.core.loss import AlignedPair
 from mopd_losses.prefix.boundaries import OpenRows, TokenizedText, boundaries_of
-from mopd_losses.prefix.cells import TopK, teacher_cells
+from mopd_losses.prefix.cells import Cells, TopK, teacher_cells
 from mopd_losses.prefix.contexts import Contexts
 from mopd_losses.prefix.detours import CellDetours, Sought
 from mopd_losses.prefix.lookaheads.comparisons import LookaheadComparisons
-from mopd_losses.prefix.names import cell_ranges
+from mopd_losses.prefix.names import CellRanges, cell_ranges
 from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.targets import NO_PATH, WHOLE_ROW, PrefixTargets, RangeReadings
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers, ranks_in_runs
@@ -81,9 +81,10 @@ class Preparation:
         nats = torch.full(shape, -torch.inf, dtype=torch.float64)
         at = torch.from_numpy(names.boundaries), torch.from_numpy(columns)
         nats[at] = torch.from_numpy(cells.nats)
-        lacking, teacher_lacking = torch.zeros((2, *shape), dtype=torch.bool)
+        lacking, teacher_lacking, unsought = torch.zeros((3, *shape), dtype=torch.bool)
         lacking[at] = torch.from_numpy(detours.cells)
         teacher_lacking[at] = torch.from_numpy(cells.lacking)
+        unsought[at] = torch.from_numpy(_unsought(cells, contexts, named))
         masses = torch.from_numpy(cells.masses).exp().clamp_max(1.0)
         return PrefixTargets(
             positions=torch.from_numpy(positions[rows.rows[rows.last]]),
@@ -119,6 +120,7 @@ class Preparation:
                 paths.ids[len(rows.rows) :],
             ),
             lacking=lacking,
+            unsought=unsought,
             teacher_detours=torch.from_numpy(cells.detours),
             teacher_lacking=teacher_lacking,
             path_boundaries=torch.from_numpy(paths.boundaries),
@@ -158,6 +160,17 @@ class _Paths:
 
 def _readings(*columns: Integers) -> RangeReadings:
     return RangeReadings(*(torch.from_numpy(column) for column in columns))
+
+
+def _unsought(cells: Cells, contexts: Contexts, ranges: CellRanges) -> NDArray[np.bool_]:
+    """[cells], see ``PrefixTargets``; without the cells that a token leads to which begins before
+    the boundary: its mass is known."""
+    names = cells.names
+    result = ~cells.likely & names.texts.are_text() & (contexts.lengths[names.boundaries] > 0)
+    result[ranges.cells[contexts.places.open_rows.begun[ranges.rows] > 0]] = False
+    at = np.flatnonzero(result)
+    result[at] = contexts.may_cross(names.boundaries[at], names.texts.at(at))
+    return result
 
 
 def _token_masses(rows: OpenRows, texts: NDArray[np.float64], count: int) -> NDArray[np.float64]:

@@ -6,11 +6,12 @@ unless the teacher's tokenizer ends a token behind `` 1`` in some text that the 
 with `` 14``.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
+from mopd_losses.prefix.vocabulary.first_ends import NOT_TEXT, FirstEnds
 from mopd_losses.prefix.vocabulary.hashed_strings import (
     Hashes,
     Integers,
@@ -19,7 +20,7 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
 )
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
 from mopd_losses.prefix.vocabulary.marks import Marks, MarksTable
-from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, utf8_text
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 from mopd_protocol.tokenizers.token_table import TextEncoder
 
 #: Longer tokens that are tried for a cell, those with the lowest ids: the frequent ones.
@@ -27,13 +28,13 @@ TRIED = 32
 
 #: What is tried behind a text: the rest of tokens that begin with its last characters. So many
 #: lengths of an end, and so many tokens for each, again with the lowest ids.
-ENDS, TOKENS_PER_END = 2, 3
+ENDS, TOKENS_PER_END = 2, 2
 
 #: The longest text that is tried, in characters.
 LONGEST = 32
 
-#: Cells, and texts, kept in memory; beyond, all are discarded and computed again.
-_CACHED, _CACHED_ENDS = 500_000, 200_000
+#: Cells kept in memory; beyond, all are discarded and computed again.
+_CACHED = 500_000
 
 #: The most tokens that a separate token is the beginning of.
 FEW = 16
@@ -114,9 +115,8 @@ class SeparateTokens:
 
     def _tried(self, place: Place, text: str) -> list[str]:
         """The student's frequent tokens, behind the boundary."""
-        tokens = self._student.frequent_tokens(place.student + text, TRIED)
-        few = (token for token in tokens if self._student.longer_tokens(token) <= FEW)
-        texts = [token[len(place.student) :] for token in few]
+        tokens = self._student.specific_tokens(place.student + text, TRIED, FEW)
+        texts = [token[len(place.student) :] for token in tokens]
         return [longer for longer in texts if len(longer) <= LONGEST]
 
     def _marks_of(self, place: Place, separate: list[str]) -> Marks:
@@ -141,7 +141,7 @@ class SeparateTokens:
             if end >= len(text):
                 after = dict.fromkeys(self._continuations(longer.place, text))
                 continued += [(longer, text + each) for each in after]
-            if end >= len(text) or _NOT_TEXT < end < longer.shorter:
+            if end >= len(text) or NOT_TEXT < end < longer.shorter:
                 separate.append(longer)
         ends = zip(continued, self._ends_by_teacher(continued), strict=True)
         inner = [each for each, end in ends if each[0].shorter <= end < len(each[0].text)]
@@ -150,12 +150,13 @@ class SeparateTokens:
 
     def _spelled_by_one(self, texts: list[_Continued]) -> list[_Continued]:
         """Select what the student's tokenizer spells with one token and continuations."""
-        ends = self._student_ends.of([(longer.place.student, text) for longer, text in texts])
+        begun = [longer.place.student for longer, _ in texts]
+        ends = _ends(self._student_ends, begun, texts)
         return [text for text, end in zip(texts, ends, strict=True) if end == len(text[0].text)]
 
     def _ends_by_teacher(self, texts: list[_Continued]) -> list[int]:
         """Find the ends of the teacher's first tokens."""
-        return self._teacher_ends.of([(longer.place.teacher, text) for longer, text in texts])
+        return _ends(self._teacher_ends, [longer.place.teacher for longer, _ in texts], texts)
 
     def _continuations(self, place: Place, text: str) -> Iterator[str]:
         """Yield what either side may merge with the end of a text."""
@@ -166,64 +167,6 @@ class SeparateTokens:
                     yield token[len(whole) - start :]
 
 
-#: The end where a tokenizer does not take the text.
-_NOT_TEXT = -1
-
-#: Ends beyond are not recorded.
-_HIGHEST_END = 255
-
-
-class FirstEnds:
-    """Finds the end of the first token that reaches beyond what was begun, by one tokenizer."""
-
-    def __init__(self, vocabulary: SortedVocabulary, encoder: TextEncoder) -> None:
-        self._vocabulary = vocabulary
-        self._encoder = encoder
-        # Ends of the tokens that spell a text. Python's collector ignores bytes; it would pass over
-        # hundreds of thousands of tuples again and again.
-        self._ends: dict[str, bytes | None] = {}
-
-    def of(self, texts: Sequence[tuple[str, str]]) -> list[int]:
-        """Return the characters up to that end; 0 if the tokens do not spell the text, -1 if it is
-        no text.
-
-        Args:
-            texts: what was begun, and the text behind it. Unknown ones take one call of the
-                tokenizer.
-        """
-        whole = [begun + text for begun, text in texts]
-        known = self._ends
-        if len(known) + len(whole) > _CACHED_ENDS:
-            known.clear()
-        missing = [text for text in dict.fromkeys(whole) if text not in known]
-        decoded = [utf8_text(text) for text in missing]
-        known.update(dict.fromkeys(missing))
-        missing = [text for text, each in zip(missing, decoded, strict=True) if each is not None]
-        encoded = self._encoder.encode_batch([each for each in decoded if each is not None])
-        for text, ids in zip(missing, encoded, strict=True):
-            known[text] = self._token_ends(text, ids)
-        return [
-            _first_beyond(len(begun), known[text])
-            for (begun, _), text in zip(texts, whole, strict=True)
-        ]
-
-    def _token_ends(self, text: str, ids: list[int]) -> bytes:
-        """Return the ends of tokens, as far as they spell the text."""
-        strings, end = self._vocabulary.strings, 0
-        ends: list[int] = []
-        for token in ids:
-            string = strings[token]
-            if not text.startswith(string, end) or end + len(string) > _HIGHEST_END:
-                break
-            end += len(string)
-            ends.append(end)
-        return bytes(ends)
-
-
-def _first_beyond(begun: int, ends: bytes | None) -> int:
-    if ends is None:
-        return _NOT_TEXT
-    for end in ends:
-        if end > begun:
-            return end - begun
-    return 0
+def _ends(ends: FirstEnds, begun: list[str], texts: list[_Continued]) -> list[int]:
+    whole = [before + text for before, (_, text) in zip(begun, texts, strict=True)]
+    return ends.of([len(before) for before in begun], whole).tolist()

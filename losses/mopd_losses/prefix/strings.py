@@ -56,6 +56,17 @@ class Strings:
         start = int(self.starts[index])
         return whole[start : start + int(self.lengths[index])]
 
+    def strings(self, indices: Integers) -> list[str]:
+        """Return the characters of strings."""
+        own, symbols = self.vocabulary.strings, self.text.symbols
+        starts = self.starts[indices]
+        stops = starts + self.lengths[indices]
+        columns = (self.ids[indices].tolist(), starts.tolist(), stops.tolist())
+        return [
+            (own[token] if token >= 0 else symbols)[start:stop]
+            for token, start, stop in zip(*columns, strict=True)
+        ]
+
     def at(self, indices: Integers | NDArray[np.bool_]) -> "Strings":
         """Select strings."""
         return Strings(

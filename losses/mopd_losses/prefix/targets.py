@@ -75,6 +75,8 @@ class PrefixTargets:
     known: RangeReadings  # summed for everything that is open
     detours: RangeReadings  # summed for what cells may lack; column 1 if also in ``known``
     lacking: Bool[Tensor, "boundaries cells"]  # cells that the student reaches by a detour
+    unsought: Bool[Tensor, "boundaries cells"]
+    """Unlikely cells that the student may reach by a detour: none was sought."""
     teacher_detours: Float[Tensor, "boundaries"]  # nats, of its mass: what cells may lack
     teacher_lacking: Bool[Tensor, "boundaries cells"]
     path_boundaries: Int64[Tensor, "paths"]
@@ -131,6 +133,7 @@ _OF_BOUNDARIES = (
     "in_every_sample",
     "weights",
     "lacking",
+    "unsought",
     "teacher_detours",
     "teacher_lacking",
 )

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from mopd_protocol.arrays import ArrayLike, frozen_array
 from mopd_protocol.errors import DataError
-from mopd_protocol.tokenizers.joined_texts import SEPARATOR, JoinedTexts
+from mopd_protocol.tokenizers.joined_texts import SEPARATOR, JoinedTexts, TextTokens
 from mopd_protocol.tokenizers.token_sequence import END_OF_TURN, TokenSequence
 from mopd_protocol.tokenizers.tokenizer_file import (
     JSON,
@@ -211,8 +211,16 @@ class TextEncoder:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text."""
+        tokens = self.encode_arrays(texts)
+        ids, ends = tokens.ids.tolist(), np.cumsum(tokens.counts).tolist()
+        return [ids[start:end] for start, end in pairwise([0, *ends])]
+
+    def encode_arrays(self, texts: Sequence[str]) -> TextTokens:
+        """Return the token ids of all texts in succession."""
         if any(SEPARATOR in text for text in texts):
-            return [self.encode(text) for text in texts]
+            encoded = [self.encode(text) for text in texts]
+            ids = np.array([token for each in encoded for token in each], dtype=np.int64)
+            return TextTokens(ids, np.array([len(each) for each in encoded], dtype=np.int64))
         return self._joined.encode(texts)
 
     def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:

@@ -12,6 +12,7 @@ from mopd_losses.prefix import pair as pair_module
 from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.preparation import Preparation
 from mopd_losses.prefix.targets import PrefixTargets
+from mopd_protocol.tokenizers.joined_texts import TextTokens
 from tests.losses.prefix_problems import prefix_problem
 
 
@@ -28,9 +29,9 @@ class Encoder:
         self.inner = inner
         self.texts = 0
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+    def encode_arrays(self, texts: list[str]) -> TextTokens:
         self.texts += len(texts)
-        return self.inner.encode_batch(texts)
+        return self.inner.encode_arrays(texts)
 
 
 def prepared(pair: Any, comparisons: list[AlignedPair], folder: Path) -> tuple[PrefixTargets, int]:

@@ -1,6 +1,7 @@
 """Hashed strings and tables of prefix KL, against strings and dictionaries."""
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from mopd_losses.prefix.boundaries import TokenizedText
 from mopd_losses.prefix.strings import Strings
+from mopd_losses.prefix.vocabulary.first_ends import NOT_TEXT, FirstEnds
 from mopd_losses.prefix.vocabulary.hashed_strings import (
     codes_of,
     joined,
@@ -18,6 +20,9 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
 )
 from mopd_losses.prefix.vocabulary.key_table import MISSING, KeyTable
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, control_characters
+from mopd_losses.prefix.vocabulary.spellings import Spellings
+from mopd_protocol.tokenizers.joined_texts import TextTokens
+from mopd_protocol.tokenizers.token_table import TextEncoder
 from tests.losses.families import family
 from tests.real_vocabularies import NAMES, real
 
@@ -122,3 +127,60 @@ def test_a_text_has_the_same_tokens_if_it_is_divided_behind_a_word(
     if name != "v3":
         words = [end for end in range(1, len(whole)) if whole.isascii()]
         assert all(end in chosen for end in words if whole[end - 1 : end + 1] in ("a ", "e "))
+
+
+class Lowering:
+    """An encoder whose normaliser changes capital letters."""
+
+    def __init__(self, inner: TextEncoder) -> None:
+        self._inner = inner
+
+    def encode_arrays(self, texts: list[str]) -> TextTokens:
+        return self._inner.encode_arrays([text.lower() for text in texts])
+
+
+def ends_of(strings: list[str], text: str, ids: list[int]) -> list[int]:
+    """Ends of tokens, as far as they spell a text."""
+    ends, end = list[int](), 0
+    for token in ids:
+        if not strings[token] or not text.startswith(strings[token], end):
+            break
+        end += len(strings[token])
+        ends.append(end)
+    return ends
+
+
+pieces = st.text(st.sampled_from("abeinrst ABE19é\n.,-"), max_size=24)
+long_pieces = st.tuples(pieces, st.integers(0, 90).map("-".__mul__), pieces).map("".join)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(st.lists(st.tuples(pieces | long_pieces, st.integers(0, 60)), max_size=12), st.booleans())
+def test_tokens_of_strings_are_those_that_spell_each(
+    name: str, drawn: list[tuple[str, int]], lowering: bool
+) -> None:
+    vocabulary, encoder = vocabulary_of(name), real(name).encoder
+    used: Any = Lowering(encoder) if lowering else encoder
+    texts = [text for text, _ in drawn] + ["é"]
+    strings = [text.encode().decode("latin-1") for text in texts] + ["\xc3", "a\u0100"]
+    ids = [encoder.encode(text.lower() if lowering else text) for text in texts]
+    expected = [ends_of(vocabulary.strings, *each) for each in zip(strings, ids, strict=False)]
+
+    spelled = Spellings.of(vocabulary, used, strings)
+    assert spelled.is_text.tolist() == [True] * len(texts) + [False] * 2
+    assert spelled.counts.tolist() == [*map(len, ids), 0, 0]
+    for index, ends in enumerate([*expected, [], []]):
+        tokens = spelled.owners == index
+        assert spelled.ends[tokens].tolist() == ends
+        assert spelled.steps[tokens].tolist() == list(range(len(ends)))
+        assert spelled.ids[tokens].tolist() == [*ids, [], []][index][: len(ends)]
+    assert spelled.first_ends().tolist() == [*(e[0] if e else 0 for e in expected), 0, 0]
+
+    # Fewer than are recorded are behind the beginning.
+    begun = [max(len(s) - behind, 0) for (_, behind), s in zip(drawn, strings, strict=False)]
+    begun += [0, 0, 0]
+    first = FirstEnds(vocabulary, used)
+    for _ in range(2):  # computed, and known
+        results = first.of(begun, strings).tolist()
+        beyond = [[e - b for e in ends if e > b] for ends, b in zip(expected, begun, strict=False)]
+        assert results == [*(ends[0] if ends else 0 for ends in beyond), NOT_TEXT, NOT_TEXT]

@@ -139,6 +139,7 @@ def _targets(comparisons: Sequence[_Comparison]) -> PrefixTargets:
         known=_readings(known),
         detours=_readings([]),
         lacking=torch.zeros_like(cells, dtype=torch.bool),
+        unsought=torch.zeros_like(cells, dtype=torch.bool),
         teacher_detours=missing,
         teacher_lacking=torch.zeros_like(cells, dtype=torch.bool),
         path_boundaries=none,

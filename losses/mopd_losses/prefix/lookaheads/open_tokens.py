@@ -185,8 +185,7 @@ class OpenTokens:
     def _is_continued(self, place: Place, text: str) -> bool:
         longer = [
             string[len(place.student) :]
-            for string in self._student.frequent_tokens(place.student + text, _FREQUENT)
-            if self._student.longer_tokens(string) <= FEW
+            for string in self._student.specific_tokens(place.student + text, _FREQUENT, FEW)
         ]
         if not longer:
             return False

@@ -38,13 +38,14 @@ _FACTORS = [int(number) | 1 for number in _DRAWN[1 << 16 : -1].tolist()]
 
 def powers(exponents: Integers) -> Hashes:
     """``BASE ** exponents``."""
-    return _powers(1 << max(int(exponents.max(initial=0)) + 1, 256).bit_length(), _BASE)[exponents]
+    count = 1 << max(int(exponents.max(initial=0)) + 1, 256).bit_length()
+    return _powers(count, _BASE).take(exponents)  # half the time of indexing
 
 
 def inverse_powers(exponents: Integers) -> Hashes:
     """``BASE ** -exponents``."""
     count = 1 << max(int(exponents.max(initial=0)) + 1, 256).bit_length()
-    return _powers(count, pow(_BASE, -1, _WORD))[exponents]
+    return _powers(count, pow(_BASE, -1, _WORD)).take(exponents)
 
 
 @cache
@@ -61,13 +62,13 @@ def codes_of(text: str) -> NDArray[np.uint16]:
 
 def prefix_hashes(codes: NDArray[np.uint16]) -> Hashes:
     """[characters + 1], of the first 0, 1, … characters."""
-    terms = _NUMBERS[codes] * powers(np.arange(len(codes)))
+    terms = _NUMBERS.take(codes) * powers(np.arange(len(codes)))
     return np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(terms, dtype=np.uint64)])
 
 
 def slice_hashes(prefixes: Hashes, starts: Integers, stops: Integers) -> Hashes:
     """Hash the slices ``[starts, stops)`` of a text with these prefix hashes."""
-    return (prefixes[stops] - prefixes[starts]) * inverse_powers(starts)
+    return (prefixes.take(stops) - prefixes.take(starts)) * inverse_powers(starts)
 
 
 def string_hashes(texts: Sequence[str]) -> Hashes:

@@ -27,6 +27,14 @@ class _Numbered:
         self.marks = marks
 
     @cached_property
+    def by_length(self) -> list[tuple[int, dict[str, bool]]]:
+        """The lengths of texts, longest first, with the texts and whether they belong."""
+        texts: dict[int, dict[str, bool]] = {}
+        for text, belongs in self.marks:
+            texts.setdefault(len(text), {})[text] = belongs
+        return sorted(texts.items(), reverse=True)
+
+    @cached_property
     def excluded(self) -> dict[int, set[str]]:
         """Length -> texts that do not belong to the cell."""
         texts: dict[int, set[str]] = {}
@@ -74,8 +82,11 @@ class MarksTable:
 
     def belongs(self, number: int, string: str) -> bool:
         """Return whether a string that begins with a cell's text belongs to the cell."""
-        longest = (b for t, b in reversed(self.marks_of(number)) if string.startswith(t))
-        return next(longest, True)
+        for length, texts in self._numbered[number].by_length:
+            belongs = texts.get(string[:length])
+            if belongs is not None:
+                return belongs
+        return True
 
     def contains(self, number: int, hashed: int, string: Callable[[], str]) -> bool:
         """``belongs``, of a string with this hash."""

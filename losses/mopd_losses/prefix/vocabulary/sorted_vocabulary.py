@@ -6,7 +6,7 @@ characters; a control token is one private character above them, the same on bot
 role or name.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -112,10 +112,13 @@ class SortedVocabulary:
         self._nodes.add(hashes, np.arange(len(hashes)))
         members = self._nodes.values_of(beginnings)
         counts = np.bincount(members, minlength=len(hashes))
-        spelled = np.bincount(members[ends == np.repeat(first + lengths, lengths)], minlength=1)
+        tokens = members[first + lengths - 1]  # the node of each whole token
+        spelled = np.bincount(tokens, minlength=1)
         spelled = np.pad(spelled, (0, len(hashes) + 1 - len(spelled)))
         self.node_stops = self.node_starts + np.append(counts, 0)
         self.node_longer = self.node_starts + spelled
+        self._longer_tokens = np.zeros(len(self.strings), dtype=np.int64)  # [vocabulary]
+        self._longer_tokens[self.ids] = (self.node_stops - self.node_longer)[tokens]
         pairs = pair_hashes(codes)[ends[:-1] != (first + lengths)[ranks[:-1]]]
         self._pairs = KeyTable(len(pairs))
         distinct = np.unique(pairs)
@@ -135,9 +138,10 @@ class SortedVocabulary:
 
     def slices(self, tokens: Integers, starts: Integers, stops: Integers) -> Hashes:
         """Hash slices of tokens that have strings."""
-        first = self._first[tokens]
-        longer, shorter = self._beginnings[first + stops], self._beginnings[first + starts]
-        return (longer - shorter) * inverse_powers(starts)
+        first, beginnings = self._first.take(tokens), self._beginnings
+        return (beginnings.take(first + stops) - beginnings.take(first + starts)) * inverse_powers(
+            starts
+        )
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -151,11 +155,6 @@ class SortedVocabulary:
         tokens = self.range_of(prefix)
         return tokens.start < tokens.stop
 
-    def longer_tokens(self, prefix: str) -> int:
-        """Return the number of tokens that begin with ``prefix`` and are longer."""
-        tokens = self.range_of(prefix)
-        return tokens.stop - tokens.longer
-
     def frequent_tokens(self, prefix: str, count: int) -> list[str]:
         """Return at most ``count`` tokens that are longer than ``prefix`` and begin with it: those
         with the lowest ids, which tokenizers are trained to merge first."""
@@ -163,13 +162,19 @@ class SortedVocabulary:
         if cached is None:
             if len(self._frequent) >= _CACHED_RANGES:
                 self._frequent.clear()
-            tokens = self.range_of(prefix)
-            ids = self.ids[tokens.longer : tokens.stop]
-            if len(ids) > count:
-                ids = np.partition(ids, count)[:count]
-            cached = [self.strings[token] for token in np.sort(ids).tolist()]
-            self._frequent[prefix, count] = cached
+            ids = self._frequent_ids(prefix, count)
+            cached = self._frequent[prefix, count] = [self.strings[token] for token in ids.tolist()]
         return cached
+
+    def specific_tokens(self, prefix: str, count: int, most: int) -> list[str]:
+        """Return those of ``frequent_tokens`` with which at most ``most`` longer tokens begin."""
+        ids = self._frequent_ids(prefix, count)
+        return [self.strings[token] for token in ids[self._longer_tokens[ids] <= most].tolist()]
+
+    def _frequent_ids(self, prefix: str, count: int) -> Integers:
+        tokens = self.range_of(prefix)
+        ids = self.ids[tokens.longer : tokens.stop]
+        return np.sort(ids if len(ids) <= count else np.partition(ids, count)[:count])
 
     def range_of(self, prefix: str) -> PrefixRange:
         """Return the ranks of all tokens that begin with ``prefix``."""
@@ -179,7 +184,9 @@ class SortedVocabulary:
                 self._ranges.clear()
             start = bisect_left(self._keys, prefix)
             stop = bisect_left(self._keys, prefix + _HIGHEST_CHARACTER, lo=start)
-            longer = bisect_right(self._keys, prefix, lo=start, hi=stop)
+            longer = start
+            while longer < stop and self._keys[longer] == prefix:
+                longer += 1
             cached = self._ranges[prefix] = PrefixRange(start, longer, stop)
         return cached
 
