@@ -20,11 +20,10 @@ from bench.results.students import (
 )
 from mopd.demo.tasks import Exercise
 from mopd_losses.config import LossConfig, TopKKlConfig
-from mopd_losses.core.compared_tokens import compared_positions
 from mopd_losses.core.loss import Loss, LossOutput
 from mopd_losses.core.span_targets import SpanLoss, SpanTargets
 from mopd_losses.core.student_rows import StudentLogprobs
-from mopd_losses.sampled.sampled_tokens import sampled_tokens
+from mopd_losses.sampled.sampled_spans import sampled_spans
 from mopd_protocol import Rollout
 from mopd_trainer import RolloutConfig, Sampler, TrainingExample
 
@@ -212,11 +211,11 @@ class _Reinforce(SpanLoss):
 
     def __call__(self, student: StudentLogprobs, targets: SpanTargets) -> LossOutput:
         """See ``Loss``."""
-        tokens = sampled_tokens(student, targets)
-        values = -(tokens.teacher + _SHIFT) * (tokens.student - tokens.student.detach()).exp()
+        spans = sampled_spans(student, targets)  # of one token each: both sides have one tokenizer
+        values = -(spans.teacher + _SHIFT) * (spans.student - spans.student.detach()).exp()
         return LossOutput(
-            student.zeros().index_add(0, tokens.positions, values),
-            compared_positions(student, tokens.positions),
+            student.zeros().index_add(0, spans.starts, values),
+            spans.tokens,
             {},
         )
 

@@ -149,10 +149,11 @@ class TopKKlConfig(TopKDivergenceSettings):
 
 
 class PolicyGradientConfig(BaseModel):
-    """Policy gradient on the student's own tokens, where one aligns with one teacher token.
+    """Policy gradient on the text that the student sampled, for any teacher tokenizer.
 
-    The advantage is ``ln t - ln p``; its expected gradient is that of reverse KL. Needs a teacher
-    that scores at temperature 1.
+    The advantage of a span, whose text both tokenizers delimit, is ``ln t - ln p``, the difference
+    of the sums over its tokens on each side; where tokens align, a span is a token and the expected
+    gradient that of reverse KL. Needs a teacher that scores at temperature 1.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -167,7 +168,7 @@ class PolicyGradientConfig(BaseModel):
 
 
 class K2Config(BaseModel):
-    """``(ln p - ln t)^2 / 2`` on the student's own tokens, as a supervised loss.
+    """``(ln p - ln t)^2 / 2`` of the spans that the student sampled, as a supervised loss.
 
     On fresh samples its expected gradient is that of reverse KL. Needs samples at temperature 1
     without top-p, and a teacher that scores at temperature 1.
@@ -179,7 +180,7 @@ class K2Config(BaseModel):
 
 
 class K3Config(BaseModel):
-    """``t / p - 1 - ln(t / p)`` on the student's own tokens, as a supervised loss.
+    """``t / p - 1 - ln(t / p)`` of the spans that the student sampled, as a supervised loss.
 
     On fresh samples its value is reverse KL and its expected gradient that of *forward* KL. Needs
     what ``k2`` needs.

@@ -40,7 +40,7 @@ from tests.losses.problems import Floats, Problem, random_problem, scattered, te
 from tests.reference import alm, ctkd, gold, sampled, simct, topk_divergence, xtoken
 from tests.reference import prefix_kl as slow_prefix_kl
 from tests.reference.divergences import by_logits
-from tests.reference.dual import Dual
+from tests.reference.dual import Dual, product
 from tests.reference.span_view import SpanView, TeacherRow
 
 #: Pairs of tokenizations of one text, each class a part of the next one.
@@ -403,7 +403,7 @@ _XTOKEN: dict[str, Any] = {
 def _sampled(
     loss_config: LossConfig, loss: Loss, twin: Callable[..., Dual], *, has_baseline: bool = False
 ) -> Row:
-    """``twin`` maps ``p(x)``, ``t(x)`` and ``mu(x)`` to the loss.
+    """``twin`` maps ``p(x)``, ``t(x)`` and ``mu(x)`` of a span's text to the loss.
 
     Args:
         has_baseline: also give the twin the mean log-ratio, as ``baseline``.
@@ -428,14 +428,13 @@ def _sampled(
             (
                 at,
                 twin(
-                    view.student[0][view.labels[0]],
-                    view.teacher[0].token_probability,
-                    by_position[at],
+                    product([row[x] for row, x in zip(view.student, view.labels, strict=True)]),
+                    math.prod(row.token_probability for row in view.teacher),
+                    math.prod(by_position[at + token] for token in range(len(view.labels))),
                     **baseline(view),
                 ),
             )
             for at, view in views(problem)
-            if len(view.labels) == len(view.teacher) == 1
         ]
         return scattered(problem, values)
 
@@ -448,8 +447,6 @@ def _sampled(
         one_tokenizer=has_baseline,
         least=None if policy_gradient else 0.0,  # a single sample's log-ratio has either sign
         conservative=not policy_gradient,
-        # Spans of several tokens are not trained; only k3 covers the teacher's mass.
-        keeps_language=loss_config.type == "k3" or has_baseline,
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mopd_losses.core.loss import AlignedPair
 from mopd_losses.core.student_rows import DenseRows
+from mopd_losses.core.valid_text import ValidTextTargets
 from tests.losses.beliefs import scored
 from tests.losses.contract import Row
 from tests.losses.prefix_pairs import END, Pair, Tongue, model_rows
@@ -93,6 +94,14 @@ def _student(name: str) -> Student:
     return Student(Tongue.of("ab") if name == "long tokens" else Tongue.of(), share=0.7)
 
 
+def _sampled_by(logprobs: Tensor, targets: Any) -> Any:
+    """Return targets of completions that were sampled with these log-probabilities."""
+    if isinstance(targets, ValidTextTargets):
+        return replace(targets, inner=_sampled_by(logprobs, targets.inner))
+    has_samples = hasattr(targets, "sampled_logprobs")
+    return replace(targets, sampled_logprobs=logprobs) if has_samples else targets
+
+
 def language_mass(row: Row) -> tuple[float, float]:
     """Return the student's mass on the language before and after descent."""
     student = _student("letters" if row.one_tokenizer else "long tokens")
@@ -117,9 +126,7 @@ def language_mass(row: Row) -> tuple[float, float]:
         rows = student.rows(logits)
         probabilities = student.probabilities(rows)
         masses.append(probabilities[valid].sum().item())
-        if hasattr(targets, "sampled_logprobs"):  # on-policy: sampled with the current weights
-            current = student.log_probabilities(rows).detach()
-            targets = replace(targets, sampled_logprobs=current)
+        targets = _sampled_by(student.log_probabilities(rows).detach(), targets)
         value = (loss(rows, targets).per_token * probabilities[student.owners]).sum()
         (gradient,) = torch.autograd.grad(value, logits)
         logits.grad = gradient.masked_fill(~student.trainable, 0.0)

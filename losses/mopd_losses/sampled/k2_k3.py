@@ -1,6 +1,7 @@
-"""Supervised losses on the sampled token: the estimates k2 and k3 of KL, differentiated as such.
+"""Supervised losses on the sampled text: the estimates k2 and k3 of KL, differentiated as such.
 
-With ``d = ln p(x) - ln t(x)`` and ``x`` drawn from ``p`` itself (http://joschu.net/blog/kl-approx.html):
+With ``d = ln p(x) - ln t(x)`` of a span's text ``x``, which is drawn from ``p`` itself
+(http://joschu.net/blog/kl-approx.html):
 
     k1 = d                  mean: reverse KL                 mean gradient: zero
     k2 = d^2 / 2            mean: near reverse KL            mean gradient: that of reverse KL
@@ -9,7 +10,7 @@ With ``d = ln p(x) - ln t(x)`` and ``x`` drawn from ``p`` itself (http://joschu.
 The quality of an estimate's value is unrelated to its gradient, because the distribution that is
 averaged over depends on the parameters too. So k1 is no loss (``policy_gradient`` is the loss with
 its advantage), and k3 is forward KL estimated from samples of the student, with an unbounded weight
-``t / p`` on each token. All of this requires samples of ``p``: fresh, at temperature 1, without
+``t / p`` on each span. All of this requires samples of ``p``: fresh, at temperature 1, without
 top-p. Both are zero, with zero gradient, exactly where ``p(x) = t(x)``.
 (losses: section 4.9, where the three gradients were found by enumeration.)
 """
@@ -20,11 +21,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mopd_losses.core.compared_tokens import compared_positions
 from mopd_losses.core.loss import LossOutput
 from mopd_losses.core.span_targets import SpanLoss, SpanTargets
 from mopd_losses.core.student_rows import StudentLogprobs
-from mopd_losses.sampled.sampled_tokens import sampled_tokens
+from mopd_losses.sampled.sampled_spans import sampled_spans
 
 #: Above this ``ln(t / p)``, k3 is continued by its tangent: e^89 overflows float32.
 K3_LINE = 20.0
@@ -49,33 +49,33 @@ def k3(log_ratios: Float[Tensor, "*compared"]) -> Float[Tensor, "*compared"]:
 
 
 class K2Loss(SpanLoss):
-    """k2 on one-to-one spans: a ``Loss``; needs scores at temperature 1.
+    """k2 on spans: a ``Loss``; needs scores at temperature 1.
 
     ``measured`` is documented at ``PolicyGradientLoss``.
     """
 
     def __call__(self, student: StudentLogprobs, targets: SpanTargets) -> LossOutput:
         """See ``Loss``."""
-        return _on_sampled_tokens(k2, student, targets)
+        return _on_sampled_spans(k2, student, targets)
 
 
 class K3Loss(SpanLoss):
-    """k3 on one-to-one spans: a ``Loss``; needs scores at temperature 1.
+    """k3 on spans: a ``Loss``; needs scores at temperature 1.
 
     ``measured`` is documented at ``PolicyGradientLoss``.
     """
 
     def __call__(self, student: StudentLogprobs, targets: SpanTargets) -> LossOutput:
         """See ``Loss``."""
-        return _on_sampled_tokens(k3, student, targets)
+        return _on_sampled_spans(k3, student, targets)
 
 
-def _on_sampled_tokens(
+def _on_sampled_spans(
     estimate: Callable[[Tensor], Tensor], student: StudentLogprobs, targets: SpanTargets
 ) -> LossOutput:
-    tokens = sampled_tokens(student, targets)
+    spans = sampled_spans(student, targets)
     return LossOutput(
-        student.zeros().index_add(0, tokens.positions, estimate(tokens.log_ratios)),
-        compared_positions(student, tokens.positions),
-        {"log_ratio": tokens.log_ratios.detach(), "ruled_out": tokens.ruled_out},
+        student.zeros().index_add(0, spans.starts, estimate(spans.log_ratios)),
+        spans.tokens,
+        {"log_ratio": spans.log_ratios.detach(), "ruled_out": spans.ruled_out},
     )

@@ -1,7 +1,8 @@
-"""Policy-gradient distillation: the teacher's log-probability of the sampled token as advantage.
+"""Policy-gradient distillation: the teacher's log-probability of the sampled text as advantage.
 
-For a token ``x`` drawn from ``mu`` (the student at sampling time, with temperature and top-p), the
-current student ``p`` and the teacher ``t``:
+For the text ``x`` of a span (where tokens align one to one, of a token), drawn from ``mu`` (the
+student at sampling time, with temperature and top-p), the current student ``p`` and the teacher
+``t``:
 
     d    = ln p(x) - ln t(x)                            the k1 estimate; the advantage is -d
     rho  = min(p(x) / mu(x), max_ratio)                 importance correction
@@ -12,8 +13,8 @@ current student ``p`` and the teacher ``t``:
 ``sg`` is stop-gradient. Where the ratio is not clipped the expected gradient over ``x ~ mu`` is
 exactly that of the position's reverse KL, for any ``mu`` with the support of ``p`` (not top-p below
 1). ``grad ln p(x)`` has mean zero under ``p``: a baseline that does not depend on ``x`` changes no
-expected gradient, and the plain gradient of ``d`` (k1 as a loss) has mean zero. Only the token's
-own position gets credit, none before it.
+expected gradient, and the plain gradient of ``d`` (k1 as a loss) has mean zero. Only the tokens of
+a span get credit, none before it.
 (losses: section 4.9; Thinking Machines' on-policy distillation, slime, prime-rl.)
 
 The baseline is a mean of ``d`` over the entries of the top-k and one for all other tokens. With the
@@ -31,25 +32,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mopd_losses.core.compared_tokens import compared_positions
 from mopd_losses.core.loss import LossOutput
 from mopd_losses.core.span_targets import SpanLoss, SpanTargets
 from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.divergences.truncation import floored_tail, with_tail_bucket
-from mopd_losses.sampled.sampled_tokens import SampledTokens, sampled_tokens
+from mopd_losses.sampled.sampled_spans import SampledSpans, sampled_spans
 
 
 @dataclass(frozen=True, eq=False)
 class PolicyGradientLoss(SpanLoss):
-    """The importance-weighted log-ratio with a policy gradient: a ``Loss``.
+    """The importance-weighted log-ratio with a policy gradient: a ``Loss``, with a span's value at
+    its first position.
 
-    The mean over samples estimates reverse KL, so the value of one token may be negative. Needs
+    The mean over samples estimates reverse KL, so the value of one span may be negative. Needs
     scores at temperature 1. ``measured``: ``log_ratio`` (d), ``importance_ratio`` before clipping
-    and ``clipped`` (0 or 1) for each compared token, and ``ruled_out`` (0 or 1) for each one-to-one
-    span.
+    and ``clipped`` (0 or 1) for each compared span, and ``ruled_out`` (0 or 1) for each span.
 
     Args:
-        max_ratio: upper limit of ``p / mu``. A clipped token keeps its direction, with less weight.
+        max_ratio: upper limit of ``p / mu``. A clipped span keeps its direction, with less weight.
         has_baseline: subtract ``b``; for a teacher with the student's tokenizer.
     """
 
@@ -58,37 +58,37 @@ class PolicyGradientLoss(SpanLoss):
 
     def __call__(self, student: StudentLogprobs, targets: SpanTargets) -> LossOutput:
         """See ``Loss``."""
-        tokens = sampled_tokens(student, targets)
-        current = tokens.student.detach()
-        log_ratios = tokens.log_ratios.detach()
-        ratios = (current - tokens.sampled).exp()
+        spans = sampled_spans(student, targets)
+        current = spans.student.detach()
+        log_ratios = spans.log_ratios.detach()
+        ratios = (current - spans.sampled).exp()
         weights = ratios.clamp_max(self.max_ratio)
         excesses = log_ratios
         if self.has_baseline:
-            excesses = log_ratios - _baseline(student, targets, tokens)
+            excesses = log_ratios - _baseline(student, targets, spans)
         # e^(x - sg(x)) - 1 is zero, and its gradient is that of x.
-        values = weights * (log_ratios + excesses * torch.expm1(tokens.student - current))
+        values = weights * (log_ratios + excesses * torch.expm1(spans.student - current))
         return LossOutput(
-            student.zeros().index_add(0, tokens.positions, values),
-            compared_positions(student, tokens.positions),
+            student.zeros().index_add(0, spans.starts, values),
+            spans.tokens,
             {
                 "log_ratio": log_ratios,
                 "importance_ratio": ratios,
                 "clipped": (ratios > self.max_ratio).to(ratios.dtype),
-                "ruled_out": tokens.ruled_out,
+                "ruled_out": spans.ruled_out,
             },
         )
 
 
 @torch.no_grad()
 def _baseline(
-    student: StudentLogprobs, targets: SpanTargets, tokens: SampledTokens
+    student: StudentLogprobs, targets: SpanTargets, spans: SampledSpans
 ) -> Float[Tensor, "compared"]:
-    ids = targets.topk_ids[tokens.rows]
-    positions = tokens.positions.repeat_interleave(ids.shape[1])
+    ids = targets.topk_ids[spans.rows]
+    positions = spans.starts.repeat_interleave(ids.shape[1])
     own = student.logprobs(positions, ids.clamp_min(0).flatten()).view(ids.shape)
-    entries = targets.topk_logprobs[tokens.rows].to(student.dtype)
-    return mean_log_ratios(own, entries, targets.tail_logprobs[tokens.rows].to(student.dtype))
+    entries = targets.topk_logprobs[spans.rows].to(student.dtype)
+    return mean_log_ratios(own, entries, targets.tail_logprobs[spans.rows].to(student.dtype))
 
 
 def mean_log_ratios(

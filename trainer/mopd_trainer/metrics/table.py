@@ -166,10 +166,10 @@ _TEACHER = {
     "teacher_span_mass_mean": (_SHARE, "teacher probability of the completion's own span"),
     "student_span_mass_mean": (_SHARE, "student probability of the completion's own span"),
     "teacher_rest_mean": (_SHARE, "teacher probability outside its top-k"),
-    "log_ratio_mean": ("nats", "student's logprob minus the teacher's of the sampled tokens"),
+    "log_ratio_mean": ("nats", "student's logprob minus the teacher's of the sampled spans"),
     "importance_ratio_mean": ("", "probability now over probability when sampled"),
-    "clipped_mean": (_SHARE, "tokens with a clipped importance ratio"),
-    "ruled_out_mean": (_SHARE, "tokens that one model gives probability zero"),
+    "clipped_mean": (_SHARE, "spans with a clipped importance ratio"),
+    "ruled_out_mean": (_SHARE, "spans that one model gives probability zero"),
 }
 
 

@@ -260,7 +260,7 @@ def test_nan_from_a_teacher_reaches_the_loss(loss: PolicyGradientLoss | K2Loss |
 
 
 @each
-def test_only_spans_of_one_token_on_either_side_are_compared(
+def test_each_span_is_compared_by_the_probabilities_of_its_text(
     loss: PolicyGradientLoss | K2Loss | K3Loss,
 ) -> None:
     comparisons, offsets, positions = several(seed=0)
@@ -268,21 +268,27 @@ def test_only_spans_of_one_token_on_either_side_are_compared(
     rows = DenseRows(logits, torch.ones(STUDENT_SIZE, dtype=torch.bool))
     output = loss(rows, loss.targets(comparisons, offsets))
     student = logits.log_softmax(dim=1)
-    # [a b][cd][end] and [a][b c][d][e]; between them, positions 4 to 6 of a completion that this
-    # teacher did not score.
-    one_to_one = {3: (0, 3, 3), 7: (1, 0, 0), 10: (1, 3, 2), 11: (1, 4, 3)}
-    assert output.per_token.nonzero().flatten().tolist() == list(one_to_one)
-    log_ratios = output.measured["log_ratio"].tolist()
-    for (position, (which, token, row)), d in zip(one_to_one.items(), log_ratios, strict=True):
-        comparison = comparisons[which]
-        label = int(comparison.student.token_ids[token])
-        teacher_logprob = float(comparison.score.topk.token_logprobs[row])
-        assert d == pytest.approx(student[position, label].item() - teacher_logprob, abs=1e-6)
+    own, teacher, sampled, compared = dict[int, float](), [], [], set[int]()
+    for comparison, offset in zip(comparisons, offsets, strict=True):
+        spans = comparison.alignment
+        columns = spans.student_starts, spans.student_ends, spans.teacher_starts, spans.teacher_ends
+        for start, end, first, last in zip(*(c.tolist() for c in columns), strict=True):
+            labels = comparison.student.token_ids[start:end].tolist()
+            own[offset + start] = sum(
+                student[offset + start + at, label].item() for at, label in enumerate(labels)
+            )
+            teacher.append(float(comparison.score.topk.token_logprobs[first:last].sum()))
+            assert comparison.sampled_logprobs is not None
+            sampled.append(float(comparison.sampled_logprobs[start:end].sum()))
+            compared.update(range(offset + start, offset + end))
+    assert any(end - start > 1 for start, end in zip(own, [*own][1:], strict=False))
+    assert output.per_token.nonzero().flatten().tolist() == list(own)
+    assert output.compared.nonzero().flatten().tolist() == sorted(compared)
+    log_ratios = [p - t for p, t in zip(own.values(), teacher, strict=True)]
+    assert output.measured["log_ratio"].tolist() == pytest.approx(log_ratios, abs=1e-5)
     if isinstance(loss, PolicyGradientLoss):
-        ratio = output.measured["importance_ratio"][2].item()
-        sampled = float(comparisons[1].sampled_logprobs[3])
-        label = int(comparisons[1].student.token_ids[3])
-        assert ratio == pytest.approx(math.exp(student[10, label].item() - sampled), rel=1e-5)
+        ratios = [math.exp(p - mu) for p, mu in zip(own.values(), sampled, strict=True)]
+        assert output.measured["importance_ratio"].tolist() == pytest.approx(ratios, rel=1e-5)
 
 
 def test_labels_are_at_their_positions_after_a_completion_of_another_teacher() -> None:
