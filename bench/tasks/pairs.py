@@ -75,7 +75,6 @@ def _student(examples_per_step: int, learning_rate: float, *slowest_first: str) 
 
 _SHORT = _student(64, 2e-3, "subtraction", "dates")
 _LONG = _student(48, 1e-3, "rows")
-_SHORT_AND_LONG = _student(64, 1e-3, "rows", "dates")
 
 
 def _pair(student: Side, *tasks: str) -> Pair:
@@ -99,9 +98,5 @@ _PAIRS = (
     _pair(_SHORT, "dates"),
     _pair(_SHORT, "subtraction"),
     _pair(_LONG, "rows"),
-    _pair(_SHORT_AND_LONG, "dates", "rows"),
-    # Each of them separately, from the same students.
-    replace(_pair(_SHORT_AND_LONG, "dates"), name="dates-alone"),
-    replace(_pair(_SHORT_AND_LONG, "rows"), name="rows-alone"),
 )
 PAIRS: Mapping[str, Pair] = {pair.name: pair for pair in _PAIRS}
