@@ -8,6 +8,7 @@ the row's start and the boundary and continues.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from mopd_losses.alignment.byte_alignment import Block, common_blocks
 from mopd_losses.prefix.vocabulary.hashed_strings import (
     SEPARATOR,
+    Codes,
     Hashes,
     Integers,
     codes_of,
@@ -25,11 +27,20 @@ from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, co
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 
 _ASCII = "".join(map(chr, range(128)))
-_ALPHANUMERIC = codes_of("".join(filter(str.isalnum, _ASCII)))
 
 #: White space of one byte.
 SPACES = "".join(filter(str.isspace, _ASCII))
-_SPACES = codes_of(SPACES)
+
+
+def _table_of(characters: str) -> NDArray[np.bool_]:
+    """[codes], True for some characters."""
+    table = np.zeros(1 << 16, dtype=np.bool_)
+    table[codes_of(characters)] = True
+    return table
+
+
+_IS_ALPHANUMERIC = _table_of("".join(filter(str.isalnum, _ASCII)))
+_IS_SPACE = _table_of(SPACES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +56,7 @@ class TokenizedText:
     spells: NDArray[np.bool_]  # [rows], False for control tokens, also for those sent as text
     first_rows: Integers  # [completions + 1]
     origins: Integers  # [completions], where each begins
-    codes: NDArray[np.uint16]  # [symbols]
+    codes: Codes  # [symbols]
     hashes: Hashes  # [symbols + 1], of the beginnings of the text
 
     @classmethod
@@ -88,7 +99,7 @@ class TokenizedText:
             hashes=prefix_hashes(codes),
         )
 
-    def codes_of(self, number: int) -> NDArray[np.uint16]:
+    def codes_of(self, number: int) -> Codes:
         """Return the symbols of one completion."""
         stops = np.append(self.origins[1:], len(self.codes))
         return self.codes[self.origins[number] : stops[number] - 1]
@@ -106,11 +117,15 @@ class TokenizedText:
     def follow_word(self, offsets: Integers) -> NDArray[np.bool_]:
         """Return whether white space is at each offset, and a letter or digit before it that no
         token contains together with it: what is before does not matter to what follows."""
-        result = np.zeros(len(offsets), dtype=np.bool_)
-        inside = np.flatnonzero((offsets > 0) & (offsets < len(self.codes)))
-        at = offsets[inside]
-        is_end = np.isin(self.codes[at - 1], _ALPHANUMERIC) & np.isin(self.codes[at], _SPACES)
-        result[inside] = is_end & ~self.vocabulary.contain(self.slices(at - 1, at + 1))
+        return self._words_end.take(offsets)
+
+    @cached_property
+    def _words_end(self) -> NDArray[np.bool_]:
+        """[symbols + 1], ``follow_word`` of each offset."""
+        before, after = self.codes[:-1], self.codes[1:]
+        result = np.zeros(len(self.codes) + 1, dtype=np.bool_)
+        result[1:-1] = _IS_ALPHANUMERIC.take(before) & _IS_SPACE.take(after)
+        result[1:-1] &= ~self.vocabulary.contain(before, after)
         return result
 
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from mopd_losses.prefix.boundaries import Boundaries, TokenizedText
 from mopd_losses.prefix.contexts import Contexts
+from mopd_losses.prefix.decisions import Candidates
 from mopd_losses.prefix.detours import CellDetours, Sought, probed
 from mopd_losses.prefix.names import (
-    Candidates,
     CellNames,
     CellRanges,
     Flags,
@@ -22,7 +22,6 @@ from mopd_losses.prefix.names import (
     name_cells,
 )
 from mopd_losses.prefix.pair import TokenizerPair
-from mopd_losses.prefix.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 from mopd_protocol.topk_logprobs import TopKLogprobs
@@ -106,8 +105,8 @@ def teacher_cells(
         )
         return is_one_token
 
-    candidates = rows.candidates(masses, boundaries)
-    names = name_cells(candidates, boundaries, pair.cuts, pair.separate, pair.marks, whole)
+    candidates = rows.candidates(masses)
+    names = name_cells(candidates, boundaries, pair.decisions, pair.separate, pair.marks, whole)
     nats = rows.range_masses(rows.ranges(names, boundaries, pair), len(names.texts))
     nats = nats - masses[names.boundaries]
     likely = nats >= np.log(DETOUR_SHARE)
@@ -196,12 +195,15 @@ class _TeacherRows:
         """Rows, and likely tokens of the top-k with which the realised one begins."""
         realised = np.diff(self.sums)
         likely = self.topk_nats >= np.minimum(realised, 0.0)[:, None] + np.log(NAMING_SHARE)
-        rows, columns = np.nonzero(likely & (self.topk_ids >= 0))
-        ids, strings = self.topk_ids[rows, columns], self.vocabulary.lengths
-        inside = ids < len(strings)
-        rows, ids = rows[inside], ids[inside]
-        other = (strings[ids] > 0) & (ids != text.ids[rows])
+        strings = self.vocabulary.lengths
+        likely &= (self.topk_ids >= 0) & (self.topk_ids < len(strings))
+        at = np.flatnonzero(likely)
+        rows, ids = at // likely.shape[1], self.topk_ids.take(at)
+        other = np.flatnonzero((strings.take(ids) > 0) & (ids != text.ids.take(rows)))
         rows, ids = rows[other], ids[other]
+        first = self.vocabulary.codes_at(ids, np.zeros_like(ids))
+        same = np.flatnonzero(text.codes.take(text.starts.take(rows)) == first)
+        rows, ids = rows[same], ids[same]
         hashes = self.vocabulary.slices(ids, np.zeros_like(ids), strings[ids])
         begins = text.begins_with(text.starts[rows], hashes, strings[ids])
         return rows[begins], ids[begins]
@@ -218,7 +220,7 @@ class _TeacherRows:
         numbers = detours.boundaries
         return _logsumexp(nats, numbers, count), _logsumexp(counted, numbers, count)
 
-    def candidates(self, masses: Nats, boundaries: Boundaries) -> Candidates:
+    def candidates(self, masses: Nats) -> Candidates:
         """Return the strings beyond each boundary of the top-k's likely tokens, and whether detours
         to them are worth finding.
 
@@ -226,12 +228,10 @@ class _TeacherRows:
             masses: [boundaries], nats, of what is open.
         """
         shares = self.nats + (self.paths - masses[self.boundaries])[:, None]
-        at, columns = np.nonzero(self.reaching & (shares >= np.log(NAMING_SHARE)))
-        texts = Strings.of_tokens(
-            self.vocabulary, boundaries.student.text, self.ids[at, columns], self.begun[at]
-        )
-        likely = shares[at, columns] >= np.log(DETOUR_SHARE)
-        return Candidates(texts, self.boundaries[at], likely)
+        at = np.flatnonzero(self.reaching & (shares >= np.log(NAMING_SHARE)))
+        rows = at // shares.shape[1]
+        likely = shares.take(at) >= np.log(DETOUR_SHARE)
+        return Candidates(self.ids.take(at), self.begun[rows], self.boundaries[rows], likely)
 
     def ranges(self, names: CellNames, boundaries: Boundaries, pair: TokenizerPair) -> CellRanges:
         """Find the tokens of each cell in these rows."""
@@ -244,13 +244,24 @@ class _TeacherRows:
         origins = ranges.rows * len(self.vocabulary)
         starts = np.concatenate([[-1], origins + ranges.starts])
         stops = np.concatenate([[-1], origins + ranges.stops])
-        order = np.argsort(starts)
-        at, columns = np.nonzero(self.reaching)
-        entries = at * len(self.vocabulary) + self.ranks[at, columns]
-        latest = order[np.searchsorted(starts[order], entries, side="right") - 1]
-        inside = entries < stops[latest]
-        at, columns, members = at[inside], columns[inside], latest[inside] - 1
-        return _logsumexp(self.nats[at, columns] + self.paths[at], ranges.cells[members], cells)
+        order = np.argsort(starts, kind="stable")  # most are in order
+        size, width = self.ranks.shape
+        # A search is several times faster for entries in order.
+        shift = width.bit_length()
+        columns = np.arange(width)
+        by_rank = np.sort((self.ranks << shift) + columns, axis=1)
+        by_rank = ((by_rank & ((1 << shift) - 1)) + width * np.arange(size)[:, None]).ravel()
+        by_rank = by_rank[np.flatnonzero(self.reaching.take(by_rank))]
+        entries = (self.ranks + len(self.vocabulary) * np.arange(size)[:, None]).ravel()
+        found = np.searchsorted(starts[order], entries.take(by_rank), side="right") - 1
+        latest = np.zeros_like(entries)
+        latest[by_rank] = order.take(found)
+        at = np.flatnonzero(self.reaching)
+        rows, entries, latest = at // width, entries.take(at), latest.take(at)
+        inside = np.flatnonzero(entries < stops.take(latest))
+        at, rows, members = at.take(inside), rows.take(inside), latest.take(inside) - 1
+        nats = self.nats.take(at) + self.paths.take(rows)
+        return _logsumexp(nats, ranges.cells.take(members), cells)
 
 
 def _logsumexp_rows(nats: Nats, counted: NDArray[np.bool_]) -> Nats:

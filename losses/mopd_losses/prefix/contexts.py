@@ -10,6 +10,7 @@ from mopd_losses.prefix.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import (
     Hashes,
     Integers,
+    character_hashes,
     joined,
     keys_of,
 )
@@ -73,16 +74,15 @@ class Contexts:
         by a token that begins inside the context, or that ends inside the text."""
         text, vocabulary = self.places.text, self.places.text.vocabulary
         lengths, offsets = self.lengths[boundaries], self.places.offsets[boundaries]
-        ones = np.ones_like(lengths)
-        following = texts.beginnings(ones)
-        before = text.slices(np.maximum(offsets - 1, 0), offsets)
         result = np.where(lengths == 0, texts.lengths > 1, ~texts.are_text())
+        characters = texts.first_codes()
         undecided = (lengths > 0) & ~result
-        undecided &= vocabulary.contain(joined(before, ones, following))
+        undecided &= vocabulary.contain(text.codes.take(offsets - 1, mode="wrap"), characters)
         sought, count = np.flatnonzero(undecided), 1
         while len(sought):
             at = offsets[sought]
-            begun = joined(text.slices(at - count, at), ones[sought] * count, following[sought])
+            following = character_hashes(characters[sought])
+            begun = joined(text.slices(at - count, at), np.full_like(at, count), following)
             crosses = vocabulary.nodes_of(begun) >= 0
             result[sought[crosses]] = True
             count += 1

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_losses.prefix.contexts import WINDOW, Contexts
-from mopd_losses.prefix.names import Candidates
+from mopd_losses.prefix.names import Names
 from mopd_losses.prefix.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers, keys_of, ranks_in_runs
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
@@ -61,9 +61,7 @@ class Sought:
     cells: Integers  # [n], -1 for a candidate that is in no cell
 
     @classmethod
-    def of(
-        cls, texts: Strings, boundaries: Integers, likely: Flags, others: Candidates
-    ) -> "Sought":
+    def of(cls, texts: Strings, boundaries: Integers, likely: Flags, others: Names) -> "Sought":
         """Select the likely cells, and candidates that no cell contains."""
         cells = np.flatnonzero(likely)
         return cls(texts.at(cells), boundaries[cells], cells).and_rest(

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_losses.prefix.boundaries import Boundaries, Places
-from mopd_losses.prefix.cuts import Cuts
+from mopd_losses.prefix.decisions import Candidates, Decisions
 from mopd_losses.prefix.separate_tokens import LONGEST, Place, SeparateTokens
 from mopd_losses.prefix.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import (
@@ -26,16 +26,12 @@ Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
-class Candidates:
-    """Strings that a teacher considers next at each boundary."""
+class Names:
+    """Strings at each boundary."""
 
-    texts: Strings  # [candidates]
-    boundaries: Integers  # [candidates], ascending
-    likely: Flags  # [candidates], whether detours are worth finding
-
-    def at(self, indices: Integers | Flags) -> "Candidates":
-        """Select candidates."""
-        return Candidates(self.texts.at(indices), self.boundaries[indices], self.likely[indices])
+    texts: Strings  # [names]
+    boundaries: Integers  # [names], ascending
+    likely: Flags  # [names], whether detours are worth finding
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,13 +42,13 @@ class CellNames:
     texts: Strings  # [cells]
     boundaries: Integers  # [cells], ascending
     marks: Integers  # [cells], numbers
-    unnamed: Candidates  # likely candidates that no student token decides
+    unnamed: Names  # likely candidates that no student token decides
 
 
 def name_cells(
     candidates: Candidates,
     boundaries: Boundaries,
-    cuts: Cuts,
+    decisions: Decisions,
     separate: SeparateTokens,
     marks: MarksTable,
     whole: Callable[[Integers], Flags],
@@ -63,79 +59,60 @@ def name_cells(
     Args:
         whole: boundaries -> whether each side spells the realised text with one token.
     """
-    named, unnamed = _named(candidates, boundaries, cuts)
-    names, nodes = _distinct(named, boundaries)
+    decided = decisions.of(candidates, boundaries)
+    names, nodes = _distinct(candidates, decided, boundaries, decisions)
     numbers = _marks(names, boundaries, separate, marks, whole)
     is_cell = _select_cells(names, nodes, numbers, boundaries.student.text.vocabulary, marks)
+    is_named = decisions.lengths.take(decided) > 0
+    unnamed = candidates.at(np.flatnonzero(candidates.likely & ~is_named))
     return CellNames(
         texts=names.texts.at(is_cell),
         boundaries=names.boundaries[is_cell],
         marks=numbers[is_cell],
-        unnamed=unnamed,
+        unnamed=Names(unnamed.texts(boundaries), unnamed.boundaries, unnamed.likely),
     )
 
 
-def _named(
-    candidates: Candidates, boundaries: Boundaries, cuts: Cuts
-) -> tuple[Candidates, Candidates]:
-    """Cut the candidates; also return the likely ones of which no token decides anything."""
-    student, rows = boundaries.student, boundaries.student.open_rows
-    texts, numbers = candidates.texts, candidates.boundaries
-    last = rows.last[numbers]
-    nodes = _nodes(student, last, texts.hashes)
-    # A token of the student that covers a candidate decides it, unless the student just spelled the
-    # candidate's beginning with a shorter token, never writes that token, or white space at the end
-    # may belong to the next word: the tokenizer then shows how far one token goes.
-    lengths = boundaries.student_realised
-    realised = student.text.slices(student.offsets, student.offsets + lengths)
-    longer = np.flatnonzero(texts.lengths >= lengths[numbers])
-    at = numbers[longer]
-    begins = np.zeros(len(texts), dtype=np.bool_)
-    begins[longer] = texts.at(longer).beginnings(lengths[at]) == realised[at]
-    is_uncertain = begins | (nodes < 0) | texts.end_with_space()
-    covering = rows.rows[last]
-
-    def candidate(entry: int) -> tuple[str, str]:
-        begun = student.context_of(int(numbers[entry]), int(covering[entry]))
-        return begun, texts.string(entry)
-
-    others = np.flatnonzero(~is_uncertain)
-    at = last[others]
-    keys = joined(rows.hashes[at], rows.begun[at], texts.hashes[others])
-    is_uncertain[others] = cuts.are_divided(keys, lambda index: candidate(others[index]))
-    uncertain = np.flatnonzero(is_uncertain)
-    lengths = texts.lengths.copy()
-    lengths[uncertain] = 0
-    at = last[uncertain]
-    uncertain = uncertain[
-        texts.at(uncertain).may_continue(student.text.vocabulary, rows.hashes[at], rows.begun[at])
-    ]
-    at = last[uncertain]
-    keys = keys_of(rows.hashes[at], rows.begun[at], texts.hashes[uncertain])
-    lengths[uncertain] = cuts.of(keys, lambda index: candidate(uncertain[index]))
-    is_named = lengths > 0
-    named = Candidates(texts.cut(lengths), numbers, candidates.likely).at(is_named)
-    return named, candidates.at(~is_named & candidates.likely)
-
-
-def _distinct(named: Candidates, boundaries: Boundaries) -> tuple[Candidates, Integers]:
+def _distinct(
+    candidates: Candidates, decided: Integers, boundaries: Boundaries, decisions: Decisions
+) -> tuple[Names, Integers]:
     """Add the realised texts, which always have a cell, and sort the names of each boundary; also
-    return their nodes in the student's vocabulary behind what its last open row has begun."""
+    return their nodes in the student's vocabulary behind what its last open row has begun.
+
+    Args:
+        decided: [candidates], numbers of decisions.
+    """
     student = boundaries.student
     count = len(boundaries)
     realised = Strings.of_text(
-        named.texts.vocabulary, student.text, student.offsets, boundaries.realised
+        boundaries.teacher.text.vocabulary, student.text, student.offsets, boundaries.realised
     )
-    texts = named.texts.followed_by(realised)
-    numbers = np.concatenate([named.boundaries, np.arange(count)])
-    likely = np.concatenate([named.likely, np.zeros(count, dtype=np.bool_)])
-    nodes = _nodes(student, student.open_rows.last[numbers], texts.hashes)
+    lengths = decisions.lengths.take(decided)
+    named = np.flatnonzero(lengths)
+    decided = decided[named]
+    texts = Strings(
+        realised.vocabulary,
+        student.text,
+        decisions.hashes.take(decided),
+        lengths[named],
+        candidates.ids[named],
+        candidates.starts[named],
+    ).followed_by(realised)
+    numbers = np.concatenate([candidates.boundaries[named], np.arange(count)])
+    likely = np.concatenate([candidates.likely[named], np.zeros(count, dtype=np.bool_)])
+    own = _nodes(student, student.open_rows.last, realised.hashes)
+    nodes = np.concatenate([decisions.nodes.take(decided), own])
     # A token of the student begins with every name, but for unknown control tokens; they are last.
     size = len(student.text.vocabulary.node_starts)
-    order = numbers * size + np.where(nodes < 0, size - 1, nodes)
-    _, first, inverse = np.unique(order, return_index=True, return_inverse=True)
-    is_likely = np.bincount(inverse, weights=likely, minlength=len(first)) > 0
-    return Candidates(texts.at(first), numbers[first], is_likely), nodes[first]
+    keys = numbers * size + np.where(nodes < 0, size - 1, nodes)
+    order = np.argsort(keys, kind="stable")  # a merge of two sequences that are in order almost
+    keys = keys.take(order)
+    starts = np.flatnonzero(np.diff(keys, prepend=-1))
+    first = order[starts]
+    is_likely = np.zeros(len(first), dtype=np.bool_)
+    if count:
+        is_likely = np.logical_or.reduceat(likely[order], starts)
+    return Names(texts.at(first), numbers[first], is_likely), nodes[first]
 
 
 def _nodes(places: Places, open_rows: Integers, hashes: Hashes) -> Integers:
@@ -146,7 +123,7 @@ def _nodes(places: Places, open_rows: Integers, hashes: Hashes) -> Integers:
 
 
 def _marks(
-    names: Candidates,
+    names: Names,
     boundaries: Boundaries,
     separate: SeparateTokens,
     marks: MarksTable,
@@ -215,7 +192,7 @@ def _begun(places: Places, boundaries: Integers, hashes: Hashes) -> Integers:
 
 
 def _select_cells(
-    names: Candidates,
+    names: Names,
     nodes: Integers,
     numbers: Integers,
     vocabulary: SortedVocabulary,

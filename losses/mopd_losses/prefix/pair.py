@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from mopd_losses.prefix.cuts import Cuts
+from mopd_losses.prefix.decisions import Decisions
 from mopd_losses.prefix.detours import Detours
 from mopd_losses.prefix.separate_tokens import SeparateTokens
 from mopd_losses.prefix.vocabulary.marked_ranges import MarkedRanges
@@ -54,6 +55,7 @@ class TokenizerPair:
         self.teacher = SortedVocabulary(teacher, self.controls)
         self.marks = MarksTable()
         self.cuts = Cuts(self.student, student_encoder)
+        self.decisions = Decisions(self.student, self.teacher, self.cuts)
         self.separate = SeparateTokens(
             self.student, student_encoder, self.teacher, teacher_encoder, self.marks
         )

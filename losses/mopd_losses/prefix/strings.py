@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from mopd_losses.prefix.boundaries import SPACES, TokenizedText
 from mopd_losses.prefix.vocabulary.hashed_strings import (
+    Codes,
     Hashes,
     Integers,
     joined,
@@ -102,10 +103,12 @@ class Strings:
         )
         return np.where(is_token, of_tokens, of_text)
 
-    def cut(self, lengths: Integers) -> "Strings":
-        """Cut each string behind its first characters."""
-        hashes = self.beginnings(lengths)
-        return Strings(self.vocabulary, self.text, hashes, lengths, self.ids, self.starts)
+    def first_codes(self) -> Codes:
+        """Return the first character of each string; none is empty."""
+        codes = self.text.codes.take(np.where(self.ids < 0, self.starts, 0))
+        at = np.flatnonzero(self.ids >= 0)
+        codes[at] = self.vocabulary.codes_at(self.ids[at], self.starts[at])
+        return codes
 
     def may_continue(
         self, vocabulary: SortedVocabulary, begun: Hashes, lengths: Integers

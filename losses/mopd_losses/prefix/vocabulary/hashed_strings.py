@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 Integers = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
+Codes = NDArray[np.uint16]
 
 #: Between two texts: no token and no control token has this character.
 SEPARATOR = "\uffff"
@@ -55,12 +56,12 @@ def _powers(count: int, base: int) -> Hashes:
     return np.cumprod(factors, dtype=np.uint64)
 
 
-def codes_of(text: str) -> NDArray[np.uint16]:
+def codes_of(text: str) -> Codes:
     """Return the characters of a text as numbers."""
     return np.frombuffer(text.encode("utf-16-le"), dtype=np.uint16)
 
 
-def prefix_hashes(codes: NDArray[np.uint16]) -> Hashes:
+def prefix_hashes(codes: Codes) -> Hashes:
     """[characters + 1], of the first 0, 1, … characters."""
     terms = _NUMBERS.take(codes) * powers(np.arange(len(codes)))
     return np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(terms, dtype=np.uint64)])
@@ -76,9 +77,9 @@ def string_hashes(texts: Sequence[str]) -> Hashes:
     return np.array([prefix_hashes(codes_of(text))[-1] for text in texts], dtype=np.uint64)
 
 
-def pair_hashes(codes: NDArray[np.uint16]) -> Hashes:
-    """[characters - 1], of each two characters in succession."""
-    return _NUMBERS[codes[:-1]] + np.uint64(_BASE) * _NUMBERS[codes[1:]]
+def character_hashes(codes: Codes) -> Hashes:
+    """Hash strings of one character."""
+    return _NUMBERS.take(codes)
 
 
 def joined(first: Hashes, first_lengths: Integers, second: Hashes) -> Hashes:

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_losses.prefix.vocabulary.hashed_strings import (
+    Codes,
     Hashes,
     Integers,
     codes_of,
     inverse_powers,
-    pair_hashes,
     prefix_hashes,
     slice_hashes,
 )
@@ -28,6 +28,9 @@ from mopd_protocol.tokenizers.token_table import TokenTable
 
 #: Sorts behind every character of a string.
 _HIGHEST_CHARACTER = "\U0010ffff"
+
+#: The last character that is a byte.
+_HIGHEST_BYTE = 0xFF
 
 #: Ranges kept in memory; beyond, all are discarded and computed again.
 _CACHED_RANGES = 500_000
@@ -49,6 +52,11 @@ def utf8_text(string: str) -> str | None:
         return string.encode("latin-1").decode()
     except UnicodeError:
         return None
+
+
+def _pair_numbers(first: Codes, second: Codes) -> Codes:
+    """Number pairs of bytes."""
+    return (first << np.uint16(8)) | second
 
 
 def control_characters(*tables: TokenTable) -> dict[str, str]:
@@ -119,10 +127,12 @@ class SortedVocabulary:
         self.node_longer = self.node_starts + spelled
         self._longer_tokens = np.zeros(len(self.strings), dtype=np.int64)  # [vocabulary]
         self._longer_tokens[self.ids] = (self.node_stops - self.node_longer)[tokens]
-        pairs = pair_hashes(codes)[ends[:-1] != (first + lengths)[ranks[:-1]]]
-        self._pairs = KeyTable(len(pairs))
-        distinct = np.unique(pairs)
-        self._pairs.add(distinct, np.zeros(len(distinct), dtype=np.int64))
+        self._pairs = np.zeros(1 << 16, dtype=np.bool_)  # of bytes
+        is_inside = ends[:-1] != (first + lengths)[ranks[:-1]]
+        self._pairs[_pair_numbers(codes[:-1], codes[1:])[is_inside]] = True
+        self._codes = codes
+        self._first_codes = np.zeros(len(self.strings), dtype=np.int64)  # [vocabulary]
+        self._first_codes[self.ids] = first
         # [vocabulary], where the beginnings of each id are, after an empty one.
         self._beginnings: Hashes = np.insert(beginnings, first, np.uint64(0))
         self._first = np.zeros(len(self.strings), dtype=np.int64)
@@ -132,9 +142,14 @@ class SortedVocabulary:
         """Return the nodes of strings; -1 for strings with which no token begins."""
         return self._nodes.values_of(hashes)
 
-    def contain(self, pairs: Hashes) -> NDArray[np.bool_]:
-        """Return whether some token contains each pair of characters."""
-        return self._pairs.values_of(pairs) >= 0
+    def contain(self, first: Codes, second: Codes) -> NDArray[np.bool_]:
+        """Return whether some token contains both characters in succession."""
+        are_bytes = (first | second) <= _HIGHEST_BYTE
+        return self._pairs.take(_pair_numbers(first, second)) & are_bytes
+
+    def codes_at(self, tokens: Integers, starts: Integers) -> Codes:
+        """Return the character at an offset of each token that has a string."""
+        return self._codes.take(self._first_codes.take(tokens) + starts)
 
     def slices(self, tokens: Integers, starts: Integers, stops: Integers) -> Hashes:
         """Hash slices of tokens that have strings."""
