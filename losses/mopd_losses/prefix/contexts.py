@@ -75,9 +75,9 @@ class Contexts:
         text, vocabulary = self.places.text, self.places.text.vocabulary
         lengths, offsets = self.lengths[boundaries], self.places.offsets[boundaries]
         result = np.where(lengths == 0, texts.lengths > 1, ~texts.are_text())
-        characters = texts.first_codes()
+        characters = texts.codes_at(np.zeros_like(lengths))
         undecided = (lengths > 0) & ~result
-        undecided &= vocabulary.contain(text.codes.take(offsets - 1, mode="wrap"), characters)
+        undecided &= vocabulary.contain(text.codes.take(offsets - 1), characters)
         sought, count = np.flatnonzero(undecided), 1
         while len(sought):
             at = offsets[sought]

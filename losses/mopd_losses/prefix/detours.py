@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_losses.prefix.contexts import WINDOW, Contexts
-from mopd_losses.prefix.names import Names
+from mopd_losses.prefix.nested_names import Names
 from mopd_losses.prefix.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers, keys_of, ranks_in_runs
 from mopd_losses.prefix.vocabulary.key_table import KeyTable

@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from mopd_losses.core.loss import AlignedPair
 from mopd_losses.prefix.boundaries import OpenRows, TokenizedText, boundaries_of
+from mopd_losses.prefix.cell_ranges import CellRanges, cell_ranges
 from mopd_losses.prefix.cells import Cells, TopK, teacher_cells
 from mopd_losses.prefix.contexts import Contexts
 from mopd_losses.prefix.detours import CellDetours, Sought
 from mopd_losses.prefix.lookaheads.comparisons import LookaheadComparisons
-from mopd_losses.prefix.names import CellRanges, cell_ranges
 from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.targets import NO_PATH, WHOLE_ROW, PrefixTargets, RangeReadings
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers, ranks_in_runs
@@ -74,7 +74,9 @@ class Preparation:
         known = np.flatnonzero((stops == WHOLE_ROW) | (rows.starts < stops))
         columns = ranks_in_runs(np.bincount(names.boundaries, minlength=count))
         every = np.arange(len(rows.rows))
-        named = cell_ranges(names, pair.student_ranges, boundaries.student, every, pair.marks)
+        named = cell_ranges(
+            names, pair.student_ranges, boundaries.student, every, pair.marks, names.nodes
+        )
         ranks = pair.student.ranks[detours.ids]
 
         shape = (count, int(columns.max(initial=-1)) + 1)

@@ -103,11 +103,12 @@ class Strings:
         )
         return np.where(is_token, of_tokens, of_text)
 
-    def first_codes(self) -> Codes:
-        """Return the first character of each string; none is empty."""
-        codes = self.text.codes.take(np.where(self.ids < 0, self.starts, 0))
-        at = np.flatnonzero(self.ids >= 0)
-        codes[at] = self.vocabulary.codes_at(self.ids[at], self.starts[at])
+    def codes_at(self, offsets: Integers) -> Codes:
+        """Return one character of each string."""
+        at = self.starts + offsets
+        codes = self.text.codes.take(np.where(self.ids < 0, at, 0))
+        tokens = np.flatnonzero(self.ids >= 0)
+        codes[tokens] = self.vocabulary.codes_at(self.ids[tokens], at[tokens])
         return codes
 
     def may_continue(

@@ -15,6 +15,7 @@ from mopd_losses.alignment.byte_alignment import Alignment, common_prefix
 from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.separate_tokens import FEW, Place
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers
+from mopd_losses.prefix.vocabulary.marked_ranges import MarkedCell, ranges_of
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, utf8_text
 from mopd_protocol.samples import TeacherScore
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
@@ -166,7 +167,9 @@ class OpenTokens:
     def ranges(self, place: Place, text: str) -> list[tuple[int, int]]:
         """Return the ranks of the student's tokens that begin with a text and belong to it."""
         marks = self._separate.of_cell(place, text)
-        return self._student.marked_ranges(place.student, text, marks)
+        cells = [MarkedCell(place.student, text, marks)]
+        starts, stops, _ = ranges_of(self._student, cells)
+        return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
     def _mass(self, score: TeacherScore, row: int, text: str, *, longer: bool = False) -> float:
         """Nats of the likely tokens of a row that begin with a text, or only of longer ones."""

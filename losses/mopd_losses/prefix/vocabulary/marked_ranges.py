@@ -1,16 +1,32 @@
 """``MarkedRanges``: the tokens of a vocabulary that belong to cells with marks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from mopd_losses.prefix.vocabulary.hashed_strings import Hashes, Integers
+from mopd_losses.prefix.vocabulary.hashed_strings import (
+    SEPARATOR,
+    Hashes,
+    Integers,
+    codes_of,
+    prefix_hashes,
+    slice_hashes,
+)
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
-from mopd_losses.prefix.vocabulary.marks import MarksTable
+from mopd_losses.prefix.vocabulary.marks import Marks, MarksTable
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 
 #: Cells kept in memory; beyond, all are discarded and computed again.
 _CACHED = 500_000
+
+
+class MarkedCell(NamedTuple):
+    """A cell's text behind what a row has begun, and its marks."""
+
+    begun: str
+    text: str
+    marks: Marks
 
 
 class MarkedRanges:
@@ -40,17 +56,71 @@ class MarkedRanges:
             self.clear()
 
         def compute(indices: Integers) -> Integers:
-            lists = [
-                self.vocabulary.marked_ranges(begun, text, marks.marks_of(number))
+            cells = [
+                MarkedCell(begun, text, marks.marks_of(number))
                 for begun, text, number in map(cell, indices.tolist())
             ]
-            columns = np.array([r for each in lists for r in each], dtype=np.int64).reshape(-1, 2)
-            self.starts = np.concatenate([self.starts, columns[:, 0]])
-            self.stops = np.concatenate([self.stops, columns[:, 1]])
-            numbers = len(self._first) - 1 + np.arange(len(lists))
-            ends = self._first[-1] + np.cumsum([len(each) for each in lists])
-            self._first = np.concatenate([self._first, ends])
+            starts, stops, counts = ranges_of(self.vocabulary, cells)
+            self.starts = np.concatenate([self.starts, starts])
+            self.stops = np.concatenate([self.stops, stops])
+            numbers = len(self._first) - 1 + np.arange(len(cells))
+            self._first = np.concatenate([self._first, self._first[-1] + np.cumsum(counts)])
             return numbers
 
         numbers = self._table.computed(keys, compute)
         return self._first[numbers], self._first[numbers + 1]
+
+
+def ranges_of(
+    vocabulary: SortedVocabulary, cells: Sequence[MarkedCell]
+) -> tuple[Integers, Integers, Integers]:
+    """Return the ranges of the tokens that begin with ``begun`` and ``text`` and belong to the cell
+    ``text``, as its marks decide: ranks ``[starts, stops)`` of all cells, and [cells], how many
+    each has."""
+    # A cell's text and its marks, in the order of strings: a range is part of those before it that
+    # are not over, or disjoint with them.
+    texts = [
+        begun + longer for begun, text, marks in cells for longer in (text, *(t for t, _ in marks))
+    ]
+    belongs = np.array(
+        [flag for cell in cells for flag in (True, *(b for _, b in cell.marks))], dtype=np.bool_
+    )
+    counts = np.array([1 + len(cell.marks) for cell in cells], dtype=np.int64)
+    lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
+    ends = np.cumsum(lengths + 1) - 1
+    hashes = prefix_hashes(codes_of(SEPARATOR.join(texts)))
+    nodes = vocabulary.nodes_of(slice_hashes(hashes, ends - lengths, ends))
+    is_cell = np.zeros(len(texts), dtype=np.bool_)
+    is_cell[np.cumsum(counts) - counts] = True
+    kept = np.flatnonzero((nodes >= 0) | is_cell)
+    nodes, belongs, is_cell = nodes[kept], belongs[kept], is_cell[kept]
+    owners = np.cumsum(is_cell) - 1
+    origins = owners * (len(vocabulary) + 1)
+    starts, stops = origins + vocabulary.node_starts[nodes], origins + vocabulary.node_stops[nodes]
+    # The range that a range is part of: the one before it, or what that one is part of, or so on.
+    outer = np.maximum(np.arange(len(kept)) - 1, 0)
+    over = np.flatnonzero((stops[outer] <= starts) & ~is_cell)
+    while len(over):
+        outer[over] = outer[outer[over]]
+        over = over[stops[outer[over]] <= starts[over]]
+    # From each edge on, the innermost range decides. Of the edges at one rank, the last one counts:
+    # an inner range ends before an outer one, and all that end do before others begin.
+    behind = np.where(is_cell, False, belongs[outer])
+    edges = np.concatenate([stops[::-1], starts])
+    decided = np.concatenate([behind[::-1], belongs])
+    order = np.argsort(edges, kind="stable")
+    edges, decided = edges[order], decided[order]
+    owners = np.concatenate([owners[::-1], owners])[order]
+    parts = np.flatnonzero(decided[:-1] & (edges[:-1] < edges[1:]))
+    starts, stops, owners = edges[parts], edges[parts + 1], owners[parts]
+    begins = np.ones(len(parts), dtype=np.bool_)
+    begins[1:] = (starts[1:] != stops[:-1]) | (owners[1:] != owners[:-1])
+    first = np.flatnonzero(begins)
+    last = np.append(first[1:], len(parts)) - 1 if len(first) else first
+    owners = owners[first]
+    origins = owners * (len(vocabulary) + 1)
+    return (
+        starts[first] - origins,
+        stops[last] - origins,
+        np.bincount(owners, minlength=len(cells)),
+    )

@@ -35,13 +35,9 @@ class _Numbered:
         return sorted(texts.items(), reverse=True)
 
     @cached_property
-    def excluded(self) -> dict[int, set[str]]:
-        """Length -> texts that do not belong to the cell."""
-        texts: dict[int, set[str]] = {}
-        for text, belongs in self.marks:
-            if not belongs:
-                texts.setdefault(len(text), set()).add(text)
-        return texts
+    def excluded(self) -> tuple[str, ...]:
+        """Texts that do not belong to the cell."""
+        return tuple(text for text, belongs in self.marks if not belongs)
 
 
 class MarksTable:
@@ -53,7 +49,7 @@ class MarksTable:
     @property
     def is_full(self) -> bool:
         """True if the table is to be cleared, with everything that has its numbers."""
-        derived = len(self._derived) + len(self._belongs)
+        derived = len(self._derived) + len(self._belongs) + len(self.left) + len(self.excluded)
         return len(self) > _MOST_MARKS or derived > _CACHED
 
     def clear(self) -> None:
@@ -62,6 +58,10 @@ class MarksTable:
         self._numbers: dict[Marks, int] = {(): UNMARKED}
         self.members = KeyTable(_CACHED)
         """Marks and a text -> whether it belongs to the cell."""
+        self.excluded = KeyTable(_CACHED)
+        """Marks and a text -> the number of ``without``."""
+        self.left = KeyTable(_CACHED)
+        """Marks, a longer cell's text and its marks -> the number of ``leaving``."""
         self._derived: dict[tuple[int, int, int], int] = {}
         self._belongs: dict[tuple[int, int], bool] = {}
 
@@ -97,37 +97,33 @@ class MarksTable:
 
     def as_realised(self, number: int, ahead: str) -> int:
         """Correct marks by what follows, which shows better than any trial what belongs."""
-        excluded = self._numbered[number].excluded
-        if not any(ahead[:length] in texts for length, texts in excluded.items()):
+        if not ahead.startswith(self._numbered[number].excluded):
             return number
         return self.number_of(
             tuple((t, belongs or ahead.startswith(t)) for t, belongs in self.marks_of(number))
         )
 
-    def without(self, number: int, hashed: int, longer: Callable[[], str]) -> int:
-        """Exclude a longer text, with this hash, from the cell."""
-        known = self._derived.get((number, hashed, -1))
-        if known is None:
-            text = longer()
-            others = (mark for mark in self.marks_of(number) if mark[0] != text)
-            known = self.number_of(tuple(sorted([*others, (text, False)])))
-            self._derived[number, hashed, -1] = known
-        return known
+    def without(self, number: int, longer: str) -> int:
+        """Exclude a longer text from the cell."""
+        others = (mark for mark in self.marks_of(number) if mark[0] != longer)
+        return self.number_of(tuple(sorted([*others, (longer, False)])))
 
-    def leaving(self, number: int, hashed: int, cell: Callable[[], str], own: int) -> int:
+    def leaving(self, number: int, text: str, own: int) -> int:
         """Exclude from a shorter cell what belongs to a longer one, too.
 
         Args:
             number: the shorter cell's marks.
-            hashed: the hash of the longer cell's text.
-            cell: this text.
+            text: of the longer cell.
             own: the longer cell's marks.
         """
+        marks = self.marks_of(number)
+        both = {t for t, belongs in marks if belongs and t.startswith(text)}
+        both = {t for t in both if self.belongs(own, t)}
+        return self.number_of(tuple((t, b and t not in both) for t, b in marks)) if both else number
+
+    def left_of(self, number: int, hashed: int, cell: Callable[[], str], own: int) -> int:
+        """``leaving``, of a text with this hash."""
         known = self._derived.get((number, hashed, own))
         if known is None:
-            marks, text = self.marks_of(number), cell()
-            both = {t for t, belongs in marks if belongs and t.startswith(text)}
-            both = {t for t in both if self.belongs(own, t)}
-            known = self.number_of(tuple((t, b and t not in both) for t, b in marks))
-            self._derived[number, hashed, own] = known
+            known = self._derived[number, hashed, own] = self.leaving(number, cell(), own)
         return known

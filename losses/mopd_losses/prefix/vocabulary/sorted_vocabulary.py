@@ -23,7 +23,6 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
     slice_hashes,
 )
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
-from mopd_losses.prefix.vocabulary.marks import Marks
 from mopd_protocol.tokenizers.token_table import TokenTable
 
 #: Sorts behind every character of a string.
@@ -204,29 +203,3 @@ class SortedVocabulary:
                 longer += 1
             cached = self._ranges[prefix] = PrefixRange(start, longer, stop)
         return cached
-
-    def marked_ranges(self, begun: str, text: str, marks: Marks) -> list[tuple[int, int]]:
-        """Return the ranges of the tokens that begin with ``begun`` and ``text`` and belong to the
-        cell ``text``, as its marks decide."""
-        tokens = self.range_of(begun + text)
-        # Ranges of marks are nested or disjoint; the innermost mark decides.
-        outer: list[tuple[int, bool]] = [(tokens.stop, True)]
-        edges: list[tuple[int, bool]] = [(tokens.start, True)]  # from this rank on
-        for longer, belongs in marks:
-            inner = self.range_of(begun + longer)
-            while outer[-1][0] <= inner.start and len(outer) > 1:
-                stop, _ = outer.pop()
-                edges.append((stop, outer[-1][1]))
-            edges.append((inner.start, belongs))
-            outer.append((inner.stop, belongs))
-        while len(outer) > 1:
-            stop, _ = outer.pop()
-            edges.append((stop, outer[-1][1]))
-        parts: list[tuple[int, int]] = []
-        stops = [start for start, _ in edges[1:]] + [tokens.stop]
-        for (start, belongs), stop in zip(edges, stops, strict=True):
-            if belongs and start < stop:
-                if parts and parts[-1][1] == start:
-                    start = parts.pop()[0]
-                parts.append((start, stop))
-        return parts

@@ -1,0 +1,94 @@
+"""``CellRanges``: the tokens of a vocabulary that continue with the cells of each boundary."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mopd_losses.prefix.boundaries import Places
+from mopd_losses.prefix.names import CellNames
+from mopd_losses.prefix.vocabulary.hashed_strings import (
+    Integers,
+    joined,
+    keys_of,
+    ranks_in_runs,
+)
+from mopd_losses.prefix.vocabulary.marked_ranges import MarkedRanges
+from mopd_losses.prefix.vocabulary.marks import UNMARKED, MarksTable
+
+
+@dataclass(frozen=True, eq=False)
+class CellRanges:
+    """The tokens of cells in open rows, in the order of boundaries, rows and cells."""
+
+    cells: Integers  # [ranges]
+    rows: Integers  # [ranges], indices of open rows
+    starts: Integers  # [ranges], ranks
+    stops: Integers  # [ranges]
+
+
+def cell_ranges(
+    names: CellNames,
+    marked: MarkedRanges,
+    places: Places,
+    chosen: Integers,
+    marks: MarksTable,
+    known: Integers | None = None,
+) -> CellRanges:
+    """Find the tokens of each cell in open rows of a side.
+
+    Args:
+        chosen: [rows], indices of open rows, ascending.
+        known: [cells], the side's nodes behind what its last open row has begun.
+    """
+    open_rows = places.open_rows
+    boundaries, lengths = open_rows.boundaries[chosen], open_rows.begun[chosen]
+    vocabulary = marked.vocabulary
+    first = np.searchsorted(names.boundaries, [boundaries, boundaries + 1])
+    counts = first[1] - first[0]
+    rows = np.repeat(np.arange(len(boundaries)), counts)
+    cells = np.repeat(first[0], counts) + ranks_in_runs(counts)
+    nodes = np.full(len(cells), -1, dtype=np.int64)
+    is_sought = np.ones(len(chosen), dtype=np.bool_)
+    if known is not None:
+        is_last = open_rows.last[boundaries] == chosen
+        at = np.flatnonzero(is_last[rows])
+        nodes[at] = known[cells[at]]
+        is_sought = ~is_last
+    # Few tokens continue with a character that no token has behind the one before the boundary.
+    before = places.text.codes[places.offsets[boundaries] - 1]
+    characters = names.texts.codes_at(np.zeros_like(names.boundaries))
+    sought = np.flatnonzero(is_sought[rows])
+    at, cell = rows[sought], cells[sought]
+    possible = vocabulary.contain(before[at], characters[cell]) | (lengths[at] == 0)
+    sought, at, cell = sought[possible], at[possible], cell[possible]
+    begun = open_rows.hashes[chosen]
+    nodes[sought] = vocabulary.nodes_of(joined(begun[at], lengths[at], names.texts.hashes[cell]))
+    kept = np.flatnonzero(nodes >= 0)
+    rows, cells, nodes = rows[kept], cells[kept], nodes[kept]
+    starts, stops = vocabulary.node_starts[nodes], vocabulary.node_stops[nodes]
+    has_marks = np.flatnonzero(names.marks[cells] != UNMARKED)
+    if not len(has_marks):
+        return CellRanges(cells, rows, starts, stops)
+
+    def strings_of(index: int) -> tuple[str, str, int]:
+        at = has_marks[index]
+        text = names.texts.string(int(cells[at]))
+        row = chosen[rows[at]]
+        begun = places.context_of(int(open_rows.boundaries[row]), int(open_rows.rows[row]))
+        return begun, text, int(names.marks[cells[at]])
+
+    first, last = marked.of(
+        keys_of(nodes[has_marks], lengths[rows[has_marks]], names.marks[cells[has_marks]]),
+        strings_of,
+        marks,
+    )
+    counts = np.ones(len(nodes), dtype=np.int64)
+    counts[has_marks] = last - first
+    at = np.repeat(np.arange(len(nodes)), counts)
+    starts, stops = starts[at], stops[at]
+    is_marked = np.zeros(len(nodes), dtype=np.bool_)
+    is_marked[has_marks] = True
+    sources = np.repeat(first, last - first) + ranks_in_runs(last - first)
+    starts[is_marked[at]] = marked.starts[sources]
+    stops[is_marked[at]] = marked.stops[sources]
+    return CellRanges(cells[at], rows[at], starts, stops)

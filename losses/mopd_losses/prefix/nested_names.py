@@ -1,0 +1,157 @@
+"""``NestedNames``: the names of a boundary of which one begins with another one.
+
+A name is a cell unless it belongs to a shorter one. Most shorter ones have no marks and contain all
+that begins with them; of the others, most longer names neither begin with another such name nor
+are the beginning of one.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_losses.prefix.boundaries import Places
+from mopd_losses.prefix.strings import Strings
+from mopd_losses.prefix.vocabulary.hashed_strings import Integers, keys_of
+from mopd_losses.prefix.vocabulary.marks import UNMARKED, MarksTable
+
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Names:
+    """Strings at each boundary."""
+
+    texts: Strings  # [names]
+    boundaries: Integers  # [names], ascending
+    likely: Flags  # [names], whether detours are worth finding
+
+
+@dataclass(frozen=True, eq=False)
+class NestedNames:
+    """Names in the order of boundaries and strings, with those that they begin with."""
+
+    names: Names
+    places: Places
+    marks: MarksTable
+    starts: Integers  # [names], ranks of the student's tokens, of all boundaries
+    stops: Integers  # [names]
+    is_nested: Flags  # [names], whether a name begins with another one
+    roots: Integers  # [names], the shortest of these, or the name itself
+
+    @classmethod
+    def of(cls, names: Names, nodes: Integers, places: Places, marks: MarksTable) -> "NestedNames":
+        """Find what each name begins with.
+
+        Args:
+            nodes: [names], see ``CellNames``.
+            places: of the student.
+        """
+        vocabulary, count = places.text.vocabulary, len(nodes)
+        origins = names.boundaries * (len(vocabulary) + 1)
+        starts = origins + vocabulary.node_starts.take(nodes)
+        stops = origins + vocabulary.node_stops.take(nodes)  # 0 without a node
+        # A prefix sorts before any text that begins with it, and its ranks enclose theirs.
+        is_nested = np.zeros(count, dtype=np.bool_)
+        is_nested[1:] = np.maximum.accumulate(stops)[:-1] > starts[1:]
+        is_nested &= nodes >= 0
+        roots = np.where(is_nested, 0, np.arange(count))
+        roots = np.maximum.accumulate(roots)
+        return cls(names, places, marks, starts, stops, is_nested, roots)
+
+    def select(self, found: Integers, numbers: Integers) -> Flags:
+        """Select the names that belong to no shorter cell, and leave to each cell what belongs to
+        no longer one: ``numbers`` are changed.
+
+        Args:
+            found: [names], marks before they were corrected.
+        """
+        marks, texts = self.marks, self.names.texts
+        is_cell = ~self.is_nested
+        # An unmarked cell contains all that begins with its text.
+        sought = np.flatnonzero(self.is_nested & (numbers[self.roots] != UNMARKED))
+        outside = self._outside(sought, found, numbers)
+        # Nothing in the shortest cell is in another one, but for names behind a longer cell.
+        furthest = np.maximum.accumulate(np.where(outside, self.stops[sought], 0))
+        sought = sought[outside | (furthest > self.starts[sought])]
+        starts, stops = self.starts[sought], self.stops[sought]
+        # A name that is part of no other one, nor another of it, takes its text from the root.
+        is_apart = np.ones(len(sought), dtype=np.bool_)
+        is_apart[1:] = np.maximum.accumulate(stops)[:-1] <= starts[1:]
+        is_apart[:-1] &= stops[:-1] <= starts[1:]
+        apart = sought[is_apart]
+        is_cell[apart] = True
+        roots, hashes, own = self.roots[apart], texts.hashes[apart], numbers[apart]
+        before = numbers[roots]
+
+        def compute(indices: Integers) -> Integers:
+            columns = (before[indices].tolist(), texts.strings(apart[indices]))
+            return np.array(list(map(marks.leaving, *columns, own[indices].tolist())))
+
+        left = marks.left.computed(keys_of(before, hashes, own), compute)
+        at = np.flatnonzero(left != before)
+        columns = (roots[at].tolist(), hashes[at].tolist(), apart[at].tolist(), own[at].tolist())
+        for root, hashed, name, its_own in zip(*columns, strict=True):
+            text = partial(texts.string, name)
+            numbers[root] = marks.left_of(int(numbers[root]), hashed, text, its_own)
+        self._select_nested(sought[~is_apart], numbers, is_cell)
+        return is_cell
+
+    def _outside(self, sought: Integers, found: Integers, numbers: Integers) -> Flags:
+        """Return whether names do not belong to their roots."""
+        roots, texts = self.roots[sought], self.names.texts
+
+        def are_outside(own: Integers, names: Integers) -> Flags:
+            def compute(indices: Integers) -> Integers:
+                columns = (own[indices].tolist(), texts.strings(names[indices]))
+                return np.array(list(map(self.marks.belongs, *columns)))
+
+            keys = keys_of(own, texts.hashes[names])
+            return self.marks.members.computed(keys, compute) == 0
+
+        result = are_outside(found[roots], sought)
+        # Corrections are about beginnings of the realised text, which is the same only here; the
+        # marks that were found, unlike these, occur at many boundaries.
+        at = np.flatnonzero(found[roots] != numbers[roots])
+        lengths = texts.lengths[roots[at]]
+        ahead = self.places.offsets[self.names.boundaries[roots[at]]] + lengths
+        same = texts.at(sought[at]).codes_at(lengths) == self.places.text.codes.take(ahead)
+        at = at[same]
+        result[at] = are_outside(numbers[roots[at]], sought[at])
+        return result
+
+    def _select_nested(self, sought: Integers, numbers: Integers, is_cell: Flags) -> None:
+        """Select names that begin with each other, one after another."""
+        texts, marks = self.names.texts, self.marks
+        shorter: list[_NestedCell] = []  # that the next name may begin with
+        root = -1
+        hashes = texts.hashes[sought].tolist()
+        columns = (sought, self.roots[sought], self.starts[sought], self.stops[sought])
+        for hashed, name, its_root, start, stop in zip(
+            hashes, *(column.tolist() for column in columns), strict=True
+        ):
+            if its_root != root:
+                root = its_root
+                shorter = [_NestedCell(root, int(self.stops[root]), int(numbers[root]))]
+            while shorter[-1].stop <= start:
+                shorter.pop()
+            text = partial(texts.string, name)
+            if any(marks.contains(cell.marks, hashed, text) for cell in shorter):
+                continue
+            own = int(numbers[name])
+            for cell in shorter:
+                marked = marks.left_of(cell.marks, hashed, text, own)
+                if marked != cell.marks:
+                    cell.marks = numbers[cell.name] = marked
+            is_cell[name] = True
+            shorter.append(_NestedCell(name, stop, own))
+
+
+@dataclass(slots=True)
+class _NestedCell:
+    """A cell that other names begin with."""
+
+    name: int
+    stop: int
+    marks: int
