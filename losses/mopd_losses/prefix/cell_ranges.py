@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mopd_losses.prefix.boundaries import Places
 from mopd_losses.prefix.names import CellNames
@@ -32,13 +33,13 @@ def cell_ranges(
     places: Places,
     chosen: Integers,
     marks: MarksTable,
-    known: Integers | None = None,
+    known: tuple[Integers, NDArray[np.bool_]],
 ) -> CellRanges:
     """Find the tokens of each cell in open rows of a side.
 
     Args:
         chosen: [rows], indices of open rows, ascending.
-        known: [cells], the side's nodes behind what its last open row has begun.
+        known: [cells], the side's nodes behind what some rows have begun; [rows], which ones.
     """
     open_rows = places.open_rows
     boundaries, lengths = open_rows.boundaries[chosen], open_rows.begun[chosen]
@@ -48,16 +49,13 @@ def cell_ranges(
     rows = np.repeat(np.arange(len(boundaries)), counts)
     cells = np.repeat(first[0], counts) + ranks_in_runs(counts)
     nodes = np.full(len(cells), -1, dtype=np.int64)
-    is_sought = np.ones(len(chosen), dtype=np.bool_)
-    if known is not None:
-        is_last = open_rows.last[boundaries] == chosen
-        at = np.flatnonzero(is_last[rows])
-        nodes[at] = known[cells[at]]
-        is_sought = ~is_last
+    known_nodes, is_known = known
+    at = np.flatnonzero(is_known[rows])
+    nodes[at] = known_nodes[cells[at]]
     # Few tokens continue with a character that no token has behind the one before the boundary.
     before = places.text.codes[places.offsets[boundaries] - 1]
     characters = names.texts.codes_at(np.zeros_like(names.boundaries))
-    sought = np.flatnonzero(is_sought[rows])
+    sought = np.flatnonzero(~is_known[rows])
     at, cell = rows[sought], cells[sought]
     possible = vocabulary.contain(before[at], characters[cell]) | (lengths[at] == 0)
     sought, at, cell = sought[possible], at[possible], cell[possible]

@@ -230,7 +230,10 @@ class _TeacherRows:
 
     def ranges(self, names: CellNames, boundaries: Boundaries, pair: TokenizerPair) -> CellRanges:
         """Find the tokens of each cell in these rows."""
-        return cell_ranges(names, pair.teacher_ranges, boundaries.teacher, self.kept, pair.marks)
+        known = names.teacher_nodes, self.begun == 0
+        return cell_ranges(
+            names, pair.teacher_ranges, boundaries.teacher, self.kept, pair.marks, known
+        )
 
     def range_masses(self, ranges: CellRanges, cells: int) -> Nats:
         """[cells], nats: the tokens of all rows of a boundary that continue with each cell."""
@@ -248,9 +251,9 @@ class _TeacherRows:
         by_rank = ((by_rank & ((1 << shift) - 1)) + width * np.arange(size)[:, None]).ravel()
         by_rank = by_rank[np.flatnonzero(self.reaching.take(by_rank))]
         entries = (self.ranks + len(self.vocabulary) * np.arange(size)[:, None]).ravel()
-        found = np.searchsorted(starts[order], entries.take(by_rank), side="right") - 1
+        places = np.searchsorted(starts[order], entries.take(by_rank), side="right") - 1
         latest = np.zeros_like(entries)
-        latest[by_rank] = order.take(found)
+        latest[by_rank] = order.take(places)
         at = np.flatnonzero(self.reaching)
         rows, entries, latest = at // width, entries.take(at), latest.take(at)
         inside = np.flatnonzero(entries < stops.take(latest))

@@ -13,6 +13,7 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
     character_hashes,
     joined,
     keys_of,
+    ranks_in_runs,
 )
 
 #: Tokens before a boundary that a tokenizer may divide differently.
@@ -56,10 +57,11 @@ class Contexts:
             parts.append(np.where(first + step < covering + (begun > 0), text.ids[at], -1))
         return cls(places, first, covering, starts, lengths, keys_of(*parts))
 
-    def text(self, boundary: int) -> str:
-        """Return the text before a boundary."""
-        start = int(self.starts[boundary])
-        return self.places.text.symbols[start : start + int(self.lengths[boundary])]
+    def texts(self, boundaries: Integers) -> list[str]:
+        """Return the text before each boundary."""
+        symbols, starts = self.places.text.symbols, self.starts[boundaries]
+        stops = starts + self.lengths[boundaries]
+        return [symbols[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
 
     def written(self, boundary: int) -> str:
         """Return the text of the context's tokens, with all of the covering one."""
@@ -76,16 +78,20 @@ class Contexts:
         lengths, offsets = self.lengths[boundaries], self.places.offsets[boundaries]
         result = np.where(lengths == 0, texts.lengths > 1, ~texts.are_text())
         characters = texts.codes_at(np.zeros_like(lengths))
-        undecided = (lengths > 0) & ~result
-        undecided &= vocabulary.contain(text.codes.take(offsets - 1), characters)
-        sought, count = np.flatnonzero(undecided), 1
-        while len(sought):
-            at = offsets[sought]
-            following = character_hashes(characters[sought])
-            begun = joined(text.slices(at - count, at), np.full_like(at, count), following)
-            crosses = vocabulary.nodes_of(begun) >= 0
-            result[sought[crosses]] = True
-            count += 1
-            sought = sought[~crosses]
-            sought = sought[lengths[sought] >= count]
+        # Only the first character matters, which many strings in succession have.
+        first = np.ones(len(result), dtype=np.bool_)
+        first[1:] = (characters[1:] != characters[:-1]) | (boundaries[1:] != boundaries[:-1])
+        runs = np.cumsum(first) - 1
+        first = np.flatnonzero(first)
+        lengths, offsets, characters = lengths[first], offsets[first], characters[first]
+        possible = vocabulary.contain(text.codes.take(offsets - 1), characters) & (lengths > 0)
+        possible = np.flatnonzero(possible)
+        # Every token that would begin inside the context, and continue.
+        before = ranks_in_runs(lengths[possible]) + 1
+        at = np.repeat(possible, lengths[possible])
+        following = character_hashes(characters[at])
+        begun = joined(text.slices(offsets[at] - before, offsets[at]), before, following)
+        crosses = np.zeros(len(first), dtype=np.bool_)
+        crosses[at[vocabulary.nodes_of(begun) >= 0]] = True
+        result |= crosses[runs]
         return result

@@ -30,7 +30,7 @@ _UNKNOWN = -1
 
 Flags = NDArray[np.bool_]
 
-_Column = TypeVar("_Column", Integers, Hashes)
+_Number = TypeVar("_Number", bound=np.generic)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class Candidates:
 
 
 class Decisions:
-    """What one token of the student decides of candidates of one teacher.
+    """Decisions on the candidates of one teacher, by tokens of one student.
 
     A candidate behind what the student has begun has two numbers. The second one is for boundaries
     where the student just spelled the candidate's beginning with a shorter token.
@@ -76,6 +76,8 @@ class Decisions:
         """[numbers], of these characters."""
         self.nodes: Integers = np.zeros(0, dtype=np.int64)
         """[numbers], the student's, of what is begun and these characters."""
+        self.teacher_nodes: Integers = np.zeros(0, dtype=np.int64)
+        """[numbers], the teacher's, of these characters."""
 
     def of(self, candidates: Candidates, boundaries: Boundaries) -> Integers:
         """Return the numbers of candidates, which are valid until the next call."""
@@ -84,7 +86,7 @@ class Decisions:
         student, vocabulary = boundaries.student, self._student
         rows, numbers = student.open_rows, candidates.boundaries
         begun = keys_of(rows.hashes[rows.last], rows.begun[rows.last])
-        # Of a token and where its end begins.
+        # A token, and where its end begins.
         ends = (candidates.starts << 32) + candidates.ids
 
         def compute(indices: Integers) -> Integers:
@@ -121,6 +123,7 @@ class Decisions:
         self._nodes = _grown(self._nodes, stop)
         self.lengths, self.nodes = _grown(self.lengths, 2 * stop), _grown(self.nodes, 2 * stop)
         self.hashes = _grown(self.hashes, 2 * stop)
+        self.teacher_nodes = _grown(self.teacher_nodes, 2 * stop)
         self._nodes[numbers] = self._student.nodes_of(
             joined(rows.hashes[last], rows.begun[last], texts.hashes)
         )
@@ -161,9 +164,10 @@ class Decisions:
         names = texts.beginnings(lengths)
         self.lengths[numbers], self.hashes[numbers] = lengths, names
         self.nodes[numbers] = self._student.nodes_of(joined(hashes, begun, names))
+        self.teacher_nodes[numbers] = self._teacher.nodes_of(names)
 
 
-def _grown(column: _Column, count: int) -> _Column:
+def _grown(column: NDArray[_Number], count: int) -> NDArray[_Number]:
     """Return a column of at least so many entries, which begins with the given ones."""
     if len(column) >= count:
         return column

@@ -200,10 +200,8 @@ class Detours:
         """Find the first token to each string that is neither realised nor known mass of it."""
         text = contexts.places.text
         before = contexts.lengths[boundaries]
-        wholes = [
-            contexts.text(number) + string
-            for number, string in zip(boundaries.tolist(), strings, strict=True)
-        ]
+        begun = contexts.texts(boundaries)
+        wholes = [first + second for first, second in zip(begun, strings, strict=True)]
         # A control token is never merged with the text before it.
         texts = [
             whole if whole[-1] <= _HIGHEST_BYTE else whole[:length]

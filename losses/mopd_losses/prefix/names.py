@@ -32,6 +32,7 @@ class CellNames:
     marks: Integers  # [cells], numbers
     nodes: Integers
     """[cells], the student's, of what its last open row has begun and the string."""
+    teacher_nodes: Integers  # [cells], the teacher's, of the string
     unnamed: Names  # likely candidates that no student token decides
 
 
@@ -50,9 +51,9 @@ def name_cells(
         whole: boundaries -> whether each side spells the realised text with one token.
     """
     decided = decisions.of(candidates, boundaries)
-    names, nodes = _distinct(candidates, decided, boundaries, decisions)
-    found, numbers = _marks(names, boundaries, separate, marks, whole)
-    is_cell = NestedNames.of(names, nodes, boundaries.student, marks).select(found, numbers)
+    names, nodes, teacher_nodes = _distinct(candidates, decided, boundaries, decisions)
+    uncorrected, numbers = _marks(names, boundaries, separate, marks, whole)
+    is_cell = NestedNames.of(names, nodes, boundaries.student, marks).select(uncorrected, numbers)
     is_named = decisions.lengths.take(decided) > 0
     unnamed = candidates.at(np.flatnonzero(candidates.likely & ~is_named))
     return CellNames(
@@ -60,15 +61,16 @@ def name_cells(
         boundaries=names.boundaries[is_cell],
         marks=numbers[is_cell],
         nodes=nodes[is_cell],
+        teacher_nodes=teacher_nodes[is_cell],
         unnamed=Names(unnamed.texts(boundaries), unnamed.boundaries, unnamed.likely),
     )
 
 
 def _distinct(
     candidates: Candidates, decided: Integers, boundaries: Boundaries, decisions: Decisions
-) -> tuple[Names, Integers]:
+) -> tuple[Names, Integers, Integers]:
     """Add the realised texts, which always have a cell, and sort the names of each boundary; also
-    return their nodes in the student's vocabulary behind what its last open row has begun.
+    return their nodes, see ``CellNames``.
 
     Args:
         decided: [candidates], numbers of decisions.
@@ -93,6 +95,8 @@ def _distinct(
     likely = np.concatenate([candidates.likely[named], np.zeros(count, dtype=np.bool_)])
     own = _nodes(student, student.open_rows.last, realised.hashes)
     nodes = np.concatenate([decisions.nodes.take(decided), own])
+    others = boundaries.teacher.text.vocabulary.nodes_of(realised.hashes)
+    teacher_nodes = np.concatenate([decisions.teacher_nodes.take(decided), others])
     # A token of the student begins with every name, but for unknown control tokens; they are last.
     size = len(student.text.vocabulary.node_starts)
     keys = numbers * size + np.where(nodes < 0, size - 1, nodes)
@@ -103,7 +107,7 @@ def _distinct(
     is_likely = np.zeros(len(first), dtype=np.bool_)
     if count:
         is_likely = np.logical_or.reduceat(likely[order], starts)
-    return Names(texts.at(first), numbers[first], is_likely), nodes[first]
+    return Names(texts.at(first), numbers[first], is_likely), nodes[first], teacher_nodes[first]
 
 
 def _nodes(places: Places, open_rows: Integers, hashes: Hashes) -> Integers:
@@ -123,7 +127,7 @@ def _marks(
     """[names] each, numbers of their marks: as found with the tokenizers, and as corrected by the
     realised text."""
     student, texts = boundaries.student, names.texts
-    found = np.full(len(texts), UNMARKED, dtype=np.int64)
+    uncorrected = np.full(len(texts), UNMARKED, dtype=np.int64)
     likely = np.flatnonzero(names.likely)
     at = names.boundaries[likely]
     sides = (student, boundaries.teacher)
@@ -146,20 +150,20 @@ def _marks(
         other.begun[begun[1]],
         texts.hashes[likely],
     )
-    found[likely] = separate.of(keys, cell)
-    numbers = found.copy()
+    uncorrected[likely] = separate.of(keys, cell)
+    numbers = uncorrected.copy()
     offsets, symbols = student.offsets[names.boundaries], student.text.symbols
     realised = boundaries.realised[names.boundaries]
-    possible = np.flatnonzero((found != UNMARKED) | (texts.lengths < realised))
+    possible = np.flatnonzero((uncorrected != UNMARKED) | (texts.lengths < realised))
     follows = student.text.begins_with(
         offsets[possible], texts.hashes[possible], texts.lengths[possible]
     )
     possible = possible[follows]
-    corrected = possible[found[possible] != UNMARKED]
+    corrected = possible[uncorrected[possible] != UNMARKED]
     numbers[corrected] = [
         marks.as_realised(number, symbols[offset : offset + LONGEST])
         for number, offset in zip(
-            found[corrected].tolist(), offsets[corrected].tolist(), strict=True
+            uncorrected[corrected].tolist(), offsets[corrected].tolist(), strict=True
         )
     ]
     shorter = possible[texts.lengths[possible] < realised[possible]]
@@ -179,7 +183,7 @@ def _marks(
 
     keys = keys_of(before, student.text.slices(starts, stops))
     numbers[shorter] = marks.excluded.computed(keys, excluded)
-    return found, numbers
+    return uncorrected, numbers
 
 
 def _begun(places: Places, boundaries: Integers, hashes: Hashes) -> Integers:

@@ -60,45 +60,45 @@ class NestedNames:
         roots = np.maximum.accumulate(roots)
         return cls(names, places, marks, starts, stops, is_nested, roots)
 
-    def select(self, found: Integers, numbers: Integers) -> Flags:
+    def select(self, uncorrected: Integers, numbers: Integers) -> Flags:
         """Select the names that belong to no shorter cell, and leave to each cell what belongs to
         no longer one: ``numbers`` are changed.
 
         Args:
-            found: [names], marks before they were corrected.
+            uncorrected: [names], marks as the tokenizers show them.
         """
         marks, texts = self.marks, self.names.texts
         is_cell = ~self.is_nested
         # An unmarked cell contains all that begins with its text.
         sought = np.flatnonzero(self.is_nested & (numbers[self.roots] != UNMARKED))
-        outside = self._outside(sought, found, numbers)
+        outside = self._outside(sought, uncorrected, numbers)
         # Nothing in the shortest cell is in another one, but for names behind a longer cell.
         furthest = np.maximum.accumulate(np.where(outside, self.stops[sought], 0))
         sought = sought[outside | (furthest > self.starts[sought])]
         starts, stops = self.starts[sought], self.stops[sought]
         # A name that is part of no other one, nor another of it, takes its text from the root.
-        is_apart = np.ones(len(sought), dtype=np.bool_)
-        is_apart[1:] = np.maximum.accumulate(stops)[:-1] <= starts[1:]
-        is_apart[:-1] &= stops[:-1] <= starts[1:]
-        apart = sought[is_apart]
-        is_cell[apart] = True
-        roots, hashes, own = self.roots[apart], texts.hashes[apart], numbers[apart]
+        is_separate = np.ones(len(sought), dtype=np.bool_)
+        is_separate[1:] = np.maximum.accumulate(stops)[:-1] <= starts[1:]
+        is_separate[:-1] &= stops[:-1] <= starts[1:]
+        disjoint = sought[is_separate]
+        is_cell[disjoint] = True
+        roots, hashes, own = self.roots[disjoint], texts.hashes[disjoint], numbers[disjoint]
         before = numbers[roots]
 
         def compute(indices: Integers) -> Integers:
-            columns = (before[indices].tolist(), texts.strings(apart[indices]))
+            columns = (before[indices].tolist(), texts.strings(disjoint[indices]))
             return np.array(list(map(marks.leaving, *columns, own[indices].tolist())))
 
         left = marks.left.computed(keys_of(before, hashes, own), compute)
         at = np.flatnonzero(left != before)
-        columns = (roots[at].tolist(), hashes[at].tolist(), apart[at].tolist(), own[at].tolist())
+        columns = (roots[at].tolist(), hashes[at].tolist(), disjoint[at].tolist(), own[at].tolist())
         for root, hashed, name, its_own in zip(*columns, strict=True):
             text = partial(texts.string, name)
             numbers[root] = marks.left_of(int(numbers[root]), hashed, text, its_own)
-        self._select_nested(sought[~is_apart], numbers, is_cell)
+        self._select_nested(sought[~is_separate], numbers, is_cell)
         return is_cell
 
-    def _outside(self, sought: Integers, found: Integers, numbers: Integers) -> Flags:
+    def _outside(self, sought: Integers, uncorrected: Integers, numbers: Integers) -> Flags:
         """Return whether names do not belong to their roots."""
         roots, texts = self.roots[sought], self.names.texts
 
@@ -110,10 +110,10 @@ class NestedNames:
             keys = keys_of(own, texts.hashes[names])
             return self.marks.members.computed(keys, compute) == 0
 
-        result = are_outside(found[roots], sought)
+        result = are_outside(uncorrected[roots], sought)
         # Corrections are about beginnings of the realised text, which is the same only here; the
-        # marks that were found, unlike these, occur at many boundaries.
-        at = np.flatnonzero(found[roots] != numbers[roots])
+        # other marks, unlike these, occur at many boundaries.
+        at = np.flatnonzero(uncorrected[roots] != numbers[roots])
         lengths = texts.lengths[roots[at]]
         ahead = self.places.offsets[self.names.boundaries[roots[at]]] + lengths
         same = texts.at(sought[at]).codes_at(lengths) == self.places.text.codes.take(ahead)

@@ -74,8 +74,15 @@ class Preparation:
         known = np.flatnonzero((stops == WHOLE_ROW) | (rows.starts < stops))
         columns = ranks_in_runs(np.bincount(names.boundaries, minlength=count))
         every = np.arange(len(rows.rows))
+        is_last = np.zeros(len(every), dtype=np.bool_)
+        is_last[rows.last] = True
         named = cell_ranges(
-            names, pair.student_ranges, boundaries.student, every, pair.marks, names.nodes
+            names,
+            pair.student_ranges,
+            boundaries.student,
+            every,
+            pair.marks,
+            known=(names.nodes, is_last),
         )
         ranks = pair.student.ranks[detours.ids]
 

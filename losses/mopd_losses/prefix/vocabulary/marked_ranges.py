@@ -79,13 +79,15 @@ def ranges_of(
     each has."""
     # A cell's text and its marks, in the order of strings: a range is part of those before it that
     # are not over, or disjoint with them.
-    texts = [
-        begun + longer for begun, text, marks in cells for longer in (text, *(t for t, _ in marks))
-    ]
-    belongs = np.array(
-        [flag for cell in cells for flag in (True, *(b for _, b in cell.marks))], dtype=np.bool_
-    )
+    texts: list[str] = []
+    flags: list[bool] = []
     counts = np.array([1 + len(cell.marks) for cell in cells], dtype=np.int64)
+    for begun, text, marks in cells:
+        texts.append(begun + text)
+        texts += [begun + longer for longer, _ in marks] if begun else [each[0] for each in marks]
+        flags.append(True)
+        flags += [each[1] for each in marks]
+    belongs = np.array(flags, dtype=np.bool_)
     lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
     ends = np.cumsum(lengths + 1) - 1
     hashes = prefix_hashes(codes_of(SEPARATOR.join(texts)))

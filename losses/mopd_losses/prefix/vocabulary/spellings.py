@@ -36,7 +36,7 @@ class Spellings:
         cls, vocabulary: SortedVocabulary, encoder: TextEncoder, strings: Sequence[str]
     ) -> "Spellings":
         """Tokenize strings by one call."""
-        decoded = [utf8_text(string) for string in strings]
+        decoded = [string if string.isascii() else utf8_text(string) for string in strings]
         is_text = np.array([text is not None for text in decoded], dtype=np.bool_)
         tokens = encoder.encode_arrays([text for text in decoded if text is not None])
         counts = np.zeros(len(strings), dtype=np.int64)
