@@ -238,7 +238,8 @@ def separate_tokens(
 ) -> dict[str, bool]:
     """Longer tokens of the student, behind the byte, and whether they are known to be no part of a
     cell: no text that the student's tokenizer spells with one of them has a token of the teacher
-    that ends behind the cell's text, or between it and the token's end."""
+    that ends behind the cell's text, or between it and the token's end; and no longer text that is
+    one token of the teacher has such a token of the student."""
     student, teacher = student_at[0], teacher_at[0]
     begun, teacher_begun = (begun_before(*side, cell) for side in (student_at, teacher_at))
     ahead = student.text[student_at[1] :]
@@ -254,10 +255,13 @@ def separate_tokens(
             if continued and ends[0] != len(text):
                 break  # no continuation can make it separate
             end = first_end(teacher, teacher_begun, text + continued)
-            if first_end(student, begun, text + continued) == len(text) and end != -1:
+            own = first_end(student, begun, text + continued)
+            if own == len(text) and end != -1:
                 ends.append(min(end, len(text)))
             elif not continued:
                 break
+            elif end == len(text + continued):
+                ends.append(own)
         if ends and all(end >= len(text) or end < len(cell) for end in ends):
             results[text] = not ahead.startswith(text)
             for other in longer:
@@ -355,14 +359,24 @@ def detours(
         crossed = may_cross(side, at, cell) if context else len(cell) > 1
         if is_text and not crossed:
             continue
-        whole = context + cell if is_text else context
-        try:
-            whole.encode("latin-1").decode()
-        except UnicodeDecodeError:
-            continue
         if not is_canonical:
             continue
-        detour = first_deviation(side, context, cell, side.encode(whole), first, covering)
+        detour = None
+        # A text may be one token, and no longer one once more follows.
+        joined = is_text and has_joining_token(side, context, cell)
+        for after in ["", *continuations(side, context + cell)] if joined else [""]:
+            whole = context + cell + after if is_text else context
+            try:
+                whole.encode("latin-1").decode()
+            except UnicodeDecodeError:
+                continue
+            limit = len(context) if after else len(context + cell)
+            encoded = side.encode(whole)
+            detour = first_deviation(
+                side, context, cell + after, encoded, first, covering, limit=limit
+            )
+            if detour:
+                break
         if detour and (cell in cells or not detour[2]):
             deviations[detour[:2]] = detour[2]
             lacking |= {cell} & set(cells)
@@ -390,18 +404,35 @@ def may_cross(side: Side, at: int, cell: str) -> bool:
     return crossed and ord(cell[-1]) < 256
 
 
+def has_joining_token(side: Side, context: str, cell: str) -> bool:
+    """True if a token spells the end of a context and all of the cell behind it."""
+    try:
+        (context + cell).encode("latin-1").decode()
+    except UnicodeDecodeError:
+        return False
+    token = side.encode(context + cell)[-1]
+    return len(token) > len(cell)
+
+
 def first_deviation(
-    side: Side, context: str, cell: str, tokens: Sequence[str], first: int, covering: int
+    side: Side,
+    context: str,
+    cell: str,
+    tokens: Sequence[str],
+    first: int,
+    covering: int,
+    *,
+    limit: int,
 ) -> tuple[int, str, bool] | None:
     """Row, token and whether it counts as open, of the first token of a path that is neither
-    realised nor mass of the cell."""
+    realised nor mass of the cell; none beyond the context that reaches the limit."""
     whole, start = context + cell, 0
     for row, token in enumerate(tokens, start=first):
         end = start + len(token)
         if not whole.startswith(token, start):
             return None
         if end > len(context):
-            return (row, token, True) if end < len(whole) else None
+            return (row, token, True) if end < limit else None
         if token != side.tokens[side.realised[row]]:
             return row, token, end == len(context) and row == covering
         start = end

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from mopd_losses.prefix.contexts import WINDOW, Contexts
 from mopd_losses.prefix.nested_names import Names
+from mopd_losses.prefix.separate_tokens import continuations
 from mopd_losses.prefix.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers, keys_of, ranks_in_runs
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
@@ -197,8 +198,8 @@ class Detours:
         return self._canonical.computed(contexts.keys[boundaries], compute) == 1
 
     def _detours(self, contexts: Contexts, boundaries: Integers, strings: list[str]) -> Integers:
-        """Find the first token to each string that is neither realised nor known mass of it."""
-        text = contexts.places.text
+        """Find the first token to each string that is neither realised nor known mass of it; if
+        there is none, one that ends at or before the boundary once the string continues."""
         before = contexts.lengths[boundaries]
         begun = contexts.texts(boundaries)
         wholes = [first + second for first, second in zip(begun, strings, strict=True)]
@@ -207,6 +208,30 @@ class Detours:
             whole if whole[-1] <= _HIGHEST_BYTE else whole[:length]
             for whole, length in zip(wholes, before.tolist(), strict=True)
         ]
+        lengths = np.array(list(map(len, wholes)), dtype=np.int64)
+        results, is_one = self._first_detours(contexts, boundaries, texts, lengths)
+        # A string may be one token, and no longer one once more follows: `bb`, but `b|ba`.
+        continued = [
+            (index, texts[index] + after)
+            for index in np.flatnonzero(is_one).tolist()
+            for after in continuations(self._vocabulary, texts[index])
+        ]
+        owners = np.array([index for index, _ in continued], dtype=np.int64)
+        after_more, _ = self._first_detours(
+            contexts, boundaries[owners], [text for _, text in continued], before[owners]
+        )
+        at = np.flatnonzero(after_more != _NO_DETOUR)
+        reached, first = np.unique(owners[at], return_index=True)
+        results[reached] = after_more[at[first]]
+        return results
+
+    def _first_detours(
+        self, contexts: Contexts, boundaries: Integers, texts: list[str], limits: Integers
+    ) -> tuple[Integers, Flags]:
+        """Find the first token of each text behind a context that is not realised; none that ends
+        beyond the boundary and at the limit or behind it. Also return whether such a one begins
+        before the boundary."""
+        text, before = contexts.places.text, contexts.lengths[boundaries]
         spelled = Spellings.of(self._vocabulary, self._encoder, texts)
         owners, steps = spelled.owners, spelled.steps
         rows = contexts.first_rows[boundaries][owners] + steps
@@ -216,14 +241,17 @@ class Detours:
         reached, first = np.unique(owners[at], return_index=True)
         at = at[first]
         # A token that ends with the string, or behind it, is known mass of it.
-        kept = ~is_beyond[at] | (spelled.ends[at] < spelled.lengths[reached])
+        kept = ~is_beyond[at] | (spelled.ends[at] < limits[reached])
+        begins = spelled.ends[at] - self._vocabulary.lengths[spelled.ids[at]]
+        is_one = np.zeros(len(texts), dtype=np.bool_)
+        is_one[reached[~kept & (begins < before[reached])]] = True
         at, reached = at[kept], reached[kept]
         ends_open_row = spelled.ends[at] == before[reached]
         ends_open_row &= rows[at] == contexts.covering_rows[boundaries[reached]]
         counted = is_beyond[at] | ends_open_row
-        results = np.full(len(strings), _NO_DETOUR, dtype=np.int64)
+        results = np.full(len(texts), _NO_DETOUR, dtype=np.int64)
         results[reached] = 1 + counted + 2 * (steps[at] + _STEPS * spelled.ids[at])
-        return results
+        return results, is_one
 
 
 def probed(contexts: Contexts, rows: Integers, tokens: Integers) -> tuple[Strings, Integers]:

@@ -3,7 +3,7 @@
 A teacher's token `` 1`` is also a statement about `` 14``: had that followed, its tokenizer would
 have spelled it with another token. So the student's token `` 14`` is no part of the event `` 1``,
 unless the teacher's tokenizer ends a token behind `` 1`` in some text that the student's spells
-with `` 14``.
+with `` 14``, or the student's does so in a text that is one token of the teacher: `` 1|40``.
 """
 
 from collections.abc import Callable, Iterator
@@ -130,7 +130,8 @@ class SeparateTokens:
 
     def _separate(self, tried: list[_Longer]) -> Iterator[_Longer]:
         """Select the texts in which the teacher never ends a token behind the cell's text; nor
-        inside the longer one, where another cell could."""
+        inside the longer one, where another cell could. Neither does the student in a longer text
+        that is one token of the teacher."""
         separate: list[_Longer] = []
         continued: list[_Continued] = []
         # Only what the student's tokenizer spells with the very token shows where it belongs.
@@ -144,8 +145,16 @@ class SeparateTokens:
             if end >= len(text) or NOT_TEXT < end < longer.shorter:
                 separate.append(longer)
         ends = zip(continued, self._ends_by_teacher(continued), strict=True)
-        inner = [each for each, end in ends if each[0].shorter <= end < len(each[0].text)]
-        divided = {longer for longer, _ in self._spelled_by_one(inner)}
+        decisive = [
+            (each, end) for each, end in ends if _is_inside(each[0], end) or end == len(each[1])
+        ]
+        begun = [longer.place.student for (longer, _), _ in decisive]
+        own_ends = _ends(self._student_ends, begun, [each for each, _ in decisive])
+        divided = {
+            longer
+            for ((longer, _), end), own in zip(decisive, own_ends, strict=True)
+            if (own == len(longer.text) if _is_inside(longer, end) else _is_inside(longer, own))
+        }
         return (longer for longer in separate if longer not in divided)
 
     def _spelled_by_one(self, texts: list[_Continued]) -> list[_Continued]:
@@ -161,10 +170,18 @@ class SeparateTokens:
     def _continuations(self, place: Place, text: str) -> Iterator[str]:
         """Yield what either side may merge with the end of a text."""
         for vocabulary, begun in ((self._student, place.student), (self._teacher, place.teacher)):
-            whole = begun + text
-            for start in range(max(len(whole) - ENDS, 1), len(whole)):
-                for token in vocabulary.frequent_tokens(whole[start:], TOKENS_PER_END):
-                    yield token[len(whole) - start :]
+            yield from continuations(vocabulary, begun + text)
+
+
+def continuations(vocabulary: SortedVocabulary, text: str) -> Iterator[str]:
+    """Yield what a token of a vocabulary may consist of together with the end of a text."""
+    for start in range(max(len(text) - ENDS, 1), len(text)):
+        for token in vocabulary.frequent_tokens(text[start:], TOKENS_PER_END):
+            yield token[len(text) - start :]
+
+
+def _is_inside(longer: _Longer, end: int) -> bool:
+    return longer.shorter <= end < len(longer.text)
 
 
 def _ends(ends: FirstEnds, begun: list[str], texts: list[_Continued]) -> list[int]:

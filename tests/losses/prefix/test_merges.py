@@ -1,0 +1,63 @@
+"""Tokenizers that merge, where a text is one token and no longer one once more follows."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bench.byte_models import false_loss, merging_pair
+from tests.losses.prefix_pairs import Pair, compared, model_rows
+from tests.reference import prefix_kl as slow
+from tests.reference.text_model import TokenModel, markov_texts
+
+#: Nats in place of -inf, which has no gradient.
+LOWEST = -60
+
+
+@pytest.mark.parametrize(
+    ("letters", "longest", "merges", "seed"),
+    [
+        ("ab", 6, 12, 0),  # the student's `bbb`, but `bb|bb`
+        ("abcd", 3, 12, 5),  # the student's `cd`, but `c|da`
+        ("ab", 5, 12, 2),  # the student's `bbb`, but `bb|bb`, inside a token
+    ],
+)
+def test_text_that_is_one_token_until_more_follows_has_hardly_any_loss(
+    letters: str, longest: int, merges: int, seed: int
+) -> None:
+    texts = markov_texts(letters, longest, seed)
+    assert false_loss(merging_pair(seed, letters, merges), texts, top_k=64) <= 0.004
+
+
+@pytest.mark.parametrize(("letters", "merges", "seed"), [("ab", 12, 0), ("ab", 6, 11)])
+def test_values_of_a_byte_model_equal_the_slow_twin(letters: str, merges: int, seed: int) -> None:
+    pair, texts = merging_pair(seed, letters, merges), markov_texts(letters, 4, seed)
+    student = TokenModel(dict(texts), pair.student.tokenize)
+    other = TokenModel(dict(markov_texts(letters, 4, seed + 1)), pair.teacher.tokenize)
+    for text in list(texts)[::3]:
+        ids = pair.student.ids(student.written[text]), pair.teacher.ids(other.written[text])
+        rows = model_rows(pair.teacher, other, text)
+        comparison = compared(pair, *ids, rows, k=64)
+        logits = model_rows(pair.student, student, text).clamp_min(LOWEST)
+        output = pair.value(logits, pair.targets([comparison]))
+        sides = _sides(pair, ids, logits, comparison.score.topk)
+        expected = torch.tensor(slow.per_token(*sides, "forward_kl", 0.0), dtype=torch.float64)
+        torch.testing.assert_close(output.per_token, expected, rtol=1e-6, atol=1e-8)
+
+
+def _sides(
+    pair: Pair, ids: tuple[list[int], list[int]], logits: torch.Tensor, topk: Any
+) -> tuple[slow.Side, slow.Side]:
+    """The student and the teacher for the slow twin."""
+    table = pair.student.table
+    every = [token for token in range(table.size) if table.present[token]]
+    own = logits.masked_fill(~pair.real_ids, -torch.inf).log_softmax(dim=1)
+    kept = [[token for token in row if token >= 0] for row in topk.ids.tolist()]
+    rows = torch.full((len(ids[1]), pair.teacher.logit_width), -torch.inf, dtype=torch.float64)
+    for at, (known, nats) in enumerate(zip(kept, topk.logprobs, strict=True)):
+        rows[at, known] = torch.from_numpy(nats[: len(known)])
+    tails = np.exp(topk.tail_logprobs).tolist()
+    return pair.student.side(ids[0], own, [every] * len(ids[0])), pair.teacher.side(
+        ids[1], rows, kept, tails
+    )
