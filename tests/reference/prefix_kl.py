@@ -283,11 +283,11 @@ def frequent(side: Side, prefix: str, count: int) -> list[str]:
     return tokens[:count]
 
 
-def continuations(side: Side, text: str) -> list[str]:
-    """Texts that a side may merge with the end of a text."""
+def continuations(side: Side, text: str, tokens: int = TOKENS_PER_END) -> list[str]:
+    """Texts that a side may merge with the end of a text, of so many tokens for each end."""
     starts = range(max(len(text) - ENDS, 1), len(text))
     ends = [(text[start:], len(text) - start) for start in starts]
-    return [t[n:] for end, n in ends for t in frequent(side, end, TOKENS_PER_END)]
+    return [t[n:] for end, n in ends for t in frequent(side, end, tokens)]
 
 
 def first_end(side: Side, begun: str, text: str) -> int:
@@ -364,7 +364,7 @@ def detours(
         detour = None
         # A text may be one token, and no longer one once more follows.
         joined = is_text and has_joining_token(side, context, cell)
-        for after in ["", *continuations(side, context + cell)] if joined else [""]:
+        for after in ["", *continuations(side, context + cell, 1)] if joined else [""]:
             whole = context + cell + after if is_text else context
             try:
                 whole.encode("latin-1").decode()

@@ -214,7 +214,7 @@ class Detours:
         continued = [
             (index, texts[index] + after)
             for index in np.flatnonzero(is_one).tolist()
-            for after in continuations(self._vocabulary, texts[index])
+            for after in continuations(self._vocabulary, texts[index], 1)
         ]
         owners = np.array([index for index, _ in continued], dtype=np.int64)
         after_more, _ = self._first_detours(

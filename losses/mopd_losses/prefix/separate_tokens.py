@@ -170,13 +170,14 @@ class SeparateTokens:
     def _continuations(self, place: Place, text: str) -> Iterator[str]:
         """Yield what either side may merge with the end of a text."""
         for vocabulary, begun in ((self._student, place.student), (self._teacher, place.teacher)):
-            yield from continuations(vocabulary, begun + text)
+            yield from continuations(vocabulary, begun + text, TOKENS_PER_END)
 
 
-def continuations(vocabulary: SortedVocabulary, text: str) -> Iterator[str]:
-    """Yield what a token of a vocabulary may consist of together with the end of a text."""
+def continuations(vocabulary: SortedVocabulary, text: str, tokens: int) -> Iterator[str]:
+    """Yield what a token of a vocabulary may consist of together with the end of a text: of so many
+    tokens for each length of the end."""
     for start in range(max(len(text) - ENDS, 1), len(text)):
-        for token in vocabulary.frequent_tokens(text[start:], TOKENS_PER_END):
+        for token in vocabulary.frequent_tokens(text[start:], tokens):
             yield token[len(text) - start :]
 
 
