@@ -89,7 +89,7 @@ def run_demo(output_dir: Path, *, seed: int, steps: int | None, console: Console
             prompts=prompts,
             student=folders[student.name],
             teachers={
-                name: {"url": url, "loss": {"type": "ctkd", "divergence": DIVERGENCES[name]}}
+                name: {"url": url, "loss": {"type": "auto", "divergence": DIVERGENCES[name]}}
                 for name, url in addresses.items()
             },
             steps=steps or STEPS,
