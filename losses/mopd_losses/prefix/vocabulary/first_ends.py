@@ -5,11 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from mopd_losses.prefix.vocabulary.hashed_strings import (
-    SEPARATOR,
     Integers,
-    codes_of,
-    prefix_hashes,
-    slice_hashes,
+    string_hashes,
 )
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
@@ -47,14 +44,12 @@ class FirstEnds:
             begun: [strings], characters at the beginning of each string.
         """
         lengths = np.fromiter(map(len, strings), dtype=np.int64, count=len(strings))
-        stops = np.cumsum(lengths + 1) - 1
-        hashes = prefix_hashes(codes_of(SEPARATOR.join(strings)))
 
         def compute(indices: Integers) -> Integers:
             unknown: list[int] = indices.tolist()
             return self._end_bits([strings[index] for index in unknown])
 
-        bits = self._table.computed(slice_hashes(hashes, stops - lengths, stops), compute)
+        bits = self._table.computed(string_hashes(strings), compute)
         first = np.array(begun, dtype=np.int64) - _unrecorded(lengths)
         beyond = np.where(first < 0, 0, bits >> np.maximum(first, 0) >> 1)
         _, exponents = np.frexp((beyond & -beyond).astype(np.float64))  # one more than that of it

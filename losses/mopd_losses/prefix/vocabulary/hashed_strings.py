@@ -74,7 +74,10 @@ def slice_hashes(prefixes: Hashes, starts: Integers, stops: Integers) -> Hashes:
 
 def string_hashes(texts: Sequence[str]) -> Hashes:
     """Hash whole strings."""
-    return np.array([prefix_hashes(codes_of(text))[-1] for text in texts], dtype=np.uint64)
+    lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
+    stops = np.cumsum(lengths + 1) - 1
+    prefixes = prefix_hashes(codes_of(SEPARATOR.join(texts)))
+    return slice_hashes(prefixes, stops - lengths, stops)
 
 
 def character_hashes(codes: Codes) -> Hashes:

@@ -6,12 +6,9 @@ from typing import NamedTuple
 import numpy as np
 
 from mopd_losses.prefix.vocabulary.hashed_strings import (
-    SEPARATOR,
     Hashes,
     Integers,
-    codes_of,
-    prefix_hashes,
-    slice_hashes,
+    string_hashes,
 )
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
 from mopd_losses.prefix.vocabulary.marks import Marks, MarksTable
@@ -88,10 +85,7 @@ def ranges_of(
         flags.append(True)
         flags += [each[1] for each in marks]
     belongs = np.array(flags, dtype=np.bool_)
-    lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
-    ends = np.cumsum(lengths + 1) - 1
-    hashes = prefix_hashes(codes_of(SEPARATOR.join(texts)))
-    nodes = vocabulary.nodes_of(slice_hashes(hashes, ends - lengths, ends))
+    nodes = vocabulary.nodes_of(string_hashes(texts))
     is_cell = np.zeros(len(texts), dtype=np.bool_)
     is_cell[np.cumsum(counts) - counts] = True
     kept = np.flatnonzero((nodes >= 0) | is_cell)
