@@ -26,6 +26,7 @@ from mopd_losses import Loss, ProjectionCache, SftLoss, build_loss
 from mopd_protocol import Prompt, Rollout, TrainingError, replacing_folder
 from mopd_server import TeacherService, TeacherSettings, create_app
 from mopd_trainer import (
+    Corrector,
     ImportanceConfig,
     Learner,
     PromptOrder,
@@ -70,7 +71,14 @@ class Run:
             name += f"-temperature{pair.temperature:g}"
         if pair.importance.least != ImportanceConfig().least:
             name += f"-least{pair.importance.least:g}"
+        if self.corrections:
+            name += f"-corrections{self.corrections}"
         return name
+
+    @property
+    def corrections(self) -> int:
+        """Rounds of corrections of samples; none of reference completions."""
+        return 0 if self.loss == SFT else self.pair.corrections
 
     @property
     def teachers(self) -> Mapping[str, Side]:
@@ -101,6 +109,7 @@ class Run:
             "evaluations": self.evaluations,
             "importance": pair.importance.model_dump(),
             **({} if pair.temperature == 1 else {"temperature": pair.temperature}),
+            **({"corrections": self.corrections} if self.corrections else {}),
         }
 
 
@@ -123,6 +132,13 @@ async def _distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
     first_loss, stopped = math.nan, None
     async with connected_teachers(run, student, models, cache) as (pool, teachers):
         scorer = RolloutScorer(pool, teachers, student.table)
+        corrector = Corrector(
+            sampler,
+            scorer,
+            student.identity,
+            rollout_config(run),
+            seed=run.seed,
+        )
         learner = Learner(
             student,
             config,
@@ -133,7 +149,9 @@ async def _distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
         )
         for step in range(pair.steps):
             begun = time.process_time()
-            examples, _ = await collect(order.batch(step), sampler, scorer, step)
+            examples, _ = await collect(
+                order.batch(step), sampler, scorer, step, corrector=corrector
+            )
             collected = time.process_time()
             tokens = sum(len(example.rollout.completion) for example in examples)
             batches = pack(
@@ -201,16 +219,24 @@ def _sampling(run: Run, student: Student, encoder: Encoder) -> tuple[Sampler, Pr
         for index, (exercise, name) in enumerate(sources)
     ]
     order = PromptOrder(prompts, prompts_per_step=PROMPTS_PER_STEP, seed=run.seed, shuffle=True)
-    config = RolloutConfig(
-        prompts_per_step=PROMPTS_PER_STEP,
-        generation_batch_size=PROMPTS_PER_STEP,
-        max_new_tokens=run.pair.max_new_tokens,
-        temperature=run.pair.temperature,
-    )
+    config = rollout_config(run)
     if run.loss == SFT:
         exercises = [exercise for exercise, _ in sources]
         return ReferenceSampler(student, config, encoder, exercises), order
-    return Sampler(student, config, seed=run.seed), order
+    sampler = Sampler(student, config, seed=run.seed, keep_topk=config.correction_candidates)
+    return sampler, order
+
+
+def rollout_config(run: Run) -> RolloutConfig:
+    """Return the settings of the student's samples."""
+    pair = run.pair
+    return RolloutConfig(
+        prompts_per_step=PROMPTS_PER_STEP,
+        generation_batch_size=PROMPTS_PER_STEP,
+        max_new_tokens=pair.max_new_tokens,
+        temperature=pair.temperature,
+        corrections=run.corrections,
+    )
 
 
 class ReferenceSampler(Sampler):

@@ -91,6 +91,8 @@ class Pair:
     """Sampling temperature of the student."""
     importance: ImportanceConfig = field(default_factory=ImportanceConfig)
     """Weights of the student's samples."""
+    corrections: int = 0
+    """Rounds of corrections of the student's samples."""
 
     def teachers_of(self, loss: str) -> Mapping[str, Side]:
         """Return the teachers of a run with this loss."""

@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             shortened(PAIRS[name], steps, model_steps),
             temperature=options.temperature,
             importance=ImportanceConfig(least=options.least_importance),
+            corrections=options.corrections,
         )
         for name in options.pairs
     ]
@@ -89,6 +90,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = comparison_parser("tasks", __doc__, LOSSES, tuple(PAIRS), all_steps="400")
     parser.add_argument(
         "--temperature", type=float, default=1.0, help="of the student's samples (default: 1)"
+    )
+    parser.add_argument(
+        "--corrections",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of every sample by its teacher (default: 0)",
     )
     parser.add_argument(
         "--quick", action="store_true", help="2 steps of everything, to test the program"

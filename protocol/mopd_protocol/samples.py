@@ -75,8 +75,10 @@ class Rollout:
     finish_reason: FinishReason
     policy_version: int
     # [tokens, k], the student's own most likely ids where each token was drawn, most likely first
-    # and before top-p, -1 if missing; kept for teachers that score exactly these ids
+    # and before top-p, -1 if missing; kept for teachers that score exactly these ids, and for
+    # corrections
     student_topk_ids: IntArray | None = None
+    corrected_tokens: tuple[int, ...] = ()  # positions of tokens that a teacher's text determined
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", frozen_array(self.prompt_token_ids, "int32"))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mopd_trainer.config.settings import ImportanceConfig
     from mopd_trainer.config.student import StudentConfig
     from mopd_trainer.config.teacher import TeacherConfig
+    from mopd_trainer.corrections import Corrector
     from mopd_trainer.data.examples import TrainingExample
     from mopd_trainer.data.packing import MicroBatch, TeacherPart, micro_batch, pack
     from mopd_trainer.data.prompts import PromptOrder
@@ -34,6 +35,7 @@ else:
     __getattr__, __dir__ = lazy_exports(__name__)
 
 __all__ = [
+    "Corrector",
     "EvaluationConfig",
     "EvaluationSet",
     "EvaluationSetConfig",

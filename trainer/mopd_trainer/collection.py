@@ -1,4 +1,4 @@
-"""Collect the examples of a step: sample completions, score them, align tokens."""
+"""Collect the examples of a step: sample completions, score them, align tokens, correct them."""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from contextlib import aclosing
 from typing import Literal
 
 from mopd_protocol.samples import Prompt, Rollout
+from mopd_trainer.corrections import Corrector
 from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.metrics.step_metrics import Metrics
 from mopd_trainer.metrics.timers import StepTimer
@@ -19,6 +20,7 @@ async def collect(
     scorer: RolloutScorer,
     step: int,
     *,
+    corrector: Corrector | None = None,
     scoring: Literal["stream", "after_rollout"] = "stream",
     drop_truncated: bool = False,
     timer: StepTimer | None = None,
@@ -30,22 +32,33 @@ async def collect(
     is complete first.
 
     Args:
+        corrector: of scored completions, batch by batch.
         scoring: score batches while others are sampled, or after the last one.
-        drop_truncated: drop sampled completions without an end, before they are scored.
+        drop_truncated: drop sampled completions without an end, before they are scored, and
+            corrected ones without an end.
         sampled: set after the last completion, while some may still be scored.
     """
     timer, sampled = timer or StepTimer(), sampled or asyncio.Event()
-    truncated: list[int] = []  # dropped completions of each batch
+    dropped_truncated = 0
     scores: list[tuple[int, asyncio.Task[list[TrainingExample]]]] = []
+
+    def is_dropped(rollout: Rollout) -> bool:
+        return drop_truncated and _is_truncated(rollout)
+
     async with asyncio.TaskGroup() as group:
 
+        async def scored(batch: CompletionBatch) -> list[TrainingExample]:
+            nonlocal dropped_truncated
+            rollouts = [each for each in batch.rollouts if not is_dropped(each)]
+            examples = await _score(scorer, rollouts, timer, sampled)
+            if corrector is not None:
+                examples = await corrector.corrected(examples, step=step, place=batch.place)
+            kept = [each for each in examples if not is_dropped(each.rollout)]
+            dropped_truncated += len(batch.rollouts) - len(rollouts) + len(examples) - len(kept)
+            return kept
+
         def score(batch: CompletionBatch) -> None:
-            rollouts = batch.rollouts
-            if drop_truncated:
-                rollouts = [each for each in rollouts if not _is_truncated(each)]
-                truncated.append(len(batch.rollouts) - len(rollouts))
-            task = group.create_task(_score(scorer, rollouts, timer, sampled))
-            scores.append((batch.place, task))
+            scores.append((batch.place, group.create_task(scored(batch))))
 
         deferred: list[CompletionBatch] = []
         with timer.phase("sample"):
@@ -63,7 +76,7 @@ async def collect(
     not_sampled, dropped = source.pop_dropped(), scorer.pop_dropped()
     dropped["total"] += not_sampled.total()  # the scorer's total counts its own samples once each
     dropped.update(not_sampled)
-    dropped.update(dict.fromkeys(("total", "truncated"), sum(truncated)))
+    dropped.update(dict.fromkeys(("total", "truncated"), dropped_truncated))
     return examples, {f"dropped/{reason}": float(n) for reason, n in (+dropped).items()}
 
 

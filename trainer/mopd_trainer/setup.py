@@ -20,6 +20,7 @@ from mopd_trainer.config.extras import require_packages
 from mopd_trainer.config.fingerprint import RunIdentity
 from mopd_trainer.config.loading import write_resolved
 from mopd_trainer.config.run import RunConfig
+from mopd_trainer.corrections import Corrector
 from mopd_trainer.data.prompts import PromptOrder, read_prompts
 from mopd_trainer.distributed.process_group import Ranks
 from mopd_trainer.evaluation.models import StudentModel
@@ -262,12 +263,22 @@ async def _open_coordinator(
         open_source(config, student, version=first_step, workers=workers)
     )
 
+    corrector = Corrector(
+        generator,
+        scorer,
+        student.identity,
+        config.rollout,
+        seed=config.seed,
+        timer=timer,
+    )
+
     async def collect_step(step: int, sampled: asyncio.Event) -> Collected:
         return await collect(
             order.batch(step),
             source,
             scorer,
             step,
+            corrector=corrector,
             scoring=config.rollout.scoring,
             drop_truncated=config.rollout.truncated == "drop",
             timer=timer,

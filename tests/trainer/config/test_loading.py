@@ -91,9 +91,25 @@ CHANGES: list[tuple[Change, str]] = [
             ("rollout", {"top_p": 0.9}, ("k2", "k3")),
             ("rollout", {"temperature": 0}, ("policy_gradient", "k2", "k3")),
             ("rollout", {"max_staleness": 2}, ("k2", "k3")),
+            ("rollout", {"corrections": 1}, ("policy_gradient", "k2", "k3")),
         )
         for loss in losses
     ),
+    (
+        lambda v: (
+            v["rollout"].update(corrections=1),
+            v["teachers"]["code"].update(control="constant_negative"),
+        ),
+        "teachers.code.control",
+    ),
+    (
+        lambda v: (
+            v["rollout"].update(corrections=1, scoring="after_rollout"),
+            v["teachers"].update(code={"placement": "local", "model": "x", "top_k": 8}),
+        ),
+        "teachers.code.placement",
+    ),
+    (lambda v: v["rollout"].update(correction_ratio=1), "rollout.correction_ratio"),
     (lambda v: v.update(replay="other", logging={"record": True}), "logging.record"),
     (
         lambda v: v["teachers"]["math"].update(placement="ray", serve={"model": "x"}),

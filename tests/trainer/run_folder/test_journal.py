@@ -112,6 +112,7 @@ def test_logged_completion(tmp_path: Path) -> None:
             "source": "rollout",
             "policy_version": 0,
             "finish_reason": "stop",
+            "corrected_tokens": [],
             "teachers": {"math": 1.0},
             "metadata": {},
             "tokens": {

@@ -7,6 +7,9 @@ from pydantic import Field, model_validator
 
 from mopd_trainer.config.settings import Incidental, Settings, invalid
 
+#: The student's most likely ids that are kept at each token for corrections.
+_CORRECTION_CANDIDATES = 64
+
 
 class VllmConfig(Settings):
     """Settings of the vLLM rollout engine (``rollout.engine: vllm``), in separate processes."""
@@ -49,6 +52,13 @@ class RolloutConfig(Settings):
     not the trained one."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling threshold."""
+    corrections: int = Field(default=0, ge=0)
+    """Rounds of corrections. In each, the first token of a completion that its teacher finds
+    implausible is replaced by one that agrees with the teacher's text, the student continues behind
+    it, and the changed completion is scored again. 1 to 4 rounds save a weak student steps."""
+    correction_ratio: float = Field(default=0.01, gt=0, lt=1)
+    """A token is implausible if it is less than this times as likely as the teacher's likeliest
+    one. Larger values correct more."""
     generation_batch_size: int = Field(default=64, ge=1)
     """Completions that ``transformers`` samples at once; each batch is scored while the next is
     sampled. Reference answers are scored in batches of this size too."""
@@ -62,6 +72,11 @@ class RolloutConfig(Settings):
     on_stale: Literal["wait", "drop"] = "wait"
     """``wait`` samples nothing that could become too old; ``drop`` samples up to one step further
     ahead and drops and counts stale samples. A step without remaining samples is sampled again."""
+
+    @property
+    def correction_candidates(self) -> int:
+        """Most likely ids of the student to keep at each token for corrections."""
+        return _CORRECTION_CANDIDATES if self.corrections else 0
 
     @model_validator(mode="after")
     def _validate_sampling(self) -> "RolloutConfig":

@@ -239,6 +239,14 @@ class RunConfig(Settings):
                     f"{loss} has no importance weights for greedy samples (found "
                     "rollout.temperature 0). Use a temperature above 0.",
                 )
+            if rollout.corrections and (sampled_only or isinstance(teacher.loss, ON_SAMPLES)):
+                yield invalid(
+                    f"teachers.{name}.control" if sampled_only else key,
+                    f"corrected tokens are not samples of the student, which "
+                    f"{'this control arm' if sampled_only else loss} requires (found "
+                    f"rollout.corrections {rollout.corrections}, expected 0). Set it to 0, or use "
+                    "another loss.",
+                )
             if self.scores_reference_answers and isinstance(teacher.loss, ON_SAMPLES):
                 yield invalid(
                     key,
@@ -287,6 +295,13 @@ class RunConfig(Settings):
                     f"rollout.scoring '{rollout.scoring}' and rollout.max_staleness "
                     f"{rollout.max_staleness}, expected 'after_rollout' and 0)",
                 )
+            if rollout.corrections:
+                raise invalid(
+                    f"teachers.{name}.placement",
+                    "the student continues corrected completions after scoring, while a 'local' "
+                    f"teacher is loaded (found rollout.corrections {rollout.corrections}, expected "
+                    "0). Set it to 0, or serve the teacher with mopd-teacher.",
+                )
             if teacher.support == "full" and (self.logging.record or self.replay is not None):
                 raise invalid(
                     f"teachers.{name}.support",
@@ -327,6 +342,11 @@ class RunConfig(Settings):
                 "logging.record", "a replay cannot be recorded again. Remove replay or this."
             )
         return self
+
+    @property
+    def kept_topk(self) -> int:
+        """Most likely ids of the student to keep at each sampled token; 0 for none."""
+        return max(self.rollout.correction_candidates, student_topk(self.scoring_teachers))
 
     @property
     def samples_rollouts(self) -> bool:

@@ -221,6 +221,7 @@ def rollout_metrics(
         "rollout/completion_tokens_p95": percentile(lengths, 95),
         "rollout/completion_tokens_max": percentile(lengths, 100),
         "rollout/entropy": -ratio(math.fsum(sampled_nats(r) for r in rollouts), sum(lengths)),
+        "rollout/corrected_share": mean(bool(each.corrected_tokens) for each in rollouts),
         "rollout/finished_share": finished_share,
         "rollout/truncated_share": 1 - finished_share,
         "staleness/mean": mean(ages),

@@ -65,6 +65,10 @@ _RUN = {
         "mean surprisal of the sampled tokens under the sampling distribution: an unbiased "
         "estimate of its entropy",
     ),
+    "rollout/corrected_share": (
+        _SHARE,
+        "sampled completions that a teacher corrected (rollout.corrections)",
+    ),
     "rollout/truncated_share": (_SHARE, "sampled completions cut by max_new_tokens"),
     "rollout/finished_share": (_SHARE, "sampled completions finished with an ending token"),
     "rollout/invalid_byte_share": (_SHARE, "sampled bytes that are not valid UTF-8"),

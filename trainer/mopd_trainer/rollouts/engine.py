@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Protocol
 from mopd_protocol.errors import MissingPackageError
 from mopd_protocol.runtime.vllm_environment import prepare_environment
 from mopd_trainer.config.run import RolloutConfig, RunConfig
-from mopd_trainer.config.teacher import student_topk
 
 if TYPE_CHECKING:
     from mopd_trainer.student.generation import Generation
@@ -70,7 +69,7 @@ def _start_vllm(config: RunConfig, student: "Student") -> GenerationEngine:
     from mopd_trainer.rollouts.vllm.weight_sync import weight_push
 
     push = weight_push(config.student, config.rollout.vllm.weights_folder)
-    keep_topk = student_topk(config.scoring_teachers)
+    keep_topk = config.kept_topk
     return VllmEngine(student, config.student, config.rollout, push, keep_topk=keep_topk)
 
 

@@ -5,7 +5,6 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from mopd_trainer.config.run import RunConfig
-from mopd_trainer.config.teacher import student_topk
 from mopd_trainer.rollouts.engine import configured_engine
 from mopd_trainer.rollouts.engine_sampler import EngineSampler
 from mopd_trainer.rollouts.reference_completions import ReferenceCompletions
@@ -62,7 +61,7 @@ async def _open_sampler(
     row = configured_engine(rollout)
     if row is None:
         if workers is None:
-            keep_topk = student_topk(config.scoring_teachers)
+            keep_topk = config.kept_topk
             yield Sampler(student, rollout, seed=seed, keep_topk=keep_topk, version=version)
             return
         worker_sampler = WorkerSampler(workers, student, rollout, seed=seed)

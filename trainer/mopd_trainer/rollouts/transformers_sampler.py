@@ -75,6 +75,7 @@ class Sampler:
                     prompts[place : place + size],
                     settings,
                     seed=derived_seed(seed, place),
+                    keep_topk=self._keep_topk,
                 )
         return generations
 

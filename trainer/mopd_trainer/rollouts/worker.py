@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable, Sequence
 import torch
 
 from mopd_trainer.config.run import RolloutConfig, RunConfig
-from mopd_trainer.config.teacher import student_topk
 from mopd_trainer.rollouts.engine import configured_engine
 from mopd_trainer.rollouts.remote_sampler import Weights
 from mopd_trainer.student.generation import Generation
@@ -30,7 +29,7 @@ class RolloutWorker:
             | ({} if row is None else {"device": "cpu"})
         )
         self._settings = config.rollout
-        self._keep_topk = student_topk(config.scoring_teachers)
+        self._keep_topk = config.kept_topk
         self._student = Student.load(settings)
         self._student.model.requires_grad_(False)
         self._engine = None if row is None else row.start(config, self._student)

@@ -54,6 +54,7 @@ def logged_completion(
         "source": rollout.source,
         "policy_version": rollout.policy_version,
         "finish_reason": rollout.finish_reason,
+        "corrected_tokens": rollout.corrected_tokens,
         "teachers": dict(rollout.prompt.teachers),
         "metadata": dict(rollout.prompt.metadata),
         "tokens": tokens,

@@ -319,6 +319,7 @@ def _sample(key: str, example: TrainingExample, arrays: Arrays) -> JSON:
         "teachers": dict(rollout.prompt.teachers),
         "finish_reason": rollout.finish_reason,
         "policy_version": rollout.policy_version,
+        "corrected_tokens": rollout.corrected_tokens,
         "scores": [],
     }
 
@@ -368,4 +369,5 @@ def _load_rollout(
         finish_reason=sample["finish_reason"],
         policy_version=sample["policy_version"],
         student_topk_ids=arrays.get(f"{key}.student_topk_ids"),
+        corrected_tokens=tuple(sample.get("corrected_tokens", ())),
     )

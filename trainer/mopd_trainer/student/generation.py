@@ -20,6 +20,11 @@ class Generation:
     logprobs: list[float]  # nats, under the distribution that was sampled from
     topk_ids: np.ndarray[Any, Any] | None = None  # int32 [tokens, k], before top-p; -1 if missing
 
+    def first(self, tokens: int) -> "Generation":
+        """Return the first tokens."""
+        topk_ids = None if self.topk_ids is None else self.topk_ids[:tokens]
+        return Generation(self.token_ids[:tokens], self.logprobs[:tokens], topk_ids)
+
 
 class BehaviourPolicy(LogitsProcessor):
     """Sample the next id under the rollout settings, and keep its logprob and the top-k ids.

@@ -99,6 +99,10 @@ class RolloutScorer:
         dropped, self.dropped = self.dropped, Counter()
         return dropped
 
+    def table(self, teacher: str) -> TokenTable:
+        """Return the token table of a teacher's tokenizer."""
+        return self._teachers[teacher].tokenizer.table
+
     def projection(self, teacher: str) -> ProjectionMatrix:
         """Return the projection between the student's ids and a teacher's."""
         return self._teachers[teacher].projection

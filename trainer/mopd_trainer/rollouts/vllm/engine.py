@@ -298,8 +298,8 @@ def _arguments(
         "max_logprobs": max(keep_topk, 1),
         "max_num_seqs": settings.max_num_seqs,
         "tensor_parallel_size": settings.tensor_parallel_size,
-        # Only samples of one prompt share a long prefix.
-        "enable_prefix_caching": rollout.samples_per_prompt > 1,
+        # Only samples of one prompt, and corrected completions, share a long prefix.
+        "enable_prefix_caching": rollout.samples_per_prompt > 1 or rollout.corrections > 0,
         "worker_extension_cls": _WORKER_EXTENSION,
         # Compilation saves kernel launches, which do not matter on a CPU.
         "enforce_eager": current_platform.is_cpu(),

@@ -1,0 +1,69 @@
+"""A run that corrects completions: its metrics, its recording, and a replay of it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mopd_client.pool import TeacherPool
+from mopd_client.teacher_client import TeacherClient
+from mopd_trainer.config.run import RunConfig
+from mopd_trainer.config.teacher import TeacherConfig
+from mopd_trainer.data.prompts import read_prompts
+from mopd_trainer.run_folder.recording import Recording
+from tests import tiny_models
+from tests.server.tiny_teachers import teacher_of
+from tests.trainer.in_process import Recorded
+from tests.trainer.runs import prompt_lines, run_values, write_lines
+from tests.trainer.students import model_of, table, tokenizer
+from tests.trainer.whole_runs import assert_same_weights, journal, run_here
+
+
+@pytest.fixture
+def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    transport = Recorded(teacher_of(model_of("qwen", seed=1, sharpness=8), tokenizer("digit")).app)
+
+    def pool(configs: Mapping[str, TeacherConfig], _: object, **_others: object) -> TeacherPool:
+        return TeacherPool(
+            {name: TeacherClient(name, c.url, transport=transport) for name, c in configs.items()}
+        )
+
+    monkeypatch.setattr("mopd_trainer.setup.teacher_pool", pool)
+    write_lines(tmp_path / "prompts.jsonl", prompt_lines(4, ["own"]))
+    folder = tiny_models.save(model_of("qwen"), tokenizer("digit"), tmp_path / "student")
+    values = run_values(tmp_path, max_steps=2)
+    values["student"] |= {"model": str(folder)}
+    values["rollout"] |= {"corrections": 2, "correction_ratio": 0.3}
+    values["logging"] = {"tensorboard": False, "record": True, "completions": 4}
+    values["teachers"] = {"own": {"url": "http://own", "top_k": 8}}
+    return values
+
+
+def test_corrected_completions_are_counted_logged_recorded_and_replayed(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    live, console = run_here(values)
+    output = Path(values["output_dir"])
+    assert "corrected at most 2 times" in console
+    shares = [line["rollout/corrected_share"] for line in journal(output)]
+    assert min(shares) > 0
+
+    prompts = read_prompts(RunConfig.model_validate(values).data, ["own"])
+    samples = Recording(output).read(1, prompts, table("digit"))
+    corrected = [sample.rollout.corrected_tokens for sample in samples]
+    assert sum(map(bool, corrected)) == shares[0] * len(samples)
+    logged = map(json.loads, (output / "completions.jsonl").read_text().splitlines())
+    positions = [tuple(line["corrected_tokens"]) for line in logged if line["step"] == 1]
+    assert sorted(positions) == sorted(corrected)
+
+    again = {
+        **values,
+        "output_dir": str(tmp_path / "replay"),
+        "replay": values["output_dir"],
+        "logging": {"tensorboard": False},
+    }
+    replayed, _ = run_here(again)
+    assert_same_weights(replayed, live)
+    assert journal(tmp_path / "replay")[0]["rollout/corrected_share"] == shares[0]

@@ -1,0 +1,134 @@
+"""Corrections: another token of the student where its teacher finds a completion implausible.
+
+Behind a wrong token a teacher scores text that it would never write. A weak student's completions
+are mostly such text: it learns the first wrong token of each, and little from the rest. With a
+correction the completion continues from the teacher's choice instead, as in speculative knowledge
+distillation (arXiv 2410.11325), which also lets the teacher replace implausible tokens. In that
+method both share a tokenizer and the teacher samples along. Here the text of its likeliest token,
+known from the scores, selects the student's likeliest token that agrees with it.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_losses.alignment.byte_alignment import common_prefix
+from mopd_protocol.samples import Rollout, TeacherScore
+from mopd_protocol.tokenizers.token_sequence import TokenSequence
+from mopd_protocol.tokenizers.token_table import TokenTable
+from mopd_trainer.data.examples import AlignedScore, TrainingExample
+
+
+@dataclass(frozen=True, eq=False)
+class Correction:
+    """The first tokens of a completion, and another one behind them."""
+
+    rollout: Rollout
+    kept: int
+    token_id: int
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Return the kept tokens and the other one."""
+        return [*self.rollout.completion.token_ids[: self.kept].tolist(), self.token_id]
+
+
+def correction_of(
+    example: TrainingExample,
+    student: TokenTable,
+    teacher: TokenTable,
+    *,
+    least_ratio: float,
+) -> Correction | None:
+    """Return the correction of the first implausible token.
+
+    None without such a token; behind text that the teacher's tokenizer changed, or a control token;
+    and if none of the student's likeliest tokens agrees with the teacher's.
+
+    Args:
+        teacher: table of the sample's teacher with the largest weight.
+        least_ratio: a token is implausible if it is less than this times as likely as the
+            teacher's likeliest one.
+    """
+    if example.rollout.sampled_logprobs is None or not example.scores:
+        return None
+    scored = main_score(example)
+    completion, score = scored.teacher_input.completion, scored.score
+    comparable = _comparable_bytes(completion, score.completion)
+    sides = _Sides(example.rollout, completion, student, teacher)
+    for row in implausible_rows(score, least_ratio).tolist():
+        start = int(score.completion.byte_ends[row - 1]) if row else 0
+        if start > comparable:
+            return None
+        correction = sides.correction(start, int(score.topk.ids[row, 0]))
+        if correction is not None:
+            return correction
+    return None
+
+
+def main_score(example: TrainingExample) -> AlignedScore:
+    """Return the score of the teacher with the largest weight in a sample."""
+    return max(example.scores, key=lambda score: score.weight)
+
+
+def implausible_rows(score: TeacherScore, least_ratio: float) -> NDArray[np.int64]:
+    """Return the rows whose token is less than ``least_ratio`` times as likely as the likeliest."""
+    topk = score.topk
+    return np.flatnonzero(topk.token_logprobs < topk.logprobs[:, 0] + math.log(least_ratio))
+
+
+@dataclass(frozen=True, eq=False)
+class _Sides:
+    """A completion in the student's tokens, and both vocabularies."""
+
+    rollout: Rollout
+    completion: TokenSequence
+    """With control tokens as the teacher received them."""
+    student: TokenTable
+    teacher: TokenTable
+
+    def correction(self, start: int, teacher_id: int) -> Correction | None:
+        """Return the correction by a teacher's token that begins at byte ``start``.
+
+        None if the completion agrees with it, or no token of the student does.
+        """
+        ends = self.completion.byte_ends
+        first_control = min(self.completion.marks, default=len(ends))
+        kept = min(int(np.searchsorted(ends, start, side="right")), first_control)
+        kept_end = int(ends[kept - 1]) if kept else 0
+        if teacher_id in self.teacher.marks:
+            return self._ended(kept, teacher_id) if kept_end == start else None
+        text = self.completion.text[kept_end:start] + self.teacher.bytes_of(teacher_id)
+        while text and kept < len(ends):
+            token_id = self._agreeing(kept, text)
+            if token_id is None:
+                return None
+            if token_id != int(self.rollout.completion.token_ids[kept]):
+                return Correction(self.rollout, kept, token_id)
+            text = text[len(self.student.bytes_of(token_id)) :]
+            kept += 1
+        return None
+
+    def _ended(self, kept: int, teacher_id: int) -> Correction | None:
+        ending = self.student.roles.ending
+        if teacher_id not in self.teacher.roles.ending or not ending:
+            return None
+        return Correction(self.rollout, kept, ending[0])
+
+    def _agreeing(self, position: int, text: bytes) -> int | None:
+        """Return the student's likeliest token that the text begins with, or the reverse."""
+        assert self.rollout.student_topk_ids is not None  # kept for corrections
+        for token_id in self.rollout.student_topk_ids[position].tolist():
+            spelled = self.student.bytes_of(token_id) if token_id >= 0 else b""
+            if spelled and (text.startswith(spelled) or spelled.startswith(text)):
+                return token_id
+        return None
+
+
+def _comparable_bytes(student: TokenSequence, teacher: TokenSequence) -> int:
+    """Return up to which byte both texts are the same, without a control token inside."""
+    own, other = (np.frombuffer(side.text, dtype=np.uint8) for side in (student, teacher))
+    controls = (int(side.byte_ends[at]) for side in (student, teacher) for at in side.marks)
+    return min([common_prefix(own, other), *controls])
