@@ -3,6 +3,9 @@
 A fixed number of steps leaves one seed's student at 0.5 % and another's at 17 %: a task is learned
 suddenly. So the student is evaluated every few steps. If it completes too much, the steps since the
 last evaluation are made again at half the learning rate.
+
+Several tasks are trained one after the other, or at once; a task that is completed enough then gets
+few examples, and one that is completed too much none.
 """
 
 import copy
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
     from bench.numerals.exercises import Task
 
 _EVALUATE_EVERY = 5
+_EVALUATE_EVERY_AT_ONCE = 2
+#: Weight of a task that is completed enough, and growth of a lowered learning rate.
+_ENOUGH, _GROWTH = 0.02, 2**0.25
 _WARM_UP_STEPS = 20
 _LOWEST_FACTOR = 1 / 64
 
@@ -37,6 +43,8 @@ class Completion:
     """The slowest first: a task is trained, too, once that before it has been in the middle."""
     least: float = 0.1
     most: float = 0.2
+    at_once: bool = False
+    """Train all tasks from the first step."""
 
 
 @torch.no_grad()
@@ -79,14 +87,23 @@ def train_until(
     optimizer = optimizer_of(model, learning_rate)
     known = [task.training(seed) for task in completion.tasks]
     held_out = [task.held_out() for task in completion.tasks]
-    shares, shown, kept = [0.0], 1, _state(model, optimizer, random)
+    shares, kept = [0.0], _state(model, optimizer, random)
+    shown = 1
+    weights = [1.0] * len(known)
+    every = _EVALUATE_EVERY_AT_ONCE if completion.at_once else _EVALUATE_EVERY
+
+    def drawn_task() -> Sequence[Exercise]:
+        if completion.at_once:
+            return random.choices(known, weights)[0]
+        return random.choice(known[:shown])
+
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * factor * min(1.0, (step + 1) / _WARM_UP_STEPS)
-        exercises = [random.choice(random.choice(known[:shown])) for _ in range(examples_per_step)]
+        exercises = [random.choice(drawn_task()) for _ in range(examples_per_step)]
         supervised_step(model, optimizer, supervised_batch(encoder, exercises, 0.0, Random(0)))
         report(step + 1, steps)
-        if (step + 1) % _EVALUATE_EVERY:
+        if (step + 1) % every:
             continue
         measured = [completed_share(model, encoder, each) for each in held_out]
         if max(measured) > completion.most:
@@ -94,12 +111,20 @@ def train_until(
             if factor < _LOWEST_FACTOR:
                 raise _error(measured, completion, "in one jump at any learning rate")
             _restore(kept, model, optimizer, random)
+            if completion.at_once:
+                weights = [float(share < max(measured)) for share in measured]
             continue
         shares, kept = measured, _state(model, optimizer, random)
         if min(shares) >= completion.least:
             report(steps, steps)
             return shares
-        if shown < len(known) and shares[shown - 1] >= (completion.least + completion.most) / 2:
+        if completion.at_once:
+            factor = min(1.0, factor * _GROWTH)
+            weights = [
+                (completion.most - share) / completion.most if share < completion.least else _ENOUGH
+                for share in shares
+            ]
+        elif shown < len(known) and shares[shown - 1] >= (completion.least + completion.most) / 2:
             shown += 1
     raise _error(shares, completion, f"after {steps} steps")
 

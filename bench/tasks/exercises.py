@@ -87,6 +87,17 @@ class Dates(TextTask):
 
 
 @dataclass(frozen=True)
+class IsoDates(TextTask):
+    """``January 17, 2024``: ``2024-01-17``."""
+
+    def draw(self, random: Random) -> Exercise:
+        """See ``TextTask``."""
+        day = _FIRST_DAY + timedelta(random.randrange(_DAYS))
+        parts = f"{day:%Y}", "-", f"{day:%m}", "-", f"{day:%d}"
+        return Exercise("iso_dates", f"{month_name[day.month]} {day.day}, {day.year}", parts)
+
+
+@dataclass(frozen=True)
 class Subtraction(TextTask):
     """``47 - 12 =``: ``35``; results are not negative.
 

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from bench.numerals.pairs import CEILING, SFT, Pair, Side
 from bench.numerals.warm_start import Completion
-from bench.tasks.exercises import Dates, Mixture, Rows, Subtraction, TextTask
+from bench.tasks.exercises import Dates, IsoDates, Mixture, Rows, Subtraction, TextTask
 from bench.tasks.task_tokenizers import (
     digit_tokenizer,
     free_tokenizer,
@@ -18,11 +18,12 @@ from mopd.demo.models import Family
 
 TASKS: Mapping[str, TextTask] = {
     "dates": Dates(),
+    "iso_dates": IsoDates(),
     "subtraction": Subtraction(),
     "rows": Rows(),
 }
 #: Most tokens of a completion in any of the tokenizers.
-_MAX_NEW_TOKENS: Mapping[str, int] = {"dates": 20, "subtraction": 8, "rows": 64}
+_MAX_NEW_TOKENS: Mapping[str, int] = {"dates": 20, "iso_dates": 20, "subtraction": 8, "rows": 64}
 LOSSES = ("prefix_kl", "ctkd", "gold_bayesian", "simct", "alm", CEILING, SFT)
 
 
@@ -43,9 +44,15 @@ def _teacher(
     )
 
 
-_STEPS: Mapping[str, int] = {"dates": 1_000, "subtraction": 2_500, "rows": 1_000}
+_STEPS: Mapping[str, int] = {
+    "dates": 1_000,
+    "iso_dates": 1_000,
+    "subtraction": 2_500,
+    "rows": 1_000,
+}
 _TEACHERS: Mapping[str, Side] = {
     "dates": _teacher("dates", unigram_tokenizer, "qwen3", _STEPS["dates"]),
+    "iso_dates": _teacher("iso_dates", digit_tokenizer, "llama", _STEPS["iso_dates"]),
     "subtraction": replace(
         _teacher("subtraction", digit_tokenizer, "llama", _STEPS["subtraction"]),
         task=Subtraction(complete=True),
@@ -58,7 +65,9 @@ _CEILING: Mapping[str, Side] = {
 }
 
 
-def _student(examples_per_step: int, learning_rate: float, *slowest_first: str) -> Side:
+def _student(
+    examples_per_step: int, learning_rate: float, *slowest_first: str, at_once: bool = False
+) -> Side:
     """Return a student trained on reference answers until 10 to 20 % of each task are correct."""
     tasks = tuple(TASKS[name] for name in slowest_first)
     return Side(
@@ -69,17 +78,18 @@ def _student(examples_per_step: int, learning_rate: float, *slowest_first: str) 
         examples_per_step=examples_per_step,
         learning_rate=learning_rate,
         max_new_tokens=max(_MAX_NEW_TOKENS[name] for name in slowest_first),
-        completion=Completion(tasks),
+        completion=Completion(tasks, at_once=at_once),
     )
 
 
 _SHORT = _student(64, 2e-3, "subtraction", "dates")
+_DATES = _student(64, 2e-3, "dates", "iso_dates", at_once=True)
 _LONG = _student(48, 1e-3, "rows")
 
 
-def _pair(student: Side, *tasks: str) -> Pair:
+def _pair(student: Side, *tasks: str, name: str = "") -> Pair:
     return Pair(
-        name="+".join(tasks),
+        name=name or "+".join(tasks),
         title=" and ".join(tasks) + (" at once" if len(tasks) > 1 else ""),
         teachers={name: _TEACHERS[name] for name in tasks},
         ceiling={name: _CEILING[name] for name in tasks},
@@ -98,5 +108,8 @@ _PAIRS = (
     _pair(_SHORT, "dates"),
     _pair(_SHORT, "subtraction"),
     _pair(_LONG, "rows"),
+    _pair(_DATES, "dates", "iso_dates"),
+    _pair(_DATES, "iso_dates"),
+    _pair(_DATES, "dates", name="dates_alone"),
 )
 PAIRS: Mapping[str, Pair] = {pair.name: pair for pair in _PAIRS}

@@ -14,7 +14,7 @@ from bench.numerals.material import model_key, train_model
 from bench.numerals.pairs import Side, shortened
 from bench.numerals.warm_start import Completion
 from bench.tasks.__main__ import main
-from bench.tasks.exercises import TextTask
+from bench.tasks.exercises import Mixture, TextTask
 from bench.tasks.oracle import THRESHOLD, Push
 from bench.tasks.pairs import PAIRS, TASKS
 from bench.tasks.task_tokenizers import (
@@ -129,6 +129,33 @@ def test_warm_start_ends_in_the_range_of_completed_prompts(tmp_path: Path) -> No
     }
     (share,) = shares  # deterministic
     assert 0.2 <= share <= 0.4
+
+
+class Numbers(Words):
+    """``May 3``: one of four numbers."""
+
+    def draw(self, random: Random) -> Exercise:
+        """See ``TextTask``."""
+        number = random.randrange(1_000)
+        return Exercise("numbers", f"May {number}", (("7", "23", "5", "11")[number % 4],))
+
+    def __repr__(self) -> str:
+        return "Numbers()"
+
+
+def test_warm_start_of_several_tasks_at_once_ends_in_the_range_of_each(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    tasks = Words(), Numbers()
+    side = replace(
+        warm(400),
+        task=Mixture(tasks),
+        completion=Completion(tasks, least=0.2, most=0.4, at_once=True),
+    )
+    folder = train_model(side, "student", 0, tmp_path, lambda done, _: None)
+    student = Student.load(StudentConfig(model=str(folder), device="cpu", learning_rate=1e-3))
+    for task in tasks:
+        share = asyncio.run(accuracy(student, task.held_out(), side.max_new_tokens))
+        assert 0.2 <= share <= 0.4
 
 
 def test_warm_start_out_of_range_is_an_error(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Completions that the student continues behind corrected tokens, with a teacher in process."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -17,7 +17,6 @@ from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.metrics.step_metrics import Metrics, rollout_metrics
 from mopd_trainer.rollouts.transformers_sampler import Sampler
 from mopd_trainer.student.generation import Generation
-from mopd_trainer.student.student import Student
 from mopd_trainer.teachers.scoring import RolloutScorer
 from tests.server.tiny_teachers import teacher_of
 from tests.trainer.in_process import Recorded, scorer_of, teacher_config
@@ -40,24 +39,27 @@ async def scored_by() -> AsyncGenerator[tuple[RolloutScorer, Recorded]]:
         yield scorer, transport
 
 
-async def collected(
-    rounds: int,
-    *,
-    student: Student | None = None,
-    drop_truncated: bool = False,
-    max_new_tokens: int = LENGTH,
-) -> tuple[list[TrainingExample], Metrics, Recorded]:
-    """The examples of a step with so many rounds of corrections."""
-    config = RolloutConfig(
+def settings(rounds: int, *, max_new_tokens: int = LENGTH) -> RolloutConfig:
+    return RolloutConfig(
         max_new_tokens=max_new_tokens,
-        generation_batch_size=2,
+        generation_batch_size=3,
         corrections=rounds,
         correction_ratio=RATIO,
     )
-    student = student or student_of()
-    sampler = Sampler(student, config, seed=0, keep_topk=64)
+
+
+async def collected(
+    rounds: int,
+    *,
+    sampler: Sampler | None = None,
+    config: RolloutConfig | None = None,
+    drop_truncated: bool = False,
+) -> tuple[list[TrainingExample], Metrics, Recorded]:
+    """The examples of a step with so many rounds of corrections."""
+    config = config or settings(rounds)
+    sampler = sampler or Sampler(student_of(), config, seed=0, keep_topk=64)
     async with scored_by() as (scorer, transport):
-        corrector = Corrector(sampler, scorer, student.identity, config, seed=0)
+        corrector = Corrector(sampler, scorer, student_of().identity, config, seed=0)
         examples, metrics = await collect(
             PROMPTS, sampler, scorer, 0, corrector=corrector, drop_truncated=drop_truncated
         )
@@ -99,7 +101,7 @@ async def test_each_round_corrects_the_next_implausible_token() -> None:
 
 async def test_scores_and_logprobs_are_of_the_corrected_completion() -> None:
     student = student_of()
-    examples, *_ = await collected(2, student=student)
+    examples, *_ = await collected(2)
     async with scored_by() as (scorer, _):
         again = await scorer.score([example.rollout for example in examples])
     for example, scored in zip(examples, again, strict=True):
@@ -118,7 +120,7 @@ async def test_scores_and_logprobs_are_of_the_corrected_completion() -> None:
 
 async def test_only_changed_completions_are_scored_again() -> None:
     examples, _, transport = await collected(1)
-    first, later = transport.requests[:3], transport.requests[3:]
+    first, later = transport.requests[:2], transport.requests[2:]
     corrected = [written_ids(e) for e in examples if e.rollout.corrected_tokens]
     assert sum(len(body["sequences"]) for body in first + later) == 6 + len(corrected)
     _, _, none = await collected(0)
@@ -138,13 +140,31 @@ async def test_a_corrected_completion_without_an_end_is_dropped_and_counted() ->
     assert metrics["dropped/total"] == metrics["dropped/truncated"]
 
 
-async def test_corrected_completions_stay_in_the_context() -> None:
+class Lengths(Sampler):
+    """Sampler that keeps the greatest length that a request could reach."""
+
+    longest = 0
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], settings: RolloutConfig, *, seed: int
+    ) -> list[Generation]:
+        """See ``Sampler``."""
+        self.longest = max(self.longest, *(len(p) + settings.max_new_tokens for p in prompts))
+        return await super().generate(prompts, settings, seed=seed)
+
+
+@pytest.mark.parametrize("shorter_by", [0, 100])
+async def test_corrected_completions_stay_in_the_context(shorter_by: int) -> None:
     student = student_of()
     assert student.max_length is not None
-    room = student.max_length - len(student.prompt_token_ids(MESSAGES))
-    examples, *_ = await collected(2, student=student, max_new_tokens=room)
-    assert any(example.rollout.corrected_tokens for example in examples)
-    assert max(example.length for example in examples) <= student.max_length
+    room = student.max_length - len(student.prompt_token_ids(MESSAGES)) - shorter_by
+    config = settings(2, max_new_tokens=room)
+    sampler = Lengths(student, config, seed=0, keep_topk=64)
+    examples, *_ = await collected(2, sampler=sampler, config=config)
+    assert {len(example.rollout.corrected_tokens) > 0 for example in examples} == {True}
+    assert 0 < sampler.longest <= student.max_length
+    lengths = [len(written_ids(example)) for example in examples]
+    assert max(lengths) <= room
 
 
 def test_a_corrected_rollout_has_the_logprobs_of_what_was_sampled() -> None:
