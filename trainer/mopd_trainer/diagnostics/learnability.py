@@ -11,6 +11,8 @@ from mopd_trainer.evaluation.sets import EvaluationSet, read_sets
 from mopd_trainer.rollouts.transformers_sampler import Sampler
 
 _PROMPTS, _SAMPLES = 32, 4
+#: Sampled accuracy below which corrections save steps.
+_WEAK = 0.5
 
 
 async def check_learnability(case: Case) -> AsyncIterator[Finding]:
@@ -39,6 +41,8 @@ async def check_learnability(case: Case) -> AsyncIterator[Finding]:
         shares[each.name] = result.metrics()["sampled_accuracy"]
     listing = ", ".join(f"{key} {value:.1%}" for key, value in shares.items())
     text = f"sampled accuracy before training, {_SAMPLES} samples of {_PROMPTS} prompts: {listing}."
+    if 0 < min(shares.values()) < _WEAK and not rollout.corrections:
+        text += f" Below {_WEAK:.0%}, rollout.corrections: 4 saves steps."
     fix = "Train on reference answers first (data.source: answers): no sample is correct."
     status = "ok" if any(shares.values()) else "failed"
     numbers = {f"{key}_accuracy": value for key, value in shares.items()}
