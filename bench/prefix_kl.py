@@ -251,7 +251,7 @@ def main() -> None:
         "set-up\ns",
         "load\ns",
         "memory\nMB",
-        "stored\nMB",
+        "disk\nMB",
         "first\ntext",
         "new\ntext",
         "stored\ntext",
