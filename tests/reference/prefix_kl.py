@@ -75,6 +75,10 @@ class Boundary:
     unsought: set[str]  # unlikely cells that the student may reach by a detour
 
 
+#: The cell of the student's token that ends at a boundary inside its realised one.
+END = "\0end"
+
+
 def common_blocks(first: str, second: str) -> list[tuple[int, int, int]]:
     """(start in the first, start in the second, length) of the common beginning and the common end:
     all common blocks of short texts."""
@@ -137,15 +141,24 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
     shares = {c: mass(teacher, teacher_at, c, top_k_only) / whole for c in cells}
     likely = [c for c in cells if shares[c] >= DETOUR_SHARE]
     probes = probed(teacher, teacher_at)
-    lacks, counted = detours(teacher, teacher_at, likely, unnamed | probes, top_k_only)
+    others = {*unnamed} | probes
+    before = whole
+    lacks, counted = detours(teacher, teacher_at, likely, others, top_k_only)
     shares = {c: share * whole / (whole - counted) for c, share in shares.items()}
     whole -= counted
-    student_lacks, counted = detours(student, at, likely, unnamed, None)
+    student_lacks, counted = detours(student, at, likely, {*unnamed}, None)
     student_whole = open_mass(student, at, None) - counted
+    student_shares = {c: mass(student, at, c, None) / student_whole for c in cells}
+    ending = [share for c, share in unnamed.items() if ends_a_token(student, at, c)]
+    if ending and not counted:
+        shares[END] = math.fsum(ending) * before / whole
+        token = student.text[student.starts[row] : at]
+        own = path(student, at, row, None) * token_mass(student, row, lambda t: t == token)
+        student_shares[END] = own / student_whole
     return Boundary(
         at=at,
         position=row,
-        student={c: mass(student, at, c, None) / student_whole for c in cells},
+        student=student_shares,
         teacher=shares,
         teacher_rest=1 - math.fsum(shares.values()),
         teacher_mass=min(1.0, whole),
@@ -404,6 +417,24 @@ def may_cross(side: Side, at: int, cell: str) -> bool:
     return crossed and ord(cell[-1]) < 256
 
 
+def ends_a_token(side: Side, at: int, text: str) -> bool:
+    """True if a byte is inside a realised token, and a shorter token ends at the byte if it is
+    followed by a text, and by any other text behind that one."""
+    context, first, covering = text_before(side, at)
+    begun = side.text[side.starts[covering] : at]
+    is_text = ord(text[-1]) < 256
+    if not begun or (is_text and may_cross(side, at, text)):
+        return False
+    realised = [side.tokens[side.realised[row]] for row in range(first, covering + 1)]
+    try:
+        written = side.encode("".join(realised))
+        (context + text if is_text else context).encode("latin-1").decode()
+    except UnicodeError:
+        return False
+    tokens = side.encode(context + text if is_text else context)
+    return written == realised and tokens[: len(realised)] == [*realised[:-1], begun]
+
+
 def has_joining_token(side: Side, context: str, cell: str) -> bool:
     """True if a token spells the end of a context and all of the cell behind it."""
     try:
@@ -467,15 +498,15 @@ def probed(side: Side, at: int) -> set[str]:
 
 def named_texts(
     student: Side, teacher: Side, at: int, teacher_at: int
-) -> tuple[dict[str, bool], set[str]]:
+) -> tuple[dict[str, bool], dict[str, float]]:
     """The teacher's candidates as far as one token of the student decides them, and whether they
-    are likely; and likely candidates of which no token decides anything."""
+    are likely; and likely candidates of which no token decides anything, with their shares."""
     covering = student.covering(at)
     assert covering is not None
     begun = student.text[student.starts[covering] : at]
     whole = open_mass(teacher, teacher_at, top_k_only)
     named: dict[str, bool] = {}
-    unnamed: set[str] = set()
+    unnamed: dict[str, float] = {}
     for row in open_rows(teacher, teacher_at, top_k_only):
         crossed = teacher.text[teacher.starts[row] : teacher_at]
         for token, probability in teacher.known(row).items():
@@ -497,7 +528,7 @@ def named_texts(
             if name:
                 named[name] = named.get(name, False) or is_likely
             elif is_likely:
-                unnamed.add(candidate)
+                unnamed[candidate] = unnamed.get(candidate, 0.0) + share
     return named, unnamed
 
 
@@ -555,6 +586,10 @@ def value(boundary: Boundary, divergence: str, teacher_weight: float = 0.5) -> f
     ]
     total = math.fsum(teacher)
     teacher = [t / total for t in teacher] if total else teacher
+    if END in boundary.student:
+        at = names.index(END)
+        moved = min(max(student[at] - teacher[at], 0.0), teacher[-1])
+        teacher[at], teacher[-1] = teacher[at] + moved, teacher[-1] - moved
     known_student, known_teacher = student, teacher
     for _ in range(3):
         bound = boundary.teacher_lacks[1]

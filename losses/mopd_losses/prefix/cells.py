@@ -45,6 +45,7 @@ class Cells:
     texts: Nats  # [boundaries], nats: of the text since the first boundary's first open row
     detours: Nats  # [boundaries], of the teacher's mass: what cells with a detour may lack
     lacking: NDArray[np.bool_]  # [cells], whether the teacher reaches the cell by a detour
+    unnamed: Nats  # [likely candidates in no cell], of the teacher's mass at the boundary
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +101,7 @@ def teacher_cells(
         )
         return is_one_token
 
-    candidates = rows.candidates(masses)
+    candidates, shares = rows.candidates(masses)
     names = name_cells(candidates, boundaries, pair.decisions, pair.separate, pair.marks, whole)
     nats = rows.range_masses(rows.ranges(names, boundaries, pair), len(names.texts))
     nats = nats - masses[names.boundaries]
@@ -118,7 +119,10 @@ def teacher_cells(
     with np.errstate(divide="ignore"):
         rests = np.log(np.clip(1.0 - named, 0.0, None))
     texts = rows.starts + masses
-    return Cells(names, likely, nats, rests, masses, texts, lacking - masses, detoured.cells)
+    unnamed = shares[names.unnamed_at] - reduction[names.unnamed.boundaries]
+    return Cells(
+        names, likely, nats, rests, masses, texts, lacking - masses, detoured.cells, unnamed
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,7 +219,7 @@ class _TeacherRows:
         numbers = detours.boundaries
         return _logsumexp(nats, numbers, count), _logsumexp(counted, numbers, count)
 
-    def candidates(self, masses: Nats) -> Candidates:
+    def candidates(self, masses: Nats) -> tuple[Candidates, Nats]:
         """Return the strings beyond each boundary of the top-k's likely tokens, and whether detours
         to them are worth finding.
 
@@ -226,7 +230,8 @@ class _TeacherRows:
         at = np.flatnonzero(self.reaching & (shares >= np.log(NAMING_SHARE)))
         rows = at // shares.shape[1]
         likely = shares.take(at) >= np.log(DETOUR_SHARE)
-        return Candidates(self.ids.take(at), self.begun[rows], self.boundaries[rows], likely)
+        candidates = Candidates(self.ids.take(at), self.begun[rows], self.boundaries[rows], likely)
+        return candidates, shares.take(at)
 
     def ranges(self, names: CellNames, boundaries: Boundaries, pair: TokenizerPair) -> CellRanges:
         """Find the tokens of each cell in these rows."""

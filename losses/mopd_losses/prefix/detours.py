@@ -97,13 +97,7 @@ class Detours:
         possible = np.flatnonzero(contexts.may_cross(sought.boundaries, sought.texts))
         numbers = sought.boundaries[possible]
         texts = sought.texts.at(possible)
-        keys = keys_of(contexts.keys[numbers], texts.hashes)
-
-        def compute(indices: Integers) -> Integers:
-            strings = texts.strings(indices)
-            return self._detours(contexts, numbers[indices], strings)
-
-        codes = self.table.computed(keys, compute)
+        codes = self._codes(contexts, numbers, texts)
         counted = codes & 1 == 0  # one more than the flag
         # A counted token is mass of the rest, and so is a candidate that is in no cell.
         kept = np.flatnonzero((codes != _NO_DETOUR) & ~((sought.cells[possible] < 0) & counted))
@@ -121,6 +115,30 @@ class Detours:
         numbers, steps = numbers[first], steps[first]
         rows = contexts.first_rows[numbers] + steps
         return CellDetours(reached, numbers, rows, ids[first], counted[first])
+
+    def end_a_token(self, contexts: Contexts, boundaries: Integers, texts: Strings) -> Flags:
+        """Return whether a boundary is inside a realised token, and a shorter token ends at the
+        boundary if it is followed by a text, and by any other text behind that one."""
+        rows = contexts.places.open_rows
+        begun = rows.begun[rows.last]
+        may_cross = texts.are_text() & contexts.may_cross(boundaries, texts)
+        at = np.flatnonzero((begun[boundaries] > 0) & ~may_cross)
+        numbers = boundaries[at]
+        codes = self._codes(contexts, numbers, texts.at(at))
+        lengths = self._vocabulary.lengths[(codes - 1) // 2 // _STEPS]
+        counted = (codes != _NO_DETOUR) & (codes & 1 == 0)
+        ends = np.flatnonzero(counted & (lengths == begun[numbers]))
+        results = np.zeros(len(boundaries), dtype=np.bool_)
+        results[at[ends]] = self._are_canonical(contexts, numbers[ends])
+        return results
+
+    def _codes(self, contexts: Contexts, boundaries: Integers, texts: Strings) -> Integers:
+        """Return the detour of each text behind a boundary."""
+
+        def compute(indices: Integers) -> Integers:
+            return self._detours(contexts, boundaries[indices], texts.strings(indices))
+
+        return self.table.computed(keys_of(contexts.keys[boundaries], texts.hashes), compute)
 
     def _ended(self, contexts: Contexts) -> tuple[Integers, Integers, Integers]:
         """Find tokens that were not produced and end at a boundary: their boundaries, the realised

@@ -42,6 +42,12 @@ unlikely cells detours are not sought; one that could have a detour of the stude
 student's mass. What follows a token that was not produced and ends at the boundary is
 unknown, too: the rest may lack its mass.
 
+**The end of a shorter token.** Inside the student's `` 192``, a teacher's comma behind `` 19`` means
+the student's token `` 19``: no token of the student contains both. The likely candidates that end
+this token are one cell, whose mass the student has in one token. Other text that ends it is part of
+the teacher's rest: the cell takes from the rest what the student's token exceeds it by. Without the
+cell, all other tokens that begin with `` 19`` would be as good as `` 19``.
+
 **Inside a token, in expectation.** The second digit of a student's `` 47`` is compared with a
 teacher of single digits only where the student sampled `` 4``. KL(teacher || student) of the whole
 token is the first digit's plus the expectation of the second's over the *teacher's* first digits;
@@ -147,6 +153,7 @@ def prefix_kl(
     retained = ~torch.isneginf(named) & ~torch.isneginf(teacher)
     unsupported = log_mass(teacher.masked_fill(retained, -torch.inf))
     teacher_rest = torch.logaddexp(teacher_rest, unsupported)
+    teacher, teacher_rest = _with_ends(teacher, teacher_rest, named.detach(), targets.ends)
     # A boundary without a cell compares nothing: all of it is rest.
     compared = retained.any(dim=1)
     teacher_rest = teacher_rest.masked_fill(~compared, 0.0)
@@ -194,6 +201,21 @@ def _teacher_cells(
     total = torch.logaddexp(lowered.logsumexp(dim=1), rest)
     total = total.masked_fill(~excess.any(dim=1) | torch.isneginf(total), 0.0)
     return lowered - total.unsqueeze(1), rest - total
+
+
+def _with_ends(
+    teacher: Float[Tensor, "boundaries cells"],
+    rest: Float[Tensor, "boundaries"],
+    student: Float[Tensor, "boundaries cells"],
+    ends: Bool[Tensor, "boundaries cells"],
+) -> tuple[Float[Tensor, "boundaries cells"], Float[Tensor, "boundaries"]]:
+    """The teacher's cells and its rest with the most that the student's token that ends here may
+    have of the rest: what ends it is known in part."""
+    most = torch.logaddexp(teacher, rest.unsqueeze(1))
+    raised = torch.where(ends, student.maximum(teacher).minimum(most), teacher)
+    moved = torch.where(ends, raised.exp() - teacher.exp(), 0.0).sum(dim=1)
+    left = (rest.exp() - moved).clamp_min(0.0).log()
+    return raised, torch.where(ends.any(dim=1), left, rest)
 
 
 def _with_rest(cells: Bool[Tensor, "boundaries cells"]) -> Bool[Tensor, "boundaries cells+1"]:

@@ -34,6 +34,7 @@ class CellNames:
     """[cells], the student's, of what its last open row has begun and the string."""
     teacher_nodes: Integers  # [cells], the teacher's, of the string
     unnamed: Names  # likely candidates that no student token decides
+    unnamed_at: Integers  # indices of these candidates
 
 
 def name_cells(
@@ -55,7 +56,8 @@ def name_cells(
     uncorrected, numbers = _marks(names, boundaries, separate, marks, whole)
     is_cell = NestedNames.of(names, nodes, boundaries.student, marks).select(uncorrected, numbers)
     is_named = decisions.lengths.take(decided) > 0
-    unnamed = candidates.at(np.flatnonzero(candidates.likely & ~is_named))
+    unnamed_at = np.flatnonzero(candidates.likely & ~is_named)
+    unnamed = candidates.at(unnamed_at)
     return CellNames(
         texts=names.texts.at(is_cell),
         boundaries=names.boundaries[is_cell],
@@ -63,6 +65,7 @@ def name_cells(
         nodes=nodes[is_cell],
         teacher_nodes=teacher_nodes[is_cell],
         unnamed=Names(unnamed.texts(boundaries), unnamed.boundaries, unnamed.likely),
+        unnamed_at=unnamed_at,
     )
 
 

@@ -12,7 +12,7 @@ from mopd_losses.prefix.boundaries import OpenRows, TokenizedText, boundaries_of
 from mopd_losses.prefix.cell_ranges import CellRanges, cell_ranges
 from mopd_losses.prefix.cells import Cells, TopK, teacher_cells
 from mopd_losses.prefix.contexts import Contexts
-from mopd_losses.prefix.detours import CellDetours, Sought
+from mopd_losses.prefix.detours import CellDetours, Detours, Sought
 from mopd_losses.prefix.lookaheads.comparisons import LookaheadComparisons
 from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.targets import NO_PATH, WHOLE_ROW, PrefixTargets, RangeReadings
@@ -86,7 +86,10 @@ class Preparation:
         )
         ranks = pair.student.ranks[detours.ids]
 
-        shape = (count, int(columns.max(initial=-1)) + 1)
+        ends = _Ends.of(cells, contexts, detours, pair.student_detours)
+        last = rows.last[ends.boundaries]
+        widest = np.concatenate([columns, ends.columns]).max(initial=-1)
+        shape = (count, int(widest) + 1)
         nats = torch.full(shape, -torch.inf, dtype=torch.float64)
         at = torch.from_numpy(names.boundaries), torch.from_numpy(columns)
         nats[at] = torch.from_numpy(cells.nats)
@@ -94,23 +97,31 @@ class Preparation:
         lacking[at] = torch.from_numpy(detours.cells)
         teacher_lacking[at] = torch.from_numpy(cells.lacking)
         unsought[at] = torch.from_numpy(_unsought(cells, contexts, named))
+        is_end = torch.zeros(shape, dtype=torch.bool)
+        at = torch.from_numpy(ends.boundaries), torch.from_numpy(ends.columns)
+        is_end[at] = True
+        nats[at] = torch.from_numpy(ends.nats)
+        rests = cells.rests.copy()
+        rests[ends.boundaries] = ends.rests
         masses = torch.from_numpy(cells.masses).exp().clamp_max(1.0)
         return PrefixTargets(
             positions=torch.from_numpy(positions[rows.rows[rows.last]]),
             first_positions=torch.from_numpy(positions[paths.first_rows]),
             cells=nats,
-            rests=torch.from_numpy(cells.rests),
+            rests=torch.from_numpy(rests),
             path_masses=masses,
             token_masses=torch.from_numpy(_token_masses(rows, cells.texts, len(student.ids))),
             in_every_sample=torch.zeros(count, dtype=torch.bool),
             weights=(masses / mass_floor).clamp_max(1.0) if mass_floor else torch.ones_like(masses),
             named=_readings(
-                rows.boundaries[named.rows],
-                columns[named.cells],
-                positions[rows.rows[named.rows]],
-                named.starts,
-                named.stops,
-                paths.ids[named.rows],
+                *_by_boundary(
+                    (rows.boundaries[named.rows], ends.boundaries),
+                    (columns[named.cells], ends.columns),
+                    (positions[rows.rows[named.rows]], positions[rows.rows[last]]),
+                    (named.starts, rows.starts[last]),
+                    (named.stops, rows.longer[last]),
+                    (paths.ids[named.rows], paths.ids[last]),
+                )
             ),
             known=_readings(
                 rows.boundaries[known],
@@ -130,6 +141,7 @@ class Preparation:
             ),
             lacking=lacking,
             unsought=unsought,
+            ends=is_end,
             teacher_detours=torch.from_numpy(cells.detours),
             teacher_lacking=teacher_lacking,
             path_boundaries=torch.from_numpy(paths.boundaries),
@@ -165,6 +177,41 @@ class _Paths:
         numbers = np.repeat(np.arange(len(counts)), counts)
         step_rows = first_rows[boundaries][numbers] + ranks_in_runs(counts)
         return cls(first_rows, ids, boundaries[has_path], ordered[numbers], step_rows)
+
+
+@dataclass(frozen=True, eq=False)
+class _Ends:
+    """Cells of the student's token that ends at a boundary inside its realised one."""
+
+    boundaries: Integers  # [ends], ascending
+    columns: Integers  # [ends], behind those of the other cells
+    nats: NDArray[np.float64]  # [ends], of the teacher's mass: the likely texts that end the token
+    rests: NDArray[np.float64]  # [ends], of the same: without these texts
+
+    @classmethod
+    def of(
+        cls, cells: Cells, contexts: Contexts, detours: CellDetours, student: Detours
+    ) -> "_Ends":
+        """Find the likely texts that are in no cell and end a token, but where a cell lacks mass
+        that this token may have."""
+        texts, count = cells.names.unnamed, len(contexts.covering_rows)
+        ending = student.end_a_token(contexts, texts.boundaries, texts.texts)
+        ending &= ~np.isin(texts.boundaries, detours.boundaries[detours.counted])
+        masses = np.exp(cells.unnamed[ending])
+        totals = np.bincount(texts.boundaries[ending], weights=masses, minlength=count)
+        boundaries = np.flatnonzero(totals)
+        totals = totals[boundaries]
+        columns = np.bincount(cells.names.boundaries, minlength=count)[boundaries]
+        with np.errstate(divide="ignore"):
+            rests = np.log(np.clip(np.exp(cells.rests[boundaries]) - totals, 0.0, None))
+        return cls(boundaries, columns, np.log(totals), rests)
+
+
+def _by_boundary(*columns: tuple[Integers, Integers]) -> list[Integers]:
+    """Join the columns of two lists of readings, and sort them by the first column."""
+    joined = [np.concatenate(pair) for pair in columns]
+    order = np.argsort(joined[0], kind="stable")
+    return [column[order] for column in joined]
 
 
 def _readings(*columns: Integers) -> RangeReadings:

@@ -77,6 +77,7 @@ class PrefixTargets:
     lacking: Bool[Tensor, "boundaries cells"]  # cells that the student reaches by a detour
     unsought: Bool[Tensor, "boundaries cells"]
     """Unlikely cells that the student may reach by a detour: none was sought."""
+    ends: Bool[Tensor, "boundaries cells"]  # the student's token that ends at the boundary
     teacher_detours: Float[Tensor, "boundaries"]  # nats, of its mass: what cells may lack
     teacher_lacking: Bool[Tensor, "boundaries cells"]
     path_boundaries: Int64[Tensor, "paths"]
@@ -134,6 +135,7 @@ _OF_BOUNDARIES = (
     "weights",
     "lacking",
     "unsought",
+    "ends",
     "teacher_detours",
     "teacher_lacking",
 )

@@ -311,3 +311,39 @@ def test_white_space_that_joins_the_next_word_of_the_student_is_no_part_of_a_cel
     logits[1, student.ids([END])] = 0.0
     output = pair.value(logits, pair.targets([comparison]))
     assert output.per_token.max().item() < 1e-4
+
+
+#: Inside 191 and 192 the teacher decides whether 19 ends: no token of the student has its comma.
+NINETEENS, TENS = Tongue.of("19", "191", "192"), Tongue.of("19", end="<stop>")
+
+
+@every_divergence
+def test_a_student_with_longer_tokens_learns_the_token_that_the_teacher_ends(
+    divergence: str,
+) -> None:
+    rows = [{"19": 1.0}, {",": 0.98, "2": 0.02}, {",": 1.0}, {END: 1.0}]
+    pair, comparison = of_rows(NINETEENS, TENS, "192,", rows)
+    logits = torch.full((3, NINETEENS.logit_width), -20.0, dtype=torch.float64)
+    logits[0, NINETEENS.ids(["192", "191", "19"])] = torch.tensor([0.0, 0.0, -4.0]).double()
+    logits[1, NINETEENS.ids([","])] = 0.0
+    logits[2, NINETEENS.ids([END])] = 0.0
+    logits.requires_grad_()
+    output = pair.value(logits, pair.targets([comparison]), divergence=divergence)
+    output.per_token.sum().backward()
+    assert logits.grad is not None
+    other, short = logits.grad[0, NINETEENS.ids(["191", "19"])].tolist()
+    assert short < -1e-3 < 1e-3 < other
+
+
+@pytest.mark.parametrize(("share", "agrees"), [(0.93, True), (0.98, True), (0.8, False)])
+def test_unlikely_texts_may_end_the_token_too(share: float, agrees: bool) -> None:
+    # 0.05 of the teacher's mass is outside its top-k: perhaps another text behind 19.
+    rows = [{"19": 1.0}, {",": 0.93, "2": 0.02}, {",": 1.0}, {END: 1.0}]
+    pair, comparison = of_rows(NINETEENS, TENS, "192,", rows)
+    logits = torch.full((3, NINETEENS.logit_width), -60.0, dtype=torch.float64)
+    masses = torch.tensor([0.02, 0.98 - share, share], dtype=torch.float64)
+    logits[0, NINETEENS.ids(["192", "191", "19"])] = (masses + 1e-12).log()
+    logits[1, NINETEENS.ids([","])] = 0.0
+    logits[2, NINETEENS.ids([END])] = 0.0
+    nats = pair.value(logits, pair.targets([comparison])).per_token[0].item()
+    assert (nats < 1e-3) == agrees

@@ -140,6 +140,7 @@ def _targets(comparisons: Sequence[_Comparison]) -> PrefixTargets:
         detours=_readings([]),
         lacking=torch.zeros_like(cells, dtype=torch.bool),
         unsought=torch.zeros_like(cells, dtype=torch.bool),
+        ends=torch.zeros_like(cells, dtype=torch.bool),
         teacher_detours=missing,
         teacher_lacking=torch.zeros_like(cells, dtype=torch.bool),
         path_boundaries=none,
