@@ -42,11 +42,11 @@ unlikely cells detours are not sought; one that could have a detour of the stude
 student's mass. What follows a token that was not produced and ends at the boundary is
 unknown, too: the rest may lack its mass.
 
-**The end of a shorter token.** Inside the student's `` 192``, a teacher's comma behind `` 19`` means
+**The end of a shorter token.** Inside the student's `` 192``, a teacher's comma behind `` 19`` is
 the student's token `` 19``: no token of the student contains both. The likely candidates that end
-this token are one cell, whose mass the student has in one token. Other text that ends it is part of
-the teacher's rest: the cell takes from the rest what the student's token exceeds it by. Without the
-cell, all other tokens that begin with `` 19`` would be as good as `` 19``.
+this token are one cell, whose mass the student has in one token. Other text that ends it is part
+of the teacher's rest: the cell takes from the rest what the student's token exceeds it by. Without
+the cell, all other tokens that begin with `` 19`` would be as good as `` 19``.
 
 **Inside a token, in expectation.** The second digit of a student's `` 47`` is compared with a
 teacher of single digits only where the student sampled `` 4``. KL(teacher || student) of the whole
