@@ -8,7 +8,7 @@ import numpy as np
 from mopd_protocol.samples import Rollout
 from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_trainer.config.run import RolloutConfig
-from mopd_trainer.data.corrections import Correction, correction_of, main_score
+from mopd_trainer.data.corrections import Correction, correction_of
 from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.data.seeds import derived_seed
 from mopd_trainer.metrics.timers import StepTimer
@@ -60,7 +60,14 @@ class Corrector:
             corrections = {
                 index: correction
                 for index in changed
-                if (correction := self._correction(by_index[index]))
+                if (
+                    correction := correction_of(
+                        by_index[index],
+                        self._student.table,
+                        self._scorer.table,
+                        least_ratio=self._config.correction_ratio,
+                    )
+                )
             }
             if not corrections:
                 break
@@ -76,16 +83,6 @@ class Corrector:
                     del by_index[index]
             changed = [index for index in corrections if index in by_index]
         return [*by_index.values()]
-
-    def _correction(self, example: TrainingExample) -> Correction | None:
-        if not example.scores:
-            return None
-        return correction_of(
-            example,
-            self._student.table,
-            self._scorer.table(main_score(example).teacher),
-            least_ratio=self._config.correction_ratio,
-        )
 
     async def _continued(self, corrections: Sequence[Correction], seed: int) -> list[Rollout]:
         """Return the rollouts that continue from corrections."""

@@ -121,8 +121,9 @@ class Detours:
         boundary if it is followed by a text, and by any other text behind that one."""
         rows = contexts.places.open_rows
         begun = rows.begun[rows.last]
-        may_cross = texts.are_text() & contexts.may_cross(boundaries, texts)
-        at = np.flatnonzero((begun[boundaries] > 0) & ~may_cross)
+        at = np.flatnonzero(begun[boundaries] > 0)
+        inside = texts.at(at)
+        at = at[~(inside.are_text() & contexts.may_cross(boundaries[at], inside))]
         numbers = boundaries[at]
         codes = self._codes(contexts, numbers, texts.at(at))
         lengths = self._vocabulary.lengths[(codes - 1) // 2 // _STEPS]

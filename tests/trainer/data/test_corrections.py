@@ -65,7 +65,7 @@ def corrected(item: TrainingExample, ratio: float = RATIO) -> Correction | None:
     return correction_of(
         item,
         table(STUDENT),
-        table(TEACHER),
+        {"math": table(TEACHER)}.__getitem__,
         least_ratio=ratio,
     )
 

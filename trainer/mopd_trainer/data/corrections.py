@@ -9,6 +9,7 @@ known from the scores, selects the student's likeliest token that agrees with it
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ from mopd_losses.alignment.byte_alignment import common_prefix
 from mopd_protocol.samples import Rollout, TeacherScore
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.tokenizers.token_table import TokenTable
-from mopd_trainer.data.examples import AlignedScore, TrainingExample
+from mopd_trainer.data.examples import TrainingExample
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +39,7 @@ class Correction:
 def correction_of(
     example: TrainingExample,
     student: TokenTable,
-    teacher: TokenTable,
+    teachers: Callable[[str], TokenTable],
     *,
     least_ratio: float,
 ) -> Correction | None:
@@ -48,16 +49,16 @@ def correction_of(
     and if none of the student's likeliest tokens agrees with the teacher's.
 
     Args:
-        teacher: table of the sample's teacher with the largest weight.
+        teachers: name -> table; the sample's teacher with the largest weight corrects.
         least_ratio: a token is implausible if it is less than this times as likely as the
             teacher's likeliest one.
     """
     if example.rollout.sampled_logprobs is None or not example.scores:
         return None
-    scored = main_score(example)
+    scored = max(example.scores, key=lambda score: score.weight)
     completion, score = scored.teacher_input.completion, scored.score
     comparable = _comparable_bytes(completion, score.completion)
-    sides = _Sides(example.rollout, completion, student, teacher)
+    sides = _Sides(example.rollout, completion, student, teachers(scored.teacher))
     for row in implausible_rows(score, least_ratio).tolist():
         start = int(score.completion.byte_ends[row - 1]) if row else 0
         if start > comparable:
@@ -66,11 +67,6 @@ def correction_of(
         if correction is not None:
             return correction
     return None
-
-
-def main_score(example: TrainingExample) -> AlignedScore:
-    """Return the score of the teacher with the largest weight in a sample."""
-    return max(example.scores, key=lambda score: score.weight)
 
 
 def implausible_rows(score: TeacherScore, least_ratio: float) -> NDArray[np.int64]:
