@@ -4,6 +4,7 @@ A token is its string: a Latin-1 character a byte, one private character for a c
 """
 
 import math
+import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -425,13 +426,15 @@ def ends_a_token(side: Side, at: int, text: str) -> bool:
     is_text = ord(text[-1]) < 256
     if not begun or (is_text and may_cross(side, at, text)):
         return False
+    # No token contains both the end of the context and the text, which matters to white space only.
+    followed = context + text if is_text and context[-1] in string.whitespace else context
     realised = [side.tokens[side.realised[row]] for row in range(first, covering + 1)]
     try:
         written = side.encode("".join(realised))
-        (context + text if is_text else context).encode("latin-1").decode()
+        followed.encode("latin-1").decode()
     except UnicodeError:
         return False
-    tokens = side.encode(context + text if is_text else context)
+    tokens = side.encode(followed)
     return written == realised and tokens[: len(realised)] == [*realised[:-1], begun]
 
 

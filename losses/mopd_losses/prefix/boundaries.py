@@ -39,8 +39,15 @@ def _table_of(characters: str) -> NDArray[np.bool_]:
     return table
 
 
-_IS_ALPHANUMERIC = _table_of("".join(filter(str.isalnum, _ASCII)))
+_IS_ASCII = _table_of(_ASCII)
 _IS_SPACE = _table_of(SPACES)
+_IS_LETTER = _table_of("".join(filter(str.isalpha, _ASCII)))
+_IS_DIGIT = _table_of("".join(filter(str.isdigit, _ASCII)))
+
+
+def is_space(codes: Codes) -> NDArray[np.bool_]:
+    """Return whether each character is white space of one byte."""
+    return _IS_SPACE.take(codes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,18 +122,25 @@ class TokenizedText:
         return inside & (self.slices(starts, np.where(inside, stops, starts)) == hashes)
 
     def follow_word(self, offsets: Integers) -> NDArray[np.bool_]:
-        """Return whether white space is at each offset, and a letter or digit before it that no
-        token contains together with it: what is before does not matter to what follows."""
+        """Return whether a word ends at each offset, and no token contains both characters there:
+        what is before does not matter to what follows."""
         return self._words_end.take(offsets)
 
     @cached_property
     def _words_end(self) -> NDArray[np.bool_]:
-        """[symbols + 1], ``follow_word`` of each offset."""
+        """[symbols + 1], ``follow_word`` of each offset.
+
+        Tokenizers divide text before a space, and behind letters or digits if another character
+        follows, but for an apostrophe. Behind others it depends on more of the text: ``)@x`` is
+        ``)@`` and ``x``, but ``@x`` alone may be one token.
+        """
         before, after = self.codes[:-1], self.codes[1:]
-        result = np.zeros(len(self.codes) + 1, dtype=np.bool_)
-        result[1:-1] = _IS_ALPHANUMERIC.take(before) & _IS_SPACE.take(after)
-        result[1:-1] &= ~self.vocabulary.contain(before, after)
-        return result
+        words_end = ~is_space(before) & (after == ord(" "))
+        for kind in (_IS_LETTER, _IS_DIGIT):
+            words_end |= kind.take(before) & ~kind.take(after) & (after != ord("'"))
+        words_end &= _IS_ASCII.take(before) & _IS_ASCII.take(after)
+        words_end &= ~self.vocabulary.contain(before, after)
+        return np.concatenate([[False], words_end, [False]])
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.prefix.boundaries import Places
+from mopd_losses.prefix.boundaries import Places, is_space
 from mopd_losses.prefix.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import (
     Hashes,
@@ -62,6 +62,10 @@ class Contexts:
         symbols, starts = self.places.text.symbols, self.starts[boundaries]
         stops = starts + self.lengths[boundaries]
         return [symbols[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
+
+    def end_with_space(self, boundaries: Integers) -> NDArray[np.bool_]:
+        """Return whether white space is before each boundary."""
+        return is_space(self.places.text.codes.take(self.places.offsets[boundaries] - 1))
 
     def written(self, boundary: int) -> str:
         """Return the text of the context's tokens, with all of the covering one."""

@@ -121,11 +121,13 @@ class Detours:
         boundary if it is followed by a text, and by any other text behind that one."""
         rows = contexts.places.open_rows
         begun = rows.begun[rows.last]
-        at = np.flatnonzero(begun[boundaries] > 0)
+        at = np.flatnonzero(((begun > 0) & (contexts.lengths > 0))[boundaries])
         inside = texts.at(at)
         at = at[~(inside.are_text() & contexts.may_cross(boundaries[at], inside))]
         numbers = boundaries[at]
-        codes = self._codes(contexts, numbers, texts.at(at))
+        # What follows matters to white space only, which tokenizers divide by what is behind it.
+        followed = texts.at(at).where(contexts.end_with_space(numbers))
+        codes = self._codes(contexts, numbers, followed)
         lengths = self._vocabulary.lengths[(codes - 1) // 2 // _STEPS]
         counted = (codes != _NO_DETOUR) & (codes & 1 == 0)
         ends = np.flatnonzero(counted & (lengths == begun[numbers]))

@@ -90,6 +90,11 @@ class Strings:
             np.concatenate([self.starts, other.starts]),
         )
 
+    def where(self, chosen: NDArray[np.bool_]) -> "Strings":
+        """Replace all others by empty strings."""
+        hashes, lengths = np.where(chosen, self.hashes, 0), np.where(chosen, self.lengths, 0)
+        return Strings(self.vocabulary, self.text, hashes, lengths, self.ids, self.starts)
+
     def beginnings(self, lengths: Integers) -> Hashes:
         """Hash the first characters of each string."""
         stops = self.starts + lengths
