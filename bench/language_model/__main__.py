@@ -43,7 +43,7 @@ from bench.language_model.models import (
     save_teacher,
     save_with_tokenizer,
 )
-from bench.numerals.options import add_least_importance
+from bench.numerals.options import add_corrections, add_least_importance
 from mopd_trainer import RunConfig, Student, StudentConfig
 from mopd_trainer.interruption import Interrupted
 
@@ -139,11 +139,11 @@ def run_config(
                 "generation_batch_size": options.prompts_per_step,
                 "max_new_tokens": options.max_new_tokens,
                 "scoring": "after_rollout",
+                "corrections": options.corrections,
             },
             "teachers": {
                 "whole": {
-                    "placement": "local",
-                    "model": teacher,
+                    **_place(options.teacher_url, teacher),
                     "top_k": options.top_k,
                     "loss": {"type": options.loss, "divergence": options.divergence},
                 }
@@ -153,6 +153,10 @@ def run_config(
             "logging": {"tensorboard": False},
         }
     )
+
+
+def _place(url: str | None, model: str) -> dict[str, str]:
+    return {"placement": "local", "model": model} if url is None else {"url": url}
 
 
 def _write_lines(path: Path, lines: Sequence[dict[str, str]]) -> Path:
@@ -194,6 +198,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--teacher", required=True, help="model folder or hub name")
     parser.add_argument("--gguf-file", help="GGUF file in the teacher's folder")
+    parser.add_argument(
+        "--teacher-url",
+        help="a service with the model in FOLDER/teacher (default: the trainer loads it)",
+    )
     parser.add_argument("--student", help="default: the teacher without some layers")
     parser.add_argument("--removed-layers", type=int, default=4)
     parser.add_argument(
@@ -213,6 +221,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--loss", default="auto", help="default: by the student's tokenizer")
     parser.add_argument("--divergence", default="forward_kl")
     add_least_importance(parser)
+    add_corrections(parser)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, help="threads of torch")
     parser.add_argument("--json", type=Path)

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from mopd_trainer import ImportanceConfig
+from mopd_trainer import ImportanceConfig, RolloutConfig
 
 
 class NameList:
@@ -80,4 +80,15 @@ def add_least_importance(parser: argparse.ArgumentParser) -> None:
         default=ImportanceConfig().least,
         metavar="W",
         help="least importance weight of a sampled token (default: %(default)s, no weights)",
+    )
+
+
+def add_corrections(parser: argparse.ArgumentParser) -> None:
+    """Add the option for corrected samples."""
+    parser.add_argument(
+        "--corrections",
+        type=int,
+        default=RolloutConfig().corrections,
+        metavar="N",
+        help="of every sample by its teacher (default: %(default)s)",
     )
