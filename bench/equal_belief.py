@@ -102,9 +102,9 @@ def main() -> None:
                 )
     table = Table("student", "teacher", "loss", "text", "tokens", "nats a token", "pushed down")
     for result in results:
-        names = [Path(name).stem for name in (result.student, result.teacher)]
         table.add_row(
-            *names,
+            _short(result.student),
+            _short(result.teacher),
             result.loss,
             result.text,
             str(result.tokens),
@@ -114,6 +114,12 @@ def main() -> None:
     Console().print(table)
     if options.json:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+
+
+def _short(name: str) -> str:
+    """Return the name of a file, or of its folder where all files have the same name."""
+    path = Path(name)
+    return path.parent.name if path.name == "tokenizer.json" else path.stem
 
 
 def texts() -> dict[str, str]:
