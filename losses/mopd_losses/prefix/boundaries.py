@@ -122,8 +122,8 @@ class TokenizedText:
         return inside & (self.slices(starts, np.where(inside, stops, starts)) == hashes)
 
     def follow_word(self, offsets: Integers) -> NDArray[np.bool_]:
-        """Return whether a word ends at each offset, and no token contains both characters there:
-        what is before does not matter to what follows."""
+        """Return whether a word ends at each offset, and no token contains the characters before and
+        behind it: what is before does not matter to what follows."""
         return self._words_end.take(offsets)
 
     @cached_property
@@ -132,7 +132,7 @@ class TokenizedText:
 
         Tokenizers divide text before a space, and behind letters or digits if another character
         follows, but for an apostrophe. Behind others it depends on more of the text: ``)@x`` is
-        ``)@`` and ``x``, but ``@x`` alone may be one token.
+        ``)@`` and ``x``, but a text ``@x`` may be one token.
         """
         before, after = self.codes[:-1], self.codes[1:]
         words_end = ~is_space(before) & (after == ord(" "))

@@ -125,7 +125,7 @@ class Detours:
         inside = texts.at(at)
         at = at[~(inside.are_text() & contexts.may_cross(boundaries[at], inside))]
         numbers = boundaries[at]
-        # What follows matters to white space only, which tokenizers divide by what is behind it.
+        # No token is in both, so only white space is divided by the text behind it.
         followed = texts.at(at).where(contexts.end_with_space(numbers))
         codes = self._codes(contexts, numbers, followed)
         lengths = self._vocabulary.lengths[(codes - 1) // 2 // _STEPS]
