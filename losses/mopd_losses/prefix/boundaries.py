@@ -122,8 +122,8 @@ class TokenizedText:
         return inside & (self.slices(starts, np.where(inside, stops, starts)) == hashes)
 
     def follow_word(self, offsets: Integers) -> NDArray[np.bool_]:
-        """Return whether a word ends at each offset, and no token contains the characters before and
-        behind it: what is before does not matter to what follows."""
+        """Return whether a word ends at each offset, and no token contains the characters on both
+        sides: what is before does not matter to what follows."""
         return self._words_end.take(offsets)
 
     @cached_property
