@@ -119,7 +119,7 @@ def main() -> None:
 def _short(name: str) -> str:
     """Return the name of a file, or of its folder where all files have the same name."""
     path = Path(name)
-    return path.parent.name if path.name == "tokenizer.json" else path.stem
+    return path.resolve().parent.name if path.name == "tokenizer.json" else path.stem
 
 
 def texts() -> dict[str, str]:
