@@ -4,7 +4,6 @@ A token is its string: a Latin-1 character a byte, one private character for a c
 """
 
 import math
-import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -427,7 +426,8 @@ def ends_a_token(side: Side, at: int, text: str) -> bool:
     if not begun or (is_text and may_cross(side, at, text)):
         return False
     # No token contains both the end of the context and the text, which matters to white space only.
-    followed = context + text if is_text and context[-1] in string.whitespace else context
+    is_divided_by_text = is_text and context[-1].isascii() and context[-1].isspace()
+    followed = context + text if is_divided_by_text else context
     realised = [side.tokens[side.realised[row]] for row in range(first, covering + 1)]
     try:
         written = side.encode("".join(realised))

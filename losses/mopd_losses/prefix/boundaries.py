@@ -28,9 +28,6 @@ from mopd_protocol.tokenizers.token_sequence import TokenSequence
 
 _ASCII = "".join(map(chr, range(128)))
 
-#: White space of one byte.
-SPACES = "".join(filter(str.isspace, _ASCII))
-
 
 def _table_of(characters: str) -> NDArray[np.bool_]:
     """[codes], True for some characters."""
@@ -40,7 +37,7 @@ def _table_of(characters: str) -> NDArray[np.bool_]:
 
 
 _IS_ASCII = _table_of(_ASCII)
-_IS_SPACE = _table_of(SPACES)
+_IS_SPACE = _table_of("".join(filter(str.isspace, _ASCII)))
 _IS_LETTER = _table_of("".join(filter(str.isalpha, _ASCII)))
 _IS_DIGIT = _table_of("".join(filter(str.isdigit, _ASCII)))
 

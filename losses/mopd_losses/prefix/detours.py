@@ -123,10 +123,11 @@ class Detours:
         begun = rows.begun[rows.last]
         at = np.flatnonzero(((begun > 0) & (contexts.lengths > 0))[boundaries])
         inside = texts.at(at)
-        at = at[~(inside.are_text() & contexts.may_cross(boundaries[at], inside))]
+        divided = ~(inside.are_text() & contexts.may_cross(boundaries[at], inside))
+        at, inside = at[divided], inside.at(divided)
         numbers = boundaries[at]
         # No token is in both, so only white space is divided by the text behind it.
-        followed = texts.at(at).where(contexts.end_with_space(numbers))
+        followed = inside.where(contexts.end_with_space(numbers))
         codes = self._codes(contexts, numbers, followed)
         lengths = self._vocabulary.lengths[(codes - 1) // 2 // _STEPS]
         counted = (codes != _NO_DETOUR) & (codes & 1 == 0)

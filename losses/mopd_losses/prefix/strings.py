@@ -5,17 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.prefix.boundaries import SPACES, TokenizedText
-from mopd_losses.prefix.vocabulary.hashed_strings import (
-    Codes,
-    Hashes,
-    Integers,
-    joined,
-    string_hashes,
-)
+from mopd_losses.prefix.boundaries import TokenizedText, is_space
+from mopd_losses.prefix.vocabulary.hashed_strings import Codes, Hashes, Integers, joined
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
-
-_SPACES = string_hashes(SPACES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,9 +133,8 @@ class Strings:
         return result
 
     def end_with_space(self) -> NDArray[np.bool_]:
-        """Return whether white space is the last character of each string; all are of tokens."""
-        stops = self.starts + self.lengths
-        return np.isin(self.vocabulary.slices(self.ids, stops - 1, stops), _SPACES)
+        """Return whether white space is the last character of each string."""
+        return is_space(self.codes_at(self.lengths - 1))
 
     def are_text(self) -> NDArray[np.bool_]:
         """Return whether each string does not end with a control token."""
