@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-Row = tuple[bytes, float, bytes, float]
-"""A teacher's token and its probability, the likeliest token and its probability."""
+Row = tuple[bytes, float, Sequence[tuple[bytes, float]]]
+"""A teacher's token and its probability, and the likely tokens, likeliest first, with theirs."""
 
 
 def correction(
@@ -11,35 +11,47 @@ def correction(
 ) -> list[bytes] | None:
     """Return the first tokens of the corrected completion; None if it stays as it is.
 
-    With the text before an implausible token and the teacher's likeliest one in its place, each
-    student token is the likeliest that agrees with that text: one begins with the other. Tokens
-    that end before the implausible one stay.
+    The target is the text before an implausible token with the teacher's likeliest one in its
+    place. Tokens that end before the implausible one stay. Behind them each student token is the
+    likeliest other one with which the text begins with the target, but with no longer token of the
+    teacher's row, or else the likeliest one with which the target begins with the text.
 
     Args:
         student: its tokens, each with the likeliest ones in its place, in order.
         teacher: its tokens of the same text.
     """
     before = b""
-    for token, probability, likeliest, highest in teacher:
+    for token, probability, likely in teacher:
+        (likeliest, highest), *others = likely
         if probability < least_ratio * highest:
             target = before + likeliest
+            rivals = [
+                before + other
+                for other in [token, *(spelled for spelled, _ in others)]
+                if len(other) > len(likeliest)
+            ]
             tokens: list[bytes] = []
             for own, candidates in student:
                 text = b"".join(tokens)
-                if len(text) >= len(target):
-                    break
                 if len(text + own) <= len(before):
                     tokens.append(own)
                     continue
-                agreeing = [
+                completing = [
                     each
                     for each in candidates
-                    if each and (target.startswith(text + each) or (text + each).startswith(target))
+                    if (text + each).startswith(target)
+                    and each != own
+                    and not any((text + each).startswith(rival) for rival in rivals)
                 ]
-                if not agreeing:
+                beginning = [
+                    each
+                    for each in candidates
+                    if each and target.startswith(text + each) and text + each != target
+                ]
+                if not completing + beginning:
                     break
-                tokens.append(agreeing[0])
-                if agreeing[0] != own:
+                tokens.append((completing + beginning)[0])
+                if tokens[-1] != own:
                     return tokens
         before += token
     return None

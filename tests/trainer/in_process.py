@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import pytest
 from fastapi import FastAPI
 
 from mopd_client.pool import TeacherPool
@@ -53,6 +54,20 @@ class Recorded(httpx.AsyncBaseTransport):
 def teacher_config(**settings: Any) -> TeacherConfig:
     """Return the settings of a teacher in process."""
     return TeacherConfig.model_validate({"url": "http://teacher", "top_k": 8, **settings})
+
+
+def serve_in_process(monkeypatch: pytest.MonkeyPatch, transports: Mapping[str, Recorded]) -> None:
+    """Connect the teachers of complete runs to apps by their names, whatever their URLs."""
+
+    def pool(configs: Mapping[str, TeacherConfig], _: object, **_others: object) -> TeacherPool:
+        return TeacherPool(
+            {
+                name: TeacherClient(name, config.url, transport=transports[name])
+                for name, config in configs.items()
+            }
+        )
+
+    monkeypatch.setattr("mopd_trainer.setup.teacher_pool", pool)
 
 
 @asynccontextmanager

@@ -21,36 +21,45 @@ STUDENT, TEACHER = "whole_number", "digit"
 RATIO = 0.1
 ENDING = table(TEACHER).roles.ending
 
-#: A row of a teacher: the probability of the completion's token, and the likeliest token with its
-#: own, or None where the completion's is the likeliest.
-Choice = tuple[float, str, float] | None
+#: A row of a teacher: the probability of the completion's token, the likeliest token with its own,
+#: and less likely tokens; or None where the completion's is the likeliest.
+Choice = tuple[float, str, float, *tuple[str, ...]] | None
+#: Probability of each of the less likely tokens.
+LITTLE = 0.01
 
 
 def example(
     token_ids: Sequence[int],
     candidates: Sequence[Sequence[int]],
     choices: Sequence[Choice],
+    teacher_name: str = TEACHER,
 ) -> TrainingExample:
-    """A student's completion, its likeliest ids, and a score with one likeliest id in each row."""
-    student, teacher = table(STUDENT), table(TEACHER)
+    """A student's completion, its likeliest ids, and a score with likely ids in each row."""
+    student, teacher = table(STUDENT), table(teacher_name)
     width = max(map(len, candidates))
     topk_ids = np.array([[*row, *[-1] * (width - len(row))] for row in candidates])
     sampled = rollout(STUDENT, token_ids, topk_ids=topk_ids)
     view = text_view(sampled, student, teacher)
     assert isinstance(view.request.completion, str)
-    ids = encoder(TEACHER).encode(view.request.completion)
+    ids = encoder(teacher_name).encode(view.request.completion)
     ids += [teacher.roles.ending[0]] if view.request.finished else []
     completion = teacher.sequence(ids)
     rows = [
-        (ids[at], 0.9, 0.9) if choice is None else (named(choice[1], teacher), choice[2], choice[0])
+        ([ids[at]], 0.9, 0.9)
+        if choice is None
+        else ([named(each, teacher) for each in (choice[1], *choice[3:])], choice[2], choice[0])
         for at, choice in enumerate(choices)
     ]
-    likeliest, highest, own = map(np.array, zip(*rows, strict=True))
+    likely = np.full((len(rows), max(len(row) for row, *_ in rows)), -1)
+    logprobs = np.full(likely.shape, -np.inf)
+    for at, (row, highest, _) in enumerate(rows):
+        likely[at, : len(row)] = row
+        logprobs[at, : len(row)] = np.log([highest, *[LITTLE] * (len(row) - 1)])
     topk = TopKLogprobs(
-        ids=likeliest[:, None],
-        logprobs=np.log(highest)[:, None],
-        token_logprobs=np.log(own),
-        tail_logprobs=np.log1p(-highest),
+        ids=likely,
+        logprobs=logprobs,
+        token_logprobs=np.log([own for *_, own in rows]),
+        tail_logprobs=np.log1p(-np.exp(logprobs).sum(axis=1)),
     )
     score = TeacherScore("m" * 32, completion, topk)
     aligned = AlignedScore("math", 1.0, view, score, align(view.completion, completion))
@@ -61,11 +70,13 @@ def named(text: str, side: TokenTable) -> int:
     return side.controls[text] if text in side.controls else side.all_bytes.index(text.encode())
 
 
-def corrected(item: TrainingExample, ratio: float = RATIO) -> Correction | None:
+def corrected(
+    item: TrainingExample, ratio: float = RATIO, teacher_name: str = TEACHER
+) -> Correction | None:
     return correction_of(
         item,
         table(STUDENT),
-        {"math": table(TEACHER)}.__getitem__,
+        {"math": table(teacher_name)}.__getitem__,
         least_ratio=ratio,
     )
 
@@ -87,6 +98,18 @@ def test_the_first_implausible_token_is_replaced_by_the_likeliest_that_agrees() 
 def test_plausible_tokens_stay(choice: Choice, ratio: float) -> None:
     written = ids_of(STUDENT, "12")
     assert corrected(example(written, [ids_of(STUDENT, "17")], [None, choice]), ratio) is None
+
+
+def test_a_token_beyond_the_teachers_does_not_begin_with_its_other_tokens() -> None:
+    # The student prefers 45; the teacher has a token for it, and wants 4 and something else.
+    written = ids_of(STUDENT, "3", "+")
+    likely = ids_of(STUDENT, "45", "4", "42")
+    for others, best in (([], "45"), (["45"], "4"), (["42"], "45")):
+        choices = [(0.001, "4", 0.9, *others), None]
+        item = example(written, [likely, written], choices, STUDENT)
+        correction = corrected(item, teacher_name=STUDENT)
+        assert correction is not None
+        assert correction.token_ids == ids_of(STUDENT, best)
 
 
 def test_a_completion_stays_where_no_likely_token_agrees() -> None:
@@ -122,33 +145,70 @@ def test_a_reference_answer_stays() -> None:
     assert corrected(TrainingExample(reference_completion, item.scores)) is None
 
 
-_PIECES = ["1", "12", "2", "27", "7", "+", " + "]
+def test_a_corrected_token_that_the_teacher_rejects_gives_way_to_a_shorter_one() -> None:
+    written = ids_of(STUDENT, "45", "+")
+    likely = ids_of(STUDENT, "45", "4")
+    choices = [(0.001, "4", 0.9), None]
+    item = example(written, [likely, written], choices, STUDENT)
+    correction = corrected(item, teacher_name=STUDENT)
+    assert correction is not None
+    assert correction.token_ids == ids_of(STUDENT, "4")
+
+
+def test_a_token_that_completes_the_teachers_replaces_its_beginning() -> None:
+    # The student began 45 with 4, and has no likely token to go on with.
+    written = ids_of(STUDENT, "4", "+")
+    likely = ids_of(STUDENT, "4", "45")
+    choices = [(0.001, "45", 0.9), None]
+    item = example(written, [likely, written], choices, STUDENT)
+    correction = corrected(item, teacher_name=STUDENT)
+    assert correction is not None
+    assert correction.token_ids == ids_of(STUDENT, "45")
+
+
+def test_a_token_that_begins_the_teachers_stays_and_the_next_one_is_replaced() -> None:
+    written = ids_of(STUDENT, "4", "+")
+    choices = [(0.001, "45", 0.9), None]
+    for next_token, expected in (("5", ["4", "5"]), ("2", None)):
+        likely = [ids_of(STUDENT, "4"), ids_of(STUDENT, next_token)]
+        correction = corrected(example(written, likely, choices, STUDENT), teacher_name=STUDENT)
+        token_ids = None if correction is None else correction.token_ids
+        assert token_ids == (None if expected is None else ids_of(STUDENT, *expected))
+
+
+_PIECES = ["4", "45", "2", "42", "5", "+", " + "]
 
 
 @st.composite
-def _examples(draw: st.DrawFn) -> tuple[TrainingExample, Sequence[Choice]]:
+def _examples(draw: st.DrawFn) -> tuple[TrainingExample, Sequence[Choice], str]:
+    teacher = draw(st.sampled_from([STUDENT, TEACHER]))
     pieces = draw(st.lists(st.sampled_from(_PIECES), min_size=1, max_size=5))
     written = ids_of(STUDENT, *pieces)
     vocabulary = sorted({i for piece in _PIECES for i in ids_of(STUDENT, piece)})
-    candidates = [draw(st.permutations(vocabulary)) for _ in written]
+    likely = st.lists(st.sampled_from(vocabulary), min_size=1, unique=True)
+    candidates = [draw(likely) for _ in written]
     text = table(STUDENT).sequence(written).text.decode()
-    rows = len(encoder(TEACHER).encode(text))
-    choice = st.none() | st.tuples(
-        st.sampled_from([0.001, 0.3]), st.sampled_from("127+ "), st.just(0.6)
-    )
-    choices = [draw(choice) for _ in range(rows)]
-    return example(written, candidates, choices), choices
+    rows = len(encoder(teacher).encode(text))
+    tokens = [*"425+ ", *(["45", "42"] if teacher == STUDENT else [])]
+    choices: list[Choice] = []
+    for _ in range(rows):
+        best = draw(st.lists(st.sampled_from(tokens), max_size=3, unique=True))
+        own = draw(st.sampled_from([0.001, 0.3]))
+        choices.append((own, best[0], 0.6, *best[1:]) if best else None)
+    return example(written, candidates, choices, teacher), choices, teacher
 
 
 @given(_examples())
 def test_corrections_agree_with_the_definition(
-    drawn: tuple[TrainingExample, Sequence[Choice]],
+    drawn: tuple[TrainingExample, Sequence[Choice], str],
 ) -> None:
-    item, choices = drawn
-    own, other = table(STUDENT).all_bytes, table(TEACHER).all_bytes
+    item, choices, name = drawn
+    own, other = table(STUDENT).all_bytes, table(name).all_bytes
     ids = item.scores[0].score.completion.token_ids.tolist()
     teacher = [
-        (other[i], 0.9, other[i], 0.9) if c is None else (other[i], c[0], c[1].encode(), c[2])
+        (other[i], 0.9, [(other[i], 0.9)])
+        if c is None
+        else (other[i], c[0], [(c[1].encode(), c[2]), *((t.encode(), LITTLE) for t in c[3:])])
         for i, c in zip(ids, choices, strict=True)
     ]
     assert item.rollout.student_topk_ids is not None
@@ -160,6 +220,6 @@ def test_corrections_agree_with_the_definition(
             strict=True,
         )
     ]
-    correction = corrected(item)
+    correction = corrected(item, teacher_name=name)
     expected = reference(student, teacher, RATIO)
     assert (None if correction is None else [own[i] for i in correction.token_ids]) == expected

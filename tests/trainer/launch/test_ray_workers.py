@@ -1,6 +1,7 @@
 """Rollout workers on Ray, which is started once for all tests: completions and crashes."""
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,11 @@ from mopd_protocol.errors import MopdError
 from mopd_trainer.config.resources import device_counts
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.loop import train
+from tests.server.tiny_teachers import teacher_of
+from tests.trainer.in_process import Recorded, serve_in_process
 from tests.trainer.launch.test_torchrun import untimed
 from tests.trainer.runs import prompt_lines, run_values, write_lines
+from tests.trainer.students import model_of, tokenizer
 from tests.trainer.whole_runs import assert_same_weights, journal, run_here
 
 ray = pytest.importorskip("ray")
@@ -125,6 +129,25 @@ def test_workers_write_what_the_student_would_have_written(
     assert len(crashes) == 1
     assert "rollout worker 1 of 2 crashed" in crashes[0]
     assert "with the same seeds" in crashes[0]
+
+
+def test_workers_continue_corrected_completions_as_the_student_would(
+    cluster: None, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = teacher_of(model_of("qwen", seed=1, sharpness=8), tokenizer("digit"))
+    serve_in_process(monkeypatch, {"code": Recorded(teacher.app)})
+    values["teachers"] = {"code": {"url": "http://code", "top_k": 8}}
+    values["rollout"] |= {"corrections": 2, "correction_ratio": 0.3, "scoring": "stream"}
+    own, _ = run_here(values)
+    config = with_workers(values, 2)
+    actors = actors_of(config)
+    folder = run_with(config, RayWorkers(actors, config), "corrected")
+    texts = (folder / "completions.jsonl").read_text()
+    assert texts == (own.parent / "completions.jsonl").read_text()
+    assert any(json.loads(line)["corrected_tokens"] for line in texts.splitlines())
+    assert_same_weights(folder / "final", own)
+    for actor in actors:
+        ray.kill(actor)
 
 
 def test_a_run_ends_when_no_worker_is_left(cluster: None, values: dict[str, Any]) -> None:

@@ -1,21 +1,17 @@
 """A run that corrects completions: its metrics, its recording, and a replay of it."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mopd_client.pool import TeacherPool
-from mopd_client.teacher_client import TeacherClient
 from mopd_trainer.config.run import RunConfig
-from mopd_trainer.config.teacher import TeacherConfig
 from mopd_trainer.data.prompts import read_prompts
 from mopd_trainer.run_folder.recording import Recording
 from tests import tiny_models
 from tests.server.tiny_teachers import teacher_of
-from tests.trainer.in_process import Recorded
+from tests.trainer.in_process import Recorded, serve_in_process
 from tests.trainer.runs import prompt_lines, run_values, write_lines
 from tests.trainer.students import model_of, table, tokenizer
 from tests.trainer.whole_runs import assert_same_weights, journal, run_here
@@ -24,13 +20,7 @@ from tests.trainer.whole_runs import assert_same_weights, journal, run_here
 @pytest.fixture
 def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     transport = Recorded(teacher_of(model_of("qwen", seed=1, sharpness=8), tokenizer("digit")).app)
-
-    def pool(configs: Mapping[str, TeacherConfig], _: object, **_others: object) -> TeacherPool:
-        return TeacherPool(
-            {name: TeacherClient(name, c.url, transport=transport) for name, c in configs.items()}
-        )
-
-    monkeypatch.setattr("mopd_trainer.setup.teacher_pool", pool)
+    serve_in_process(monkeypatch, {"own": transport})
     write_lines(tmp_path / "prompts.jsonl", prompt_lines(4, ["own"]))
     folder = tiny_models.save(model_of("qwen"), tokenizer("digit"), tmp_path / "student")
     values = run_values(tmp_path, max_steps=2)

@@ -1,23 +1,19 @@
 """A run that is ended because its student degrades."""
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mopd_client.pool import TeacherPool
-from mopd_client.teacher_client import TeacherClient
 from mopd_losses.build import build_loss
 from mopd_losses.core.loss import Loss, LossOutput
 from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_protocol.errors import DegradationError
-from mopd_trainer.config.teacher import TeacherConfig
 from mopd_trainer.run_folder.checkpoint import Checkpoint
 from tests import tiny_models
 from tests.server.tiny_teachers import teacher_of
-from tests.trainer.in_process import Recorded
+from tests.trainer.in_process import Recorded, serve_in_process
 from tests.trainer.loop.test_student_support_runs import student
 from tests.trainer.runs import prompt_lines, run_values, write_lines
 from tests.trainer.students import model_of, table, tokenizer
@@ -44,13 +40,7 @@ class Planted:
 @pytest.fixture
 def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     transport = Recorded(teacher_of(model_of("llama"), tokenizer("sentencepiece")).app)
-
-    def pool(configs: Mapping[str, TeacherConfig], _: object, **_others: object) -> TeacherPool:
-        return TeacherPool(
-            {name: TeacherClient(name, c.url, transport=transport) for name, c in configs.items()}
-        )
-
-    monkeypatch.setattr("mopd_trainer.setup.teacher_pool", pool)
+    serve_in_process(monkeypatch, {"math": transport})
     monkeypatch.setattr(
         "mopd_trainer.setup.build_loss", lambda *a, **k: Planted(build_loss(*a, **k))
     )

@@ -1,21 +1,18 @@
 """A run whose loss is selected by the tokenizers: ``loss: auto``."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mopd_client.pool import TeacherPool
-from mopd_client.teacher_client import TeacherClient
 from mopd_trainer.config.loading import load_run
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.config.teacher import TeacherConfig
 from mopd_trainer.run_folder.checkpoint import Checkpoint
 from tests import tiny_models
 from tests.server.tiny_teachers import teacher_of
-from tests.trainer.in_process import Recorded
+from tests.trainer.in_process import Recorded, serve_in_process
 from tests.trainer.runs import prompt_lines, run_values, write_lines
 from tests.trainer.students import model_of, tokenizer
 from tests.trainer.whole_runs import run_here
@@ -29,13 +26,7 @@ def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         name: Recorded(teacher_of(model_of(family, seed=1, sharpness=8), tokenizer(own)).app)
         for name, (family, own) in TEACHERS.items()
     }
-
-    def pool(configs: Mapping[str, TeacherConfig], _: object, **_others: object) -> TeacherPool:
-        return TeacherPool(
-            {n: TeacherClient(n, c.url, transport=transports[n]) for n, c in configs.items()}
-        )
-
-    monkeypatch.setattr("mopd_trainer.setup.teacher_pool", pool)
+    serve_in_process(monkeypatch, transports)
     write_lines(tmp_path / "prompts.jsonl", prompt_lines(4, list(TEACHERS)))
     folder = tiny_models.save(model_of("qwen"), tokenizer("digit"), tmp_path / "student")
     values = run_values(tmp_path, max_steps=1, save_steps=1)

@@ -1,7 +1,7 @@
 """Whole runs whose teacher scores the student's own most likely ids, and their replays."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mopd_client.pool import TeacherPool
-from mopd_client.teacher_client import TeacherClient
 from mopd_losses.alignment.byte_alignment import align
 from mopd_losses.config import ProjectionSettings
 from mopd_losses.core.valid_text import invalid_positions
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.samples import Rollout
 from mopd_trainer.config.run import RunConfig
-from mopd_trainer.config.teacher import TeacherConfig
 from mopd_trainer.data.prompts import read_prompts
 from mopd_trainer.run_folder.recording import RecordedSample, Recording
 from mopd_trainer.student.student import Student
@@ -29,7 +26,7 @@ from tests.reference.divergences import reverse_kl
 from tests.reference.projection import Dense, dense_projection
 from tests.reference.teacher_scores import completion_logprobs, next_token_logprobs
 from tests.server.tiny_teachers import TinyTeacher, teacher_of
-from tests.trainer.in_process import Recorded
+from tests.trainer.in_process import Recorded, serve_in_process
 from tests.trainer.runs import prompt_lines, run_values, write_lines
 from tests.trainer.students import CPU, FAMILIES, encoder, model_of, table, tokenizer
 from tests.trainer.whole_runs import assert_same_weights, journal, run_here
@@ -81,13 +78,7 @@ def teacher(case: tuple[str, str, str]) -> TinyTeacher:
 def requested(teacher: TinyTeacher, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     """The runs' way to the teacher, which is in this process."""
     transport = Recorded(teacher.app)
-
-    def pool(configs: Mapping[str, TeacherConfig], _: object, **_others: object) -> TeacherPool:
-        return TeacherPool(
-            {name: TeacherClient(name, c.url, transport=transport) for name, c in configs.items()}
-        )
-
-    monkeypatch.setattr("mopd_trainer.setup.teacher_pool", pool)
+    serve_in_process(monkeypatch, {"math": transport})
     return transport
 
 

@@ -9,7 +9,7 @@ known from the scores, selects the student's likeliest token that agrees with it
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,7 +63,10 @@ def correction_of(
         start = int(score.completion.byte_ends[row - 1]) if row else 0
         if start > comparable:
             return None
-        correction = sides.correction(start, int(score.topk.ids[row, 0]))
+        entries = score.topk.ids[row][score.topk.ids[row] >= 0].tolist()
+        correction = sides.correction(
+            start, entries[0], [*entries[1:], int(score.completion.token_ids[row])]
+        )
         if correction is not None:
             return correction
     return None
@@ -85,26 +88,36 @@ class _Sides:
     student: TokenTable
     teacher: TokenTable
 
-    def correction(self, start: int, teacher_id: int) -> Correction | None:
+    def correction(self, start: int, likeliest: int, others: Sequence[int]) -> Correction | None:
         """Return the correction by a teacher's token that begins at byte ``start``.
 
-        None if the completion agrees with it, or no token of the student does.
+        None if no likely token of the student agrees with it.
+
+        Args:
+            likeliest: the teacher's token.
+            others: less likely tokens of the teacher in the same place.
         """
         ends = self.completion.byte_ends
         first_control = min(self.completion.marks, default=len(ends))
         kept = min(int(np.searchsorted(ends, start, side="right")), first_control)
         kept_end = int(ends[kept - 1]) if kept else 0
-        if teacher_id in self.teacher.marks:
-            return self._ended(kept, teacher_id) if kept_end == start else None
-        text = self.completion.text[kept_end:start] + self.teacher.bytes_of(teacher_id)
-        while text and kept < len(ends):
-            token_id = self._agreeing(kept, text)
+        if likeliest in self.teacher.marks:
+            return self._ended(kept, likeliest) if kept_end == start else None
+        before = self.completion.text[kept_end:start]
+        text = before + self.teacher.bytes_of(likeliest)
+        if len(text) == len(before):
+            return None
+        longer = [before + self.teacher.bytes_of(token_id) for token_id in others]
+        excluded = tuple(each for each in longer if len(each) > len(text))
+        written = b""
+        for position in range(kept, len(ends)):
+            sampled = int(self.rollout.completion.token_ids[position])
+            token_id = self._agreeing(position, written, text, excluded, sampled)
             if token_id is None:
                 return None
-            if token_id != int(self.rollout.completion.token_ids[kept]):
-                return Correction(self.rollout, kept, token_id)
-            text = text[len(self.student.bytes_of(token_id)) :]
-            kept += 1
+            if token_id != sampled:
+                return Correction(self.rollout, position, token_id)
+            written += self.student.bytes_of(token_id)
         return None
 
     def _ended(self, kept: int, teacher_id: int) -> Correction | None:
@@ -113,14 +126,31 @@ class _Sides:
             return None
         return Correction(self.rollout, kept, ending[0])
 
-    def _agreeing(self, position: int, text: bytes) -> int | None:
-        """Return the student's likeliest token that the text begins with, or the reverse."""
+    def _agreeing(
+        self, position: int, written: bytes, text: bytes, excluded: tuple[bytes, ...], sampled: int
+    ) -> int | None:
+        """Return the student's likeliest token that completes the text, or else continues it.
+
+        Behind the text the teacher did not choose one of its longer tokens: ``2`` was likelier
+        than ``24``, so that the student's ``24`` does not agree with it.
+
+        Args:
+            written: the beginning of the text, which earlier tokens have.
+            excluded: texts that no token may begin with.
+            sampled: the completion's token, which may only continue the text: what it is completed
+                with is implausible.
+        """
         assert self.rollout.student_topk_ids is not None  # kept for corrections
+        continuing = None
         for token_id in self.rollout.student_topk_ids[position].tolist():
             spelled = self.student.bytes_of(token_id) if token_id >= 0 else b""
-            if spelled and (text.startswith(spelled) or spelled.startswith(text)):
-                return token_id
-        return None
+            longer = written + spelled
+            if longer.startswith(text):
+                if token_id != sampled and not longer.startswith(excluded):
+                    return token_id
+            elif spelled and continuing is None and text.startswith(longer):
+                continuing = token_id
+        return continuing
 
 
 def _comparable_bytes(student: TokenSequence, teacher: TokenSequence) -> int:

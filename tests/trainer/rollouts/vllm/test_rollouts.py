@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +20,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from mopd_protocol.errors import ConfigError, MopdError
 from mopd_protocol.runtime.vllm_environment import prepare_environment
 from mopd_protocol.samples import Prompt
+from mopd_trainer.collection import collect
 from mopd_trainer.config.run import RolloutConfig, StudentConfig
+from mopd_trainer.corrections import Corrector
+from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.rollouts.engine_sampler import EngineSampler
 from mopd_trainer.rollouts.vllm.weight_sync import WeightReceiver
 from mopd_trainer.student.generation import Generation
@@ -28,6 +32,8 @@ from tests import tiny_models
 from tests.broker import Broker
 from tests.reference.sampling import greedy, nucleus
 from tests.reference.teacher_scores import next_token_logprobs
+from tests.server.tiny_teachers import teacher_of
+from tests.trainer.in_process import Recorded, scorer_of, teacher_config
 from tests.trainer.lora_students import LORA, moved
 from tests.trainer.runs import prompt_lines, run_values, write_lines
 from tests.trainer.students import MESSAGES
@@ -293,6 +299,41 @@ def test_a_resumed_run_would_write_the_same(vllm_student: VllmStudent) -> None:
     assert first != other
     assert sorted(first) == list(range(8))
     assert len({tuple(ids) for ids in first.values()}) > 4
+
+
+def test_corrected_completions_continue_with_the_students_logprobs(
+    vllm_student: VllmStudent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"corrections": 3, "correction_ratio": 0.3}
+    change(vllm_student, monkeypatch, **settings)
+    student = vllm_student.student
+    config = RolloutConfig.model_validate({**ROLLOUT, **settings})
+    surer = deepcopy(student.model)
+    with torch.no_grad():
+        surer.get_submodule("model.norm").weight.mul_(3)  # three times the logits
+    transport = Recorded(teacher_of(surer, tiny_models.digit_tokenizer()).app)
+    prompts = [Prompt(index=n, messages=MESSAGES, teachers={"math": 1.0}) for n in range(6)]
+
+    async def corrected() -> list[TrainingExample]:
+        teachers = {"math": (transport, teacher_config(loss={"type": "topk_kl"}))}
+        async with scorer_of(student.identity, teachers) as scorer:
+            sampler = EngineSampler(vllm_student.engine, student, config, seed=3)
+            await sampler.push_weights(0)
+            corrector = Corrector(sampler, scorer, student.identity, config, seed=3)
+            examples, _ = await collect(prompts, sampler, scorer, 0, corrector=corrector)
+        return examples
+
+    rollouts = [example.rollout for example in call(corrected())]
+    assert max(len(rollout.corrected_tokens) for rollout in rollouts) == 3
+    for rollout in rollouts:
+        ids = rollout.completion.token_ids.tolist()
+        assert len(ids) <= config.max_new_tokens
+        assert rollout.sampled_logprobs is not None
+        for row, token in enumerate(ids):
+            context = [*rollout.prompt_token_ids.tolist(), *ids[:row]]
+            likely = next_token_logprobs(student.model, context, vllm_student.real_ids, 0.7)
+            expected = 0.0 if row in rollout.corrected_tokens else likely[token]
+            assert rollout.sampled_logprobs[row] == pytest.approx(expected, abs=TOLERANCE)
 
 
 def test_a_run_trains_on_vllm_completions_and_logs_their_policy_version(
