@@ -43,7 +43,7 @@ from bench.language_model.models import (
     save_teacher,
     save_with_tokenizer,
 )
-from bench.numerals.options import add_corrections, add_least_importance
+from bench.numerals.options import add_corrections, add_least_importance, add_temperature
 from mopd_trainer import RunConfig, Student, StudentConfig
 from mopd_trainer.interruption import Interrupted
 
@@ -139,6 +139,7 @@ def run_config(
                 "generation_batch_size": options.prompts_per_step,
                 "max_new_tokens": options.max_new_tokens,
                 "scoring": "after_rollout",
+                "temperature": options.temperature,
                 "corrections": options.corrections,
             },
             "teachers": {
@@ -221,6 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--loss", default="auto", help="default: by the student's tokenizer")
     parser.add_argument("--divergence", default="forward_kl")
     add_least_importance(parser)
+    add_temperature(parser)
     add_corrections(parser)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, help="threads of torch")

@@ -83,6 +83,17 @@ def add_least_importance(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_temperature(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the temperature of samples."""
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=RolloutConfig.model_fields["temperature"].default,
+        metavar="T",
+        help="of the student's samples (default: %(default)s)",
+    )
+
+
 def add_corrections(parser: argparse.ArgumentParser) -> None:
     """Add the option for corrected samples."""
     parser.add_argument(

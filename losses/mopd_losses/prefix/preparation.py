@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from mopd_losses.core.loss import AlignedPair
 from mopd_losses.prefix.boundaries import OpenRows, TokenizedText, boundaries_of
@@ -88,27 +89,15 @@ class Preparation:
 
         ends = _Ends.of(cells, contexts, detours, pair.student_detours)
         last = rows.last[ends.boundaries]
-        widest = np.concatenate([columns, ends.columns]).max(initial=-1)
-        shape = (count, int(widest) + 1)
-        nats = torch.full(shape, -torch.inf, dtype=torch.float64)
-        at = torch.from_numpy(names.boundaries), torch.from_numpy(columns)
-        nats[at] = torch.from_numpy(cells.nats)
-        lacking, teacher_lacking, unsought = torch.zeros((3, *shape), dtype=torch.bool)
-        lacking[at] = torch.from_numpy(detours.cells)
-        teacher_lacking[at] = torch.from_numpy(cells.lacking)
-        unsought[at] = torch.from_numpy(_unsought(cells, contexts, named))
-        is_end = torch.zeros(shape, dtype=torch.bool)
-        at = torch.from_numpy(ends.boundaries), torch.from_numpy(ends.columns)
-        is_end[at] = True
-        nats[at] = torch.from_numpy(ends.nats)
-        rests = cells.rests.copy()
-        rests[ends.boundaries] = ends.rests
+        table = _CellTable.of(
+            cells, ends, detours, columns, unsought=_unsought(cells, contexts, named)
+        )
         masses = torch.from_numpy(cells.masses).exp().clamp_max(1.0)
         return PrefixTargets(
             positions=torch.from_numpy(positions[rows.rows[rows.last]]),
             first_positions=torch.from_numpy(positions[paths.first_rows]),
-            cells=nats,
-            rests=torch.from_numpy(rests),
+            cells=table.nats,
+            rests=table.rests,
             path_masses=masses,
             token_masses=torch.from_numpy(_token_masses(rows, cells.texts, len(student.ids))),
             in_every_sample=torch.zeros(count, dtype=torch.bool),
@@ -139,11 +128,11 @@ class Preparation:
                 ranks + 1,
                 paths.ids[len(rows.rows) :],
             ),
-            lacking=lacking,
-            unsought=unsought,
-            ends=is_end,
+            lacking=table.lacking,
+            unsought=table.unsought,
+            ends=table.ends,
             teacher_detours=torch.from_numpy(cells.detours),
-            teacher_lacking=teacher_lacking,
+            teacher_lacking=table.teacher_lacking,
             path_boundaries=torch.from_numpy(paths.boundaries),
             step_paths=torch.from_numpy(paths.steps),
             step_positions=torch.from_numpy(positions[paths.step_rows]),
@@ -205,6 +194,51 @@ class _Ends:
         with np.errstate(divide="ignore"):
             rests = np.log(np.clip(np.exp(cells.rests[boundaries]) - totals, 0.0, None))
         return cls(boundaries, columns, np.log(totals), rests)
+
+
+@dataclass(frozen=True, eq=False)
+class _CellTable:
+    """Cells by boundary, see ``PrefixTargets``; with -inf and False in places without a cell."""
+
+    nats: Tensor  # [boundaries, cells], of the teacher's mass
+    rests: Tensor  # [boundaries], of its mass outside all cells
+    lacking: Tensor  # [boundaries, cells], and the following
+    teacher_lacking: Tensor
+    unsought: Tensor
+    ends: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        cells: Cells,
+        ends: _Ends,
+        detours: CellDetours,
+        columns: Integers,
+        *,
+        unsought: NDArray[np.bool_],
+    ) -> "_CellTable":
+        """Place all cells.
+
+        Args:
+            columns: [cells].
+            unsought: [cells].
+        """
+        widest = np.concatenate([columns, ends.columns]).max(initial=-1)
+        shape = (len(cells.rests), int(widest) + 1)
+        nats = torch.full(shape, -torch.inf, dtype=torch.float64)
+        table = cls(
+            nats, torch.from_numpy(cells.rests.copy()), *torch.zeros((4, *shape), dtype=torch.bool)
+        )
+        at = torch.from_numpy(cells.names.boundaries), torch.from_numpy(columns)
+        table.nats[at] = torch.from_numpy(cells.nats)
+        table.lacking[at] = torch.from_numpy(detours.cells)
+        table.teacher_lacking[at] = torch.from_numpy(cells.lacking)
+        table.unsought[at] = torch.from_numpy(unsought)
+        at = torch.from_numpy(ends.boundaries), torch.from_numpy(ends.columns)
+        table.nats[at] = torch.from_numpy(ends.nats)
+        table.ends[at] = True
+        table.rests[at[0]] = torch.from_numpy(ends.rests)
+        return table
 
 
 def _by_boundary(*columns: tuple[Integers, Integers]) -> list[Integers]:
