@@ -69,6 +69,8 @@ class Run:
         name = f"{pair.name}-{self.loss}-seed{self.seed}-steps{pair.steps}"
         if pair.temperature != 1:
             name += f"-temperature{pair.temperature:g}"
+        if pair.teacher_temperature is not None:
+            name += f"-teacher{pair.teacher_temperature:g}"
         if pair.importance.least != ImportanceConfig().least:
             name += f"-least{pair.importance.least:g}"
         if self.corrections:
@@ -109,6 +111,11 @@ class Run:
             "evaluations": self.evaluations,
             "importance": pair.importance.model_dump(),
             **({} if pair.temperature == 1 else {"temperature": pair.temperature}),
+            **(
+                {}
+                if pair.teacher_temperature is None
+                else {"teacher_temperature": pair.teacher_temperature}
+            ),
             **({"corrections": self.corrections} if self.corrections else {}),
         }
 
@@ -273,7 +280,12 @@ async def connected_teachers(
         service = TeacherService.load(TeacherSettings(model=str(folder), name=name, device="cpu"))
         await asyncio.to_thread(service.warm_up)  # it runs an event loop
         url = (f"http://{name}",)
-        configs[name] = TeacherConfig(url=url, top_k=run.pair.top_k, loss=loss_settings(run.loss))
+        configs[name] = TeacherConfig(
+            url=url,
+            top_k=run.pair.top_k,
+            loss=loss_settings(run.loss),
+            teacher_temperature=run.pair.teacher_temperature,
+        )
         transport = httpx.ASGITransport(create_app(service))
         clients[name] = TeacherClient(name, url, transport=transport)
     async with TeacherPool(clients) as pool:

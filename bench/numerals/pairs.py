@@ -89,6 +89,8 @@ class Pair:
     """Teachers with the student's own tokenizer, for ``topk_kl``, if ``teachers`` have others."""
     temperature: float = 1.0
     """Sampling temperature of the student."""
+    teacher_temperature: float | None = None
+    """Softmax temperature of the teachers' scores, if it is not 1."""
     importance: ImportanceConfig = field(default_factory=ImportanceConfig)
     """Weights of the student's samples."""
     corrections: int = 0

@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         replace(
             shortened(PAIRS[name], steps, model_steps),
             temperature=options.temperature,
+            teacher_temperature=options.teacher_temperature,
             importance=ImportanceConfig(least=options.least_importance),
             corrections=options.corrections,
         )
@@ -89,6 +90,12 @@ def _run_oracle(
 def _parser() -> argparse.ArgumentParser:
     parser = comparison_parser("tasks", __doc__, LOSSES, tuple(PAIRS), all_steps="400")
     add_temperature(parser)
+    parser.add_argument(
+        "--teacher-temperature",
+        type=float,
+        metavar="T",
+        help="of the teachers' distributions; below 1, targets are sharper (default: 1)",
+    )
     add_corrections(parser)
     parser.add_argument(
         "--quick", action="store_true", help="2 steps of everything, to test the program"
