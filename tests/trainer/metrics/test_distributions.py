@@ -59,3 +59,10 @@ def test_the_estimate_is_the_divergence_in_expectation() -> None:
     ]
     expected = float((student * np.log(student / teacher)).sum())
     assert float(student @ estimates) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_implausible_share_is_of_tokens_far_below_the_likeliest() -> None:
+    teacher = np.array([0.95, 0.03, 0.0195, 0.0005])
+    drawn = [scored(teacher, k=2, token=token) for token in (0, 1, 2, 3, 3)]
+    metrics = teacher_distribution_metrics(drawn, vocabulary=4)
+    assert metrics["implausible_share"] == pytest.approx(2 / 5)

@@ -8,8 +8,11 @@ from numpy.typing import NDArray
 
 from mopd_protocol.samples import Rollout
 from mopd_protocol.topk_logprobs import TopKLogprobs
+from mopd_trainer.data.corrections import implausible_rows
 from mopd_trainer.data.examples import AlignedScore, TrainingExample
 
+#: A token is implausible if it is less than this times as likely as the teacher's likeliest one.
+LEAST_RATIO = 0.01
 #: Replaces the logarithm of zero, whose product with zero must be zero.
 _LEAST = -1e4
 
@@ -29,7 +32,8 @@ def known_entropy(topk: TopKLogprobs) -> NDArray[np.float64]:
 def teacher_distribution_metrics(
     scored: Sequence[tuple[TrainingExample, AlignedScore]], *, vocabulary: int
 ) -> dict[str, float]:
-    """Return the bounds of the teacher's entropy and the estimate of KL(student, teacher).
+    """Return the bounds of the teacher's entropy, the estimate of KL(student, teacher), and the
+    share of implausible tokens.
 
     The tail of a row has probability t and at most ``vocabulary - k`` ids. Its share of the
     entropy is ``-t log t`` if it is one id, and ``t log(vocabulary - k)`` more if it is uniform.
@@ -42,7 +46,7 @@ def teacher_distribution_metrics(
         vocabulary: ids of the teacher.
     """
     low = high = nats = 0.0
-    rows = tokens = 0
+    rows = tokens = implausible = sampled_rows = 0
     for example, aligned in scored:
         topk = aligned.score.topk
         known = known_entropy(topk)
@@ -53,9 +57,12 @@ def teacher_distribution_metrics(
         if example.rollout.source == "rollout":
             nats += sampled_nats(example.rollout) - float(aligned.score.logprobs.sum())
             tokens += len(example.rollout.completion)
+            implausible += len(implausible_rows(aligned.score, LEAST_RATIO))
+            sampled_rows += len(topk)
     missing = math.nan
     return {
         "entropy_low": low / rows if rows else missing,
         "entropy_high": high / rows if rows else missing,
         "reverse_kl_estimate": nats / tokens if tokens else missing,
+        "implausible_share": implausible / sampled_rows if sampled_rows else missing,
     }

@@ -134,6 +134,11 @@ _TEACHER = {
         "teacher, over the student's tokens: an estimate of KL(student, teacher) at "
         "temperature 1, also across tokenizers",
     ),
+    "implausible_share": (
+        _SHARE,
+        "tokens of sampled completions, in the teacher's tokens, that are less than 1 % as likely "
+        "as the teacher's likeliest one; falls as the student learns, whatever the loss",
+    ),
     "control": ("1", "present if the teacher is a control arm (teachers.NAME.control)"),
     "alignment_ratio": (_SHARE, "bytes of the completions in aligned spans"),
     "control_tokens_as_text": ("tokens", "control tokens sent as text"),
