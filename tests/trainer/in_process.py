@@ -57,7 +57,7 @@ def teacher_config(**settings: Any) -> TeacherConfig:
 
 
 def serve_in_process(monkeypatch: pytest.MonkeyPatch, transports: Mapping[str, Recorded]) -> None:
-    """Connect the teachers of complete runs to apps by their names, whatever their URLs."""
+    """Connect the teachers of complete runs to apps by their names, not by their URLs."""
 
     def pool(configs: Mapping[str, TeacherConfig], _: object, **_others: object) -> TeacherPool:
         return TeacherPool(

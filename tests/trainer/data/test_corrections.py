@@ -101,7 +101,7 @@ def test_plausible_tokens_stay(choice: Choice, ratio: float) -> None:
 
 
 def test_a_token_beyond_the_teachers_does_not_begin_with_its_other_tokens() -> None:
-    # The student prefers 45; the teacher has a token for it, and wants 4 and something else.
+    # The student prefers 45; the teacher has a token for it, and prefers 4 before another text.
     written = ids_of(STUDENT, "3", "+")
     likely = ids_of(STUDENT, "45", "4", "42")
     for others, best in (([], "45"), (["45"], "4"), (["42"], "45")):
@@ -156,7 +156,7 @@ def test_a_corrected_token_that_the_teacher_rejects_gives_way_to_a_shorter_one()
 
 
 def test_a_token_that_completes_the_teachers_replaces_its_beginning() -> None:
-    # The student began 45 with 4, and has no likely token to go on with.
+    # The student began 45 with 4, and no likely token continues it.
     written = ids_of(STUDENT, "4", "+")
     likely = ids_of(STUDENT, "4", "45")
     choices = [(0.001, "45", 0.9), None]

@@ -137,7 +137,7 @@ _TEACHER = {
     "implausible_share": (
         _SHARE,
         "tokens of sampled completions, in the teacher's tokens, that are less than 1 % as likely "
-        "as the teacher's likeliest one; falls as the student learns, whatever the loss",
+        "as the teacher's likeliest one; falls with any loss as the student learns",
     ),
     "control": ("1", "present if the teacher is a control arm (teachers.NAME.control)"),
     "alignment_ratio": (_SHARE, "bytes of the completions in aligned spans"),
