@@ -137,8 +137,8 @@ class _Sides:
         Args:
             written: the beginning of the text, which earlier tokens have.
             excluded: texts that no token may begin with.
-            sampled: the completion's token, which does not complete the text: the completion is
-                implausible there.
+            sampled: the completion's token, which may continue the text, but not complete it: the
+                row of its text is implausible.
         """
         assert self.rollout.student_topk_ids is not None  # kept for corrections
         continuing = None

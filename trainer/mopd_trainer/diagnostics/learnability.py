@@ -43,8 +43,8 @@ async def check_learnability(case: Case) -> AsyncIterator[Finding]:
     text = f"sampled accuracy before training, {_SAMPLES} samples of {_PROMPTS} prompts: {listing}."
     if 0 < min(shares.values()) < _WEAK and not rollout.corrections:
         text += (
-            f" Below {_WEAK:.0%}, importance_weights.least: 0.1 saves steps, and rollout.corrections: 4 "
-            "more of them at more samples and scores per step."
+            f" Below {_WEAK:.0%}, importance_weights.least: 0.1 saves steps, rollout.corrections: 4"
+            " more of them, at more samples and scores per step."
         )
     fix = "Train on reference answers first (data.source: answers): no sample is correct."
     status = "ok" if any(shares.values()) else "failed"
