@@ -17,7 +17,7 @@ import httpx
 
 from bench.numerals.accuracy import accuracy
 from bench.numerals.material import Role, model_folder, model_key
-from bench.numerals.pairs import SFT, Pair, Side, loss_settings
+from bench.numerals.pairs import POLICY_GRADIENT, SFT, Pair, Side, loss_settings
 from bench.numerals.reference_rollouts import reference_rollouts
 from mopd.demo.examples import Encoder
 from mopd.demo.tasks import Exercise
@@ -71,8 +71,8 @@ class Run:
             name += f"-temperature{pair.temperature:g}"
         if pair.teacher_temperature is not None:
             name += f"-teacher{pair.teacher_temperature:g}"
-        if pair.importance.least != ImportanceConfig().least:
-            name += f"-least{pair.importance.least:g}"
+        if pair.importance.least_weight != ImportanceConfig().least_weight:
+            name += f"-least{pair.importance.least_weight:g}"
         if self.corrections:
             name += f"-corrections{self.corrections}"
         return name
@@ -81,6 +81,11 @@ class Run:
     def corrections(self) -> int:
         """Rounds of corrections of samples; none of reference completions."""
         return 0 if self.loss == SFT else self.pair.corrections
+
+    @property
+    def importance(self) -> ImportanceConfig:
+        """Weights of samples; none if their gradient would be biased."""
+        return ImportanceConfig(least=1) if self.loss == POLICY_GRADIENT else self.pair.importance
 
     @property
     def teachers(self) -> Mapping[str, Side]:
@@ -109,7 +114,7 @@ class Run:
             "max_new_tokens": pair.max_new_tokens,
             "prompts_per_step": PROMPTS_PER_STEP,
             "evaluations": self.evaluations,
-            "importance": pair.importance.model_dump(),
+            "importance": [self.importance.least_weight, self.importance.discount],
             **({} if pair.temperature == 1 else {"temperature": pair.temperature}),
             **(
                 {}
@@ -164,7 +169,7 @@ async def _distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
             batches = pack(
                 examples,
                 tokens_per_micro_batch=config.tokens_per_micro_batch,
-                importance=pair.importance,
+                importance=run.importance,
             )
             try:
                 updated, _ = learner.update(batches, tokens=tokens, step=step)

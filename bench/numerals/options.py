@@ -77,9 +77,9 @@ def add_least_importance(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--least-importance",
         type=float,
-        default=ImportanceConfig().least,
         metavar="W",
-        help="least importance weight of a sampled token (default: %(default)s, no weights)",
+        help="least importance weight of a sampled token; 1: no weights (default: "
+        f"{ImportanceConfig().least_weight:g}, or 1 for policy_gradient)",
     )
 
 

@@ -27,6 +27,9 @@ SFT = "sft"
 #: The loss of teachers with the student's own tokenizer: what the transfer could reach.
 CEILING = "topk_kl"
 
+#: The loss whose gradient importance weights would bias.
+POLICY_GRADIENT = "policy_gradient"
+
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "prefix_kl": {"type": "prefix_kl"},
     "prefix_kl_jsd": {"type": "prefix_kl", "divergence": "jsd"},
@@ -37,7 +40,7 @@ _SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "pkl_parity": {"type": "pkl_parity"},
     "alm": {"type": "alm"},
     "simct": {"type": "simct"},
-    "policy_gradient": {"type": "policy_gradient"},
+    POLICY_GRADIENT: {"type": "policy_gradient"},
 }
 LOSSES: tuple[str, ...] = (*_SETTINGS, SFT)
 

@@ -121,7 +121,7 @@ class Run:
             tokens_per_micro_batch=budget,
             ranks=size,
             average=self.config.loss_average,
-            importance=self.config.importance_weights,
+            importance=self.config.importance,
         )
         if size == 1:
             return batches, tokens

@@ -199,6 +199,18 @@ def test_losses_on_samples_are_valid_if_only_samples_are_scored(tmp_path: Path) 
     assert not RunConfig.model_validate(values).scores_reference_answers
 
 
+@pytest.mark.parametrize("loss", ["policy_gradient", "k2", "k3"])
+def test_losses_on_samples_have_importance_weights_only_if_they_are_set(
+    tmp_path: Path, loss: str
+) -> None:
+    values = run_values(tmp_path)
+    assert RunConfig.model_validate(values).importance.least_weight == 0.1
+    code_loss(values, loss)
+    assert RunConfig.model_validate(values).importance.least_weight == 1
+    values["importance_weights"] = {"least": 0.3}
+    assert RunConfig.model_validate(values).importance.least_weight == 0.3
+
+
 def test_plain_sft_needs_no_teacher(tmp_path: Path) -> None:
     values = run_values(tmp_path, teachers={})
     values["data"]["source"] = "answers"

@@ -12,8 +12,8 @@ from mopd_losses.alignment.byte_alignment import align
 from mopd_protocol.samples import TeacherScore
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
-from mopd_trainer.config.settings import ImportanceConfig
-from mopd_trainer.data.importance import UNWEIGHTED, importance_weights
+from mopd_trainer.config.settings import UNWEIGHTED, ImportanceConfig
+from mopd_trainer.data.importance import importance_weights
 from tests.reference.importance import importance_weights as reference
 from tests.trainer.scored_examples import example
 from tests.trainer.students import ids_of, rollout

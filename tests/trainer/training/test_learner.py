@@ -17,9 +17,9 @@ from mopd_losses.core.student_rows import DenseRows, StudentLogprobs
 from mopd_losses.topk.topk_targets import TopKTargets
 from mopd_protocol.errors import TrainingError
 from mopd_trainer.config.run import StudentConfig
-from mopd_trainer.config.settings import ImportanceConfig, LossAverage
+from mopd_trainer.config.settings import UNWEIGHTED, ImportanceConfig, LossAverage
 from mopd_trainer.data.examples import TrainingExample
-from mopd_trainer.data.importance import UNWEIGHTED, importance_weights
+from mopd_trainer.data.importance import importance_weights
 from mopd_trainer.data.packing import MicroBatch, micro_batch, pack, split
 from mopd_trainer.metrics.step_metrics import LossMeasurements, Metrics
 from mopd_trainer.student.student import Student

@@ -13,6 +13,7 @@ from mopd_trainer.config.evaluation import EvaluationConfig, EvaluationSetConfig
 from mopd_trainer.config.resources import ResourcesConfig
 from mopd_trainer.config.rollout import RolloutConfig, VllmConfig
 from mopd_trainer.config.settings import (
+    UNWEIGHTED,
     ImportanceConfig,
     Incidental,
     LossAverage,
@@ -132,7 +133,8 @@ class RunConfig(Settings):
     sample in the step counts the same. With ``tokens``, teachers whose completions are long have
     most of the gradient."""
     importance_weights: ImportanceConfig = ImportanceConfig()
-    """Weights of sampled tokens by the text before them."""
+    """Weights of sampled tokens by the text before them: behind text that a teacher finds
+    implausible, a token weighs less."""
     stop_on_degradation: Incidental[bool] = True
     """End the run, with a checkpoint, when the student degrades gravely by ``degradation``: its
     samples leave what the loss compares, are no text, or end too early."""
@@ -342,6 +344,16 @@ class RunConfig(Settings):
                 "logging.record", "a replay cannot be recorded again. Remove replay or this."
             )
         return self
+
+    @property
+    def importance(self) -> ImportanceConfig:
+        """The importance weights, or none by default with a loss of the sampled tokens."""
+        biased = any(
+            isinstance(teacher.loss, ON_SAMPLES) or teacher.control == "constant_negative"
+            for teacher in self.teachers.values()
+        )
+        weights = self.importance_weights
+        return UNWEIGHTED if biased and weights.least is None else weights
 
     @property
     def kept_topk(self) -> int:

@@ -32,14 +32,25 @@ class Settings(BaseModel):
 
 class ImportanceConfig(Settings):
     """Importance weights of sampled tokens: the teacher's probability of the text before a token,
-    divided by that with which the student sampled it, at most 1. By default there are none.
+    divided by that with which the student sampled it, at most 1.
     """
 
-    least: float = Field(default=1.0, gt=0, le=1)
-    """Least weight of a token; 1: every token weighs the same."""
+    least: float | None = Field(default=None, gt=0, le=1)
+    """Least weight of a token; 1: every token weighs the same. Default: 0.1, or 1 in a run with a
+    loss of the sampled tokens (``policy_gradient``, ``k2``, ``k3``), whose gradient weights would
+    bias."""
     discount: float = Field(default=0.5, ge=0, le=1)
     """Factor on the log-ratio of earlier text at each token: with 0.5 the last few tokens count,
     with 0.9 about ten, with 1 the whole completion."""
+
+    @property
+    def least_weight(self) -> float:
+        """Least weight of a token, if it has weights."""
+        return 0.1 if self.least is None else self.least
+
+
+#: No importance weights.
+UNWEIGHTED = ImportanceConfig(least=1)
 
 
 def invalid(key: str, problem: str) -> ConfigError:

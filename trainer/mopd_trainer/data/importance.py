@@ -23,9 +23,6 @@ from mopd_protocol.samples import Rollout
 from mopd_trainer.config.settings import ImportanceConfig
 from mopd_trainer.data.examples import AlignedScore
 
-#: Every token weighs the same.
-UNWEIGHTED = ImportanceConfig()
-
 #: Nats; replaces the logarithm of zero.
 _LEAST_LOGPROB = -1e4
 
@@ -36,7 +33,8 @@ def importance_weights(
     """Return the weight of each token of a completion for one teacher: [tokens], from ``least``
     to 1; 1 for reference completions, which were not sampled."""
     weights = np.ones(len(rollout.completion), dtype=np.float32)
-    if rollout.sampled_logprobs is None or config.least == 1:
+    least = config.least_weight
+    if rollout.sampled_logprobs is None or least == 1:
         return weights
     spans = scored.alignment
     teacher = np.maximum(scored.score.logprobs.astype(np.float64), _LEAST_LOGPROB)
@@ -53,4 +51,4 @@ def importance_weights(
     for index, ratio in enumerate(ratios.tolist()):
         weights[index] = np.exp(min(before, 0.0))
         before = discount * before + ratio
-    return np.maximum(weights, config.least, dtype=np.float32)
+    return np.maximum(weights, least, dtype=np.float32)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from mopd_losses.core.cross_entropy import IGNORED
 from mopd_losses.core.loss import AlignedPair
-from mopd_trainer.config.settings import ImportanceConfig, LossAverage
+from mopd_trainer.config.settings import UNWEIGHTED, ImportanceConfig, LossAverage
 from mopd_trainer.data.averaging import SampleWeights, sample_weights
 from mopd_trainer.data.examples import AlignedScore, TrainingExample
-from mopd_trainer.data.importance import UNWEIGHTED, importance_weights
+from mopd_trainer.data.importance import importance_weights
 
 
 @dataclass(frozen=True, eq=False)

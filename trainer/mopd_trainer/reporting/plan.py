@@ -107,6 +107,8 @@ def _source_line(config: RunConfig) -> Text:
         return Text(f"replay: completions and scores recorded by {config.replay}")
     rounds = config.rollout.corrections
     corrected = f", corrected at most {rounds} times by teachers" if rounds else ""
+    least = config.importance.least_weight
+    corrected += f", importance weights of at least {least:g}" if least < 1 else ""
     if share == 1:
         return Text(f"100 % on-policy{corrected}")
     objective = f"cross entropy {1 - weight:g}, distillation {weight:g}"
