@@ -106,17 +106,17 @@ def _source_line(config: RunConfig) -> Text:
     if config.replay is not None:
         return Text(f"replay: completions and scores recorded by {config.replay}")
     rounds = config.rollout.corrections
-    corrected = f", corrected at most {rounds} times by teachers" if rounds else ""
+    details = f", corrected at most {rounds} times by teachers" if rounds else ""
     least = config.importance.least_weight
-    corrected += f", importance weights of at least {least:g}" if least < 1 else ""
+    details += f", importance weights of at least {least:g}" if least < 1 else ""
     if share == 1:
-        return Text(f"100 % on-policy{corrected}")
+        return Text(f"100 % on-policy{details}")
     objective = f"cross entropy {1 - weight:g}, distillation {weight:g}"
     if weight in (0, 1):
         objective = "distillation only" if weight else "cross entropy only (SFT)"
     line = f"{1 - share:.0%} of prompts with reference answers: {objective}"
     if share > 0:
-        line += f"; {share:.0%} on-policy: distillation only{corrected}"
+        line += f"; {share:.0%} on-policy: distillation only{details}"
     unused = ", ".join(name for name in config.teachers if name not in config.scoring_teachers)
     if unused:
         line += f"; {unused} not contacted (student.distill_loss_weight is 0)"
