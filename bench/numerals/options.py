@@ -85,21 +85,26 @@ def add_least_importance(parser: argparse.ArgumentParser) -> None:
 
 def add_temperature(parser: argparse.ArgumentParser) -> None:
     """Add the option for the temperature of samples."""
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=RolloutConfig.model_fields["temperature"].default,
-        metavar="T",
-        help="of the student's samples (default: %(default)s)",
-    )
+    _add_rollout_option(parser, "temperature", float, "T", "of the student's samples")
 
 
 def add_corrections(parser: argparse.ArgumentParser) -> None:
     """Add the option for corrected samples."""
+    _add_rollout_option(parser, "corrections", int, "N", "of every sample by its teacher")
+
+
+def _add_rollout_option(
+    parser: argparse.ArgumentParser,
+    name: str,
+    value_type: type[int] | type[float],
+    metavar: str,
+    meaning: str,
+) -> None:
+    """Add a setting of ``RolloutConfig``, with its default."""
     parser.add_argument(
-        "--corrections",
-        type=int,
-        default=RolloutConfig.model_fields["corrections"].default,
-        metavar="N",
-        help="of every sample by its teacher (default: %(default)s)",
+        f"--{name}",
+        type=value_type,
+        default=RolloutConfig.model_fields[name].default,
+        metavar=metavar,
+        help=f"{meaning} (default: %(default)s)",
     )

@@ -145,25 +145,19 @@ def test_a_reference_answer_stays() -> None:
     assert corrected(TrainingExample(reference_completion, item.scores)) is None
 
 
-def test_a_corrected_token_that_the_teacher_rejects_gives_way_to_a_shorter_one() -> None:
-    written = ids_of(STUDENT, "45", "+")
-    likely = ids_of(STUDENT, "45", "4")
-    choices = [(0.001, "4", 0.9), None]
+@pytest.mark.parametrize(
+    ("sampled", "likeliest"),
+    [("45", "4"), ("4", "45")],
+    ids=["longer than the teacher's", "its beginning, which no likely token continues"],
+)
+def test_a_token_gives_way_to_the_teachers(sampled: str, likeliest: str) -> None:
+    written = ids_of(STUDENT, sampled, "+")
+    likely = ids_of(STUDENT, sampled, likeliest)
+    choices = [(0.001, likeliest, 0.9), None]
     item = example(written, [likely, written], choices, STUDENT)
     correction = corrected(item, teacher_name=STUDENT)
     assert correction is not None
-    assert correction.token_ids == ids_of(STUDENT, "4")
-
-
-def test_a_token_that_completes_the_teachers_replaces_its_beginning() -> None:
-    # The student began 45 with 4, and no likely token continues it.
-    written = ids_of(STUDENT, "4", "+")
-    likely = ids_of(STUDENT, "4", "45")
-    choices = [(0.001, "45", 0.9), None]
-    item = example(written, [likely, written], choices, STUDENT)
-    correction = corrected(item, teacher_name=STUDENT)
-    assert correction is not None
-    assert correction.token_ids == ids_of(STUDENT, "45")
+    assert correction.token_ids == ids_of(STUDENT, likeliest)
 
 
 def test_a_token_that_begins_the_teachers_stays_and_the_next_one_is_replaced() -> None:

@@ -11,7 +11,7 @@ from mopd_trainer.evaluation.sets import EvaluationSet, read_sets
 from mopd_trainer.rollouts.transformers_sampler import Sampler
 
 _PROMPTS, _SAMPLES = 32, 4
-#: Sampled accuracy below which importance weights and corrections save steps.
+#: Sampled accuracy below which corrections save steps.
 _WEAK = 0.5
 
 
@@ -42,10 +42,7 @@ async def check_learnability(case: Case) -> AsyncIterator[Finding]:
     listing = ", ".join(f"{key} {value:.1%}" for key, value in shares.items())
     text = f"sampled accuracy before training, {_SAMPLES} samples of {_PROMPTS} prompts: {listing}."
     if 0 < min(shares.values()) < _WEAK and not rollout.corrections:
-        text += (
-            f" Below {_WEAK:.0%}, importance_weights.least: 0.1 saves steps, rollout.corrections: 4"
-            " more of them, at more samples and scores per step."
-        )
+        text += f" Below {_WEAK:.0%}, rollout.corrections: 4 saves steps."
     fix = "Train on reference answers first (data.source: answers): no sample is correct."
     status = "ok" if any(shares.values()) else "failed"
     numbers = {f"{key}_accuracy": value for key, value in shares.items()}
