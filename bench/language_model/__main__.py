@@ -139,7 +139,7 @@ def run_config(
                 "generation_batch_size": options.prompts_per_step,
                 "max_new_tokens": options.max_new_tokens,
                 "scoring": "after_rollout",
-                "temperature": options.temperature,
+                **({} if options.temperature is None else {"temperature": options.temperature}),
                 "corrections": options.corrections,
             },
             "teachers": {

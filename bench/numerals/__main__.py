@@ -32,7 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console()
     importance = ImportanceConfig(least=options.least_importance)
     pairs = [
-        replace(shortened(PAIRS[name], options.steps, options.model_steps), importance=importance)
+        replace(
+            shortened(PAIRS[name], options.steps, options.model_steps),
+            importance=importance,
+            temperature=options.temperature,
+        )
         for name in options.pairs
     ]
     folders = Folders(options.runs)

@@ -67,7 +67,7 @@ class Run:
         """Name of the result file."""
         pair = self.pair
         name = f"{pair.name}-{self.loss}-seed{self.seed}-steps{pair.steps}"
-        if pair.temperature != 1:
+        if pair.temperature is not None:
             name += f"-temperature{pair.temperature:g}"
         if pair.teacher_temperature is not None:
             name += f"-teacher{pair.teacher_temperature:g}"
@@ -86,6 +86,14 @@ class Run:
     def importance(self) -> ImportanceConfig:
         """Weights of samples; none if their gradient would be biased."""
         return ImportanceConfig(least=1) if self.loss == POLICY_GRADIENT else self.pair.importance
+
+    @property
+    def temperature(self) -> float:
+        """Sampling temperature; 1 by default if the gradient is an estimate over samples."""
+        if self.pair.temperature is not None:
+            return self.pair.temperature
+        default: float = RolloutConfig.model_fields["temperature"].default
+        return 1.0 if self.loss == POLICY_GRADIENT else default
 
     @property
     def teachers(self) -> Mapping[str, Side]:
@@ -115,7 +123,7 @@ class Run:
             "prompts_per_step": PROMPTS_PER_STEP,
             "evaluations": self.evaluations,
             "importance": [self.importance.least_weight, self.importance.discount],
-            **({} if pair.temperature == 1 else {"temperature": pair.temperature}),
+            "temperature": self.temperature,
             **(
                 {}
                 if pair.teacher_temperature is None
@@ -246,7 +254,7 @@ def rollout_config(run: Run) -> RolloutConfig:
         prompts_per_step=PROMPTS_PER_STEP,
         generation_batch_size=PROMPTS_PER_STEP,
         max_new_tokens=pair.max_new_tokens,
-        temperature=pair.temperature,
+        temperature=run.temperature,
         corrections=run.corrections,
     )
 

@@ -58,6 +58,7 @@ def comparison_parser(
             help=f"of {', '.join(known)} (default: {default})",
         )
     add_least_importance(parser)
+    add_temperature(parser)
     parser.add_argument("--steps", type=int, help=f"of every run (default: {all_steps})")
     parser.add_argument(
         "--processes", type=int, default=2, help="runs at once, one thread each (default: 2)"
@@ -85,26 +86,21 @@ def add_least_importance(parser: argparse.ArgumentParser) -> None:
 
 def add_temperature(parser: argparse.ArgumentParser) -> None:
     """Add the option for the temperature of samples."""
-    _add_rollout_option(parser, "temperature", float, "T", "of the student's samples")
+    default = RolloutConfig.model_fields["temperature"].default
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help=f"of the student's samples (default: {default:g}, or 1 for policy_gradient)",
+    )
 
 
 def add_corrections(parser: argparse.ArgumentParser) -> None:
     """Add the option for corrected samples."""
-    _add_rollout_option(parser, "corrections", int, "N", "of every sample by its teacher")
-
-
-def _add_rollout_option(
-    parser: argparse.ArgumentParser,
-    name: str,
-    value_type: type[int] | type[float],
-    metavar: str,
-    meaning: str,
-) -> None:
-    """Add a setting of ``RolloutConfig``, with its default."""
     parser.add_argument(
-        f"--{name}",
-        type=value_type,
-        default=RolloutConfig.model_fields[name].default,
-        metavar=metavar,
-        help=f"{meaning} (default: %(default)s)",
+        "--corrections",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of every sample by its teacher (default: %(default)s)",
     )

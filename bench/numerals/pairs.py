@@ -90,8 +90,8 @@ class Pair:
     max_new_tokens: int
     ceiling: Mapping[str, Side] = field(default_factory=dict[str, Side])
     """Teachers with the student's own tokenizer, for ``topk_kl``, if ``teachers`` have others."""
-    temperature: float = 1.0
-    """Sampling temperature of the student."""
+    temperature: float | None = None
+    """Sampling temperature of the student. Default: the trainer's for the loss."""
     teacher_temperature: float | None = None
     """Softmax temperature of the teachers' scores, if it is not 1."""
     importance: ImportanceConfig = field(default_factory=ImportanceConfig)

@@ -168,7 +168,9 @@ def _arm(
     if arm == _RIGHT:
         return _cross_entropy, TopKKlConfig(), subject.right
     if arm == _SFT:
-        config = RolloutConfig(prompts_per_step=PROMPTS_PER_STEP, max_new_tokens=task - CHAIN + 1)
+        config = RolloutConfig(
+            prompts_per_step=PROMPTS_PER_STEP, max_new_tokens=task - CHAIN + 1, temperature=1.0
+        )
         sampler = Sampler(teacher.student, config, seed=seed + 200)
         return (
             _cross_entropy,

@@ -241,7 +241,9 @@ def train(
         max_steps=steps,
         seed=seed,
     )
-    rollouts = RolloutConfig(prompts_per_step=PROMPTS_PER_STEP, max_new_tokens=max_new_tokens)
+    rollouts = RolloutConfig(
+        prompts_per_step=PROMPTS_PER_STEP, max_new_tokens=max_new_tokens, temperature=1.0
+    )
     sampler = Sampler(student, rollouts, seed=seed)
     draw = random.Random(seed)
     for step in range(steps):

@@ -24,7 +24,7 @@ from rich.console import Console
 from bench.numerals.__main__ import runs_by_seed
 from bench.numerals.distillation import Run
 from bench.numerals.matrix import Folders, run_all, train_models
-from bench.numerals.options import add_corrections, add_temperature, comparison_parser
+from bench.numerals.options import add_corrections, comparison_parser
 from bench.numerals.pairs import CEILING, SFT, shortened
 from bench.tasks.oracle import measure, summary
 from bench.tasks.pairs import LOSSES, PAIRS
@@ -89,7 +89,6 @@ def _run_oracle(
 
 def _parser() -> argparse.ArgumentParser:
     parser = comparison_parser("tasks", __doc__, LOSSES, tuple(PAIRS), all_steps="400")
-    add_temperature(parser)
     parser.add_argument(
         "--teacher-temperature",
         type=float,

@@ -157,7 +157,9 @@ class _Source:
         side = self.run.teachers[self.name]
         teacher = _load(self.run, model_folder(side, "teacher", 0, models), models)
         config = RolloutConfig(
-            generation_batch_size=len(exercises), max_new_tokens=side.max_new_tokens
+            generation_batch_size=len(exercises),
+            max_new_tokens=side.max_new_tokens,
+            temperature=1.0,
         )
         greedy = Sampler(teacher, config.model_copy(update={"temperature": 0.0}), seed=0)
         completions = [

@@ -43,6 +43,7 @@ def settings(rounds: int, *, max_new_tokens: int = LENGTH) -> RolloutConfig:
     return RolloutConfig(
         max_new_tokens=max_new_tokens,
         generation_batch_size=3,
+        temperature=1.0,
         corrections=rounds,
         correction_ratio=RATIO,
     )

@@ -121,7 +121,7 @@ class StepLog:
             for name, teacher in config.scoring_teachers.items()
             if teacher.control is not None
         }
-        metrics |= health_metrics(examples, metrics)
+        metrics |= health_metrics(examples, metrics, temperature=config.rollout.temperature)
         if self._workers is not None:
             metrics["rollout/worker_restarts"] = float(self._workers.take_restarts())
         metrics |= timer.pop() | self._evaluation

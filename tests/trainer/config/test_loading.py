@@ -211,6 +211,19 @@ def test_losses_on_samples_have_importance_weights_only_if_they_are_set(
     assert RunConfig.model_validate(values).importance.least_weight == 0.3
 
 
+@pytest.mark.parametrize("loss", ["policy_gradient", "k2", "k3"])
+def test_losses_on_samples_sample_at_temperature_1_by_default(tmp_path: Path, loss: str) -> None:
+    values = run_values(tmp_path)
+    assert RunConfig.model_validate(values).rollout.temperature == 0.6
+    code_loss(values, loss)
+    config = RunConfig.model_validate(values)
+    assert config.rollout.temperature == 1
+    assert RunConfig.model_validate(config.model_dump()) == config
+    values["rollout"]["temperature"] = 0.8
+    code_loss(values, "policy_gradient")
+    assert RunConfig.model_validate(values).rollout.temperature == 0.8
+
+
 def test_plain_sft_needs_no_teacher(tmp_path: Path) -> None:
     values = run_values(tmp_path, teachers={})
     values["data"]["source"] = "answers"

@@ -48,7 +48,7 @@ def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     folder = tiny_models.save(student().model, tokenizer("digit"), tmp_path / "student")
     values = run_values(tmp_path, max_steps=STEPS, save_steps=3, keep_checkpoints=2)
     values["student"] |= {"model": str(folder), "learning_rate": 3e-4}
-    values["rollout"]["samples_per_prompt"] = 4
+    values["rollout"] |= {"samples_per_prompt": 4, "temperature": 1}
     values["logging"] = {"tensorboard": False}
     values["degradation"] = {"window": 3}
     values["teachers"] = {"math": {"url": "http://math", "top_k": 8}}

@@ -63,19 +63,22 @@ def test_dropped_samples_count_as_not_compared() -> None:
         "dropped/code/refused": 3.0,
     }
     shares = {"compared_share": 0.8, "teacher/code/compared_share": 0.6, "loss": 1.0}
-    actual = health_metrics(examples(), shares | dropped)
+    actual = health_metrics(examples(), shares | dropped, temperature=1)
     assert actual["compared_share"] == pytest.approx(0.8 * 3 / 5)
     assert actual["teacher/code/compared_share"] == pytest.approx(0.6 * 3 / 5)
     assert "loss" not in actual
-    assert health_metrics([], shares | dropped)["compared_share"] == 0
-    assert health_metrics(examples(), shares)["compared_share"] == 0.8
+    assert health_metrics([], shares | dropped, temperature=1)["compared_share"] == 0
+    assert health_metrics(examples(), shares, temperature=1)["compared_share"] == 0.8
     replayed = {"dropped/total": 3.0, "dropped/nothing_aligned": 3.0}
-    assert health_metrics(examples(), shares | replayed)["compared_share"] == pytest.approx(0.4)
+    assert health_metrics(examples(), shares | replayed, temperature=1)[
+        "compared_share"
+    ] == pytest.approx(0.4)
 
 
-def test_entropies_are_of_the_samples_and_of_the_teachers_on_them() -> None:
+@pytest.mark.parametrize("temperature", [1, 0.5, 0])
+def test_entropies_are_of_the_samples_and_of_the_teachers_on_them(temperature: float) -> None:
     chosen = examples()
-    actual = health_metrics(chosen, {})
+    actual = health_metrics(chosen, {}, temperature=temperature)
     surprisal = -sum(float(e.rollout.sampled_logprobs.sum()) for e in chosen)  # type: ignore[union-attr]
     text_bytes = sum(len(e.rollout.completion.text) for e in chosen)
     assert actual["rollout/entropy_per_byte"] == pytest.approx(surprisal / text_bytes)
@@ -86,7 +89,10 @@ def test_entropies_are_of_the_samples_and_of_the_teachers_on_them() -> None:
         scored_bytes += len(score.completion.text)
         for row, tail in zip(score.topk.logprobs, score.topk.tail_logprobs, strict=True):
             masses = [*np.exp(row.astype(float)), math.exp(tail)]
-            entropy -= sum(mass * math.log(mass) for mass in masses if mass)
+            if temperature:
+                powers = [mass ** (1 / temperature) for mass in masses]
+                masses = [power / sum(powers) for power in powers]
+                entropy -= sum(mass * math.log(mass) for mass in masses if mass)
     assert actual["rollout/teacher_entropy_per_byte"] == pytest.approx(entropy / scored_bytes)
     assert actual["rollout/teacher_end_surprisal"] == 1.0, "the one end has logprob -1"
 
@@ -95,4 +101,4 @@ def test_reference_answers_are_no_samples() -> None:
     reference = [
         TrainingExample(replace(e.rollout, sampled_logprobs=None), e.scores) for e in examples()
     ]
-    assert all(math.isnan(value) for value in health_metrics(reference, {}).values())
+    assert all(math.isnan(value) for value in health_metrics(reference, {}, temperature=1).values())

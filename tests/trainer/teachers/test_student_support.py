@@ -191,7 +191,8 @@ def test_counterparts_come_with_the_largest_weight_first() -> None:
 async def test_on_the_students_support_a_reverse_divergence_is_nearly_the_whole_one() -> None:
     """Merging ids lowers a divergence; on the student's ids hardly anything is merged."""
     student, teacher = student_of(seed=3, sharpness=60), service("digit")
-    sampler = Sampler(student, RolloutConfig(max_new_tokens=12), seed=0, keep_topk=TOP_K)
+    settings = RolloutConfig(max_new_tokens=12, temperature=1.0)
+    sampler = Sampler(student, settings, seed=0, keep_topk=TOP_K)
     [built] = sampler.sample_batch([Prompt(0, MESSAGES, {"math": 1.0})], step=0, batch=0)
     prompt, ids = built.prompt_token_ids.tolist(), built.completion.token_ids.tolist()
     with torch.no_grad():

@@ -47,9 +47,10 @@ class RolloutConfig(Settings):
     truncated: Literal["train", "drop"] = "train"
     """Completions that reach ``max_new_tokens``: ``train`` trains on them; ``drop`` drops and
     counts them before they are scored, so that no token of an unfinished completion is trained."""
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: float = Field(default=0.6, ge=0)
     """Sampling temperature; 0 is greedy. Values other than 1 change the sampling distribution, but
-    not the trained one."""
+    not the trained one. Default: 0.6, or 1 in a run with a loss of the sampled tokens
+    (``policy_gradient``, ``k2``, ``k3``)."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling threshold."""
     corrections: int = Field(default=0, ge=0)

@@ -199,6 +199,15 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _set_temperature(self) -> "RunConfig":
+        """Sample from the unmodified distribution by default where a loss is an estimate over
+        it."""
+        if self._trains_on_samples and "temperature" not in self.rollout.model_fields_set:
+            rollout = self.rollout.model_copy(update={"temperature": 1.0})
+            object.__setattr__(self, "rollout", rollout)  # the model is frozen
+        return self
+
+    @model_validator(mode="after")
     def _validate_losses(self) -> "RunConfig":
         for problem in self._loss_problems():
             raise problem
@@ -348,12 +357,16 @@ class RunConfig(Settings):
     @property
     def importance(self) -> ImportanceConfig:
         """The importance weights, or none by default with a loss of the sampled tokens."""
-        biased = any(
+        weights = self.importance_weights
+        return UNWEIGHTED if self._trains_on_samples and weights.least is None else weights
+
+    @property
+    def _trains_on_samples(self) -> bool:
+        """True if a loss is an estimate by the tokens that the student sampled."""
+        return any(
             isinstance(teacher.loss, ON_SAMPLES) or teacher.control == "constant_negative"
             for teacher in self.teachers.values()
         )
-        weights = self.importance_weights
-        return UNWEIGHTED if biased and weights.least is None else weights
 
     @property
     def kept_topk(self) -> int:

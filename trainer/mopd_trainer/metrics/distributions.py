@@ -23,9 +23,18 @@ def sampled_nats(rollout: Rollout) -> float:
     return float(rollout.sampled_logprobs.astype(np.float64).sum())
 
 
-def known_entropy(topk: TopKLogprobs) -> NDArray[np.float64]:
-    """[rows], the entropy in nats of each row whose tail is one id: a lower bound."""
+def known_entropy(topk: TopKLogprobs, temperature: float = 1.0) -> NDArray[np.float64]:
+    """[rows], the entropy in nats of each row whose tail is one id.
+
+    At temperature 1 that is a lower bound. At another one, every probability ``p`` becomes
+    ``p ** (1 / temperature)``, divided by their sum; at 0 the entropy is 0.
+    """
+    if temperature == 0:
+        return np.zeros(len(topk))
     logprobs = np.column_stack([topk.logprobs, topk.tail_logprobs]).astype(np.float64)
+    if temperature != 1:
+        logprobs = np.maximum(logprobs, _LEAST) / temperature
+        logprobs -= np.logaddexp.reduce(logprobs, axis=1, keepdims=True)
     return -(np.exp(logprobs) * np.maximum(logprobs, _LEAST)).sum(axis=1)
 
 
@@ -39,8 +48,9 @@ def teacher_distribution_metrics(
     entropy is ``-t log t`` if it is one id, and ``t log(vocabulary - k)`` more if it is uniform.
 
     The estimate is the mean of ``log p(completion) - log q(completion)`` over completions sampled
-    from p, divided by the student's tokens. A completion's probability is that of its tokens
-    on either side, so that it is unbiased up to other tokenizations of the same text.
+    from p at the sampling temperature, divided by the student's tokens. A completion's probability
+    is that of its tokens on either side, so that it is unbiased up to other tokenizations of the
+    same text.
 
     Args:
         vocabulary: ids of the teacher.

@@ -74,11 +74,13 @@ _RUN = {
     "rollout/invalid_byte_share": (_SHARE, "sampled bytes that are not valid UTF-8"),
     "rollout/entropy_per_byte": (
         "nats/byte",
-        "surprisal of the sampled tokens: an estimate of the student's entropy",
+        "surprisal of the sampled tokens: an estimate of the student's entropy at the sampling "
+        "temperature",
     ),
     "rollout/teacher_entropy_per_byte": (
         "nats/byte",
-        "teachers' entropy on the sampled completions: a lower bound from their top-k",
+        "teachers' entropy on the sampled completions, from their top-k, at the student's sampling "
+        "temperature",
     ),
     "rollout/teacher_end_surprisal": ("nats", "teachers' surprisal that a completion ends"),
     "rollout/worker_restarts": ("restarts", "rollout workers restarted after a crash"),
@@ -131,8 +133,8 @@ _TEACHER = {
     "reverse_kl_estimate": (
         _NATS,
         "log-probability of the sampled completions under the student minus that under the "
-        "teacher, over the student's tokens: an estimate of KL(student, teacher) at "
-        "temperature 1, also across tokenizers",
+        "teacher, over the student's tokens: an estimate of KL(student, teacher) with the student "
+        "at its sampling temperature, also across tokenizers",
     ),
     "implausible_share": (
         _SHARE,

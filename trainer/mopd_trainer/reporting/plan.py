@@ -105,8 +105,9 @@ def _source_line(config: RunConfig) -> Text:
     share, weight = config.data.rollout_share, config.student.distill_loss_weight
     if config.replay is not None:
         return Text(f"replay: completions and scores recorded by {config.replay}")
-    rounds = config.rollout.corrections
-    details = f", corrected at most {rounds} times by teachers" if rounds else ""
+    rounds, temperature = config.rollout.corrections, config.rollout.temperature
+    details = "" if temperature == 1 else f", sampled at temperature {temperature:g}"
+    details += f", corrected at most {rounds} times by teachers" if rounds else ""
     least = config.importance.least_weight
     details += f", importance weights of at least {least:g}" if least < 1 else ""
     if share == 1:
