@@ -11,9 +11,9 @@ from itertools import accumulate
 
 from mopd_losses.divergences.truncation import TAIL_MARGIN
 from mopd_losses.prefix.cells import DETOUR_SHARE, NAMING_SHARE
-from mopd_losses.prefix.cuts import CONTINUATIONS, COVERING
 from mopd_losses.prefix.loss import HIGHEST_RATIO
-from mopd_losses.prefix.separate_tokens import ENDS, FEW, LONGEST, TOKENS_PER_END, TRIED
+from mopd_losses.prefix.naming.cuts import CONTINUATIONS, COVERING
+from mopd_losses.prefix.naming.separate_tokens import ENDS, FEW, LONGEST, TOKENS_PER_END, TRIED
 from tests.reference.divergences import floored_rest
 
 #: Tokens before a boundary that may be divided differently, and tokens tried after a shorter one.

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.prefix.boundaries import Places
-from mopd_losses.prefix.names import CellNames
+from mopd_losses.prefix.naming.names import CellNames
+from mopd_losses.prefix.text.boundaries import Places
 from mopd_losses.prefix.vocabulary.hashed_strings import (
     Integers,
     joined,

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.prefix.boundaries import Boundaries, TokenizedText
 from mopd_losses.prefix.cell_ranges import CellRanges, cell_ranges
-from mopd_losses.prefix.contexts import Contexts
-from mopd_losses.prefix.decisions import Candidates
 from mopd_losses.prefix.detours import CellDetours, Sought, probed
-from mopd_losses.prefix.names import CellNames, Flags, name_cells
+from mopd_losses.prefix.naming.decisions import Candidates
+from mopd_losses.prefix.naming.names import CellNames, Flags, name_cells
 from mopd_losses.prefix.pair import TokenizerPair
+from mopd_losses.prefix.text.boundaries import Boundaries, TokenizedText
+from mopd_losses.prefix.text.contexts import Contexts
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 from mopd_protocol.topk_logprobs import TopKLogprobs

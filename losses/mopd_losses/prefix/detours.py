@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.prefix.contexts import WINDOW, Contexts
-from mopd_losses.prefix.nested_names import Names
-from mopd_losses.prefix.separate_tokens import continuations
-from mopd_losses.prefix.strings import Strings
+from mopd_losses.prefix.naming.nested_names import Names
+from mopd_losses.prefix.naming.separate_tokens import continuations
+from mopd_losses.prefix.text.contexts import WINDOW, Contexts
+from mopd_losses.prefix.text.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers, keys_of, ranks_in_runs
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary

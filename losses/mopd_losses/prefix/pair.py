@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from mopd_losses.prefix.cuts import Cuts
-from mopd_losses.prefix.decisions import Decisions
 from mopd_losses.prefix.detours import Detours
-from mopd_losses.prefix.separate_tokens import SeparateTokens
+from mopd_losses.prefix.naming.cuts import Cuts
+from mopd_losses.prefix.naming.decisions import Decisions
+from mopd_losses.prefix.naming.separate_tokens import SeparateTokens
 from mopd_losses.prefix.vocabulary.marked_ranges import MarkedRanges
 from mopd_losses.prefix.vocabulary.marks import Marks, MarksTable
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, control_characters

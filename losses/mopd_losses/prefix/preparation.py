@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mopd_losses.core.loss import AlignedPair
-from mopd_losses.prefix.boundaries import OpenRows, TokenizedText, boundaries_of
 from mopd_losses.prefix.cell_ranges import CellRanges, cell_ranges
 from mopd_losses.prefix.cells import Cells, TopK, teacher_cells
-from mopd_losses.prefix.contexts import Contexts
 from mopd_losses.prefix.detours import CellDetours, Detours, Sought
 from mopd_losses.prefix.lookaheads.comparisons import LookaheadComparisons
 from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.targets import NO_PATH, WHOLE_ROW, PrefixTargets, RangeReadings
+from mopd_losses.prefix.text.boundaries import OpenRows, TokenizedText, boundaries_of
+from mopd_losses.prefix.text.contexts import Contexts
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers, ranks_in_runs
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 

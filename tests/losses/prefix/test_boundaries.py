@@ -14,8 +14,8 @@ from mopd_losses.core import blockwise_head as head_module
 from mopd_losses.core.blockwise_head import Head, LossTerm, blockwise_head
 from mopd_losses.core.loss import AlignedPair
 from mopd_losses.core.student_rows import DenseRows
-from mopd_losses.prefix import cuts
 from mopd_losses.prefix.loss import PrefixKlLoss
+from mopd_losses.prefix.naming import cuts
 from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.preparation import Preparation
 from mopd_losses.prefix.targets import PrefixTargets

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mopd_losses.prefix.boundaries import TokenizedText
-from mopd_losses.prefix.strings import Strings
+from mopd_losses.prefix.text.boundaries import TokenizedText
+from mopd_losses.prefix.text.strings import Strings
 from mopd_losses.prefix.vocabulary.first_ends import NOT_TEXT, FirstEnds
 from mopd_losses.prefix.vocabulary.hashed_strings import (
     codes_of,

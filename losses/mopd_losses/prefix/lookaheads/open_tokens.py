@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_losses.alignment.byte_alignment import Alignment, common_prefix
+from mopd_losses.prefix.naming.separate_tokens import FEW, Place
 from mopd_losses.prefix.pair import TokenizerPair
-from mopd_losses.prefix.separate_tokens import FEW, Place
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers
 from mopd_losses.prefix.vocabulary.marked_ranges import MarkedCell, ranges_of
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, utf8_text

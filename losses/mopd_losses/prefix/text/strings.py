@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.prefix.boundaries import TokenizedText, is_space
+from mopd_losses.prefix.text.boundaries import TokenizedText, is_space
 from mopd_losses.prefix.vocabulary.hashed_strings import Codes, Hashes, Integers, joined
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 

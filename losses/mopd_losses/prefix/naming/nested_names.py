@@ -11,8 +11,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.prefix.boundaries import Places
-from mopd_losses.prefix.strings import Strings
+from mopd_losses.prefix.text.boundaries import Places
+from mopd_losses.prefix.text.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers, keys_of
 from mopd_losses.prefix.vocabulary.marks import UNMARKED, MarksTable
 

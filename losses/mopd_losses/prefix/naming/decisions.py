@@ -10,9 +10,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.prefix.boundaries import Boundaries
-from mopd_losses.prefix.cuts import Cuts
-from mopd_losses.prefix.strings import Strings
+from mopd_losses.prefix.naming.cuts import Cuts
+from mopd_losses.prefix.text.boundaries import Boundaries
+from mopd_losses.prefix.text.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import (
     Hashes,
     Integers,

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.prefix.boundaries import Boundaries, Places
-from mopd_losses.prefix.decisions import Candidates, Decisions
-from mopd_losses.prefix.nested_names import Names, NestedNames
-from mopd_losses.prefix.separate_tokens import LONGEST, Place, SeparateTokens
-from mopd_losses.prefix.strings import Strings
+from mopd_losses.prefix.naming.decisions import Candidates, Decisions
+from mopd_losses.prefix.naming.nested_names import Names, NestedNames
+from mopd_losses.prefix.naming.separate_tokens import LONGEST, Place, SeparateTokens
+from mopd_losses.prefix.text.boundaries import Boundaries, Places
+from mopd_losses.prefix.text.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import (
     Hashes,
     Integers,

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.prefix.boundaries import Places, is_space
-from mopd_losses.prefix.strings import Strings
+from mopd_losses.prefix.text.boundaries import Places, is_space
+from mopd_losses.prefix.text.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import (
     Hashes,
     Integers,
