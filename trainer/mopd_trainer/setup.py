@@ -30,10 +30,11 @@ from mopd_trainer.evaluation.teacher_model import TeacherModel
 from mopd_trainer.interruption import Interruption
 from mopd_trainer.metrics.timers import StepTimer
 from mopd_trainer.phases import Coordinator, Run
-from mopd_trainer.pipeline import Collected, run_pipeline
+from mopd_trainer.pipeline import Collected, Pipeline, run_pipeline
 from mopd_trainer.reporting.plan import describe_plan, selected_losses
 from mopd_trainer.rollouts.factory import open_source
 from mopd_trainer.rollouts.remote_sampler import RolloutWorkers
+from mopd_trainer.rollouts.source import CompletionGenerator
 from mopd_trainer.run_folder.checkpoint import Checkpoint
 from mopd_trainer.run_folder.disk_space import require_space
 from mopd_trainer.run_folder.journal import past_metrics
@@ -251,65 +252,12 @@ async def _open_coordinator(
     checkpoints = CheckpointManager(config, inputs.identity, manifests, losses, done=first_step)
     recorder = recorder_of(config, inputs.teachers, student.table, inputs.identity, done=first_step)
     write_resolved(config, config.output_dir / "config.yaml", selected_losses(inputs.teachers))
-    order = PromptOrder(
-        inputs.prompts,
-        prompts_per_step=config.rollout.prompts_per_step,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
+    pipeline, generator = await stack.enter_async_context(
+        _open_pipeline(config, inputs, student, workers, timer, first_step)
     )
-    controls = Controls.of(config.contacted_teachers, inputs.prompts, config.seed)
-    scorer = RolloutScorer(inputs.pool, inputs.teachers, student.table, controls=controls)
-    source, generator = await stack.enter_async_context(
-        open_source(config, student, version=first_step, workers=workers)
-    )
-
-    corrector = Corrector(
-        generator,
-        scorer,
-        student.identity,
-        config.rollout,
-        seed=config.seed,
-        timer=timer,
-    )
-
-    async def collect_step(step: int, sampled: asyncio.Event) -> Collected:
-        return await collect(
-            order.batch(step),
-            source,
-            scorer,
-            step,
-            corrector=corrector,
-            scoring=config.rollout.scoring,
-            drop_truncated=config.rollout.truncated == "drop",
-            timer=timer,
-            sampled=sampled,
-        )
-
-    # A replay has the examples of every step.
-    steps = range(first_step, config.max_steps if inputs.replay is None else first_step)
-    pipeline = await stack.enter_async_context(
-        run_pipeline(collect_step, source.push_weights, config.rollout, steps)
-    )
-
-    def counters() -> Mapping[str, Counters]:
-        if inputs.replay is not None:
-            return {name: Counters() for name in inputs.teachers}
-        pool = inputs.pool
-        return {name: pool.client(name).counters.pop() for name in config.contacted_teachers}
-
     past = past_metrics(config.output_dir, first_step) if first_step else ()
     monitor = DegradationMonitor(config.degradation, past)
-    log = StepLog(
-        config,
-        console,
-        first_step=first_step,
-        counters=counters,
-        workers=workers,
-        vocabularies={name: each.tokenizer_size for name, each in manifests.items()},
-        student=student.table,
-        teachers={name: each.tokenizer.table for name, each in inputs.teachers.items()},
-    )
-    stack.enter_context(log)
+    log = stack.enter_context(_step_log(config, console, inputs, student, workers, first_step))
     evaluation = RunEvaluation(
         config,
         inputs.sets,
@@ -318,6 +266,76 @@ async def _open_coordinator(
         log.evaluations(),
     )
     return Coordinator(pipeline, inputs.replay, recorder, log, checkpoints, evaluation, monitor)
+
+
+@asynccontextmanager
+async def _open_pipeline(
+    config: RunConfig,
+    inputs: _Inputs,
+    student: Student,
+    workers: RolloutWorkers | None,
+    timer: StepTimer,
+    first_step: int,
+) -> AsyncGenerator[tuple[Pipeline, CompletionGenerator]]:
+    """Open sampling, scoring and corrections of all steps, and what completes evaluation sets."""
+    order = PromptOrder(
+        inputs.prompts,
+        prompts_per_step=config.rollout.prompts_per_step,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+    )
+    controls = Controls.of(config.contacted_teachers, inputs.prompts, config.seed)
+    scorer = RolloutScorer(inputs.pool, inputs.teachers, student.table, controls=controls)
+    # A replay has the examples of every step.
+    steps = range(first_step, config.max_steps if inputs.replay is None else first_step)
+    async with open_source(config, student, version=first_step, workers=workers) as opened:
+        source, generator = opened
+        corrector = Corrector(
+            generator, scorer, student.identity, config.rollout, seed=config.seed, timer=timer
+        )
+
+        async def collect_step(step: int, sampled: asyncio.Event) -> Collected:
+            return await collect(
+                order.batch(step),
+                source,
+                scorer,
+                step,
+                corrector=corrector,
+                scoring=config.rollout.scoring,
+                drop_truncated=config.rollout.truncated == "drop",
+                timer=timer,
+                sampled=sampled,
+            )
+
+        push = source.push_weights
+        async with run_pipeline(collect_step, push, config.rollout, steps) as pipeline:
+            yield pipeline, generator
+
+
+def _step_log(
+    config: RunConfig,
+    console: Console,
+    inputs: _Inputs,
+    student: Student,
+    workers: RolloutWorkers | None,
+    first_step: int,
+) -> StepLog:
+    def counters() -> Mapping[str, Counters]:
+        if inputs.replay is not None:
+            return {name: Counters() for name in inputs.teachers}
+        pool = inputs.pool
+        return {name: pool.client(name).counters.pop() for name in config.contacted_teachers}
+
+    return StepLog(
+        config,
+        console,
+        first_step=first_step,
+        counters=counters,
+        workers=workers,
+        vocabularies={name: each.manifest.tokenizer_size for name, each in inputs.teachers.items()},
+        student=student.table,
+        teachers={name: each.tokenizer.table for name, each in inputs.teachers.items()},
+    )
 
 
 def _evaluated_teachers(config: RunConfig, inputs: _Inputs) -> dict[str, TeacherModel]:
