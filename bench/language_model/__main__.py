@@ -10,9 +10,10 @@ Without ``--student``, four layers around the middle of the teacher are removed.
 ``--student-tokenizer``, the student gets another tokenizer, and embeddings that are means of the
 teacher's: it has to learn its new tokens by distillation. Held-out prompts have topics of no
 training prompt. Measured before and after, on the teacher's greedy completions: nats per token and
-agreement of the most likely token (with the teacher's tokenizer), bits per byte; and bits per byte
-of texts that no model generated; with 95 % ranges over the prompts, and of the change. Stopped by
-SIGTERM, it measures the last checkpoint; the same command resumes. GGUF needs the package ``gguf``.
+agreement of the most likely token (with the teacher's tokenizer), bits per byte; bits per byte of
+the teacher's samples at temperature 1, entropy of the student's own, and bits per byte of texts
+that no model generated; with 95 % ranges over the prompts, and of the change. Stopped by SIGTERM,
+it measures the last checkpoint; the same command resumes. GGUF needs the package ``gguf``.
 """
 
 import argparse
@@ -32,9 +33,10 @@ import mopd
 from bench.language_model.material import held_out_prompts, prompts
 from bench.language_model.measurement import (
     Change,
-    GreedyCompletion,
+    Completion,
     Measure,
-    greedy_completions,
+    Reference,
+    completed,
     measure,
 )
 from bench.language_model.models import (
@@ -68,18 +70,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     held_out = held_out_prompts(options.held_out)
     teacher = _load(teacher_folder)
-    completions = greedy_completions(teacher, held_out, options.max_new_tokens)
-    figures: dict[str, Any] = {"teacher": measure(teacher, completions, same_tokenizer=True)}
+    reference = Reference.of(teacher, held_out, options.max_new_tokens)
+    figures: dict[str, Any] = {"teacher": measure(teacher, reference, same_tokenizer=True)}
     fingerprint = teacher.table.fingerprint
     del teacher
-    same, figures["before"], example = _measured(student_folder, completions, fingerprint)
+    same, figures["before"], example = _measured(student_folder, reference, fingerprint)
     figures["examples"] = {
         "prompt": held_out[0],
-        "teacher": completions[0].text,
+        "teacher": reference.greedy[0].text,
         "before": example,
     }
     _show(console, figures)
-    config = run_config(options, str(student_folder), str(teacher_folder), completions)
+    config = run_config(options, str(student_folder), str(teacher_folder), reference.greedy)
     started = time.process_time()
     try:
         trained = mopd.train(config)
@@ -89,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figures["processor_seconds"] = time.process_time() - started
     lines = (config.output_dir / "journal.jsonl").read_text().splitlines()
     figures["journal"] = [json.loads(line) for line in lines]
-    _, figures["after"], example = _measured(trained, completions, fingerprint)
+    _, figures["after"], example = _measured(trained, reference, fingerprint)
     figures["examples"]["after"] = example
     figures["change"] = {
         key: Change.of(measured, figures["after"][key], figures["teacher"][key])
@@ -106,7 +108,7 @@ def run_config(
     options: argparse.Namespace,
     student: str,
     teacher: str,
-    completions: Sequence[GreedyCompletion],
+    completions: Sequence[Completion],
 ) -> RunConfig:
     """Write the prompts and return the settings of the run."""
     folder: Path = options.folder
@@ -166,14 +168,13 @@ def _write_lines(path: Path, lines: Sequence[dict[str, str]]) -> Path:
 
 
 def _measured(
-    folder: str | Path, completions: Sequence[GreedyCompletion], fingerprint: str
+    folder: str | Path, reference: Reference, fingerprint: str
 ) -> tuple[bool, dict[str, Measure], str]:
     """Return True for the teacher's tokenizer, the measures, and the first greedy completion."""
     student = _load(folder)
     same = student.table.fingerprint == fingerprint
-    longest = max(len(completion.token_ids) for completion in completions)
-    first = greedy_completions(student, [completions[0].prompt], longest)[0].text
-    return same, measure(student, completions, same_tokenizer=same), first
+    first = completed(student, [reference.greedy[0].prompt], reference.longest)[0].text
+    return same, measure(student, reference, same_tokenizer=same), first
 
 
 def _load(folder: str | Path) -> Student:

@@ -18,27 +18,29 @@ _DRAWS = 1_000
 
 
 @dataclass(frozen=True)
-class GreedyCompletion:
-    """A greedy completion of a held-out prompt."""
+class Completion:
+    """A model's completion of a held-out prompt."""
 
     prompt: str
     text: str  # without control tokens
     token_ids: list[int]
+    nats: float  # of its tokens, at the temperature at which they were sampled
 
 
-def greedy_completions(
-    model: Student, prompts: Sequence[str], max_new_tokens: int
-) -> list[GreedyCompletion]:
-    """Return a model's greedy completions."""
-    settings = RolloutConfig(temperature=0.0, max_new_tokens=max_new_tokens)
-    completions: list[GreedyCompletion] = []
+def completed(
+    model: Student, prompts: Sequence[str], max_new_tokens: int, *, temperature: float = 0.0
+) -> list[Completion]:
+    """Return a model's completions; greedy ones by default."""
+    settings = RolloutConfig(temperature=temperature, max_new_tokens=max_new_tokens)
+    completions: list[Completion] = []
     for start in range(0, len(prompts), _BATCH):
         batch = prompts[start : start + _BATCH]
         generations = model.generate([prompt_ids(model, p) for p in batch], settings, seed=0)
         for prompt, generation in zip(batch, generations, strict=True):
             sequence = model.table.sequence(generation.token_ids)
             text = sequence.text.decode("utf-8", "replace")
-            completions.append(GreedyCompletion(prompt, text, generation.token_ids))
+            nats = -float(sum(generation.logprobs))
+            completions.append(Completion(prompt, text, generation.token_ids, nats))
     return completions
 
 
@@ -112,7 +114,7 @@ def _range(mean: float, drawn: np.ndarray) -> tuple[float, float, float]:
 
 
 @torch.no_grad()
-def token_agreement(model: Student, completions: Sequence[GreedyCompletion]) -> dict[str, Measure]:
+def token_agreement(model: Student, completions: Sequence[Completion]) -> dict[str, Measure]:
     """Return nats per token of a teacher's completions, and how often the most likely token agrees.
 
     For a model with the teacher's tokenizer.
@@ -144,16 +146,53 @@ def bits_per_byte(model: Student, texts: Sequence[tuple[str, str]]) -> Measure:
     return Measure.of(bits, [float(len(text.encode())) for _, text in texts])
 
 
-def measure(
-    model: Student, completions: Sequence[GreedyCompletion], *, same_tokenizer: bool
-) -> dict[str, Measure]:
-    """Return all measures of a student against the teacher's completions."""
-    written = [
-        (completion.prompt, completion.text) for completion in completions if completion.text
+@dataclass(frozen=True)
+class Reference:
+    """What a teacher generates for the held-out prompts."""
+
+    greedy: list[Completion]
+    samples: list[Completion]  # at temperature 1
+
+    @classmethod
+    def of(cls, teacher: Student, prompts: Sequence[str], max_new_tokens: int) -> "Reference":
+        """Generate both."""
+        return cls(
+            completed(teacher, prompts, max_new_tokens),
+            completed(teacher, prompts, max_new_tokens, temperature=1.0),
+        )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest completion."""
+        return max(len(each.token_ids) for each in [*self.greedy, *self.samples])
+
+
+def measure(model: Student, reference: Reference, *, same_tokenizer: bool) -> dict[str, Measure]:
+    """Return all measures of a student against its teacher.
+
+    A student without the variety of its teacher has more bits per byte of the teacher's samples,
+    and a smaller entropy of its own (its bits per byte).
+    """
+    own = [
+        each
+        for each in completed(
+            model, [each.prompt for each in reference.samples], reference.longest, temperature=1.0
+        )
+        if each.text
     ]
-    pairs = [(f"Continue: {beginning}", rest) for beginning, rest in TEXTS]
     return {
-        **(token_agreement(model, completions) if same_tokenizer else {}),
-        "completions_bits_per_byte": bits_per_byte(model, written),
-        "texts_bits_per_byte": bits_per_byte(model, pairs),
+        **(token_agreement(model, reference.greedy) if same_tokenizer else {}),
+        "completions_bits_per_byte": bits_per_byte(model, _texts(reference.greedy)),
+        "samples_bits_per_byte": bits_per_byte(model, _texts(reference.samples)),
+        "entropy_bits_per_byte": Measure.of(
+            [each.nats / math.log(2) for each in own],
+            [float(len(each.text.encode())) for each in own],
+        ),
+        "texts_bits_per_byte": bits_per_byte(
+            model, [(f"Continue: {beginning}", rest) for beginning, rest in TEXTS]
+        ),
     }
+
+
+def _texts(completions: Sequence[Completion]) -> list[tuple[str, str]]:
+    return [(each.prompt, each.text) for each in completions if each.text]
