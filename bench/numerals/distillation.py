@@ -178,6 +178,7 @@ async def _distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
                 examples,
                 tokens_per_micro_batch=config.tokens_per_micro_batch,
                 importance=run.importance,
+                temperature=run.temperature,
             )
             try:
                 updated, _ = learner.update(batches, tokens=tokens, step=step)

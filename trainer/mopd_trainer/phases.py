@@ -122,6 +122,7 @@ class Run:
             ranks=size,
             average=self.config.loss_average,
             importance=self.config.importance,
+            temperature=self.config.rollout.temperature,
         )
         if size == 1:
             return batches, tokens

@@ -1,5 +1,6 @@
 """Importance weights of sampled tokens."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -23,6 +24,9 @@ _NATS = st.floats(-8, -0.0078125, width=32)
 
 _EXAMPLE = example(rollout("digit", ids_of("digit", "7"), teachers={"math": 1.0}))
 
+#: The teacher's probability of its likeliest token; all others have the rest.
+_LIKELIEST = 0.75
+
 Side = tuple[list[int], list[float]]
 
 
@@ -39,7 +43,9 @@ def _sides(draw: st.DrawFn) -> tuple[Side, Side]:
     return sides[0], sides[1]
 
 
-def weights_of(student: Side, teacher: Side, config: ImportanceConfig) -> list[float]:
+def weights_of(
+    student: Side, teacher: Side, config: ImportanceConfig, temperature: float = 1
+) -> list[float]:
     text = bytes(range(student[0][-1]))
     own, other = (TokenSequence(range(len(s[0])), s[0], text) for s in (student, teacher))
     [score] = _EXAMPLE.scores
@@ -52,12 +58,12 @@ def weights_of(student: Side, teacher: Side, config: ImportanceConfig) -> list[f
     rows = len(other)
     topk = TopKLogprobs(
         ids=np.zeros((rows, 1), dtype=np.int32),
-        logprobs=np.zeros((rows, 1)),
+        logprobs=np.log(np.full((rows, 1), _LIKELIEST)),
         token_logprobs=np.array(teacher[1]),
-        tail_logprobs=np.full(rows, -np.inf),
+        tail_logprobs=np.log(np.full(rows, 1 - _LIKELIEST)),
     )
     scored = replace(score, score=TeacherScore("m" * 32, other, topk), alignment=align(own, other))
-    return importance_weights(sampled, scored, config).tolist()
+    return importance_weights(sampled, scored, config, temperature=temperature).tolist()
 
 
 @given(sides=_sides(), least=st.floats(0.001, 1), discount=st.sampled_from([0.0, 0.3, 0.9, 1.0]))
@@ -75,6 +81,25 @@ def test_every_weight_is_one_if_both_sides_have_the_same_distribution(
 ) -> None:
     side = sorted(ends), [nats] * len(ends)
     assert weights_of(side, side, ImportanceConfig(least=0.1)) == [1.0] * len(ends)
+
+
+@given(sides=_sides(), temperature=st.sampled_from([0.5, 0.6, 2.0]))
+def test_the_teacher_is_compared_at_the_temperature_of_the_sample(
+    sides: tuple[Side, Side], temperature: float
+) -> None:
+    config = ImportanceConfig(least=0.01)
+    likely, rest = _LIKELIEST ** (1 / temperature), (1 - _LIKELIEST) ** (1 / temperature)
+    ends, nats = sides[1]
+    tempered = ends, [each / temperature - math.log(likely + rest) for each in nats]
+    expected = reference(*sides[0], *tempered, least=0.01, discount=config.discount)
+    assert weights_of(*sides, config, temperature) == pytest.approx(expected, rel=1e-4)
+
+
+def test_greedy_samples_are_compared_with_the_teachers_probabilities() -> None:
+    side = [1, 2], [0.0, 0.0]
+    assert weights_of(side, ([1, 2], [-1.0, 0.0]), ImportanceConfig(), 0) == pytest.approx(
+        [1, math.exp(-1)]
+    )
 
 
 def _sums(nats: Sequence[float], least: float, discount: float) -> list[float]:
@@ -103,7 +128,7 @@ def test_reference_completions_and_a_least_weight_of_one_have_no_weights() -> No
     written = replace(written, sampled_logprobs=np.zeros(len(written.completion)))
     [score] = example(written).scores
     strict, ones = ImportanceConfig(least=0.01), [1.0] * len(written.completion)
-    assert importance_weights(written, score, strict).min() < 1
-    assert importance_weights(written, score, UNWEIGHTED).tolist() == ones
+    assert importance_weights(written, score, strict, temperature=1).min() < 1
+    assert importance_weights(written, score, UNWEIGHTED, temperature=1).tolist() == ones
     reference_completion = replace(written, sampled_logprobs=None)
-    assert importance_weights(reference_completion, score, strict).tolist() == ones
+    assert importance_weights(reference_completion, score, strict, temperature=1).tolist() == ones

@@ -3,7 +3,8 @@
 Behind a wrong token a teacher corrects text that it would never generate. Most samples of a weak
 student are such text, and most of its gradient may be noise for correct completions.
 
-With q the distribution that was sampled from and p the teacher's, a token ``i`` has the weight
+With q the distribution that was sampled from and p the teacher's at the same temperature, a token
+``i`` has the weight
 
     max(least, min(1, exp(r(i)))),    r(0) = 0,    r(i + 1) = discount * r(i) + log p(i) - log q(i)
 
@@ -22,22 +23,25 @@ from numpy.typing import NDArray
 from mopd_protocol.samples import Rollout
 from mopd_trainer.config.settings import ImportanceConfig
 from mopd_trainer.data.examples import AlignedScore
-
-#: Nats; replaces the logarithm of zero.
-_LEAST_LOGPROB = -1e4
+from mopd_trainer.data.tempering import tempered
 
 
 def importance_weights(
-    rollout: Rollout, scored: AlignedScore, config: ImportanceConfig
+    rollout: Rollout, scored: AlignedScore, config: ImportanceConfig, *, temperature: float
 ) -> NDArray[np.float32]:
     """Return the weight of each token of a completion for one teacher: [tokens], from ``least``
-    to 1; 1 for reference completions, which were not sampled."""
+    to 1; 1 for reference completions, which were not sampled.
+
+    Args:
+        temperature: of the sample. Greedy samples, whose probability is 1, are compared with the
+            teacher's distribution as it is.
+    """
     weights = np.ones(len(rollout.completion), dtype=np.float32)
     least = config.least_weight
     if rollout.sampled_logprobs is None or least == 1:
         return weights
     spans = scored.alignment
-    teacher = np.maximum(scored.score.logprobs.astype(np.float64), _LEAST_LOGPROB)
+    teacher = tempered(scored.score.logprobs, scored.score.topk, temperature or 1.0)
     teacher_sums = np.concatenate([[0.0], np.cumsum(teacher)])
     student_sums = np.concatenate([[0.0], np.cumsum(rollout.sampled_logprobs.astype(np.float64))])
     ratios = np.zeros(len(weights))  # of what ends with each token

@@ -63,6 +63,7 @@ def pack(
     ranks: int = 1,
     average: LossAverage = "tokens",
     importance: ImportanceConfig = UNWEIGHTED,
+    temperature: float = 1.0,
 ) -> Iterator[MicroBatch]:
     """Yield micro-batches of all examples, longest first.
 
@@ -73,6 +74,7 @@ def pack(
     Args:
         average: what counts the same in the loss of a step.
         importance: weights of sampled tokens; default: none.
+        temperature: of the samples.
     """
     longest_first = sorted(range(len(examples)), key=lambda index: -examples[index].length)
     lengths = [examples[index].length for index in longest_first]
@@ -89,6 +91,7 @@ def pack(
             indices,
             [weights[index] for index in indices],
             importance,
+            temperature,
         )
         start += size
 
@@ -145,6 +148,7 @@ def micro_batch(
     indices: Sequence[int] | None = None,
     weights: Sequence[SampleWeights] | None = None,
     importance: ImportanceConfig = UNWEIGHTED,
+    temperature: float = 1.0,
 ) -> MicroBatch:
     """Build one micro-batch with an example per row.
 
@@ -152,6 +156,7 @@ def micro_batch(
         indices: of the examples in their step; default ``0, 1, …``.
         weights: of the examples in their step; default: every token counts the same.
         importance: weights of sampled tokens; default: none.
+        temperature: of the samples.
     """
     weights = sample_weights(examples, "tokens") if weights is None else weights
     length = max(example.length for example in examples)
@@ -185,7 +190,7 @@ def micro_batch(
                 for example, each in zip(examples, weights, strict=True)
             ]
         ),
-        teachers=_teacher_parts(examples, slot_offsets, slots, weights, importance),
+        teachers=_teacher_parts(examples, slot_offsets, slots, weights, importance, temperature),
         examples=tuple(range(len(examples)) if indices is None else indices),
     )
 
@@ -208,6 +213,7 @@ def _teacher_parts(
     slots: int,
     sample_weights: Sequence[SampleWeights],
     config: ImportanceConfig,
+    temperature: float,
 ) -> dict[str, TeacherPart]:
     scored: dict[str, list[tuple[TrainingExample, AlignedScore, int, float]]] = {}
     for example, offset, each in zip(examples, slot_offsets, sample_weights, strict=True):
@@ -220,7 +226,8 @@ def _teacher_parts(
         for example, score, offset, weight in scored[teacher]:
             part = slice(offset, offset + len(example.rollout.completion))
             weights[part] = weight
-            importance[part] = torch.from_numpy(importance_weights(example.rollout, score, config))
+            ratios = importance_weights(example.rollout, score, config, temperature=temperature)
+            importance[part] = torch.from_numpy(ratios)
         parts[teacher] = TeacherPart(
             tuple(_aligned_pair(example, score) for example, score, _, _ in scored[teacher]),
             tuple(offset for _, _, offset, _ in scored[teacher]),

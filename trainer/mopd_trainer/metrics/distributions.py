@@ -10,11 +10,10 @@ from mopd_protocol.samples import Rollout
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_trainer.data.corrections import implausible_rows
 from mopd_trainer.data.examples import AlignedScore, TrainingExample
+from mopd_trainer.data.tempering import tempered
 
 #: A token is implausible if it is less than this times as likely as the teacher's likeliest one.
 LEAST_RATIO = 0.01
-#: Replaces the logarithm of zero, whose product with zero must be zero.
-_LEAST = -1e4
 
 
 def sampled_nats(rollout: Rollout) -> float:
@@ -26,16 +25,13 @@ def sampled_nats(rollout: Rollout) -> float:
 def known_entropy(topk: TopKLogprobs, temperature: float = 1.0) -> NDArray[np.float64]:
     """[rows], the entropy in nats of each row whose tail is one id.
 
-    At temperature 1 that is a lower bound. At another one, every probability ``p`` becomes
-    ``p ** (1 / temperature)``, divided by their sum; at 0 the entropy is 0.
+    At temperature 1 that is a lower bound; at 0 it is 0.
     """
     if temperature == 0:
         return np.zeros(len(topk))
-    logprobs = np.column_stack([topk.logprobs, topk.tail_logprobs]).astype(np.float64)
-    if temperature != 1:
-        logprobs = np.maximum(logprobs, _LEAST) / temperature
-        logprobs -= np.logaddexp.reduce(logprobs, axis=1, keepdims=True)
-    return -(np.exp(logprobs) * np.maximum(logprobs, _LEAST)).sum(axis=1)
+    every = np.column_stack([topk.logprobs, topk.tail_logprobs])
+    logprobs = tempered(every, topk, temperature)
+    return -(np.exp(logprobs) * logprobs).sum(axis=1)
 
 
 def teacher_distribution_metrics(
