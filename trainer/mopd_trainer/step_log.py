@@ -115,13 +115,16 @@ class StepLog:
         metrics = metrics | rollout_metrics(examples, step=step, truncated=truncated)
         if config.data.uses_reference_answers:
             metrics |= reference_answer_metrics(examples)
-        metrics |= teacher_metrics(examples, losses, self._counters(), self._vocabularies)
+        temperature = config.rollout.temperature
+        metrics |= teacher_metrics(
+            examples, losses, self._counters(), self._vocabularies, temperature=temperature
+        )
         metrics |= {
             f"teacher/{name}/control": 1.0
             for name, teacher in config.scoring_teachers.items()
             if teacher.control is not None
         }
-        metrics |= health_metrics(examples, metrics, temperature=config.rollout.temperature)
+        metrics |= health_metrics(examples, metrics, temperature=temperature)
         if self._workers is not None:
             metrics["rollout/worker_restarts"] = float(self._workers.take_restarts())
         metrics |= timer.pop() | self._evaluation

@@ -48,16 +48,19 @@ def test_the_entropy_is_between_its_bounds(weights: list[float], data: st.DataOb
         assert metrics["entropy_high"] == pytest.approx(entropy, abs=1e-4)
 
 
-def test_the_estimate_is_the_divergence_in_expectation() -> None:
+@pytest.mark.parametrize("temperature", [1, 0.6])
+def test_the_estimate_is_the_divergence_in_expectation(temperature: float) -> None:
     student, teacher = np.array([0.5, 0.3, 0.2]), np.array([0.1, 0.2, 0.7])
     estimates = [
         teacher_distribution_metrics(
             [scored(teacher, k=3, token=token, logprob=float(np.log(student[token])))],
             vocabulary=3,
+            temperature=temperature,
         )["reverse_kl_estimate"]
         for token in range(3)
     ]
-    expected = float((student * np.log(student / teacher)).sum())
+    powers = teacher ** (1 / temperature)
+    expected = float((student * np.log(student / (powers / powers.sum()))).sum())
     assert float(student @ estimates) == pytest.approx(expected, rel=1e-5)
 
 

@@ -35,7 +35,10 @@ def known_entropy(topk: TopKLogprobs, temperature: float = 1.0) -> NDArray[np.fl
 
 
 def teacher_distribution_metrics(
-    scored: Sequence[tuple[TrainingExample, AlignedScore]], *, vocabulary: int
+    scored: Sequence[tuple[TrainingExample, AlignedScore]],
+    *,
+    vocabulary: int,
+    temperature: float = 1.0,
 ) -> dict[str, float]:
     """Return the bounds of the teacher's entropy, the estimate of KL(student, teacher), and the
     share of implausible tokens.
@@ -44,12 +47,13 @@ def teacher_distribution_metrics(
     entropy is ``-t log t`` if it is one id, and ``t log(vocabulary - k)`` more if it is uniform.
 
     The estimate is the mean of ``log p(completion) - log q(completion)`` over completions sampled
-    from p at the sampling temperature, divided by the student's tokens. A completion's probability
-    is that of its tokens on either side, so that it is unbiased up to other tokenizations of the
-    same text.
+    from p, divided by the student's tokens, with both sides at the sampling temperature. A
+    completion's probability is that of its tokens on either side, so that it is unbiased up to
+    other tokenizations of the same text.
 
     Args:
         vocabulary: ids of the teacher.
+        temperature: of the samples. Greedy ones are compared with the teacher at 1.
     """
     low = high = nats = 0.0
     rows = tokens = implausible = sampled_rows = 0
@@ -61,7 +65,8 @@ def teacher_distribution_metrics(
         high += float((known + rest * math.log(max(vocabulary - topk.k, 1))).sum())
         rows += len(topk)
         if example.rollout.source == "rollout":
-            nats += sampled_nats(example.rollout) - float(aligned.score.logprobs.sum())
+            logprobs = tempered(aligned.score.logprobs, topk, temperature or 1.0)
+            nats += sampled_nats(example.rollout) - float(logprobs.sum())
             tokens += len(example.rollout.completion)
             implausible += len(implausible_rows(aligned.score, LEAST_RATIO))
             sampled_rows += len(topk)

@@ -140,11 +140,14 @@ def teacher_metrics(
     losses: Mapping[str, LossMeasurements],
     counters: Mapping[str, Counters],
     vocabularies: Mapping[str, int],
+    *,
+    temperature: float = 1.0,
 ) -> Metrics:
     """Return ``teacher/<name>/…`` for every teacher of the run.
 
     Args:
         vocabularies: number of ids of each teacher.
+        temperature: of the samples.
     """
     all_tokens = sum(len(example.rollout.completion) for example in examples)
     metrics: Metrics = {}
@@ -166,7 +169,9 @@ def teacher_metrics(
             "importance_weight_mean": ratio(loss.importance, tokens),
             "tokens": float(tokens),
             "token_fraction": ratio(weighted_tokens, all_tokens),
-            **teacher_distribution_metrics(scored, vocabulary=vocabularies[name]),
+            **teacher_distribution_metrics(
+                scored, vocabulary=vocabularies[name], temperature=temperature
+            ),
             "alignment_ratio": ratio(aligned_bytes, text_bytes),
             "control_tokens_as_text": float(sum(each.control_tokens_as_text for each in inputs)),
             "invalid_utf8_bytes": float(sum(each.invalid_utf8_bytes for each in inputs)),

@@ -133,8 +133,8 @@ _TEACHER = {
     "reverse_kl_estimate": (
         _NATS,
         "log-probability of the sampled completions under the student minus that under the "
-        "teacher, over the student's tokens: an estimate of KL(student, teacher) with the student "
-        "at its sampling temperature, also across tokenizers",
+        "teacher, over the student's tokens: an estimate of KL(student, teacher) with both "
+        "at the sampling temperature, also across tokenizers",
     ),
     "implausible_share": (
         _SHARE,
