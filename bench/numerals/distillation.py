@@ -28,6 +28,7 @@ from mopd_server import TeacherService, TeacherSettings, create_app
 from mopd_trainer import (
     Corrector,
     ImportanceConfig,
+    ImportanceWeights,
     Learner,
     PromptOrder,
     RolloutConfig,
@@ -167,6 +168,8 @@ async def _distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
             max_steps=pair.steps,
             seed=run.seed,
         )
+        tables = {name: teacher.tokenizer.table for name, teacher in teachers.items()}
+        importance = ImportanceWeights(run.importance, run.temperature, tables)
         for step in range(pair.steps):
             begun = time.process_time()
             examples, _ = await collect(
@@ -177,8 +180,7 @@ async def _distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
             batches = pack(
                 examples,
                 tokens_per_micro_batch=config.tokens_per_micro_batch,
-                importance=run.importance,
-                temperature=run.temperature,
+                importance=importance,
             )
             try:
                 updated, _ = learner.update(batches, tokens=tokens, step=step)

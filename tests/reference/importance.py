@@ -1,7 +1,7 @@
 """Importance weights from their formula, one token and one byte at a time."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 
@@ -38,3 +38,33 @@ def importance_weights(
             exponent += discount ** (token - 1 - last) * (inside[0] - inside[1])
         weights.append(max(least, min(1.0, math.exp(min(exponent, 0.0)))))
     return weights
+
+
+def text_mass(
+    pieces: Sequence[bytes],
+    rows: Sequence[Mapping[bytes, float]],
+    tokens: int,
+    power: float,
+    least: float,
+) -> float:
+    """Return the probability of the text of the first tokens, in any token behind their beginnings.
+
+    Args:
+        pieces: the tokens.
+        rows: probabilities of what follows the tokens before.
+        power: of probabilities, before they are divided by their sum.
+        least: other tokens with less do not count.
+    """
+    text, mass, before = b"".join(pieces[:tokens]), 0.0, 1.0
+    for row in range(tokens):
+        start = len(b"".join(pieces[:row]))
+        total = sum(share**power for share in rows[row].values())
+        mass += before * sum(
+            share**power / total
+            for token, share in rows[row].items()
+            if token != pieces[row]
+            and token.startswith(text[start:])
+            and share**power / total >= least
+        )
+        before *= rows[row][pieces[row]] ** power / total
+    return mass + before

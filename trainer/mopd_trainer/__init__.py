@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mopd_trainer.config.teacher import TeacherConfig
     from mopd_trainer.corrections import Corrector
     from mopd_trainer.data.examples import TrainingExample
+    from mopd_trainer.data.importance import ImportanceWeights
     from mopd_trainer.data.packing import MicroBatch, TeacherPart, micro_batch, pack
     from mopd_trainer.data.prompts import PromptOrder
     from mopd_trainer.data.teacher_input import text_view
@@ -40,6 +41,7 @@ __all__ = [
     "EvaluationSet",
     "EvaluationSetConfig",
     "ImportanceConfig",
+    "ImportanceWeights",
     "Learner",
     "MicroBatch",
     "PromptOrder",

@@ -14,6 +14,7 @@ from typing import Literal
 from mopd_protocol.errors import DegradationError, DiskError, MopdError, RankError
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.data.examples import TrainingExample
+from mopd_trainer.data.importance import ImportanceWeights
 from mopd_trainer.data.packing import MicroBatch, pack, split
 from mopd_trainer.distributed.process_group import Ranks
 from mopd_trainer.evaluation.schedule import RunEvaluation
@@ -46,6 +47,7 @@ class Coordinator:
     checkpoints: CheckpointManager
     evaluation: RunEvaluation
     monitor: DegradationMonitor
+    importance: ImportanceWeights
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,8 +123,7 @@ class Run:
             tokens_per_micro_batch=budget,
             ranks=size,
             average=self.config.loss_average,
-            importance=self.config.importance,
-            temperature=self.config.rollout.temperature,
+            importance=None if self.coordinator is None else self.coordinator.importance,
         )
         if size == 1:
             return batches, tokens

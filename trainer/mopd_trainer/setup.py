@@ -15,12 +15,14 @@ from mopd_losses.core.loss import Loss
 from mopd_losses.projection.cache import ProjectionCache
 from mopd_losses.topk.full_vocabulary import FullVocabularyLoss
 from mopd_protocol.samples import Prompt
+from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_trainer.collection import collect
 from mopd_trainer.config.extras import require_packages
 from mopd_trainer.config.fingerprint import RunIdentity
 from mopd_trainer.config.loading import write_resolved
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.corrections import Corrector
+from mopd_trainer.data.importance import ImportanceWeights
 from mopd_trainer.data.prompts import PromptOrder, read_prompts
 from mopd_trainer.distributed.process_group import Ranks
 from mopd_trainer.evaluation.models import StudentModel
@@ -265,7 +267,12 @@ async def _open_coordinator(
         _evaluated_teachers(config, inputs),
         log.evaluations(),
     )
-    return Coordinator(pipeline, inputs.replay, recorder, log, checkpoints, evaluation, monitor)
+    importance = ImportanceWeights(
+        config.importance, config.rollout.temperature, _tables(inputs.teachers)
+    )
+    return Coordinator(
+        pipeline, inputs.replay, recorder, log, checkpoints, evaluation, monitor, importance
+    )
 
 
 @asynccontextmanager
@@ -334,8 +341,12 @@ def _step_log(
         workers=workers,
         vocabularies={name: each.manifest.tokenizer_size for name, each in inputs.teachers.items()},
         student=student.table,
-        teachers={name: each.tokenizer.table for name, each in inputs.teachers.items()},
+        teachers=_tables(inputs.teachers),
     )
+
+
+def _tables(teachers: Mapping[str, Teacher]) -> dict[str, TokenTable]:
+    return {name: teacher.tokenizer.table for name, teacher in teachers.items()}
 
 
 def _evaluated_teachers(config: RunConfig, inputs: _Inputs) -> dict[str, TeacherModel]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,20 +13,25 @@ from hypothesis import strategies as st
 from mopd_losses.alignment.byte_alignment import align
 from mopd_protocol.samples import TeacherScore
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
+from mopd_protocol.tokenizers.token_table import TokenRoles, TokenTable
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_trainer.config.settings import UNWEIGHTED, ImportanceConfig
-from mopd_trainer.data.importance import importance_weights
+from mopd_trainer.data.importance import ImportanceWeights
+from mopd_trainer.data.text_masses import text_masses
 from tests.reference.importance import importance_weights as reference
+from tests.reference.importance import text_mass
 from tests.trainer.scored_examples import example
-from tests.trainer.students import ids_of, rollout
+from tests.trainer.students import ids_of, rollout, table
 
 #: A token in nats.
 _NATS = st.floats(-8, -0.0078125, width=32)
 
 _EXAMPLE = example(rollout("digit", ids_of("digit", "7"), teachers={"math": 1.0}))
 
-#: The teacher's probability of its likeliest token; all others have the rest.
+#: The teacher's probability of its likeliest token, of other text than all others; these have the
+#: rest.
 _LIKELIEST = 0.75
+_OTHER = 30
 
 Side = tuple[list[int], list[float]]
 
@@ -57,13 +63,28 @@ def weights_of(
     )
     rows = len(other)
     topk = TopKLogprobs(
-        ids=np.zeros((rows, 1), dtype=np.int32),
+        ids=np.full((rows, 1), _OTHER),
         logprobs=np.log(np.full((rows, 1), _LIKELIEST)),
         token_logprobs=np.array(teacher[1]),
         tail_logprobs=np.log(np.full(rows, 1 - _LIKELIEST)),
     )
     scored = replace(score, score=TeacherScore("m" * 32, other, topk), alignment=align(own, other))
-    return importance_weights(sampled, scored, config, temperature=temperature).tolist()
+    weights = ImportanceWeights(config, temperature, {"math": _table([b""] * _OTHER + [b"\xff"])})
+    return weights.of(sampled, scored).tolist()
+
+
+def _table(pieces: Sequence[bytes]) -> TokenTable:
+    """Return the table of a tokenizer with these tokens."""
+    return TokenTable(
+        fingerprint="test",
+        roles=TokenRoles(),
+        offsets=np.cumsum([0, *map(len, pieces)]),
+        data=np.frombuffer(b"".join(pieces), dtype=np.uint8),
+        present=np.ones(len(pieces), dtype=np.bool_),
+        marks={},
+        controls={},
+        exact_text=True,
+    )
 
 
 @given(sides=_sides(), least=st.floats(0.001, 1), discount=st.sampled_from([0.0, 0.3, 0.9, 1.0]))
@@ -127,8 +148,80 @@ def test_reference_completions_and_a_least_weight_of_one_have_no_weights() -> No
     written = rollout("digit", ids_of("digit", "12 + 30 = 42"), teachers={"code": 1.0})
     written = replace(written, sampled_logprobs=np.zeros(len(written.completion)))
     [score] = example(written).scores
-    strict, ones = ImportanceConfig(least=0.01), [1.0] * len(written.completion)
-    assert importance_weights(written, score, strict, temperature=1).min() < 1
-    assert importance_weights(written, score, UNWEIGHTED, temperature=1).tolist() == ones
-    reference_completion = replace(written, sampled_logprobs=None)
-    assert importance_weights(reference_completion, score, strict, temperature=1).tolist() == ones
+    tables, ones = {"code": table("whole_number")}, [1.0] * len(written.completion)
+    strict = ImportanceWeights(ImportanceConfig(least=0.01), 1, tables)
+    assert strict.of(written, score).min() < 1
+    assert ImportanceWeights(UNWEIGHTED, 1, tables).of(written, score).tolist() == ones
+    assert strict.of(replace(written, sampled_logprobs=None), score).tolist() == ones
+
+
+#: All texts of one to three letters.
+_PIECES = [bytes(each) for size in (1, 2, 3) for each in product(b"ab", repeat=size)]
+
+
+@given(data=st.data(), temperature=st.sampled_from([0.5, 1.0]))
+def test_the_mass_of_a_text_is_that_of_all_tokens_which_begin_with_it(
+    data: st.DataObject, temperature: float
+) -> None:
+    pieces = data.draw(st.lists(st.sampled_from(_PIECES), min_size=1, max_size=6))
+    ids = [_PIECES.index(piece) for piece in pieces]
+    draw = np.random.default_rng(data.draw(st.integers(0, 99)))
+    shares = draw.dirichlet(np.full(len(_PIECES), 0.3), size=len(pieces)) + 1e-3
+    shares /= shares.sum(axis=1, keepdims=True)
+    # What a top-k omits counts for the written token only.
+    k = data.draw(st.sampled_from([len(_PIECES), 4]))
+    order = np.argsort(-shares, axis=1)[:, :k]
+    kept = np.take_along_axis(shares, order, axis=1)
+    with np.errstate(divide="ignore"):
+        topk = TopKLogprobs(
+            ids=order,
+            logprobs=np.log(kept),
+            token_logprobs=np.log(shares[np.arange(len(ids)), ids]),
+            tail_logprobs=np.log(np.clip(1 - kept.sum(axis=1), 0, None)),
+        )
+    table = _table(_PIECES)
+    score = TeacherScore("m" * 32, table.sequence(ids), topk)
+    ends = np.array(sorted(data.draw(st.sets(st.integers(1, len(ids)), min_size=1))))
+    _, actual = text_masses(score, table, ends, temperature)
+    rows = [
+        {_PIECES[token]: share for token, share in zip(*row, strict=True)}
+        for row in zip(order.tolist(), kept.tolist(), strict=True)
+    ]
+    if k == len(_PIECES):
+        expected = [text_mass(pieces, rows, int(end), 1 / temperature, 1e-3) for end in ends]
+        assert np.exp(actual) == pytest.approx(np.minimum(expected, 1), rel=1e-4)
+    else:
+        written, _ = text_masses(score, table, ends, temperature)
+        assert (actual >= np.minimum(written[ends], 0) - 1e-9).all()
+
+
+def test_a_token_that_the_teacher_would_continue_does_not_reduce_the_weight_behind_it() -> None:
+    """The teacher writes `` 20`` as one token, the student a space first; `` 22`` is wrong."""
+    pieces = [b"June", b" ", b" 20", b"20", b"22"]
+    table = _table(pieces)
+    for own, weights in (([0, 1, 3, 3], [1, 1, 1, 1]), ([0, 1, 4, 4], [1, 1, 1, 0.1])):
+        completion = table.sequence(own)
+        likely = [[0, 1], [2, 1], [4, 3], [4, 3]][: len(own)]
+        nats = np.log([[0.998, 0.001]] * len(own))
+        topk = TopKLogprobs(
+            ids=np.array(likely),
+            logprobs=nats,
+            token_logprobs=np.array(
+                [nats[row][choice.index(own[row])] for row, choice in enumerate(likely)]
+            ),
+            tail_logprobs=np.log(np.full(len(own), 0.001)),
+        )
+        [score] = _EXAMPLE.scores
+        scored = replace(
+            score,
+            score=TeacherScore("m" * 32, completion, topk),
+            alignment=align(completion, completion),
+        )
+        sampled = replace(
+            _EXAMPLE.rollout,
+            completion=completion,
+            sampled_logprobs=np.log(np.full(len(own), 0.998)),
+            finish_reason="length",
+        )
+        actual = ImportanceWeights(ImportanceConfig(least=0.1), 1, {"math": table})
+        assert actual.of(sampled, scored) == pytest.approx(weights, abs=1e-2)

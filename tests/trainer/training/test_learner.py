@@ -19,16 +19,19 @@ from mopd_protocol.errors import TrainingError
 from mopd_trainer.config.run import StudentConfig
 from mopd_trainer.config.settings import UNWEIGHTED, ImportanceConfig, LossAverage
 from mopd_trainer.data.examples import TrainingExample
-from mopd_trainer.data.importance import importance_weights
+from mopd_trainer.data.importance import ImportanceWeights
 from mopd_trainer.data.packing import MicroBatch, micro_batch, pack, split
 from mopd_trainer.metrics.step_metrics import LossMeasurements, Metrics
 from mopd_trainer.student.student import Student
 from mopd_trainer.training.learner import Learner, learning_rate
 from mopd_trainer.training.update_guard import UpdateGuard
-from tests.trainer.scored_examples import example, losses_for
-from tests.trainer.students import CPU, ids_of, model_of, rollout, student_of, tokenizer
+from tests.trainer.scored_examples import TOKENIZERS, example, losses_for
+from tests.trainer.students import CPU, ids_of, model_of, rollout, student_of, table, tokenizer
 
 TEACHER_WEIGHTS = {"math": 1.0, "code": 2.5}
+UNIMPORTANT = ImportanceWeights(
+    UNWEIGHTED, 1, {name: table(tokenizer) for name, tokenizer in TOKENIZERS.items()}
+)
 #: No clipping.
 FREELY = {"max_grad_norm": 1e9}
 
@@ -98,7 +101,7 @@ def packed(
     chosen: list[TrainingExample],
     budget: int,
     average: LossAverage = "tokens",
-    importance: ImportanceConfig = UNWEIGHTED,
+    importance: ImportanceWeights | None = None,
 ) -> tuple[list[MicroBatch], int]:
     batches = list(
         pack(chosen, tokens_per_micro_batch=budget, average=average, importance=importance)
@@ -116,7 +119,7 @@ def slow_loss(
     student: Student,
     chosen: list[TrainingExample],
     average: LossAverage = "tokens",
-    importance: ImportanceConfig = UNWEIGHTED,
+    importance: ImportanceWeights = UNIMPORTANT,
 ) -> tuple[Tensor, float]:
     """Average of the losses over the step, one context at a time.
 
@@ -149,7 +152,7 @@ def slow_loss(
             }[average]
             weight = aligned_score.weight / divisor
             important = torch.from_numpy(
-                importance_weights(item.rollout, aligned_score, importance).astype("float64")
+                importance.of(item.rollout, aligned_score).astype("float64")
             )
             factor = weight * TEACHER_WEIGHTS[aligned_score.teacher]
             total = total + factor * (output.per_token * important).sum()
@@ -177,7 +180,7 @@ def test_loss_and_gradient_are_the_average_over_the_step(average: LossAverage) -
 
 
 def test_importance_weights_are_those_of_the_objective_but_not_of_the_reported_loss() -> None:
-    importance = ImportanceConfig(least=0.02)
+    importance = replace(UNIMPORTANT, config=ImportanceConfig(least=0.02))
     chosen = [sampled_with_certainty(item) for item in examples()]
     reference = double_student()
     reference.model.train()

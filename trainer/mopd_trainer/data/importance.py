@@ -14,45 +14,56 @@ token, and the step's loss an average over what student and teacher both would w
 many small differences add up.
 
 Ratios are known where both tokenizations have a token end, so that the log-ratio of a span counts
-with its last token, and text that the teacher's tokenizer changed does not count.
+with its last token, and text that the teacher's tokenizer changed does not count. The teacher's
+probability is that of the text, in any of its tokens (``text_masses``).
 """
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mopd_protocol.samples import Rollout
+from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_trainer.config.settings import ImportanceConfig
 from mopd_trainer.data.examples import AlignedScore
-from mopd_trainer.data.tempering import tempered
+from mopd_trainer.data.text_masses import text_masses
 
 
-def importance_weights(
-    rollout: Rollout, scored: AlignedScore, config: ImportanceConfig, *, temperature: float
-) -> NDArray[np.float32]:
-    """Return the weight of each token of a completion for one teacher: [tokens], from ``least``
-    to 1; 1 for reference completions, which were not sampled.
+@dataclass(frozen=True)
+class ImportanceWeights:
+    """Computes the weights of sampled tokens."""
 
-    Args:
-        temperature: of the sample. Greedy samples, whose probability is 1, are compared with the
-            teacher's distribution as it is.
-    """
-    weights = np.ones(len(rollout.completion), dtype=np.float32)
-    least = config.least_weight
-    if rollout.sampled_logprobs is None or least == 1:
-        return weights
-    spans = scored.alignment
-    teacher = tempered(scored.score.logprobs, scored.score.topk, temperature or 1.0)
-    teacher_sums = np.concatenate([[0.0], np.cumsum(teacher)])
-    student_sums = np.concatenate([[0.0], np.cumsum(rollout.sampled_logprobs.astype(np.float64))])
-    ratios = np.zeros(len(weights))  # of what ends with each token
-    ratios[spans.student_ends - 1] = (
-        teacher_sums[spans.teacher_ends]
-        - teacher_sums[spans.teacher_starts]
-        - student_sums[spans.student_ends]
-        + student_sums[spans.student_starts]
-    )
-    before, discount = 0.0, config.discount
-    for index, ratio in enumerate(ratios.tolist()):
-        weights[index] = np.exp(min(before, 0.0))
-        before = discount * before + ratio
-    return np.maximum(weights, least, dtype=np.float32)
+    config: ImportanceConfig
+    temperature: float
+    """Of the samples. Greedy ones, whose probability is 1, are compared with the teacher's
+    distribution as it is."""
+    tables: Mapping[str, TokenTable]
+    """Teacher name -> its tokens."""
+
+    def of(self, rollout: Rollout, scored: AlignedScore) -> NDArray[np.float32]:
+        """Return the weight of each token of a completion for one teacher: [tokens], from ``least``
+        to 1; 1 for reference completions, which were not sampled."""
+        weights = np.ones(len(rollout.completion), dtype=np.float32)
+        least = self.config.least_weight
+        if rollout.sampled_logprobs is None or least == 1:
+            return weights
+        spans = scored.alignment
+        masses, at_ends = text_masses(
+            scored.score, self.tables[scored.teacher], spans.teacher_ends, self.temperature or 1.0
+        )
+        masses[spans.teacher_ends] = at_ends
+        student = np.concatenate([[0.0], np.cumsum(rollout.sampled_logprobs.astype(np.float64))])
+        ratios = np.zeros(len(weights))  # of what ends with each token
+        ratios[spans.student_ends - 1] = (
+            masses[spans.teacher_ends]
+            - masses[spans.teacher_starts]
+            - student[spans.student_ends]
+            + student[spans.student_starts]
+        )
+        before, discount = 0.0, self.config.discount
+        for index, ratio in enumerate(ratios.tolist()):
+            weights[index] = np.exp(min(before, 0.0))
+            before = discount * before + ratio
+        return np.maximum(weights, least, dtype=np.float32)

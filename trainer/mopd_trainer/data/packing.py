@@ -13,10 +13,10 @@ from torch import Tensor
 
 from mopd_losses.core.cross_entropy import IGNORED
 from mopd_losses.core.loss import AlignedPair
-from mopd_trainer.config.settings import UNWEIGHTED, ImportanceConfig, LossAverage
+from mopd_trainer.config.settings import LossAverage
 from mopd_trainer.data.averaging import SampleWeights, sample_weights
 from mopd_trainer.data.examples import AlignedScore, TrainingExample
-from mopd_trainer.data.importance import importance_weights
+from mopd_trainer.data.importance import ImportanceWeights
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +62,7 @@ def pack(
     tokens_per_micro_batch: int,
     ranks: int = 1,
     average: LossAverage = "tokens",
-    importance: ImportanceConfig = UNWEIGHTED,
-    temperature: float = 1.0,
+    importance: ImportanceWeights | None = None,
 ) -> Iterator[MicroBatch]:
     """Yield micro-batches of all examples, longest first.
 
@@ -74,7 +73,6 @@ def pack(
     Args:
         average: what counts the same in the loss of a step.
         importance: weights of sampled tokens; default: none.
-        temperature: of the samples.
     """
     longest_first = sorted(range(len(examples)), key=lambda index: -examples[index].length)
     lengths = [examples[index].length for index in longest_first]
@@ -91,7 +89,6 @@ def pack(
             indices,
             [weights[index] for index in indices],
             importance,
-            temperature,
         )
         start += size
 
@@ -147,8 +144,7 @@ def micro_batch(
     examples: Sequence[TrainingExample],
     indices: Sequence[int] | None = None,
     weights: Sequence[SampleWeights] | None = None,
-    importance: ImportanceConfig = UNWEIGHTED,
-    temperature: float = 1.0,
+    importance: ImportanceWeights | None = None,
 ) -> MicroBatch:
     """Build one micro-batch with an example per row.
 
@@ -156,7 +152,6 @@ def micro_batch(
         indices: of the examples in their step; default ``0, 1, …``.
         weights: of the examples in their step; default: every token counts the same.
         importance: weights of sampled tokens; default: none.
-        temperature: of the samples.
     """
     weights = sample_weights(examples, "tokens") if weights is None else weights
     length = max(example.length for example in examples)
@@ -190,7 +185,7 @@ def micro_batch(
                 for example, each in zip(examples, weights, strict=True)
             ]
         ),
-        teachers=_teacher_parts(examples, slot_offsets, slots, weights, importance, temperature),
+        teachers=_teacher_parts(examples, slot_offsets, slots, weights, importance),
         examples=tuple(range(len(examples)) if indices is None else indices),
     )
 
@@ -212,8 +207,7 @@ def _teacher_parts(
     slot_offsets: Sequence[int],
     slots: int,
     sample_weights: Sequence[SampleWeights],
-    config: ImportanceConfig,
-    temperature: float,
+    importance_weights: ImportanceWeights | None,
 ) -> dict[str, TeacherPart]:
     scored: dict[str, list[tuple[TrainingExample, AlignedScore, int, float]]] = {}
     for example, offset, each in zip(examples, slot_offsets, sample_weights, strict=True):
@@ -226,8 +220,11 @@ def _teacher_parts(
         for example, score, offset, weight in scored[teacher]:
             part = slice(offset, offset + len(example.rollout.completion))
             weights[part] = weight
-            ratios = importance_weights(example.rollout, score, config, temperature=temperature)
-            importance[part] = torch.from_numpy(ratios)
+            importance[part] = (
+                1.0
+                if importance_weights is None
+                else torch.from_numpy(importance_weights.of(example.rollout, score))
+            )
         parts[teacher] = TeacherPart(
             tuple(_aligned_pair(example, score) for example, score, _, _ in scored[teacher]),
             tuple(offset for _, _, offset, _ in scored[teacher]),

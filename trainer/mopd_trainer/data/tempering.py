@@ -26,5 +26,6 @@ def tempered(logprobs: NDArray[np.float32], topk: TopKLogprobs, temperature: flo
         return raised
     every = np.column_stack([topk.logprobs, topk.tail_logprobs]).astype(np.float64)
     every = np.maximum(every, LEAST_LOGPROB) / temperature
-    sums = np.logaddexp.reduce(every, axis=1)
+    peaks = every.max(axis=1)
+    sums = np.log(np.exp(every - peaks[:, None]).sum(axis=1)) + peaks
     return raised - sums.reshape(-1, *[1] * (raised.ndim - 1))
