@@ -148,7 +148,7 @@ def bits_per_byte(model: Student, texts: Sequence[tuple[str, str]]) -> Measure:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a teacher generates for the held-out prompts."""
+    """Completions of the held-out prompts by a teacher."""
 
     greedy: list[Completion]
     samples: list[Completion]  # at temperature 1
@@ -171,7 +171,7 @@ def measure(model: Student, reference: Reference, *, same_tokenizer: bool) -> di
     """Return all measures of a student against its teacher.
 
     A student without the variety of its teacher has more bits per byte of the teacher's samples,
-    and a smaller entropy of its own (its bits per byte).
+    and its samples a smaller entropy (in bits per byte).
     """
     own = [
         each

@@ -168,7 +168,7 @@ def test_the_mass_of_a_text_is_that_of_all_tokens_which_begin_with_it(
     draw = np.random.default_rng(data.draw(st.integers(0, 99)))
     shares = draw.dirichlet(np.full(len(_PIECES), 0.3), size=len(pieces)) + 1e-3
     shares /= shares.sum(axis=1, keepdims=True)
-    # What a top-k omits counts for the written token only.
+    # The top-k may omit tokens, which then count only where they are written.
     k = data.draw(st.sampled_from([len(_PIECES), 4]))
     order = np.argsort(-shares, axis=1)[:, :k]
     kept = np.take_along_axis(shares, order, axis=1)

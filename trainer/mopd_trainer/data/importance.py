@@ -37,7 +37,7 @@ class ImportanceWeights:
 
     config: ImportanceConfig
     temperature: float
-    """Of the samples. Greedy ones, whose probability is 1, are compared with the teacher's
+    """Sampling temperature. Greedy samples, whose probability is 1, are compared with the teacher's
     distribution as it is."""
     tables: Mapping[str, TokenTable]
     """Teacher name -> its tokens."""

@@ -1,7 +1,7 @@
 """The probability that a teacher gives to the text of a completion, in any of its tokens.
 
 A student may end a token where its teacher would not: the teacher has `` 20``, and the student
-wrote a space so far. The teacher's own token for that space is unlikely, and yet the text is not:
+sampled a space so far. The teacher's own token for that space is unlikely, and yet the text is not:
 all tokens that begin with it count. So the mass of the text up to a byte is
 
     M(byte) = sum over rows r before it of p(tokens before r) * sum of p(token | r)
@@ -44,7 +44,7 @@ def text_masses(
     masses = written[ends]
     byte_ends = completion.byte_ends.astype(np.int64)
     starts = np.concatenate([[0], byte_ends[:-1]])
-    rows, columns = _begin_alike(score, table, starts, nats)
+    rows, columns = _longer_tokens(score, table, starts, nats)
     controls = np.array(sorted(completion.marks), dtype=np.int64)
     last = np.append(controls, len(completion))[np.searchsorted(controls, rows)]
     first = np.searchsorted(ends, rows, side="right")
@@ -61,11 +61,11 @@ def text_masses(
     return written, np.minimum(masses, 0.0)
 
 
-def _begin_alike(
+def _longer_tokens(
     score: TeacherScore, table: TokenTable, starts: NDArray[np.int64], nats: Nats
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Select entries of the top-k, other than the realised token, that are at least as long and
-    begin with the same byte."""
+    """Select entries of the top-k that may begin with the realised token: others that are at least
+    as long and begin with the same byte."""
     completion, ids = score.completion, score.topk.ids
     text = np.frombuffer(completion.text + b"\0", dtype=np.uint8)
     known = (ids >= 0) & (ids < table.size) & (ids != completion.token_ids[:, None])

@@ -1,1 +1,1 @@
-"""Which strings name the cells of a boundary, so that these are disjoint for any tokenizers."""
+"""The strings that name the cells of a boundary, as disjoint events for any tokenizers."""
