@@ -32,7 +32,8 @@ class Settings(BaseModel):
 
 class ImportanceConfig(Settings):
     """Importance weights of sampled tokens: the teacher's probability of the text before a token,
-    at the temperature of the sample, divided by that with which the student sampled it, at most 1.
+    in any tokens and at the temperature of the sample, divided by that with which the student
+    sampled it, at most 1.
     """
 
     least: float | None = Field(default=None, gt=0, le=1)
