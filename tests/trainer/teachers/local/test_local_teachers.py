@@ -420,6 +420,7 @@ def test_whole_rows_teach_what_a_complete_top_k_teaches(
     size = int(table("digit").present.sum())
     lines = [{"prompt": f"{number} + 4 =", "teacher": "same"} for number in range(5)]
     write_lines(tmp_path / "prompts.jsonl", lines)
+    values["importance_weights"] = {"least": 1}  # they depend on the ids in the top-k
     for name, settings in {"full": {"support": "full"}, "top": {"top_k": size}}.items():
         teacher = local(folders["same"], loss={"type": "topk_kl"}, **settings) | settings
         run_here(values, teachers={"same": teacher}, output_dir=str(tmp_path / name))
