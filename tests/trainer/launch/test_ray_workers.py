@@ -55,6 +55,8 @@ def values(tmp_path: Path, models: dict[str, Path]) -> dict[str, Any]:
         "scoring": "after_rollout",
     }
     values["teachers"] = {"code": {"placement": "local", "model": str(models["code"]), "top_k": 8}}
+    # Weights would have the last bits of sampled log-probabilities, which differ between processes.
+    values["importance_weights"] = {"least": 1}
     return values
 
 
@@ -138,8 +140,6 @@ def test_workers_continue_corrected_completions_as_the_student_would(
     serve_in_process(monkeypatch, {"code": Recorded(teacher.app)})
     values["teachers"] = {"code": {"url": "http://code", "top_k": 8}}
     values["rollout"] |= {"corrections": 2, "correction_ratio": 0.3, "scoring": "stream"}
-    # Weights would have the last bits of sampled log-probabilities, which differ between processes.
-    values["importance_weights"] = {"least": 1}
     own, _ = run_here(values)
     config = with_workers(values, 2)
     actors = actors_of(config)
