@@ -100,7 +100,7 @@ def add_corrections(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--corrections",
         type=int,
-        default=0,
+        default=RolloutConfig.model_fields["corrections"].default,
         metavar="N",
         help="of every sample by its teacher (default: %(default)s)",
     )

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from mopd_protocol.topk_logprobs import TopKLogprobs
 
 #: Nats; replaces the logarithm of zero, whose products and differences must be finite.
-LEAST_LOGPROB = -1e4
+_LEAST_LOGPROB = -1e4
 
 Nats = NDArray[np.float64]
 
@@ -21,11 +21,11 @@ def tempered(logprobs: NDArray[np.float32], topk: TopKLogprobs, temperature: flo
         logprobs: [rows] or [rows, entries], nats.
         temperature: above 0.
     """
-    raised = np.maximum(logprobs.astype(np.float64), LEAST_LOGPROB) / temperature
+    raised = np.maximum(logprobs.astype(np.float64), _LEAST_LOGPROB) / temperature
     if temperature == 1:
         return raised
     every = np.column_stack([topk.logprobs, topk.tail_logprobs]).astype(np.float64)
-    every = np.maximum(every, LEAST_LOGPROB) / temperature
+    every = np.maximum(every, _LEAST_LOGPROB) / temperature
     peaks = every.max(axis=1)
     sums = np.log(np.exp(every - peaks[:, None]).sum(axis=1)) + peaks
     return raised - sums.reshape(-1, *[1] * (raised.ndim - 1))
