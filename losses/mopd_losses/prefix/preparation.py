@@ -13,9 +13,15 @@ from mopd_losses.prefix.cell_ranges import CellRanges, cell_ranges
 from mopd_losses.prefix.cells import Cells, TopK, teacher_cells
 from mopd_losses.prefix.detours import CellDetours, Detours, Sought
 from mopd_losses.prefix.lookaheads.comparisons import LookaheadComparisons
+from mopd_losses.prefix.naming.names import CellNames
 from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.targets import NO_PATH, WHOLE_ROW, PrefixTargets, RangeReadings
-from mopd_losses.prefix.text.boundaries import OpenRows, TokenizedText, boundaries_of
+from mopd_losses.prefix.text.boundaries import (
+    Boundaries,
+    OpenRows,
+    TokenizedText,
+    boundaries_of,
+)
 from mopd_losses.prefix.text.contexts import Contexts
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers, ranks_in_runs
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
@@ -61,34 +67,14 @@ class Preparation:
         topk = TopK.of(teacher, [score.topk for score in scores])
         cells = teacher_cells(boundaries, topk, pair, contexts)
         names, rows = cells.names, boundaries.student.open_rows
-        count = len(boundaries)
         sought = Sought.of(names.texts, names.boundaries, cells.likely, names.unnamed)
         detours = pair.student_detours.of(contexts, sought, len(names.texts))
 
-        # Positions of rows.
-        row_counts = np.diff(student.first_rows)
-        shifts = np.array(offsets, dtype=np.int64) - student.first_rows[:-1]
-        positions = np.arange(len(student.ids)) + np.repeat(shifts, row_counts)
+        positions = _positions(student, offsets)
         paths = _Paths.of(rows, detours)
-
-        stops = np.where(rows.begun == 0, WHOLE_ROW, rows.stops)
-        known = np.flatnonzero((stops == WHOLE_ROW) | (rows.starts < stops))
-        columns = ranks_in_runs(np.bincount(names.boundaries, minlength=count))
-        every = np.arange(len(rows.rows))
-        is_last = np.zeros(len(every), dtype=np.bool_)
-        is_last[rows.last] = True
-        named = cell_ranges(
-            names,
-            pair.student_ranges,
-            boundaries.student,
-            every,
-            pair.marks,
-            known=(names.nodes, is_last),
-        )
-        ranks = pair.student.ranks[detours.ids]
-
         ends = _Ends.of(cells, contexts, detours, pair.student_detours)
-        last = rows.last[ends.boundaries]
+        columns = ranks_in_runs(np.bincount(names.boundaries, minlength=len(boundaries)))
+        named = self._named_ranges(names, boundaries)
         table = _CellTable.of(
             cells, ends, detours, columns, unsought=_unsought(cells, contexts, named)
         )
@@ -100,34 +86,11 @@ class Preparation:
             rests=table.rests,
             path_masses=masses,
             token_masses=torch.from_numpy(_token_masses(rows, cells.texts, len(student.ids))),
-            in_every_sample=torch.zeros(count, dtype=torch.bool),
+            in_every_sample=torch.zeros(len(boundaries), dtype=torch.bool),
             weights=(masses / mass_floor).clamp_max(1.0) if mass_floor else torch.ones_like(masses),
-            named=_readings(
-                *_by_boundary(
-                    (rows.boundaries[named.rows], ends.boundaries),
-                    (columns[named.cells], ends.columns),
-                    (positions[rows.rows[named.rows]], positions[rows.rows[last]]),
-                    (named.starts, rows.starts[last]),
-                    (named.stops, rows.longer[last]),
-                    (paths.ids[named.rows], paths.ids[last]),
-                )
-            ),
-            known=_readings(
-                rows.boundaries[known],
-                np.zeros_like(known),
-                positions[rows.rows[known]],
-                rows.starts[known],
-                stops[known],
-                paths.ids[known],
-            ),
-            detours=_readings(
-                detours.boundaries,
-                detours.counted.astype(np.int64),
-                positions[detours.rows],
-                ranks,
-                ranks + 1,
-                paths.ids[len(rows.rows) :],
-            ),
+            named=_named_readings(named, columns, ends, rows, positions, paths),
+            known=_known_readings(rows, positions, paths),
+            detours=_detour_readings(detours, pair.student.ranks, rows, positions, paths),
             lacking=table.lacking,
             unsought=table.unsought,
             ends=table.ends,
@@ -137,6 +100,20 @@ class Preparation:
             step_paths=torch.from_numpy(paths.steps),
             step_positions=torch.from_numpy(positions[paths.step_rows]),
             step_ids=torch.from_numpy(student.ids[paths.step_rows]),
+        )
+
+    def _named_ranges(self, names: CellNames, boundaries: Boundaries) -> CellRanges:
+        """Find the student's tokens of each cell in all open rows."""
+        pair, rows = self._pair, boundaries.student.open_rows
+        is_last = np.zeros(len(rows.rows), dtype=np.bool_)
+        is_last[rows.last] = True
+        return cell_ranges(
+            names,
+            pair.student_ranges,
+            boundaries.student,
+            np.arange(len(rows.rows)),
+            pair.marks,
+            known=(names.nodes, is_last),
         )
 
 
@@ -241,11 +218,72 @@ class _CellTable:
         return table
 
 
-def _by_boundary(*columns: tuple[Integers, Integers]) -> list[Integers]:
-    """Join the columns of two lists of readings, and sort them by the first column."""
-    joined = [np.concatenate(pair) for pair in columns]
+def _positions(text: TokenizedText, offsets: Sequence[int]) -> Integers:
+    """[rows], where each row is: completions begin at ``offsets``."""
+    shifts = np.array(offsets, dtype=np.int64) - text.first_rows[:-1]
+    return np.arange(len(text.ids)) + np.repeat(shifts, np.diff(text.first_rows))
+
+
+def _named_readings(
+    named: CellRanges,
+    columns: Integers,
+    ends: _Ends,
+    rows: OpenRows,
+    positions: Integers,
+    paths: _Paths,
+) -> RangeReadings:
+    """Return the tokens of all cells; a token that ends at its boundary is in its last open row.
+
+    Args:
+        columns: [cells].
+    """
+    last = rows.last[ends.boundaries]
+    joined = [
+        np.concatenate(pair)
+        for pair in (
+            (rows.boundaries[named.rows], ends.boundaries),
+            (columns[named.cells], ends.columns),
+            (positions[rows.rows[named.rows]], positions[rows.rows[last]]),
+            (named.starts, rows.starts[last]),
+            (named.stops, rows.longer[last]),
+            (paths.ids[named.rows], paths.ids[last]),
+        )
+    ]
     order = np.argsort(joined[0], kind="stable")
-    return [column[order] for column in joined]
+    return _readings(*(column[order] for column in joined))
+
+
+def _known_readings(rows: OpenRows, positions: Integers, paths: _Paths) -> RangeReadings:
+    """Return all that is open at each boundary; of a row that begins there, everything."""
+    stops = np.where(rows.begun == 0, WHOLE_ROW, rows.stops)
+    known = np.flatnonzero((stops == WHOLE_ROW) | (rows.starts < stops))
+    return _readings(
+        rows.boundaries[known],
+        np.zeros_like(known),
+        positions[rows.rows[known]],
+        rows.starts[known],
+        stops[known],
+        paths.ids[known],
+    )
+
+
+def _detour_readings(
+    detours: CellDetours, ranks: Integers, rows: OpenRows, positions: Integers, paths: _Paths
+) -> RangeReadings:
+    """Return the tokens of detours.
+
+    Args:
+        ranks: [vocabulary].
+    """
+    own = ranks[detours.ids]
+    return _readings(
+        detours.boundaries,
+        detours.counted.astype(np.int64),
+        positions[detours.rows],
+        own,
+        own + 1,
+        paths.ids[len(rows.rows) :],
+    )
 
 
 def _readings(*columns: Integers) -> RangeReadings:
