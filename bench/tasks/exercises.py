@@ -1,4 +1,4 @@
-"""Three tasks: dates in words, subtraction, and rows of CSV as JSON.
+"""Tasks: dates in three forms, subtraction, and rows of CSV as JSON.
 
 The text is the same for every tokenizer, so one class serves teachers and students. A hash of the
 prompt decides if an exercise is held out.
@@ -29,6 +29,7 @@ _COLUMNS: Mapping[str, Sequence[str | int]] = {
     "count": range(1, 50),
 }
 _COLUMNS_PER_ROW = 4
+_CHINESE_DIGITS = "〇一二三四五六七八九"
 #: One exercise in this many is held out.
 _HELD_OUT_EVERY = 5
 
@@ -98,6 +99,18 @@ class IsoDates(TextTask):
 
 
 @dataclass(frozen=True)
+class ChineseDates(TextTask):
+    """``2024-01-17``: ``二〇二四年一月十七日``."""
+
+    def draw(self, random: Random) -> Exercise:
+        """See ``TextTask``."""
+        day = _FIRST_DAY + timedelta(random.randrange(_DAYS))
+        year = "".join(_CHINESE_DIGITS[int(digit)] for digit in str(day.year))
+        parts = year, "年", _chinese_number(day.month), "月", _chinese_number(day.day), "日"
+        return Exercise("chinese_dates", f"{day:%Y-%m-%d}", parts)
+
+
+@dataclass(frozen=True)
 class Subtraction(TextTask):
     """``47 - 12 =``: ``35``; results are not negative.
 
@@ -146,6 +159,13 @@ class Mixture(TextTask):
     def draw(self, random: Random) -> Exercise:
         """See ``TextTask``."""
         return random.choice(self.parts).draw(random)
+
+
+def _chinese_number(number: int) -> str:
+    """Return a number from 1 to 99 as it is read."""
+    tens, ones = divmod(number, 10)
+    begun = "" if tens < 2 else _CHINESE_DIGITS[tens]
+    return begun + ("十" if tens else "") + (_CHINESE_DIGITS[ones] if ones else "")
 
 
 def _is_held_out(prompt: str) -> bool:

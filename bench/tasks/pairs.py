@@ -7,8 +7,18 @@ from transformers import PreTrainedTokenizerFast
 
 from bench.numerals.pairs import CEILING, SFT, Pair, Side
 from bench.numerals.warm_start import Completion
-from bench.tasks.exercises import Dates, IsoDates, Mixture, Rows, Subtraction, TextTask
+from bench.tasks.exercises import (
+    ChineseDates,
+    Dates,
+    IsoDates,
+    Mixture,
+    Rows,
+    Subtraction,
+    TextTask,
+)
 from bench.tasks.task_tokenizers import (
+    character_tokenizer,
+    chinese_tokenizer,
     digit_tokenizer,
     free_tokenizer,
     student_tokenizer,
@@ -21,9 +31,16 @@ TASKS: Mapping[str, TextTask] = {
     "iso_dates": IsoDates(),
     "subtraction": Subtraction(),
     "rows": Rows(),
+    "chinese_dates": ChineseDates(),
 }
 #: Most tokens of a completion in any of the tokenizers.
-_MAX_NEW_TOKENS: Mapping[str, int] = {"dates": 20, "iso_dates": 20, "subtraction": 8, "rows": 64}
+_MAX_NEW_TOKENS: Mapping[str, int] = {
+    "dates": 20,
+    "iso_dates": 20,
+    "subtraction": 8,
+    "rows": 64,
+    "chinese_dates": 48,
+}
 LOSSES = ("prefix_kl", "ctkd", "gold_bayesian", "simct", "alm", CEILING, SFT)
 
 
@@ -59,10 +76,9 @@ _TEACHERS: Mapping[str, Side] = {
     ),
     "rows": _teacher("rows", free_tokenizer, "qwen3", _STEPS["rows"]),
 }
-#: The same, with the student's own tokenizer.
-_CEILING: Mapping[str, Side] = {
-    name: replace(side, tokenizer=student_tokenizer) for name, side in _TEACHERS.items()
-}
+#: A teacher that spells Chinese characters by bytes, and one that has a token for each.
+_BYTES = {"chinese_dates": _teacher("chinese_dates", unigram_tokenizer, "qwen3", 1_000)}
+_CHARACTERS = {"chinese_dates": _teacher("chinese_dates", character_tokenizer, "qwen3", 1_000)}
 
 
 def _student(
@@ -85,21 +101,25 @@ def _student(
 _SHORT = _student(64, 2e-3, "subtraction", "dates")
 _DATES = _student(64, 2e-3, "dates", "iso_dates", at_once=True)
 _LONG = _student(48, 1e-3, "rows")
+_CHINESE_BYTES = _student(64, 1e-3, "chinese_dates")  # three tokens for a character
+_CHINESE = replace(_CHINESE_BYTES, tokenizer=chinese_tokenizer)
 
 
-def _pair(student: Side, *tasks: str, name: str = "") -> Pair:
+def _pair(
+    student: Side, *tasks: str, name: str = "", teachers: Mapping[str, Side] = _TEACHERS
+) -> Pair:
     return Pair(
         name=name or "+".join(tasks),
-        title=" and ".join(tasks) + (" at once" if len(tasks) > 1 else ""),
-        teachers={name: _TEACHERS[name] for name in tasks},
-        ceiling={name: _CEILING[name] for name in tasks},
+        title=(name or " and ".join(tasks)) + (" at once" if len(tasks) > 1 else ""),
+        teachers={task: teachers[task] for task in tasks},
+        ceiling={task: replace(teachers[task], tokenizer=student.tokenizer) for task in tasks},
         student=student,
-        tasks={name: TASKS[name] for name in tasks},
+        tasks={task: TASKS[task] for task in tasks},
         losses=LOSSES,
         steps=400,
         learning_rate=1e-3,
         top_k=64,
-        max_new_tokens=max(_MAX_NEW_TOKENS[name] for name in tasks),
+        max_new_tokens=max(_MAX_NEW_TOKENS[task] for task in tasks),
     )
 
 
@@ -111,5 +131,7 @@ _PAIRS = (
     _pair(_DATES, "dates", "iso_dates"),
     _pair(_DATES, "iso_dates"),
     _pair(_DATES, "dates", name="dates_alone"),
+    _pair(_CHINESE, "chinese_dates", name="chinese_from_bytes", teachers=_BYTES),
+    _pair(_CHINESE_BYTES, "chinese_dates", name="chinese_from_characters", teachers=_CHARACTERS),
 )
 PAIRS: Mapping[str, Pair] = {pair.name: pair for pair in _PAIRS}

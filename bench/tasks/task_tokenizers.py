@@ -1,4 +1,4 @@
-"""Four tokenizers of published kinds, trained on texts like the tasks'.
+"""Tokenizers of published kinds, trained on texts like the tasks'.
 
 | | kind | ``January 17, 2024`` |
 |---|---|---|
@@ -6,10 +6,13 @@
 | unigram | Unigram with byte fallback, as in Gemma | ``J|a|n|u|ar|y| 17|,| 20|24`` |
 | digit | BPE, single digits, as in Qwen | ``January| |1|7|,| |2|0|2|4`` |
 | free | BPE, digits and punctuation of any length, as in GPT-2 | ``J|an|uary| 17|,| 20|24`` |
+
+``一九四三年十二月二日`` has ten characters of three bytes: 30 tokens for the student and unigram,
+ten for ``character_tokenizer``, and ``一九四|三年十二|月二日`` for ``chinese_tokenizer``.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from random import Random
 
@@ -22,7 +25,7 @@ from bench.numerals.numeral_tokenizers import (
     ControlNames,
     with_chat_template,
 )
-from bench.tasks.exercises import Dates, Rows, Subtraction
+from bench.tasks.exercises import ChineseDates, Dates, Rows, Subtraction, TextTask
 from mopd.demo.tasks import WORDS
 
 _TEXTS = 3_000
@@ -48,7 +51,26 @@ def free_tokenizer() -> PreTrainedTokenizerFast:
     return _byte_level(r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+", 480, 5, TEACHER_NAMES)
 
 
-def _byte_level(pattern: str, size: int, seed: int, names: ControlNames) -> PreTrainedTokenizerFast:
+@cache
+def chinese_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE with Chinese characters and words of several."""
+    tasks = Dates(), ChineseDates()
+    return _byte_level(rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}", 700, 6, STUDENT_NAMES, tasks)
+
+
+@cache
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE with single digits, letters and Chinese characters."""
+    return _byte_level(r"[\s\S]", 400, 7, TEACHER_NAMES, (Dates(), ChineseDates()))
+
+
+def _byte_level(
+    pattern: str,
+    size: int,
+    seed: int,
+    names: ControlNames,
+    tasks: Sequence[TextTask] = (Dates(), Subtraction(), Rows()),
+) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -63,7 +85,7 @@ def _byte_level(pattern: str, size: int, seed: int, names: ControlNames) -> PreT
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_task_texts(seed), trainer)
+    tokenizer.train_from_iterator(_task_texts(seed, tasks), trainer)
     return with_chat_template(tokenizer, names)
 
 
@@ -101,10 +123,9 @@ def unigram_tokenizer() -> PreTrainedTokenizerFast:
     return with_chat_template(tokenizer, names)
 
 
-def _task_texts(seed: int) -> Iterator[str]:
-    """Yield prompts and reference answers of all tasks, and numbers."""
+def _task_texts(seed: int, tasks: Sequence[TextTask]) -> Iterator[str]:
+    """Yield prompts and reference answers of tasks, and numbers."""
     random = Random(seed)
-    tasks = Dates(), Subtraction(), Rows()
     for _ in range(_TEXTS):
         for task in tasks:
             exercise = task.draw(random)
