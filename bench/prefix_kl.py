@@ -243,6 +243,16 @@ def _resident_bytes() -> int:
     return int(dict(line.split(":", 1) for line in lines)["VmRSS"].split()[0]) * 1024
 
 
+def completion_counts(listed: str) -> list[int]:
+    """Parse numbers of completions; between two of them, measured ones are known, too."""
+    counts = sorted(map(int, listed.split(",")))
+    if np.diff([IN_A_MICRO_BATCH - MEASURED, *counts]).min() < MEASURED:
+        raise argparse.ArgumentTypeError(
+            f"found {listed!r}, expected {IN_A_MICRO_BATCH} or more, and {MEASURED} or more between"
+        )
+    return counts
+
+
 def main() -> None:
     """Measures, prints and writes."""
     parser = argparse.ArgumentParser(
@@ -251,7 +261,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the figures go")
     parser.add_argument(
         "--known",
-        type=lambda counts: sorted(map(int, counts.split(","))),
+        type=completion_counts,
         default=[32, 256],
         metavar="N,…",
         help="completions before new text (default: 32,256)",

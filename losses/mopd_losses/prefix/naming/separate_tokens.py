@@ -76,7 +76,7 @@ class SeparateTokens:
         self._teacher_ends = FirstEnds(teacher, teacher_encoder)
         self._marks = marks
         self.table = KeyTable(_CACHED)
-        self._after: dict[tuple[str, str], tuple[str, ...]] = {}
+        self._continued: dict[tuple[str, str], tuple[str, ...]] = {}
 
     def of(self, keys: Hashes, cell: Callable[[int], tuple[Place, str]]) -> Integers:
         """Return the numbers of the marks of cells: longer texts, in order, and whether they belong
@@ -171,13 +171,13 @@ class SeparateTokens:
     def _continuations(self, place: Place, text: str) -> tuple[str, ...]:
         """Return what either side may merge with the end of a text."""
         ends = _end_of(place.student + text), _end_of(place.teacher + text)
-        known = self._after.get(ends)
+        known = self._continued.get(ends)
         if known is None:
-            if len(self._after) >= _CACHED:
-                self._after.clear()
+            if len(self._continued) >= _CACHED:
+                self._continued.clear()
             sides = zip((self._student, self._teacher), ends, strict=True)
             after = [each for side, end in sides for each in _after(side, end, TOKENS_PER_END)]
-            known = self._after[ends] = tuple(dict.fromkeys(after))
+            known = self._continued[ends] = tuple(dict.fromkeys(after))
         return known
 
 
