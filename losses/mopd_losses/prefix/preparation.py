@@ -254,7 +254,7 @@ def _named_readings(
 
 
 def _known_readings(rows: OpenRows, positions: Integers, paths: _Paths) -> RangeReadings:
-    """Return all that is open at each boundary; of a row that begins there, everything."""
+    """Return all that is open at each boundary: everything, of a row that begins with it."""
     stops = np.where(rows.begun == 0, WHOLE_ROW, rows.stops)
     known = np.flatnonzero((stops == WHOLE_ROW) | (rows.starts < stops))
     return _readings(
