@@ -157,9 +157,7 @@ class _TeacherRows:
             (ranks[rows.rows] >= lowest[:, None]) & (ranks[rows.rows] < rows.stops[:, None])
             for lowest in (rows.starts, rows.longer)
         )
-        is_last = np.zeros(len(rows.rows), dtype=np.bool_)
-        is_last[rows.last] = True
-        kept = np.flatnonzero(is_last | reaching.any(axis=1))
+        kept = np.flatnonzero(rows.are_last() | reaching.any(axis=1))
         numbers, kept_rows = rows.boundaries[kept], rows.rows[kept]
         first = np.searchsorted(numbers, np.arange(len(boundaries)))
         realised = np.maximum(topk.realised, _EXCLUDED)

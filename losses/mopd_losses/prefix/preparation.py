@@ -105,15 +105,13 @@ class Preparation:
     def _named_ranges(self, names: CellNames, boundaries: Boundaries) -> CellRanges:
         """Find the student's tokens of each cell in all open rows."""
         pair, rows = self._pair, boundaries.student.open_rows
-        is_last = np.zeros(len(rows.rows), dtype=np.bool_)
-        is_last[rows.last] = True
         return cell_ranges(
             names,
             pair.student_ranges,
             boundaries.student,
             np.arange(len(rows.rows)),
             pair.marks,
-            known=(names.nodes, is_last),
+            known=(names.nodes, rows.are_last()),
         )
 
 

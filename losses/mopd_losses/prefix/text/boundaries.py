@@ -157,6 +157,12 @@ class OpenRows:
     first: Integers  # [boundaries], index of the first open row
     last: Integers  # [boundaries], index of the last open row
 
+    def are_last(self) -> NDArray[np.bool_]:
+        """[open rows], whether each is the last one of its boundary."""
+        result = np.zeros(len(self.rows), dtype=np.bool_)
+        result[self.last] = True
+        return result
+
 
 @dataclass(frozen=True, eq=False)
 class Places:
