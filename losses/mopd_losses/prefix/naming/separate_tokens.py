@@ -76,7 +76,6 @@ class SeparateTokens:
         self._teacher_ends = FirstEnds(teacher, teacher_encoder)
         self._marks = marks
         self.table = KeyTable(_CACHED)
-        self._continued: dict[tuple[str, str], tuple[str, ...]] = {}
 
     def of(self, keys: Hashes, cell: Callable[[int], tuple[Place, str]]) -> Integers:
         """Return the numbers of the marks of cells: longer texts, in order, and whether they belong
@@ -141,7 +140,7 @@ class SeparateTokens:
             # If a token ends inside the text already, no continuation makes the text separate; and
             # a continuation matters only if one does.
             if end >= len(text):
-                after = self._continuations(longer.place, text)
+                after = dict.fromkeys(self._continuations(longer.place, text))
                 continued += [(longer, text + each) for each in after]
             if end >= len(text) or NOT_TEXT < end < longer.shorter:
                 separate.append(longer)
@@ -168,34 +167,16 @@ class SeparateTokens:
         """Find the ends of the teacher's first tokens."""
         return _ends(self._teacher_ends, [longer.place.teacher for longer, _ in texts], texts)
 
-    def _continuations(self, place: Place, text: str) -> tuple[str, ...]:
-        """Return what either side may merge with the end of a text."""
-        ends = _end_of(place.student + text), _end_of(place.teacher + text)
-        known = self._continued.get(ends)
-        if known is None:
-            if len(self._continued) >= _CACHED:
-                self._continued.clear()
-            sides = zip((self._student, self._teacher), ends, strict=True)
-            after = [each for side, end in sides for each in _after(side, end, TOKENS_PER_END)]
-            known = self._continued[ends] = tuple(dict.fromkeys(after))
-        return known
+    def _continuations(self, place: Place, text: str) -> Iterator[str]:
+        """Yield what either side may merge with the end of a text."""
+        for vocabulary, begun in ((self._student, place.student), (self._teacher, place.teacher)):
+            yield from continuations(vocabulary, begun + text, TOKENS_PER_END)
 
 
-def continuations(vocabulary: SortedVocabulary, text: str, tokens: int) -> Iterator[str]:
-    """Yield what a token of a vocabulary may consist of together with the end of a text: of so many
-    tokens for each length of the end."""
-    return _after(vocabulary, _end_of(text), tokens)
-
-
-def _end_of(text: str) -> str:
-    """Return the characters of a text that are tried as the beginning of a token."""
-    return text[max(len(text) - ENDS, 1) :]
-
-
-def _after(vocabulary: SortedVocabulary, end: str, tokens: int) -> Iterator[str]:
-    for start in range(len(end)):
-        for token in vocabulary.frequent_tokens(end[start:], tokens):
-            yield token[len(end) - start :]
+def continuations(vocabulary: SortedVocabulary, text: str, tokens: int) -> list[str]:
+    """Return what a token of a vocabulary may consist of together with the end of a text: of so
+    many tokens for each length of the end."""
+    return vocabulary.continuations(text[max(len(text) - ENDS, 1) :], tokens)
 
 
 def _is_inside(longer: _Longer, end: int) -> bool:

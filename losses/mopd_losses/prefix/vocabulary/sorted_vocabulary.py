@@ -98,6 +98,7 @@ class SortedVocabulary:
         self._index()
         self._ranges: dict[str, PrefixRange] = {}
         self._frequent: dict[tuple[str, int], list[str]] = {}
+        self._continuations: dict[tuple[str, int], list[str]] = {}
 
     def _index(self) -> None:
         """Number the nodes and find the ranks of each: [nodes + 1], the last one has none."""
@@ -178,6 +179,20 @@ class SortedVocabulary:
                 self._frequent.clear()
             ids = self._frequent_ids(prefix, count)
             cached = self._frequent[prefix, count] = [self.strings[token] for token in ids.tolist()]
+        return cached
+
+    def continuations(self, end: str, count: int) -> list[str]:
+        """Return what is behind ``end``, or a shorter end of it, in the ``frequent_tokens`` that
+        begin with it."""
+        cached = self._continuations.get((end, count))
+        if cached is None:
+            if len(self._continuations) >= _CACHED_RANGES:
+                self._continuations.clear()
+            cached = self._continuations[end, count] = [
+                token[len(end) - start :]
+                for start in range(len(end))
+                for token in self.frequent_tokens(end[start:], count)
+            ]
         return cached
 
     def specific_tokens(self, prefix: str, count: int, most: int) -> list[str]:
