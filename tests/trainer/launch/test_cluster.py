@@ -120,16 +120,23 @@ def test_a_teacher_service_that_crashes_is_restarted_with_its_command() -> None:
         assert services.start().keys() == {"math"}
         until(lambda: services.starts() == {"math": 1} and bool(services.process_ids()), None)
         first = services.process_ids()["math"]
-        command = Path(f"/proc/{first}/cmdline").read_bytes()
+        command = command_of(first)
         os.kill(first, signal.SIGKILL)
         until(lambda: services.starts() == {"math": 2}, None)
         second = services.process_ids()["math"]
         assert second != first
-        assert Path(f"/proc/{second}/cmdline").read_bytes() == command
+        assert command_of(second) == command
     finally:
         services.stop()
     with pytest.raises(ProcessLookupError):
         os.kill(second, 0)
+
+
+def command_of(process_id: int) -> bytes:
+    """Return the command line of a process, which is empty for an instant after its start."""
+    command = Path(f"/proc/{process_id}/cmdline")
+    until(lambda: bool(command.read_bytes()), None)
+    return command.read_bytes()
 
 
 def until(condition: Callable[[], bool], run: subprocess.Popen[str] | None) -> None:
