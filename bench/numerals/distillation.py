@@ -43,6 +43,7 @@ from mopd_trainer import (
     connect_teachers,
     pack,
 )
+from mopd_trainer.metrics.health import invalid_bytes
 
 Metrics = dict[str, float]
 
@@ -331,11 +332,11 @@ def sample_metrics(examples: Sequence[TrainingExample], compared_share: float) -
     Args:
         compared_share: of the tokens of ``examples``; dropped samples are not compared.
     """
-    inputs = [score.teacher_input for example in examples for score in example.scores]
-    text_bytes = sum(len(each.completion.text) for each in inputs)
+    rollouts = [example.rollout for example in examples]
+    text_bytes = sum(len(rollout.completion.text) for rollout in rollouts)
     return {
         "compared_share": compared_share * len(examples) / PROMPTS_PER_STEP,
-        "invalid_byte_share": sum(each.invalid_utf8_bytes for each in inputs) / max(text_bytes, 1),
+        "invalid_byte_share": sum(map(invalid_bytes, rollouts)) / max(text_bytes, 1),
     }
 
 
