@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mopd_client import Expectation, TeacherClient, TeacherPool
 from mopd_losses import AlignedPair, CtkdConfig, DenseRows, Loss, align, build_loss
-from mopd_protocol import Message, Prompt, Rollout, TokenTable
+from mopd_protocol import Message, Prompt, Rollout, TextEncoder
 from mopd_trainer import StudentIdentity, text_view
 
 TOP_K = 32
@@ -50,10 +50,10 @@ def sample(model, student: StudentIdentity, prompt: Prompt, longest: int) -> Rol
     )
 
 
-async def loss_of(teacher: TeacherClient, student: StudentIdentity) -> tuple[Loss, TokenTable]:
-    """Return CTKD between the two vocabularies, and the teacher's token table."""
+async def loss_of(teacher: TeacherClient, student: StudentIdentity) -> tuple[Loss, TextEncoder]:
+    """Return CTKD between the two vocabularies, and the teacher's encoder."""
     tokenizer = await teacher.tokenizer()
-    return build_loss(CtkdConfig(divergence="forward_kl"), student, tokenizer), tokenizer.table
+    return build_loss(CtkdConfig(divergence="forward_kl"), student, tokenizer), tokenizer.encoder
 
 
 def completion_rows(model, student: StudentIdentity, rollout: Rollout) -> DenseRows:
@@ -86,8 +86,8 @@ async def distil(folder: str, urls: dict[str, str], *, steps: int, learning_rate
             tokens = sum(len(rollout.completion) for rollout in rollouts)
             optimizer.zero_grad()
             total = 0.0
-            for name, (loss, table) in losses.items():
-                views = [text_view(rollout, student.table, table) for rollout in rollouts]
+            for name, (loss, encoder) in losses.items():
+                views = [text_view(rollout, student.table, encoder) for rollout in rollouts]
                 requests = [view.request for view in views]
                 scores = await pool.score(name, requests, top_k=TOP_K)
                 for rollout, view, score in zip(rollouts, views, scores, strict=True):

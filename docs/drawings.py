@@ -34,7 +34,7 @@ def data_flow() -> str:
     ]
     steps = [
         ("prompts.jsonl", "each line names its teachers"),
-        ("student samples", "temperature 1"),
+        ("student samples", "temperature 0.6"),
         ("align by bytes", "spans end at common token boundaries"),
         ("project and compare", "nats per student token, block by block"),
         ("one optimizer step", "divided once, by the step's tokens"),

@@ -43,7 +43,6 @@ from mopd_trainer import (
     connect_teachers,
     pack,
 )
-from mopd_trainer.metrics.health import invalid_bytes
 
 Metrics = dict[str, float]
 
@@ -336,7 +335,7 @@ def sample_metrics(examples: Sequence[TrainingExample], compared_share: float) -
     text_bytes = sum(len(rollout.completion.text) for rollout in rollouts)
     return {
         "compared_share": compared_share * len(examples) / PROMPTS_PER_STEP,
-        "invalid_byte_share": sum(map(invalid_bytes, rollouts)) / max(text_bytes, 1),
+        "invalid_byte_share": sum(each.invalid_bytes for each in rollouts) / max(text_bytes, 1),
     }
 
 

@@ -1,5 +1,6 @@
 """A sample on its way: ``Prompt`` (the data), ``Rollout`` (a completion), ``TeacherScore``."""
 
+from codecs import getincrementaldecoder
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
@@ -109,6 +110,17 @@ class Rollout:
     def source(self) -> Source:
         """``rollout`` for the student's completions, ``answers`` for the data's reference ones."""
         return "answers" if self.sampled_logprobs is None else "rollout"
+
+    @property
+    def invalid_bytes(self) -> int:
+        """Bytes of the completion that are not part of a valid UTF-8 character.
+
+        The first bytes of a character that was cut off at the maximum length are not counted.
+        """
+        decoder = getincrementaldecoder("utf-8")(errors="ignore")
+        valid = decoder.decode(self.completion.text, final=self.finish_reason == "stop")
+        incomplete, _ = decoder.getstate()
+        return len(self.completion.text) - len(valid.encode()) - len(incomplete)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mopd_protocol.arrays import frozen_array
 from mopd_protocol.errors import ConfigError, DataError, MopdError, TeacherError
@@ -222,3 +224,46 @@ def test_errors_are_one_tree_and_the_fitting_builtins():
     assert issubclass(TeacherError, RuntimeError)
     assert TeacherError("no response").status is None
     assert TeacherError("refused", status=413).status == 413
+
+
+CHARACTERS = [b"a", "é".encode(), "的".encode()]
+PIECES = st.lists(st.sampled_from([*CHARACTERS, b"\xe7", b"\x84", b"\xff"]))
+
+
+def completion_of(text: bytes, *, finished: bool) -> Rollout:
+    ids, ends = [*text], [*range(1, len(text) + 1)]
+    marks = {len(text): END_OF_TURN} if finished else {}
+    if finished:
+        ids, ends = [*ids, 0], [*ends, len(text)]
+    return rollout(
+        completion=TokenSequence(np.array(ids), np.array(ends), text, marks),
+        sampled_logprobs=np.zeros(len(ids)),
+        finish_reason="stop" if finished else "length",
+    )
+
+
+def is_character(data: bytes) -> bool:
+    try:
+        return len(data.decode()) == 1
+    except UnicodeDecodeError:
+        return False
+
+
+@given(parts=PIECES, finished=st.booleans())
+def test_invalid_bytes_are_those_outside_of_characters(parts: list[bytes], finished: bool) -> None:
+    text = b"".join(parts)
+    valid, position, incomplete = 0, 0, 0
+    while position < len(text):
+        for length in (1, 2, 3):
+            if is_character(text[position : position + length]):
+                valid += length
+                break
+        else:
+            length = 1
+            rest = text[position:]
+            # A character may have been cut after its first byte.
+            if not finished and rest in (b"\xe7", b"\xe7\x84"):
+                incomplete, length = len(rest), len(rest)
+        position += length
+    expected = len(text) - valid - incomplete
+    assert completion_of(text, finished=finished).invalid_bytes == expected

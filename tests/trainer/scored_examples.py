@@ -15,7 +15,7 @@ from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_trainer.data.examples import AlignedScore, TrainingExample
 from mopd_trainer.data.teacher_input import text_view, token_view
 from mopd_trainer.student.student import Student
-from tests.trainer.students import CPU, encoder, table, tokenizer
+from tests.trainer.students import CPU, encoder, encoder_without_bytes, table, tokenizer
 
 #: Teacher -> its tokenizer. The student's is ``digit``: ``math`` reads its very ids.
 TOKENIZERS = {"math": "digit", "code": "whole_number"}
@@ -69,11 +69,8 @@ def _aligned_score(name: str, weight: float, rollout: Rollout, seed: int) -> Ali
         view, completion = token_view(rollout), rollout.completion
         alignment = identity_alignment(len(completion))
     else:
-        view = text_view(rollout, table("digit"), own)
-        assert isinstance(view.request.completion, str)
-        ids = encoder(TOKENIZERS[name]).encode(view.request.completion)
-        ending = [own.roles.ending[0]] if view.request.finished else []
-        completion = own.sequence([*ids, *ending])
+        view = text_view(rollout, table("digit"), encoder_without_bytes(TOKENIZERS[name]))
+        completion = _teacher_tokenizer(TOKENIZERS[name]).completion(view.request)
         alignment = align(view.completion, completion)
     topk = topk_of(completion, own.present.nonzero()[0].tolist(), seed)
     return AlignedScore(name, weight, view, TeacherScore("m" * 32, completion, topk), alignment)

@@ -1,6 +1,7 @@
 """Tiny students and completions of theirs."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -40,6 +41,14 @@ def table(name: str) -> TokenTable:
 def encoder(name: str) -> TextEncoder:
     """Text in the middle of a completion -> its ids."""
     return TextEncoder(tokenizer(name).backend_tokenizer, table(name))
+
+
+@cache
+def encoder_without_bytes(name: str) -> TextEncoder:
+    """An encoder whose tokens spell no byte beyond ASCII, so that invalid bytes cannot be sent."""
+    own = table(name)
+    ascii_only = replace(own, data=np.where(own.data < 0x80, own.data, ord("?")).astype(np.uint8))
+    return TextEncoder(tokenizer(name).backend_tokenizer, ascii_only)
 
 
 def model_of(family: str, seed: int = 0, *, sharpness: float = 1.0) -> PreTrainedModel:

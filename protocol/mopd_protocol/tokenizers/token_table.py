@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 from types import MappingProxyType
 
 import numpy as np
@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from mopd_protocol.arrays import ArrayLike, frozen_array
 from mopd_protocol.errors import DataError
 from mopd_protocol.tokenizers.joined_texts import SEPARATOR, JoinedTexts, TextTokens
-from mopd_protocol.tokenizers.token_sequence import END_OF_TURN, TokenSequence
+from mopd_protocol.tokenizers.token_sequence import END_OF_TURN, TokenSequence, valid_utf8
 from mopd_protocol.tokenizers.tokenizer_file import (
     JSON,
     byte_level_alphabet,
@@ -222,6 +222,45 @@ class TextEncoder:
             ids = np.array([token for each in encoded for token in each], dtype=np.int64)
             return TextTokens(ids, np.array([len(each) for each in encoded], dtype=np.int64))
         return self._joined.encode(texts)
+
+    def encode_bytes(self, text: bytes) -> list[int] | None:
+        """Token ids of bytes that may not be valid UTF-8; None if no token spells one of them.
+
+        Characters are encoded as text, and the bytes between them with the longest tokens: a
+        student that samples tokens of single bytes may leave a character incomplete.
+        """
+        ids: list[int] = []
+        characters = text.decode(errors="surrogateescape")
+        for is_text, group in groupby(
+            characters, key=lambda each: not "\udc80" <= each <= "\udcff"
+        ):
+            piece = "".join(group)
+            if is_text:
+                ids += self.encode(piece)
+                continue
+            fragments = self._fragments_of(piece.encode(errors="surrogateescape"))
+            if fragments is None:
+                return None
+            ids += fragments
+        return ids
+
+    def _fragments_of(self, text: bytes) -> list[int] | None:
+        """Return the longest tokens, from left to right, that spell bytes outside characters."""
+        ids: list[int] = []
+        while text:
+            lengths = range(len(text), 0, -1)
+            length = next((each for each in lengths if text[:each] in self._fragments), 0)
+            if not length:
+                return None
+            ids.append(self._fragments[text[:length]])
+            text = text[length:]
+        return ids
+
+    @cached_property
+    def _fragments(self) -> dict[bytes, int]:
+        """Bytes that are no text -> the token that spells them."""
+        spelled = enumerate(self.table.all_bytes)
+        return {each: token_id for token_id, each in spelled if valid_utf8(each) != each}
 
     def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids of ``text``, and the bytes of it, as UTF-8, that each token is from.

@@ -6,10 +6,11 @@ from functools import cache
 
 import pytest
 from hypothesis import example, given, settings
-from hypothesis.strategies import sampled_from
+from hypothesis.strategies import binary, lists, sampled_from
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from mopd_protocol.tokenizers.joined_texts import SEPARATOR
+from mopd_protocol.tokenizers.token_sequence import valid_utf8
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
 from mopd_protocol.tokenizers.tokenizer_file import (
     continuation_tokenizer,
@@ -64,6 +65,36 @@ def test_tokens_of_a_text_spell_the_text(name, source, text):
     encoder = encoder_of(name, source)
 
     assert spelled(encoder, text) == normalized(name, text).encode()
+
+
+FRAGMENTS = [b"\xe7", b"\xe7\x9a", b"\x84", b"\xff", "的".encode(), b"ab ", b"12"]
+
+
+@pytest.mark.parametrize("name", known_tokenizers.NAMES)
+@settings(deadline=None, max_examples=120)
+@given(text=lists(sampled_from(FRAGMENTS), max_size=8).map(b"".join) | binary(max_size=12))
+def test_tokens_of_bytes_spell_the_bytes(name, text):
+    encoder = encoder_of(name)
+    ids = encoder.encode_bytes(text)
+    assert ids is not None
+    expected = normalized(name, text.decode(errors="surrogateescape"))
+    spelled = encoder.table.sequence(ids).text
+    assert spelled == expected.encode(errors="surrogateescape")
+    if valid_utf8(text) == text:
+        assert ids == encoder.encode(text.decode())
+
+
+def test_bytes_outside_characters_are_the_longest_tokens() -> None:
+    vocabulary = {letter: at for at, letter in enumerate("æĹ¥a")}  # e6 97 a5
+    vocabulary |= {"æĹ": 4, "a¥": 5, "Ĺ¥": 6}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("æ", "Ĺ"), ("Ĺ", "¥")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.add_tokens(["aa"])
+    encoder = TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer))
+    assert encoder.encode_bytes(b"a\xe6\x97") == [3, 4]
+    assert encoder.encode_bytes(b"\xe6\x97aa\x97\xa5\xe6") == [4, 7, 6, 0]
+    assert encoder.encode_bytes(b"\xe6\x97\xe6\xa5") == [4, 0, 2]
+    assert encoder.encode_bytes(b"a\xff") is None
 
 
 LOSSY = {

@@ -39,7 +39,7 @@ def example(
     width = max(map(len, candidates))
     topk_ids = np.array([[*row, *[-1] * (width - len(row))] for row in candidates])
     sampled = rollout(STUDENT, token_ids, topk_ids=topk_ids)
-    view = text_view(sampled, student, teacher)
+    view = text_view(sampled, student, encoder(teacher_name))
     assert isinstance(view.request.completion, str)
     ids = encoder(teacher_name).encode(view.request.completion)
     ids += [teacher.roles.ending[0]] if view.request.finished else []

@@ -7,15 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mopd_protocol.requests import ControlToken
-from mopd_protocol.tokenizers.token_table import TokenRoles
+from mopd_protocol.tokenizers.token_table import TextEncoder, TokenRoles
 from mopd_trainer.data.teacher_input import TeacherInput, text_view, token_view
-from tests.trainer.students import MESSAGES, ids_of, rollout, table
+from tests.trainer.students import (
+    MESSAGES,
+    encoder,
+    encoder_without_bytes,
+    ids_of,
+    rollout,
+    table,
+    tokenizer,
+)
 
 HAN = "的".encode()  # three bytes
 
 
 def seen(*pieces: str | bytes, student: str = "digit", teacher: str = "whole_number"):
-    return text_view(rollout(student, ids_of(student, *pieces)), table(student), table(teacher))
+    return text_view(rollout(student, ids_of(student, *pieces)), table(student), encoder(teacher))
 
 
 def sent(view: TeacherInput) -> str | list[str]:
@@ -67,7 +75,9 @@ def test_text_that_spells_a_control_token_stays_text() -> None:
 
 def test_a_control_token_that_would_end_the_teachers_turn_is_sent_as_its_text() -> None:
     own = table("whole_number")
-    ends_early = replace(own, roles=TokenRoles(eos=own.controls["<|user|>"]))
+    roles = TokenRoles(eos=own.controls["<|user|>"])
+    backend = tokenizer("whole_number").backend_tokenizer
+    ends_early = TextEncoder(backend, replace(own, roles=roles))
     completion = rollout("digit", ids_of("digit", "a", "<|user|>", "<|end|>"))
     view = text_view(completion, table("digit"), ends_early)
     assert sent(view) == "a<|user|>"
@@ -87,18 +97,48 @@ def test_a_control_token_that_would_end_the_teachers_turn_is_sent_as_its_text() 
         (("ab", HAN, HAN[:1]), "ab的", 1),
     ],
 )
-def test_what_is_no_text_ends_the_completion_and_is_counted(
+def test_bytes_that_the_teacher_has_no_token_for_end_the_completion_and_are_counted(
     pieces: tuple[str | bytes, ...], text: str, unsent: int
 ) -> None:
-    view = seen(*pieces)
+    completion = rollout("digit", ids_of("digit", *pieces))
+    view = text_view(completion, table("digit"), encoder_without_bytes("whole_number"))
     assert sent(view) == text
     assert view.invalid_utf8_bytes == unsent
     assert not view.request.finished
 
 
 def test_control_tokens_before_the_cut_are_sent_and_those_after_it_are_not() -> None:
-    view = seen("ab", "<|user|>", b"\xff", "<|system|>", "c")
+    ids = ids_of("digit", "ab", "<|user|>", b"\xff", "<|system|>", "c")
+    view = text_view(rollout("digit", ids), table("digit"), encoder_without_bytes("whole_number"))
     assert sent(view) == ["ab", "⟨<|user|>⟩"]
+
+
+@pytest.mark.parametrize("teacher", ["digit", "whole_number", "sentencepiece"])
+@pytest.mark.parametrize("ending", [(), ("<|end|>",)])
+def test_a_completion_that_is_no_text_is_sent_as_the_teachers_tokens(
+    teacher: str, ending: tuple[str, ...]
+) -> None:
+    view = seen("ab ", HAN[:2], "的 12", b"\xff", *ending, teacher=teacher)
+    ids = view.request.completion_token_ids
+    assert ids is not None
+    assert view.request.completion is None
+    assert (
+        table(teacher).sequence(ids).text
+        == view.completion.text
+        == b"ab " + HAN[:2] + ("的 12".encode() + b"\xff")
+    )
+    assert ids[: len(encoder(teacher).encode("ab "))] == encoder(teacher).encode("ab ")
+    assert view.request.finished == bool(ending)
+    assert view.invalid_utf8_bytes == 0
+
+
+def test_control_tokens_between_bytes_that_are_no_text_are_sent_as_the_teachers() -> None:
+    view = seen(HAN[:1], "<|user|>", HAN[1:], "<|system|>", "c", "<|pad|>")
+    other = table("whole_number")
+    sequence = other.sequence(view.request.completion_token_ids or [])
+    assert sequence.text == view.completion.text == HAN + b"c<|pad|>"
+    ends = {name: int(sequence.byte_ends[at]) for at, name in sequence.marks.items()}
+    assert ends == {"<|user|>": 1, "<|system|>": 3}
 
 
 def test_character_of_several_tokens_is_complete() -> None:
@@ -116,9 +156,9 @@ def test_a_completion_of_nothing_but_its_end_is_empty_and_finished() -> None:
 NAMES = st.sampled_from(["digit", "whole_number", "sentencepiece"])
 
 
-@given(student=NAMES, teacher=NAMES, data=st.data())
+@given(student=NAMES, teacher=NAMES, lacks_bytes=st.booleans(), data=st.data())
 def test_any_completion_is_sent_as_a_prefix(
-    student: str, teacher: str, data: st.DataObject
+    student: str, teacher: str, lacks_bytes: bool, data: st.DataObject
 ) -> None:
     own, other = table(student), table(teacher)
     special = sorted(own.controls.values())
@@ -126,16 +166,21 @@ def test_any_completion_is_sent_as_a_prefix(
     pick = st.one_of(st.sampled_from([*special, *raw]), st.integers(0, own.size - 1))
     ids = data.draw(st.lists(pick, min_size=1, max_size=12))
     ending = next((at for at, token in enumerate(ids) if token in own.roles.ending), len(ids))
-    view = text_view(rollout(student, ids[: ending + 1]), own, other)
-    completion = view.request.completion
-    assert completion is not None
-    parts = [completion] if isinstance(completion, str) else completion
-    spelled = b"".join(part.encode() for part in parts if isinstance(part, str))
+    encodes = encoder_without_bytes(teacher) if lacks_bytes else encoder(teacher)
+    view = text_view(rollout(student, ids[: ending + 1]), own, encodes)
+    request = view.request
+    if request.completion_token_ids is None:
+        spelled = b"".join(text.encode() for text in request.completion_texts)
+        named = [part for part in request.completion_parts if isinstance(part, ControlToken)]
+        assert all(part.control in other.controls for part in named)
+    else:
+        spelled = other.sequence(request.completion_token_ids).text
+        with pytest.raises(UnicodeDecodeError):
+            view.completion.text.decode()
     assert spelled == view.completion.text[: len(spelled)]
     assert len(spelled) + view.invalid_utf8_bytes == len(view.completion.text)
-    assert view.request.finished == (ending < len(ids) and not view.invalid_utf8_bytes)
-    named = [part.control for part in parts if isinstance(part, ControlToken)]
-    assert all(name in other.controls for name in named)
+    assert lacks_bytes or not view.invalid_utf8_bytes
+    assert request.finished == (ending < len(ids) and not view.invalid_utf8_bytes)
 
 
 def test_a_teacher_with_the_same_tokenizer_gets_the_ids_without_their_ending() -> None:

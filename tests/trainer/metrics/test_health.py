@@ -5,48 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from mopd_protocol.samples import Rollout
 from mopd_trainer.data.examples import TrainingExample
-from mopd_trainer.metrics.health import health_metrics, invalid_bytes
+from mopd_trainer.metrics.health import health_metrics
 from tests.trainer.scored_examples import example
 from tests.trainer.students import ids_of, rollout
-
-CHARACTERS = [b"a", "é".encode(), "的".encode()]
-pieces = st.lists(st.sampled_from([*CHARACTERS, b"\xe7", b"\x84", b"\xff"]))
-
-
-def rollout_of(text: bytes, *, finished: bool) -> Rollout:
-    end = ["<|end|>"] if finished else []
-    return rollout("digit", ids_of("digit", text, *end) or ids_of("digit", "<|pad|>"))
-
-
-def is_character(data: bytes) -> bool:
-    try:
-        return len(data.decode()) == 1
-    except UnicodeDecodeError:
-        return False
-
-
-@given(parts=pieces, finished=st.booleans())
-def test_invalid_bytes_are_those_outside_of_characters(parts: list[bytes], finished: bool) -> None:
-    text = b"".join(parts)
-    valid, position, incomplete = 0, 0, 0
-    while position < len(text):
-        for length in (1, 2, 3):
-            if is_character(text[position : position + length]):
-                valid += length
-                break
-        else:
-            length = 1
-            rest = text[position:]
-            # A character may have been cut after its first byte.
-            if not finished and rest in (b"\xe7", b"\xe7\x84"):
-                incomplete, length = len(rest), len(rest)
-        position += length
-    assert invalid_bytes(rollout_of(text, finished=finished)) == len(text) - valid - incomplete
 
 
 def examples() -> list[TrainingExample]:

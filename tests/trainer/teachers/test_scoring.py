@@ -298,18 +298,34 @@ async def test_last_teacher_of_a_chain_of_fallbacks_decides_the_failure() -> Non
                     await scorer.score([written("a", math=1.0)])
 
 
+def decomposed() -> Rollout:
+    """A completion of one character that the teacher's normalizer composes."""
+    return rollout("digit", ids_of("digit", "e\u0301"), teachers={"code": 1.0})
+
+
+async def test_tokens_behind_an_incomplete_character_are_compared() -> None:
+    transport, config = teacher_with("whole_number", loss="prefix_kl")
+    ids = ids_of("digit", "ab ", b"\xe7\x9a", " 12", "<|end|>")
+    sampled = rollout("digit", ids, teachers={"code": 1.0})
+    [example], _ = await scored({"code": (transport, config)}, [sampled])
+    [sequence] = transport.sequences
+    assert set(sequence) == {"id", "messages", "completion_token_ids", "finished"}
+    [score] = example.scores
+    assert score.score.completion.text == score.teacher_input.completion.text
+    assert int(score.alignment.student_ends[-1]) == len(ids)
+    assert int(score.alignment.teacher_ends[-1]) == len(score.score.completion)
+
+
 async def test_a_sample_of_which_nothing_aligns_is_dropped_and_counted() -> None:
-    unreadable = rollout("digit", ids_of("digit", b"\xff", "abc"), teachers={"code": 1.0})
     examples, scorer = await scored(
-        {"code": teacher_with("whole_number")}, [unreadable, written("b", 1, code=1.0)]
+        {"code": teacher_with("whole_number")}, [decomposed(), written("b", 1, code=1.0)]
     )
     assert [example.rollout.prompt.index for example in examples] == [1]
     assert scorer.dropped == {"code/nothing_aligned": 1, "total": 1}
 
 
-async def test_a_batch_of_which_nothing_can_be_sent_is_no_error() -> None:
-    unreadable = rollout("digit", ids_of("digit", b"\xff"), teachers={"code": 1.0})
-    examples, scorer = await scored({"code": teacher_with("whole_number")}, [unreadable])
+async def test_a_batch_of_which_nothing_aligns_is_no_error() -> None:
+    examples, scorer = await scored({"code": teacher_with("whole_number")}, [decomposed()])
     assert examples == []
     assert scorer.dropped == {"code/nothing_aligned": 1, "total": 1}
 

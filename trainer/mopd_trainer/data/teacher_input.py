@@ -2,18 +2,21 @@
 
 A teacher with another tokenizer receives text. Parts that cannot be sent are replaced, also in the
 student's tokens for alignment, and counted: a control token that the teacher does not have becomes
-its literal text, and the text ends before the first byte that is not UTF-8.
+its literal text. Bytes that are not UTF-8 cannot be sent as text, so a completion with such bytes
+becomes the ids of the teacher's tokens for them, and ends before the first one that no token
+spells.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from mopd_protocol.requests import ControlToken, SequenceRequest
 from mopd_protocol.samples import Rollout
 from mopd_protocol.tokenizers.token_sequence import END_OF_TURN, TokenSequence, valid_utf8
-from mopd_protocol.tokenizers.token_table import TokenTable
+from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,26 +26,37 @@ class TeacherInput:
     request: SequenceRequest
     completion: TokenSequence  # control tokens sent as text have bytes
     control_tokens_as_text: int = 0
-    invalid_utf8_bytes: int = 0  # from the first byte that is not UTF-8
+    invalid_utf8_bytes: int = 0  # not sent: from the first byte that is not UTF-8
 
 
-def text_view(rollout: Rollout, student: TokenTable, teacher: TokenTable) -> TeacherInput:
-    """Return the completion as text, with control tokens that the teacher has by name."""
+def text_view(rollout: Rollout, student: TokenTable, teacher: TextEncoder) -> TeacherInput:
+    """Return the completion as text, with control tokens that the teacher has by name; as ids of
+    the teacher's tokens if it is not UTF-8.
+
+    Args:
+        student: the student's tokens.
+        teacher: encoder of the teacher's tokenizer.
+    """
     names = {token_id: name for name, token_id in student.controls.items()}
     literal: dict[int, str] = {}  # token position -> text
     controls: dict[int, str] = {}
     for position, mark in rollout.completion.marks.items():
         if mark != END_OF_TURN:
             name = names[int(rollout.completion.token_ids[position])]
-            (controls if _is_sent(name, teacher) else literal)[position] = name
+            (controls if _is_sent(name, teacher.table) else literal)[position] = name
     completion = _with_literals(rollout.completion, literal)
     sendable = _valid_utf8_bytes(completion, controls)
+    fields: dict[str, Any] = {"completion": _parts(completion, controls, sendable)}
+    if sendable < len(completion.text):
+        ids = _teacher_ids(completion, controls, teacher)
+        if ids is not None:
+            fields, sendable = {"completion_token_ids": ids}, len(completion.text)
     invalid_bytes = len(completion.text) - sendable
     return TeacherInput(
         request=SequenceRequest(
             messages=list(rollout.prompt.messages),
-            completion=_parts(completion, controls, sendable),
             finished=rollout.finish_reason == "stop" and not invalid_bytes,
+            **fields,
         ),
         completion=completion,
         control_tokens_as_text=len(literal),
@@ -96,6 +110,24 @@ def _valid_utf8_bytes(completion: TokenSequence, controls: Mapping[int, str]) ->
             return start + valid
         start = end or start
     return len(completion.text)
+
+
+def _teacher_ids(
+    completion: TokenSequence, controls: Mapping[int, str], teacher: TextEncoder
+) -> list[int] | None:
+    """Return a teacher's ids of text, invalid bytes and control tokens; None if it lacks a byte."""
+    ids: list[int] = []
+    start = 0
+    for position, name in [*controls.items(), (None, "")]:
+        end = None if position is None else int(completion.byte_ends[position])
+        encoded = teacher.encode_bytes(completion.text[start:end])
+        if encoded is None:
+            return None
+        ids += encoded
+        if end is not None:
+            ids.append(teacher.table.controls[name])
+            start = end
+    return ids
 
 
 def _parts(

@@ -3,10 +3,8 @@
 A loss falls while the student leaves what the loss compares; these metrics do not.
 """
 
-from codecs import getincrementaldecoder
 from collections.abc import Sequence
 
-from mopd_protocol.samples import Rollout
 from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.metrics.distributions import known_entropy, sampled_nats
 from mopd_trainer.metrics.step_metrics import Metrics, mean, of_source, ratio
@@ -52,22 +50,12 @@ def _text_metrics(examples: Sequence[TrainingExample], temperature: float) -> Me
     entropy_sums = [float(known_entropy(s.score.topk, temperature).sum()) for s in scores]
     scored_bytes = sum(len(score.score.completion.text) for score in scores)
     return {
-        "rollout/invalid_byte_share": ratio(sum(map(invalid_bytes, rollouts)), text_bytes),
+        "rollout/invalid_byte_share": ratio(
+            sum(each.invalid_bytes for each in rollouts), text_bytes
+        ),
         "rollout/entropy_per_byte": ratio(sum(entropies), text_bytes),
         "rollout/teacher_entropy_per_byte": ratio(sum(entropy_sums), scored_bytes),
         "rollout/teacher_end_surprisal": mean(
             -float(s.score.logprobs[-1]) for s in scores if s.score.completion.ends_turn
         ),
     }
-
-
-def invalid_bytes(rollout: Rollout) -> int:
-    """Return the number of bytes that are not part of a valid UTF-8 character.
-
-    The first bytes of a character that was cut off at the maximum length are not counted.
-    """
-    decoder = getincrementaldecoder("utf-8")(errors="ignore")
-    text = rollout.completion.text
-    valid = decoder.decode(text, final=rollout.finish_reason == "stop")
-    incomplete, _ = decoder.getstate()
-    return len(text) - len(valid.encode()) - len(incomplete)

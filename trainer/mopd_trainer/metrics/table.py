@@ -144,7 +144,7 @@ _TEACHER = {
     "control": ("1", "present if the teacher is a control arm (teachers.NAME.control)"),
     "alignment_ratio": (_SHARE, "bytes of the completions in aligned spans"),
     "control_tokens_as_text": ("tokens", "control tokens sent as text"),
-    "invalid_utf8_bytes": ("bytes", "bytes not sent because they are not UTF-8"),
+    "invalid_utf8_bytes": ("bytes", "bytes not sent: not UTF-8, and in no token"),
     "lookaheads": ("texts", "texts beyond the completions that prefix KL compares"),
     "scored_tokens": ("tokens", "completion tokens scored, in the teacher's tokens"),
     "received_bytes": ("bytes", "size of the response bodies"),

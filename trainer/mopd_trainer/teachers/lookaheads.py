@@ -29,7 +29,8 @@ def requested(
         text = open_tokens.text_before(completion, token)
         if text is not None and count:
             count -= 1
-            fields = {"completion": text, "finished": True, "candidate_ids": None}
+            fields = {"completion": text, "completion_token_ids": None}
+            fields |= {"finished": True, "candidate_ids": None}
             yield token, score.teacher_input.request.model_copy(update=fields)
 
 

@@ -294,7 +294,7 @@ def input_for(teacher: Teacher, rollout: Rollout, student: TokenTable) -> Teache
     if teacher.config.sends_token_ids:
         view = token_view(rollout)
     else:
-        view = text_view(rollout, student, teacher.tokenizer.table)
+        view = text_view(rollout, student, teacher.tokenizer.encoder)
     if not teacher.config.chat_template_kwargs:
         return view
     variables = {"chat_template_kwargs": teacher.config.chat_template_kwargs}
