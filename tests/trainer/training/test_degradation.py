@@ -19,6 +19,7 @@ from mopd_trainer.training.degradation import (
 
 SHARE = "compared_share"
 OF_TEACHER = "teacher/math/compared_share"
+DIVERGES = "teacher/math/reverse_kl_estimate"
 Course = dict[str, tuple[float, float]]
 
 #: Metric -> its value before and after the fault.
@@ -31,6 +32,17 @@ FAULTS: dict[str, tuple[str, bool, Course]] = {
         {SHARE: (0.9, 0.8), OF_TEACHER: (0.5, 0.1), "teacher/code/compared_share": (1, 1)},
     ),
     "invalid bytes": (INVALID, True, {INVALID: (0.0, 0.3), SHARE: (1, 0.9)}),
+    "samples become unlikely under a teacher": (
+        DIVERGES,
+        True,
+        {DIVERGES: (4.2, 14.7), "teacher/code/reverse_kl_estimate": (4, 2), SHARE: (1, 1)},
+    ),
+    "samples become less likely under a teacher": (DIVERGES, False, {DIVERGES: (4.2, 7.6)}),
+    "samples become less likely under a teacher that was close": (
+        DIVERGES,
+        False,
+        {DIVERGES: (-0.01, 0.5)},
+    ),
     "some invalid bytes": (INVALID, False, {INVALID: (0.01, 0.05)}),
     "the student ends early": (LENGTH, False, {LENGTH: (20, 8), END: (0.1, 4)}),
     "the student ends at once": (LENGTH, True, {LENGTH: (20, 1), END: (0.1, 4)}),
@@ -49,6 +61,8 @@ SOUND: dict[str, Course] = {
         TEACHER_ENTROPY: (2, 0.001),
     },
     "a random student learns to spell": {INVALID: (0.6, 0), SHARE: (0.3, 1)},
+    "samples become likely, and then a little less": {DIVERGES: (0.02, 0.09)},
+    "a control arm teaches nothing": {DIVERGES: (2, 9), "teacher/math/control": (1, 1)},
     "reference answers": {SHARE: (1, 1), INVALID: (math.nan, math.nan)},
 }
 

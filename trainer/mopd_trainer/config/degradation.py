@@ -29,6 +29,11 @@ class DegradationConfig(Settings):
     much."""
     stop_invalid_bytes: _Share = 0.1
     """End the run above it."""
+    warn_divergence: float = Field(default=1.5, gt=1)
+    """Warn if a teacher's ``reverse_kl_estimate`` exceeds its lowest by this factor and 0.1 nats:
+    the student's samples became less likely under the teacher, whatever the loss says."""
+    stop_divergence: float = Field(default=3.0, gt=1)
+    """End the run if it exceeds its lowest by this factor and 1 nat."""
     warn_length: _Share = 0.5
     """Warn if the mean length of a sampled completion falls below this fraction of its longest
     while the teachers find the ends less likely than then, and on average less than one in ten."""

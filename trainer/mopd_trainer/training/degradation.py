@@ -1,8 +1,9 @@
 """``DegradationMonitor``: warn about a degrading student, and end the run before it is lost.
 
 Text that is not compared costs nothing, so a loss falls when the student generates invalid bytes,
-text that is not aligned, or no text. So the metrics of ``metrics.health`` are compared with their
-best values of the run.
+text that is not aligned, or no text; and a loss that compares a part of what the teacher says may
+lead away from the rest. So the metrics of ``metrics.health``, and the estimated divergence of the
+student from each teacher, are compared with their best values of the run.
 """
 
 import logging
@@ -24,6 +25,8 @@ LENGTH = "rollout/completion_tokens_mean"
 END = "rollout/teacher_end_surprisal"
 ENTROPY = "rollout/entropy_per_byte"
 TEACHER_ENTROPY = "rollout/teacher_entropy_per_byte"
+DIVERGENCE = "reverse_kl_estimate"  # of each teacher
+CONTROL = "control"  # of each teacher that is a control arm
 #: Metric -> the metric of the teachers that it is compared with.
 _TEACHERS = {LENGTH: END, ENTROPY: TEACHER_ENTROPY}
 
@@ -31,6 +34,8 @@ _TEACHERS = {LENGTH: END, ENTROPY: TEACHER_ENTROPY}
 _LIKELY_END = 0.1
 #: Below this entropy, in nats per byte, teachers are sure of the text, and so may the student be.
 _UNSURE = 0.02
+#: A divergence that is higher by less than this, in nats per token, is not reported.
+_LEAST_EXCESS = {"warn": 0.1, "stop": 1.0}
 
 _LEAVING = (
     "The student leaves the text on which the loss is defined, so that the loss falls without "
@@ -39,6 +44,9 @@ _LEAVING = (
 _ADVICE = {
     COMPARED_SHARE: _LEAVING,
     INVALID: _LEAVING,
+    DIVERGENCE: "The student's samples became less likely under this teacher, which a loss that "
+    "compares a part of the text or of the distribution does not show. Use loss 'auto', or lower "
+    "student.learning_rate",
     LENGTH: "The student ends completions where the teachers would continue. Use loss 'auto', "
     "or lower student.learning_rate",
     ENTROPY: "The student is certain where the teachers are not. Use divergence 'forward_kl', or "
@@ -123,7 +131,8 @@ class DegradationMonitor:
         watched = (INVALID, *_TEACHERS, *_TEACHERS.values())
         size = self._config.window
         for key, value in metrics.items():
-            if isfinite(value) and (key in watched or key.endswith(COMPARED_SHARE)):
+            is_watched = key in watched or key.endswith((COMPARED_SHARE, f"/{DIVERGENCE}"))
+            if isfinite(value) and is_watched and not _is_of_control_arm(key, metrics):
                 self._values[key] = [*self._values[key], value][-size:]
         means = {key: _Mean.of(v) for key, v in self._values.items() if len(v) == size}
         now = _Window(means, step)
@@ -133,7 +142,7 @@ class DegradationMonitor:
         return [finding for finding in findings if finding is not None]
 
     def _check(self, key: str, now: _Window) -> Finding | None:
-        sign = -1 if key == INVALID else 1
+        sign = -1 if key == INVALID or key.endswith(DIVERGENCE) else 1
         best = self._best.setdefault(key, now)
         if sign * now.value(key) >= sign * best.value(key):
             best = self._best[key] = now
@@ -147,7 +156,7 @@ class DegradationMonitor:
         return Finding(
             metric=key,
             message=self._message(key, now, best),
-            advice=_ADVICE[COMPARED_SHARE if key.endswith(COMPARED_SHARE) else key],
+            advice=next(advice for name, advice in _ADVICE.items() if key.endswith(name)),
             is_grave=is_grave,
             sound_steps=max(0, self._sound_steps[key] - self._config.window),
         )
@@ -158,6 +167,11 @@ class DegradationMonitor:
         if key == INVALID:
             excess = {"warn": config.warn_invalid_bytes, "stop": config.stop_invalid_bytes}
             return now.means[key].low > 2 * best.means[key].high + excess[limit]
+        if key.endswith(DIVERGENCE):
+            factor = {"warn": config.warn_divergence, "stop": config.stop_divergence}
+            lowest = max(best.means[key].high, 0.0)
+            highest = max(factor[limit] * lowest, lowest + _LEAST_EXCESS[limit])
+            return now.means[key].low > highest
         value, reference = now.means[key].high, best.means[key].low
         if key == ENTROPY:
             unsure = now.value(TEACHER_ENTROPY)
@@ -180,3 +194,9 @@ class DegradationMonitor:
     def _steps(self, window: _Window) -> str:
         first = max(1, window.last_step - self._config.window + 1)
         return f"(mean of steps {first} to {window.last_step})"
+
+
+def _is_of_control_arm(key: str, metrics: Metrics) -> bool:
+    """Return whether the teacher of a metric is a control arm, which has nothing to teach."""
+    teacher, _, _ = key.rpartition("/")
+    return bool(metrics.get(f"{teacher}/{CONTROL}"))
