@@ -27,6 +27,8 @@ from mopd_protocol import Prompt, Rollout, TrainingError, replacing_folder
 from mopd_server import TeacherService, TeacherSettings, create_app
 from mopd_trainer import (
     Corrector,
+    DegradationConfig,
+    DegradationMonitor,
     ImportanceConfig,
     ImportanceWeights,
     Learner,
@@ -38,13 +40,20 @@ from mopd_trainer import (
     StudentConfig,
     Teacher,
     TeacherConfig,
-    TrainingExample,
     collect,
     connect_teachers,
     pack,
+    sample_metrics,
 )
 
 Metrics = dict[str, float]
+
+#: Name in a result -> metric of a step.
+_MEASURED = {
+    "loss": "loss",
+    "compared_share": "compared_share",
+    "invalid_byte_share": "rollout/invalid_byte_share",
+}
 
 PROMPTS_PER_STEP = 64
 _WARM_UP_STEPS = 20
@@ -170,9 +179,10 @@ async def _distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
         )
         tables = {name: teacher.tokenizer.table for name, teacher in teachers.items()}
         importance = ImportanceWeights(run.importance, run.temperature, tables)
+        monitor, findings = DegradationMonitor(DegradationConfig()), list[dict[str, Any]]()
         for step in range(pair.steps):
             begun = time.process_time()
-            examples, _ = await collect(
+            examples, dropped = await collect(
                 order.batch(step), sampler, scorer, step, corrector=corrector
             )
             collected = time.process_time()
@@ -183,7 +193,7 @@ async def _distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
                 importance=importance,
             )
             try:
-                updated, _ = learner.update(batches, tokens=tokens, step=step)
+                updated, measured = learner.update(batches, tokens=tokens, step=step)
             except TrainingError as error:  # a result, too: no sample could be compared any more
                 stopped = str(error)
                 curve.append(await _point(step, run, student, held_out, _means(since)))
@@ -191,7 +201,20 @@ async def _distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
             seconds["collect"] += collected - begun
             seconds["update"] += time.process_time() - collected
             first_loss = updated["loss"] if step == 0 else first_loss
-            since.append(updated | sample_metrics(examples, updated["compared_share"]))
+            metrics = updated | sample_metrics(
+                examples,
+                updated | dropped,
+                measured,
+                {name: scorer.counters(name) for name in teachers},
+                {name: table.size for name, table in tables.items()},
+                step=step,
+                temperature=run.temperature,
+            )
+            since.append({name: metrics[key] for name, key in _MEASURED.items()})
+            findings += [
+                {"step": step + 1, "metric": each.metric, "is_grave": each.is_grave}
+                for each in monitor.observe(step + 1, metrics)
+            ]
             if _is_due(step + 1, run):
                 curve.append(await _point(step + 1, run, student, held_out, _means(since)))
                 since = []
@@ -208,6 +231,7 @@ async def _distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
         "before": curve[0]["accuracy"],
         "first_loss": first_loss,
         "stopped": stopped,
+        "findings": findings,
         "curve": curve,
         "processor_seconds": {**seconds, "total": time.process_time() - started},
     }
@@ -323,20 +347,6 @@ def _is_due(steps_done: int, run: Run) -> bool:
     """Return whether to evaluate: evenly over the run and always at the end."""
     steps = run.pair.steps
     return steps_done * run.evaluations // steps > (steps_done - 1) * run.evaluations // steps
-
-
-def sample_metrics(examples: Sequence[TrainingExample], compared_share: float) -> Metrics:
-    """Return how much of the step's samples is compared, and is not UTF-8.
-
-    Args:
-        compared_share: of the tokens of ``examples``; dropped samples are not compared.
-    """
-    rollouts = [example.rollout for example in examples]
-    text_bytes = sum(len(rollout.completion.text) for rollout in rollouts)
-    return {
-        "compared_share": compared_share * len(examples) / PROMPTS_PER_STEP,
-        "invalid_byte_share": sum(each.invalid_bytes for each in rollouts) / max(text_bytes, 1),
-    }
 
 
 async def _point(

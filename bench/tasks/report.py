@@ -57,7 +57,7 @@ def table(figures: Mapping[str, Any], name: str) -> Table:
     )
     shown.add_column("")
     tasks = pair["tasks"]
-    headings = (*tasks, "90 % at steps", "seeds", "invalid bytes", "compared", "loss")
+    headings = (*tasks, "90 % at steps", "seeds", "invalid bytes", "compared", "loss", "warned at")
     for heading in headings:
         shown.add_column(heading, justify="right", overflow="fold")
     for kind in ("teachers", "ceiling"):
@@ -84,6 +84,8 @@ def table(figures: Mapping[str, Any], name: str) -> Table:
             f"{each['invalid_byte_share']:.2%}",
             f"{each['compared_share']:.1%}",
             f"{each['loss']:.3f}",
+            _steps(each["warned"])
+            + (f", ends at {_steps(each['ended'])}" if any(each["ended"]) else ""),
         )
     return shown
 
@@ -167,6 +169,8 @@ def _loss_figures(runs: Sequence[Mapping[str, Any]], pair: Pair) -> dict[str, An
     return {
         "seeds": len(runs),
         "stopped": [end["step"] for run, end in zip(runs, ends, strict=True) if run.get("stopped")],
+        "warned": [_first_finding(run, grave=False) for run in runs],
+        "ended": [_first_finding(run, grave=True) for run in runs],
         "before": {task: fmean(start[task] for start in starts) for task in pair.tasks},
         "after": {task: spread([end["accuracies"][task] for end in ends]) for task in pair.tasks},
         "reached": {task: [_first_step(run["curve"], task) for run in runs] for task in pair.tasks},
@@ -178,6 +182,12 @@ def _loss_figures(runs: Sequence[Mapping[str, Any]], pair: Pair) -> dict[str, An
 def _first_step(curve: Sequence[Mapping[str, Any]], task: str) -> int | None:
     """Return the first evaluated step with ``_GOAL`` of the prompts correct."""
     return next((point["step"] for point in curve if point["accuracies"][task] >= _GOAL), None)
+
+
+def _first_finding(run: Mapping[str, Any], *, grave: bool) -> int | None:
+    """Return the step at which ``mopd train`` warns about the student, or ends the run."""
+    steps = (each["step"] for each in run.get("findings", ()) if each["is_grave"] or not grave)
+    return next(steps, None)
 
 
 def _steps(reached: Sequence[int | None]) -> str:

@@ -7,6 +7,7 @@ from mopd_protocol.runtime.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from mopd_trainer.api import check, doctor, evaluate, report, train
     from mopd_trainer.collection import collect
+    from mopd_trainer.config.degradation import DegradationConfig
     from mopd_trainer.config.evaluation import EvaluationConfig, EvaluationSetConfig
     from mopd_trainer.config.loading import load_run
     from mopd_trainer.config.rollout import RolloutConfig
@@ -25,18 +26,22 @@ if TYPE_CHECKING:
     from mopd_trainer.evaluation.sets import EvaluationSet
     from mopd_trainer.inspection.alignment import align
     from mopd_trainer.inspection.equal_belief import equal_belief
+    from mopd_trainer.metrics.samples import sample_metrics
     from mopd_trainer.metrics.table import metric_rows
     from mopd_trainer.rollouts.transformers_sampler import Sampler
     from mopd_trainer.student.identity import StudentIdentity
     from mopd_trainer.student.student import Student
     from mopd_trainer.teachers.connect import Teacher, connect_teachers, teacher_pool
     from mopd_trainer.teachers.scoring import RolloutScorer
+    from mopd_trainer.training.degradation import DegradationMonitor
     from mopd_trainer.training.learner import Learner
 else:
     __getattr__, __dir__ = lazy_exports(__name__)
 
 __all__ = [
     "Corrector",
+    "DegradationConfig",
+    "DegradationMonitor",
     "EvaluationConfig",
     "EvaluationSet",
     "EvaluationSetConfig",
@@ -70,6 +75,7 @@ __all__ = [
     "micro_batch",
     "pack",
     "report",
+    "sample_metrics",
     "teacher_pool",
     "text_view",
     "train",

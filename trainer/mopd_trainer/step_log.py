@@ -11,15 +11,9 @@ from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.data.examples import TrainingExample
-from mopd_trainer.metrics.health import health_metrics
 from mopd_trainer.metrics.resources import memory_metrics, throughput_metrics
-from mopd_trainer.metrics.step_metrics import (
-    LossMeasurements,
-    Metrics,
-    reference_answer_metrics,
-    rollout_metrics,
-    teacher_metrics,
-)
+from mopd_trainer.metrics.samples import sample_metrics
+from mopd_trainer.metrics.step_metrics import LossMeasurements, Metrics, reference_answer_metrics
 from mopd_trainer.metrics.table import without_zero_events
 from mopd_trainer.metrics.timers import StepTimer
 from mopd_trainer.reporting.evaluation_text import evaluation_lines
@@ -111,20 +105,22 @@ class StepLog:
             metrics: of the update and the dropped samples.
         """
         config = self._config
-        truncated = metrics.get("dropped/truncated", 0.0)
-        metrics = metrics | rollout_metrics(examples, step=step, truncated=truncated)
+        metrics = metrics | sample_metrics(
+            examples,
+            metrics,
+            losses,
+            self._counters(),
+            self._vocabularies,
+            step=step,
+            temperature=config.rollout.temperature,
+        )
         if config.data.uses_reference_answers:
             metrics |= reference_answer_metrics(examples)
-        temperature = config.rollout.temperature
-        metrics |= teacher_metrics(
-            examples, losses, self._counters(), self._vocabularies, temperature=temperature
-        )
         metrics |= {
             f"teacher/{name}/control": 1.0
             for name, teacher in config.scoring_teachers.items()
             if teacher.control is not None
         }
-        metrics |= health_metrics(examples, metrics, temperature=temperature)
         if self._workers is not None:
             metrics["rollout/worker_restarts"] = float(self._workers.take_restarts())
         metrics |= timer.pop() | self._evaluation

@@ -31,7 +31,7 @@ class DegradationConfig(Settings):
     """End the run above it."""
     warn_divergence: float = Field(default=1.5, gt=1)
     """Warn if a teacher's ``reverse_kl_estimate`` exceeds its lowest by this factor and 0.1 nats:
-    the student's samples became less likely under the teacher, whatever the loss says."""
+    the student's samples became less likely under the teacher, even if the loss falls."""
     stop_divergence: float = Field(default=3.0, gt=1)
     """End the run if it exceeds its lowest by this factor and 1 nat."""
     warn_length: _Share = 0.5

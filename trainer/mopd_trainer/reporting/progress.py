@@ -59,17 +59,15 @@ class RunProgress:
 
 def step_line(step: int, total: int, metrics: Metrics) -> str:
     """Return one line: nats per compared token, also by teacher (``sft`` for cross entropy), the
-    share of compared tokens, tokens, and seconds by phase."""
-    by_teacher = [
-        f"{key.removeprefix('teacher/').rpartition('/')[0]} {value:.4f}"
-        for key, value in metrics.items()
-        if key.endswith(("/loss", "sft/loss_per_token")) and math.isfinite(value)
-    ]
+    estimated KL(student, teacher), the share of compared tokens, tokens, and seconds by phase."""
+    losses = _by_teacher(metrics, ("/loss", "sft/loss_per_token"), decimals=4)
+    divergences = _by_teacher(metrics, ("/reverse_kl_estimate",), decimals=2)
     dropped = metrics.get("dropped/total", 0.0)
     parts = [
         f"step {step:>{len(str(total))}}/{total}",
-        f"loss {metrics['loss']:.4f} nats ({', '.join(by_teacher)})  "
-        f"{metrics['compared_share']:.0%} of tokens compared"
+        f"loss {metrics['loss']:.4f} nats ({losses})  "
+        + (f"reverse KL ({divergences})  " if divergences else "")
+        + f"{metrics['compared_share']:.0%} of tokens compared"
         if metrics["tokens/trained"]
         else "step skipped: no samples",
         f"{metrics['tokens/trained']:.0f} tokens in {metrics['time/step']:.2f} s",
@@ -81,3 +79,12 @@ def step_line(step: int, total: int, metrics: Metrics) -> str:
     if dropped:
         parts.append(f"{dropped:.0f} samples dropped")
     return "  ".join(parts)
+
+
+def _by_teacher(metrics: Metrics, endings: tuple[str, ...], *, decimals: int) -> str:
+    """Return the measured values of each teacher."""
+    return ", ".join(
+        f"{key.removeprefix('teacher/').rpartition('/')[0]} {value:.{decimals}f}"
+        for key, value in metrics.items()
+        if key.endswith(endings) and math.isfinite(value)
+    )

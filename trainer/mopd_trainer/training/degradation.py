@@ -1,9 +1,9 @@
 """``DegradationMonitor``: warn about a degrading student, and end the run before it is lost.
 
 Text that is not compared costs nothing, so a loss falls when the student generates invalid bytes,
-text that is not aligned, or no text; and a loss that compares a part of what the teacher says may
-lead away from the rest. So the metrics of ``metrics.health``, and the estimated divergence of the
-student from each teacher, are compared with their best values of the run.
+text that is not aligned, or no text; and a loss that compares a part of the teacher's distribution
+may lead away from the rest. So the metrics of ``metrics.health``, and the estimated divergence of
+the student from each teacher, are compared with their best values of the run.
 """
 
 import logging
