@@ -61,7 +61,7 @@ SOUND: dict[str, Course] = {
         TEACHER_ENTROPY: (2, 0.001),
     },
     "a random student learns to spell": {INVALID: (0.6, 0), SHARE: (0.3, 1)},
-    "samples become likely, and then a little less": {DIVERGES: (0.02, 0.09)},
+    "samples become likely, and then a little less": {DIVERGES: (0.01, 0.24)},
     "a control arm teaches nothing": {DIVERGES: (2, 9), "teacher/math/control": (1, 1)},
     "reference answers": {SHARE: (1, 1), INVALID: (math.nan, math.nan)},
 }

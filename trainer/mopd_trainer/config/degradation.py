@@ -30,7 +30,7 @@ class DegradationConfig(Settings):
     stop_invalid_bytes: _Share = 0.1
     """End the run above it."""
     warn_divergence: float = Field(default=1.5, gt=1)
-    """Warn if a teacher's ``reverse_kl_estimate`` exceeds its lowest by this factor and 0.1 nats:
+    """Warn if a teacher's ``reverse_kl_estimate`` exceeds its lowest by this factor and 0.25 nats:
     the student's samples became less likely under the teacher, even if the loss falls."""
     stop_divergence: float = Field(default=3.0, gt=1)
     """End the run if it exceeds its lowest by this factor and 1 nat."""

@@ -35,7 +35,7 @@ _LIKELY_END = 0.1
 #: Below this entropy, in nats per byte, teachers are sure of the text, and so may the student be.
 _UNSURE = 0.02
 #: A divergence that is higher by less than this, in nats per token, is not reported.
-_LEAST_EXCESS = {"warn": 0.1, "stop": 1.0}
+_LEAST_EXCESS = {"warn": 0.25, "stop": 1.0}
 
 _LEAVING = (
     "The student leaves the text on which the loss is defined, so that the loss falls without "
