@@ -1,9 +1,10 @@
 """``ValidTextLoss``: a loss that also trains the student's tokens that no text can contain.
 
-A student of bytes can produce tokens after which its bytes are no UTF-8. The text that a teacher
-with another tokenizer is sent ends before them, so they are not compared and cost nothing, and
-descent on a cross-tokenizer loss may lead to them. But the teacher's probability is known: text is
-valid, so it is 0, and the divergence on (this token, all others) is
+A student of bytes can produce tokens after which its bytes are no UTF-8. A teacher whose tokens
+spell these bytes scores them, but a loss that compares spans or their first tokens need not read
+that score, and for any other teacher the text ends before them: then they cost nothing, and descent
+on a cross-tokenizer loss may lead to them. But the teacher's probability is known: text is valid,
+so it is 0, and the divergence on (this token, all others) is
 
     KL = -ln(1 - p(token))
 
