@@ -3,8 +3,8 @@
 A teacher with another tokenizer receives text. Parts that cannot be sent are replaced, also in the
 student's tokens for alignment, and counted: a control token that the teacher does not have becomes
 its literal text. Bytes that are not UTF-8 cannot be sent as text, so a completion with such bytes
-becomes the ids of the teacher's tokens for them, and ends before the first one that no token
-spells.
+becomes the ids of the teacher's tokens. If none of them spells one of these bytes, the text ends
+before the first.
 """
 
 from collections.abc import Mapping
