@@ -113,6 +113,12 @@ def test_the_first_window_has_nothing_to_compare_with() -> None:
     assert findings({SHARE: (0.9, 0.0)}, steps=14, window=20) == []
 
 
+def test_a_student_may_degrade_within_the_first_window() -> None:
+    [(step, finding)] = findings({DIVERGES: (4, 5.5)}, steps=50, window=20)
+    assert step > 20
+    assert "4 (mean of steps 1 to 10)" in finding.message
+
+
 @pytest.mark.parametrize("past", [0, 12, 25])
 def test_a_resumed_run_remembers_its_best(past: int) -> None:
     """A run that is resumed after it became grave ends again; other warnings are not repeated."""

@@ -13,8 +13,8 @@ class DegradationConfig(Settings):
     """Thresholds of the warnings about a degrading student, and of the end of the run.
 
     A metric's mean over the last ``window`` steps is compared with its best mean over as many
-    consecutive steps of the run; what differs by less than twice the standard errors of the means
-    is not reported. Each warning is logged once.
+    consecutive steps of the run, and over its first half as many; what differs by less than twice
+    the standard errors of the means is not reported. Each warning is logged once.
     """
 
     window: int = Field(default=10, ge=1)
@@ -29,10 +29,10 @@ class DegradationConfig(Settings):
     much."""
     stop_invalid_bytes: _Share = 0.1
     """End the run above it."""
-    warn_divergence: float = Field(default=1.5, gt=1)
+    warn_divergence: float = Field(default=1.3, gt=1)
     """Warn if a teacher's ``reverse_kl_estimate`` exceeds its lowest by this factor and 0.25 nats:
     the student's samples became less likely under the teacher, even if the loss falls."""
-    stop_divergence: float = Field(default=3.0, gt=1)
+    stop_divergence: float = Field(default=2.0, gt=1)
     """End the run if it exceeds its lowest by this factor and 1 nat."""
     warn_length: _Share = 0.5
     """Warn if the mean length of a sampled completion falls below this fraction of its longest

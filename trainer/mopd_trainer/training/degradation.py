@@ -134,6 +134,10 @@ class DegradationMonitor:
             is_watched = key in watched or key.endswith((COMPARED_SHARE, f"/{DIVERGENCE}"))
             if isfinite(value) and is_watched and not _is_of_control_arm(key, metrics):
                 self._values[key] = [*self._values[key], value][-size:]
+        # A student may degrade within the first window, so that later means are compared with those
+        # of its first half, too.
+        begun = {k: _Mean.of(v) for k, v in self._values.items() if size // 2 == len(v) < size}
+        self._best |= {key: _Window(begun, step) for key in begun}
         means = {key: _Mean.of(v) for key, v in self._values.items() if len(v) == size}
         now = _Window(means, step)
         teachers = [key for key in means if key.endswith(f"/{COMPARED_SHARE}")]
