@@ -210,7 +210,10 @@ async def _distil(run: Run, models: Path, report: Report) -> dict[str, Any]:
                 step=step,
                 temperature=run.temperature,
             )
-            since.append({name: metrics[key] for name, key in _MEASURED.items()})
+            since.append(
+                {name: metrics[key] for name, key in _MEASURED.items()}
+                | {f"{name}/reverse_kl": metrics[_reverse_kl(name)] for name in teachers}
+            )
             findings += [
                 {"step": step + 1, "metric": each.metric, "is_grave": each.is_grave}
                 for each in monitor.observe(step + 1, metrics)
@@ -341,6 +344,10 @@ def loss_of(run: Run, student: Student, teacher: Teacher, cache: ProjectionCache
         return SftLoss()
     sides = student.identity, teacher.tokenizer
     return build_loss(teacher.config.loss, *sides, student.device, cache=cache)
+
+
+def _reverse_kl(teacher: str) -> str:
+    return f"teacher/{teacher}/reverse_kl_estimate"
 
 
 def _is_due(steps_done: int, run: Run) -> bool:
