@@ -29,7 +29,7 @@ from bench.numerals.pairs import CEILING, SFT, shortened
 from bench.tasks.oracle import measure, summary
 from bench.tasks.pairs import LOSSES, PAIRS
 from bench.tasks.plot import draw
-from bench.tasks.report import comparison, oracle_table, show_worst, table
+from bench.tasks.report import comparison, oracle_table, show_worst, table, warnings
 from mopd_trainer import ImportanceConfig
 
 #: Steps of ``--quick``, of each model and run.
@@ -61,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     compared = comparison(results, pairs, folders.models)
     for pair in pairs:
         console.print(table(compared, pair.name))
+        for line in warnings(compared, pair.name):
+            console.print(line, highlight=False, soft_wrap=True)
     if options.json:
         options.json.write_text(json.dumps(compared, indent=1) + "\n")
     picture = options.plot or (options.json or folders.root / "tasks").with_suffix(".png")

@@ -57,7 +57,7 @@ def table(figures: Mapping[str, Any], name: str) -> Table:
     )
     shown.add_column("")
     tasks = pair["tasks"]
-    headings = (*tasks, "90 % at steps", "seeds", "invalid bytes", "compared", "loss", "warned at")
+    headings = (*tasks, "90 % at steps", "seeds", "invalid bytes", "compared", "loss")
     for heading in headings:
         shown.add_column(heading, justify="right", overflow="fold")
     for kind in ("teachers", "ceiling"):
@@ -84,10 +84,19 @@ def table(figures: Mapping[str, Any], name: str) -> Table:
             f"{each['invalid_byte_share']:.2%}",
             f"{each['compared_share']:.1%}",
             f"{each['loss']:.3f}",
-            _steps(each["warned"])
-            + (f", ends at {_steps(each['ended'])}" if any(each["ended"]) else ""),
         )
     return shown
+
+
+def warnings(figures: Mapping[str, Any], name: str) -> list[str]:
+    """Return a line for each loss of one pair that ``mopd train`` would warn about."""
+    losses: Mapping[str, Any] = figures["pairs"][name]["losses"]
+    return [
+        f"{_TITLES.get(loss, loss)}: mopd train warns at step {_steps(each['warned'])}, "
+        f"ends at {_steps(each['ended'])} (a step per seed)"
+        for loss, each in losses.items()
+        if any(each["warned"])
+    ]
 
 
 def oracle_table(run: Run, rows: Sequence[Mapping[str, Any]]) -> Table:

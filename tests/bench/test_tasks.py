@@ -17,6 +17,7 @@ from bench.tasks.__main__ import main
 from bench.tasks.exercises import Mixture, TextTask
 from bench.tasks.oracle import THRESHOLD, Push
 from bench.tasks.pairs import PAIRS, TASKS
+from bench.tasks.report import warnings
 from bench.tasks.task_tokenizers import (
     character_tokenizer,
     chinese_tokenizer,
@@ -202,3 +203,14 @@ def test_quick_comparison_and_oracle(tmp_path: Path) -> None:
     ceiling = next(r for r in rows if (r["text"], r["belief"]) == ("samples", "ceiling"))
     assert ceiling["nats_per_token"] == pytest.approx(0.0, abs=1e-3)  # it is the teacher
     assert all(row["worst"]["gradient"] < THRESHOLD for row in rows if row["belief"] == "ceiling")
+
+
+def test_only_losses_that_training_would_warn_about_have_a_line() -> None:
+    losses = {
+        "prefix_kl": {"warned": [None, None], "ended": [None, None]},
+        "ctkd": {"warned": [23, None], "ended": [None, 41]},
+    }
+    [line] = warnings({"pairs": {"dates": {"losses": losses}}}, "dates")
+    assert line.startswith("ctkd: ")
+    assert "23/–" in line
+    assert "–/41" in line
