@@ -31,6 +31,16 @@ FAULTS: dict[str, tuple[str, bool, Course]] = {
         True,
         {SHARE: (0.9, 0.8), OF_TEACHER: (0.5, 0.1), "teacher/code/compared_share": (1, 1)},
     ),
+    "the compared share of a control arm falls": (
+        OF_TEACHER,
+        True,
+        {
+            SHARE: (0.9, 0.8),
+            OF_TEACHER: (0.5, 0.1),
+            "teacher/code/compared_share": (1, 1),
+            "teacher/math/control": (1, 1),
+        },
+    ),
     "invalid bytes": (INVALID, True, {INVALID: (0.0, 0.3), SHARE: (1, 0.9)}),
     "samples become unlikely under a teacher": (
         DIVERGES,
@@ -117,6 +127,15 @@ def test_a_student_may_degrade_within_the_first_window() -> None:
     [(step, finding)] = findings({DIVERGES: (4, 5.5)}, steps=50, window=20)
     assert step > 20
     assert "4 (mean of steps 1 to 10)" in finding.message
+
+
+def test_the_first_complete_window_may_be_degraded() -> None:
+    """Nothing before it was found to be sound."""
+    monitor = DegradationMonitor(DegradationConfig(window=10))
+    rows = [{DIVERGES: 4.0}] * 5 + [{DIVERGES: 14.0}] * 5
+    *before, [finding] = [monitor.observe(step, row) for step, row in enumerate(rows, 1)]
+    assert before == [[]] * 9
+    assert (finding.metric, finding.sound_steps) == (DIVERGES, 0)
 
 
 @pytest.mark.parametrize("past", [0, 12, 25])

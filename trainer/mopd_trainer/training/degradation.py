@@ -131,8 +131,8 @@ class DegradationMonitor:
         watched = (INVALID, *_TEACHERS, *_TEACHERS.values())
         size = self._config.window
         for key, value in metrics.items():
-            is_watched = key in watched or key.endswith((COMPARED_SHARE, f"/{DIVERGENCE}"))
-            if isfinite(value) and is_watched and not _is_of_control_arm(key, metrics):
+            is_watched = key in watched or key.endswith(COMPARED_SHARE)
+            if isfinite(value) and (is_watched or _is_divergence(key, metrics)):
                 self._values[key] = [*self._values[key], value][-size:]
         # A student may degrade within the first window, so that later means are compared with those
         # of its first half, too.
@@ -162,7 +162,7 @@ class DegradationMonitor:
             message=self._message(key, now, best),
             advice=next(advice for name, advice in _ADVICE.items() if key.endswith(name)),
             is_grave=is_grave,
-            sound_steps=max(0, self._sound_steps[key] - self._config.window),
+            sound_steps=max(0, self._sound_steps.get(key, 0) - self._config.window),
         )
 
     def _is_below(self, key: str, now: _Window, best: _Window, limit: str) -> bool:
@@ -200,7 +200,8 @@ class DegradationMonitor:
         return f"(mean of steps {first} to {window.last_step})"
 
 
-def _is_of_control_arm(key: str, metrics: Metrics) -> bool:
-    """Return whether the teacher of a metric is a control arm, which has nothing to teach."""
-    teacher, _, _ = key.rpartition("/")
-    return bool(metrics.get(f"{teacher}/{CONTROL}"))
+def _is_divergence(key: str, metrics: Metrics) -> bool:
+    """Return whether a metric is the divergence from a teacher, and not from a control arm, which
+    has nothing to teach."""
+    teacher, _, name = key.rpartition("/")
+    return name == DIVERGENCE and not metrics.get(f"{teacher}/{CONTROL}")
