@@ -7,7 +7,7 @@ becomes the ids of the teacher's tokens. If none of them spells one of these byt
 before the first.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,13 +45,14 @@ def text_view(rollout: Rollout, student: TokenTable, teacher: TextEncoder) -> Te
             name = names[int(rollout.completion.token_ids[position])]
             (controls if _is_sent(name, teacher.table) else literal)[position] = name
     completion = _with_literals(rollout.completion, literal)
-    sendable = _valid_utf8_bytes(completion, controls)
-    fields: dict[str, Any] = {"completion": _parts(completion, controls, sendable)}
-    if sendable < len(completion.text):
-        ids = _teacher_ids(completion, controls, teacher)
+    pieces = _pieces(completion, controls)
+    valid = _valid_beginning(pieces)
+    fields: dict[str, Any] = {"completion": _parts(valid)}
+    invalid_bytes = len(completion.text) - sum(len(p) for p in valid if isinstance(p, bytes))
+    if invalid_bytes:
+        ids = _teacher_ids(pieces, teacher)
         if ids is not None:
-            fields, sendable = {"completion_token_ids": ids}, len(completion.text)
-    invalid_bytes = len(completion.text) - sendable
+            fields, invalid_bytes = {"completion_token_ids": ids}, 0
     return TeacherInput(
         request=SequenceRequest(
             messages=list(rollout.prompt.messages),
@@ -100,49 +101,47 @@ def _with_literals(completion: TokenSequence, literal: Mapping[int, str]) -> Tok
     )
 
 
-def _valid_utf8_bytes(completion: TokenSequence, controls: Mapping[int, str]) -> int:
-    """Return the length of the longest valid UTF-8 prefix, also between sent control tokens."""
+def _pieces(completion: TokenSequence, controls: Mapping[int, str]) -> list[bytes | ControlToken]:
+    """Divide a completion into its text and the control tokens to send."""
+    pieces: list[bytes | ControlToken] = []
     start = 0
-    for end in [*(int(completion.byte_ends[position]) for position in controls), None]:
-        piece = completion.text[start:end]
-        valid = len(valid_utf8(piece))
-        if valid < len(piece):
-            return start + valid
-        start = end or start
-    return len(completion.text)
+    for position, name in controls.items():
+        end = int(completion.byte_ends[position])
+        pieces += [completion.text[start:end], ControlToken(control=name)]
+        start = end
+    return [*pieces, completion.text[start:]]
 
 
-def _teacher_ids(
-    completion: TokenSequence, controls: Mapping[int, str], teacher: TextEncoder
-) -> list[int] | None:
+def _valid_beginning(pieces: Sequence[bytes | ControlToken]) -> list[bytes | ControlToken]:
+    """Return what is before the first byte that is not UTF-8."""
+    valid: list[bytes | ControlToken] = []
+    for piece in pieces:
+        if isinstance(piece, ControlToken):
+            valid.append(piece)
+            continue
+        valid.append(valid_utf8(piece))
+        if valid[-1] != piece:
+            break
+    return valid
+
+
+def _teacher_ids(pieces: Sequence[bytes | ControlToken], teacher: TextEncoder) -> list[int] | None:
     """Return a teacher's ids of text, invalid bytes and control tokens; None if it lacks a byte."""
     ids: list[int] = []
-    start = 0
-    for position, name in [*controls.items(), (None, "")]:
-        end = None if position is None else int(completion.byte_ends[position])
-        encoded = teacher.encode_bytes(completion.text[start:end])
+    for piece in pieces:
+        if isinstance(piece, ControlToken):
+            ids.append(teacher.table.controls[piece.control])
+            continue
+        encoded = teacher.encode_bytes(piece)
         if encoded is None:
             return None
         ids += encoded
-        if end is not None:
-            ids.append(teacher.table.controls[name])
-            start = end
     return ids
 
 
-def _parts(
-    completion: TokenSequence, controls: Mapping[int, str], sendable: int
-) -> str | list[str | ControlToken]:
-    text = completion.text[:sendable]
-    if not controls:
-        return text.decode()
-    parts: list[str | ControlToken] = []
-    sent = 0
-    for position, name in controls.items():
-        end = int(completion.byte_ends[position])
-        if end > sendable:
-            break
-        parts += [text[sent:end].decode(), ControlToken(control=name)]
-        sent = end
-    parts.append(text[sent:].decode())
+def _parts(pieces: Sequence[bytes | ControlToken]) -> str | list[str | ControlToken]:
+    """Return a request's ``completion``: text, or parts if there are control tokens."""
+    parts = [piece.decode() if isinstance(piece, bytes) else piece for piece in pieces]
+    if len(parts) == 1 and isinstance(parts[0], str):
+        return parts[0]
     return [part for part in parts if part != ""]
