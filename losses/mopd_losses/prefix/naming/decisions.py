@@ -19,7 +19,7 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
     joined,
     keys_of,
 )
-from mopd_losses.prefix.vocabulary.key_table import KeyTable
+from mopd_losses.prefix.vocabulary.key_table import KeyTable, distinct_keys
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 
 #: Candidates kept in memory; beyond, all are discarded and computed again.
@@ -109,8 +109,8 @@ class Decisions:
         results = 2 * wholes + begins
         unknown = np.flatnonzero(self.lengths.take(results) == _UNKNOWN)
         if len(unknown):
-            distinct, first = np.unique(results[unknown], return_index=True)
-            self._decide(distinct, candidates.at(unknown[first]), boundaries)
+            distinct, at = distinct_keys(results[unknown])
+            self._decide(distinct, candidates.at(unknown[at]), boundaries)
         return results
 
     def _added(self, candidates: Candidates, boundaries: Boundaries) -> Integers:

@@ -1,8 +1,10 @@
 """``KeyTable``: a map from 64-bit keys to numbers, with arrays of keys at a time."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mopd_losses.prefix.vocabulary.hashed_strings import Hashes, Integers
 
@@ -11,6 +13,8 @@ MISSING = -1
 
 _EMPTY = 0
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
+
+_Key = TypeVar("_Key", np.uint64, np.int64)
 
 
 class KeyTable:
@@ -64,8 +68,8 @@ class KeyTable:
         values = self.values_of(keys)
         missing = np.flatnonzero(values == MISSING)
         if len(missing):
-            distinct, first = np.unique(keys[missing], return_index=True)
-            self.add(distinct, compute(missing[first]))
+            distinct, at = distinct_keys(keys[missing])
+            self.add(distinct, compute(missing[at]))
             values[missing] = self.values_of(keys[missing])
         return values
 
@@ -98,6 +102,15 @@ class KeyTable:
 
     def _slots_of(self, keys: Hashes) -> Integers:
         return ((keys * _SPREAD) >> self._shift).view(np.int64)
+
+
+def distinct_keys(keys: NDArray[_Key]) -> tuple[NDArray[_Key], Integers]:
+    """Return the distinct keys, ascending, and an index of each: any one, so that the sort need not
+    be stable, which takes a third to a tenth of the time of ``np.unique``."""
+    order = np.argsort(keys)
+    ordered = keys[order]
+    starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: len(keys)])
+    return ordered[starts], order[starts]
 
 
 def _not_empty(keys: Hashes) -> Hashes:
