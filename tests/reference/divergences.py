@@ -186,9 +186,9 @@ def tail_bucket(
     return Compared(result.value, [slope - of_rest for slope in slopes])
 
 
-def floored_rest(teacher: Floats, student_rest: float) -> list[float]:
-    """Raise the last share to 1e-4, or to the student's if that is less; scaled to sum to one."""
-    shares = [*teacher[:-1], max(teacher[-1], min(FLOOR, student_rest))]
+def floored_rest(side: Floats, other_rest: float) -> list[float]:
+    """Raise the last share to 1e-4, or to the other one if less; scaled to sum to one."""
+    shares = [*side[:-1], max(side[-1], min(FLOOR, other_rest))]
     return [share / math.fsum(shares) for share in shares]
 
 

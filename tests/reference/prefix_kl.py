@@ -569,8 +569,10 @@ def cut(student: Side, begun: str, candidate: str) -> int:
     return min(lengths, default=0)
 
 
-def value(boundary: Boundary, divergence: str, teacher_weight: float = 0.5) -> float:
-    """Nats on (cells, rest)."""
+def value(
+    boundary: Boundary, divergence: str, *, inside: bool, teacher_weight: float = 0.5
+) -> float:
+    """Nats on (cells, rest); the student's rest has a floor inside one of its tokens."""
     student = [*boundary.student.values()]
     student.append(max(1 - math.fsum(student), TAIL_MARGIN))
     reachable = [c for c, p in boundary.student.items() if p > 0]
@@ -598,6 +600,8 @@ def value(boundary: Boundary, divergence: str, teacher_weight: float = 0.5) -> f
         bound = boundary.teacher_lacks[1]
         teacher = filled(known_teacher, student, teacher_flags, bound)
         student = filled(known_student, teacher, student_flags, boundary.student_lacks[1])
+    if inside:
+        student = floored_rest(student, teacher[-1])
     if divergence == "forward_kl":
         return _kl(teacher, student)
     if divergence == "reverse_kl":
@@ -646,11 +650,12 @@ def per_token(student: Side, teacher: Side, divergence: str, mass_floor: float) 
     for boundary in compared:
         weight = min(1.0, boundary.teacher_mass / mass_floor) if mass_floor else 1.0
         start, mass = boundary.token or (-1, 1.0)
-        if start in texts:
+        is_inside = start in texts
+        if is_inside:
             ratio = boundary.teacher_text / texts[start] / mass
             over_teacher = {"forward_kl": 1.0, "reverse_kl": 0.0}.get(divergence, 0.5)
             weight *= over_teacher * min(ratio, HIGHEST_RATIO) + 1 - over_teacher
-        results[boundary.position] += weight * value(boundary, divergence)
+        results[boundary.position] += weight * value(boundary, divergence, inside=is_inside)
     return results
 
 

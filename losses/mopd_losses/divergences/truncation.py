@@ -33,8 +33,8 @@ from mopd_losses.divergences.divergences import forward_kl, reverse_kl
 #: Upper limit of the student's retained mass is 1 minus this; a tail clamped so is a constant.
 TAIL_MARGIN = 1e-6
 
-#: Lower limit of the teacher's tail where reverse KL would grow without bound as it vanishes.
-TEACHER_TAIL_FLOOR = 1e-4
+#: Lower limit of a tail where a divergence would grow without bound as it vanishes.
+TAIL_FLOOR = 1e-4
 
 
 def with_tail_bucket(
@@ -63,15 +63,15 @@ def with_tail_bucket(
 
 
 def floored_tail(
-    student: Float[Tensor, "compared entries"], teacher: Float[Tensor, "compared entries"]
+    other: Float[Tensor, "compared entries"], side: Float[Tensor, "compared entries"]
 ) -> Float[Tensor, "compared entries"]:
-    """Clamp the rest of a teacher on (retained ids, rest) to at least ``TEACHER_TAIL_FLOOR``.
+    """Clamp the rest of a side on (retained ids, rest) to at least ``TAIL_FLOOR``.
 
-    For divergences without a bound where the teacher's probability vanishes. The floor is never
-    above the student's rest, so that the divergence of equal sides is zero.
+    For divergences without a bound where the side's probability vanishes. The floor is never
+    above the other side's rest, so that the divergence of equal sides is zero.
     """
-    floor = student[:, -1:].detach().clamp_max(math.log(TEACHER_TAIL_FLOOR))
-    floored = torch.cat([teacher[:, :-1], teacher[:, -1:].maximum(floor)], dim=1)
+    floor = other[:, -1:].detach().clamp_max(math.log(TAIL_FLOOR))
+    floored = torch.cat([side[:, :-1], side[:, -1:].maximum(floor)], dim=1)
     return floored - floored.logsumexp(dim=1, keepdim=True)
 
 

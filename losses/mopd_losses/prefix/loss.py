@@ -56,6 +56,11 @@ the two masses of the token's beginning, at most ``HIGHEST_RATIO``, as far as th
 is an expectation over the teacher (``teacher_share``). Without it, the student learns the
 rest of a token only after the beginning.
 
+The student's rest there is at least ``TAIL_FLOOR``, or the teacher's if that is less. The student's
+row has only the tokens with the same beginning, often no other one, while most other text is
+divided otherwise by its tokenizer: of a teacher that spells the rest of a word with six tokens of
+0.999 each, six small rests would be compared with nothing at all.
+
 **Lookaheads.** Where the teacher is sure of the beginning, its row behind it is requested if the
 completion does not continue with it (``open_tokens``, ``lookaheads``). Every sample then has the
 second term of that sum, with its exact weight, and no noise of a ratio.
@@ -166,6 +171,9 @@ def prefix_kl(
             (_with_rest(targets.lacking), lacking),
             (_with_rest(targets.teacher_lacking), targets.teacher_detours.to(student.dtype)),
         )
+    # Inside a token of the student, text that no cell names is mostly divided otherwise.
+    inside = ~targets.token_masses.isnan().unsqueeze(1)
+    student_side = torch.where(inside, floored_tail(teacher_side, student_side), student_side)
     if settings.unbounded_where_teacher_vanishes:
         teacher_side = floored_tail(student_side, teacher_side)
     weights = targets.weights.to(student.dtype)
