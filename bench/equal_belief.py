@@ -42,6 +42,14 @@ CJK = (
     "你好,世界。床前明月光,疑是地上霜。漢字仮名交じり文:カタカナ、ひらがな。"
     "今天的天气很好,我们去公园散步吧。東京都の人口は約1400万人です。안녕하세요 세계!"
 )
+#: Words of which a token of one vocabulary is many of another.
+SCRIPTS = (
+    "प्रधानमंत्री ने विश्वविद्यालयों के प्रतिनिधियों को संबोधित किया। "
+    "Правительство утвердило государственную программу развития здравоохранения. "
+    "أعلنت وزارة التربية والتعليم عن بدء العام الدراسي الجديد في جميع المدارس. "
+    "สวัสดีครับ วันนี้อากาศดีมาก เราไปเดินเล่นที่สวนสาธารณะกันเถอะ "
+    "Những người nghiên cứu trường đại học đã phát triển một phương pháp mới. "
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +85,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--pairs", default=PAIRS, metavar="STUDENT:TEACHER,…", help="tokenizers")
-    parser.add_argument("--texts", default="prose,code,numbers,json,cjk", metavar="A,B")
+    parser.add_argument("--texts", default="prose,code,numbers,json,cjk,scripts", metavar="A,B")
     parser.add_argument("--losses", default="prefix_kl,ctkd", metavar="A,B", help="by type")
     parser.add_argument("--confidence", type=float, default=0.999, help="of each token")
     parser.add_argument("--threshold", type=float, default=0.1, help="nats per unit of logit")
@@ -123,7 +131,7 @@ def _short(name: str) -> str:
 
 
 def texts() -> dict[str, str]:
-    """Texts of five kinds."""
+    """Texts of six kinds."""
     chance = random.Random(0)
     records = [
         {"id": i, "name": f"user_{i}", "tags": ["a", "b"], "value": chance.random(), "ok": None}
@@ -139,6 +147,7 @@ def texts() -> dict[str, str]:
         ),
         "json": json.dumps(records, indent=2),
         "cjk": CJK * 2,
+        "scripts": SCRIPTS * 2,
     }
 
 

@@ -17,7 +17,7 @@ import httpx
 
 from bench.numerals.accuracy import accuracy
 from bench.numerals.material import Role, model_folder, model_key
-from bench.numerals.pairs import POLICY_GRADIENT, SFT, Pair, Side, loss_settings
+from bench.numerals.pairs import SFT, Pair, Side, loss_settings
 from bench.numerals.reference_rollouts import reference_rollouts
 from mopd.demo.examples import Encoder
 from mopd.demo.tasks import Exercise
@@ -95,7 +95,7 @@ class Run:
     @property
     def importance(self) -> ImportanceConfig:
         """Weights of samples; none if their gradient would be biased."""
-        return ImportanceConfig(least=1) if self.loss == POLICY_GRADIENT else self.pair.importance
+        return ImportanceConfig(least=1) if self._is_policy_gradient else self.pair.importance
 
     @property
     def temperature(self) -> float:
@@ -103,7 +103,11 @@ class Run:
         if self.pair.temperature is not None:
             return self.pair.temperature
         default: float = RolloutConfig.model_fields["temperature"].default
-        return 1.0 if self.loss == POLICY_GRADIENT else default
+        return 1.0 if self._is_policy_gradient else default
+
+    @property
+    def _is_policy_gradient(self) -> bool:
+        return loss_settings(self.loss).type == "policy_gradient"
 
     @property
     def teachers(self) -> Mapping[str, Side]:

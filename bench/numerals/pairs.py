@@ -27,9 +27,6 @@ SFT = "sft"
 #: The loss of teachers with the student's own tokenizer: what the transfer could reach.
 CEILING = "topk_kl"
 
-#: The loss whose gradient importance weights would bias.
-POLICY_GRADIENT = "policy_gradient"
-
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "prefix_kl": {"type": "prefix_kl"},
     "prefix_kl_jsd": {"type": "prefix_kl", "divergence": "jsd"},
@@ -40,15 +37,21 @@ _SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "pkl_parity": {"type": "pkl_parity"},
     "alm": {"type": "alm"},
     "simct": {"type": "simct"},
-    POLICY_GRADIENT: {"type": "policy_gradient"},
+    "policy_gradient": {"type": "policy_gradient"},
+}
+_FOR_ONE_TOKENIZER: Mapping[str, Mapping[str, Any]] = {
+    "policy_gradient_baseline": {"type": "policy_gradient", "baseline": "top_k"},
+    "policy_gradient_proximal": {"type": "policy_gradient", "skew": 0.3},
+    "policy_gradient_both": {"type": "policy_gradient", "baseline": "top_k", "skew": 0.3},
 }
 LOSSES: tuple[str, ...] = (*_SETTINGS, SFT)
 
 
 def loss_settings(name: str) -> LossConfig:
-    """Return the settings of one of ``LOSSES``: the defaults, except for those in its name."""
+    """Return the settings of a loss by its name here: the defaults, except for those in it."""
     adapter: TypeAdapter[LossConfig] = TypeAdapter(LossConfig)
-    return adapter.validate_python(_SETTINGS.get(name, _SETTINGS["ctkd"]))
+    every = {**_SETTINGS, **_FOR_ONE_TOKENIZER}
+    return adapter.validate_python(every.get(name, _SETTINGS["ctkd"]))
 
 
 @dataclass(frozen=True)

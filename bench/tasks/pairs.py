@@ -41,7 +41,15 @@ _MAX_NEW_TOKENS: Mapping[str, int] = {
     "rows": 64,
     "chinese_dates": 48,
 }
-LOSSES = ("prefix_kl", "ctkd", "gold_bayesian", "simct", "alm", CEILING, SFT)
+_ANY_TOKENIZER = ("prefix_kl", "ctkd", "gold_bayesian", "simct", "alm", CEILING, SFT)
+#: Losses of teachers with the student's tokenizer.
+_ONE_TOKENIZER = (
+    "policy_gradient",
+    "policy_gradient_baseline",
+    "policy_gradient_proximal",
+    "policy_gradient_both",
+)
+LOSSES = (*_ANY_TOKENIZER, *_ONE_TOKENIZER)
 
 
 def _teacher(
@@ -105,17 +113,26 @@ _CHINESE_BYTES = _student(64, 1e-3, "chinese_dates")  # three tokens for a chara
 _CHINESE = replace(_CHINESE_BYTES, tokenizer=chinese_tokenizer)
 
 
+def _own(teacher: Side, student: Side) -> Side:
+    """Return the teacher with the student's tokenizer."""
+    return replace(teacher, tokenizer=student.tokenizer)
+
+
 def _pair(
-    student: Side, *tasks: str, name: str = "", teachers: Mapping[str, Side] = _TEACHERS
+    student: Side,
+    *tasks: str,
+    name: str = "",
+    teachers: Mapping[str, Side] = _TEACHERS,
+    losses: tuple[str, ...] = _ANY_TOKENIZER,
 ) -> Pair:
     return Pair(
         name=name or "+".join(tasks),
         title=(name or " and ".join(tasks)) + (" at once" if len(tasks) > 1 else ""),
         teachers={task: teachers[task] for task in tasks},
-        ceiling={task: replace(teachers[task], tokenizer=student.tokenizer) for task in tasks},
+        ceiling={task: _own(teachers[task], student) for task in tasks},
         student=student,
         tasks={task: TASKS[task] for task in tasks},
-        losses=LOSSES,
+        losses=losses,
         steps=400,
         learning_rate=1e-3,
         top_k=64,
@@ -131,6 +148,13 @@ _PAIRS = (
     _pair(_DATES, "dates", "iso_dates"),
     _pair(_DATES, "iso_dates"),
     _pair(_DATES, "dates", name="dates_alone"),
+    _pair(
+        _SHORT,
+        "dates",
+        name="dates_own_tokenizer",
+        teachers={"dates": _own(_TEACHERS["dates"], _SHORT)},
+        losses=(*_ONE_TOKENIZER, CEILING),
+    ),
     _pair(_CHINESE, "chinese_dates", name="chinese_from_bytes", teachers=_BYTES),
     _pair(_CHINESE_BYTES, "chinese_dates", name="chinese_from_characters", teachers=_CHARACTERS),
 )

@@ -1,6 +1,7 @@
 """Plot of the tasks: accuracy on held-out prompts over steps, one panel per pair and teacher."""
 
 from collections.abc import Mapping
+from itertools import cycle
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,7 +14,7 @@ from bench.tasks.pairs import LOSSES
 
 mpl.use("Agg")  # writes files, also without a display
 
-_COLOURS = dict(zip(LOSSES, mpl.color_sequences["tab10"], strict=False))
+_COLOURS = dict(zip(LOSSES, cycle(mpl.color_sequences["tab10"]), strict=False))
 
 
 def draw(figures: Mapping[str, Any], path: Path) -> None:

@@ -55,7 +55,7 @@ def table(figures: Mapping[str, Any], name: str) -> Table:
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )
-    shown.add_column("")
+    shown.add_column("", overflow="fold")
     tasks = pair["tasks"]
     headings = (*tasks, "90 % at steps", "seeds", "invalid bytes", "compared", "loss")
     for heading in headings:

@@ -150,7 +150,7 @@ def _policy_gradient(config: PolicyGradientConfig, context: LossContext) -> Loss
             "the expected advantage is unknown. Remove the baseline, or use 'prefix_kl'.",
             key="loss.baseline",
         )
-    return PolicyGradientLoss(config.max_ratio, has_baseline)
+    return PolicyGradientLoss(config.max_ratio, has_baseline, config.skew)
 
 
 def _k2(config: K2Config, context: LossContext) -> Loss:

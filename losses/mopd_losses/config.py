@@ -161,6 +161,9 @@ class PolicyGradientConfig(BaseModel):
     type: Literal["policy_gradient"] = "policy_gradient"
     max_ratio: float = Field(default=2.0, gt=0)
     """Upper limit of the importance ratio of the current student to the sampling policy."""
+    skew: float = Field(default=0.0, ge=0, lt=1)
+    """The student's share of a proximal teacher, a mixture of both that the student is compared
+    with: an advantage is at least ``ln skew``. 0: the teacher itself."""
     baseline: Literal["none", "top_k"] = "none"
     """``top_k``: subtract the mean advantage of the row's top-k and rest, which lowers the variance
     of the gradient and leaves its expectation. For a teacher with the student's own tokenizer,

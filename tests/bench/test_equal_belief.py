@@ -8,7 +8,7 @@ from tests.reference.text_model import markov_texts
 
 
 @pytest.mark.parametrize("loss", ["prefix_kl", "ctkd"])
-@pytest.mark.parametrize("text", ["prose", "code", "numbers", "json", "cjk"])
+@pytest.mark.parametrize("text", ["prose", "code", "numbers", "json", "cjk", "scripts"])
 @pytest.mark.parametrize(
     "pair", [("tekken", "v3"), ("v1", "python_50k"), ("python_50k", "v3"), ("tekken", "python_50k")]
 )

@@ -8,6 +8,7 @@ restrict a property have a comment with the reason.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -401,12 +402,18 @@ _XTOKEN: dict[str, Any] = {
 
 
 def _sampled(
-    loss_config: LossConfig, loss: Loss, twin: Callable[..., Dual], *, has_baseline: bool = False
+    loss_config: LossConfig,
+    loss: Loss,
+    twin: Callable[..., Dual],
+    *,
+    has_baseline: bool = False,
+    skew: float = 0.0,
 ) -> Row:
     """``twin`` maps ``p(x)``, ``t(x)`` and ``mu(x)`` of a span's text to the loss.
 
     Args:
         has_baseline: also give the twin the mean log-ratio, as ``baseline``.
+        skew: of the mean log-ratio.
     """
     policy_gradient = isinstance(loss, PolicyGradientLoss)
 
@@ -416,7 +423,7 @@ def _sampled(
         kept, student = view.teacher[0].kept, view.student[0]
         own = [student[j].value for j in kept]
         rest = view.teacher[0].rest
-        return {"baseline": sampled.mean_log_ratio(own, list(kept.values()), rest)}
+        return {"baseline": sampled.mean_log_ratio(own, list(kept.values()), rest, skew)}
 
     def expected(problem: Problem) -> Expected:
         by_position = {
@@ -439,7 +446,8 @@ def _sampled(
         return scattered(problem, values)
 
     return Row(
-        f"{loss_config.type}{' with a baseline' if has_baseline else ''}",
+        f"{loss_config.type}{' with a baseline' if has_baseline else ''}"
+        f"{' and a proximal teacher' if skew else ''}",
         loss_config,
         lambda _: loss,
         expected,
@@ -511,6 +519,16 @@ ROWS: tuple[Row, ...] = (
         PolicyGradientLoss(has_baseline=True),
         sampled.policy_gradient,
         has_baseline=True,
+    ),
+    *(
+        _sampled(
+            config.PolicyGradientConfig(baseline=baseline, skew=0.3),
+            PolicyGradientLoss(has_baseline=has_baseline, skew=0.3),
+            partial(sampled.policy_gradient, skew=0.3),
+            has_baseline=has_baseline,
+            skew=0.3,
+        )
+        for baseline, has_baseline in (("none", False), ("top_k", True))
     ),
     _sampled(config.K2Config(), K2Loss(), sampled.k2),
     _sampled(config.K3Config(), K3Loss(), sampled.k3),

@@ -12,24 +12,34 @@ from tests.reference.dual import Dual, exp, log
 
 
 def policy_gradient(
-    p: Dual, t: float, mu: float, max_ratio: float = 2.0, baseline: float = 0.0
+    p: Dual,
+    t: float,
+    mu: float,
+    max_ratio: float = 2.0,
+    baseline: float = 0.0,
+    skew: float = 0.0,
 ) -> Dual:
-    """``w d`` with the gradient of ``w (d - baseline) ln p``, where ``d = ln p - ln t`` and
-    ``w = min(p / mu, max_ratio)``."""
+    """``w d`` with the gradient of ``w (d - baseline) ln p``, where
+    ``d = ln p - ln(skew p + (1 - skew) t)`` and ``w = min(p / mu, max_ratio)``."""
     weight = min(p.value / mu, max_ratio)
-    d = math.log(p.value) - math.log(t)
+    d = math.log(p.value) - math.log(skew * p.value + (1 - skew) * t)
     return Dual(weight * d, weight * (d - baseline) * log(p).slopes)
 
 
-def mean_log_ratio(p: Sequence[float], t: Sequence[float], t_rest: float) -> float:
-    """``sum w ln(p / t) / sum w`` over the teacher's entries and one more for all others, with
+def mean_log_ratio(
+    p: Sequence[float], t: Sequence[float], t_rest: float, skew: float = 0.0
+) -> float:
+    """``sum w d / sum w`` over the teacher's entries and one more for all others, with
     ``w = p |grad ln p|^2 = p (1 - 2 p + sum p^2)``; the others are many, and each unlikely."""
     p_rest = max(1 - math.fsum(p), MARGIN)
     total = math.fsum([*t, t_rest])
     teacher = floored_rest([b / total for b in [*t, t_rest]], p_rest)
     squares = math.fsum(a * a for a in p)
     weights = [*(a * (1 - 2 * a + squares) for a in p), p_rest * (1 + squares)]
-    log_ratios = [math.log(a / b) for a, b in zip([*p, p_rest], teacher, strict=True)]
+    log_ratios = [
+        math.log(a / (skew * a + (1 - skew) * b))
+        for a, b in zip([*p, p_rest], teacher, strict=True)
+    ]
     weighted = math.fsum(w * d for w, d in zip(weights, log_ratios, strict=True))
     return weighted / math.fsum(weights)
 

@@ -21,7 +21,14 @@ from tests.losses.scored_completions import STUDENT_SIZE, several
 
 seeds = st.integers(0, 2**32)
 each = pytest.mark.parametrize(
-    "loss", [PolicyGradientLoss(), PolicyGradientLoss(has_baseline=True), K2Loss(), K3Loss()]
+    "loss",
+    [
+        PolicyGradientLoss(),
+        PolicyGradientLoss(has_baseline=True),
+        PolicyGradientLoss(skew=0.3),
+        K2Loss(),
+        K3Loss(),
+    ],
 )
 
 
@@ -118,6 +125,33 @@ def test_the_policy_gradient_is_that_of_reverse_kl_for_any_sampling_policy(seed:
         expected_value, expected_gradient = gradient_of(reverse_kl, logits, teacher)
         assert value == pytest.approx(expected_value)
         torch.testing.assert_close(gradient, expected_gradient)
+
+
+@given(seeds, st.floats(0.01, 0.99), st.booleans())
+@settings(deadline=None, max_examples=25)
+def test_the_gradient_with_a_proximal_teacher_is_that_of_reverse_kl_to_the_mixture(
+    seed: int, skew: float, has_baseline: bool
+) -> None:
+    logits, teacher, sampled = three_distributions(seed)
+    mixture = (skew * logits.detach().softmax(0) + (1 - skew) * teacher.exp()).log()
+    expected_value, expected_gradient = gradient_of(reverse_kl, logits, mixture)
+    rows = DenseRows(logits.repeat(6, 1), torch.ones(6, dtype=torch.bool))
+    targets = with_top_k(teacher, sampled, 4)
+    values = PolicyGradientLoss(1e9, has_baseline, skew)(rows, targets).per_token
+    mean = (values * sampled.exp()).sum()
+    assert mean.item() == pytest.approx(expected_value)
+    (gradient,) = torch.autograd.grad(mean, logits)
+    torch.testing.assert_close(gradient, expected_gradient)
+
+
+def test_a_proximal_teacher_bounds_the_weight_of_what_the_teacher_excludes() -> None:
+    logits = torch.zeros(6, dtype=torch.float64, requires_grad=True)
+    sampled = logits.detach().log_softmax(0)
+    teacher = torch.tensor([0.0, *[-40.0] * 5], dtype=torch.float64)
+    rows = DenseRows(logits.repeat(6, 1), torch.ones(6, dtype=torch.bool))
+    values = PolicyGradientLoss(skew=0.25)(rows, every_token(teacher, sampled)).per_token
+    assert values[1:].tolist() == pytest.approx([math.log(4)] * 5)
+    assert values[0].item() == pytest.approx(-math.log(0.25 + 0.75 * 6))
 
 
 def with_top_k(teacher: Tensor, sampled: Tensor, k: int) -> SpanTargets:
