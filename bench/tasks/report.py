@@ -18,7 +18,14 @@ from bench.tasks.oracle import THRESHOLD, Push
 _MEASURED = ("invalid_byte_share", "compared_share", "loss")
 #: Share of correct prompts whose first step the table shows.
 _GOAL = 0.9
-_TITLES = {SFT: "sft on reference answers", CEILING: "topk_kl, student's own tokenizer"}
+_TITLES = {
+    SFT: "sft on reference answers",
+    CEILING: "topk_kl, student's own tokenizer",
+    "policy_gradient": "policy gradient",
+    "policy_gradient_baseline": "policy gradient, baseline",
+    "policy_gradient_proximal": "policy gradient, proximal",
+    "policy_gradient_both": "policy gradient, both",
+}
 
 
 def comparison(
@@ -79,7 +86,7 @@ def table(figures: Mapping[str, Any], name: str) -> Table:
         shown.add_row(
             _TITLES.get(loss, loss) + (stopped if each["stopped"] else ""),
             *(_range(each["after"][task]) for task in tasks),
-            ", ".join(_steps(each["reached"][task]) for task in tasks),
+            "; ".join(_steps(each["reached"][task]) for task in tasks),
             str(each["seeds"]),
             f"{each['invalid_byte_share']:.2%}",
             f"{each['compared_share']:.1%}",
@@ -200,7 +207,7 @@ def _first_finding(run: Mapping[str, Any], *, grave: bool) -> int | None:
 
 
 def _steps(reached: Sequence[int | None]) -> str:
-    return "/".join("–" if step is None else str(step) for step in reached)
+    return " / ".join("–" if step is None else str(step) for step in reached)
 
 
 def _range(figures: Mapping[str, float]) -> str:
