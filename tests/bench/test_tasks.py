@@ -212,5 +212,5 @@ def test_only_losses_that_training_would_warn_about_have_a_line() -> None:
     }
     [line] = warnings({"pairs": {"dates": {"losses": losses}}}, "dates")
     assert line.startswith("ctkd: ")
-    assert "23/–" in line
-    assert "–/41" in line
+    assert "23 / –" in line
+    assert "– / 41" in line
