@@ -27,7 +27,7 @@ SFT = "sft"
 #: The loss of teachers with the student's own tokenizer: what the transfer could reach.
 CEILING = "topk_kl"
 
-_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+_SETTINGS: dict[str, Mapping[str, Any]] = {
     "prefix_kl": {"type": "prefix_kl"},
     "prefix_kl_jsd": {"type": "prefix_kl", "divergence": "jsd"},
     "ctkd": {"type": "ctkd"},
@@ -39,19 +39,20 @@ _SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "simct": {"type": "simct"},
     "policy_gradient": {"type": "policy_gradient"},
 }
-_FOR_ONE_TOKENIZER: Mapping[str, Mapping[str, Any]] = {
+_ONE_TOKENIZER: dict[str, Mapping[str, Any]] = {
     "policy_gradient_baseline": {"type": "policy_gradient", "baseline": "top_k"},
     "policy_gradient_proximal": {"type": "policy_gradient", "skew": 0.3},
     "policy_gradient_both": {"type": "policy_gradient", "baseline": "top_k", "skew": 0.3},
 }
 LOSSES: tuple[str, ...] = (*_SETTINGS, SFT)
+#: Forms of a loss that are compared with teachers of the student's tokenizer.
+ONE_TOKENIZER_LOSSES: tuple[str, ...] = ("policy_gradient", *_ONE_TOKENIZER)
 
 
 def loss_settings(name: str) -> LossConfig:
     """Return the settings of a loss by its name here: the defaults, except for those in it."""
     adapter: TypeAdapter[LossConfig] = TypeAdapter(LossConfig)
-    every = {**_SETTINGS, **_FOR_ONE_TOKENIZER}
-    return adapter.validate_python(every.get(name, _SETTINGS["ctkd"]))
+    return adapter.validate_python((_SETTINGS | _ONE_TOKENIZER).get(name, _SETTINGS["ctkd"]))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerFast
 
-from bench.numerals.pairs import CEILING, SFT, Pair, Side
+from bench.numerals.pairs import CEILING, ONE_TOKENIZER_LOSSES, SFT, Pair, Side
 from bench.numerals.warm_start import Completion
 from bench.tasks.exercises import (
     ChineseDates,
@@ -42,14 +42,7 @@ _MAX_NEW_TOKENS: Mapping[str, int] = {
     "chinese_dates": 48,
 }
 _ANY_TOKENIZER = ("prefix_kl", "ctkd", "gold_bayesian", "simct", "alm", CEILING, SFT)
-#: Losses of teachers with the student's tokenizer.
-_ONE_TOKENIZER = (
-    "policy_gradient",
-    "policy_gradient_baseline",
-    "policy_gradient_proximal",
-    "policy_gradient_both",
-)
-LOSSES = (*_ANY_TOKENIZER, *_ONE_TOKENIZER)
+LOSSES = (*_ANY_TOKENIZER, *ONE_TOKENIZER_LOSSES)
 
 
 def _teacher(
@@ -153,7 +146,7 @@ _PAIRS = (
         "dates",
         name="dates_own_tokenizer",
         teachers={"dates": _own(_TEACHERS["dates"], _SHORT)},
-        losses=(*_ONE_TOKENIZER, CEILING),
+        losses=(*ONE_TOKENIZER_LOSSES, CEILING),
     ),
     _pair(_CHINESE, "chinese_dates", name="chinese_from_bytes", teachers=_BYTES),
     _pair(_CHINESE_BYTES, "chinese_dates", name="chinese_from_characters", teachers=_CHARACTERS),

@@ -109,7 +109,7 @@ def jensen_shannon(
         return forward_kl(student, teacher)
     if teacher_weight == 1:
         return reverse_kl(student, teacher)
-    mixture = _log_mixture(teacher, student, teacher_weight)
+    mixture = log_mixture(teacher, student, teacher_weight)
     return teacher_weight * _kl(teacher, mixture) + (1 - teacher_weight) * _kl(student, mixture)
 
 
@@ -125,7 +125,7 @@ def skewed_forward_kl(
     """
     if skew == 0:
         return forward_kl(student, teacher)
-    return _kl(teacher, _log_mixture(teacher, student, skew))
+    return _kl(teacher, log_mixture(teacher, student, skew))
 
 
 def skewed_reverse_kl(
@@ -138,7 +138,7 @@ def skewed_reverse_kl(
     """
     if skew == 0:
         return reverse_kl(student, teacher)
-    return _kl(student, _log_mixture(student, teacher, skew))
+    return _kl(student, log_mixture(student, teacher, skew))
 
 
 def adaptive_kl(
@@ -208,9 +208,9 @@ def _kl(
     return (first.masked_fill(impossible, -torch.inf).exp() * gaps).sum(dim=-1)
 
 
-def _log_mixture(
-    first: Float[Tensor, "rows entries"], second: Float[Tensor, "rows entries"], first_share: float
-) -> Float[Tensor, "rows entries"]:
+def log_mixture(
+    first: Float[Tensor, "*entries"], second: Float[Tensor, "*entries"], first_share: float
+) -> Float[Tensor, "*entries"]:
     """``ln(share * first + (1 - share) * second)``; no small number is ever added inside a log.
 
     From the larger of the two: where both agree nothing is added to it, which logs of the shares

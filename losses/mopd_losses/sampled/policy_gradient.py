@@ -32,7 +32,6 @@ that align one to one are a part of all that could have been drawn, over which t
 ``grad ln p(x)`` is not zero.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +41,7 @@ from torch import Tensor
 from mopd_losses.core.loss import LossOutput
 from mopd_losses.core.span_targets import SpanLoss, SpanTargets
 from mopd_losses.core.student_rows import StudentLogprobs
+from mopd_losses.divergences.divergences import log_mixture
 from mopd_losses.divergences.truncation import floored_tail, with_tail_bucket
 from mopd_losses.sampled.sampled_spans import SampledSpans, sampled_spans
 
@@ -132,6 +132,4 @@ def mean_log_ratios(
 
 def _proximal(student: Tensor, teacher: Tensor, skew: float) -> Tensor:
     """``ln(skew * p + (1 - skew) * t)``, elementwise."""
-    if skew == 0:
-        return teacher
-    return torch.logaddexp(student + math.log(skew), teacher + math.log1p(-skew))
+    return teacher if skew == 0 else log_mixture(student, teacher, skew)
