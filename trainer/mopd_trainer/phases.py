@@ -24,8 +24,8 @@ from mopd_trainer.metrics.timers import StepTimer
 from mopd_trainer.pages.report import write_report
 from mopd_trainer.pipeline import Collected, Pipeline
 from mopd_trainer.run_folder.checkpoint import FINAL, checkpoint_folder, save_student
-from mopd_trainer.run_folder.recording import Recorder
-from mopd_trainer.run_folder.replay import Replay
+from mopd_trainer.run_folder.recordings.recording import Recorder
+from mopd_trainer.run_folder.recordings.replay import Replay
 from mopd_trainer.run_folder.retention import CheckpointManager
 from mopd_trainer.step_log import StepLog
 from mopd_trainer.student.student import Student

@@ -41,8 +41,8 @@ from mopd_trainer.run_folder.checkpoint import Checkpoint
 from mopd_trainer.run_folder.disk_space import require_space
 from mopd_trainer.run_folder.journal import past_metrics
 from mopd_trainer.run_folder.lock import run_lock
-from mopd_trainer.run_folder.recording import recorder_of
-from mopd_trainer.run_folder.replay import Replay
+from mopd_trainer.run_folder.recordings.recording import recorder_of
+from mopd_trainer.run_folder.recordings.replay import Replay
 from mopd_trainer.run_folder.retention import CheckpointManager, starting_checkpoint
 from mopd_trainer.step_log import StepLog
 from mopd_trainer.student.prompt_checks import check_prompts

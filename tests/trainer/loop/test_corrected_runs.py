@@ -8,7 +8,7 @@ import pytest
 
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.data.prompts import read_prompts
-from mopd_trainer.run_folder.recording import Recording
+from mopd_trainer.run_folder.recordings.recording import Recording
 from tests import tiny_models
 from tests.server.tiny_teachers import teacher_of
 from tests.trainer.in_process import Recorded, serve_in_process

@@ -18,7 +18,7 @@ from mopd_protocol.errors import ConfigError
 from mopd_protocol.samples import Rollout
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.data.prompts import read_prompts
-from mopd_trainer.run_folder.recording import RecordedSample, Recording
+from mopd_trainer.run_folder.recordings.recording import RecordedSample, Recording
 from mopd_trainer.student.student import Student
 from tests import tiny_models
 from tests.reference import ctkd, topk_divergence

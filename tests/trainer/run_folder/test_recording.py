@@ -8,7 +8,7 @@ import pytest
 from mopd_protocol.errors import CheckpointError
 from mopd_protocol.samples import Prompt, Rollout
 from mopd_trainer.data.examples import TrainingExample
-from mopd_trainer.run_folder.recording import Recorder, Recording, step_path
+from mopd_trainer.run_folder.recordings.recording import Recorder, Recording, step_path
 from tests.trainer.scored_examples import example
 from tests.trainer.students import MESSAGES, ids_of, rollout, table
 

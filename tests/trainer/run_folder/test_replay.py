@@ -14,7 +14,7 @@ from mopd_protocol.errors import CheckpointError, ConfigError, MopdError
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.data.prompts import read_prompts
 from mopd_trainer.launch.preflight import check_run
-from mopd_trainer.run_folder.recording import Recording, step_path
+from mopd_trainer.run_folder.recordings.recording import Recording, step_path
 from tests.trainer.runs import prompt_lines, run_values, write_lines
 from tests.trainer.students import table
 from tests.trainer.whole_runs import assert_same_weights, journal, run_cut_off, run_here

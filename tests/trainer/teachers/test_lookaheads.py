@@ -8,7 +8,7 @@ import torch
 
 from mopd_losses.core.loss import Lookahead
 from mopd_trainer.data.examples import AlignedScore
-from mopd_trainer.run_folder.recorded_lookaheads import load_lookaheads, lookahead_arrays
+from mopd_trainer.run_folder.recordings.recorded_lookaheads import load_lookaheads, lookahead_arrays
 from mopd_trainer.student.identity import StudentIdentity
 from tests.reference.teacher_scores import next_token_logprobs
 from tests.server.tiny_teachers import TinyTeacher, teacher_of

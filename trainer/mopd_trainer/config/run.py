@@ -1,15 +1,16 @@
 """``RunConfig``: all settings of a run. Imports no torch, so that errors are raised quickly."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from mopd_losses.config import ON_SAMPLES, K2Config, K3Config, PolicyGradientConfig
+from mopd_losses.config import ON_SAMPLES
 from mopd_trainer.config.data import DataConfig
 from mopd_trainer.config.degradation import DegradationConfig
 from mopd_trainer.config.evaluation import EvaluationConfig, EvaluationSetConfig
+from mopd_trainer.config.logs import LoggingConfig
+from mopd_trainer.config.loss_samples import require_valid_samples
 from mopd_trainer.config.resources import ResourcesConfig
 from mopd_trainer.config.rollout import RolloutConfig, VllmConfig
 from mopd_trainer.config.settings import (
@@ -44,30 +45,6 @@ __all__ = [
     "TeacherConfig",
     "VllmConfig",
 ]
-
-
-class LoggingConfig(Settings):
-    """Output besides the journal (``journal.jsonl``), which is always written."""
-
-    tensorboard: bool = True
-    """Write TensorBoard event files."""
-    wandb: bool = False
-    """Log metrics and the table ``completions`` to Weights & Biases, which reads its variables
-    (``WANDB_MODE``)."""
-    trackio: bool = False
-    """Log metrics and the table ``completions`` to trackio."""
-    project: str = "mopd"
-    """Project of Weights & Biases and trackio; the name of the run is ``exp_name``."""
-    record: bool = False
-    """Save the completions and scores of every step in ``recordings``, for a ``replay``: about
-    24 + 8 ``top_k`` bytes per token and teacher."""
-    completions: int = Field(default=2, ge=0)
-    """Completions of each source that are saved in ``completions.jsonl`` in the first and in each
-    logged step: the text, both tokenizations, and the loss of the first 512 tokens by teacher,
-    which the report shows in colour."""
-    top_k: int = Field(default=5, ge=0, le=50)
-    """Most likely tokens of the student and of each teacher that are saved for the first 128 tokens
-    of such a completion: about 15 bytes each; 0: none."""
 
 
 class RunConfig(Settings):
@@ -209,69 +186,23 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _validate_losses(self) -> "RunConfig":
-        for problem in self._loss_problems():
-            raise problem
-        return self
-
-    def _loss_problems(self) -> Iterator[Exception]:
-        """Yield an error for each teacher whose loss is invalid for the sampling settings."""
-        rollout = self.rollout
-        warped = self.samples_rollouts and (rollout.temperature != 1 or rollout.top_p != 1)
         for name, teacher in self.teachers.items():
-            key, loss = f"teachers.{name}.loss", f"'{teacher.loss.type}'"
-            uncorrected = isinstance(teacher.loss, K2Config | K3Config)
-            if uncorrected and rollout.max_staleness:
-                yield invalid(
-                    key,
-                    f"{loss} requires samples of the current weights (found "
-                    f"rollout.max_staleness {rollout.max_staleness}, expected 0). Set it to 0, or "
-                    "use 'policy_gradient', which corrects for stale samples.",
-                )
-            if uncorrected and warped:
-                yield invalid(
-                    key,
-                    f"{loss} requires samples of the unmodified distribution (found "
-                    f"rollout.temperature {rollout.temperature:g} and rollout.top_p "
-                    f"{rollout.top_p:g}, expected 1). Set both to 1, or use 'policy_gradient', "
-                    "which uses importance weights.",
-                )
-            greedy = self.samples_rollouts and rollout.temperature == 0
-            sampled_only = teacher.control == "constant_negative"
-            if sampled_only and (greedy or self.scores_reference_answers):
-                yield invalid(
-                    f"teachers.{name}.control",
-                    "'constant_negative' requires samples of the student above temperature 0 "
-                    f"(found rollout.temperature {rollout.temperature:g}, data.source "
-                    f"'{self.data.source}')",
-                )
-            if greedy and isinstance(teacher.loss, PolicyGradientConfig):
-                yield invalid(
-                    key,
-                    f"{loss} has no importance weights for greedy samples (found "
-                    "rollout.temperature 0). Use a temperature above 0.",
-                )
-            if rollout.corrections and (sampled_only or isinstance(teacher.loss, ON_SAMPLES)):
-                yield invalid(
-                    f"teachers.{name}.control" if sampled_only else key,
-                    f"corrected tokens are not samples of the student, which "
-                    f"{'this control arm' if sampled_only else loss} requires (found "
-                    f"rollout.corrections {rollout.corrections}, expected 0). Set it to 0, or use "
-                    "another loss.",
-                )
-            if self.scores_reference_answers and isinstance(teacher.loss, ON_SAMPLES):
-                yield invalid(
-                    key,
-                    f"{loss} requires samples of the student, but reference answers are scored "
-                    "too. Use another loss, or set student.distill_loss_weight to 0 or "
-                    "data.source to 'rollout'.",
-                )
+            require_valid_samples(
+                name,
+                teacher,
+                self.rollout,
+                sampled=self.samples_rollouts,
+                references=self.scores_reference_answers,
+                source=self.data.source,
+            )
         if self.student.distill_loss_weight < 1 and not self.data.uses_reference_answers:
-            yield invalid(
+            raise invalid(
                 "student.distill_loss_weight",
                 "cross entropy on samples of the student would only reinforce them (found "
                 f"{self.student.distill_loss_weight:g} and data.source 'rollout'). Set "
                 "data.source to 'answers', or the weight to 1.",
             )
+        return self
 
     @model_validator(mode="after")
     def _validate_support(self) -> "RunConfig":

@@ -18,7 +18,7 @@ from mopd_trainer.diagnostics.finding import Finding
 from mopd_trainer.diagnostics.resources import check_resources
 from mopd_trainer.evaluation.sets import read_sets
 from mopd_trainer.reporting.plan import describe_plan
-from mopd_trainer.run_folder.replay import Replay
+from mopd_trainer.run_folder.recordings.replay import Replay
 from mopd_trainer.run_folder.retention import starting_checkpoint
 from mopd_trainer.student.devices import device_of
 from mopd_trainer.student.identity import StudentIdentity

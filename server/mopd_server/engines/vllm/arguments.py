@@ -2,6 +2,7 @@
 
 # vLLM need not be installed where this is checked.
 # pyright: reportMissingImports=false, reportUnknownParameterType=false
+# pyright: reportUntypedBaseClass=false
 
 from collections.abc import Sequence
 from typing import Any, NoReturn

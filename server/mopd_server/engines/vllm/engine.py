@@ -43,10 +43,10 @@ from mopd_server.engines.base import (
     empty_scores,
 )
 from mopd_server.engines.vllm.completion_rows import RowRequest
-from mopd_server.engines.vllm.exit_monitor import ExitMonitor
 from mopd_server.engines.vllm.flat_logprobs import CompletionArrays, pad_rows, topk_from_lists
-from mopd_server.engines.vllm.heartbeat import Heartbeat
-from mopd_server.engines.vllm.stderr_tail import StderrTail
+from mopd_server.engines.vllm.processes.exit_monitor import ExitMonitor
+from mopd_server.engines.vllm.processes.heartbeat import Heartbeat
+from mopd_server.engines.vllm.processes.stderr_tail import StderrTail
 from mopd_server.engines.vllm.worker_extension import ScoringWorkerExtension
 
 logger = logging.getLogger(__name__)

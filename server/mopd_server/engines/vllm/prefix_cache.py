@@ -11,7 +11,7 @@ import secrets
 from typing import Any
 
 from mopd_server.engines.vllm.completion_rows import ARGUMENT, RowRequest
-from mopd_server.engines.vllm.idle_waiting import wait_without_spinning
+from mopd_server.engines.vllm.processes.idle_waiting import wait_without_spinning
 
 
 def create_scheduler(**options: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mopd_protocol.runtime.engine_end import end_engine_with
 from mopd_server.engines.vllm.completion_rows import CompletionRows, ScheduledTokens
-from mopd_server.engines.vllm.idle_waiting import wait_without_spinning
+from mopd_server.engines.vllm.processes.idle_waiting import wait_without_spinning
 
 #: Parameters of the methods that are replaced, of vLLM's two model runners.
 _V1_PARAMETERS = ["hidden_states", "num_scheduled_tokens"]

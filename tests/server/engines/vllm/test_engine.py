@@ -27,7 +27,7 @@ from mopd_server.app import create_app
 from mopd_server.engines.base import AsyncEngine, EngineCrashError, EngineTimes, ScoringTask
 from mopd_server.engines.registry import load_engine
 from mopd_server.engines.transformers import TransformersEngine
-from mopd_server.engines.vllm.idle_waiting import wait_without_spinning
+from mopd_server.engines.vllm.processes.idle_waiting import wait_without_spinning
 from mopd_server.scoring.service import TeacherService
 from mopd_server.scoring.tokenizer_loading import ServedTokenizer, load_tokenizer
 from mopd_server.settings import TeacherSettings

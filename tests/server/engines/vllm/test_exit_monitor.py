@@ -7,7 +7,7 @@ import signal
 import threading
 from typing import Any
 
-from mopd_server.engines.vllm.exit_monitor import ExitMonitor, exit_message
+from mopd_server.engines.vllm.processes.exit_monitor import ExitMonitor, exit_message
 
 
 def test_exit_code_stored_late_by_another_thread_is_reported() -> None:

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from mopd_server.engines.vllm.stderr_tail import StderrTail
+from mopd_server.engines.vllm.processes.stderr_tail import StderrTail
 
 PREFIX = "(EngineCore pid=7) ERROR 11-22 18:00:00 [core.py:1510]"
 LOG = f"""\

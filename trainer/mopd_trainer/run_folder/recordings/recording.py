@@ -34,7 +34,7 @@ from mopd_trainer.config.run import RunConfig
 from mopd_trainer.config.teacher import TeacherConfig
 from mopd_trainer.data.examples import AlignedScore, TrainingExample
 from mopd_trainer.run_folder.disk_errors import disk_errors
-from mopd_trainer.run_folder.recorded_lookaheads import load_lookaheads, lookahead_arrays
+from mopd_trainer.run_folder.recordings.recorded_lookaheads import load_lookaheads, lookahead_arrays
 from mopd_trainer.teachers.connect import Teacher
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from mopd_trainer.config.run import RunConfig
 from mopd_trainer.data.examples import AlignedScore, TrainingExample
 from mopd_trainer.metrics.step_metrics import Metrics
 from mopd_trainer.metrics.timers import StepTimer
-from mopd_trainer.run_folder.recording import RecordedScore, Recording, scoring_options
+from mopd_trainer.run_folder.recordings.recording import RecordedScore, Recording, scoring_options
 from mopd_trainer.student.identity import StudentIdentity
 from mopd_trainer.teachers.connect import Teacher, teacher_of
 from mopd_trainer.teachers.scoring import aligned, input_for

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from mopd_server.app import create_app
-from mopd_server.engines.vllm.heartbeat import Heartbeat
+from mopd_server.engines.vllm.processes.heartbeat import Heartbeat
 from mopd_server.http.lifecycle import Lifecycle
 from mopd_server.pool.app import LifecycleGroup, PoolApp
 from mopd_server.scoring.batching import Batcher

@@ -1,0 +1,1 @@
+"""vLLM's processes: how they wait, whether they respond, and why they exited."""

@@ -1,0 +1,1 @@
+"""Recorded steps: completions and scores on disk, and training on them."""
