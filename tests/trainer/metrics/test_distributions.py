@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from mopd_protocol.samples import TeacherScore
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_trainer.data.examples import AlignedScore, TrainingExample
+from mopd_trainer.data.teacher_input import text_view
 from mopd_trainer.metrics.distributions import teacher_distribution_metrics
-from tests.trainer.students import ids_of, rollout
+from tests.trainer.students import encoder, encoder_without_bytes, ids_of, rollout, table
 
 IDS = ids_of("digit", "1")
 
@@ -31,8 +32,9 @@ def scored(
         )
     sample = replace(rollout("digit", IDS), sampled_logprobs=np.array([logprob]))
     score = TeacherScore("manifest", sample.completion, topk)
+    view = text_view(sample, table("digit"), encoder("digit"))
     example: Any = cast(Any, type("Example", (), {"rollout": sample}))
-    return example, cast(Any, type("Aligned", (), {"score": score}))
+    return example, cast(Any, type("Aligned", (), {"score": score, "teacher_input": view}))
 
 
 @given(st.lists(st.floats(0.01, 1.0), min_size=2, max_size=30), st.data())
@@ -62,6 +64,20 @@ def test_the_estimate_is_the_divergence_in_expectation(temperature: float) -> No
     powers = teacher ** (1 / temperature)
     expected = float((student * np.log(student / (powers / powers.sum()))).sum())
     assert float(student @ estimates) == pytest.approx(expected, rel=1e-5)
+
+
+def test_tokens_that_a_teacher_could_not_be_sent_do_not_count() -> None:
+    sample = replace(
+        rollout("digit", [*IDS, *ids_of("digit", b"\xff", "2")]),
+        sampled_logprobs=np.array([-0.5, -3.0, -7.0]),
+    )
+    view = text_view(sample, table("digit"), encoder_without_bytes("digit"))
+    assert view.request.completion == "1"
+    _, aligned = scored(np.array([0.25, 0.75]), k=2)
+    example: Any = type("Example", (), {"rollout": sample})
+    cut: Any = type("Aligned", (), {"score": aligned.score, "teacher_input": view})
+    metrics = teacher_distribution_metrics([(example, cut)], vocabulary=2)
+    assert metrics["reverse_kl_estimate"] == pytest.approx(-0.5 - np.log(0.25))
 
 
 def test_the_implausible_share_is_of_tokens_far_below_the_likeliest() -> None:

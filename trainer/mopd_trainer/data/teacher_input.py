@@ -28,6 +28,14 @@ class TeacherInput:
     control_tokens_as_text: int = 0
     invalid_utf8_bytes: int = 0  # not sent: from the first byte that is not UTF-8
 
+    @property
+    def sent_tokens(self) -> int:
+        """Number of the student's tokens, from the first one on, whose text is sent completely."""
+        if not self.invalid_utf8_bytes:
+            return len(self.completion)
+        sent = len(self.completion.text) - self.invalid_utf8_bytes
+        return int(np.searchsorted(self.completion.byte_ends, sent, side="right"))
+
 
 def text_view(rollout: Rollout, student: TokenTable, teacher: TextEncoder) -> TeacherInput:
     """Return the completion as text, with control tokens that the teacher has by name; as ids of

@@ -16,10 +16,11 @@ from mopd_trainer.data.tempering import tempered
 LEAST_RATIO = 0.01
 
 
-def sampled_nats(rollout: Rollout) -> float:
-    """Return the log-probability of a sampled completion under the sampling distribution."""
+def sampled_nats(rollout: Rollout, tokens: int | None = None) -> float:
+    """Return the log-probability of a sampled completion under the sampling distribution, or of so
+    many of its first tokens."""
     assert rollout.sampled_logprobs is not None
-    return float(rollout.sampled_logprobs.astype(np.float64).sum())
+    return float(rollout.sampled_logprobs[:tokens].astype(np.float64).sum())
 
 
 def known_entropy(topk: TopKLogprobs, temperature: float = 1.0) -> NDArray[np.float64]:
@@ -47,9 +48,9 @@ def teacher_distribution_metrics(
     entropy is ``-t log t`` if it is one id, and ``t log(vocabulary - k)`` more if it is uniform.
 
     The estimate is the mean of ``log p(completion) - log q(completion)`` over completions sampled
-    from p, divided by the student's tokens, with both sides at the sampling temperature. A
-    completion's probability is that of its tokens on either side, so that it is unbiased up to
-    other tokenizations of the same text.
+    from p, divided by the student's tokens, with both sides at the sampling temperature. Tokens
+    that could not be sent to the teacher do not count. A completion's probability is that of its
+    tokens on either side, so that it is unbiased up to other tokenizations of the same text.
 
     Args:
         vocabulary: ids of the teacher.
@@ -66,8 +67,9 @@ def teacher_distribution_metrics(
         rows += len(topk)
         if example.rollout.source == "rollout":
             logprobs = tempered(aligned.score.logprobs, topk, temperature or 1.0)
-            nats += sampled_nats(example.rollout) - float(logprobs.sum())
-            tokens += len(example.rollout.completion)
+            sent = aligned.teacher_input.sent_tokens
+            nats += sampled_nats(example.rollout, sent) - float(logprobs.sum())
+            tokens += sent
             implausible += len(implausible_rows(aligned.score, LEAST_RATIO))
             sampled_rows += len(topk)
     missing = math.nan
