@@ -25,11 +25,13 @@ def align_text(student: TokenSequence, teacher: TokenSequence, encoder: TextEnco
     """
     if student.text == teacher.text or _is_divided(student) or _is_divided(teacher):
         return align(student, teacher)
-    sent = valid_utf8(student.text)
-    ids, spans = encoder.encode_with_spans(sent.decode())
-    if teacher.token_ids[: len(ids)].tolist() != ids:
-        return align(student, teacher)
-    return align_blocks(student, teacher, _blocks(student, teacher, len(sent), spans))
+    # A teacher without tokens for bytes outside characters has the beginning only.
+    for sent in dict.fromkeys([student.text, valid_utf8(student.text)]):
+        encoded = encoder.encode_with_spans(sent)
+        if encoded is not None and teacher.token_ids[: len(encoded[0])].tolist() == encoded[0]:
+            blocks = _blocks(student, teacher, len(sent), encoded[1])
+            return align_blocks(student, teacher, blocks)
+    return align(student, teacher)
 
 
 def _is_divided(sequence: TokenSequence) -> bool:

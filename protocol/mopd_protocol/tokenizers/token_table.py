@@ -5,10 +5,10 @@ leading space would be lost. Surfaces are mapped to bytes, and bytes are compare
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import pairwise
 from types import MappingProxyType
 
 import numpy as np
@@ -33,6 +33,9 @@ from mopd_protocol.tokenizers.tokenizer_file import (
 )
 
 _BYTE_SURFACE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+#: Characters, or bytes outside them, as Python decodes them.
+_CHARACTERS_OR_BYTES = re.compile("[\udc80-\udcff]+|[^\udc80-\udcff]+")
 
 
 class TokenRoles(BaseModel):
@@ -230,18 +233,11 @@ class TextEncoder:
         student that samples tokens of single bytes may leave a character incomplete.
         """
         ids: list[int] = []
-        characters = text.decode(errors="surrogateescape")
-        for is_text, group in groupby(
-            characters, key=lambda each: not "\udc80" <= each <= "\udcff"
-        ):
-            piece = "".join(group)
-            if is_text:
-                ids += self.encode(piece)
-                continue
-            fragments = self._fragments_of(piece.encode(errors="surrogateescape"))
-            if fragments is None:
+        for piece in _pieces(text):
+            encoded = self.encode(piece) if isinstance(piece, str) else self._fragments_of(piece)
+            if encoded is None:
                 return None
-            ids += fragments
+            ids += encoded
         return ids
 
     def _fragments_of(self, text: bytes) -> list[int] | None:
@@ -262,15 +258,32 @@ class TextEncoder:
         spelled = enumerate(self.table.all_bytes)
         return {each: token_id for token_id, each in spelled if valid_utf8(each) != each}
 
-    def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids of ``text``, and the bytes of it, as UTF-8, that each token is from.
+    def encode_with_spans(self, text: bytes) -> tuple[list[int], list[tuple[int, int]]] | None:
+        """Token ids as of ``encode_bytes``, and the bytes of ``text`` that each token is from.
 
         Tokens that are parts of one character are all from its bytes. No token is from a
         character that the normalizer removed.
         """
-        encoding = self._tokenizer_of(text).encode(text, add_special_tokens=False)
-        ends = np.cumsum([0, *(len(character.encode()) for character in text)]).tolist()
-        return encoding.ids, [(ends[start], ends[stop]) for start, stop in encoding.offsets]
+        ids: list[int] = []
+        spans: list[tuple[int, int]] = []
+        begin = 0
+        for piece in _pieces(text):
+            if isinstance(piece, str):
+                encoding = self._tokenizer_of(piece).encode(piece, add_special_tokens=False)
+                ends = np.cumsum([begin, *(len(each.encode()) for each in piece)]).tolist()
+                ids += encoding.ids
+                spans += [(ends[start], ends[stop]) for start, stop in encoding.offsets]
+                begin = ends[-1]
+                continue
+            fragments = self._fragments_of(piece)
+            if fragments is None:
+                return None
+            ids += fragments
+            for fragment in fragments:
+                end = begin + len(self.table.all_bytes[fragment])
+                spans.append((begin, end))
+                begin = end
+        return ids, spans
 
     def _tokenizer_of(self, text: str) -> Tokenizer:
         """Return a tokenizer for which every character of a text is text."""
@@ -279,6 +292,13 @@ class TextEncoder:
     @cached_property
     def _without_separator(self) -> Tokenizer:
         return continuation_tokenizer(tokenizer_json(self._source))
+
+
+def _pieces(text: bytes) -> Iterator[str | bytes]:
+    """Divide bytes into characters and the bytes between them."""
+    for piece in _CHARACTERS_OR_BYTES.findall(text.decode(errors="surrogateescape")):
+        is_text = not "\udc80" <= piece[0] <= "\udcff"
+        yield piece if is_text else piece.encode(errors="surrogateescape")
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -16,6 +16,8 @@ from tests.losses.sequences import spans
 
 #: Characters that NFKC leaves, composes, decomposes, shortens and lengthens, each on its own.
 CHARACTERS = "a", "b", " ", "が", "é", "e\u0301", "か\u3099", "½", "Ａ", "ｱ", "㍻", "ﬁ", "\u2126"
+#: Bytes that are part of no character.
+INVALID = b"\xff", b"\xf8"
 
 
 @cache
@@ -25,27 +27,32 @@ def normalizing(end: str = "<end>") -> Family:
     return family_of(family.tokenizer, family.table.roles)
 
 
-def tokenized(family: Family, text: str, *, finished: bool = True) -> TokenSequence:
+def tokenized(family: Family, text: str | bytes, *, finished: bool = True) -> TokenSequence:
     end = family.table.roles.end_of_turn
+    ids = family.encoder.encode_bytes(text if isinstance(text, bytes) else text.encode())
     assert end is not None
-    return family.table.sequence([*family.encoder.encode(text), *[end] * finished])
+    assert ids is not None
+    return family.table.sequence([*ids, *[end] * finished])
 
 
-@given(st.lists(st.sampled_from(CHARACTERS), max_size=30), st.booleans())
+@given(st.lists(st.sampled_from([*CHARACTERS, *INVALID]), max_size=30), st.booleans())
 @settings(deadline=None, max_examples=200)
 def test_every_unchanged_character_and_the_end_are_aligned(
-    characters: list[str], is_finished: bool
+    characters: list[str | bytes], is_finished: bool
 ) -> None:
-    text = "".join(characters)
+    text = b"".join(each if isinstance(each, bytes) else each.encode() for each in characters)
     student = tokenized(made_of(end="<end>"), text)
     teacher = tokenized(normalizing(), text, finished=is_finished)
     expected: list[tuple[int, int]] = []
     left = right = 0
     for character in characters:
-        changed = unicodedata.normalize("NFKC", character).encode()
-        if changed == character.encode():
+        if isinstance(character, bytes):
+            own = changed = character
+        else:
+            own, changed = character.encode(), unicodedata.normalize("NFKC", character).encode()
+        if changed == own:
             expected += [(left + n, right + n) for n in range(len(changed))]
-        left, right = left + len(character.encode()), right + len(changed)
+        left, right = left + len(own), right + len(changed)
     expected += [(left, right)] * is_finished
     aligned = spans(align_text(student, teacher, normalizing().encoder))
     for s, s_end, t, t_end in aligned:

@@ -77,6 +77,12 @@ def test_tokens_of_bytes_spell_the_bytes(name, text):
     encoder = encoder_of(name)
     ids = encoder.encode_bytes(text)
     assert ids is not None
+    known = encoder.encode_with_spans(text)
+    assert known is not None
+    assert known[0] == ids
+    for token_id, (start, stop) in zip(*known, strict=True):
+        if (piece := encoder.table.all_bytes[token_id]) != valid_utf8(piece):
+            assert piece in text[start:stop]
     expected = normalized(name, text.decode(errors="surrogateescape"))
     spelled = encoder.table.sequence(ids).text
     assert spelled == expected.encode(errors="surrogateescape")
@@ -95,6 +101,9 @@ def test_bytes_outside_characters_are_the_longest_tokens() -> None:
     assert encoder.encode_bytes(b"\xe6\x97aa\x97\xa5\xe6") == [4, 7, 6, 0]
     assert encoder.encode_bytes(b"\xe6\x97\xe6\xa5") == [4, 0, 2]
     assert encoder.encode_bytes(b"a\xff") is None
+    assert encoder.encode_with_spans(b"a\xff") is None
+    spans = [(0, 2), (2, 4), (4, 6), (6, 7)]
+    assert encoder.encode_with_spans(b"\xe6\x97aa\x97\xa5\xe6") == ([4, 7, 6, 0], spans)
 
 
 LOSSY = {
@@ -165,7 +174,8 @@ def test_a_batch_is_encoded_as_each_of_its_texts(name, text, separator):
     expected = [exact.encode(item, add_special_tokens=False).ids for item in texts]
     assert encoder.encode_batch(texts) == expected
     assert [encoder.encode(item) for item in texts] == expected
-    assert [encoder.encode_with_spans(item)[0] for item in texts] == expected
+    spans = [encoder.encode_with_spans(item.encode()) for item in texts]
+    assert [each and each[0] for each in spans] == expected
 
 
 @pytest.mark.parametrize("name", sorted(known_tokenizers.BYTE_LEVEL))
