@@ -1,10 +1,28 @@
 """Two models that agree about a text have no loss, between published vocabularies."""
 
+import random
+import string
+import unicodedata
+from pathlib import Path
+
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from bench.byte_models import false_loss, merging_pair
 from bench.equal_belief import measure, texts
+from tests.real_vocabularies import tokenizer_and_roles
 from tests.reference.text_model import markov_texts
+
+_SYMBOLS = string.ascii_letters + string.digits + "+/"
+#: Texts that a normalizer changes, and the normalizer.
+CHANGED = {
+    "lower case": ("".join(random.Random(0).choices(_SYMBOLS, k=600)), normalizers.Lowercase()),
+    "composed": (
+        unicodedata.normalize("NFD", "Chúng tôi đã phát triển phương pháp học tập. " * 3),
+        normalizers.NFC(),
+    ),
+    "superscripts": ("5³ cm³, and 3¼ cups; 10² m" * 5, normalizers.NFKC()),
+}
 
 
 @pytest.mark.parametrize("loss", ["prefix_kl", "ctkd"])
@@ -14,6 +32,42 @@ from tests.reference.text_model import markov_texts
 )
 def test_equal_beliefs_have_no_loss(pair: tuple[str, str], text: str, loss: str) -> None:
     result = measure(*pair, text, texts()[text], loss, confidence=0.999, threshold=0.1)
+    assert result.nats_per_token <= 0.01
+    assert result.pushed_down == 0.0
+
+
+@pytest.mark.parametrize("loss", ["prefix_kl", "ctkd"])
+@pytest.mark.parametrize("text", CHANGED)
+@pytest.mark.parametrize(
+    "pair", [("v1", "python_50k"), ("tekken", "python_50k"), ("python_50k", "tekken")]
+)
+def test_equal_beliefs_have_no_loss_if_a_normalizer_changes_the_text(
+    pair: tuple[str, str], text: str, loss: str, tmp_path: Path
+) -> None:
+    student, teacher = pair
+    written, normalizer = CHANGED[text]
+    tokenizer = Tokenizer.from_str(tokenizer_and_roles(teacher)[0].to_str())
+    tokenizer.normalizer = normalizer
+    tokenizer.save(str(tmp_path / "teacher.json"))
+    sides = student, str(tmp_path / "teacher.json")
+    result = measure(*sides, text, written, loss, confidence=0.999, threshold=0.1)
+    assert result.nats_per_token <= 0.01
+    assert result.pushed_down == 0.0
+
+
+@pytest.mark.parametrize("loss", ["prefix_kl", "ctkd"])
+@pytest.mark.parametrize("text", ["cjk", "scripts"])
+def test_equal_beliefs_have_no_loss_if_the_teacher_has_no_tokens_of_bytes(
+    text: str, loss: str, tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<unk>"], show_progress=False)
+    tokenizer.train_from_iterator([*texts().values()], trainer)
+    tokenizer.save(str(tmp_path / "teacher.json"))
+    sides = "python_50k", str(tmp_path / "teacher.json")
+    result = measure(*sides, text, texts()[text], loss, confidence=0.999, threshold=0.1)
     assert result.nats_per_token <= 0.01
     assert result.pushed_down == 0.0
 

@@ -46,4 +46,6 @@ def on_events(
         ]
         for row in weights
     ]
+    if not reached:  # no teacher id names the student's token
+        merged[student_id][0] = 1.0
     return merged, teacher, rest

@@ -255,7 +255,7 @@ def separate_tokens(
     one token of the teacher has such a token of the student."""
     student, teacher = student_at[0], teacher_at[0]
     begun, teacher_begun = (begun_before(*side, cell) for side in (student_at, teacher_at))
-    ahead = student.text[student_at[1] :]
+    ahead = [side.text[at:] for side, at in (student_at, teacher_at)]
     results: dict[str, bool] = {}
     for token in frequent(student, begun + cell, TRIED):
         text = token[len(begun) :]
@@ -276,7 +276,7 @@ def separate_tokens(
             elif end == len(text + continued):
                 ends.append(own)
         if ends and all(end >= len(text) or end < len(cell) for end in ends):
-            results[text] = not ahead.startswith(text)
+            results[text] = not any(each.startswith(text) for each in ahead)
             for other in longer:
                 results.setdefault(other[len(begun) :], False)
     return results

@@ -31,6 +31,7 @@ class CtkdTargets(RowTargets):
 
     positions: Int64[Tensor, "compared"]  # student tokens that the rows predict
     realised_ids: Int64[Tensor, "compared members"]  # teacher ids of the realised event
+    unnamed_ids: Int64[Tensor, "compared"]  # the student's token if no teacher id names it
     ids: Int64[Tensor, "compared others"]  # a teacher id for each other event
     realised_logprobs: Float[Tensor, "compared"]  # nats
     logprobs: Float[Tensor, "compared others"]  # nats
@@ -65,8 +66,16 @@ class CtkdLoss:
             temperature=self.topk.temperature,
         )
         rows = torch.arange(len(projected), device=projected.device)
+        unnamed = torch.nonzero(targets.unnamed_ids >= 0).flatten()
+        own = student.logprobs(
+            targets.positions[unnamed],
+            targets.unnamed_ids[unnamed],
+            temperature=self.topk.temperature,
+        )
         realised = segment_logsumexp(
-            projected[:, :members].flatten(), rows.repeat_interleave(members), len(projected)
+            torch.cat([projected[:, :members].flatten(), own]),
+            torch.cat([rows.repeat_interleave(members), unnamed]),
+            len(projected),
         ).unsqueeze(1)
         return self.topk.compare(
             student,
@@ -94,6 +103,7 @@ def ctkd_targets(
     return CtkdTargets(
         positions=torch.from_numpy(np.concatenate([_NO_IDS, *(part.positions for part in rows)])),
         realised_ids=members,
+        unnamed_ids=torch.from_numpy(np.concatenate([_NO_IDS, *(part.unnamed for part in rows)])),
         ids=others,
         realised_logprobs=log_mass(nats.masked_fill(~is_member, -torch.inf)),
         logprobs=logprobs,
@@ -110,11 +120,13 @@ class _Rows:
     nats: NDArray[np.float64]  # [spans, k + 1]
     tails: NDArray[np.float64]  # [spans]
     members: NDArray[np.int64]  # [spans, members]
+    unnamed: NDArray[np.int64]  # [spans], see ``CtkdTargets.unnamed_ids``
 
     @classmethod
     def of(cls, pair: AlignedPair, offset: int, events: TeacherEvents) -> "_Rows":
         at, rows = pair.alignment.student_starts, pair.alignment.teacher_starts
         topk = pair.score.topk
+        own = pair.student.token_ids[at].astype(np.int64)
         realised = pair.score.completion.token_ids[rows].astype(np.int64)
         realised_nats = topk.token_logprobs[rows].astype(np.float64)
         ids, nats = topk.ids[rows].astype(np.int64), topk.logprobs[rows].astype(np.float64)
@@ -130,7 +142,8 @@ class _Rows:
             ids=np.where(ids >= 0, events.representatives[np.maximum(ids, 0)], -1),
             nats=np.column_stack([nats, np.where(outside, realised_nats, -np.inf)]),
             tails=tails,
-            members=events.realised(pair.student.token_ids[at].astype(np.int64), realised),
+            members=events.realised(own, realised),
+            unnamed=np.where(events.are_named(own), -1, own),
         )
 
 

@@ -6,8 +6,8 @@ A vocabulary entry in common is not an event in common. Two rules make entries o
   (`` January`` against `` Jan``). It belongs to the teacher id that its first student token
   projects to.
 * At a position the tokens of both sides are the beginning of one text, also where the projection
-  does not connect them: the teacher's token and the ids that the student's token projects to are
-  one event.
+  does not connect them: the teacher's token and the ids that the student's token projects to, or
+  that token itself if it projects to none, are one event.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,6 +56,11 @@ class TeacherEvents:
             named = heaviest[first_tokens(unreachable.tolist())]
             representatives[unreachable] = np.where(named >= 0, named, unreachable)
         return cls(representatives, row_starts, columns[by_student])
+
+    def are_named(self, student_ids: Ids) -> NDArray[np.bool_]:
+        """[rows], whether these tokens project to any teacher id: one that is a part of a character
+        does not if the teacher has no tokens for bytes."""
+        return self.row_starts[student_ids + 1] > self.row_starts[student_ids]
 
     def realised(self, student_ids: Ids, teacher_ids: Ids) -> Ids:
         """[rows, members], the ids of each row's realised event; -1 where missing.

@@ -81,14 +81,23 @@ def equal_belief(
 
 
 def _sure(token_ids: Any, table: TokenTable, confidence: float) -> TopKLogprobs:
-    """Return rows of a model that gives each token ``confidence``."""
-    present = np.flatnonzero(table.present)
+    """Return rows of a model that gives each token ``confidence``.
+
+    Listed are a token and its neighbours in the order of bytes, as in a real top-k: tokens that it
+    begins with, that begin with it, and others like it. All have the same probability.
+    """
+    present = sorted(np.flatnonzero(table.present).tolist(), key=table.bytes_of)
+    ranks = {token: rank for rank, token in enumerate(present)}
+    by_bytes = {table.bytes_of(token): token for token in reversed(present)}
     k = min(_K, len(present))
     other = np.log((1 - confidence) / (table.size - 1))
     ids = np.empty((len(token_ids), k), dtype=np.int32)
-    for row, token in enumerate(token_ids):
-        others = present[present != token]
-        ids[row] = [token, *others[np.arange(row, row + k - 1) % len(others)]]
+    for row, token in enumerate(map(int, token_ids)):
+        text, rank = table.bytes_of(token), ranks[token]
+        beginnings = [by_bytes[text[:n]] for n in range(1, len(text)) if text[:n] in by_bytes]
+        first = max(min(rank - k // 2, len(present) - k), 0)
+        neighbours = sorted(present[first : first + k], key=lambda each: abs(ranks[each] - rank))
+        ids[row] = list(dict.fromkeys([token, *beginnings, *neighbours]))[:k]
     logprobs = np.full(ids.shape, other, dtype=np.float32)
     logprobs[:, 0] = np.log(confidence)
     rest = (1 - confidence) * (table.size - k) / (table.size - 1)

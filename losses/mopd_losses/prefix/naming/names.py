@@ -158,17 +158,16 @@ def _marks(
     offsets, symbols = student.offsets[names.boundaries], student.text.symbols
     realised = boundaries.realised[names.boundaries]
     possible = np.flatnonzero((uncorrected != UNMARKED) | (texts.lengths < realised))
-    follows = student.text.begins_with(
-        offsets[possible], texts.hashes[possible], texts.lengths[possible]
-    )
-    possible = possible[follows]
-    corrected = possible[uncorrected[possible] != UNMARKED]
-    numbers[corrected] = [
-        marks.as_realised(number, symbols[offset : offset + LONGEST])
-        for number, offset in zip(
-            uncorrected[corrected].tolist(), offsets[corrected].tolist(), strict=True
-        )
-    ]
+    possible = possible[_follow(names, student, possible)]
+    marked = np.flatnonzero(uncorrected != UNMARKED)
+    # A normalizer may change the teacher's text: its token may reach beyond what is common.
+    for places in sides:
+        corrected = marked[_follow(names, places, marked)]
+        ahead = places.offsets[names.boundaries[corrected]].tolist()
+        numbers[corrected] = [
+            marks.as_realised(number, places.text.symbols[offset : offset + LONGEST])
+            for number, offset in zip(numbers[corrected].tolist(), ahead, strict=True)
+        ]
     shorter = possible[texts.lengths[possible] < realised[possible]]
     nested = np.zeros(len(boundaries), dtype=np.bool_)
     nested[names.boundaries[shorter]] = True
@@ -187,6 +186,12 @@ def _marks(
     keys = keys_of(before, student.text.slices(starts, stops))
     numbers[shorter] = marks.excluded.computed(keys, excluded)
     return uncorrected, numbers
+
+
+def _follow(names: Names, places: Places, at: Integers) -> Flags:
+    """Return whether the text of one side continues with these names at their boundaries."""
+    offsets = places.offsets[names.boundaries[at]]
+    return places.text.begins_with(offsets, names.texts.hashes[at], names.texts.lengths[at])
 
 
 def _begun(places: Places, boundaries: Integers, hashes: Hashes) -> Integers:
