@@ -80,6 +80,15 @@ def test_tokens_that_a_teacher_could_not_be_sent_do_not_count() -> None:
     assert metrics["reverse_kl_estimate"] == pytest.approx(-0.5 - np.log(0.25))
 
 
+@given(st.lists(st.floats(0, 0.4), min_size=101, max_size=101))
+def test_the_coverage_is_the_probability_of_the_returned_ids(rests: list[float]) -> None:
+    samples = [scored(np.array([1 - rest, rest]), k=1) for rest in rests]
+    metrics = teacher_distribution_metrics(samples, vocabulary=2)
+    assert metrics["topk_mass_mean"] == pytest.approx(1 - sum(rests) / 101, abs=1e-6)
+    # The first percentile of 101 values is the second smallest.
+    assert metrics["topk_mass_p1"] == pytest.approx(1 - sorted(rests)[-2], abs=1e-6)
+
+
 def test_the_implausible_share_is_of_tokens_far_below_the_likeliest() -> None:
     teacher = np.array([0.95, 0.03, 0.0195, 0.0005])
     drawn = [scored(teacher, k=2, token=token) for token in (0, 1, 2, 3, 3)]

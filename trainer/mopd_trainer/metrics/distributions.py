@@ -1,4 +1,4 @@
-"""Entropy of a teacher with bounds, and an estimate of the KL divergence of the student to it."""
+"""A teacher's entropy and top-k coverage, and an estimate of KL(student, teacher)."""
 
 import math
 from collections.abc import Sequence
@@ -41,8 +41,8 @@ def teacher_distribution_metrics(
     vocabulary: int,
     temperature: float = 1.0,
 ) -> dict[str, float]:
-    """Return the bounds of the teacher's entropy, the estimate of KL(student, teacher), and the
-    share of implausible tokens.
+    """Return the bounds of the teacher's entropy, the estimate of KL(student, teacher), the share
+    of implausible tokens, and the probability of the teacher's top-k, of its rows.
 
     The tail of a row has probability t and at most ``vocabulary - k`` ids. Its share of the
     entropy is ``-t log t`` if it is one id, and ``t log(vocabulary - k)`` more if it is uniform.
@@ -58,10 +58,12 @@ def teacher_distribution_metrics(
     """
     low = high = nats = 0.0
     rows = tokens = implausible = sampled_rows = 0
+    rests = [np.zeros(0)]
     for example, aligned in scored:
         topk = aligned.score.topk
         known = known_entropy(topk)
         rest = np.exp(topk.tail_logprobs.astype(np.float64))
+        rests.append(rest)
         low += float(known.sum())
         high += float((known + rest * math.log(max(vocabulary - topk.k, 1))).sum())
         rows += len(topk)
@@ -73,9 +75,12 @@ def teacher_distribution_metrics(
             implausible += len(implausible_rows(aligned.score, LEAST_RATIO))
             sampled_rows += len(topk)
     missing = math.nan
+    masses = 1 - np.concatenate(rests)
     return {
         "entropy_low": low / rows if rows else missing,
         "entropy_high": high / rows if rows else missing,
         "reverse_kl_estimate": nats / tokens if tokens else missing,
         "implausible_share": implausible / sampled_rows if sampled_rows else missing,
+        "topk_mass_mean": float(masses.mean()) if rows else missing,
+        "topk_mass_p1": float(np.percentile(masses, 1)) if rows else missing,
     }

@@ -67,12 +67,8 @@ class LossMeasurements:
             self.vectors.setdefault(name, []).extend(parts)
 
     def metrics(self) -> Metrics:
-        """Return means, and the first percentile of the teacher's top-k coverage."""
-        vectors = {name: np.concatenate(parts) for name, parts in self.vectors.items()}
-        metrics = {f"{name}_mean": mean(values) for name, values in vectors.items()}
-        if "teacher_mass" in vectors:
-            metrics["teacher_mass_p1"] = percentile(vectors["teacher_mass"], 1)
-        return metrics
+        """Return the mean of each vector."""
+        return {f"{name}_mean": mean(np.concatenate(parts)) for name, parts in self.vectors.items()}
 
 
 @dataclass
