@@ -27,7 +27,7 @@ from mopd_protocol.tokenizers.token_table import (
     encode_prompt,
     encode_text,
 )
-from mopd_protocol.tokenizers.tokenizer_file import tokenizer_json
+from mopd_protocol.tokenizers.tokenizer_file import naming_tokenizer, tokenizer_json
 from mopd_protocol.tokenizers.tokenizer_roles import roles_of
 
 #: Longer texts are first tokenized in pieces, which takes 20 ms each, if a limit is known.
@@ -155,7 +155,7 @@ class RequestTokenizer(TeacherTokenizer):
 
         Raises:
             ConfigError: if the chat template fails to render a user and an assistant message.
-            DataError: if the tokens' bytes cannot be derived from the tokenizer.
+            TokenizerError: if the tokens' bytes cannot be derived from the tokenizer.
         """
         # A copy, because transformers changes truncation and padding of its tokenizer per call.
         tokenizer = Tokenizer.from_str(tokenizer_file or chat.backend_tokenizer.to_str())
@@ -170,7 +170,8 @@ class RequestTokenizer(TeacherTokenizer):
                 "messages of the roles user and assistant)",
                 key="chat_template",
             ) from error
-        table = TokenTable.from_tokenizer(tokenizer, roles)
+        with naming_tokenizer(chat.name_or_path or "tokenizer"):
+            table = TokenTable.from_tokenizer(tokenizer, roles)
         return cls(tokenizer, table, TextEncoder(tokenizer, table), chat)
 
     @property

@@ -9,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from mopd_protocol import request_tokenizer
-from mopd_protocol.errors import ConfigError, DataError, TeacherError
+from mopd_protocol.errors import ConfigError, TeacherError, TokenizerError
 from mopd_protocol.request_tokenizer import RequestTokenizer, TokenizedSequence
 from mopd_protocol.requests import SequenceRequest
 from tests import tiny_models
@@ -299,8 +299,10 @@ def test_template_that_cannot_render_a_conversation_is_a_config_error() -> None:
 def test_tokenizer_whose_tokens_have_no_bytes_is_an_error() -> None:
     words = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    with pytest.raises(DataError):
-        RequestTokenizer.wrap(PreTrainedTokenizerFast(tokenizer_object=words))
+    chat = PreTrainedTokenizerFast(tokenizer_object=words, name_or_path="my/model")
+    with pytest.raises(TokenizerError) as caught:
+        RequestTokenizer.wrap(chat)
+    assert caught.value.key == "my/model"
 
 
 def test_variables_reach_the_chat_template_and_no_other_argument() -> None:

@@ -19,7 +19,7 @@ def load_tokenizer(source: str, revision: str | None = None) -> RequestTokenizer
     Raises:
         ConfigError: if the folder or model is not found or has no fast tokenizer.
         MissingPackageError: if transformers is not installed.
-        DataError: if the tokens' bytes cannot be derived from the tokenizer.
+        TokenizerError: if the tokens' bytes cannot be derived from the tokenizer.
     """
     folder = Path(source).expanduser()
     if folder.is_dir():

@@ -6,12 +6,13 @@ tokenizer that does not depend on a Python wrapper class, so everything here sta
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
-from mopd_protocol.errors import DataError
+from mopd_protocol.errors import TokenizerError
 
 JSON = dict[str, Any]
 TokenizerKind = Literal["byte_level", "metaspace"]
@@ -20,6 +21,15 @@ TokenizerKind = Literal["byte_level", "metaspace"]
 def tokenizer_json(tokenizer: Tokenizer) -> JSON:
     """The tokenizer's full description as plain data."""
     return json.loads(tokenizer.to_str())
+
+
+@contextmanager
+def naming_tokenizer(source: str) -> Generator[None]:
+    """Name a file, folder, hub id or setting in the errors of its tokenizer."""
+    try:
+        yield
+    except TokenizerError as error:
+        raise TokenizerError(f"{source}: {error}", key=source) from error
 
 
 def fingerprint(description: JSON) -> str:
@@ -40,7 +50,7 @@ def kind_of(description: JSON) -> TokenizerKind:
     """Return the kind: surfaces in the byte-level alphabet, or text with ``▁`` for a space.
 
     Raises:
-        DataError: for tokenizers whose tokens do not determine their bytes (WordPiece, whose
+        TokenizerError: for tokenizers whose tokens do not determine their bytes (WordPiece, whose
             spaces are between tokens, models without a reversible space, and models that mark
             tokens by a prefix or suffix, such as ``</w>``).
     """
@@ -58,7 +68,7 @@ def kind_of(description: JSON) -> TokenizerKind:
         if settings.get(key)
     }
     if marks and model == "BPE":
-        raise DataError(
+        raise TokenizerError(
             f"unsupported tokenizer: its tokens contain a mark that no text has (found {marks}); "
             "expected byte-level BPE without end_of_word_suffix and continuing_subword_prefix, or "
             "a SentencePiece-style tokenizer that writes spaces as ▁"
@@ -68,7 +78,7 @@ def kind_of(description: JSON) -> TokenizerKind:
             return "byte_level"
         if "Metaspace" in types or any(_writes_spaces_as_metaspace(step) for step in steps):
             return "metaspace"
-    raise DataError(
+    raise TokenizerError(
         f"unsupported tokenizer: tokens of a {model} tokenizer with steps {sorted(types)} have no "
         f"defined bytes; expected byte-level BPE, or a SentencePiece-style tokenizer that "
         "writes spaces as ▁"
@@ -139,7 +149,7 @@ def continuation_tokenizer(description: JSON) -> Tokenizer:
     are unchanged.
 
     Raises:
-        DataError: when an added token would get another id.
+        TokenizerError: when an added token would get another id.
     """
     added: list[JSON] = description.get("added_tokens") or []
     vocabulary = _model_surfaces(description["model"])
@@ -166,7 +176,7 @@ def continuation_tokenizer(description: JSON) -> Tokenizer:
     for token in kept:
         token_id = tokenizer.token_to_id(token["content"])
         if token_id != token["id"]:
-            raise DataError(
+            raise TokenizerError(
                 f"added token {token['content']!r} has id {token['id']}, but the tokenizers "
                 f"library numbers it {token_id}; expected added tokens numbered without gaps"
             )

@@ -34,7 +34,7 @@ class ServedTokenizer:
 
         Raises:
             ConfigError: if the chat template cannot render a user and an assistant message.
-            DataError: if single tokens of the tokenizer have no bytes.
+            TokenizerError: if single tokens of the tokenizer have no bytes.
         """
         files = _files(chat)
         return cls(RequestTokenizer.wrap(chat, files[_TOKENIZER_FILE]), files)

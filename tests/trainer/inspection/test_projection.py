@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
 from mopd_losses.config import ProjectionSettings
 from mopd_losses.projection.cache import ProjectionCache
@@ -233,13 +234,15 @@ def test_invalid_arguments_are_one_sentence(
 
 def test_invalid_tokenizers_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mopd_trainer.inspection.tokenizers._DEADLINE_SECONDS", 0.05)
-    text, empty = tmp_path / "notes.txt", tmp_path / "empty"
+    text, empty, words = (tmp_path / name for name in ("notes.txt", "empty", "words.json"))
     text.write_text("no tokenizer")
+    Tokenizer(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]")).save(str(words))
     empty.mkdir()
     for name, kind, key in (
         (str(tmp_path / "missing"), ConfigError, str(tmp_path / "missing")),
         ("missing.json", ConfigError, "missing.json"),
         (str(text), TokenizerError, str(text)),
+        (str(words), TokenizerError, str(words)),
         (str(empty), ConfigError, str(empty)),
         ("http://", ConfigError, "url"),
         ("http://127.0.0.1:9", TeacherError, None),

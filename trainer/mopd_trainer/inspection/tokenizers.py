@@ -13,6 +13,7 @@ from mopd_client.teacher_client import ClientOptions
 from mopd_client.tokenizers.pretrained import load_tokenizer as pretrained_tokenizer
 from mopd_protocol.errors import ConfigError, TokenizerError
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenRoles, TokenTable
+from mopd_protocol.tokenizers.tokenizer_file import naming_tokenizer
 
 _FILES = ("tokenizer.json", "tokenizer_config.json")
 #: ``owner/name`` or a name, but no file name.
@@ -111,7 +112,8 @@ def _load_file(path: Path) -> NamedTokenizer:
         raise TokenizerError(
             f"{path}: invalid JSON of a fast tokenizer: {error}", key=str(path)
         ) from error
-    table = TokenTable.from_tokenizer(tokenizer, TokenRoles())
+    with naming_tokenizer(str(path)):
+        table = TokenTable.from_tokenizer(tokenizer, TokenRoles())
     return NamedTokenizer(str(path), table, TextEncoder(tokenizer, table), table.size)
 
 

@@ -24,7 +24,7 @@ from mopd_protocol.runtime.model_revision import is_missing_folder
 from mopd_protocol.samples import Message
 from mopd_protocol.tokenizers.pretrained import load_exact
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable, control_tokens
-from mopd_protocol.tokenizers.tokenizer_file import tokenizer_json
+from mopd_protocol.tokenizers.tokenizer_file import naming_tokenizer, tokenizer_json
 from mopd_protocol.tokenizers.tokenizer_roles import roles_of
 from mopd_trainer.config.run import StudentConfig
 from mopd_trainer.student.lora import ADAPTER_CONFIG, add_adapters
@@ -66,6 +66,7 @@ class StudentIdentity:
 
         Raises:
             ConfigError: when the chat template does not support user and assistant.
+            TokenizerError: when the tokens' bytes cannot be derived from the tokenizer.
         """
         backend: Any = tokenizer
         description = tokenizer_json(backend.backend_tokenizer)
@@ -77,10 +78,12 @@ class StudentIdentity:
                 f"assistant: {error}",
                 key="student.model",
             ) from error
+        with naming_tokenizer("student.model"):
+            table = TokenTable.from_json(description, roles)
         head: Any = model.get_output_embeddings()
         return cls(
             tokenizer=tokenizer,
-            table=TokenTable.from_json(description, roles),
+            table=table,
             logit_width=int(head.weight.shape[0]),
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
