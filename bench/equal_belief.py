@@ -5,8 +5,9 @@
 Each model gives every token of its tokenization of a text the same probability (0.999), and the
 remaining mass to all other tokens equally. They agree about the text, so a divergence should be
 close to zero, and its gradient should not push down the student's own tokens. Reported for each
-pair, kind of text and loss: nats per student token, and the share of the student's tokens whose
-logit the loss pushes down (gradient of the sum above ``--threshold``).
+pair, kind of text and loss: nats per student token, the share of the student's tokens whose
+logit the loss pushes down (gradient of the sum above ``--threshold``), and the share that is
+compared: a loss that compares nothing is no better for it.
 
 A tokenizer is a name of ``tests/real_vocabularies.py`` (tekken, v1, v3, python_50k), a
 ``tokenizer.json``, or a folder that contains one.
@@ -15,13 +16,17 @@ A tokenizer is a name of ``tests/real_vocabularies.py`` (tekken, v1, v3, python_
 import argparse
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 from pydantic import TypeAdapter
+from rich import box
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from tokenizers import Tokenizer
 
@@ -77,6 +82,7 @@ class Result:
     nats_per_token: float
     pushed_down: float  # share of tokens
     worst_nats: float  # of one token
+    compared: float  # share of tokens
 
 
 def main() -> None:
@@ -85,30 +91,38 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--pairs", default=PAIRS, metavar="STUDENT:TEACHER,…", help="tokenizers")
-    parser.add_argument("--texts", default="prose,code,numbers,json,cjk,scripts", metavar="A,B")
+    every_text = texts()
+    kinds = ",".join(every_text)
+    parser.add_argument("--texts", default=kinds, metavar="A,B", help=f"kinds, of {kinds}")
     parser.add_argument("--losses", default="prefix_kl,ctkd", metavar="A,B", help="by type")
     parser.add_argument("--confidence", type=float, default=0.999, help="of each token")
     parser.add_argument("--threshold", type=float, default=0.1, help="nats per unit of logit")
     parser.add_argument("--json", type=Path, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
-    every_text = texts()
-    results: list[Result] = []
-    for pair in options.pairs.split(","):
-        student, _, teacher = pair.partition(":")
-        for loss in options.losses.split(","):
-            for name in options.texts.split(","):
-                results.append(
-                    measure(
-                        student,
-                        teacher,
-                        name,
-                        every_text[name],
-                        loss,
-                        confidence=options.confidence,
-                        threshold=options.threshold,
-                    )
-                )
-    table = Table("student", "teacher", "loss", "text", "tokens", "nats a token", "pushed down")
+    names, losses = options.texts.split(","), options.losses.split(",")
+    pairs = [tuple(pair.split(":")) for pair in options.pairs.split(",")]
+    if unknown := [name for name in names if name not in every_text]:
+        parser.error(f"--texts: unknown {', '.join(unknown)}, expected some of {kinds}")
+    if not all(len(pair) == 2 for pair in pairs):
+        parser.error(f"--pairs: found {options.pairs!r}, expected STUDENT:TEACHER,…")
+    results = [
+        measure(
+            *pair,
+            name,
+            every_text[name],
+            loss,
+            confidence=options.confidence,
+            threshold=options.threshold,
+        )
+        for pair, loss, name in track(
+            [*product(pairs, losses, names)],
+            "pairs, losses and texts",
+            console=Console(stderr=True),
+            transient=True,
+        )
+    ]
+    columns = ("student", "teacher", "loss", "text", "tokens", "nats/token", "pushed", "compared")
+    table = Table(*columns, box=box.SIMPLE, padding=0)
     for result in results:
         table.add_row(
             _short(result.student),
@@ -118,10 +132,28 @@ def main() -> None:
             str(result.tokens),
             f"{result.nats_per_token:.4f}",
             f"{result.pushed_down:.1%}",
+            f"{result.compared:.1%}",
         )
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for loss in losses:
+        found = [result for result in results if result.loss == loss]
+        console.print(summary(loss, found), highlight=False)
     if options.json:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+
+
+def summary(loss: str, results: Sequence[Result]) -> str:
+    """Return a sentence about the largest values of a loss."""
+    worst = max(results, key=lambda each: each.nats_per_token)
+    above = sum(each.nats_per_token > 0.01 for each in results)
+    pushed = sum(each.pushed_down > 0 for each in results)
+    return (
+        f"{loss}: at most {worst.nats_per_token:.4f} nats a token ({worst.text}, student "
+        f"{_short(worst.student)}, teacher {_short(worst.teacher)}); {above} of {len(results)} "
+        f"texts above 0.01, {pushed} with a token that is pushed down, at least "
+        f"{min(each.compared for each in results):.0%} compared"
+    )
 
 
 def _short(name: str) -> str:
@@ -196,6 +228,7 @@ def measure(
         nats_per_token=float(nats.sum()) / len(left),
         pushed_down=float(belief.pushed_down.mean()),
         worst_nats=float(nats.max()),
+        compared=float(belief.compared.mean()),
     )
 
 

@@ -3,13 +3,14 @@
 import random
 import string
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from bench.byte_models import false_loss, merging_pair
-from bench.equal_belief import measure, texts
+from bench.equal_belief import Result, measure, summary, texts
 from tests.real_vocabularies import tokenizer_and_roles
 from tests.reference.text_model import markov_texts
 
@@ -34,6 +35,8 @@ def test_equal_beliefs_have_no_loss(pair: tuple[str, str], text: str, loss: str)
     result = measure(*pair, text, texts()[text], loss, confidence=0.999, threshold=0.1)
     assert result.nats_per_token <= 0.01
     assert result.pushed_down == 0.0
+    # Without a comparison there is no loss either.
+    assert result.compared > (0.99 if loss == "prefix_kl" else 0.4)
 
 
 @pytest.mark.parametrize("loss", ["prefix_kl", "ctkd"])
@@ -70,6 +73,17 @@ def test_equal_beliefs_have_no_loss_if_the_teacher_has_no_tokens_of_bytes(
     result = measure(*sides, text, texts()[text], loss, confidence=0.999, threshold=0.1)
     assert result.nats_per_token <= 0.01
     assert result.pushed_down == 0.0
+
+
+def test_the_summary_names_the_largest_value() -> None:
+    results = [
+        Result("a.json", "b.json", "prose", "ctkd", 9, nats, pushed, 0.5, compared)
+        for nats, pushed, compared in ((0.02, 0.0, 1.0), (0.03, 0.1, 0.9), (0.01, 0.0, 0.75))
+    ]
+    words = summary("ctkd", [*results, replace(results[1], student="c.json", nats_per_token=0.05)])
+    assert {"ctkd:", "0.0500", "c,", "75%"} <= set(words.split())
+    assert "3 of 4 texts" in words
+    assert "2 with" in words
 
 
 def test_a_loss_on_merged_vectors_has_a_loss_between_equal_beliefs() -> None:

@@ -35,6 +35,8 @@ class EqualBelief:
     nats: NDArray[np.float32]
     pushed_down: NDArray[np.bool_]
     """Tokens whose logit the loss lowers."""
+    compared: NDArray[np.float32]
+    """Share of each token that is compared: without a comparison there is no loss either."""
 
 
 def equal_belief(
@@ -77,7 +79,7 @@ def equal_belief(
     gradient = torch.zeros(len(ids)) if logits.grad is None else logits.grad
     pushed = gradient[torch.arange(len(ids)), ids] > threshold
     nats = output.per_token.detach().masked_fill(output.compared == 0, torch.nan)
-    return EqualBelief(nats.float().numpy(), pushed.numpy())
+    return EqualBelief(nats.float().numpy(), pushed.numpy(), output.compared.float().numpy())
 
 
 def _sure(token_ids: Any, table: TokenTable, confidence: float) -> TopKLogprobs:
