@@ -42,7 +42,7 @@ async def check_learnability(case: Case) -> AsyncIterator[Finding]:
     listing = ", ".join(f"{key} {value:.1%}" for key, value in shares.items())
     text = f"sampled accuracy before training, {_SAMPLES} samples of {_PROMPTS} prompts: {listing}."
     if 0 < min(shares.values()) < _WEAK and not rollout.corrections:
-        text += f" Below {_WEAK:.0%}, rollout.corrections: 4 saves steps."
+        text += f" Below {_WEAK:.0%}, rollout.corrections: 1 saves steps."
     fix = "Train on reference answers first (data.source: answers): no sample is correct."
     status = "ok" if any(shares.values()) else "failed"
     numbers = {f"{key}_accuracy": value for key, value in shares.items()}
