@@ -137,8 +137,8 @@ def main() -> None:
     console = Console()
     console.print(table)
     for loss in losses:
-        found = [result for result in results if result.loss == loss]
-        console.print(summary(loss, found), highlight=False)
+        of_loss = [result for result in results if result.loss == loss]
+        console.print(summary(loss, of_loss), highlight=False)
     if options.json:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
 
