@@ -60,6 +60,10 @@ class LongestMatch:
         return TextTokens(ids, np.array(list(map(len, encoded)), dtype=np.int64))
 
 
+#: Parts of characters are tokens too.
+_BYTES = "utf-8", "surrogateescape"
+
+
 @dataclass(frozen=True, eq=False)
 class ExactTopK:
     """``TopKLogprobs`` that are not rounded to float32."""
@@ -127,7 +131,7 @@ class Tongue:
     def ids(self, pieces: Sequence[str]) -> list[int]:
         """Ids of tokens given by their spelling; ``END`` for the end of the turn."""
         all_bytes = self.family.table.all_bytes
-        return [self.end if p == END else all_bytes.index(p.encode()) for p in pieces]
+        return [self.end if p == END else all_bytes.index(p.encode(*_BYTES)) for p in pieces]
 
     def encode_bytes(self, data: bytes) -> list[int]:
         """Ids of bytes; half characters only by longest match."""
@@ -137,7 +141,7 @@ class Tongue:
 
     def tokenize(self, text: str) -> list[str]:
         """The canonical tokens of a text."""
-        return [self.family.table.bytes_of(i).decode() for i in self.encoder.encode(text)]
+        return [self.table.bytes_of(i).decode(*_BYTES) for i in self.encoder.encode(text)]
 
     def side(
         self,
@@ -249,7 +253,7 @@ def rows_of(tongue: Tongue, model: TokenModel) -> Callable[[list[int]], Tensor]:
     """ln of the model's row after some tokens: [width]."""
 
     def row(ids: list[int]) -> Tensor:
-        following = model.row([tongue.table.bytes_of(token).decode() for token in ids])
+        following = model.row([tongue.table.bytes_of(token).decode(*_BYTES) for token in ids])
         logprobs = torch.full((tongue.logit_width,), -torch.inf, dtype=torch.float64)
         logprobs[tongue.ids([*following])] = torch.tensor([*following.values()]).double().log()
         return logprobs

@@ -14,6 +14,8 @@ from mopd_losses.prefix.cells import DETOUR_SHARE, NAMING_SHARE
 from mopd_losses.prefix.loss import HIGHEST_RATIO
 from mopd_losses.prefix.naming.cuts import CONTINUATIONS, COVERING
 from mopd_losses.prefix.naming.separate_tokens import ENDS, FEW, LONGEST, TOKENS_PER_END, TRIED
+from mopd_losses.prefix.vocabulary.shorter_tokens import LONGEST as LONGEST_TOKEN
+from mopd_losses.prefix.vocabulary.shorter_tokens import TRIED as TRIED_BEHIND_SHORTER
 from tests.reference.divergences import floored_rest
 
 #: Tokens before a boundary that may be divided differently, and tokens tried after a shorter one.
@@ -173,7 +175,11 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
         ),
         student_lacks=(student_lacks[0], student_lacks[1] / student_whole),
         teacher_lacks=(lacks[0], lacks[1] / whole),
-        unsought={c for c in cells if c not in likely and may_cross(student, at, c)}
+        unsought={
+            c
+            for c in cells
+            if c not in likely and (may_cross(student, at, c) or is_several(student, at, c))
+        }
         - {cell_of(string) for string in continued(student, at)},
     )
 
@@ -367,9 +373,11 @@ def detours(
         if is_canonical and row < covering and side.end(row) < at
         if side.text[side.starts[row] : at] in side.tokens.values()
     }
+    found: dict[tuple[int, str], bool] = {}
     for cell in [*cells, *sorted(others)]:
         is_text = ord(cell[-1]) < 256
         crossed = may_cross(side, at, cell) if context else len(cell) > 1
+        crossed = crossed or is_several(side, at, cell)
         if is_text and not crossed:
             continue
         if not is_canonical:
@@ -391,8 +399,14 @@ def detours(
             if detour:
                 break
         if detour and (cell in cells or not detour[2]):
-            deviations[detour[:2]] = detour[2]
+            found[detour[:2]] = detour[2]
             lacking |= {cell} & set(cells)
+    if is_canonical and covering >= first:
+        for cell in cells:
+            for token in shorter_tokens(side, side.text[side.starts[covering] : at], cell):
+                lacking.add(cell)
+                found.setdefault((covering, token), True)
+    deviations |= found
     rows = {row: path(side, at, row, known) for row in open_rows(side, at, known)}
     origin = min(rows)
     total = counted = 0.0
@@ -407,6 +421,36 @@ def detours(
         total += mass * before / after
         counted += mass * before / after if is_open and is_known else 0.0
     return (lacking, total), counted
+
+
+def is_several(side: Side, at: int, cell: str) -> bool:
+    """True if what is begun before a byte and a cell begin longer tokens, but are none."""
+    covering = side.covering(at)
+    assert covering is not None
+    whole = side.text[side.starts[covering] : at] + cell
+    tokens = side.tokens.values()
+    return whole not in tokens and any(token.startswith(whole) for token in tokens)
+
+
+def shorter_tokens(side: Side, begun: str, cell: str) -> set[str]:
+    """Tokens of what is begun and a beginning of a cell that the tokenizer writes in place of the
+    token that spells all of it, by what follows."""
+    whole = begun + cell
+    results: set[str] = set()
+    if whole not in side.tokens.values():
+        return results
+    for length in range(max(len(begun), 1), min(len(whole), LONGEST_TOKEN)):
+        token = whole[:length]
+        if token not in side.tokens.values():
+            continue
+        for longer in frequent(side, whole[length:], TRIED_BEHIND_SHORTER):
+            try:
+                (token + longer).encode("latin-1").decode()
+            except UnicodeError:
+                continue
+            if side.encode(token + longer)[0] == token:
+                results.add(token)
+    return results
 
 
 def may_cross(side: Side, at: int, cell: str) -> bool:

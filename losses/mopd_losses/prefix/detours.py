@@ -18,8 +18,9 @@ from mopd_losses.prefix.naming.nested_names import Names
 from mopd_losses.prefix.naming.separate_tokens import continuations
 from mopd_losses.prefix.text.contexts import WINDOW, Contexts
 from mopd_losses.prefix.text.strings import Strings
-from mopd_losses.prefix.vocabulary.hashed_strings import Integers, keys_of, ranks_in_runs
+from mopd_losses.prefix.vocabulary.hashed_strings import Integers, joined, keys_of, ranks_in_runs
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
+from mopd_losses.prefix.vocabulary.shorter_tokens import ShorterTokens
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 from mopd_losses.prefix.vocabulary.spellings import Spellings
 from mopd_protocol.tokenizers.token_table import TextEncoder
@@ -85,6 +86,7 @@ class Detours:
         self._vocabulary = vocabulary
         self._encoder = encoder
         self.table = KeyTable(CACHED)
+        self.shorter = ShorterTokens(vocabulary, encoder)
         self._canonical = KeyTable(CACHED)
         self._whole = KeyTable(CACHED)
 
@@ -94,7 +96,9 @@ class Detours:
         Args:
             cells: how many there are.
         """
-        possible = np.flatnonzero(contexts.may_cross(sought.boundaries, sought.texts))
+        may_differ = contexts.may_cross(sought.boundaries, sought.texts)
+        may_differ |= contexts.are_several(sought.boundaries, sought.texts)
+        possible = np.flatnonzero(may_differ)
         numbers = sought.boundaries[possible]
         texts = sought.texts.at(possible)
         codes = self._codes(contexts, numbers, texts)
@@ -106,15 +110,55 @@ class Detours:
         with_cell = sought.cells[possible[kept]]
         reached[with_cell[with_cell >= 0]] = True
         steps, ids = (codes[kept] - 1) // 2 % _STEPS, (codes[kept] - 1) // 2 // _STEPS
+        others, other_ids = self._shorter(contexts, sought)
+        reached[sought.cells[others]] = True
+        others = sought.boundaries[others]
+        other_steps = contexts.covering_rows[others] - contexts.first_rows[others]
         ended, ended_steps, ended_ids = self._ended(contexts)
-        numbers = np.concatenate([numbers[kept], ended])
-        steps, ids = np.concatenate([steps, ended_steps]), np.concatenate([ids, ended_ids])
-        counted = np.concatenate([counted[kept], np.zeros(len(ended), dtype=np.bool_)])
+        numbers = np.concatenate([numbers[kept], others, ended])
+        steps = np.concatenate([steps, other_steps, ended_steps])
+        ids = np.concatenate([ids, other_ids, ended_ids])
+        counted = np.concatenate(
+            [
+                counted[kept],
+                np.ones(len(others), dtype=np.bool_),
+                np.zeros(len(ended), dtype=np.bool_),
+            ]
+        )
         order = (numbers * _STEPS + steps) * len(self._vocabulary.strings) + ids
         _, first = np.unique(order, return_index=True)
         numbers, steps = numbers[first], steps[first]
         rows = contexts.first_rows[numbers] + steps
         return CellDetours(reached, numbers, rows, ids[first], counted[first])
+
+    def _shorter(self, contexts: Contexts, sought: Sought) -> tuple[Integers, Integers]:
+        """Find shorter tokens that the tokenizer may write in place of one that spells a cell: the
+        indices of what is sought, and the tokens' ids."""
+        rows, vocabulary = contexts.places.open_rows, self._vocabulary
+        cells = np.flatnonzero(sought.cells >= 0)
+        numbers = sought.boundaries[cells]
+        last = rows.last[numbers]
+        begun = rows.begun[last]
+        hashes = joined(rows.hashes[last], begun, sought.texts.hashes[cells])
+        nodes = vocabulary.nodes_of(hashes)
+        exact = vocabulary.node_starts[nodes] < vocabulary.node_longer[nodes]
+        at = np.flatnonzero(exact & (nodes >= 0) & sought.texts.at(cells).are_text())
+        at = at[contexts.covering_rows[numbers[at]] >= contexts.first_rows[numbers[at]]]
+        ranks = vocabulary.node_starts[nodes[at]]
+        bits = self.shorter.of(hashes[at], lambda index: vocabulary.string_at(int(ranks[index])))
+        # Tokens that end before the boundary are detours of other texts.
+        bits = np.where(begun[at] > 0, bits >> begun[at] << begun[at], bits)
+        reached = np.flatnonzero(bits)
+        reached = reached[self._are_canonical(contexts, numbers[at[reached]])]
+        results = list[tuple[int, int]]()
+        for index, mask in zip(reached.tolist(), bits[reached].tolist(), strict=True):
+            string = vocabulary.string_at(int(ranks[index]))
+            for length in range(mask.bit_length()):
+                if mask >> length & 1:
+                    rank = vocabulary.range_of(string[:length]).start
+                    results.append((int(cells[at[index]]), int(vocabulary.ids[rank])))
+        columns = np.array(results, dtype=np.int64).reshape(-1, 2)
+        return columns[:, 0], columns[:, 1]
 
     def end_a_token(self, contexts: Contexts, boundaries: Integers, texts: Strings) -> Flags:
         """Return whether a boundary is inside a realised token, and a shorter token ends at the

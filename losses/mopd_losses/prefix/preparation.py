@@ -292,10 +292,12 @@ def _unsought(cells: Cells, contexts: Contexts, ranges: CellRanges) -> NDArray[n
     """[cells], see ``PrefixTargets``; without the cells that a token leads to which begins before
     the boundary: its mass is known."""
     names = cells.names
-    result = ~cells.likely & names.texts.are_text() & (contexts.lengths[names.boundaries] > 0)
+    result = ~cells.likely & names.texts.are_text()
     result[ranges.cells[contexts.places.open_rows.begun[ranges.rows] > 0]] = False
     at = np.flatnonzero(result)
-    result[at] = contexts.may_cross(names.boundaries[at], names.texts.at(at))
+    boundaries, texts = names.boundaries[at], names.texts.at(at)
+    crossed = contexts.may_cross(boundaries, texts) & (contexts.lengths[boundaries] > 0)
+    result[at] = crossed | contexts.are_several(boundaries, texts)
     return result
 
 

@@ -170,6 +170,11 @@ class SortedVocabulary:
         tokens = self.range_of(prefix)
         return tokens.start < tokens.stop
 
+    def is_token(self, string: str) -> bool:
+        """Return whether a string is a token."""
+        tokens = self.range_of(string)
+        return tokens.start < tokens.longer
+
     def frequent_tokens(self, prefix: str, count: int) -> list[str]:
         """Return at most ``count`` tokens that are longer than ``prefix`` and begin with it: those
         with the lowest ids, which tokenizers are trained to merge first."""

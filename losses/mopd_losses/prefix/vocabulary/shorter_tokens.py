@@ -1,0 +1,61 @@
+"""``ShorterTokens``: the tokens that a tokenizer writes in place of a longer one, by what follows.
+
+`` OS`` is a token, but `` OSError`` may be `` O|SE|rr|or``. A student that is sure of the latter
+has no mass in the token `` OS``: it is in `` O``, of which that mass is an unknown part.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from mopd_losses.prefix.vocabulary.hashed_strings import Hashes, Integers
+from mopd_losses.prefix.vocabulary.key_table import KeyTable
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
+from mopd_losses.prefix.vocabulary.spellings import Spellings
+from mopd_protocol.tokenizers.token_table import TextEncoder
+
+#: Tokens that are tried behind a shorter one, with the lowest ids: the frequent ones.
+TRIED = 4
+
+#: The longest token for which shorter ones are sought, in characters: bits of an integer.
+LONGEST = 60
+
+#: Tokens kept in memory; beyond, all are discarded and computed again.
+_CACHED = 500_000
+
+
+class ShorterTokens:
+    """Finds them for one tokenizer."""
+
+    def __init__(self, vocabulary: SortedVocabulary, encoder: TextEncoder) -> None:
+        self._vocabulary = vocabulary
+        self._encoder = encoder
+        self.table = KeyTable(_CACHED)
+
+    def of(self, keys: Hashes, token: Callable[[int], str]) -> Integers:
+        """Return the lengths of the shorter tokens of each one, as bits.
+
+        Args:
+            keys: hashes of tokens.
+            token: index of a key -> its string.
+        """
+
+        def compute(indices: Integers) -> Integers:
+            owners, lengths, texts = list[int](), list[int](), list[str]()
+            for number, index in enumerate(indices.tolist()):
+                whole = token(index)
+                for length in range(1, min(len(whole), LONGEST)):
+                    if not self._vocabulary.is_token(whole[:length]):
+                        continue
+                    for longer in self._vocabulary.frequent_tokens(whole[length:], TRIED):
+                        owners.append(number)
+                        lengths.append(length)
+                        texts.append(whole[:length] + longer)
+            ends = Spellings.of(self._vocabulary, self._encoder, texts).first_ends()
+            sought = np.array(lengths, dtype=np.int64)
+            found = ends == sought
+            results = np.zeros(len(indices), dtype=np.int64)
+            np.bitwise_or.at(results, np.array(owners, dtype=np.int64)[found], 1 << sought[found])
+            return results
+
+        return self.table.computed(keys, compute)
