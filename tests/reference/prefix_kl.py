@@ -11,6 +11,7 @@ from itertools import accumulate
 
 from mopd_losses.divergences.truncation import TAIL_MARGIN
 from mopd_losses.prefix.cells import DETOUR_SHARE, NAMING_SHARE
+from mopd_losses.prefix.detours import WORDS
 from mopd_losses.prefix.loss import HIGHEST_RATIO
 from mopd_losses.prefix.naming.cuts import CONTINUATIONS, COVERING
 from mopd_losses.prefix.naming.separate_tokens import ENDS, FEW, LONGEST, TOKENS_PER_END, TRIED
@@ -373,6 +374,8 @@ def detours(
         if is_canonical and row < covering and side.end(row) < at
         if side.text[side.starts[row] : at] in side.tokens.values()
     }
+    if len(context) > 1 and all(c in WHITE_SPACE for c in context[-2:]):
+        others = others | {word for word in WORDS if word in side.tokens.values()} - {*cells}
     found: dict[tuple[int, str], bool] = {}
     for cell in [*cells, *sorted(others)]:
         is_text = ord(cell[-1]) < 256
@@ -385,7 +388,10 @@ def detours(
         detour = None
         # A text may be one token, and no longer one once more follows.
         joined = is_text and has_joining_token(side, context, cell)
-        for after in ["", *continuations(side, context + cell, 1)] if joined else [""]:
+        afters = ["", *continuations(side, context + cell, 1)] if joined else [""]
+        if is_text and (context + cell).isascii() and cell[-1] in WHITE_SPACE:
+            afters += WORDS
+        for after in afters:
             whole = context + cell + after if is_text else context
             try:
                 whole.encode("latin-1").decode()

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from mopd_losses.prefix.naming.nested_names import Names
 from mopd_losses.prefix.naming.separate_tokens import continuations
+from mopd_losses.prefix.text.boundaries import is_space
 from mopd_losses.prefix.text.contexts import WINDOW, Contexts
 from mopd_losses.prefix.text.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers, joined, keys_of, ranks_in_runs
@@ -27,6 +28,9 @@ from mopd_protocol.tokenizers.token_table import TextEncoder
 
 #: Tokens that are tried behind a shorter token.
 _PROBES = 4
+
+#: Beginnings of words that are tried behind white space.
+WORDS = ("a", "#")
 
 #: Contexts and cells kept in memory; beyond, all are discarded and computed again.
 CACHED = 500_000
@@ -96,6 +100,7 @@ class Detours:
         Args:
             cells: how many there are.
         """
+        sought = sought.and_rest(*words_behind_spaces(contexts))
         may_differ = contexts.may_cross(sought.boundaries, sought.texts)
         may_differ |= contexts.are_several(sought.boundaries, sought.texts)
         possible = np.flatnonzero(may_differ)
@@ -282,6 +287,13 @@ class Detours:
             for index in np.flatnonzero(is_one).tolist()
             for after in continuations(self._vocabulary, texts[index], 1)
         ]
+        # So is white space, of which the last character may belong to the next word.
+        continued += [
+            (index, text + after)
+            for index in np.flatnonzero(results == _NO_DETOUR).tolist()
+            if (text := texts[index])[-1:].isspace() and text.isascii() and text == wholes[index]
+            for after in WORDS
+        ]
         owners = np.array([index for index, _ in continued], dtype=np.int64)
         after_more, _ = self._first_detours(
             contexts, boundaries[owners], [text for _, text in continued], before[owners]
@@ -318,6 +330,21 @@ class Detours:
         results = np.full(len(texts), _NO_DETOUR, dtype=np.int64)
         results[reached] = 1 + counted + 2 * (steps[at] + _STEPS * spelled.ids[at])
         return results, is_one
+
+
+def words_behind_spaces(contexts: Contexts) -> tuple[Strings, Integers]:
+    """Return beginnings of words behind each run of white space, and their boundaries: a tokenizer
+    may divide the run by what follows, `` |·word`` for ``··word``."""
+    text, vocabulary = contexts.places.text, contexts.places.text.vocabulary
+    offsets = contexts.places.offsets
+    runs = contexts.lengths > 1
+    for before in (1, 2):
+        runs &= is_space(text.codes.take(np.maximum(offsets - before, 0)))
+    at = np.flatnonzero(runs)
+    ids = [vocabulary.ids[vocabulary.range_of(w).start] for w in WORDS if vocabulary.is_token(w)]
+    boundaries = np.tile(at, len(ids))
+    tokens = np.repeat(np.array(ids, dtype=np.int64), len(at))
+    return Strings.of_tokens(vocabulary, text, tokens, np.zeros_like(tokens)), boundaries
 
 
 def probed(contexts: Contexts, rows: Integers, tokens: Integers) -> tuple[Strings, Integers]:
