@@ -70,8 +70,14 @@ def merged_tokens(side: Tongue) -> list[str]:
     return [b.decode() for b in side.table.all_bytes if len(b) > 1]
 
 
-def false_loss(pair: Pair, texts: Mapping[str, float], *, top_k: int) -> float:
-    """Prefix KL in nats per student token, in expectation over the texts."""
+def false_loss(
+    pair: Pair, texts: Mapping[str, float], *, top_k: int, lowest: float = _LOWEST
+) -> float:
+    """Prefix KL in nats per student token, in expectation over the texts.
+
+    Args:
+        lowest: nats of the student's tokens that continue no text.
+    """
     student = TokenModel(dict(texts), pair.student.tokenize)
     teacher = TokenModel(dict(texts), pair.teacher.tokenize)
     total = tokens = 0.0
@@ -81,7 +87,7 @@ def false_loss(pair: Pair, texts: Mapping[str, float], *, top_k: int) -> float:
         comparison = compared(pair, *ids, rows, k=top_k)
         comparison = with_lookaheads(pair, comparison, rows_of(pair.teacher, teacher))
         targets = pair.targets([comparison])
-        logits = model_rows(pair.student, student, text).clamp_min(_LOWEST)
+        logits = model_rows(pair.student, student, text).clamp_min(lowest)
         total += mass * pair.value(logits, targets).per_token.sum().item()
         tokens += mass * len(ids[0])
     return total / tokens

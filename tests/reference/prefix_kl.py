@@ -376,7 +376,7 @@ def detours(
     }
     if len(context) > 1 and all(c in WHITE_SPACE for c in context[-2:]):
         others = others | {word for word in WORDS if word in side.tokens.values()} - {*cells}
-    found: dict[tuple[int, str], bool] = {}
+    deviating: dict[tuple[int, str], bool] = {}
     for cell in [*cells, *sorted(others)]:
         is_text = ord(cell[-1]) < 256
         crossed = may_cross(side, at, cell) if context else len(cell) > 1
@@ -405,14 +405,14 @@ def detours(
             if detour:
                 break
         if detour and (cell in cells or not detour[2]):
-            found[detour[:2]] = detour[2]
+            deviating[detour[:2]] = detour[2]
             lacking |= {cell} & set(cells)
     if is_canonical and covering >= first:
         for cell in cells:
             for token in shorter_tokens(side, side.text[side.starts[covering] : at], cell):
                 lacking.add(cell)
-                found.setdefault((covering, token), True)
-    deviations |= found
+                deviating.setdefault((covering, token), True)
+    deviations |= deviating
     rows = {row: path(side, at, row, known) for row in open_rows(side, at, known)}
     origin = min(rows)
     total = counted = 0.0
@@ -445,6 +445,15 @@ def shorter_tokens(side: Side, begun: str, cell: str) -> set[str]:
     results: set[str] = set()
     if whole not in side.tokens.values():
         return results
+    try:
+        whole.encode("latin-1").decode()
+        own = side.encode(whole)[0]
+        if whole.startswith(own) and max(len(begun), 1) <= len(own) < min(
+            len(whole), LONGEST_TOKEN
+        ):
+            results.add(own)
+    except UnicodeError:
+        pass
     for length in range(max(len(begun), 1), min(len(whole), LONGEST_TOKEN)):
         token = whole[:length]
         if token not in side.tokens.values():

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 class TokenizerPair:
     """A student's and a teacher's vocabulary and tokenizer.
 
-    What their tokenizers were called for is kept: up to 500,000 entries of each of four tables, on
+    What their tokenizers were called for is kept: up to 500,000 entries of each of six tables, on
     disk at most 40 MB.
 
     Args:
@@ -69,6 +69,8 @@ class TokenizerPair:
             "separate_tokens": self.separate.table,
             "student_detours": self.student_detours.table,
             "teacher_detours": self.teacher_detours.table,
+            "student_shorter_tokens": self.student_detours.shorter.table,
+            "teacher_shorter_tokens": self.teacher_detours.shorter.table,
         }
         if self._path is not None and self._path.exists():
             self._load(self._path)

@@ -23,6 +23,7 @@ from mopd_losses.prefix.lookaheads.joined_targets import joined
 from mopd_losses.prefix.lookaheads.open_tokens import OpenToken, OpenTokens
 from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.targets import NO_PATH, PrefixTargets, RangeReadings
+from mopd_losses.prefix.vocabulary.hashed_strings import string_hashes
 from mopd_protocol.topk_logprobs import TopKLogprobs
 
 #: Tokens that continue a text; comparisons of more would cost too much.
@@ -37,8 +38,11 @@ class _Comparison:
 
     position: int
     known: _Ranges  # ranks of the student's tokens that begin with the open token's text
-    cells: list[tuple[float, _Ranges]]  # the teacher's nats, and ranks
+    cells: list[tuple[float, _Ranges, bool]]
+    """The teacher's nats, ranks, and whether the student may write only the open token's text, and
+    something else for the rest: `au|w`, although `auw` begins a token."""
     nats: float  # the teacher's, of the open token's text
+    own: range  # ranks of the student's tokens that are the open token's text
 
 
 class LookaheadComparisons:
@@ -104,19 +108,33 @@ class LookaheadComparisons:
                 ranges[name][-1] = ranges[name][-1][0], rank + 1
             elif name:
                 ranges[name].append((rank, rank + 1))
-        cells = [(nats, ranges[name]) for name, nats in masses.items() if ranges[name]]
-        return _Comparison(position, known, cells, token.nats) if cells else None
+        named = [name for name in masses if ranges[name]]
+        divided = self._are_divided(begun, named)
+        cells = [
+            (masses[name], ranges[name], lacks) for name, lacks in zip(named, divided, strict=True)
+        ]
+        tokens = self._pair.student.range_of(begun)
+        own = range(tokens.start, tokens.longer)
+        return _Comparison(position, known, cells, token.nats, own) if cells else None
+
+    def _are_divided(self, begun: str, names: Sequence[str]) -> list[bool]:
+        """Return whether the student may write the text that is begun as a token, and a name behind
+        it, by what follows."""
+        wholes = [begun + name for name in names]
+        shorter = self._pair.student_detours.shorter
+        bits = shorter.of(string_hashes(wholes), lambda index: wholes[index])
+        return (bits >> len(begun) & 1 == 1).tolist()
 
 
 def _targets(comparisons: Sequence[_Comparison]) -> PrefixTargets:
     count = len(comparisons)
     cells = torch.full((count, max(len(each.cells) for each in comparisons)), -torch.inf).double()
     for row, each in enumerate(comparisons):
-        cells[row, : len(each.cells)] = torch.tensor([nats for nats, _ in each.cells]).double()
+        cells[row, : len(each.cells)] = torch.tensor([nats for nats, _, _ in each.cells]).double()
     named = [
         (row, column, each.position, start, stop)
         for row, each in enumerate(comparisons)
-        for column, (_, ranges) in enumerate(each.cells)
+        for column, (_, ranges, _) in enumerate(each.cells)
         for start, stop in ranges
     ]
     known = [
@@ -124,6 +142,13 @@ def _targets(comparisons: Sequence[_Comparison]) -> PrefixTargets:
         for row, each in enumerate(comparisons)
         for start, stop in each.known
     ]
+    lacking = torch.zeros_like(cells, dtype=torch.bool)
+    divided: list[tuple[int, int, int, int, int]] = []
+    for row, each in enumerate(comparisons):
+        lacks = [lacks for _, _, lacks in each.cells]
+        lacking[row, : len(lacks)] = torch.tensor(lacks)
+        if any(lacks):  # mass of what is open
+            divided.append((row, 1, each.position, each.own.start, each.own.stop))
     positions = torch.tensor([each.position for each in comparisons])
     none, missing = torch.empty(0, dtype=torch.int64), torch.full((count,), -torch.inf).double()
     return PrefixTargets(
@@ -137,8 +162,8 @@ def _targets(comparisons: Sequence[_Comparison]) -> PrefixTargets:
         weights=torch.ones(count).double(),
         named=_readings(named),
         known=_readings(known),
-        detours=_readings([]),
-        lacking=torch.zeros_like(cells, dtype=torch.bool),
+        detours=_readings(divided),
+        lacking=lacking,
         unsought=torch.zeros_like(cells, dtype=torch.bool),
         ends=torch.zeros_like(cells, dtype=torch.bool),
         teacher_detours=missing,

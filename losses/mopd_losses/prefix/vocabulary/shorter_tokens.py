@@ -32,18 +32,22 @@ class ShorterTokens:
         self._encoder = encoder
         self.table = KeyTable(_CACHED)
 
-    def of(self, keys: Hashes, token: Callable[[int], str]) -> Integers:
-        """Return the lengths of the shorter tokens of each one, as bits.
+    def of(self, keys: Hashes, text: Callable[[int], str]) -> Integers:
+        """Return the lengths of the first tokens with which the tokenizer may begin each text in
+        place of a token that spells all of it, as bits.
 
         Args:
-            keys: hashes of tokens.
-            token: index of a key -> its string.
+            keys: hashes of texts.
+            text: index of a key -> its string.
         """
 
         def compute(indices: Integers) -> Integers:
             owners, lengths, texts = list[int](), list[int](), list[str]()
             for number, index in enumerate(indices.tolist()):
-                whole = token(index)
+                whole = text(index)
+                owners.append(number)
+                lengths.append(0)  # whichever it is
+                texts.append(whole)
                 for length in range(1, min(len(whole), LONGEST)):
                     if not self._vocabulary.is_token(whole[:length]):
                         continue
@@ -52,10 +56,12 @@ class ShorterTokens:
                         lengths.append(length)
                         texts.append(whole[:length] + longer)
             ends = Spellings.of(self._vocabulary, self._encoder, texts).first_ends()
-            sought = np.array(lengths, dtype=np.int64)
-            found = ends == sought
+            sought, numbers = (np.array(each, dtype=np.int64) for each in (lengths, owners))
+            whole = np.array([len(text) for text in texts], dtype=np.int64)
+            is_own = (sought == 0) & (ends > 0) & (ends < np.minimum(whole, LONGEST))
+            is_first = is_own | ((sought > 0) & (ends == sought))
             results = np.zeros(len(indices), dtype=np.int64)
-            np.bitwise_or.at(results, np.array(owners, dtype=np.int64)[found], 1 << sought[found])
+            np.bitwise_or.at(results, numbers[is_first], 1 << ends[is_first])
             return results
 
         return self.table.computed(keys, compute)

@@ -1,0 +1,100 @@
+"""False loss of two models of the same few texts, through published tokenizers.
+
+    python -m bench.several_texts --pairs tekken:v3,student.json:teacher.json
+
+Student and teacher give the same probability to each of a few texts, which differ in one place:
+``x = repr(a)``, ``x = str(a)``, ``x = len(a)``. Each text is a completion, and every other one is
+likely, too: a divergence should be zero, although the two tokenizers divide what was not sampled
+at other places. ``bench.equal_belief`` has one text only, of which every token is realised.
+"""
+
+import argparse
+import json
+from functools import cache
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from bench.byte_models import false_loss
+from bench.equal_belief import PAIRS
+from mopd_protocol import TokenRoles
+from tests.losses.families import family_of
+from tests.losses.prefix_pairs import Pair, Tongue
+from tests.real_vocabularies import tokenizer_and_roles
+
+#: Kind -> texts.
+TEXTS = {
+    "calls": ("x = repr(a)", "x = str(a)", "x = len(a)"),
+    "names": (" OSError", " ValueError", " KeyError"),
+    "numbers": tuple(f"The total is {n} items." for n in (5, 57, 573, 12, 1234, 12345, 901, 9)),
+    "dates": ("January 17, 2024", "March 3, 1998", "December 25, 2010", "May 1, 2001"),
+    "code": ("    return None\n", "    raise ValueError()\n", "        pass\n"),
+    "words": ("The committee sat.", "The common reply.", "They commenced.", "There is none."),
+    "comments": ("x = 1  # n", "x = 1   # n", "x = 1    # n"),
+    "columns": ("a  b", "a   b", "a    b", "a     b"),
+    "german": ("Donaudampfschiff", "Donauwelle", "Donnerstag", "Dorfplatz"),
+    "russian": ("Правительство", "Право голоса", "Привет", "Программа"),
+    "vietnamese": ("Những người", "Như vậy", "Nhưng không", "Nhà máy"),
+    "cjk": ("今天的天气很好", "今天是星期一", "今年的人口", "東京都", "カタカナ"),
+}
+
+#: Nats of the student's tokens that continue no text.
+_LOWEST = -20.0
+
+
+def main() -> None:
+    """Print and store a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pairs", default=PAIRS, metavar="STUDENT:TEACHER,…", help="tokenizers")
+    parser.add_argument("--top-k", type=int, default=64, help="of the teacher's rows")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="where the figures go")
+    options = parser.parse_args()
+    pairs = [tuple(pair.split(":")) for pair in options.pairs.split(",")]
+    if not all(len(pair) == 2 for pair in pairs):
+        parser.error(f"--pairs: found {options.pairs!r}, expected STUDENT:TEACHER,…")
+    table = Table("student", "teacher", "texts", "nats/token", box=box.SIMPLE, padding=0)
+    values: dict[str, float] = {}
+    for student, teacher in track(pairs, "pairs", console=Console(stderr=True), transient=True):
+        for kind in TEXTS:
+            value = measure(student, teacher, kind, top_k=options.top_k)
+            values[f"{student}:{teacher}:{kind}"] = value
+            names = (Path(side).stem for side in (student, teacher))
+            table.add_row(*names, kind, f"{value:.4f}")
+    console = Console()
+    console.print(table)
+    above = sum(value > 0.01 for value in values.values())
+    console.print(
+        f"at most {max(values.values()):.4f} nats a token; {above} of {len(values)} above 0.01",
+        highlight=False,
+    )
+    if options.json:
+        options.json.write_text(json.dumps(values, indent=1))
+
+
+def measure(student: str, teacher: str, kind: str, *, top_k: int = 64) -> float:
+    """Prefix KL in nats per student token, on texts of one kind."""
+    pair = Pair(_tongue(student, "<over>"), _tongue(teacher, "<stop>"))
+    texts = dict.fromkeys(TEXTS[kind], 1 / len(TEXTS[kind]))
+    return false_loss(pair, texts, top_k=top_k, lowest=_LOWEST)
+
+
+@cache
+def _tongue(name: str, end: str) -> Tongue:
+    if Path(name).is_file():
+        tokenizer = Tokenizer.from_file(name)
+    else:
+        tokenizer = Tokenizer.from_str(tokenizer_and_roles(name)[0].to_str())
+    tokenizer.add_special_tokens([end])
+    end_id = tokenizer.token_to_id(end)
+    family = family_of(tokenizer, TokenRoles(eos=end_id, end_of_turn=end_id))
+    return Tongue(family, family.encoder)
+
+
+if __name__ == "__main__":
+    main()

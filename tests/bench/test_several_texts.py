@@ -1,0 +1,24 @@
+"""Two models of the same few texts have no loss, where texts that were not sampled are divided
+otherwise than those that were."""
+
+import pytest
+
+from bench.several_texts import TEXTS, measure
+
+
+@pytest.mark.parametrize("kind", ["calls", "numbers", "dates", "code", "words", "vietnamese"])
+@pytest.mark.parametrize("pair", [("v3", "tekken"), ("v1", "python_50k"), ("python_50k", "v3")])
+def test_models_of_the_same_texts_have_no_loss(pair: tuple[str, str], kind: str) -> None:
+    assert measure(*pair, kind) <= 0.01
+
+
+@pytest.mark.parametrize("kind", ["names", "comments", "columns"])
+@pytest.mark.parametrize("pair", [("v3", "tekken"), ("python_50k", "tekken")])
+def test_tokens_that_are_written_by_what_follows_have_no_loss(
+    pair: tuple[str, str], kind: str
+) -> None:
+    assert measure(*pair, kind) <= 0.01
+
+
+def test_texts_of_a_kind_differ() -> None:
+    assert all(len(set(texts)) == len(texts) > 2 for texts in TEXTS.values())

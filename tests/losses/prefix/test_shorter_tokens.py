@@ -1,0 +1,61 @@
+"""Tokens in place of a longer one, and runs of white space, which what follows divides."""
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from bench.byte_models import false_loss
+from mopd_losses.prefix.vocabulary.hashed_strings import string_hashes
+from mopd_losses.prefix.vocabulary.shorter_tokens import ShorterTokens
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
+from mopd_protocol import TokenRoles
+from tests.losses.families import family_of
+from tests.losses.prefix_pairs import Pair, Tongue
+
+
+def tongue(end: str, merges: list[tuple[str, str]], *, words: bool = False) -> Tongue:
+    """Return a byte-level BPE; with ``words``, a space belongs to the next word."""
+    vocabulary = {each: rank for rank, each in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    for first, second in merges:
+        vocabulary[first + second] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([end])
+    end_id = tokenizer.token_to_id(end)
+    family = family_of(tokenizer, TokenRoles(eos=end_id, end_of_turn=end_id))
+    return Tongue(family, family.encoder)
+
+
+def test_a_shorter_token_is_found_by_what_follows() -> None:
+    # `bc` is merged before `ab`, so that `abc` is `a|bc`.
+    side = tongue("<over>", [("b", "c"), ("a", "b"), ("x", "y")])
+    vocabulary = SortedVocabulary(side.table, {"end_of_turn": chr(0x100)})
+    texts = ["ab", "xy", "bc"]
+    bits = ShorterTokens(vocabulary, side.encoder).of(string_hashes(texts), texts.__getitem__)
+    np.testing.assert_array_equal(bits, [1 << 1, 0, 0])
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [("-abcde", "-xyz", "-z"), ("-ab", "-abcde", "-z"), ("-xyz", "-abx", "-abcde")],
+)
+def test_a_candidate_that_begins_with_another_token_has_no_loss(texts: tuple[str, ...]) -> None:
+    # The teacher writes `abc|de`; the student `ab|cde`, although its `abcz` begins with `abc`.
+    student = tongue(
+        "<over>", [("d", "e"), ("c", "de"), ("a", "b"), ("ab", "c"), ("abc", "z"), ("x", "y")]
+    )
+    teacher = tongue("<stop>", [("a", "b"), ("ab", "c"), ("d", "e"), ("y", "z")])
+    masses = dict.fromkeys(texts, 1 / len(texts))
+    assert false_loss(Pair(student, teacher), masses, top_k=16, lowest=-20) <= 0.01
+
+
+def test_white_space_that_the_next_word_divides_has_no_loss() -> None:
+    space = "Ġ"
+    runs = [(space * n, space) for n in range(1, 5)]
+    student = tongue("<over>", [(space, "b"), *runs], words=True)
+    teacher = tongue("<stop>", runs)
+    assert student.tokenize("x   b") == ["x", "  ", " b"]
+    assert teacher.tokenize("x   b") == ["x", "   ", "b"]
+    masses = {f"x{' ' * n}b": 1 / 3 for n in (2, 3, 4)}
+    assert false_loss(Pair(student, teacher), masses, top_k=16, lowest=-20) <= 0.01
