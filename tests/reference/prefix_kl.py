@@ -146,10 +146,11 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
     probes = probed(teacher, teacher_at)
     others = {*unnamed} | probes
     before = whole
-    lacks, counted = detours(teacher, teacher_at, likely, others, top_k_only)
+    words = {word for word in WORDS if word in teacher.tokens.values()}
+    lacks, counted = detours(teacher, teacher_at, likely, others, top_k_only, words)
     shares = {c: share * whole / (whole - counted) for c, share in shares.items()}
     whole -= counted
-    student_lacks, counted = detours(student, at, likely, {*unnamed}, None)
+    student_lacks, counted = detours(student, at, likely, {*unnamed}, None, words)
     student_whole = open_mass(student, at, None) - counted
     student_shares = {c: mass(student, at, c, None) / student_whole for c in cells}
     ending = [share for c, share in unnamed.items() if ends_a_token(student, at, c)]
@@ -352,10 +353,15 @@ def text_before(side: Side, at: int) -> tuple[str, int, int]:
 
 
 def detours(
-    side: Side, at: int, cells: Sequence[str], others: set[str], known: Vocabulary | None
+    side: Side,
+    at: int,
+    cells: Sequence[str],
+    others: set[str],
+    known: Vocabulary | None,
+    words: set[str],
 ) -> tuple[tuple[set[str], float], float]:
     """Cells that the tokenizer reaches over tokens that are neither realised nor mass of the cell,
-    the mass of these tokens, and of those that count as open."""
+    the mass of these tokens, and of those that count as open; ``words`` may follow white space."""
     context, first, covering = text_before(side, at)
     start = at - len(context)
     end = side.end(covering) if side.starts[covering] < at else at
@@ -375,7 +381,7 @@ def detours(
         if side.text[side.starts[row] : at] in side.tokens.values()
     }
     if len(context) > 1 and all(c in WHITE_SPACE for c in context[-2:]):
-        others = others | {word for word in WORDS if word in side.tokens.values()} - {*cells}
+        others = others | words - {*cells}
     deviating: dict[tuple[int, str], bool] = {}
     for cell in [*cells, *sorted(others)]:
         is_text = ord(cell[-1]) < 256

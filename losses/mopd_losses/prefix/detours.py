@@ -100,7 +100,7 @@ class Detours:
         Args:
             cells: how many there are.
         """
-        sought = sought.and_rest(*words_behind_spaces(contexts))
+        sought = sought.and_rest(*words_behind_spaces(contexts, sought.texts.vocabulary))
         may_differ = contexts.may_cross(sought.boundaries, sought.texts)
         may_differ |= contexts.are_several(sought.boundaries, sought.texts)
         possible = np.flatnonzero(may_differ)
@@ -332,11 +332,16 @@ class Detours:
         return results, is_one
 
 
-def words_behind_spaces(contexts: Contexts) -> tuple[Strings, Integers]:
+def words_behind_spaces(
+    contexts: Contexts, vocabulary: SortedVocabulary
+) -> tuple[Strings, Integers]:
     """Return beginnings of words behind each run of white space, and their boundaries: a tokenizer
-    may divide the run by what follows, `` |·word`` for ``··word``."""
-    text, vocabulary = contexts.places.text, contexts.places.text.vocabulary
-    offsets = contexts.places.offsets
+    may divide the run by what follows, `` |·word`` for ``··word``.
+
+    Args:
+        vocabulary: of the strings.
+    """
+    text, offsets = contexts.places.text, contexts.places.offsets
     runs = contexts.lengths > 1
     for before in (1, 2):
         runs &= is_space(text.codes.take(np.maximum(offsets - before, 0)))
