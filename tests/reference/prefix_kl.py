@@ -394,9 +394,9 @@ def detours(
         detour = None
         # A text may be one token, and no longer one once more follows.
         joined = is_text and has_joining_token(side, context, cell)
-        afters = ["", *continuations(side, context + cell, 1)] if joined else [""]
-        if is_text and (context + cell).isascii() and cell[-1] in WHITE_SPACE:
-            afters += WORDS
+        is_space = is_text and (context + cell).isascii() and cell[-1] in WHITE_SPACE
+        afters = ["", *(WORDS if is_space else ())]
+        afters += continuations(side, context + cell, 1) if joined else []
         for after in afters:
             whole = context + cell + after if is_text else context
             try:

@@ -281,18 +281,18 @@ class Detours:
         ]
         lengths = np.array(list(map(len, wholes)), dtype=np.int64)
         results, is_one = self._first_detours(contexts, boundaries, texts, lengths)
-        # A string may be one token, and no longer one once more follows: `bb`, but `b|ba`.
+        # The last character of white space may belong to the next word.
         continued = [
-            (index, texts[index] + after)
-            for index in np.flatnonzero(is_one).tolist()
-            for after in continuations(self._vocabulary, texts[index], 1)
-        ]
-        # So is white space, of which the last character may belong to the next word.
-        continued += [
             (index, text + after)
             for index in np.flatnonzero(results == _NO_DETOUR).tolist()
             if (text := texts[index])[-1:].isspace() and text.isascii() and text == wholes[index]
             for after in WORDS
+        ]
+        # A string may be one token, and no longer one once more follows: `bb`, but `b|ba`.
+        continued += [
+            (index, texts[index] + after)
+            for index in np.flatnonzero(is_one).tolist()
+            for after in continuations(self._vocabulary, texts[index], 1)
         ]
         owners = np.array([index for index, _ in continued], dtype=np.int64)
         after_more, _ = self._first_detours(

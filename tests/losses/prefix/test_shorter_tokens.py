@@ -14,8 +14,10 @@ from tests.losses.prefix_pairs import Pair, Tongue
 
 
 def tongue(end: str, merges: list[tuple[str, str]], *, words: bool = False) -> Tongue:
-    """Return a byte-level BPE; with ``words``, a space belongs to the next word."""
-    vocabulary = {each: rank for rank, each in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    """Return a byte-level BPE; with ``words``, a space belongs to the next word. Two sides with
+    other names of the end have other ids."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=end == "<stop>")
+    vocabulary = {each: rank for rank, each in enumerate(alphabet)}
     for first, second in merges:
         vocabulary[first + second] = len(vocabulary)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
