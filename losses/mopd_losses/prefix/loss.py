@@ -37,7 +37,9 @@ if both tokenizers spell it with one token. What is excluded may be another cell
 **Other divisions of the same text.** A tokenizer that merges may divide the text before a boundary
 otherwise once a cell follows. The cell's mass is then part of a token that was not produced, and is
 known by an upper bound only (``detours``). Both sides are filled towards each other within these
-bounds (``unknown_mass``): of all distributions that the rows allow, the nearest are compared. For
+bounds (``unknown_mass``): of all distributions that the rows allow, the nearest are compared. A
+text that was not sampled may begin with a shorter token than the cell's, too: of ``·O|SE``, the
+token ``·OS`` has no mass, and that of ``·O`` bounds what the cell lacks (``shorter_tokens``). For
 unlikely cells detours are not sought; one that could have a detour of the student only lowers the
 student's mass. What follows a token that was not produced and ends at the boundary is
 unknown, too: the rest may lack its mass.
