@@ -16,8 +16,6 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mopd_protocol import TokenRoles
-from tests.losses.families import family_of
 from tests.losses.prefix_pairs import (
     Pair,
     Tongue,
@@ -104,10 +102,7 @@ def _trained(texts: Mapping[str, float], merges: int, end: str) -> Tongue:
     )
     repeated = (text for text, mass in texts.items() for _ in range(round(5_000 * mass)))
     tokenizer.train_from_iterator(repeated, trainer)
-    tokenizer.add_special_tokens([end])
-    end_id = tokenizer.token_to_id(end)
-    family = family_of(tokenizer, TokenRoles(eos=end_id, end_of_turn=end_id))
-    return Tongue(family, family.encoder)
+    return Tongue.ended(tokenizer, end)
 
 
 if __name__ == "__main__":

@@ -100,11 +100,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
     names, losses = options.texts.split(","), options.losses.split(",")
-    pairs = [tuple(pair.split(":")) for pair in options.pairs.split(",")]
+    pairs = pairs_of(parser, options.pairs)
     if unknown := [name for name in names if name not in every_text]:
         parser.error(f"--texts: unknown {', '.join(unknown)}, expected some of {kinds}")
-    if not all(len(pair) == 2 for pair in pairs):
-        parser.error(f"--pairs: found {options.pairs!r}, expected STUDENT:TEACHER,…")
     results = [
         measure(
             *pair,
@@ -125,8 +123,8 @@ def main() -> None:
     table = Table(*columns, box=box.SIMPLE, padding=0)
     for result in results:
         table.add_row(
-            _short(result.student),
-            _short(result.teacher),
+            short_name(result.student),
+            short_name(result.teacher),
             result.loss,
             result.text,
             str(result.tokens),
@@ -143,6 +141,14 @@ def main() -> None:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
 
 
+def pairs_of(parser: argparse.ArgumentParser, value: str) -> list[tuple[str, ...]]:
+    """Read ``STUDENT:TEACHER,…``; anything else ends the program."""
+    pairs = [tuple(pair.split(":")) for pair in value.split(",")]
+    if not all(len(pair) == 2 for pair in pairs):
+        parser.error(f"--pairs: found {value!r}, expected STUDENT:TEACHER,…")
+    return pairs
+
+
 def summary(loss: str, results: Sequence[Result]) -> str:
     """Return a sentence about the largest values of a loss."""
     worst = max(results, key=lambda each: each.nats_per_token)
@@ -150,13 +156,13 @@ def summary(loss: str, results: Sequence[Result]) -> str:
     pushed = sum(each.pushed_down > 0 for each in results)
     return (
         f"{loss}: at most {worst.nats_per_token:.4f} nats a token ({worst.text}, student "
-        f"{_short(worst.student)}, teacher {_short(worst.teacher)}); {above} of {len(results)} "
-        f"texts above 0.01, {pushed} with a token that is pushed down, at least "
+        f"{short_name(worst.student)}, teacher {short_name(worst.teacher)}); {above} of "
+        f"{len(results)} texts above 0.01, {pushed} with a token that is pushed down, at least "
         f"{min(each.compared for each in results):.0%} compared"
     )
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
     """Return the name of a file, or of its folder where all files have the same name."""
     path = Path(name)
     return path.resolve().parent.name if path.name == "tokenizer.json" else path.stem
@@ -183,15 +189,19 @@ def texts() -> dict[str, str]:
     }
 
 
-@cache
-def side(name: str) -> Side:
+def tokenizer_of(name: str) -> tuple[Tokenizer, TokenRoles]:
     """A tokenizer by name, file or folder."""
     path = Path(name)
     if path.exists():
         file = path / "tokenizer.json" if path.is_dir() else path
-        tokenizer, roles = Tokenizer.from_file(str(file)), TokenRoles()
-    else:
-        tokenizer, roles = tokenizer_and_roles(name)
+        return Tokenizer.from_file(str(file)), TokenRoles()
+    return tokenizer_and_roles(name)
+
+
+@cache
+def side(name: str) -> Side:
+    """A tokenizer by name, file or folder."""
+    tokenizer, roles = tokenizer_of(name)
     table = TokenTable.from_tokenizer(tokenizer, roles)
     return Side(table, TextEncoder(tokenizer, table))
 

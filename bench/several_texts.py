@@ -20,11 +20,8 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from bench.byte_models import false_loss
-from bench.equal_belief import PAIRS
-from mopd_protocol import TokenRoles
-from tests.losses.families import family_of
+from bench.equal_belief import PAIRS, pairs_of, short_name, tokenizer_of
 from tests.losses.prefix_pairs import Pair, Tongue
-from tests.real_vocabularies import tokenizer_and_roles
 
 #: Kind -> texts.
 TEXTS = {
@@ -55,17 +52,14 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=64, help="of the teacher's rows")
     parser.add_argument("--json", type=Path, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
-    pairs = [tuple(pair.split(":")) for pair in options.pairs.split(",")]
-    if not all(len(pair) == 2 for pair in pairs):
-        parser.error(f"--pairs: found {options.pairs!r}, expected STUDENT:TEACHER,…")
+    pairs = pairs_of(parser, options.pairs)
     table = Table("student", "teacher", "texts", "nats/token", box=box.SIMPLE, padding=0)
     values: dict[str, float] = {}
     for student, teacher in track(pairs, "pairs", console=Console(stderr=True), transient=True):
         for kind in TEXTS:
             value = measure(student, teacher, kind, top_k=options.top_k)
             values[f"{student}:{teacher}:{kind}"] = value
-            names = (Path(side).stem for side in (student, teacher))
-            table.add_row(*names, kind, f"{value:.4f}")
+            table.add_row(short_name(student), short_name(teacher), kind, f"{value:.4f}")
     console = Console()
     console.print(table)
     above = sum(value > 0.01 for value in values.values())
@@ -86,14 +80,8 @@ def measure(student: str, teacher: str, kind: str, *, top_k: int = 64) -> float:
 
 @cache
 def _tongue(name: str, end: str) -> Tongue:
-    if Path(name).is_file():
-        tokenizer = Tokenizer.from_file(name)
-    else:
-        tokenizer = Tokenizer.from_str(tokenizer_and_roles(name)[0].to_str())
-    tokenizer.add_special_tokens([end])
-    end_id = tokenizer.token_to_id(end)
-    family = family_of(tokenizer, TokenRoles(eos=end_id, end_of_turn=end_id))
-    return Tongue(family, family.encoder)
+    tokenizer = Tokenizer.from_str(tokenizer_of(name)[0].to_str())  # a copy
+    return Tongue.ended(tokenizer, end)
 
 
 if __name__ == "__main__":

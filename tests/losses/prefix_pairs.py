@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from mopd_losses.alignment.byte_alignment import align
@@ -20,8 +21,8 @@ from mopd_losses.prefix.preparation import Preparation
 from mopd_losses.prefix.targets import PrefixTargets
 from mopd_protocol.tokenizers.joined_texts import TextTokens
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
-from mopd_protocol.tokenizers.token_table import TokenTable
-from tests.losses.families import Family, made_of
+from mopd_protocol.tokenizers.token_table import TokenRoles, TokenTable
+from tests.losses.families import Family, family_of, made_of
 from tests.reference import prefix_kl as slow
 from tests.reference.text_model import END, TokenModel
 
@@ -111,6 +112,14 @@ class Tongue:
     ) -> "Tongue":
         family = made_of(*spellings, end=end, without_merges=without_merges)
         return cls(family, family.encoder if by_merges else LongestMatch(family.table))
+
+    @classmethod
+    def ended(cls, tokenizer: Tokenizer, end: str) -> "Tongue":
+        """Add an end of the turn to a tokenizer."""
+        tokenizer.add_special_tokens([end])
+        end_id = tokenizer.token_to_id(end)
+        family = family_of(tokenizer, TokenRoles(eos=end_id, end_of_turn=end_id))
+        return cls(family, family.encoder)
 
     @property
     def table(self) -> TokenTable:

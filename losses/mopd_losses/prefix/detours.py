@@ -152,7 +152,7 @@ class Detours:
         ranks = vocabulary.node_starts[nodes[at]]
         bits = self.shorter.of(hashes[at], lambda index: vocabulary.string_at(int(ranks[index])))
         # Tokens that end before the boundary are detours of other texts.
-        bits = np.where(begun[at] > 0, bits >> begun[at] << begun[at], bits)
+        bits = bits >> begun[at] << begun[at]
         reached = np.flatnonzero(bits)
         reached = reached[self._are_canonical(contexts, numbers[at[reached]])]
         results = list[tuple[int, int]]()

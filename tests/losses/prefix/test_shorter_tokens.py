@@ -8,8 +8,6 @@ from bench.byte_models import false_loss
 from mopd_losses.prefix.vocabulary.hashed_strings import string_hashes
 from mopd_losses.prefix.vocabulary.shorter_tokens import ShorterTokens
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
-from mopd_protocol import TokenRoles
-from tests.losses.families import family_of
 from tests.losses.prefix_pairs import Pair, Tongue
 
 
@@ -23,10 +21,7 @@ def tongue(end: str, merges: list[tuple[str, str]], *, words: bool = False) -> T
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([end])
-    end_id = tokenizer.token_to_id(end)
-    family = family_of(tokenizer, TokenRoles(eos=end_id, end_of_turn=end_id))
-    return Tongue(family, family.encoder)
+    return Tongue.ended(tokenizer, end)
 
 
 def test_a_shorter_token_is_found_by_what_follows() -> None:

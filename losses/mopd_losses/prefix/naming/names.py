@@ -14,7 +14,6 @@ from mopd_losses.prefix.text.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import (
     Hashes,
     Integers,
-    joined,
     keys_of,
 )
 from mopd_losses.prefix.vocabulary.marks import UNMARKED, MarksTable
@@ -96,7 +95,7 @@ def _distinct(
     ).followed_by(realised)
     numbers = np.concatenate([candidates.boundaries[named], np.arange(count)])
     likely = np.concatenate([candidates.likely[named], np.zeros(count, dtype=np.bool_)])
-    own = _nodes(student, student.open_rows.last, realised.hashes)
+    own = student.nodes_behind(student.open_rows.last, realised.hashes)
     nodes = np.concatenate([decisions.nodes.take(decided), own])
     others = boundaries.teacher.text.vocabulary.nodes_of(realised.hashes)
     teacher_nodes = np.concatenate([decisions.teacher_nodes.take(decided), others])
@@ -111,13 +110,6 @@ def _distinct(
     if count:
         is_likely = np.logical_or.reduceat(likely[order], starts)
     return Names(texts.at(first), numbers[first], is_likely), nodes[first], teacher_nodes[first]
-
-
-def _nodes(places: Places, open_rows: Integers, hashes: Hashes) -> Integers:
-    """Find the nodes of strings behind what open rows have begun."""
-    rows = places.open_rows
-    whole = joined(rows.hashes[open_rows], rows.begun[open_rows], hashes)
-    return places.text.vocabulary.nodes_of(whole)
 
 
 def _marks(
@@ -202,7 +194,7 @@ def _begun(places: Places, boundaries: Integers, hashes: Hashes) -> Integers:
     sought = np.flatnonzero(rows.first[boundaries] < chosen)
     at = rows.first[boundaries[sought]]
     while len(sought):
-        continues = _nodes(places, at, hashes[sought]) >= 0
+        continues = places.nodes_behind(at, hashes[sought]) >= 0
         chosen[sought[continues]] = at[continues]
         sought, at = sought[~continues], at[~continues] + 1
         remaining = at < rows.last[boundaries[sought]]

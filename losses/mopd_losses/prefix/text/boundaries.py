@@ -20,6 +20,7 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
     Hashes,
     Integers,
     codes_of,
+    joined,
     prefix_hashes,
     slice_hashes,
 )
@@ -178,6 +179,15 @@ class Places:
         """Return the text between a row's start and a boundary."""
         return self.text.symbols[self.text.starts[row] : self.offsets[boundary]]
 
+    def nodes_behind(self, open_rows: Integers, hashes: Hashes) -> Integers:
+        """Find the nodes of strings behind what open rows have begun."""
+        return self.text.vocabulary.nodes_of(self.wholes(open_rows, hashes))
+
+    def wholes(self, open_rows: Integers, hashes: Hashes) -> Hashes:
+        """Hash what open rows have begun, together with strings behind it."""
+        rows = self.open_rows
+        return joined(rows.hashes[open_rows], rows.begun[open_rows], hashes)
+
 
 @dataclass(frozen=True, eq=False)
 class Boundaries:
@@ -298,9 +308,9 @@ def _open_rows(
         columns = (rows, places, offsets[places] - starts, counted, longer, stops)
         add(*(column[opened] for column in columns))
         rows, places = rows[opened], places[opened] + 1
-    keys, *joined = (np.concatenate(column) for column in zip(*opened_rows, strict=True))
+    keys, *ordered = (np.concatenate(column) for column in zip(*opened_rows, strict=True))
     order = np.argsort(keys)
-    row, numbers, begun, counted, longer, stops = (column[order] for column in joined)
+    row, numbers, begun, counted, longer, stops = (column[order] for column in ordered)
     counts = np.bincount(numbers, minlength=len(offsets))
     last = np.cumsum(counts) - 1
     return OpenRows(

@@ -103,7 +103,5 @@ class Contexts:
     def are_several(self, boundaries: Integers, texts: Strings) -> NDArray[np.bool_]:
         """Return whether what the last open row has begun and the text behind the boundary are no
         token: a side that has only the beginning of longer tokens spells them with several."""
-        rows, vocabulary = self.places.open_rows, self.places.text.vocabulary
-        last = rows.last[boundaries]
-        nodes = vocabulary.nodes_of(joined(rows.hashes[last], rows.begun[last], texts.hashes))
-        return (nodes >= 0) & (vocabulary.node_starts[nodes] == vocabulary.node_longer[nodes])
+        nodes = self.places.nodes_behind(self.places.open_rows.last[boundaries], texts.hashes)
+        return (nodes >= 0) & ~self.places.text.vocabulary.are_tokens(nodes)

@@ -142,6 +142,10 @@ class SortedVocabulary:
         """Return the nodes of strings; -1 for strings with which no token begins."""
         return self._nodes.values_of(hashes)
 
+    def are_tokens(self, nodes: Integers) -> NDArray[np.bool_]:
+        """Return whether each node is a token, not only the beginning of longer ones."""
+        return self.node_starts[nodes] < self.node_longer[nodes]  # the last one, -1, is none
+
     def contain(self, first: Codes, second: Codes) -> NDArray[np.bool_]:
         """Return whether some token contains both characters in succession."""
         are_bytes = (first | second) <= _HIGHEST_BYTE
