@@ -19,7 +19,7 @@ from mopd_losses.prefix.naming.separate_tokens import continuations
 from mopd_losses.prefix.text.boundaries import is_space
 from mopd_losses.prefix.text.contexts import WINDOW, Contexts
 from mopd_losses.prefix.text.strings import Strings
-from mopd_losses.prefix.vocabulary.hashed_strings import Integers, joined, keys_of, ranks_in_runs
+from mopd_losses.prefix.vocabulary.hashed_strings import Integers, keys_of, ranks_in_runs
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
 from mopd_losses.prefix.vocabulary.shorter_tokens import ShorterTokens
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
@@ -144,10 +144,9 @@ class Detours:
         numbers = sought.boundaries[cells]
         last = rows.last[numbers]
         begun = rows.begun[last]
-        hashes = joined(rows.hashes[last], begun, sought.texts.hashes[cells])
+        hashes = contexts.places.wholes(last, sought.texts.hashes[cells])
         nodes = vocabulary.nodes_of(hashes)
-        exact = vocabulary.node_starts[nodes] < vocabulary.node_longer[nodes]
-        at = np.flatnonzero(exact & (nodes >= 0) & sought.texts.at(cells).are_text())
+        at = np.flatnonzero(vocabulary.are_tokens(nodes) & sought.texts.at(cells).are_text())
         at = at[contexts.covering_rows[numbers[at]] >= contexts.first_rows[numbers[at]]]
         ranks = vocabulary.node_starts[nodes[at]]
         bits = self.shorter.of(hashes[at], lambda index: vocabulary.string_at(int(ranks[index])))

@@ -125,8 +125,7 @@ class Strings:
             beginnings = self.at(sought).beginnings(np.full(len(sought), count))
             nodes = vocabulary.nodes_of(joined(begun[sought], lengths[sought], beginnings))
             begins, is_last = nodes >= 0, self.lengths[sought] == count
-            is_token = vocabulary.node_longer[nodes] > vocabulary.node_starts[nodes]
-            decided = begins & (is_token | is_last)
+            decided = begins & (vocabulary.are_tokens(nodes) | is_last)
             result[sought[decided]] = True
             sought = sought[begins & ~decided]
             count += 1
