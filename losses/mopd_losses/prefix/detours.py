@@ -154,15 +154,13 @@ class Detours:
         bits = bits >> begun[at] << begun[at]
         reached = np.flatnonzero(bits)
         reached = reached[self._are_canonical(contexts, numbers[at[reached]])]
-        results = list[tuple[int, int]]()
-        for index, mask in zip(reached.tolist(), bits[reached].tolist(), strict=True):
-            string = vocabulary.string_at(int(ranks[index]))
-            for length in range(mask.bit_length()):
-                if mask >> length & 1:
-                    rank = vocabulary.range_of(string[:length]).start
-                    results.append((int(cells[at[index]]), int(vocabulary.ids[rank])))
-        columns = np.array(results, dtype=np.int64).reshape(-1, 2)
-        return columns[:, 0], columns[:, 1]
+        bits, at, tokens = bits[reached], at[reached], vocabulary.ids[ranks[reached]]
+        owners, lengths = np.nonzero(
+            bits[:, None] >> np.arange(int(bits.max(initial=0)).bit_length()) & 1
+        )
+        shorter = vocabulary.slices(tokens[owners], np.zeros_like(lengths), lengths)
+        ids = vocabulary.ids[vocabulary.node_starts[vocabulary.nodes_of(shorter)]]
+        return cells[at[owners]], ids
 
     def end_a_token(self, contexts: Contexts, boundaries: Integers, texts: Strings) -> Flags:
         """Return whether a boundary is inside a realised token, and a shorter token ends at the
