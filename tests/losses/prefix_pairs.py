@@ -139,8 +139,12 @@ class Tongue:
 
     def ids(self, pieces: Sequence[str]) -> list[int]:
         """Ids of tokens given by their spelling; ``END`` for the end of the turn."""
-        all_bytes = self.family.table.all_bytes
-        return [self.end if p == END else all_bytes.index(p.encode(*_BYTES)) for p in pieces]
+        return [self.end if p == END else self._ids[p.encode(*_BYTES)] for p in pieces]
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        """Ids by spelling: of two, the later one, as the tokens of bytes come first."""
+        return {spelled: token for token, spelled in enumerate(self.table.all_bytes)}
 
     def encode_bytes(self, data: bytes) -> list[int]:
         """Ids of bytes; half characters only by longest match."""

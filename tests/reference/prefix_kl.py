@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from mopd_losses.divergences.truncation import TAIL_MARGIN
 from mopd_losses.prefix.cells import DETOUR_SHARE, NAMING_SHARE
-from mopd_losses.prefix.detours import WORDS
+from mopd_losses.prefix.detours import AHEAD, LONGEST_END, WORDS
 from mopd_losses.prefix.loss import HIGHEST_RATIO
 from mopd_losses.prefix.naming.cuts import CONTINUATIONS, COVERING
 from mopd_losses.prefix.naming.separate_tokens import ENDS, FEW, LONGEST, TOKENS_PER_END, TRIED
@@ -272,6 +272,8 @@ def separate_tokens(
             continue
         ends: list[int] = []
         after = continuations(student, begun + text) + continuations(teacher, teacher_begun + text)
+        rest = text[len(cell) :]
+        after += [t[len(rest) :] for t in frequent(teacher, rest, TRIED_BEHIND_SHORTER)]
         for continued in ["", *after]:
             if continued and ends[0] != len(text):
                 break  # no continuation can make it separate
@@ -366,13 +368,14 @@ def detours(
     start = at - len(context)
     end = side.end(covering) if side.starts[covering] < at else at
     rows_before = [r for r in range(first, len(side.starts)) if side.starts[r] < at]
-    try:
-        whole_text = side.text[start:end]
-        whole_text.encode("latin-1").decode()
-        written = side.encode(whole_text)
-    except UnicodeError:
-        written = []
-    is_canonical = written == [side.tokens[side.realised[r]] for r in rows_before]
+    is_canonical = is_written(side, rows_before, start, end)
+    realised = [side.tokens[side.realised[r]] for r in rows_before[:-1]]
+    begun = side.text[side.starts[covering] : at]
+    is_divided = (
+        bool(begun and rows_before[:-1])
+        and is_utf8(context)
+        and (side.encode(context)[: len(realised)] != realised)
+    )
     lacking: set[str] = set()
     deviations = {
         (row, side.text[side.starts[row] : at]): False
@@ -386,7 +389,7 @@ def detours(
     for cell in [*cells, *sorted(others)]:
         is_text = ord(cell[-1]) < 256
         crossed = may_cross(side, at, cell) if context else len(cell) > 1
-        crossed = crossed or is_several(side, at, cell)
+        crossed = crossed or is_several(side, at, cell) or is_divided
         if is_text and not crossed:
             continue
         if not is_canonical:
@@ -397,6 +400,8 @@ def detours(
         is_space = is_text and (context + cell).isascii() and cell[-1] in WHITE_SPACE
         afters = ["", *(WORDS if is_space else ())]
         afters += continuations(side, context + cell, 1) if joined else []
+        if is_text and not is_utf8(context + cell):
+            afters = completions(side, context + cell)
         for after in afters:
             whole = context + cell + after if is_text else context
             try:
@@ -413,11 +418,13 @@ def detours(
         if detour and (cell in cells or not detour[2]):
             deviating[detour[:2]] = detour[2]
             lacking |= {cell} & set(cells)
-    if is_canonical and covering >= first:
-        for cell in cells:
-            for token in shorter_tokens(side, side.text[side.starts[covering] : at], cell):
-                lacking.add(cell)
-                deviating.setdefault((covering, token), True)
+    for row in open_rows(side, at, None) if is_canonical else ():
+        begun = side.text[side.starts[row] : at]
+        for cell in cells if row >= first else ():
+            for token in shorter_tokens(side, begun, cell):
+                if token != begun or row == covering:
+                    lacking.add(cell)
+                    deviating.setdefault((row, token), True)
     deviations |= deviating
     rows = {row: path(side, at, row, known) for row in open_rows(side, at, known)}
     origin = min(rows)
@@ -433,6 +440,36 @@ def detours(
         total += mass * before / after
         counted += mass * before / after if is_open and is_known else 0.0
     return (lacking, total), counted
+
+
+def is_utf8(text: str) -> bool:
+    """True if bytes are a text."""
+    try:
+        text.encode("latin-1").decode()
+    except UnicodeError:
+        return False
+    return True
+
+
+def is_written(side: Side, rows: list[int], start: int, end: int) -> bool:
+    """True if the tokenizer writes the tokens of these rows before nothing, or the next ones."""
+    tokens = [side.tokens[side.realised[row]] for row in rows]
+    stops = [end]
+    following = rows[-1] + 1 if rows else side.covering(start)
+    assert following is not None
+    for row in range(following, min(following + AHEAD, len(side.starts))):
+        if ord(side.tokens[side.realised[row]][-1]) > 255:
+            break
+        stops.append(side.end(row))
+    wholes = [side.text[start:stop] for stop in (stops[0], stops[-1])]
+    return any(is_utf8(w) and side.encode(w)[: len(tokens)] == tokens for w in wholes)
+
+
+def completions(side: Side, text: str) -> list[str]:
+    """Return what completes the last character of a text, and perhaps follows it, in a token."""
+    start = max(i for i, c in enumerate(text) if i == 0 or not "\x80" <= c < "\xc0")
+    tail = text[start:]
+    return [token[len(tail) :] for token in frequent(side, tail, TRIED_BEHIND_SHORTER)]
 
 
 def is_several(side: Side, at: int, cell: str) -> bool:
@@ -538,6 +575,13 @@ def first_deviation(
     return None
 
 
+def spread(ordered: Sequence[str], prefix: str, most: int) -> set[str]:
+    """Return the ends of some tokens, in order, that are longer than a prefix."""
+    longer = [t for t in ordered if t.startswith(prefix) and t != prefix]
+    step = max(-(-len(longer) // most), 1)
+    return {token[len(prefix) :] for token in longer[::step]}
+
+
 def probed(side: Side, at: int) -> set[str]:
     """Spell a few tokens that may follow a shorter token than the realised one."""
     covering = side.covering(at)
@@ -558,9 +602,9 @@ def probed(side: Side, at: int) -> set[str]:
                 continue
             if side.text.startswith(token, start):
                 covered = side.text[end:at]
-                longer = [t for t in ordered if t.startswith(covered) and t != covered]
-                step = max(-(-len(longer) // _PROBES), 1)
-                results |= {token[len(covered) :] for token in longer[::step]}
+                results |= spread(ordered, covered, _PROBES)
+                for length in range(1, min(LONGEST_END, len(covered) - 1) + 1):
+                    results |= spread(ordered, covered[-length:], TRIED_BEHIND_SHORTER)
     return results
 
 

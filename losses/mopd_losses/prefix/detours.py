@@ -9,6 +9,7 @@ of what the cell lacks. A token that was not produced and ends at the boundary i
 rest: what follows it is unknown.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,13 +22,19 @@ from mopd_losses.prefix.text.contexts import WINDOW, Contexts
 from mopd_losses.prefix.text.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers, keys_of, ranks_in_runs
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
-from mopd_losses.prefix.vocabulary.shorter_tokens import ShorterTokens
+from mopd_losses.prefix.vocabulary.shorter_tokens import TRIED, ShorterTokens
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 from mopd_losses.prefix.vocabulary.spellings import Spellings
 from mopd_protocol.tokenizers.token_table import TextEncoder
 
 #: Tokens that are tried behind a shorter token.
 _PROBES = 4
+
+#: The longest end of a text that tokens are tried for which begin with it.
+LONGEST_END = 2
+
+#: Tokens behind a context in front of which the tokens of the context may be the tokenizer's.
+AHEAD = 2
 
 #: Beginnings of words that are tried behind white space.
 WORDS = ("a", "#")
@@ -93,6 +100,7 @@ class Detours:
         self.shorter = ShorterTokens(vocabulary, encoder)
         self._canonical = KeyTable(CACHED)
         self._whole = KeyTable(CACHED)
+        self._divided = KeyTable(CACHED)
 
     def of(self, contexts: Contexts, sought: Sought, cells: int) -> CellDetours:
         """Find the detours of likely cells, and of candidates that are in the rest.
@@ -103,6 +111,7 @@ class Detours:
         sought = sought.and_rest(*words_behind_spaces(contexts, sought.texts.vocabulary))
         may_differ = contexts.may_cross(sought.boundaries, sought.texts)
         may_differ |= contexts.are_several(sought.boundaries, sought.texts)
+        may_differ |= self._are_divided(contexts)[sought.boundaries]
         possible = np.flatnonzero(may_differ)
         numbers = sought.boundaries[possible]
         texts = sought.texts.at(possible)
@@ -115,10 +124,10 @@ class Detours:
         with_cell = sought.cells[possible[kept]]
         reached[with_cell[with_cell >= 0]] = True
         steps, ids = (codes[kept] - 1) // 2 % _STEPS, (codes[kept] - 1) // 2 // _STEPS
-        others, other_ids = self._shorter(contexts, sought)
+        others, other_rows, other_ids = self._shorter(contexts, sought)
         reached[sought.cells[others]] = True
         others = sought.boundaries[others]
-        other_steps = contexts.covering_rows[others] - contexts.first_rows[others]
+        other_steps = other_rows - contexts.first_rows[others]
         ended, ended_steps, ended_ids = self._ended(contexts)
         numbers = np.concatenate([numbers[kept], others, ended])
         steps = np.concatenate([steps, other_steps, ended_steps])
@@ -136,31 +145,37 @@ class Detours:
         rows = contexts.first_rows[numbers] + steps
         return CellDetours(reached, numbers, rows, ids[first], counted[first])
 
-    def _shorter(self, contexts: Contexts, sought: Sought) -> tuple[Integers, Integers]:
+    def _shorter(self, contexts: Contexts, sought: Sought) -> tuple[Integers, Integers, Integers]:
         """Find shorter tokens that the tokenizer may write in place of one that spells a cell: the
-        indices of what is sought, and the tokens' ids."""
-        rows, vocabulary = contexts.places.open_rows, self._vocabulary
-        cells = np.flatnonzero(sought.cells >= 0)
+        indices of what is sought, and the rows and ids of the tokens."""
+        places, vocabulary = contexts.places, self._vocabulary
+        rows = places.open_rows
+        cells = np.flatnonzero((sought.cells >= 0) & sought.texts.are_text())
         numbers = sought.boundaries[cells]
-        last = rows.last[numbers]
-        begun = rows.begun[last]
-        hashes = contexts.places.wholes(last, sought.texts.hashes[cells])
+        counts = rows.last[numbers] - rows.first[numbers] + 1
+        cells, numbers = np.repeat(cells, counts), np.repeat(numbers, counts)
+        opened = rows.first[numbers] + ranks_in_runs(counts)
+        in_context = rows.rows[opened] >= contexts.first_rows[numbers]
+        cells, numbers, opened = cells[in_context], numbers[in_context], opened[in_context]
+        hashes = places.wholes(opened, sought.texts.hashes[cells])
         nodes = vocabulary.nodes_of(hashes)
-        at = np.flatnonzero(vocabulary.are_tokens(nodes) & sought.texts.at(cells).are_text())
-        at = at[contexts.covering_rows[numbers[at]] >= contexts.first_rows[numbers[at]]]
+        at = np.flatnonzero(vocabulary.are_tokens(nodes))
+        cells, numbers, opened, hashes = cells[at], numbers[at], opened[at], hashes[at]
         ranks = vocabulary.node_starts[nodes[at]]
-        bits = self.shorter.of(hashes[at], lambda index: vocabulary.string_at(int(ranks[index])))
-        # Tokens that end before the boundary are detours of other texts.
-        bits = bits >> begun[at] << begun[at]
+        bits = self.shorter.of(hashes, lambda index: vocabulary.string_at(int(ranks[index])))
+        # Tokens that end before the boundary are detours of other texts, and one that ends at it is
+        # on the realised path, but for the last row.
+        least = rows.begun[opened] + (opened < rows.last[numbers])
+        bits = bits >> least << least
         reached = np.flatnonzero(bits)
-        reached = reached[self._are_canonical(contexts, numbers[at[reached]])]
-        bits, at, tokens = bits[reached], at[reached], vocabulary.ids[ranks[reached]]
-        owners, lengths = np.nonzero(
-            bits[:, None] >> np.arange(int(bits.max(initial=0)).bit_length()) & 1
-        )
+        reached = reached[self._are_canonical(contexts, numbers[reached])]
+        bits, tokens = bits[reached], vocabulary.ids[ranks[reached]]
+        longest = int(bits.max(initial=0)).bit_length()
+        owners, lengths = np.nonzero(bits[:, None] >> np.arange(longest) & 1)
         shorter = vocabulary.slices(tokens[owners], np.zeros_like(lengths), lengths)
         ids = vocabulary.ids[vocabulary.node_starts[vocabulary.nodes_of(shorter)]]
-        return cells[at[owners]], ids
+        reached = reached[owners]
+        return cells[reached], rows.rows[opened[reached]], ids
 
     def end_a_token(self, contexts: Contexts, boundaries: Integers, texts: Strings) -> Flags:
         """Return whether a boundary is inside a realised token, and a shorter token ends at the
@@ -245,25 +260,70 @@ class Detours:
         results[owners] = begins <= (offsets - starts)[owners]
         return results
 
+    def keep(self, ids: Integers, before: str, texts: Sequence[str]) -> Flags:
+        """Return whether the tokenizer writes tokens in front of each text.
+
+        Args:
+            before: the text of these tokens.
+        """
+        wholes = [before + text for text in texts]
+        spelled = Spellings.of(self._vocabulary, self._encoder, wholes)
+        inside = np.flatnonzero(spelled.steps < len(ids))
+        equal = inside[ids[spelled.steps[inside]] == spelled.ids[inside]]
+        return np.bincount(spelled.owners[equal], minlength=len(texts)) == len(ids)
+
+    def _are_divided(self, contexts: Contexts) -> Flags:
+        """[boundaries], whether the tokenizer would divide the text before a boundary inside a
+        token otherwise if nothing were merged with it: `Don|au`, but `D|ona|ud`."""
+        text, rows = contexts.places.text, contexts.places.open_rows
+        begun = rows.begun[rows.last]
+        inside = np.flatnonzero((begun > 0) & (begun < contexts.lengths))
+
+        def compute(indices: Integers) -> Integers:
+            numbers = inside[indices]
+            spelled = Spellings.of(self._vocabulary, self._encoder, contexts.texts(numbers))
+            before = (contexts.lengths - begun)[numbers][spelled.owners]
+            rows = contexts.first_rows[numbers][spelled.owners] + spelled.steps
+            other = text.ids[np.minimum(rows, len(text.ids) - 1)] != spelled.ids
+            other &= spelled.ends - self._vocabulary.lengths[spelled.ids] < before
+            return np.bincount(spelled.owners[other], minlength=len(numbers)).clip(max=1)
+
+        results = np.zeros(len(begun), dtype=np.bool_)
+        results[inside] = self._divided.computed(contexts.keys[inside], compute) == 1
+        return results
+
     def _are_canonical(self, contexts: Contexts, boundaries: Integers) -> Flags:
-        """Return whether the tokens of each context are the tokenizer's.
+        """Return whether the tokens of each context are the tokenizer's, in front of what follows
+        in the completion if not without it.
 
         After others, which a student may sample, most of the mass of the text is on the tokenizer's
         path: nothing would be compared.
         """
+        results = self._are_written(contexts, boundaries, contexts.stops(boundaries, 0))
+        others = np.flatnonzero(~results)
+        numbers = boundaries[others]
+        results[others] = self._are_written(contexts, numbers, contexts.stops(numbers, AHEAD))
+        return results
 
-        text = contexts.places.text
+    def _are_written(self, contexts: Contexts, boundaries: Integers, stops: Integers) -> Flags:
+        """Return whether the tokens of each context are the tokenizer's, in the text up to an
+        offset."""
+        text, counts = contexts.places.text, contexts.counts(boundaries)
+        starts, first = contexts.starts[boundaries], contexts.first_rows[boundaries]
 
         def compute(indices: Integers) -> Integers:
-            numbers = boundaries[indices]
-            texts = [contexts.written(number) for number in numbers.tolist()]
+            each = zip(starts[indices].tolist(), stops[indices].tolist(), strict=True)
+            texts = [text.symbols[start:stop] for start, stop in each]
             spelled = Spellings.of(self._vocabulary, self._encoder, texts)
-            rows = contexts.first_rows[numbers][spelled.owners] + spelled.steps
-            equal = text.ids[np.minimum(rows, len(text.ids) - 1)] == spelled.ids
-            counts = np.bincount(spelled.owners[equal], minlength=len(texts))
-            return (spelled.is_text & (counts == spelled.counts)).astype(np.int64)
+            inside = np.flatnonzero(spelled.steps < counts[indices][spelled.owners])
+            owners = spelled.owners[inside]
+            rows = first[indices][owners] + spelled.steps[inside]
+            equal = np.bincount(owners[text.ids[rows] == spelled.ids[inside]], minlength=len(texts))
+            return (spelled.is_text & (equal == counts[indices])).astype(np.int64)
 
-        return self._canonical.computed(contexts.keys[boundaries], compute) == 1
+        following = text.slices(contexts.places.offsets[boundaries], stops)
+        keys = keys_of(contexts.keys[boundaries], following)
+        return self._canonical.computed(keys, compute) == 1
 
     def _detours(self, contexts: Contexts, boundaries: Integers, strings: list[str]) -> Integers:
         """Find the first token to each string that is neither realised nor known mass of it; if
@@ -277,7 +337,7 @@ class Detours:
             for whole, length in zip(wholes, before.tolist(), strict=True)
         ]
         lengths = np.array(list(map(len, wholes)), dtype=np.int64)
-        results, is_one = self._first_detours(contexts, boundaries, texts, lengths)
+        results, is_one, is_text = self._first_detours(contexts, boundaries, texts, lengths)
         # The last character of white space may belong to the next word.
         continued = [
             (index, text + after)
@@ -285,6 +345,12 @@ class Detours:
             if (text := texts[index])[-1:].isspace() and text.isascii() and text == wholes[index]
             for after in WORDS
         ]
+        # A token may complete a character of which the text is only the first bytes.
+        for index in np.flatnonzero(~is_text).tolist():
+            if (text := texts[index]) == wholes[index]:
+                start = _last_character(text)
+                tokens = self._vocabulary.frequent_tokens(text[start:], TRIED)
+                continued += [(index, text[:start] + token) for token in tokens]
         # A string may be one token, and no longer one once more follows: `bb`, but `b|ba`.
         continued += [
             (index, texts[index] + after)
@@ -292,7 +358,7 @@ class Detours:
             for after in continuations(self._vocabulary, texts[index], 1)
         ]
         owners = np.array([index for index, _ in continued], dtype=np.int64)
-        after_more, _ = self._first_detours(
+        after_more, _, _ = self._first_detours(
             contexts, boundaries[owners], [text for _, text in continued], before[owners]
         )
         at = np.flatnonzero(after_more != _NO_DETOUR)
@@ -302,10 +368,10 @@ class Detours:
 
     def _first_detours(
         self, contexts: Contexts, boundaries: Integers, texts: list[str], limits: Integers
-    ) -> tuple[Integers, Flags]:
+    ) -> tuple[Integers, Flags, Flags]:
         """Find the first token of each text behind a context that is not realised; none that ends
         beyond the boundary and at the limit or behind it. Also return whether such a one begins
-        before the boundary."""
+        before the boundary, and whether it is a text."""
         text, before = contexts.places.text, contexts.lengths[boundaries]
         spelled = Spellings.of(self._vocabulary, self._encoder, texts)
         owners, steps = spelled.owners, spelled.steps
@@ -326,7 +392,15 @@ class Detours:
         counted = is_beyond[at] | ends_open_row
         results = np.full(len(texts), _NO_DETOUR, dtype=np.int64)
         results[reached] = 1 + counted + 2 * (steps[at] + _STEPS * spelled.ids[at])
-        return results, is_one
+        return results, is_one, spelled.is_text
+
+
+def _last_character(text: str) -> int:
+    """Return where the last character begins in bytes of UTF-8."""
+    start = len(text) - 1
+    while start > 0 and "\x80" <= text[start] < "\xc0":
+        start -= 1
+    return start
 
 
 def words_behind_spaces(
@@ -366,9 +440,16 @@ def probed(contexts: Contexts, rows: Integers, tokens: Integers) -> tuple[String
     offsets = contexts.places.offsets[boundaries]
     kept = ends < offsets
     boundaries, ends, offsets = boundaries[kept], ends[kept], offsets[kept]
+    columns = [(boundaries, ends, offsets)]
+    for length in range(1, LONGEST_END + 1):
+        shorter = np.flatnonzero(ends < offsets - length)
+        shorter = shorter[np.flatnonzero(np.diff(boundaries[shorter], prepend=-1))]
+        columns.append((boundaries[shorter], offsets[shorter] - length, offsets[shorter]))
+    boundaries, ends, offsets = map(np.concatenate, zip(*columns, strict=True))
     nodes = vocabulary.nodes_of(text.slices(ends, offsets))
     longer, stops = vocabulary.node_longer[nodes], vocabulary.node_stops[nodes]
-    steps = np.maximum(-(-(stops - longer) // _PROBES), 1)
+    most = np.where(np.arange(len(nodes)) < int(kept.sum()), _PROBES, TRIED)
+    steps = np.maximum(-(-(stops - longer) // most), 1)
     counts = -(-(stops - longer) // steps)
     index = np.repeat(np.arange(len(counts)), counts)
     ranks = longer[index] + ranks_in_runs(counts) * steps[index]

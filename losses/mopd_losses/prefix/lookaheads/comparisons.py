@@ -19,11 +19,14 @@ import numpy as np
 import torch
 
 from mopd_losses.core.loss import AlignedPair
+from mopd_losses.prefix.detours import AHEAD
 from mopd_losses.prefix.lookaheads.joined_targets import joined
 from mopd_losses.prefix.lookaheads.open_tokens import OpenToken, OpenTokens
 from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.targets import NO_PATH, PrefixTargets, RangeReadings
+from mopd_losses.prefix.text.contexts import WINDOW
 from mopd_losses.prefix.vocabulary.hashed_strings import string_hashes
+from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
 
 #: Tokens that continue a text; comparisons of more would cost too much.
@@ -70,13 +73,18 @@ class LookaheadComparisons:
             following = {each.teacher_row: each.following for each in pair.lookaheads}
             for token in self.open_tokens.of(*both, alignment, realised=False, among=following):
                 position = offset + token.student_row
-                comparison = self._comparison(token, following[token.teacher_row], position)
+                rows = following[token.teacher_row]
+                comparison = self._comparison(token, rows, position, pair.student)
                 if comparison is not None:
                     comparisons.append(comparison)
         return joined(targets, _targets(comparisons)) if comparisons else targets
 
     def _comparison(
-        self, token: OpenToken, following: TopKLogprobs, position: int
+        self,
+        token: OpenToken,
+        following: TopKLogprobs,
+        position: int,
+        student: TokenSequence,
     ) -> "_Comparison | None":
         """Build a comparison; None if no candidate of the teacher continues within a token."""
         known = self.open_tokens.ranges(token.place, token.text)
@@ -109,6 +117,8 @@ class LookaheadComparisons:
             elif name:
                 ranges[name].append((rank, rank + 1))
         named = [name for name in masses if ranges[name]]
+        written = self._are_written(student, token.student_row, [begun + name for name in named])
+        named = [name for name, is_written in zip(named, written, strict=True) if is_written]
         divided = self._are_divided(begun, named)
         cells = [
             (masses[name], ranges[name], lacks) for name, lacks in zip(named, divided, strict=True)
@@ -116,6 +126,18 @@ class LookaheadComparisons:
         tokens = self._pair.student.range_of(begun)
         own = range(tokens.start, tokens.longer)
         return _Comparison(position, known, cells, token.nats, own) if cells else None
+
+    def _are_written(self, student: TokenSequence, row: int, texts: Sequence[str]) -> list[bool]:
+        """Return whether the tokens before a row are the tokenizer's in front of each text, too, if
+        they are in front of the completion's: others are not written as a token of this row."""
+        first = max(row - WINDOW, max((at + 1 for at in student.marks if at < row), default=0))
+        ends = [0, *student.byte_ends.tolist()]
+        start, middle, stop = (ends[at] for at in (first, row, min(row + AHEAD, len(ends) - 1)))
+        spelled = student.text.decode("latin-1")
+        ids = student.token_ids[first:row].astype(np.int64)
+        followed = [spelled[middle:stop], *texts]
+        own, *others = self._pair.student_detours.keep(ids, spelled[start:middle], followed)
+        return [bool(each) or not own for each in others]
 
     def _are_divided(self, begun: str, names: Sequence[str]) -> list[bool]:
         """Return whether the student may write the text that is begun as a token, and a name behind

@@ -20,6 +20,7 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
 )
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
 from mopd_losses.prefix.vocabulary.marks import Marks, MarksTable
+from mopd_losses.prefix.vocabulary.shorter_tokens import TRIED as TRIED_BEHIND_SHORTER
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 from mopd_protocol.tokenizers.token_table import TextEncoder
 
@@ -140,7 +141,7 @@ class SeparateTokens:
             # If a token ends inside the text already, no continuation makes the text separate; and
             # a continuation matters only if one does.
             if end >= len(text):
-                after = dict.fromkeys(self._continuations(longer.place, text))
+                after = dict.fromkeys(self._continuations(longer))
                 continued += [(longer, text + each) for each in after]
             if end >= len(text) or NOT_TEXT < end < longer.shorter:
                 separate.append(longer)
@@ -167,10 +168,15 @@ class SeparateTokens:
         """Find the ends of the teacher's first tokens."""
         return _ends(self._teacher_ends, [longer.place.teacher for longer, _ in texts], texts)
 
-    def _continuations(self, place: Place, text: str) -> Iterator[str]:
-        """Yield what either side may merge with the end of a text."""
+    def _continuations(self, longer: _Longer) -> Iterator[str]:
+        """Yield what either side may merge with the end of a text, and the ends of the teacher's
+        tokens that it may write behind the cell's text."""
+        place, text = longer.place, longer.text
         for vocabulary, begun in ((self._student, place.student), (self._teacher, place.teacher)):
             yield from continuations(vocabulary, begun + text, TOKENS_PER_END)
+        behind = text[longer.shorter :]
+        for token in self._teacher.frequent_tokens(behind, TRIED_BEHIND_SHORTER):
+            yield token[len(behind) :]
 
 
 def continuations(vocabulary: SortedVocabulary, text: str, tokens: int) -> list[str]:

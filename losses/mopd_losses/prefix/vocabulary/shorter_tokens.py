@@ -15,7 +15,7 @@ from mopd_losses.prefix.vocabulary.spellings import Spellings
 from mopd_protocol.tokenizers.token_table import TextEncoder
 
 #: Tokens that are tried behind a shorter one, with the lowest ids: the frequent ones.
-TRIED = 4
+TRIED = 16
 
 #: The longest token for which shorter ones are sought, in characters: bits of an integer.
 LONGEST = 60
