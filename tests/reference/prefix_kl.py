@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from mopd_losses.divergences.truncation import TAIL_MARGIN
 from mopd_losses.prefix.cells import DETOUR_SHARE, NAMING_SHARE
-from mopd_losses.prefix.detours import AHEAD, LONGEST_END, WORDS
+from mopd_losses.prefix.detours import AHEAD, LONGEST_END, PROBES_BEHIND_ENDS, WORDS
 from mopd_losses.prefix.loss import HIGHEST_RATIO
 from mopd_losses.prefix.naming.cuts import CONTINUATIONS, COVERING
 from mopd_losses.prefix.naming.separate_tokens import ENDS, FEW, LONGEST, TOKENS_PER_END, TRIED
@@ -308,7 +308,8 @@ def frequent(side: Side, prefix: str, count: int) -> list[str]:
 
 def continuations(side: Side, text: str, tokens: int = TOKENS_PER_END) -> list[str]:
     """Texts that a side may merge with the end of a text, of so many tokens for each end."""
-    starts = range(max(len(text) - ENDS, 1), len(text))
+    first = [at for at, c in enumerate(text) if at == 0 or not "\x80" <= c < "\xc0"]
+    starts = [start for start in first[-ENDS:] if start > 0]
     ends = [(text[start:], len(text) - start) for start in starts]
     return [t[n:] for end, n in ends for t in frequent(side, end, tokens)]
 
@@ -425,6 +426,12 @@ def detours(
                 if token != begun or row == covering:
                     lacking.add(cell)
                     deviating.setdefault((row, token), True)
+    for row in rows_before if is_canonical else ():
+        token = side.text[side.starts[row] : at]
+        for cell in cells if token in side.tokens.values() else ():
+            for shorter in shorter_tokens_before(side, token, cell):
+                lacking.add(cell)
+                deviating.setdefault((row, shorter), False)
     deviations |= deviating
     rows = {row: path(side, at, row, known) for row in open_rows(side, at, known)}
     origin = min(rows)
@@ -485,28 +492,38 @@ def shorter_tokens(side: Side, begun: str, cell: str) -> set[str]:
     """Tokens of what is begun and a beginning of a cell that the tokenizer writes in place of the
     token that spells all of it, by what follows."""
     whole = begun + cell
-    results: set[str] = set()
     if whole not in side.tokens.values():
-        return results
-    try:
-        whole.encode("latin-1").decode()
+        return set()
+    return {token for token in first_tokens(side, whole) if len(token) >= len(begun)}
+
+
+def shorter_tokens_before(side: Side, token: str, cell: str) -> set[str]:
+    """Shorter tokens that the tokenizer writes in place of a token in front of a cell, by what
+    follows, where one token may spell the rest of the token and the cell."""
+    shorter = first_tokens(side, token) & first_tokens(side, token + cell)
+    others = side.tokens.values()
+    return {
+        each
+        for each in shorter
+        if len(each) < len(token)
+        and any(other.startswith((token + cell)[len(each) :]) for other in others)
+    }
+
+
+def first_tokens(side: Side, whole: str) -> set[str]:
+    """Tokens with which the tokenizer begins a text in place of one that spells all of it, if
+    nothing or a frequent token follows."""
+    results: set[str] = set()
+    if is_utf8(whole):
         own = side.encode(whole)[0]
-        if whole.startswith(own) and max(len(begun), 1) <= len(own) < min(
-            len(whole), LONGEST_TOKEN
-        ):
+        if whole.startswith(own) and len(own) < min(len(whole), LONGEST_TOKEN):
             results.add(own)
-    except UnicodeError:
-        pass
-    for length in range(max(len(begun), 1), min(len(whole), LONGEST_TOKEN)):
+    for length in range(1, min(len(whole), LONGEST_TOKEN)):
         token = whole[:length]
         if token not in side.tokens.values():
             continue
         for longer in frequent(side, whole[length:], TRIED_BEHIND_SHORTER):
-            try:
-                (token + longer).encode("latin-1").decode()
-            except UnicodeError:
-                continue
-            if side.encode(token + longer)[0] == token:
+            if is_utf8(token + longer) and side.encode(token + longer)[0] == token:
                 results.add(token)
     return results
 
@@ -604,7 +621,7 @@ def probed(side: Side, at: int) -> set[str]:
                 covered = side.text[end:at]
                 results |= spread(ordered, covered, _PROBES)
                 for length in range(1, min(LONGEST_END, len(covered) - 1) + 1):
-                    results |= spread(ordered, covered[-length:], TRIED_BEHIND_SHORTER)
+                    results |= spread(ordered, covered[-length:], PROBES_BEHIND_ENDS)
     return results
 
 

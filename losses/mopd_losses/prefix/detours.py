@@ -20,18 +20,19 @@ from mopd_losses.prefix.naming.separate_tokens import continuations
 from mopd_losses.prefix.text.boundaries import is_space
 from mopd_losses.prefix.text.contexts import WINDOW, Contexts
 from mopd_losses.prefix.text.strings import Strings
-from mopd_losses.prefix.vocabulary.hashed_strings import Integers, keys_of, ranks_in_runs
+from mopd_losses.prefix.vocabulary.hashed_strings import Integers, joined, keys_of, ranks_in_runs
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
 from mopd_losses.prefix.vocabulary.shorter_tokens import TRIED, ShorterTokens
-from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, last_character
 from mopd_losses.prefix.vocabulary.spellings import Spellings
 from mopd_protocol.tokenizers.token_table import TextEncoder
 
 #: Tokens that are tried behind a shorter token.
 _PROBES = 4
 
-#: The longest end of a text that tokens are tried for which begin with it.
-LONGEST_END = 2
+#: The longest end of a text behind a shorter token, in characters, and how many tokens that begin
+#: with it are tried: a token may cross a boundary, although none begins where the shorter one ends.
+LONGEST_END, PROBES_BEHIND_ENDS = 2, 8
 
 #: Tokens behind a context in front of which the tokens of the context may be the tokenizer's.
 AHEAD = 2
@@ -125,18 +126,22 @@ class Detours:
         reached[with_cell[with_cell >= 0]] = True
         steps, ids = (codes[kept] - 1) // 2 % _STEPS, (codes[kept] - 1) // 2 // _STEPS
         others, other_rows, other_ids = self._shorter(contexts, sought)
+        earlier, earlier_rows, earlier_ids = self._shorter_before(contexts, sought)
         reached[sought.cells[others]] = True
+        reached[sought.cells[earlier]] = True
+        earlier = sought.boundaries[earlier]
+        earlier_steps = earlier_rows - contexts.first_rows[earlier]
         others = sought.boundaries[others]
         other_steps = other_rows - contexts.first_rows[others]
         ended, ended_steps, ended_ids = self._ended(contexts)
-        numbers = np.concatenate([numbers[kept], others, ended])
-        steps = np.concatenate([steps, other_steps, ended_steps])
-        ids = np.concatenate([ids, other_ids, ended_ids])
+        numbers = np.concatenate([numbers[kept], others, earlier, ended])
+        steps = np.concatenate([steps, other_steps, earlier_steps, ended_steps])
+        ids = np.concatenate([ids, other_ids, earlier_ids, ended_ids])
         counted = np.concatenate(
             [
                 counted[kept],
                 np.ones(len(others), dtype=np.bool_),
-                np.zeros(len(ended), dtype=np.bool_),
+                np.zeros(len(earlier) + len(ended), dtype=np.bool_),
             ]
         )
         order = (numbers * _STEPS + steps) * len(self._vocabulary.strings) + ids
@@ -167,15 +172,60 @@ class Detours:
         # on the realised path, but for the last row.
         least = rows.begun[opened] + (opened < rows.last[numbers])
         bits = bits >> least << least
-        reached = np.flatnonzero(bits)
-        reached = reached[self._are_canonical(contexts, numbers[reached])]
-        bits, tokens = bits[reached], vocabulary.ids[ranks[reached]]
+        at, ids = self._beginnings(bits, vocabulary.ids[ranks])
+        kept = self._are_canonical(contexts, numbers[at])
+        at, ids = at[kept], ids[kept]
+        return cells[at], rows.rows[opened[at]], ids
+
+    def _shorter_before(
+        self, contexts: Contexts, sought: Sought
+    ) -> tuple[Integers, Integers, Integers]:
+        """Find shorter tokens that the tokenizer may write in place of one that ends at the
+        boundary, in front of a cell: `` D|ona|ud`` for `` Don|au``. Return the indices of what is
+        sought, and the rows and ids of the tokens."""
+        text, vocabulary = contexts.places.text, self._vocabulary
+        cells = np.flatnonzero((sought.cells >= 0) & sought.texts.are_text())
+        rows = contexts.first_rows[sought.boundaries[cells]][:, None] + np.arange(WINDOW + 1)
+        first = contexts.first_rows[sought.boundaries[cells]]
+        before = rows < (first + contexts.counts(sought.boundaries[cells]))[:, None]
+        each, steps = np.nonzero(before)
+        cells, rows = cells[each], rows[each, steps]
+        numbers = sought.boundaries[cells]
+        starts, offsets = text.starts[rows], contexts.places.offsets[numbers]
+        hashes = text.slices(starts, offsets)
+        nodes = vocabulary.nodes_of(hashes)
+        at = np.flatnonzero(vocabulary.are_tokens(nodes))
+        cells, rows, numbers = cells[at], rows[at], numbers[at]
+        starts, offsets, hashes = starts[at], offsets[at], hashes[at]
+        ranks = vocabulary.node_starts[nodes[at]]
+        bits = self.shorter.of(hashes, lambda index: vocabulary.string_at(int(ranks[index])))
+        at, ids = self._beginnings(bits, vocabulary.ids[ranks])
+        # A token must cross the boundary.
+        texts = sought.texts.at(cells[at])
+        lengths = vocabulary.lengths[ids]
+        rests = text.slices(starts[at] + lengths, offsets[at])
+        left = offsets[at] - starts[at] - lengths
+        crossed = (vocabulary.nodes_of(joined(rests, left, texts.hashes)) >= 0) & (left > 0)
+        at, ids, lengths, texts = at[crossed], ids[crossed], lengths[crossed], texts.at(crossed)
+        wholes = joined(hashes[at], offsets[at] - starts[at], texts.hashes)
+
+        def whole(index: int) -> str:
+            entry = at[index]
+            return text.symbols[starts[entry] : offsets[entry]] + texts.string(index)
+
+        bits = self.shorter.of(wholes, whole)
+        kept = np.flatnonzero(bits >> lengths & 1)
+        kept = kept[self._are_canonical(contexts, numbers[at[kept]])]
+        return cells[at[kept]], rows[at[kept]], ids[kept]
+
+    def _beginnings(self, bits: Integers, tokens: Integers) -> tuple[Integers, Integers]:
+        """Return the indices of tokens, and the ids of their beginnings of the lengths in bits."""
+        vocabulary, reached = self._vocabulary, np.flatnonzero(bits)
         longest = int(bits.max(initial=0)).bit_length()
-        owners, lengths = np.nonzero(bits[:, None] >> np.arange(longest) & 1)
+        owners, lengths = np.nonzero(bits[reached, None] >> np.arange(longest) & 1)
+        owners = reached[owners]
         shorter = vocabulary.slices(tokens[owners], np.zeros_like(lengths), lengths)
-        ids = vocabulary.ids[vocabulary.node_starts[vocabulary.nodes_of(shorter)]]
-        reached = reached[owners]
-        return cells[reached], rows.rows[opened[reached]], ids
+        return owners, vocabulary.ids[vocabulary.node_starts[vocabulary.nodes_of(shorter)]]
 
     def end_a_token(self, contexts: Contexts, boundaries: Integers, texts: Strings) -> Flags:
         """Return whether a boundary is inside a realised token, and a shorter token ends at the
@@ -348,7 +398,7 @@ class Detours:
         # A token may complete a character of which the text is only the first bytes.
         for index in np.flatnonzero(~is_text).tolist():
             if (text := texts[index]) == wholes[index]:
-                start = _last_character(text)
+                start = last_character(text)
                 tokens = self._vocabulary.frequent_tokens(text[start:], TRIED)
                 continued += [(index, text[:start] + token) for token in tokens]
         # A string may be one token, and no longer one once more follows: `bb`, but `b|ba`.
@@ -393,14 +443,6 @@ class Detours:
         results = np.full(len(texts), _NO_DETOUR, dtype=np.int64)
         results[reached] = 1 + counted + 2 * (steps[at] + _STEPS * spelled.ids[at])
         return results, is_one, spelled.is_text
-
-
-def _last_character(text: str) -> int:
-    """Return where the last character begins in bytes of UTF-8."""
-    start = len(text) - 1
-    while start > 0 and "\x80" <= text[start] < "\xc0":
-        start -= 1
-    return start
 
 
 def words_behind_spaces(
@@ -448,7 +490,7 @@ def probed(contexts: Contexts, rows: Integers, tokens: Integers) -> tuple[String
     boundaries, ends, offsets = map(np.concatenate, zip(*columns, strict=True))
     nodes = vocabulary.nodes_of(text.slices(ends, offsets))
     longer, stops = vocabulary.node_longer[nodes], vocabulary.node_stops[nodes]
-    most = np.where(np.arange(len(nodes)) < int(kept.sum()), _PROBES, TRIED)
+    most = np.where(np.arange(len(nodes)) < int(kept.sum()), _PROBES, PROBES_BEHIND_ENDS)
     steps = np.maximum(-(-(stops - longer) // most), 1)
     counts = -(-(stops - longer) // steps)
     index = np.repeat(np.arange(len(counts)), counts)

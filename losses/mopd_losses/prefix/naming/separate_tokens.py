@@ -21,15 +21,15 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
 from mopd_losses.prefix.vocabulary.marks import Marks, MarksTable
 from mopd_losses.prefix.vocabulary.shorter_tokens import TRIED as TRIED_BEHIND_SHORTER
-from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, last_character
 from mopd_protocol.tokenizers.token_table import TextEncoder
 
 #: Longer tokens that are tried for a cell, those with the lowest ids: the frequent ones.
 TRIED = 32
 
 #: What is tried behind a text: the rest of tokens that begin with its last characters. So many
-#: lengths of an end, and so many tokens for each, again with the lowest ids.
-ENDS, TOKENS_PER_END = 2, 2
+#: characters of an end, and so many tokens for each end, again with the lowest ids.
+ENDS, TOKENS_PER_END = 2, 4
 
 #: The longest text that is tried, in characters.
 LONGEST = 32
@@ -182,7 +182,10 @@ class SeparateTokens:
 def continuations(vocabulary: SortedVocabulary, text: str, tokens: int) -> list[str]:
     """Return what a token of a vocabulary may consist of together with the end of a text: of so
     many tokens for each length of the end."""
-    return vocabulary.continuations(text[max(len(text) - ENDS, 1) :], tokens)
+    start = len(text)
+    for _ in range(ENDS):
+        start = last_character(text[:start])
+    return vocabulary.continuations(text[max(start, 1) :], tokens)
 
 
 def _is_inside(longer: _Longer, end: int) -> bool:

@@ -58,6 +58,19 @@ def _pair_numbers(first: Codes, second: Codes) -> Codes:
     return (first << np.uint16(8)) | second
 
 
+def is_continuation(character: str) -> bool:
+    """Return whether a byte, as a Latin-1 character, continues a character of UTF-8."""
+    return "\x80" <= character < "\xc0"
+
+
+def last_character(text: str) -> int:
+    """Return where the last character of UTF-8 begins in bytes; 0 if there is none."""
+    start = len(text) - 1
+    while start > 0 and is_continuation(text[start]):
+        start -= 1
+    return max(start, 0)
+
+
 def control_characters(*tables: TokenTable) -> dict[str, str]:
     """Return the private character of each control token's name."""
     names = sorted({name for table in tables for name in table.marks.values()})
@@ -191,8 +204,8 @@ class SortedVocabulary:
         return cached
 
     def continuations(self, end: str, count: int) -> list[str]:
-        """Return what is behind ``end``, or a shorter end of it, in the ``frequent_tokens`` that
-        begin with it."""
+        """Return what is behind ``end``, or a shorter end of it that begins a character, in the
+        ``frequent_tokens`` that begin with it."""
         cached = self._continuations.get((end, count))
         if cached is None:
             if len(self._continuations) >= _CACHED_RANGES:
@@ -200,6 +213,7 @@ class SortedVocabulary:
             cached = self._continuations[end, count] = [
                 token[len(end) - start :]
                 for start in range(len(end))
+                if not is_continuation(end[start])
                 for token in self.frequent_tokens(end[start:], count)
             ]
         return cached
