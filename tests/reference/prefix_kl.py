@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from mopd_losses.divergences.truncation import TAIL_MARGIN
 from mopd_losses.prefix.cells import DETOUR_SHARE, NAMING_SHARE
-from mopd_losses.prefix.detours import AHEAD, LONGEST_END, PROBES_BEHIND_ENDS, WORDS
+from mopd_losses.prefix.detours import LONGEST_END, PROBES_BEHIND_ENDS, WORDS
 from mopd_losses.prefix.loss import HIGHEST_RATIO
 from mopd_losses.prefix.naming.cuts import CONTINUATIONS, COVERING
 from mopd_losses.prefix.naming.separate_tokens import ENDS, FEW, LONGEST, TOKENS_PER_END, TRIED
@@ -369,14 +369,8 @@ def detours(
     start = at - len(context)
     end = side.end(covering) if side.starts[covering] < at else at
     rows_before = [r for r in range(first, len(side.starts)) if side.starts[r] < at]
-    is_canonical = is_written(side, rows_before, start, end)
-    realised = [side.tokens[side.realised[r]] for r in rows_before[:-1]]
-    begun = side.text[side.starts[covering] : at]
-    is_divided = (
-        bool(begun and rows_before[:-1])
-        and is_utf8(context)
-        and (side.encode(context)[: len(realised)] != realised)
-    )
+    written = side.encode(side.text[start:end]) if is_utf8(side.text[start:end]) else []
+    is_canonical = written == [side.tokens[side.realised[r]] for r in rows_before]
     lacking: set[str] = set()
     deviations = {
         (row, side.text[side.starts[row] : at]): False
@@ -390,7 +384,7 @@ def detours(
     for cell in [*cells, *sorted(others)]:
         is_text = ord(cell[-1]) < 256
         crossed = may_cross(side, at, cell) if context else len(cell) > 1
-        crossed = crossed or is_several(side, at, cell) or is_divided
+        crossed = crossed or is_several(side, at, cell)
         if is_text and not crossed:
             continue
         if not is_canonical:
@@ -456,20 +450,6 @@ def is_utf8(text: str) -> bool:
     except UnicodeError:
         return False
     return True
-
-
-def is_written(side: Side, rows: list[int], start: int, end: int) -> bool:
-    """True if the tokenizer writes the tokens of these rows before nothing, or the next ones."""
-    tokens = [side.tokens[side.realised[row]] for row in rows]
-    stops = [end]
-    following = rows[-1] + 1 if rows else side.covering(start)
-    assert following is not None
-    for row in range(following, min(following + AHEAD, len(side.starts))):
-        if ord(side.tokens[side.realised[row]][-1]) > 255:
-            break
-        stops.append(side.end(row))
-    wholes = [side.text[start:stop] for stop in (stops[0], stops[-1])]
-    return any(is_utf8(w) and side.encode(w)[: len(tokens)] == tokens for w in wholes)
 
 
 def completions(side: Side, text: str) -> list[str]:

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from mopd_losses.prefix.naming.nested_names import Names
 from mopd_losses.prefix.naming.separate_tokens import continuations
+from mopd_losses.prefix.shorter_detours import ShorterDetours
 from mopd_losses.prefix.text.boundaries import is_space
 from mopd_losses.prefix.text.contexts import WINDOW, Contexts
 from mopd_losses.prefix.text.strings import Strings
-from mopd_losses.prefix.vocabulary.hashed_strings import Integers, joined, keys_of, ranks_in_runs
+from mopd_losses.prefix.vocabulary.hashed_strings import Integers, keys_of, ranks_in_runs
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
 from mopd_losses.prefix.vocabulary.shorter_tokens import TRIED, ShorterTokens
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, last_character
@@ -33,9 +34,6 @@ _PROBES = 4
 #: The longest end of a text behind a shorter token, in characters, and how many tokens that begin
 #: with it are tried: a token may cross a boundary, although none begins where the shorter one ends.
 LONGEST_END, PROBES_BEHIND_ENDS = 2, 8
-
-#: Tokens behind a context in front of which the tokens of the context may be the tokenizer's.
-AHEAD = 2
 
 #: Beginnings of words that are tried behind white space.
 WORDS = ("a", "#")
@@ -99,9 +97,9 @@ class Detours:
         self._encoder = encoder
         self.table = KeyTable(CACHED)
         self.shorter = ShorterTokens(vocabulary, encoder)
+        self._shorter = ShorterDetours(vocabulary, self.shorter, self._are_canonical)
         self._canonical = KeyTable(CACHED)
         self._whole = KeyTable(CACHED)
-        self._divided = KeyTable(CACHED)
 
     def of(self, contexts: Contexts, sought: Sought, cells: int) -> CellDetours:
         """Find the detours of likely cells, and of candidates that are in the rest.
@@ -112,7 +110,6 @@ class Detours:
         sought = sought.and_rest(*words_behind_spaces(contexts, sought.texts.vocabulary))
         may_differ = contexts.may_cross(sought.boundaries, sought.texts)
         may_differ |= contexts.are_several(sought.boundaries, sought.texts)
-        may_differ |= self._are_divided(contexts)[sought.boundaries]
         possible = np.flatnonzero(may_differ)
         numbers = sought.boundaries[possible]
         texts = sought.texts.at(possible)
@@ -125,8 +122,11 @@ class Detours:
         with_cell = sought.cells[possible[kept]]
         reached[with_cell[with_cell >= 0]] = True
         steps, ids = (codes[kept] - 1) // 2 % _STEPS, (codes[kept] - 1) // 2 // _STEPS
-        others, other_rows, other_ids = self._shorter(contexts, sought)
-        earlier, earlier_rows, earlier_ids = self._shorter_before(contexts, sought)
+        at = np.flatnonzero((sought.cells >= 0) & sought.texts.are_text())
+        sought_texts = sought.boundaries[at], sought.texts.at(at)
+        others, other_rows, other_ids = self._shorter.of_cells(contexts, *sought_texts)
+        earlier, earlier_rows, earlier_ids = self._shorter.before_cells(contexts, *sought_texts)
+        others, earlier = at[others], at[earlier]
         reached[sought.cells[others]] = True
         reached[sought.cells[earlier]] = True
         earlier = sought.boundaries[earlier]
@@ -149,83 +149,6 @@ class Detours:
         numbers, steps = numbers[first], steps[first]
         rows = contexts.first_rows[numbers] + steps
         return CellDetours(reached, numbers, rows, ids[first], counted[first])
-
-    def _shorter(self, contexts: Contexts, sought: Sought) -> tuple[Integers, Integers, Integers]:
-        """Find shorter tokens that the tokenizer may write in place of one that spells a cell: the
-        indices of what is sought, and the rows and ids of the tokens."""
-        places, vocabulary = contexts.places, self._vocabulary
-        rows = places.open_rows
-        cells = np.flatnonzero((sought.cells >= 0) & sought.texts.are_text())
-        numbers = sought.boundaries[cells]
-        counts = rows.last[numbers] - rows.first[numbers] + 1
-        cells, numbers = np.repeat(cells, counts), np.repeat(numbers, counts)
-        opened = rows.first[numbers] + ranks_in_runs(counts)
-        in_context = rows.rows[opened] >= contexts.first_rows[numbers]
-        cells, numbers, opened = cells[in_context], numbers[in_context], opened[in_context]
-        hashes = places.wholes(opened, sought.texts.hashes[cells])
-        nodes = vocabulary.nodes_of(hashes)
-        at = np.flatnonzero(vocabulary.are_tokens(nodes))
-        cells, numbers, opened, hashes = cells[at], numbers[at], opened[at], hashes[at]
-        ranks = vocabulary.node_starts[nodes[at]]
-        bits = self.shorter.of(hashes, lambda index: vocabulary.string_at(int(ranks[index])))
-        # Tokens that end before the boundary are detours of other texts, and one that ends at it is
-        # on the realised path, but for the last row.
-        least = rows.begun[opened] + (opened < rows.last[numbers])
-        bits = bits >> least << least
-        at, ids = self._beginnings(bits, vocabulary.ids[ranks])
-        kept = self._are_canonical(contexts, numbers[at])
-        at, ids = at[kept], ids[kept]
-        return cells[at], rows.rows[opened[at]], ids
-
-    def _shorter_before(
-        self, contexts: Contexts, sought: Sought
-    ) -> tuple[Integers, Integers, Integers]:
-        """Find shorter tokens that the tokenizer may write in place of one that ends at the
-        boundary, in front of a cell: `` D|ona|ud`` for `` Don|au``. Return the indices of what is
-        sought, and the rows and ids of the tokens."""
-        text, vocabulary = contexts.places.text, self._vocabulary
-        cells = np.flatnonzero((sought.cells >= 0) & sought.texts.are_text())
-        rows = contexts.first_rows[sought.boundaries[cells]][:, None] + np.arange(WINDOW + 1)
-        first = contexts.first_rows[sought.boundaries[cells]]
-        before = rows < (first + contexts.counts(sought.boundaries[cells]))[:, None]
-        each, steps = np.nonzero(before)
-        cells, rows = cells[each], rows[each, steps]
-        numbers = sought.boundaries[cells]
-        starts, offsets = text.starts[rows], contexts.places.offsets[numbers]
-        hashes = text.slices(starts, offsets)
-        nodes = vocabulary.nodes_of(hashes)
-        at = np.flatnonzero(vocabulary.are_tokens(nodes))
-        cells, rows, numbers = cells[at], rows[at], numbers[at]
-        starts, offsets, hashes = starts[at], offsets[at], hashes[at]
-        ranks = vocabulary.node_starts[nodes[at]]
-        bits = self.shorter.of(hashes, lambda index: vocabulary.string_at(int(ranks[index])))
-        at, ids = self._beginnings(bits, vocabulary.ids[ranks])
-        # A token must cross the boundary.
-        texts = sought.texts.at(cells[at])
-        lengths = vocabulary.lengths[ids]
-        rests = text.slices(starts[at] + lengths, offsets[at])
-        left = offsets[at] - starts[at] - lengths
-        crossed = (vocabulary.nodes_of(joined(rests, left, texts.hashes)) >= 0) & (left > 0)
-        at, ids, lengths, texts = at[crossed], ids[crossed], lengths[crossed], texts.at(crossed)
-        wholes = joined(hashes[at], offsets[at] - starts[at], texts.hashes)
-
-        def whole(index: int) -> str:
-            entry = at[index]
-            return text.symbols[starts[entry] : offsets[entry]] + texts.string(index)
-
-        bits = self.shorter.of(wholes, whole)
-        kept = np.flatnonzero(bits >> lengths & 1)
-        kept = kept[self._are_canonical(contexts, numbers[at[kept]])]
-        return cells[at[kept]], rows[at[kept]], ids[kept]
-
-    def _beginnings(self, bits: Integers, tokens: Integers) -> tuple[Integers, Integers]:
-        """Return the indices of tokens, and the ids of their beginnings of the lengths in bits."""
-        vocabulary, reached = self._vocabulary, np.flatnonzero(bits)
-        longest = int(bits.max(initial=0)).bit_length()
-        owners, lengths = np.nonzero(bits[reached, None] >> np.arange(longest) & 1)
-        owners = reached[owners]
-        shorter = vocabulary.slices(tokens[owners], np.zeros_like(lengths), lengths)
-        return owners, vocabulary.ids[vocabulary.node_starts[vocabulary.nodes_of(shorter)]]
 
     def end_a_token(self, contexts: Contexts, boundaries: Integers, texts: Strings) -> Flags:
         """Return whether a boundary is inside a realised token, and a shorter token ends at the
@@ -322,58 +245,25 @@ class Detours:
         equal = inside[ids[spelled.steps[inside]] == spelled.ids[inside]]
         return np.bincount(spelled.owners[equal], minlength=len(texts)) == len(ids)
 
-    def _are_divided(self, contexts: Contexts) -> Flags:
-        """[boundaries], whether the tokenizer would divide the text before a boundary inside a
-        token otherwise if nothing were merged with it: `Don|au`, but `D|ona|ud`."""
-        text, rows = contexts.places.text, contexts.places.open_rows
-        begun = rows.begun[rows.last]
-        inside = np.flatnonzero((begun > 0) & (begun < contexts.lengths))
-
-        def compute(indices: Integers) -> Integers:
-            numbers = inside[indices]
-            spelled = Spellings.of(self._vocabulary, self._encoder, contexts.texts(numbers))
-            before = (contexts.lengths - begun)[numbers][spelled.owners]
-            rows = contexts.first_rows[numbers][spelled.owners] + spelled.steps
-            other = text.ids[np.minimum(rows, len(text.ids) - 1)] != spelled.ids
-            other &= spelled.ends - self._vocabulary.lengths[spelled.ids] < before
-            return np.bincount(spelled.owners[other], minlength=len(numbers)).clip(max=1)
-
-        results = np.zeros(len(begun), dtype=np.bool_)
-        results[inside] = self._divided.computed(contexts.keys[inside], compute) == 1
-        return results
-
     def _are_canonical(self, contexts: Contexts, boundaries: Integers) -> Flags:
-        """Return whether the tokens of each context are the tokenizer's, in front of what follows
-        in the completion if not without it.
+        """Return whether the tokens of each context are the tokenizer's.
 
         After others, which a student may sample, most of the mass of the text is on the tokenizer's
         path: nothing would be compared.
         """
-        results = self._are_written(contexts, boundaries, contexts.stops(boundaries, 0))
-        others = np.flatnonzero(~results)
-        numbers = boundaries[others]
-        results[others] = self._are_written(contexts, numbers, contexts.stops(numbers, AHEAD))
-        return results
 
-    def _are_written(self, contexts: Contexts, boundaries: Integers, stops: Integers) -> Flags:
-        """Return whether the tokens of each context are the tokenizer's, in the text up to an
-        offset."""
-        text, counts = contexts.places.text, contexts.counts(boundaries)
-        starts, first = contexts.starts[boundaries], contexts.first_rows[boundaries]
+        text = contexts.places.text
 
         def compute(indices: Integers) -> Integers:
-            each = zip(starts[indices].tolist(), stops[indices].tolist(), strict=True)
-            texts = [text.symbols[start:stop] for start, stop in each]
+            numbers = boundaries[indices]
+            texts = [contexts.written(number) for number in numbers.tolist()]
             spelled = Spellings.of(self._vocabulary, self._encoder, texts)
-            inside = np.flatnonzero(spelled.steps < counts[indices][spelled.owners])
-            owners = spelled.owners[inside]
-            rows = first[indices][owners] + spelled.steps[inside]
-            equal = np.bincount(owners[text.ids[rows] == spelled.ids[inside]], minlength=len(texts))
-            return (spelled.is_text & (equal == counts[indices])).astype(np.int64)
+            rows = contexts.first_rows[numbers][spelled.owners] + spelled.steps
+            equal = text.ids[np.minimum(rows, len(text.ids) - 1)] == spelled.ids
+            counts = np.bincount(spelled.owners[equal], minlength=len(texts))
+            return (spelled.is_text & (counts == spelled.counts)).astype(np.int64)
 
-        following = text.slices(contexts.places.offsets[boundaries], stops)
-        keys = keys_of(contexts.keys[boundaries], following)
-        return self._canonical.computed(keys, compute) == 1
+        return self._canonical.computed(contexts.keys[boundaries], compute) == 1
 
     def _detours(self, contexts: Contexts, boundaries: Integers, strings: list[str]) -> Integers:
         """Find the first token to each string that is neither realised nor known mass of it; if

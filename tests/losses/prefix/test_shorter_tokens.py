@@ -47,6 +47,16 @@ def test_a_candidate_that_begins_with_another_token_has_no_loss(texts: tuple[str
     assert false_loss(Pair(student, teacher), masses, top_k=16, lowest=-20) <= 0.01
 
 
+def test_a_token_that_another_text_divides_has_no_loss() -> None:
+    # The student has `ab|x`, but `a|bcd`, of which the teacher's `c` behind `ab` is the third
+    # letter.
+    student = tongue("<over>", [("c", "d"), ("b", "cd"), ("a", "b")])
+    teacher = tongue("<stop>", [("a", "b"), ("x", "y")])
+    assert student.tokenize("-abx-abcd") == ["-", "ab", "x", "-", "a", "bcd"]
+    masses = dict.fromkeys(("-abx", "-abcd", "-z"), 1 / 3)
+    assert false_loss(Pair(student, teacher), masses, top_k=16, lowest=-20) <= 0.01
+
+
 def test_white_space_that_the_next_word_divides_has_no_loss() -> None:
     space = "Ġ"
     runs = [(space * n, space) for n in range(1, 5)]

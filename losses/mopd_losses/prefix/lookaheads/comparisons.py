@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from mopd_losses.core.loss import AlignedPair
-from mopd_losses.prefix.detours import AHEAD
 from mopd_losses.prefix.lookaheads.joined_targets import joined
 from mopd_losses.prefix.lookaheads.open_tokens import OpenToken, OpenTokens
 from mopd_losses.prefix.pair import TokenizerPair
@@ -132,7 +131,7 @@ class LookaheadComparisons:
         they are in front of the completion's: others are not written as a token of this row."""
         first = max(row - WINDOW, max((at + 1 for at in student.marks if at < row), default=0))
         ends = [0, *student.byte_ends.tolist()]
-        start, middle, stop = (ends[at] for at in (first, row, min(row + AHEAD, len(ends) - 1)))
+        start, middle, stop = (ends[at] for at in (first, row, min(row + WINDOW, len(ends) - 1)))
         spelled = student.text.decode("latin-1")
         ids = student.token_ids[first:row].astype(np.int64)
         followed = [spelled[middle:stop], *texts]

@@ -73,20 +73,13 @@ class Contexts:
         begun = self.places.text.starts[rows] < self.places.offsets[boundaries]
         return rows + begun - self.first_rows[boundaries]
 
-    def stops(self, boundaries: Integers, ahead: int) -> Integers:
-        """Return where the tokens of the contexts end, with so many behind them."""
-        text, counts = self.places.text, self.counts(boundaries)
-        rows = self.first_rows[boundaries] + counts
-        last = np.maximum(rows - 1, 0)
-        stops = np.where(counts > 0, text.ends[last], self.starts[boundaries])
-        continued = np.ones(len(rows), dtype=np.bool_)
-        for _ in range(ahead):
-            at = np.minimum(rows, len(text.ids) - 1)
-            # A separator is between two completions.
-            continued &= (rows < len(text.ids)) & text.spells[at] & (text.starts[at] == stops)
-            stops = np.where(continued, text.ends[at], stops)
-            rows = rows + continued
-        return stops
+    def written(self, boundary: int) -> str:
+        """Return the text of the context's tokens, with all of the covering one."""
+        text, row = self.places.text, self.covering_rows[boundary]
+        start, stop = int(self.starts[boundary]), int(self.places.offsets[boundary])
+        if text.starts[row] < stop:
+            stop = int(text.ends[row])
+        return text.symbols[start:stop]
 
     def may_cross(self, boundaries: Integers, texts: Strings) -> NDArray[np.bool_]:
         """Return whether the text behind a boundary may be divided otherwise than at the boundary:

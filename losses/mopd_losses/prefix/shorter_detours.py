@@ -1,0 +1,117 @@
+"""``ShorterDetours``: detours over tokens that the tokenizer writes in place of longer ones.
+
+A token is written in place of a longer one by what follows, which no text up to the boundary shows:
+`` O|SE|rr|or``, although `` OS`` is a token. Such a token is sought for every token that spells a
+likely cell, or that ends at the boundary.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_losses.prefix.text.contexts import WINDOW, Contexts
+from mopd_losses.prefix.text.strings import Strings
+from mopd_losses.prefix.vocabulary.hashed_strings import Integers, joined, ranks_in_runs
+from mopd_losses.prefix.vocabulary.shorter_tokens import ShorterTokens
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
+
+#: Indices of cells, and the rows and ids of tokens.
+CellTokens = tuple[Integers, Integers, Integers]
+
+
+class ShorterDetours:
+    """Finds them for one side.
+
+    Args:
+        are_canonical: contexts and boundaries -> whether the tokens of each context are the
+            tokenizer's.
+    """
+
+    def __init__(
+        self,
+        vocabulary: SortedVocabulary,
+        shorter: ShorterTokens,
+        are_canonical: Callable[[Contexts, Integers], NDArray[np.bool_]],
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._shorter = shorter
+        self._are_canonical = are_canonical
+
+    def of_cells(self, contexts: Contexts, numbers: Integers, texts: Strings) -> CellTokens:
+        """Find those in place of a token that spells a cell, and what its row has begun.
+
+        Args:
+            numbers: [cells], boundaries.
+            texts: [cells]
+        """
+        places, vocabulary = contexts.places, self._vocabulary
+        rows = places.open_rows
+        counts = rows.last[numbers] - rows.first[numbers] + 1
+        cells, numbers = np.repeat(np.arange(len(numbers)), counts), np.repeat(numbers, counts)
+        opened = rows.first[numbers] + ranks_in_runs(counts)
+        in_context = rows.rows[opened] >= contexts.first_rows[numbers]
+        cells, numbers, opened = cells[in_context], numbers[in_context], opened[in_context]
+        hashes = places.wholes(opened, texts.hashes[cells])
+        nodes = vocabulary.nodes_of(hashes)
+        at = np.flatnonzero(vocabulary.are_tokens(nodes))
+        cells, numbers, opened, hashes = cells[at], numbers[at], opened[at], hashes[at]
+        ranks = vocabulary.node_starts[nodes[at]]
+        bits = self._shorter.of(hashes, lambda index: vocabulary.string_at(int(ranks[index])))
+        # Tokens that end before the boundary are detours of other texts, and one that ends at it is
+        # on the realised path, but for the last row.
+        least = rows.begun[opened] + (opened < rows.last[numbers])
+        bits = bits >> least << least
+        at, ids = self._beginnings(bits, vocabulary.ids[ranks])
+        kept = self._are_canonical(contexts, numbers[at])
+        at, ids = at[kept], ids[kept]
+        return cells[at], rows.rows[opened[at]], ids
+
+    def before_cells(self, contexts: Contexts, boundaries: Integers, texts: Strings) -> CellTokens:
+        """Find those in place of a token that ends at the boundary, in front of a cell: `D|ona|ud`
+        for `Don|au`.
+
+        Args:
+            boundaries: [cells]
+            texts: [cells]
+        """
+        text, vocabulary = contexts.places.text, self._vocabulary
+        counts = contexts.counts(boundaries)
+        cells, steps = np.nonzero(np.arange(WINDOW + 1) < counts[:, None])
+        numbers = boundaries[cells]
+        rows = contexts.first_rows[numbers] + steps
+        starts, offsets = text.starts[rows], contexts.places.offsets[numbers]
+        hashes = text.slices(starts, offsets)
+        nodes = vocabulary.nodes_of(hashes)
+        at = np.flatnonzero(vocabulary.are_tokens(nodes))
+        cells, rows, numbers = cells[at], rows[at], numbers[at]
+        starts, offsets, hashes = starts[at], offsets[at], hashes[at]
+        ranks = vocabulary.node_starts[nodes[at]]
+        bits = self._shorter.of(hashes, lambda index: vocabulary.string_at(int(ranks[index])))
+        at, ids = self._beginnings(bits, vocabulary.ids[ranks])
+        # A token must cross the boundary.
+        texts = texts.at(cells[at])
+        lengths = vocabulary.lengths[ids]
+        rests = text.slices(starts[at] + lengths, offsets[at])
+        left = offsets[at] - starts[at] - lengths
+        crossed = (vocabulary.nodes_of(joined(rests, left, texts.hashes)) >= 0) & (left > 0)
+        at, ids, lengths, texts = at[crossed], ids[crossed], lengths[crossed], texts.at(crossed)
+        wholes = joined(hashes[at], offsets[at] - starts[at], texts.hashes)
+
+        def whole(index: int) -> str:
+            entry = at[index]
+            return text.symbols[starts[entry] : offsets[entry]] + texts.string(index)
+
+        bits = self._shorter.of(wholes, whole)
+        kept = np.flatnonzero(bits >> lengths & 1)
+        kept = kept[self._are_canonical(contexts, numbers[at[kept]])]
+        return cells[at[kept]], rows[at[kept]], ids[kept]
+
+    def _beginnings(self, bits: Integers, tokens: Integers) -> tuple[Integers, Integers]:
+        """Return the indices of tokens, and the ids of their beginnings of the lengths in bits."""
+        vocabulary, reached = self._vocabulary, np.flatnonzero(bits)
+        longest = int(bits.max(initial=0)).bit_length()
+        owners, lengths = np.nonzero(bits[reached, None] >> np.arange(longest) & 1)
+        owners = reached[owners]
+        shorter = vocabulary.slices(tokens[owners], np.zeros_like(lengths), lengths)
+        return owners, vocabulary.ids[vocabulary.node_starts[vocabulary.nodes_of(shorter)]]
