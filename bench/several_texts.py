@@ -1,6 +1,7 @@
 """False loss of two models of the same few texts, through published tokenizers.
 
     python -m bench.several_texts --pairs tekken:v3,student.json:teacher.json
+    python -m bench.several_texts --texts 'Staat|Stadt|Straße'
 
 Student and teacher give the same probability to each of a few texts, which differ in one place:
 ``x = repr(a)``, ``x = str(a)``, ``x = len(a)``. Each text is a completion, and every other one is
@@ -10,6 +11,7 @@ at other places. ``bench.equal_belief`` has one text only, of which every token 
 
 import argparse
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -49,15 +51,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--pairs", default=PAIRS, metavar="STUDENT:TEACHER,…", help="tokenizers")
+    parser.add_argument(
+        "--texts", action="append", metavar="A|B|C", help="these texts, in place of all kinds"
+    )
     parser.add_argument("--top-k", type=int, default=64, help="of the teacher's rows")
     parser.add_argument("--json", type=Path, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
     pairs = pairs_of(parser, options.pairs)
+    kinds = {text: tuple(text.split("|")) for text in options.texts or ()} or TEXTS
+    for kind, texts in kinds.items():
+        if len(set(texts)) < max(len(texts), 2) or "" in texts:
+            parser.error(f"--texts: found {kind!r}, expected at least two different texts: 'A|B'")
     table = Table("student", "teacher", "texts", "nats/token", box=box.SIMPLE, padding=0)
     values: dict[str, float] = {}
     for student, teacher in track(pairs, "pairs", console=Console(stderr=True), transient=True):
-        for kind in TEXTS:
-            value = measure(student, teacher, kind, top_k=options.top_k)
+        for kind, texts in kinds.items():
+            value = measure(student, teacher, texts, top_k=options.top_k)
             values[f"{student}:{teacher}:{kind}"] = value
             table.add_row(short_name(student), short_name(teacher), kind, f"{value:.4f}")
     console = Console()
@@ -71,11 +80,11 @@ def main() -> None:
         options.json.write_text(json.dumps(values, indent=1))
 
 
-def measure(student: str, teacher: str, kind: str, *, top_k: int = 64) -> float:
-    """Prefix KL in nats per student token, on texts of one kind."""
+def measure(student: str, teacher: str, texts: Sequence[str], *, top_k: int = 64) -> float:
+    """Prefix KL in nats per student token, of two models of the same different texts."""
     pair = Pair(_tongue(student, "<over>"), _tongue(teacher, "<stop>"))
-    texts = dict.fromkeys(TEXTS[kind], 1 / len(TEXTS[kind]))
-    return false_loss(pair, texts, top_k=top_k, lowest=_LOWEST)
+    masses = dict.fromkeys(texts, 1 / len(texts))
+    return false_loss(pair, masses, top_k=top_k, lowest=_LOWEST)
 
 
 @cache

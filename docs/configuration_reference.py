@@ -129,6 +129,8 @@ def _spelled(annotation: object) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "**required**"
+    if field.default_factory is not None:
+        return "`{}`"
     if isinstance(field.default, BaseModel):
         kind = getattr(field.default, "type", None)
         return f"`{{type: {kind}}}`" if kind else "its defaults"

@@ -9,7 +9,7 @@ from bench.several_texts import TEXTS, measure
 @pytest.mark.parametrize("kind", ["calls", "numbers", "dates", "code", "words", "vietnamese"])
 @pytest.mark.parametrize("pair", [("v3", "tekken"), ("v1", "python_50k"), ("python_50k", "v3")])
 def test_models_of_the_same_texts_have_no_loss(pair: tuple[str, str], kind: str) -> None:
-    assert measure(*pair, kind) <= 0.01
+    assert measure(*pair, TEXTS[kind]) <= 0.01
 
 
 @pytest.mark.parametrize("kind", ["names", "comments", "columns"])
@@ -17,7 +17,7 @@ def test_models_of_the_same_texts_have_no_loss(pair: tuple[str, str], kind: str)
 def test_tokens_that_are_written_by_what_follows_have_no_loss(
     pair: tuple[str, str], kind: str
 ) -> None:
-    assert measure(*pair, kind) <= 0.01
+    assert measure(*pair, TEXTS[kind]) <= 0.01
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_tokens_that_are_written_by_what_follows_have_no_loss(
 def test_texts_that_are_divided_by_what_follows_later_have_no_loss(
     student: str, teacher: str, kind: str
 ) -> None:
-    assert measure(student, teacher, kind) <= 0.01
+    assert measure(student, teacher, TEXTS[kind]) <= 0.01
 
 
 def test_texts_of_a_kind_differ() -> None:

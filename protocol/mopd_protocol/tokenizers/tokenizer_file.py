@@ -143,10 +143,10 @@ def byte_level_alphabet() -> dict[str, int]:
 def continuation_tokenizer(description: JSON) -> Tokenizer:
     """The same tokenizer for text in the middle of a sequence, where every character is text.
 
-    Removed are the added leading space, the post-processor (BOS, EOS), the stripping of spaces
-    around added tokens, and every way in which text that spells ``<|im_end|>`` could become a
-    control token. The boundary to the preceding text is then a byte boundary by construction. Ids
-    are unchanged.
+    Removed are the added leading space, the stripping of spaces at the ends of a text and around
+    added tokens, the post-processor (BOS, EOS), and every way in which text that spells
+    ``<|im_end|>`` could become a control token. The boundary to the preceding text is then a byte
+    boundary by construction. Ids are unchanged.
 
     Raises:
         TokenizerError: when an added token would get another id.
@@ -163,8 +163,8 @@ def continuation_tokenizer(description: JSON) -> Tokenizer:
         **description,
         "model": _model_without(controls, description["model"]),
         "added_tokens": kept,
-        "normalizer": _without_leading_space(description.get("normalizer")),
-        "pre_tokenizer": _without_leading_space(description.get("pre_tokenizer")),
+        "normalizer": _for_continuations(description.get("normalizer")),
+        "pre_tokenizer": _for_continuations(description.get("pre_tokenizer")),
         "post_processor": None,
         "padding": None,
         "truncation": None,
@@ -233,8 +233,9 @@ def _writes_spaces_as_metaspace(step: JSON) -> bool:
     )
 
 
-def _without_leading_space(step: JSON | None) -> JSON | None:
-    if step is None or step["type"] == "Prepend":
+def _for_continuations(step: JSON | None) -> JSON | None:
+    """A normalizer or pre-tokenizer that keeps the ends of a text as they are."""
+    if step is None or step["type"] in ("Prepend", "Strip"):
         return None
     edited = dict(step)
     if step["type"] == "Metaspace":
@@ -243,6 +244,6 @@ def _without_leading_space(step: JSON | None) -> JSON | None:
         edited["add_prefix_space"] = False
     for key in ("pretokenizers", "normalizers"):
         if key in step:
-            kept = (_without_leading_space(inner) for inner in step[key])
+            kept = (_for_continuations(inner) for inner in step[key])
             edited[key] = [inner for inner in kept if inner is not None]
     return edited

@@ -267,6 +267,15 @@ def test_the_best_path_of_a_unigram_does_not_lead_to_a_control_token():
     assert encoder.table.controls["</s>"] not in encoder.encode("the end</s>")
 
 
+def test_spaces_at_the_ends_of_a_continuation_are_kept():
+    tokenizer = Tokenizer.from_str(known_tokenizers.tokenizer("whole_number").to_str())
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Strip(), normalizers.NFC()])
+    ids = encoder(tokenizer).encode(" the end ")
+
+    assert ids == encoder_of("whole_number").encode(" the end ")
+    assert len(ids) > len(encoder_of("whole_number").encode("the end"))
+
+
 def test_the_tokenizer_itself_is_left_as_it_was():
     tokenizer = known_tokenizers.with_thinking_marks("sentencepiece")
     before = tokenizer.to_str()

@@ -101,8 +101,8 @@ class RunConfig(Settings):
     """Model and optimizer."""
     rollout: RolloutConfig
     """Sampling."""
-    teachers: dict[str, TeacherConfig]
-    """Teachers by name; ``{}`` for plain SFT."""
+    teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
+    """Teachers by name. Default: none, for plain SFT."""
     evaluation: Incidental[EvaluationConfig | None] = None
     """Held-out prompts that the student completes during the run. Default: no evaluation."""
     loss_average: LossAverage = "tokens"
