@@ -600,6 +600,8 @@ def probed(side: Side, at: int) -> set[str]:
             if side.text.startswith(token, start):
                 covered = side.text[end:at]
                 results |= spread(ordered, covered, _PROBES)
+                if probability < side.realised_probabilities[first] * DETOUR_SHARE:
+                    continue
                 for length in range(1, min(LONGEST_END, len(covered) - 1) + 1):
                     results |= spread(ordered, covered[-length:], PROBES_BEHIND_ENDS)
     return results

@@ -188,8 +188,9 @@ class _TeacherRows:
         completely open, tail included."""
         return np.where(self.begun == 0, 0.0, _logsumexp_rows(self.nats, self.counted))
 
-    def shorter_tokens(self, text: TokenizedText) -> tuple[Integers, Integers]:
-        """Rows, and likely tokens of the top-k with which the realised one begins."""
+    def shorter_tokens(self, text: TokenizedText) -> tuple[Integers, Integers, Flags]:
+        """Rows, likely tokens of the top-k with which the realised one begins, and whether detours
+        behind them are worth finding."""
         realised = np.diff(self.sums)
         likely = self.topk_nats >= np.minimum(realised, 0.0)[:, None] + np.log(NAMING_SHARE)
         strings = self.vocabulary.lengths
@@ -203,7 +204,9 @@ class _TeacherRows:
         rows, ids = rows[same], ids[same]
         hashes = self.vocabulary.slices(ids, np.zeros_like(ids), strings[ids])
         begins = text.begins_with(text.starts[rows], hashes, strings[ids])
-        return rows[begins], ids[begins]
+        least = np.minimum(realised, 0.0) + np.log(DETOUR_SHARE)
+        sought = self.topk_nats.take(at[other][same]) >= least.take(rows)
+        return rows[begins], ids[begins], sought[begins]
 
     def detour_masses(self, detours: CellDetours) -> tuple[Nats, Nats]:
         """[boundaries] each, nats: the tokens of all detours, and those that ``masses`` counts."""

@@ -355,13 +355,16 @@ def words_behind_spaces(
     return Strings.of_tokens(vocabulary, text, tokens, np.zeros_like(tokens)), boundaries
 
 
-def probed(contexts: Contexts, rows: Integers, tokens: Integers) -> tuple[Strings, Integers]:
+def probed(
+    contexts: Contexts, rows: Integers, tokens: Integers, likely: Flags
+) -> tuple[Strings, Integers]:
     """Return a few strings that may follow, by tokens that follow a shorter one, and their
     boundaries.
 
     Args:
         rows: ascending.
         tokens: of these rows, shorter than the realised ones, which begin with them.
+        likely: [tokens], whether tokens are tried that begin behind the shorter one, too.
     """
     text, vocabulary = contexts.places.text, contexts.places.text.vocabulary
     first, last = np.searchsorted(rows, [contexts.first_rows, contexts.covering_rows + 1])
@@ -371,10 +374,10 @@ def probed(contexts: Contexts, rows: Integers, tokens: Integers) -> tuple[String
     ends = text.starts[rows[at]] + vocabulary.lengths[tokens[at]]
     offsets = contexts.places.offsets[boundaries]
     kept = ends < offsets
-    boundaries, ends, offsets = boundaries[kept], ends[kept], offsets[kept]
+    boundaries, ends, offsets, at = boundaries[kept], ends[kept], offsets[kept], at[kept]
     columns = [(boundaries, ends, offsets)]
     for length in range(1, LONGEST_END + 1):
-        shorter = np.flatnonzero(ends < offsets - length)
+        shorter = np.flatnonzero(likely[at] & (ends < offsets - length))
         shorter = shorter[np.flatnonzero(np.diff(boundaries[shorter], prepend=-1))]
         columns.append((boundaries[shorter], offsets[shorter] - length, offsets[shorter]))
     boundaries, ends, offsets = map(np.concatenate, zip(*columns, strict=True))
