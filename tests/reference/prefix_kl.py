@@ -82,6 +82,15 @@ class Boundary:
 END = "\0end"
 
 
+def is_utf8(text: str) -> bool:
+    """True if bytes are a text."""
+    try:
+        text.encode("latin-1").decode()
+    except UnicodeError:
+        return False
+    return True
+
+
 def common_blocks(first: str, second: str) -> list[tuple[int, int, int]]:
     """(start in the first, start in the second, length) of the common beginning and the common end:
     all common blocks of short texts."""
@@ -308,8 +317,7 @@ def frequent(side: Side, prefix: str, count: int) -> list[str]:
 
 def continuations(side: Side, text: str, tokens: int = TOKENS_PER_END) -> list[str]:
     """Texts that a side may merge with the end of a text, of so many tokens for each end."""
-    first = [at for at, c in enumerate(text) if at == 0 or not "\x80" <= c < "\xc0"]
-    starts = [start for start in first[-ENDS:] if start > 0]
+    starts = [start for start in characters(text)[-ENDS:] if start > 0]
     ends = [(text[start:], len(text) - start) for start in starts]
     return [t[n:] for end, n in ends for t in frequent(side, end, tokens)]
 
@@ -317,9 +325,7 @@ def continuations(side: Side, text: str, tokens: int = TOKENS_PER_END) -> list[s
 def first_end(side: Side, begun: str, text: str) -> int:
     """Characters of a text up to the end of the first token that reaches beyond ``begun``; -1 if no
     tokenizer takes the text."""
-    try:
-        (begun + text).encode("latin-1").decode()
-    except UnicodeError:
+    if not is_utf8(begun + text):
         return -1
     ends = accumulate(map(len, side.encode(begun + text)))
     return next((end for end in ends if end > len(begun)), len(begun)) - len(begun)
@@ -332,9 +338,7 @@ def spells_whole(side: Side, at: int, text: str) -> bool:
     assert covering is not None
     if side.end(covering) == stop:
         return True
-    try:
-        (context + text).encode("latin-1").decode()
-    except UnicodeError:
+    if not is_utf8(context + text):
         return False
     ends = list(accumulate(map(len, side.encode(context + text))))
     start = next(s for s, e in zip([0, *ends], ends, strict=False) if e >= len(context + text))
@@ -399,9 +403,7 @@ def detours(
             afters = completions(side, context + cell)
         for after in afters:
             whole = context + cell + after if is_text else context
-            try:
-                whole.encode("latin-1").decode()
-            except UnicodeDecodeError:
+            if not is_utf8(whole):
                 continue
             limit = len(context) if after else len(context + cell)
             encoded = side.encode(whole)
@@ -443,19 +445,14 @@ def detours(
     return (lacking, total), counted
 
 
-def is_utf8(text: str) -> bool:
-    """True if bytes are a text."""
-    try:
-        text.encode("latin-1").decode()
-    except UnicodeError:
-        return False
-    return True
+def characters(text: str) -> list[int]:
+    """Return where the characters of UTF-8 begin in bytes."""
+    return [at for at, c in enumerate(text) if at == 0 or not "\x80" <= c < "\xc0"]
 
 
 def completions(side: Side, text: str) -> list[str]:
     """Return what completes the last character of a text, and perhaps follows it, in a token."""
-    start = max(i for i, c in enumerate(text) if i == 0 or not "\x80" <= c < "\xc0")
-    tail = text[start:]
+    tail = text[characters(text)[-1] :]
     return [token[len(tail) :] for token in frequent(side, tail, TRIED_BEHIND_SHORTER)]
 
 
@@ -528,20 +525,15 @@ def ends_a_token(side: Side, at: int, text: str) -> bool:
     is_divided_by_text = is_text and context[-1].isascii() and context[-1].isspace()
     followed = context + text if is_divided_by_text else context
     realised = [side.tokens[side.realised[row]] for row in range(first, covering + 1)]
-    try:
-        written = side.encode("".join(realised))
-        followed.encode("latin-1").decode()
-    except UnicodeError:
+    if not is_utf8("".join(realised)) or not is_utf8(followed):
         return False
-    tokens = side.encode(followed)
+    written, tokens = side.encode("".join(realised)), side.encode(followed)
     return written == realised and tokens[: len(realised)] == [*realised[:-1], begun]
 
 
 def has_joining_token(side: Side, context: str, cell: str) -> bool:
     """True if a token spells the end of a context and all of the cell behind it."""
-    try:
-        (context + cell).encode("latin-1").decode()
-    except UnicodeDecodeError:
+    if not is_utf8(context + cell):
         return False
     token = side.encode(context + cell)[-1]
     return len(token) > len(cell)
@@ -655,11 +647,7 @@ def divided(student: Side, text: str) -> bool:
 
 def first_token(student: Side, text: str) -> str:
     """Return the first token of a text, or what is not text."""
-    try:
-        text.encode("latin-1").decode()
-    except UnicodeError:
-        return text
-    return student.encode(text)[0]
+    return student.encode(text)[0] if is_utf8(text) else text
 
 
 def cut(student: Side, begun: str, candidate: str) -> int:
@@ -667,9 +655,7 @@ def cut(student: Side, begun: str, candidate: str) -> int:
     whole = begun + candidate
     lengths = [len(candidate) for token in student.tokens.values() if token.startswith(whole)][:1]
     for after in CONTINUATIONS if ord(candidate[-1]) < 256 else ():
-        try:
-            whole.encode("latin-1").decode()
-        except UnicodeDecodeError:
+        if not is_utf8(whole):
             continue
         first = student.encode(whole + after)[0]
         if len(first) > len(begun) and (first.startswith(whole) or whole.startswith(first)):

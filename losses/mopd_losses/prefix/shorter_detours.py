@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mopd_losses.prefix.text.contexts import WINDOW, Contexts
 from mopd_losses.prefix.text.strings import Strings
-from mopd_losses.prefix.vocabulary.hashed_strings import Integers, joined, ranks_in_runs
+from mopd_losses.prefix.vocabulary.hashed_strings import Hashes, Integers, joined, ranks_in_runs
 from mopd_losses.prefix.vocabulary.shorter_tokens import ShorterTokens
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 
@@ -45,7 +45,7 @@ class ShorterDetours:
             numbers: [cells], boundaries.
             texts: [cells]
         """
-        places, vocabulary = contexts.places, self._vocabulary
+        places = contexts.places
         rows = places.open_rows
         counts = rows.last[numbers] - rows.first[numbers] + 1
         cells, numbers = np.repeat(np.arange(len(numbers)), counts), np.repeat(numbers, counts)
@@ -53,16 +53,12 @@ class ShorterDetours:
         in_context = rows.rows[opened] >= contexts.first_rows[numbers]
         cells, numbers, opened = cells[in_context], numbers[in_context], opened[in_context]
         hashes = places.wholes(opened, texts.hashes[cells])
-        nodes = vocabulary.nodes_of(hashes)
-        at = np.flatnonzero(vocabulary.are_tokens(nodes))
-        cells, numbers, opened, hashes = cells[at], numbers[at], opened[at], hashes[at]
-        ranks = vocabulary.node_starts[nodes[at]]
-        bits = self._shorter.of(hashes, lambda index: vocabulary.string_at(int(ranks[index])))
+        at, ids = self._beginnings(hashes)
         # Tokens that end before the boundary are detours of other texts, and one that ends at it is
         # on the realised path, but for the last row.
         least = rows.begun[opened] + (opened < rows.last[numbers])
-        bits = bits >> least << least
-        at, ids = self._beginnings(bits, vocabulary.ids[ranks])
+        kept = self._vocabulary.lengths[ids] >= least[at]
+        at, ids = at[kept], ids[kept]
         kept = self._are_canonical(contexts, numbers[at])
         at, ids = at[kept], ids[kept]
         return cells[at], rows.rows[opened[at]], ids
@@ -82,19 +78,13 @@ class ShorterDetours:
         rows = contexts.first_rows[numbers] + steps
         starts, offsets = text.starts[rows], contexts.places.offsets[numbers]
         hashes = text.slices(starts, offsets)
-        nodes = vocabulary.nodes_of(hashes)
-        at = np.flatnonzero(vocabulary.are_tokens(nodes))
-        cells, rows, numbers = cells[at], rows[at], numbers[at]
-        starts, offsets, hashes = starts[at], offsets[at], hashes[at]
-        ranks = vocabulary.node_starts[nodes[at]]
-        bits = self._shorter.of(hashes, lambda index: vocabulary.string_at(int(ranks[index])))
-        at, ids = self._beginnings(bits, vocabulary.ids[ranks])
+        at, ids = self._beginnings(hashes)
         # A token must cross the boundary.
         texts = texts.at(cells[at])
         lengths = vocabulary.lengths[ids]
         rests = text.slices(starts[at] + lengths, offsets[at])
         left = offsets[at] - starts[at] - lengths
-        crossed = (vocabulary.nodes_of(joined(rests, left, texts.hashes)) >= 0) & (left > 0)
+        crossed = vocabulary.nodes_of(joined(rests, left, texts.hashes)) >= 0
         at, ids, lengths, texts = at[crossed], ids[crossed], lengths[crossed], texts.at(crossed)
         wholes = joined(hashes[at], offsets[at] - starts[at], texts.hashes)
 
@@ -107,11 +97,18 @@ class ShorterDetours:
         kept = kept[self._are_canonical(contexts, numbers[at[kept]])]
         return cells[at[kept]], rows[at[kept]], ids[kept]
 
-    def _beginnings(self, bits: Integers, tokens: Integers) -> tuple[Integers, Integers]:
-        """Return the indices of tokens, and the ids of their beginnings of the lengths in bits."""
-        vocabulary, reached = self._vocabulary, np.flatnonzero(bits)
+    def _beginnings(self, hashes: Hashes) -> tuple[Integers, Integers]:
+        """Find the shorter tokens in place of those that spell strings: the indices of strings, and
+        the ids of tokens."""
+        vocabulary = self._vocabulary
+        nodes = vocabulary.nodes_of(hashes)
+        at = np.flatnonzero(vocabulary.are_tokens(nodes))
+        ranks = vocabulary.node_starts[nodes[at]]
+        bits = self._shorter.of(hashes[at], lambda index: vocabulary.string_at(int(ranks[index])))
+        reached = np.flatnonzero(bits)
         longest = int(bits.max(initial=0)).bit_length()
         owners, lengths = np.nonzero(bits[reached, None] >> np.arange(longest) & 1)
         owners = reached[owners]
-        shorter = vocabulary.slices(tokens[owners], np.zeros_like(lengths), lengths)
-        return owners, vocabulary.ids[vocabulary.node_starts[vocabulary.nodes_of(shorter)]]
+        tokens = vocabulary.ids[ranks[owners]]
+        shorter = vocabulary.slices(tokens, np.zeros_like(lengths), lengths)
+        return at[owners], vocabulary.ids[vocabulary.node_starts[vocabulary.nodes_of(shorter)]]

@@ -130,12 +130,15 @@ class LookaheadComparisons:
         """Return whether the tokens before a row are the tokenizer's in front of each text, too, if
         they are in front of the completion's: others are not written as a token of this row."""
         first = max(row - WINDOW, max((at + 1 for at in student.marks if at < row), default=0))
-        ends = [0, *student.byte_ends.tolist()]
-        start, middle, stop = (ends[at] for at in (first, row, min(row + WINDOW, len(ends) - 1)))
-        spelled = student.text.decode("latin-1")
+        last = min(row + WINDOW, len(student.byte_ends))
+        start, middle, stop = (
+            int(student.byte_ends[at - 1]) if at else 0 for at in (first, row, last)
+        )
+        before, following = (
+            student.text[a:b].decode("latin-1") for a, b in ((start, middle), (middle, stop))
+        )
         ids = student.token_ids[first:row].astype(np.int64)
-        followed = [spelled[middle:stop], *texts]
-        own, *others = self._pair.student_detours.keep(ids, spelled[start:middle], followed)
+        own, *others = self._pair.student_detours.keep(ids, before, [following, *texts])
         return [bool(each) or not own for each in others]
 
     def _are_divided(self, begun: str, names: Sequence[str]) -> list[bool]:
