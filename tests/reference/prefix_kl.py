@@ -4,7 +4,7 @@ A token is its string: a Latin-1 character a byte, one private character for a c
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -153,10 +153,10 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
     shares = {c: mass(teacher, teacher_at, c, top_k_only) / whole for c in cells}
     likely = [c for c in cells if shares[c] >= DETOUR_SHARE]
     probes = probed(teacher, teacher_at)
-    others = {*unnamed} | probes
+    others = {*unnamed}
     before = whole
     words = {word for word in WORDS if word in teacher.tokens.values()}
-    lacks, counted = detours(teacher, teacher_at, likely, others, top_k_only, words)
+    lacks, counted = detours(teacher, teacher_at, likely, others, top_k_only, words, probes)
     shares = {c: share * whole / (whole - counted) for c, share in shares.items()}
     whole -= counted
     student_lacks, counted = detours(student, at, likely, {*unnamed}, None, words)
@@ -366,6 +366,7 @@ def detours(
     others: set[str],
     known: Vocabulary | None,
     words: set[str],
+    probes: Collection[tuple[int, str]] = (),
 ) -> tuple[tuple[set[str], float], float]:
     """Cells that the tokenizer reaches over tokens that are neither realised nor mass of the cell,
     the mass of these tokens, and of those that count as open; ``words`` may follow white space."""
@@ -415,6 +416,16 @@ def detours(
         if detour and (cell in cells or not detour[2]):
             deviating[detour[:2]] = detour[2]
             lacking |= {cell} & set(cells)
+    for origin, string in sorted(probes) if is_canonical else ():
+        before = side.text[side.starts[origin] : at]
+        realised = [side.tokens[side.realised[r]] for r in rows_before if r >= origin]
+        is_text = is_utf8(before + string) and is_utf8(side.text[side.starts[origin] : end])
+        if is_text and side.encode(side.text[side.starts[origin] : end]) == realised:
+            encoded = side.encode(before + string)
+            limit = len(before + string)
+            detour = first_deviation(side, before, string, encoded, origin, covering, limit=limit)
+            if detour and not detour[2]:
+                deviating.setdefault(detour[:2], False)
     for row in open_rows(side, at, None) if is_canonical else ():
         begun = side.text[side.starts[row] : at]
         for cell in cells if row >= first else ():
@@ -571,12 +582,14 @@ def spread(ordered: Sequence[str], prefix: str, most: int) -> set[str]:
     return {token[len(prefix) :] for token in longer[::step]}
 
 
-def probed(side: Side, at: int) -> set[str]:
-    """Spell a few tokens that may follow a shorter token than the realised one."""
+def probed(side: Side, at: int) -> set[tuple[int, str]]:
+    """Spell a few tokens that may follow a shorter token than the realised one, with the row of the
+    shorter one: the earliest, for those behind the end of the text."""
     covering = side.covering(at)
     assert covering is not None
     first = covering + (side.starts[covering] < at)
-    results: set[str] = set()
+    results: set[tuple[int, str]] = set()
+    behind_ends: dict[int, tuple[int, set[str]]] = {}
     ordered = sorted(side.tokens.values())
     while first > max(covering - _WINDOW, 0):
         first -= 1
@@ -591,12 +604,13 @@ def probed(side: Side, at: int) -> set[str]:
                 continue
             if side.text.startswith(token, start):
                 covered = side.text[end:at]
-                results |= spread(ordered, covered, _PROBES)
+                results |= {(first, string) for string in spread(ordered, covered, _PROBES)}
                 if probability < side.realised_probabilities[first] * DETOUR_SHARE:
                     continue
                 for length in range(1, min(LONGEST_END, len(covered) - 1) + 1):
-                    results |= spread(ordered, covered[-length:], PROBES_BEHIND_ENDS)
-    return results
+                    strings = spread(ordered, covered[-length:], PROBES_BEHIND_ENDS)
+                    behind_ends[length] = first, strings
+    return results | {(row, s) for row, strings in behind_ends.values() for s in strings}
 
 
 def named_texts(

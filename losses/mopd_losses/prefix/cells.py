@@ -107,8 +107,8 @@ def teacher_cells(
     nats = nats - masses[names.boundaries]
     likely = nats >= np.log(DETOUR_SHARE)
     sought = Sought.of(names.texts, names.boundaries, likely, names.unnamed)
-    sought = sought.and_rest(*probed(contexts, *rows.shorter_tokens(boundaries.teacher.text)))
-    detoured = pair.teacher_detours.of(contexts, sought, len(names.texts))
+    probes = probed(contexts, *rows.shorter_tokens(boundaries.teacher.text))
+    detoured = pair.teacher_detours.of(contexts, sought, len(names.texts), probes)
     lacking, counted = rows.detour_masses(detoured)
     with np.errstate(divide="ignore"):
         reduction = np.log1p(-np.minimum(np.exp(counted - masses), 1.0))

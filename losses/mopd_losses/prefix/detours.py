@@ -19,7 +19,7 @@ from mopd_losses.prefix.naming.nested_names import Names
 from mopd_losses.prefix.naming.separate_tokens import continuations
 from mopd_losses.prefix.shorter_detours import ShorterDetours
 from mopd_losses.prefix.text.boundaries import is_space
-from mopd_losses.prefix.text.contexts import WINDOW, Contexts
+from mopd_losses.prefix.text.contexts import WINDOW, Contexts, TextsBefore
 from mopd_losses.prefix.text.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers, keys_of, ranks_in_runs
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
@@ -51,6 +51,10 @@ _HIGHEST_BYTE = chr(0xFF)
 _STEPS = 8
 
 Flags = NDArray[np.bool_]
+
+#: The boundaries of tokens, the realised tokens of the context before each, their ids, and whether
+#: each is counted.
+_Found = tuple[Integers, Integers, Integers, Flags]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +93,15 @@ class Sought:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Probes:
+    """Strings that may follow a boundary behind a token that is shorter than a realised one."""
+
+    texts: Strings  # [n]
+    boundaries: Integers  # [n]
+    rows: Integers  # [n], of the shorter token: what is before does not matter to what follows
+
+
 class Detours:
     """Finds the detours of one side, by its tokenizer."""
 
@@ -96,13 +109,16 @@ class Detours:
         self._vocabulary = vocabulary
         self._encoder = encoder
         self.table = KeyTable(CACHED)
+        self.probed = KeyTable(CACHED)
         self.shorter = ShorterTokens(vocabulary, encoder)
         self._shorter = ShorterDetours(vocabulary, self.shorter, self._are_canonical)
         self._canonical = KeyTable(CACHED)
         self._whole = KeyTable(CACHED)
 
-    def of(self, contexts: Contexts, sought: Sought, cells: int) -> CellDetours:
-        """Find the detours of likely cells, and of candidates that are in the rest.
+    def of(
+        self, contexts: Contexts, sought: Sought, cells: int, probes: Probes | None = None
+    ) -> CellDetours:
+        """Find the detours of likely cells, and of candidates and probes that are in the rest.
 
         Args:
             cells: how many there are.
@@ -133,17 +149,15 @@ class Detours:
         earlier_steps = earlier_rows - contexts.first_rows[earlier]
         others = sought.boundaries[others]
         other_steps = other_rows - contexts.first_rows[others]
-        ended, ended_steps, ended_ids = self._ended(contexts)
-        numbers = np.concatenate([numbers[kept], others, earlier, ended])
-        steps = np.concatenate([steps, other_steps, earlier_steps, ended_steps])
-        ids = np.concatenate([ids, other_ids, earlier_ids, ended_ids])
-        counted = np.concatenate(
-            [
-                counted[kept],
-                np.ones(len(others), dtype=np.bool_),
-                np.zeros(len(earlier) + len(ended), dtype=np.bool_),
-            ]
-        )
+        columns = [
+            (numbers[kept], steps, ids, counted[kept]),
+            (others, other_steps, other_ids, np.ones(len(others), dtype=np.bool_)),
+            (earlier, earlier_steps, earlier_ids, np.zeros(len(earlier), dtype=np.bool_)),
+            self._ended(contexts),
+        ]
+        if probes is not None:
+            columns.append(self._of_probes(contexts, probes))
+        numbers, steps, ids, counted = map(np.concatenate, zip(*columns, strict=True))
         order = (numbers * _STEPS + steps) * len(self._vocabulary.strings) + ids
         _, first = np.unique(order, return_index=True)
         numbers, steps = numbers[first], steps[first]
@@ -178,10 +192,30 @@ class Detours:
 
         return self.table.computed(keys_of(contexts.keys[boundaries], texts.hashes), compute)
 
-    def _ended(self, contexts: Contexts) -> tuple[Integers, Integers, Integers]:
-        """Find tokens that were not produced and end at a boundary: their boundaries, the realised
-        tokens of the context before them, and their ids."""
-        text, vocabulary = contexts.places.text, self._vocabulary
+    def _of_probes(self, contexts: Contexts, probes: Probes) -> _Found:
+        """Find detours of probes that are in the rest. Continuations behind probes would be most of
+        the calls, and find nothing that the other strings do not show."""
+        before = contexts.beginning_at(probes.boundaries, probes.rows)
+
+        def compute(indices: Integers) -> Integers:
+            strings = probes.texts.strings(indices)
+            texts = [a + b for a, b in zip(before.texts(indices), strings, strict=True)]
+            lengths = before.lengths[indices] + probes.texts.lengths[indices]
+            return self._first_detours(before, indices, texts, lengths)[0]
+
+        codes = self.probed.computed(keys_of(before.keys, probes.texts.hashes), compute)
+        kept = np.flatnonzero(codes & 1 == 1)  # a counted token is mass of the rest
+        kept = kept[self._are_canonical(before, kept)]
+        numbers = probes.boundaries[kept]
+        canonical = self._are_canonical(contexts, numbers)
+        kept, numbers = kept[canonical], numbers[canonical]
+        steps, ids = (codes[kept] - 1) // 2 % _STEPS, (codes[kept] - 1) // 2 // _STEPS
+        steps += probes.rows[kept] - contexts.first_rows[numbers]
+        return numbers, steps, ids, np.zeros(len(kept), dtype=np.bool_)
+
+    def _ended(self, contexts: Contexts) -> _Found:
+        """Find tokens that were not produced and end at a boundary."""
+        text, vocabulary = contexts.text, self._vocabulary
         columns: list[tuple[Integers, Integers, Integers]] = []
         for step in range(WINDOW):
             rows, offsets = contexts.first_rows + step, contexts.places.offsets
@@ -194,7 +228,7 @@ class Detours:
             columns.append((at, np.full_like(at, step), ids))
         numbers, steps, ids = map(np.concatenate, zip(*columns, strict=True))
         kept = self._are_canonical(contexts, numbers)
-        return numbers[kept], steps[kept], ids[kept]
+        return numbers[kept], steps[kept], ids[kept], np.zeros(int(kept.sum()), dtype=np.bool_)
 
     def are_one_token(self, contexts: Contexts, boundaries: Integers, lengths: Integers) -> Flags:
         """Return whether one token spells the text behind each boundary, and perhaps what is before
@@ -203,7 +237,7 @@ class Detours:
         Args:
             lengths: characters of the text, at most up to the end of the realised token.
         """
-        text, offsets = contexts.places.text, contexts.places.offsets[boundaries]
+        text, offsets = contexts.text, contexts.places.offsets[boundaries]
         stops = offsets + lengths
         results = text.ends[contexts.covering_rows[boundaries]] == stops
         longer = np.flatnonzero(~results)
@@ -220,7 +254,7 @@ class Detours:
 
     def _are_one(self, contexts: Contexts, boundaries: Integers, lengths: Integers) -> Flags:
         """``are_one_token`` by the tokenizer."""
-        symbols, offsets = contexts.places.text.symbols, contexts.places.offsets[boundaries]
+        symbols, offsets = contexts.text.symbols, contexts.places.offsets[boundaries]
         starts = offsets - contexts.lengths[boundaries]
         stops = offsets + lengths
         texts = [symbols[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
@@ -245,14 +279,14 @@ class Detours:
         equal = inside[ids[spelled.steps[inside]] == spelled.ids[inside]]
         return np.bincount(spelled.owners[equal], minlength=len(texts)) == len(ids)
 
-    def _are_canonical(self, contexts: Contexts, boundaries: Integers) -> Flags:
+    def _are_canonical(self, contexts: TextsBefore, boundaries: Integers) -> Flags:
         """Return whether the tokens of each context are the tokenizer's.
 
         After others, which a student may sample, most of the mass of the text is on the tokenizer's
         path: nothing would be compared.
         """
 
-        text = contexts.places.text
+        text = contexts.text
 
         def compute(indices: Integers) -> Integers:
             numbers = boundaries[indices]
@@ -265,7 +299,7 @@ class Detours:
 
         return self._canonical.computed(contexts.keys[boundaries], compute) == 1
 
-    def _detours(self, contexts: Contexts, boundaries: Integers, strings: list[str]) -> Integers:
+    def _detours(self, contexts: TextsBefore, boundaries: Integers, strings: list[str]) -> Integers:
         """Find the first token to each string that is neither realised nor known mass of it; if
         there is none, one that ends at or before the boundary once the string continues."""
         before = contexts.lengths[boundaries]
@@ -307,12 +341,12 @@ class Detours:
         return results
 
     def _first_detours(
-        self, contexts: Contexts, boundaries: Integers, texts: list[str], limits: Integers
+        self, contexts: TextsBefore, boundaries: Integers, texts: list[str], limits: Integers
     ) -> tuple[Integers, Flags, Flags]:
         """Find the first token of each text behind a context that is not realised; none that ends
         beyond the boundary and at the limit or behind it. Also return whether such a one begins
         before the boundary, and whether it is a text."""
-        text, before = contexts.places.text, contexts.lengths[boundaries]
+        text, before = contexts.text, contexts.lengths[boundaries]
         spelled = Spellings.of(self._vocabulary, self._encoder, texts)
         owners, steps = spelled.owners, spelled.steps
         rows = contexts.first_rows[boundaries][owners] + steps
@@ -344,7 +378,7 @@ def words_behind_spaces(
     Args:
         vocabulary: of the strings.
     """
-    text, offsets = contexts.places.text, contexts.places.offsets
+    text, offsets = contexts.text, contexts.places.offsets
     runs = contexts.lengths > 1
     for before in (1, 2):
         runs &= is_space(text.codes.take(np.maximum(offsets - before, 0)))
@@ -355,18 +389,15 @@ def words_behind_spaces(
     return Strings.of_tokens(vocabulary, text, tokens, np.zeros_like(tokens)), boundaries
 
 
-def probed(
-    contexts: Contexts, rows: Integers, tokens: Integers, likely: Flags
-) -> tuple[Strings, Integers]:
-    """Return a few strings that may follow, by tokens that follow a shorter one, and their
-    boundaries.
+def probed(contexts: Contexts, rows: Integers, tokens: Integers, likely: Flags) -> Probes:
+    """Return a few strings that may follow, by tokens that follow a shorter one.
 
     Args:
         rows: ascending.
         tokens: of these rows, shorter than the realised ones, which begin with them.
         likely: [tokens], whether tokens are tried that begin behind the shorter one, too.
     """
-    text, vocabulary = contexts.places.text, contexts.places.text.vocabulary
+    text, vocabulary = contexts.text, contexts.text.vocabulary
     first, last = np.searchsorted(rows, [contexts.first_rows, contexts.covering_rows + 1])
     counts = np.maximum(last - first, 0)
     boundaries = np.repeat(np.arange(len(counts)), counts)
@@ -375,12 +406,13 @@ def probed(
     offsets = contexts.places.offsets[boundaries]
     kept = ends < offsets
     boundaries, ends, offsets, at = boundaries[kept], ends[kept], offsets[kept], at[kept]
-    columns = [(boundaries, ends, offsets)]
+    columns = [(boundaries, ends, offsets, rows[at])]
     for length in range(1, LONGEST_END + 1):
         shorter = np.flatnonzero(likely[at] & (ends < offsets - length))
         shorter = shorter[np.flatnonzero(np.diff(boundaries[shorter], prepend=-1))]
-        columns.append((boundaries[shorter], offsets[shorter] - length, offsets[shorter]))
-    boundaries, ends, offsets = map(np.concatenate, zip(*columns, strict=True))
+        ended = offsets[shorter]
+        columns.append((boundaries[shorter], ended - length, ended, rows[at[shorter]]))
+    boundaries, ends, offsets, rows = map(np.concatenate, zip(*columns, strict=True))
     nodes = vocabulary.nodes_of(text.slices(ends, offsets))
     longer, stops = vocabulary.node_longer[nodes], vocabulary.node_stops[nodes]
     most = np.where(np.arange(len(nodes)) < int(kept.sum()), _PROBES, PROBES_BEHIND_ENDS)
@@ -389,4 +421,4 @@ def probed(
     index = np.repeat(np.arange(len(counts)), counts)
     ranks = longer[index] + ranks_in_runs(counts) * steps[index]
     strings = Strings.of_tokens(vocabulary, text, vocabulary.ids[ranks], (offsets - ends)[index])
-    return strings, boundaries[index]
+    return Probes(strings, boundaries[index], rows[index])

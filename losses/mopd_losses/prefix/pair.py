@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from mopd_losses.prefix.detours import Detours
 from mopd_losses.prefix.naming.cuts import Cuts
@@ -22,7 +22,7 @@ from mopd_protocol.runtime.atomic_file import replacing
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
 
 #: Of the stored tables; a change of keys, values or rules needs another one.
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 #: The tables are saved when they have grown by this share, so that all saves together cost no more
 #: than a few of the last one.
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 class TokenizerPair:
     """A student's and a teacher's vocabulary and tokenizer.
 
-    What their tokenizers were called for is kept: up to 500,000 entries of each of six tables, on
+    What their tokenizers were called for is kept: up to 500,000 entries of each of seven tables, on
     disk at most 40 MB.
 
     Args:
@@ -69,6 +69,7 @@ class TokenizerPair:
             "separate_tokens": self.separate.table,
             "student_detours": self.student_detours.table,
             "teacher_detours": self.teacher_detours.table,
+            "teacher_probes": self.teacher_detours.probed,
             "student_shorter_tokens": self.student_detours.shorter.table,
             "teacher_shorter_tokens": self.teacher_detours.shorter.table,
         }
@@ -100,7 +101,7 @@ class TokenizerPair:
         tensors["separate_tokens.values"] = values
         try:
             with replacing(self._path) as temporary:
-                save_file(tensors, temporary)
+                temporary.write_bytes(save(tensors))
         except (OSError, SafetensorError) as error:
             logger.warning("%s: tables of prefix KL were not saved (%s)", self._path, error)
 

@@ -71,7 +71,7 @@ class ShorterDetours:
             boundaries: [cells]
             texts: [cells]
         """
-        text, vocabulary = contexts.places.text, self._vocabulary
+        text, vocabulary = contexts.text, self._vocabulary
         counts = contexts.counts(boundaries)
         cells, steps = np.nonzero(np.arange(WINDOW + 1) < counts[:, None])
         numbers = boundaries[cells]

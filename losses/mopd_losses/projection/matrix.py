@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from mopd_losses.config import ProjectionSettings
 from mopd_losses.projection.segmentation import Segmentation, as_text
@@ -144,8 +144,8 @@ class ProjectionMatrix:
             "real_ids": self.real_ids,
         }
         try:
-            with replacing(path) as temporary:
-                save_file(tensors, temporary, metadata=metadata)
+            with replacing(path) as temporary:  # ``save_file`` would write another such file
+                temporary.write_bytes(save(tensors, metadata=metadata))
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
             raise DataError(

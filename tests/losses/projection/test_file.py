@@ -137,14 +137,15 @@ def test_missing_or_empty_arrays_are_refused(
 def test_a_failed_save_leaves_nothing_and_an_older_file_as_it_was(
     matrix: ProjectionMatrix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def half_written(_tensors: object, path: Path, **_named: object) -> None:
-        path.write_bytes(b"half")
+    def half_written(path: Path, data: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(data[: len(data) // 2])
         raise OSError("disk full")
 
     older = tmp_path / "older"
     matrix.save(older)
     before = older.read_bytes()
-    monkeypatch.setattr(projection_module, "save_file", half_written)
+    monkeypatch.setattr(Path, "write_bytes", half_written)
     for path in (older, tmp_path / "new"):
         with pytest.raises(DataError, match=rf"{path.name} cannot be written: disk full; name a"):
             matrix.save(path)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.prefix.text.boundaries import Places, is_space
+from mopd_losses.prefix.text.boundaries import Places, TokenizedText, is_space
 from mopd_losses.prefix.text.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import (
     Hashes,
@@ -21,16 +21,39 @@ WINDOW = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Contexts:
+class TextsBefore:
+    """The texts before some offsets, from a token of a side on: equal texts of different
+    completions need one call of a tokenizer."""
+
+    text: TokenizedText
+    first_rows: Integers  # [texts]
+    covering_rows: Integers  # [texts], whose token covers the offset, or begins at it
+    starts: Integers  # [texts], offsets
+    lengths: Integers  # [texts]
+    keys: Hashes  # [texts], of the text and of the tokens that spell it
+
+    def texts(self, numbers: Integers) -> list[str]:
+        """Return texts."""
+        symbols, starts = self.text.symbols, self.starts[numbers]
+        stops = starts + self.lengths[numbers]
+        return [symbols[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
+
+    def written(self, number: int) -> str:
+        """Return a text with all of the covering token."""
+        text, row = self.text, self.covering_rows[number]
+        start = int(self.starts[number])
+        stop = start + int(self.lengths[number])
+        if text.starts[row] < stop:
+            stop = int(text.ends[row])
+        return text.symbols[start:stop]
+
+
+@dataclass(frozen=True, eq=False)
+class Contexts(TextsBefore):
     """The text before each boundary in a few tokens of a side, from the last word on that they
-    begin: equal contexts of different completions need one call of a tokenizer."""
+    begin."""
 
     places: Places
-    first_rows: Integers  # [boundaries]
-    covering_rows: Integers  # [boundaries]
-    starts: Integers  # [boundaries], offsets
-    lengths: Integers  # [boundaries]
-    keys: Hashes  # [boundaries], of the text and of the tokens that spell it
 
     @classmethod
     def of(cls, places: Places) -> "Contexts":
@@ -50,41 +73,31 @@ class Contexts:
         starts = np.minimum(text.starts[inside], places.offsets)
         starts = np.where(first == inside, starts, places.offsets)
         lengths = places.offsets - starts
-        counts = covering - first
-        parts = [text.slices(starts, places.offsets), lengths, counts, begun]
-        for step in range(WINDOW + 1):
-            at = np.minimum(first + step, covering)
-            parts.append(np.where(first + step < covering + (begun > 0), text.ids[at], -1))
-        return cls(places, first, covering, starts, lengths, keys_of(*parts))
+        keys = _keys(places, np.arange(len(first)), first, starts)
+        return cls(text, first, covering, starts, lengths, keys, places)
 
-    def texts(self, boundaries: Integers) -> list[str]:
-        """Return the text before each boundary."""
-        symbols, starts = self.places.text.symbols, self.starts[boundaries]
-        stops = starts + self.lengths[boundaries]
-        return [symbols[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
+    def beginning_at(self, boundaries: Integers, rows: Integers) -> TextsBefore:
+        """Return the ends of contexts, from rows on that these contain."""
+        text = self.text
+        starts = text.starts[rows]
+        lengths = self.places.offsets[boundaries] - starts
+        keys = _keys(self.places, boundaries, rows, starts)
+        return TextsBefore(text, rows, self.covering_rows[boundaries], starts, lengths, keys)
 
     def end_with_space(self, boundaries: Integers) -> NDArray[np.bool_]:
         """Return whether white space is before each boundary."""
-        return is_space(self.places.text.codes.take(self.places.offsets[boundaries] - 1))
+        return is_space(self.text.codes.take(self.places.offsets[boundaries] - 1))
 
     def counts(self, boundaries: Integers) -> Integers:
         """Return how many tokens each context has, with the covering one."""
         rows = self.covering_rows[boundaries]
-        begun = self.places.text.starts[rows] < self.places.offsets[boundaries]
+        begun = self.text.starts[rows] < self.places.offsets[boundaries]
         return rows + begun - self.first_rows[boundaries]
-
-    def written(self, boundary: int) -> str:
-        """Return the text of the context's tokens, with all of the covering one."""
-        text, row = self.places.text, self.covering_rows[boundary]
-        start, stop = int(self.starts[boundary]), int(self.places.offsets[boundary])
-        if text.starts[row] < stop:
-            stop = int(text.ends[row])
-        return text.symbols[start:stop]
 
     def may_cross(self, boundaries: Integers, texts: Strings) -> NDArray[np.bool_]:
         """Return whether the text behind a boundary may be divided otherwise than at the boundary:
         by a token that begins inside the context, or that ends inside the text."""
-        text, vocabulary = self.places.text, self.places.text.vocabulary
+        text, vocabulary = self.text, self.text.vocabulary
         lengths, offsets = self.lengths[boundaries], self.places.offsets[boundaries]
         result = np.where(lengths == 0, texts.lengths > 1, ~texts.are_text())
         characters = texts.codes_at(np.zeros_like(lengths))
@@ -110,4 +123,17 @@ class Contexts:
         """Return whether what the last open row has begun and the text behind the boundary are no
         token: a side that has only the beginning of longer tokens spells them with several."""
         nodes = self.places.nodes_behind(self.places.open_rows.last[boundaries], texts.hashes)
-        return (nodes >= 0) & ~self.places.text.vocabulary.are_tokens(nodes)
+        return (nodes >= 0) & ~self.text.vocabulary.are_tokens(nodes)
+
+
+def _keys(places: Places, boundaries: Integers, first: Integers, starts: Integers) -> Hashes:
+    """Hash the text from some rows on before boundaries, and its tokens."""
+    text, rows = places.text, places.open_rows
+    last = rows.last[boundaries]
+    covering, begun = rows.rows[last], rows.begun[last]
+    offsets = places.offsets[boundaries]
+    parts = [text.slices(starts, offsets), offsets - starts, covering - first, begun]
+    for step in range(WINDOW + 1):
+        at = np.minimum(first + step, covering)
+        parts.append(np.where(first + step < covering + (begun > 0), text.ids[at], -1))
+    return keys_of(*parts)
