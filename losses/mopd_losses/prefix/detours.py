@@ -137,7 +137,7 @@ class Detours:
         reached = np.zeros(cells, dtype=np.bool_)
         with_cell = sought.cells[possible[kept]]
         reached[with_cell[with_cell >= 0]] = True
-        steps, ids = (codes[kept] - 1) // 2 % _STEPS, (codes[kept] - 1) // 2 // _STEPS
+        steps, ids = _steps_and_ids(codes[kept])
         at = np.flatnonzero((sought.cells >= 0) & sought.texts.are_text())
         sought_texts = sought.boundaries[at], sought.texts.at(at)
         others, other_rows, other_ids = self._shorter.of_cells(contexts, *sought_texts)
@@ -177,7 +177,7 @@ class Detours:
         # No token is in both, so only white space is divided by the text behind it.
         followed = inside.where(contexts.end_with_space(numbers))
         codes = self._codes(contexts, numbers, followed)
-        lengths = self._vocabulary.lengths[(codes - 1) // 2 // _STEPS]
+        lengths = self._vocabulary.lengths[_steps_and_ids(codes)[1]]
         counted = (codes != _NO_DETOUR) & (codes & 1 == 0)
         ends = np.flatnonzero(counted & (lengths == begun[numbers]))
         results = np.zeros(len(boundaries), dtype=np.bool_)
@@ -209,7 +209,7 @@ class Detours:
         numbers = probes.boundaries[kept]
         canonical = self._are_canonical(contexts, numbers)
         kept, numbers = kept[canonical], numbers[canonical]
-        steps, ids = (codes[kept] - 1) // 2 % _STEPS, (codes[kept] - 1) // 2 // _STEPS
+        steps, ids = _steps_and_ids(codes[kept])
         steps += probes.rows[kept] - contexts.first_rows[numbers]
         return numbers, steps, ids, np.zeros(len(kept), dtype=np.bool_)
 
@@ -367,6 +367,12 @@ class Detours:
         results = np.full(len(texts), _NO_DETOUR, dtype=np.int64)
         results[reached] = 1 + counted + 2 * (steps[at] + _STEPS * spelled.ids[at])
         return results, is_one, spelled.is_text
+
+
+def _steps_and_ids(codes: Integers) -> tuple[Integers, Integers]:
+    """Return the realised tokens of the context before each detour, and its token."""
+    ids, steps = np.divmod((codes - 1) // 2, _STEPS)
+    return steps, ids
 
 
 def words_behind_spaces(
