@@ -37,5 +37,18 @@ def test_texts_that_are_divided_by_what_follows_later_have_no_loss(
     assert measure(student, teacher, TEXTS[kind]) <= 0.01
 
 
+@pytest.mark.parametrize(
+    ("student", "teacher", "texts"),
+    [
+        ("v1", "python_50k", ("alyse", "alyzed", "alyzeer", "alyzer.")),
+        ("python_50k", "tekken", (" niveaus", " niveaux de", " niveler", " niveleser")),
+    ],
+)
+def test_a_token_that_may_belong_to_two_cells_has_no_loss(
+    student: str, teacher: str, texts: tuple[str, ...]
+) -> None:
+    assert measure(student, teacher, texts) <= 0.001
+
+
 def test_texts_of_a_kind_differ() -> None:
     assert all(len(set(texts)) == len(texts) > 2 for texts in TEXTS.values())

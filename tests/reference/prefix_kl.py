@@ -147,8 +147,15 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
     def cell_of(string: str) -> str:
         return next((c for c in reversed(cells) if admits(c, string)), "")
 
-    def mass(side: Side, at: int, cell: str, known: Vocabulary | None) -> float:
-        return cell_mass(side, at, lambda string: cell_of(string) == cell, known)
+    def mass(
+        side: Side, at: int, cell: str, known: Vocabulary | None, shared: Collection[_Token] = ()
+    ) -> float:
+        return cell_mass(side, at, lambda string: cell_of(string) == cell, known, shared)
+
+    def sharing(side: Side, at: int, shared: Collection[_Token]) -> set[str]:
+        """Return the cells that tokens may belong to besides the longer one they lead to."""
+        ends = (token[len(side.text[side.starts[row] : at]) :] for row, token in shared)
+        return {cell_of(end) for end in ends} - {""}
 
     shares = {c: mass(teacher, teacher_at, c, top_k_only) / whole for c in cells}
     likely = [c for c in cells if shares[c] >= DETOUR_SHARE]
@@ -156,12 +163,14 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
     others = {*unnamed}
     before = whole
     words = {word for word in WORDS if word in teacher.tokens.values()}
-    lacks, counted = detours(teacher, teacher_at, likely, others, top_k_only, words, probes)
-    shares = {c: share * whole / (whole - counted) for c, share in shares.items()}
+    lacks, counted, shared = detours(teacher, teacher_at, likely, others, top_k_only, words, probes)
     whole -= counted
-    student_lacks, counted = detours(student, at, likely, {*unnamed}, None, words)
+    shares = {c: mass(teacher, teacher_at, c, top_k_only, shared) / whole for c in cells}
+    lacks = lacks[0] | sharing(teacher, teacher_at, shared), lacks[1]
+    student_lacks, counted, shared = detours(student, at, likely, {*unnamed}, None, words)
     student_whole = open_mass(student, at, None) - counted
-    student_shares = {c: mass(student, at, c, None) / student_whole for c in cells}
+    student_shares = {c: mass(student, at, c, None, shared) / student_whole for c in cells}
+    student_lacks = student_lacks[0] | sharing(student, at, shared), student_lacks[1]
     ending = [share for c, share in unnamed.items() if ends_a_token(student, at, c)]
     if ending and not counted:
         shares[END] = math.fsum(ending) * before / whole
@@ -248,16 +257,26 @@ def continued(side: Side, at: int) -> set[str]:
     return {t[len(b) :] for b in begun for t in side.tokens.values() if t.startswith(b)} - {""}
 
 
+#: A row and the string of a token.
+_Token = tuple[int, str]
+
+
 def cell_mass(
-    side: Side, at: int, belongs: Callable[[str], bool], known: Vocabulary | None
+    side: Side,
+    at: int,
+    belongs: Callable[[str], bool],
+    known: Vocabulary | None,
+    shared: Collection[_Token],
 ) -> float:
-    """The mass of the text since the first open row, continued with a string of a cell."""
+    """The mass of the text since the first open row, continued with a string of a cell, without
+    the tokens that it may share with another cell."""
     total = 0.0
     for row in open_rows(side, at, known):
         begun = side.text[side.starts[row] : at]
 
-        def continues(token: str, begun: str = begun) -> bool:
-            return token.startswith(begun) and belongs(token[len(begun) :])
+        def continues(token: str, begun: str = begun, row: int = row) -> bool:
+            is_shared = (row, token) in shared
+            return not is_shared and token.startswith(begun) and belongs(token[len(begun) :])
 
         total += path(side, at, row, known) * token_mass(side, row, continues)
     return total
@@ -367,9 +386,10 @@ def detours(
     known: Vocabulary | None,
     words: set[str],
     probes: Collection[tuple[int, str]] = (),
-) -> tuple[tuple[set[str], float], float]:
+) -> tuple[tuple[set[str], float], float, set[_Token]]:
     """Cells that the tokenizer reaches over tokens that are neither realised nor mass of the cell,
-    the mass of these tokens, and of those that count as open; ``words`` may follow white space."""
+    the mass of these tokens, and of those that count as open, which are returned, too; ``words``
+    may follow white space."""
     context, first, covering = text_before(side, at)
     start = at - len(context)
     end = side.end(covering) if side.starts[covering] < at else at
@@ -443,6 +463,7 @@ def detours(
     rows = {row: path(side, at, row, known) for row in open_rows(side, at, known)}
     origin = min(rows)
     total = counted = 0.0
+    shared: set[_Token] = set()
     for (row, token), is_open in deviations.items():
         token_id = next(i for i, string in side.tokens.items() if string == token)
         is_known = token_id in side.known(row)
@@ -452,8 +473,10 @@ def detours(
         before = math.prod(side.realised_probabilities[origin:row])
         after = math.prod(side.realised_probabilities[row:origin])
         total += mass * before / after
-        counted += mass * before / after if is_open and is_known else 0.0
-    return (lacking, total), counted
+        if is_open and is_known:
+            counted += mass * before / after
+            shared.add((row, token))
+    return (lacking, total), counted, shared
 
 
 def characters(text: str) -> list[int]:

@@ -26,6 +26,55 @@ class CellRanges:
     starts: Integers  # [ranges], ranks
     stops: Integers  # [ranges]
 
+    def without(self, rows: Integers, ranks: Integers) -> tuple["CellRanges", Integers]:
+        """Remove tokens, and return the cells that had them, too.
+
+        Args:
+            rows: [tokens], indices of open rows.
+            ranks: [tokens].
+        """
+        if not len(self.rows):
+            return self, self.cells
+        size = int(self.stops.max()) + int(ranks.max(initial=0)) + 1
+        keys = self.rows * size + self.starts
+        order = np.argsort(keys, kind="stable")
+        # Cells of one row are disjoint: a token is in the last range that begins before it.
+        last = np.searchsorted(keys[order], rows * size + ranks, side="right") - 1
+        last = order[np.maximum(last, 0)]
+        inside = (self.rows[last] == rows) & (self.starts[last] <= ranks)
+        inside &= ranks < self.stops[last]
+        last, ranks = last[inside], ranks[inside]
+        owners = np.concatenate([np.arange(len(self.rows)), last])
+        starts = np.concatenate([self.starts, ranks + 1])
+        order = np.lexsort((starts, owners))
+        owners, starts = owners[order], starts[order]
+        stops = self.stops[owners]
+        divided = np.flatnonzero(owners[1:] == owners[:-1])
+        stops[divided] = starts[divided + 1] - 1
+        kept = np.flatnonzero(starts < stops)
+        owners = owners[kept]
+        ranges = CellRanges(self.cells[owners], self.rows[owners], starts[kept], stops[kept])
+        return ranges, self.cells[last]
+
+
+def index_of(
+    boundaries: Integers, rows: Integers, sought: Integers, sought_rows: Integers
+) -> Integers:
+    """Find open rows, -1 for others.
+
+    Args:
+        boundaries: [open rows], ascending.
+        rows: [open rows], ascending for each boundary.
+        sought: boundaries.
+        sought_rows: of these boundaries.
+    """
+    size = max(int(rows.max(initial=0)), int(sought_rows.max(initial=0))) + 1
+    keys, sought_keys = boundaries * size + rows, sought * size + sought_rows
+    if not len(keys):
+        return np.full(len(sought_keys), -1)
+    at = np.minimum(np.searchsorted(keys, sought_keys), len(keys) - 1)
+    return np.where(keys[at] == sought_keys, at, -1)
+
 
 def cell_ranges(
     names: CellNames,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.prefix.cell_ranges import CellRanges, cell_ranges
+from mopd_losses.prefix.cell_ranges import CellRanges, cell_ranges, index_of
 from mopd_losses.prefix.detours import CellDetours, Sought, probed
 from mopd_losses.prefix.naming.decisions import Candidates
 from mopd_losses.prefix.naming.names import CellNames, Flags, name_cells
@@ -103,12 +103,18 @@ def teacher_cells(
 
     candidates, shares = rows.candidates(masses)
     names = name_cells(candidates, boundaries, pair.decisions, pair.separate, pair.marks, whole)
-    nats = rows.range_masses(rows.ranges(names, boundaries, pair), len(names.texts))
-    nats = nats - masses[names.boundaries]
-    likely = nats >= np.log(DETOUR_SHARE)
+    entries, members = rows.members(rows.ranges(names, boundaries, pair))
+    nats = rows.cell_masses(entries, members, len(names.texts))
+    likely = nats - masses[names.boundaries] >= np.log(DETOUR_SHARE)
     sought = Sought.of(names.texts, names.boundaries, likely, names.unnamed)
     probes = probed(contexts, *rows.shorter_tokens(boundaries.teacher.text))
     detoured = pair.teacher_detours.of(contexts, sought, len(names.texts), probes)
+    # A token that begins a cell, and is a detour of a longer one, may belong to either.
+    is_shared = np.isin(entries, rows.counted_entries(detoured))
+    lacks = detoured.cells.copy()
+    lacks[members[is_shared]] = True
+    nats = rows.cell_masses(entries[~is_shared], members[~is_shared], len(names.texts))
+    nats -= masses[names.boundaries]
     lacking, counted = rows.detour_masses(detoured)
     with np.errstate(divide="ignore"):
         reduction = np.log1p(-np.minimum(np.exp(counted - masses), 1.0))
@@ -120,9 +126,7 @@ def teacher_cells(
         rests = np.log(np.clip(1.0 - named, 0.0, None))
     texts = rows.starts + masses
     unnamed = shares[names.unnamed_at] - reduction[names.unnamed.boundaries]
-    return Cells(
-        names, likely, nats, rests, masses, texts, lacking - masses, detoured.cells, unnamed
-    )
+    return Cells(names, likely, nats, rests, masses, texts, lacking - masses, lacks, unnamed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +137,7 @@ class _TeacherRows:
     boundaries: Integers  # [rows]
     first: Integers  # [boundaries], index of the first row
     kept: Integers  # [rows], indices of the teacher's open rows
+    rows: Integers  # [rows], of the teacher
     begun: Integers  # [rows], characters
     ids: Integers  # [rows, k + 1], the top-k, and the realised token if it is outside
     ranks: Integers  # [rows, k + 1], -1 if missing
@@ -168,6 +173,7 @@ class _TeacherRows:
             boundaries=numbers,
             first=first,
             kept=kept,
+            rows=kept_rows,
             begun=rows.begun[kept],
             ids=ids[kept_rows],
             ranks=ranks[kept_rows],
@@ -241,8 +247,8 @@ class _TeacherRows:
             names, pair.teacher_ranges, boundaries.teacher, self.kept, pair.marks, known
         )
 
-    def range_masses(self, ranges: CellRanges, cells: int) -> Nats:
-        """[cells], nats: the tokens of all rows of a boundary that continue with each cell."""
+    def members(self, ranges: CellRanges) -> tuple[Integers, Integers]:
+        """Return the entries of these rows that continue with a cell, ascending, and the cells."""
         # Cells are disjoint: an entry is in the last range of its row that begins before it, or in
         # none. The range of no cell comes first.
         origins = ranges.rows * len(self.vocabulary)
@@ -261,11 +267,28 @@ class _TeacherRows:
         latest = np.zeros_like(entries)
         latest[by_rank] = order.take(places)
         at = np.flatnonzero(self.reaching)
-        rows, entries, latest = at // width, entries.take(at), latest.take(at)
+        entries, latest = entries.take(at), latest.take(at)
         inside = np.flatnonzero(entries < stops.take(latest))
-        at, rows, members = at.take(inside), rows.take(inside), latest.take(inside) - 1
-        nats = self.nats.take(at) + self.paths.take(rows)
-        return _logsumexp(nats, ranges.cells.take(members), cells)
+        return at.take(inside), ranges.cells.take(latest.take(inside) - 1)
+
+    def cell_masses(self, entries: Integers, members: Integers, cells: int) -> Nats:
+        """[cells], nats: the tokens of all rows of a boundary that continue with each cell.
+
+        Args:
+            members: [entries], cells.
+        """
+        nats = self.nats.take(entries) + self.paths.take(entries // self.nats.shape[1])
+        return _logsumexp(nats, members, cells)
+
+    def counted_entries(self, detours: CellDetours) -> Integers:
+        """Return the entries that are detours and mass of what is open."""
+        counted = np.flatnonzero(detours.counted)
+        boundaries, ids = detours.boundaries[counted], detours.ids[counted]
+        rows = index_of(self.boundaries, self.rows, boundaries, detours.rows[counted])
+        known = np.flatnonzero(rows >= 0)
+        rows, ids = rows[known], ids[known]
+        at, columns = np.nonzero(self.ids[rows] == ids[:, None])
+        return rows[at] * self.ids.shape[1] + columns
 
 
 def _logsumexp_rows(nats: Nats, counted: NDArray[np.bool_]) -> Nats:

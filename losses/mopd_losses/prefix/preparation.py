@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mopd_losses.core.loss import AlignedPair
-from mopd_losses.prefix.cell_ranges import CellRanges, cell_ranges
+from mopd_losses.prefix.cell_ranges import CellRanges, cell_ranges, index_of
 from mopd_losses.prefix.cells import Cells, TopK, teacher_cells
 from mopd_losses.prefix.detours import CellDetours, Detours, Sought
 from mopd_losses.prefix.lookaheads.comparisons import LookaheadComparisons
@@ -75,9 +75,10 @@ class Preparation:
         ends = _Ends.of(cells, contexts, detours, pair.student_detours)
         columns = ranks_in_runs(np.bincount(names.boundaries, minlength=len(boundaries)))
         named = self._named_ranges(names, boundaries)
-        table = _CellTable.of(
-            cells, ends, detours, columns, unsought=_unsought(cells, contexts, named)
-        )
+        unsought = _unsought(cells, contexts, named)
+        named, lacking = _without_counted(named, detours, rows, pair.student.ranks)
+        lacking = np.isin(np.arange(len(columns)), lacking) | detours.cells
+        table = _CellTable.of(cells, ends, columns, lacking=lacking, unsought=unsought)
         masses = torch.from_numpy(cells.masses).exp().clamp_max(1.0)
         return PrefixTargets(
             positions=torch.from_numpy(positions[rows.rows[rows.last]]),
@@ -187,16 +188,15 @@ class _CellTable:
         cls,
         cells: Cells,
         ends: _Ends,
-        detours: CellDetours,
         columns: Integers,
         *,
+        lacking: NDArray[np.bool_],
         unsought: NDArray[np.bool_],
     ) -> "_CellTable":
         """Place all cells.
 
         Args:
-            columns: [cells].
-            unsought: [cells].
+            columns: [cells], and the following.
         """
         widest = np.concatenate([columns, ends.columns]).max(initial=-1)
         shape = (len(cells.rests), int(widest) + 1)
@@ -206,7 +206,7 @@ class _CellTable:
         )
         at = torch.from_numpy(cells.names.boundaries), torch.from_numpy(columns)
         table.nats[at] = torch.from_numpy(cells.nats)
-        table.lacking[at] = torch.from_numpy(detours.cells)
+        table.lacking[at] = torch.from_numpy(lacking)
         table.teacher_lacking[at] = torch.from_numpy(cells.lacking)
         table.unsought[at] = torch.from_numpy(unsought)
         at = torch.from_numpy(ends.boundaries), torch.from_numpy(ends.columns)
@@ -220,6 +220,22 @@ def _positions(text: TokenizedText, offsets: Sequence[int]) -> Integers:
     """[rows], where each row is: completions begin at ``offsets``."""
     shifts = np.array(offsets, dtype=np.int64) - text.first_rows[:-1]
     return np.arange(len(text.ids)) + np.repeat(shifts, np.diff(text.first_rows))
+
+
+def _without_counted(
+    named: CellRanges, detours: CellDetours, rows: OpenRows, ranks: Integers
+) -> tuple[CellRanges, Integers]:
+    """Remove the detours that are mass of what is open from the tokens of shorter cells, to which
+    they may belong as well; also return these cells.
+
+    Args:
+        ranks: [vocabulary].
+    """
+    counted = np.flatnonzero(detours.counted)
+    boundaries, own = detours.boundaries[counted], detours.rows[counted]
+    at = index_of(rows.boundaries, rows.rows, boundaries, own)
+    known = np.flatnonzero(at >= 0)
+    return named.without(at[known], ranks[detours.ids[counted[known]]])
 
 
 def _named_readings(

@@ -66,3 +66,19 @@ def test_white_space_that_the_next_word_divides_has_no_loss() -> None:
     assert teacher.tokenize("x   b") == ["x", "   ", "b"]
     masses = {f"x{' ' * n}b": 1 / 3 for n in (2, 3, 4)}
     assert false_loss(Pair(student, teacher), masses, top_k=16, lowest=-20) <= 0.01
+
+
+@pytest.mark.parametrize("texts", [("-abcx", "-abcd", "-abz", "-z"), ("-abcx", "-abcd")])
+@pytest.mark.parametrize("is_students", [True, False])
+def test_a_shorter_token_that_is_a_cell_itself_may_belong_to_the_longer_one(
+    is_students: bool, texts: tuple[str, ...]
+) -> None:
+    # `abc` is sampled, and one token of both sides; of one side's token `ab`, some is `ab|cd`, and
+    # some is `ab|z`.
+    merges = [("c", "d"), ("a", "b"), ("ab", "c")]
+    divided = tongue("<over>" if is_students else "<stop>", merges)
+    other = tongue("<stop>" if is_students else "<over>", merges[1:])
+    assert divided.tokenize("-abcx-abcd") == ["-", "abc", "x", "-", "ab", "cd"]
+    pair = Pair(divided, other) if is_students else Pair(other, divided)
+    masses = dict.fromkeys(texts, 1 / len(texts))
+    assert false_loss(pair, masses, top_k=16, lowest=-20) <= 1e-4
