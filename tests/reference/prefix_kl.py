@@ -124,7 +124,7 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
         return None
     ends = student.end(row), teacher.end(teacher_row) - teacher_at + at, stop
     realised = student.text[at : min(ends)]
-    names, unnamed = named_texts(student, teacher, at, teacher_at)
+    names, unnamed, candidates = named_texts(student, teacher, at, teacher_at)
     whole = open_mass(teacher, teacher_at, top_k_only)
     sides = (student, at), (teacher, teacher_at)
     excepted = {c: separate_tokens(*sides, c) if likely else {} for c, likely in names.items()}
@@ -143,6 +143,16 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
     for name in sorted(excepted):
         if not any(admits(cell, name) for cell in cells):
             cells.append(name)
+
+    # A candidate is in the cell of its beginning that a token of the student decides.
+    outside = [
+        (next(c for c in cells if c == name or admits(c, name)), text)
+        for name, texts in candidates.items()
+        for text in texts
+        if not any(admits(c, text) for c in cells)
+    ]
+    for cell, text in outside:
+        excepted[cell][text] = False
 
     def cell_of(string: str) -> str:
         return next((c for c in reversed(cells) if admits(c, string)), "")
@@ -394,8 +404,7 @@ def detours(
     start = at - len(context)
     end = side.end(covering) if side.starts[covering] < at else at
     rows_before = [r for r in range(first, len(side.starts)) if side.starts[r] < at]
-    written = side.encode(side.text[start:end]) if is_utf8(side.text[start:end]) else []
-    is_canonical = written == [side.tokens[side.realised[r]] for r in rows_before]
+    is_canonical = are_written(side, first, at)
     lacking: set[str] = set()
     deviations = {
         (row, side.text[side.starts[row] : at]): False
@@ -439,8 +448,7 @@ def detours(
     for origin, string in sorted(probes) if is_canonical else ():
         before = side.text[side.starts[origin] : at]
         realised = [side.tokens[side.realised[r]] for r in rows_before if r >= origin]
-        is_text = is_utf8(before + string) and is_utf8(side.text[side.starts[origin] : end])
-        if is_text and side.encode(side.text[side.starts[origin] : end]) == realised:
+        if is_utf8(before + string) and are_written(side, origin, at):
             encoded = side.encode(before + string)
             limit = len(before + string)
             detour = first_deviation(side, before, string, encoded, origin, covering, limit=limit)
@@ -465,7 +473,7 @@ def detours(
     total = counted = 0.0
     shared: set[_Token] = set()
     for (row, token), is_open in deviations.items():
-        token_id = next(i for i, string in side.tokens.items() if string == token)
+        token_id = max(i for i, string in side.tokens.items() if string == token)  # behind bytes
         is_known = token_id in side.known(row)
         # No token outside a truncated row has more than one inside.
         least = min(filter(None, side.rows[row].values()), default=1.0)
@@ -477,6 +485,23 @@ def detours(
             counted += mass * before / after
             shared.add((row, token))
     return (lacking, total), counted, shared
+
+
+def are_written(side: Side, first: int, at: int) -> bool:
+    """True if the tokens from a row on that begin before a byte are the tokenizer's; behind white
+    space, with the token that follows."""
+    covering = side.covering(at)
+    assert covering is not None
+    rows = [r for r in range(first, len(side.starts)) if side.starts[r] < at]
+    before = side.text[side.starts[first] : at] if rows else ""
+    end = side.end(covering) if side.starts[covering] < at else at
+    is_text = ord(side.tokens[side.realised[covering]][-1]) < 256
+    if before and before[-1] in WHITE_SPACE and is_text:
+        end = side.end(covering)
+    text = before + side.text[at:end]
+    written = side.encode(text) if is_utf8(text) else []
+    realised = [side.tokens[side.realised[r]] for r in rows]
+    return is_utf8(text) and written[: len(rows)] == realised
 
 
 def characters(text: str) -> list[int]:
@@ -638,15 +663,17 @@ def probed(side: Side, at: int) -> set[tuple[int, str]]:
 
 def named_texts(
     student: Side, teacher: Side, at: int, teacher_at: int
-) -> tuple[dict[str, bool], dict[str, float]]:
+) -> tuple[dict[str, bool], dict[str, float], dict[str, set[str]]]:
     """The teacher's candidates as far as one token of the student decides them, and whether they
-    are likely; and likely candidates of which no token decides anything, with their shares."""
+    are likely; likely candidates of which no token decides anything, with their shares; and the
+    candidates of each of the former."""
     covering = student.covering(at)
     assert covering is not None
     begun = student.text[student.starts[covering] : at]
     whole = open_mass(teacher, teacher_at, top_k_only)
     named: dict[str, bool] = {}
     unnamed: dict[str, float] = {}
+    candidates: dict[str, set[str]] = {}
     for row in open_rows(teacher, teacher_at, top_k_only):
         crossed = teacher.text[teacher.starts[row] : teacher_at]
         for token, probability in teacher.known(row).items():
@@ -667,9 +694,10 @@ def named_texts(
             is_likely = share >= DETOUR_SHARE
             if name:
                 named[name] = named.get(name, False) or is_likely
+                candidates.setdefault(name, set()).add(candidate)
             elif is_likely:
                 unnamed[candidate] = unnamed.get(candidate, 0.0) + share
-    return named, unnamed
+    return named, unnamed, candidates
 
 
 def divided(student: Side, text: str) -> bool:

@@ -34,7 +34,7 @@ class CellRanges:
             ranks: [tokens].
         """
         if not len(self.rows):
-            return self, self.cells
+            return self, self.cells[:0]
         size = int(self.stops.max()) + int(ranks.max(initial=0)) + 1
         keys = self.rows * size + self.starts
         order = np.argsort(keys, kind="stable")
@@ -43,6 +43,8 @@ class CellRanges:
         last = order[np.maximum(last, 0)]
         inside = (self.rows[last] == rows) & (self.starts[last] <= ranks)
         inside &= ranks < self.stops[last]
+        if not inside.any():
+            return self, self.cells[:0]
         last, ranks = last[inside], ranks[inside]
         owners = np.concatenate([np.arange(len(self.rows)), last])
         starts = np.concatenate([self.starts, ranks + 1])

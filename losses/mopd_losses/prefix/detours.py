@@ -25,7 +25,7 @@ from mopd_losses.prefix.vocabulary.hashed_strings import Integers, keys_of, rank
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
 from mopd_losses.prefix.vocabulary.shorter_tokens import TRIED, ShorterTokens
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, last_character
-from mopd_losses.prefix.vocabulary.spellings import Spellings
+from mopd_losses.prefix.vocabulary.spellings import Spellings, written_ids
 from mopd_protocol.tokenizers.token_table import TextEncoder
 
 #: Tokens that are tried behind a shorter token.
@@ -111,6 +111,7 @@ class Detours:
         self.table = KeyTable(CACHED)
         self.probed = KeyTable(CACHED)
         self.shorter = ShorterTokens(vocabulary, encoder)
+        self._written = written_ids(vocabulary, encoder)
         self._shorter = ShorterDetours(vocabulary, self.shorter, self._are_canonical)
         self._canonical = KeyTable(CACHED)
         self._whole = KeyTable(CACHED)
@@ -158,6 +159,7 @@ class Detours:
         if probes is not None:
             columns.append(self._of_probes(contexts, probes))
         numbers, steps, ids, counted = map(np.concatenate, zip(*columns, strict=True))
+        ids = self._written[ids]
         order = (numbers * _STEPS + steps) * len(self._vocabulary.strings) + ids
         _, first = np.unique(order, return_index=True)
         numbers, steps = numbers[first], steps[first]
@@ -287,17 +289,22 @@ class Detours:
         """
 
         text = contexts.text
+        following = np.where(
+            contexts.are_followed(boundaries), text.ids.take(contexts.covering_rows[boundaries], mode="clip"), -1
+        )
 
         def compute(indices: Integers) -> Integers:
             numbers = boundaries[indices]
             texts = [contexts.written(number) for number in numbers.tolist()]
             spelled = Spellings.of(self._vocabulary, self._encoder, texts)
             rows = contexts.first_rows[numbers][spelled.owners] + spelled.steps
+            counts = contexts.counts(numbers)
             equal = text.ids[np.minimum(rows, len(text.ids) - 1)] == spelled.ids
-            counts = np.bincount(spelled.owners[equal], minlength=len(texts))
-            return (spelled.is_text & (counts == spelled.counts)).astype(np.int64)
+            equal &= spelled.steps < counts[spelled.owners]
+            equals = np.bincount(spelled.owners[equal], minlength=len(texts))
+            return (spelled.is_text & (equals == counts)).astype(np.int64)
 
-        return self._canonical.computed(contexts.keys[boundaries], compute) == 1
+        return self._canonical.computed(keys_of(contexts.keys[boundaries], following), compute) == 1
 
     def _detours(self, contexts: TextsBefore, boundaries: Integers, strings: list[str]) -> Integers:
         """Find the first token to each string that is neither realised nor known mass of it; if

@@ -51,11 +51,16 @@ def name_cells(
         whole: boundaries -> whether each side spells the realised text with one token.
     """
     decided = decisions.of(candidates, boundaries)
-    names, nodes, teacher_nodes = _distinct(candidates, decided, boundaries, decisions)
+    lengths = decisions.lengths.take(decided)
+    names, nodes, teacher_nodes, names_of = _distinct(candidates, decided, boundaries, decisions)
     uncorrected, numbers = _marks(names, boundaries, separate, marks, whole)
-    is_cell = NestedNames.of(names, nodes, boundaries.student, marks).select(uncorrected, numbers)
-    is_named = decisions.lengths.take(decided) > 0
-    unnamed_at = np.flatnonzero(candidates.likely & ~is_named)
+    cells = NestedNames.of(names, nodes, boundaries.student, marks).cells(uncorrected, numbers)
+    is_cell = cells == np.arange(len(cells))
+    texts = candidates.texts(boundaries)
+    longer = np.flatnonzero((lengths > 0) & (lengths < texts.lengths))
+    own = cells[names_of[longer]]
+    _add_candidates(texts.at(longer), own, names, is_cell, numbers, marks)
+    unnamed_at = np.flatnonzero(candidates.likely & (lengths == 0))
     unnamed = candidates.at(unnamed_at)
     return CellNames(
         texts=names.texts.at(is_cell),
@@ -68,11 +73,51 @@ def name_cells(
     )
 
 
+def _add_candidates(
+    candidates: Strings,
+    cells: Integers,
+    names: Names,
+    is_cell: Flags,
+    numbers: Integers,
+    marks: MarksTable,
+) -> None:
+    """Add candidates to the cell that contains their beginning, which is all that a token of the
+    student decides, unless another cell contains them: ``numbers`` are changed.
+
+    Args:
+        cells: [candidates], the cells of their beginnings.
+    """
+    marked = np.flatnonzero(numbers[cells] != UNMARKED)
+    before, hashes = numbers[cells[marked]], candidates.hashes[marked]
+
+    def are_members(indices: Integers) -> Integers:
+        columns = (before[indices].tolist(), candidates.strings(marked[indices]))
+        return np.array(list(map(marks.belongs, *columns)))
+
+    belongs = marks.members.computed(keys_of(before, hashes), are_members)
+    outside = marked[belongs == 0]
+    boundaries = names.boundaries[cells[outside]]
+    first, last = np.searchsorted(names.boundaries, [boundaries, boundaries + 1])
+    columns = (candidates.strings(outside), cells[outside].tolist(), first.tolist(), last.tolist())
+    added = [
+        (cell, text)
+        for text, cell, start, stop in zip(*columns, strict=True)
+        if not any(
+            is_cell[other]
+            and text.startswith(string := names.texts.string(other))
+            and (text == string or marks.belongs(int(numbers[other]), text))
+            for other in range(start, stop)
+        )
+    ]
+    for cell, text in added:
+        numbers[cell] = marks.including(int(numbers[cell]), text)
+
+
 def _distinct(
     candidates: Candidates, decided: Integers, boundaries: Boundaries, decisions: Decisions
-) -> tuple[Names, Integers, Integers]:
+) -> tuple[Names, Integers, Integers, Integers]:
     """Add the realised texts, which always have a cell, and sort the names of each boundary; also
-    return their nodes, see ``CellNames``.
+    return their nodes, see ``CellNames``, and the name of each candidate, -1 for none.
 
     Args:
         decided: [candidates], numbers of decisions.
@@ -109,7 +154,12 @@ def _distinct(
     is_likely = np.zeros(len(first), dtype=np.bool_)
     if count:
         is_likely = np.logical_or.reduceat(likely[order], starts)
-    return Names(texts.at(first), numbers[first], is_likely), nodes[first], teacher_nodes[first]
+    names_of = np.full(len(lengths), -1)
+    in_order = np.searchsorted(starts, np.arange(len(order)), side="right") - 1
+    candidates_at = np.flatnonzero(order < len(named))
+    names_of[named[order[candidates_at]]] = in_order[candidates_at]
+    names = Names(texts.at(first), numbers[first], is_likely)
+    return names, nodes[first], teacher_nodes[first], names_of
 
 
 def _marks(

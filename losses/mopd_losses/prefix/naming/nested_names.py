@@ -60,15 +60,15 @@ class NestedNames:
         roots = np.maximum.accumulate(roots)
         return cls(names, places, marks, starts, stops, is_nested, roots)
 
-    def select(self, uncorrected: Integers, numbers: Integers) -> Flags:
-        """Select the names that belong to no shorter cell, and leave to each cell what belongs to
-        no longer one: ``numbers`` are changed.
+    def cells(self, uncorrected: Integers, numbers: Integers) -> Integers:
+        """Find the cell of each name: itself, if it belongs to no shorter one. Leave to each cell
+        what belongs to no longer one: ``numbers`` are changed.
 
         Args:
             uncorrected: [names], marks as the tokenizers show them.
         """
         marks, texts = self.marks, self.names.texts
-        is_cell = ~self.is_nested
+        cells = self.roots.copy()
         # An unmarked cell contains all that begins with its text.
         sought = np.flatnonzero(self.is_nested & (numbers[self.roots] != UNMARKED))
         outside = self._outside(sought, uncorrected, numbers)
@@ -81,7 +81,7 @@ class NestedNames:
         is_separate[1:] = np.maximum.accumulate(stops)[:-1] <= starts[1:]
         is_separate[:-1] &= stops[:-1] <= starts[1:]
         disjoint = sought[is_separate]
-        is_cell[disjoint] = True
+        cells[disjoint] = disjoint
         roots, hashes, own = self.roots[disjoint], texts.hashes[disjoint], numbers[disjoint]
         before = numbers[roots]
 
@@ -95,8 +95,8 @@ class NestedNames:
         for root, hashed, name, its_own in zip(*columns, strict=True):
             text = partial(texts.string, name)
             numbers[root] = marks.left_of(int(numbers[root]), hashed, text, its_own)
-        self._select_nested(sought[~is_separate], numbers, is_cell)
-        return is_cell
+        self._select_nested(sought[~is_separate], numbers, cells)
+        return cells
 
     def _outside(self, sought: Integers, uncorrected: Integers, numbers: Integers) -> Flags:
         """Return whether names do not belong to their roots."""
@@ -121,8 +121,8 @@ class NestedNames:
         result[at] = are_outside(numbers[roots[at]], sought[at])
         return result
 
-    def _select_nested(self, sought: Integers, numbers: Integers, is_cell: Flags) -> None:
-        """Select names that begin with each other, one after another."""
+    def _select_nested(self, sought: Integers, numbers: Integers, cells: Integers) -> None:
+        """Find the cells of names that begin with each other, one after another."""
         texts, marks = self.names.texts, self.marks
         shorter: list[_NestedCell] = []  # that the next name may begin with
         root = -1
@@ -137,14 +137,15 @@ class NestedNames:
             while shorter[-1].stop <= start:
                 shorter.pop()
             text = partial(texts.string, name)
-            if any(marks.contains(cell.marks, hashed, text) for cell in shorter):
+            containing = (c.name for c in shorter if marks.contains(c.marks, hashed, text))
+            cells[name] = next(containing, name)
+            if cells[name] != name:
                 continue
             own = int(numbers[name])
             for cell in shorter:
                 marked = marks.left_of(cell.marks, hashed, text, own)
                 if marked != cell.marks:
                     cell.marks = numbers[cell.name] = marked
-            is_cell[name] = True
             shorter.append(_NestedCell(name, stop, own))
 
 

@@ -39,13 +39,30 @@ class TextsBefore:
         return [symbols[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
 
     def written(self, number: int) -> str:
-        """Return a text with all of the covering token."""
+        """Return a text with all of the covering token, also of one that begins behind white space:
+        what follows may divide a run of it."""
         text, row = self.text, self.covering_rows[number]
         start = int(self.starts[number])
         stop = start + int(self.lengths[number])
-        if text.starts[row] < stop:
+        if text.starts[row] < stop or self.are_followed(np.array([number]))[0]:
             stop = int(text.ends[row])
         return text.symbols[start:stop]
+
+    def are_followed(self, numbers: Integers) -> NDArray[np.bool_]:
+        """Return whether texts end with white space where the covering token begins, and that one
+        is no control token."""
+        text, rows = self.text, self.covering_rows[numbers]
+        stops = self.starts[numbers] + self.lengths[numbers]
+        rows = np.minimum(rows, max(len(text.starts) - 1, 0))
+        follows = (text.starts[rows] == stops) & text.spells[rows]
+        return follows & (self.lengths[numbers] > 0) & is_space(text.codes.take(stops - 1))
+
+    def counts(self, numbers: Integers) -> Integers:
+        """Return how many tokens each text has, with the covering one if it is begun."""
+        rows, text = self.covering_rows[numbers], self.text
+        starts = text.starts[np.minimum(rows, max(len(text.starts) - 1, 0))]
+        begun = starts < self.starts[numbers] + self.lengths[numbers]
+        return rows + begun - self.first_rows[numbers]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,12 +104,6 @@ class Contexts(TextsBefore):
     def end_with_space(self, boundaries: Integers) -> NDArray[np.bool_]:
         """Return whether white space is before each boundary."""
         return is_space(self.text.codes.take(self.places.offsets[boundaries] - 1))
-
-    def counts(self, boundaries: Integers) -> Integers:
-        """Return how many tokens each context has, with the covering one."""
-        rows = self.covering_rows[boundaries]
-        begun = self.text.starts[rows] < self.places.offsets[boundaries]
-        return rows + begun - self.first_rows[boundaries]
 
     def may_cross(self, boundaries: Integers, texts: Strings) -> NDArray[np.bool_]:
         """Return whether the text behind a boundary may be divided otherwise than at the boundary:

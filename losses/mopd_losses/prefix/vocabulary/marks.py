@@ -105,8 +105,15 @@ class MarksTable:
 
     def without(self, number: int, longer: str) -> int:
         """Exclude a longer text from the cell."""
+        return self._marked(number, longer, belongs=False)
+
+    def including(self, number: int, longer: str) -> int:
+        """Add a longer text to the cell."""
+        return self._marked(number, longer, belongs=True)
+
+    def _marked(self, number: int, longer: str, *, belongs: bool) -> int:
         others = (mark for mark in self.marks_of(number) if mark[0] != longer)
-        return self.number_of(tuple(sorted([*others, (longer, False)])))
+        return self.number_of(tuple(sorted([*others, (longer, belongs)])))
 
     def leaving(self, number: int, text: str, own: int) -> int:
         """Exclude from a shorter cell what belongs to a longer one, too.

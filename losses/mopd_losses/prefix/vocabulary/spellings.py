@@ -66,3 +66,19 @@ class Spellings:
         is_first = self.steps == 0
         ends[self.owners[is_first]] = self.ends[is_first]
         return ends
+
+
+def written_ids(vocabulary: SortedVocabulary, encoder: TextEncoder) -> Integers:
+    """[vocabulary], of tokens with equal strings the one that the tokenizer writes: a letter is
+    often a token and also the token of its byte."""
+    ids = np.arange(len(vocabulary.strings))
+    several = np.flatnonzero(vocabulary.node_longer - vocabulary.node_starts > 1)
+    strings = [vocabulary.string_at(int(rank)) for rank in vocabulary.node_starts[several]]
+    spelled = Spellings.of(vocabulary, encoder, strings)
+    written = np.full(len(strings), -1)
+    written[spelled.owners] = np.where(spelled.steps == 0, spelled.ids, -1)
+    columns = (vocabulary.node_starts[several], vocabulary.node_longer[several], strings, written)
+    for start, stop, string, own in zip(*columns, strict=True):
+        equal = vocabulary.ids[start:stop]
+        ids[equal] = own if own >= 0 and vocabulary.strings[own] == string else equal[-1]
+    return ids
