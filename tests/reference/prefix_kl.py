@@ -14,7 +14,14 @@ from mopd_losses.prefix.cells import DETOUR_SHARE, NAMING_SHARE
 from mopd_losses.prefix.detours import LONGEST_END, PROBES_BEHIND_ENDS, WORDS
 from mopd_losses.prefix.loss import HIGHEST_RATIO
 from mopd_losses.prefix.naming.cuts import CONTINUATIONS, COVERING
-from mopd_losses.prefix.naming.separate_tokens import ENDS, FEW, LONGEST, TOKENS_PER_END, TRIED
+from mopd_losses.prefix.naming.separate_tokens import (
+    BEHIND_SPACE,
+    ENDS,
+    FEW,
+    LONGEST,
+    TOKENS_PER_END,
+    TRIED,
+)
 from mopd_losses.prefix.vocabulary.shorter_tokens import LONGEST as LONGEST_TOKEN
 from mopd_losses.prefix.vocabulary.shorter_tokens import TRIED as TRIED_BEHIND_SHORTER
 from tests.reference.divergences import floored_rest
@@ -312,6 +319,7 @@ def separate_tokens(
         after = continuations(student, begun + text) + continuations(teacher, teacher_begun + text)
         rest = text[len(cell) :]
         after += [t[len(rest) :] for t in frequent(teacher, rest, TRIED_BEHIND_SHORTER)]
+        after += BEHIND_SPACE if text[-1] in WHITE_SPACE else ()
         for continued in ["", *after]:
             if continued and ends[0] != len(text):
                 break  # no continuation can make it separate
@@ -401,8 +409,6 @@ def detours(
     the mass of these tokens, and of those that count as open, which are returned, too; ``words``
     may follow white space."""
     context, first, covering = text_before(side, at)
-    start = at - len(context)
-    end = side.end(covering) if side.starts[covering] < at else at
     rows_before = [r for r in range(first, len(side.starts)) if side.starts[r] < at]
     is_canonical = are_written(side, first, at)
     lacking: set[str] = set()
@@ -447,7 +453,6 @@ def detours(
             lacking |= {cell} & set(cells)
     for origin, string in sorted(probes) if is_canonical else ():
         before = side.text[side.starts[origin] : at]
-        realised = [side.tokens[side.realised[r]] for r in rows_before if r >= origin]
         if is_utf8(before + string) and are_written(side, origin, at):
             encoded = side.encode(before + string)
             limit = len(before + string)
@@ -488,20 +493,19 @@ def detours(
 
 
 def are_written(side: Side, first: int, at: int) -> bool:
-    """True if the tokens from a row on that begin before a byte are the tokenizer's; behind white
-    space, with the token that follows."""
+    """True if the tokens from a row on that begin before a byte are the tokenizer's, with all of
+    the last one, and with what follows if they end with white space."""
     covering = side.covering(at)
     assert covering is not None
     rows = [r for r in range(first, len(side.starts)) if side.starts[r] < at]
-    before = side.text[side.starts[first] : at] if rows else ""
-    end = side.end(covering) if side.starts[covering] < at else at
-    is_text = ord(side.tokens[side.realised[covering]][-1]) < 256
-    if before and before[-1] in WHITE_SPACE and is_text:
-        end = side.end(covering)
-    text = before + side.text[at:end]
-    written = side.encode(text) if is_utf8(text) else []
+    text = "".join(side.tokens[side.realised[r]] for r in rows)
+    for row in range(first + len(rows), len(side.realised)):
+        token = side.tokens[side.realised[row]]
+        if not text or text[-1] not in WHITE_SPACE or ord(token[-1]) > 255:
+            break
+        text += token
     realised = [side.tokens[side.realised[r]] for r in rows]
-    return is_utf8(text) and written[: len(rows)] == realised
+    return is_utf8(text) and (side.encode(text) if text else [])[: len(rows)] == realised
 
 
 def characters(text: str) -> list[int]:

@@ -289,13 +289,10 @@ class Detours:
         """
 
         text = contexts.text
-        following = np.where(
-            contexts.are_followed(boundaries), text.ids.take(contexts.covering_rows[boundaries], mode="clip"), -1
-        )
 
         def compute(indices: Integers) -> Integers:
             numbers = boundaries[indices]
-            texts = [contexts.written(number) for number in numbers.tolist()]
+            texts = contexts.written(numbers)
             spelled = Spellings.of(self._vocabulary, self._encoder, texts)
             rows = contexts.first_rows[numbers][spelled.owners] + spelled.steps
             counts = contexts.counts(numbers)
@@ -304,7 +301,7 @@ class Detours:
             equals = np.bincount(spelled.owners[equal], minlength=len(texts))
             return (spelled.is_text & (equals == counts)).astype(np.int64)
 
-        return self._canonical.computed(keys_of(contexts.keys[boundaries], following), compute) == 1
+        return self._canonical.computed(contexts.written_keys(boundaries), compute) == 1
 
     def _detours(self, contexts: TextsBefore, boundaries: Integers, strings: list[str]) -> Integers:
         """Find the first token to each string that is neither realised nor known mass of it; if

@@ -31,6 +31,9 @@ TRIED = 32
 #: characters of an end, and so many tokens for each end, again with the lowest ids.
 ENDS, TOKENS_PER_END = 2, 4
 
+#: What is tried behind white space.
+BEHIND_SPACE = ("a", "#", "1")
+
 #: The longest text that is tried, in characters.
 LONGEST = 32
 
@@ -177,6 +180,8 @@ class SeparateTokens:
         behind = text[longer.shorter :]
         for token in self._teacher.frequent_tokens(behind, TRIED_BEHIND_SHORTER):
             yield token[len(behind) :]
+        if text[-1].isspace() and text[-1].isascii():
+            yield from BEHIND_SPACE
 
 
 def continuations(vocabulary: SortedVocabulary, text: str, tokens: int) -> list[str]:

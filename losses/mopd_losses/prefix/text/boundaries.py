@@ -125,6 +125,18 @@ class TokenizedText:
         return self._words_end.take(offsets)
 
     @cached_property
+    def divided_ends(self) -> Integers:
+        """[rows], the offset behind a token, and behind those that follow as long as one ends with
+        white space: how a run of it is divided depends on what follows the run."""
+        if not len(self.ids):
+            return self.ends
+        is_last = ~is_space(self.codes.take(np.maximum(self.ends - 1, 0)))
+        is_last[:-1] |= ~self.spells[1:] | (self.starts[1:] != self.ends[:-1])
+        is_last[-1] = True
+        rows = np.where(is_last, np.arange(len(is_last)), len(is_last))
+        return self.ends[np.minimum.accumulate(rows[::-1])[::-1]]
+
+    @cached_property
     def _words_end(self) -> NDArray[np.bool_]:
         """[symbols + 1], ``follow_word`` of each offset.
 

@@ -38,24 +38,30 @@ class TextsBefore:
         stops = starts + self.lengths[numbers]
         return [symbols[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
 
-    def written(self, number: int) -> str:
-        """Return a text with all of the covering token, also of one that begins behind white space:
-        what follows may divide a run of it."""
-        text, row = self.text, self.covering_rows[number]
-        start = int(self.starts[number])
-        stop = start + int(self.lengths[number])
-        if text.starts[row] < stop or self.are_followed(np.array([number]))[0]:
-            stop = int(text.ends[row])
-        return text.symbols[start:stop]
+    def written(self, numbers: Integers) -> list[str]:
+        """Return texts with all of the covering token, and, if they end with white space, with what
+        follows the run of it."""
+        starts, stops = self.starts[numbers], self._stops(numbers)
+        columns = (starts.tolist(), stops.tolist())
+        return [self.text.symbols[a:b] for a, b in zip(*columns, strict=True)]
 
-    def are_followed(self, numbers: Integers) -> NDArray[np.bool_]:
-        """Return whether texts end with white space where the covering token begins, and that one
-        is no control token."""
+    def written_keys(self, numbers: Integers) -> Hashes:
+        """Hash ``written`` and the tokens of the texts."""
+        stops = self._stops(numbers)
+        ends = self.starts[numbers] + self.lengths[numbers]
+        return keys_of(self.keys[numbers], self.text.slices(ends, stops), stops - ends)
+
+    def _stops(self, numbers: Integers) -> Integers:
+        """[numbers], where ``written`` ends."""
         text, rows = self.text, self.covering_rows[numbers]
         stops = self.starts[numbers] + self.lengths[numbers]
-        rows = np.minimum(rows, max(len(text.starts) - 1, 0))
-        follows = (text.starts[rows] == stops) & text.spells[rows]
-        return follows & (self.lengths[numbers] > 0) & is_space(text.codes.take(stops - 1))
+        if not len(text.starts):
+            return stops
+        rows = np.minimum(rows, len(text.starts) - 1)
+        is_divided = is_space(text.codes.take(np.maximum(stops - 1, 0)))
+        follows = is_divided & (text.starts[rows] == stops) & text.spells[rows]
+        follows &= self.lengths[numbers] > 0
+        return np.where(follows | (text.starts[rows] < stops), text.divided_ends[rows], stops)
 
     def counts(self, numbers: Integers) -> Integers:
         """Return how many tokens each text has, with the covering one if it is begun."""
