@@ -8,23 +8,28 @@ expectation over the student).
 
 Behind a lookahead, all student's tokens that begin with ``c`` are compared, given ``c``. Each
 belongs to the cell of the longest of the teacher's candidates that it begins with, cut as usual
-(``cuts``). The token ``c`` itself, behind which something else
-follows, belongs to the rest, and so does what the teacher continues with in no token.
+(``cuts``), and that does not except it (``separate_tokens``). The token ``c`` itself, behind which
+something else follows, belongs to the rest, and so does what the teacher continues with in no
+token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from mopd_losses.core.loss import AlignedPair
+from mopd_losses.prefix.cells import DETOUR_SHARE
 from mopd_losses.prefix.lookaheads.joined_targets import joined
 from mopd_losses.prefix.lookaheads.open_tokens import OpenToken, OpenTokens
+from mopd_losses.prefix.naming.separate_tokens import Place
 from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.targets import NO_PATH, PrefixTargets, RangeReadings
 from mopd_losses.prefix.text.contexts import WINDOW
 from mopd_losses.prefix.vocabulary.hashed_strings import string_hashes
+from mopd_losses.prefix.vocabulary.marks import UNMARKED
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import PrefixRange
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
 
@@ -41,10 +46,10 @@ class _Comparison:
     position: int
     known: _Ranges  # ranks of the student's tokens that begin with the open token's text
     cells: list[tuple[float, _Ranges, bool]]
-    """The teacher's nats, ranks, and whether the student may write only the open token's text, and
-    something else for the rest: `au|w`, although `auw` begins a token."""
+    """The teacher's nats, ranks, and whether the student may write a shorter token for a part of
+    the cell: `au|w`, although `auw` begins a token."""
     nats: float  # the teacher's, of the open token's text
-    own: range  # ranks of the student's tokens that are the open token's text
+    shorter: _Ranges  # ranks of these shorter tokens, which are in no cell
 
 
 class LookaheadComparisons:
@@ -108,23 +113,47 @@ class LookaheadComparisons:
             name = text[:length]
             if name:
                 masses[name] = float(np.logaddexp(masses.get(name, -np.inf), nats))
-        ranges: dict[str, _Ranges] = {name: [] for name in masses}
-        for rank, text in rests.items():  # in the order of ranks
-            name = next((text[:n] for n in range(len(text), 0, -1) if text[:n] in masses), "")
-            if name and ranges[name] and ranges[name][-1][1] == rank:
-                ranges[name][-1] = ranges[name][-1][0], rank + 1
-            elif name:
-                ranges[name].append((rank, rank + 1))
-        named = [name for name in masses if ranges[name]]
+        members = self._members(begun, masses, rests)
+        named = [name for name in masses if members[name]]
         written = self._are_written(student, token.student_row, [begun + name for name in named])
         named = [name for name, is_written in zip(named, written, strict=True) if is_written]
-        divided = self._are_divided(begun, named)
+        shorter = self._shorter_tokens(begun, named)
+        shared = {tokens.start: tokens for name in named for tokens in shorter[name]}
         cells = [
-            (masses[name], ranges[name], lacks) for name, lacks in zip(named, divided, strict=True)
+            (
+                masses[name],
+                _ranges_of(rank for rank in members[name] if rank not in shared),
+                bool(shorter[name]) or any(rank in shared for rank in members[name]),
+            )
+            for name in named
         ]
-        tokens = self._pair.student.range_of(begun)
-        own = range(tokens.start, tokens.longer)
-        return _Comparison(position, known, cells, token.nats, own) if cells else None
+        detours = [(tokens.start, tokens.longer) for tokens in shared.values()]
+        return _Comparison(position, known, cells, token.nats, detours) if cells else None
+
+    def _members(
+        self, begun: str, masses: Mapping[str, float], rests: Mapping[int, str]
+    ) -> dict[str, list[int]]:
+        """Return the ranks of the student's tokens in the cell of each name: of the longest one
+        that a token begins with, and which its marks do not except.
+
+        Args:
+            masses: of the names, nats.
+            rests: rank -> what is behind ``begun``, in the order of ranks.
+        """
+        marks, place = self._pair.marks, Place(begun, "")
+        excepted = {
+            name: marks.number_of(self._pair.separate.of_cell(place, name))
+            for name, nats in masses.items()
+            if nats >= np.log(DETOUR_SHARE)
+        }
+        members: dict[str, list[int]] = {name: [] for name in masses}
+        for rank, text in rests.items():
+            beginnings = (text[:length] for length in range(len(text), 0, -1))
+            for name in beginnings:
+                if name in masses and marks.belongs(excepted.get(name, UNMARKED), text):
+                    members[name].append(rank)
+                    break
+        return members
 
     def _are_written(self, student: TokenSequence, row: int, texts: Sequence[str]) -> list[bool]:
         """Return whether the tokens before a row are the tokenizer's in front of each text, too, if
@@ -141,13 +170,31 @@ class LookaheadComparisons:
         own, *others = self._pair.student_detours.keep(ids, before, [following, *texts])
         return [bool(each) or not own for each in others]
 
-    def _are_divided(self, begun: str, names: Sequence[str]) -> list[bool]:
-        """Return whether the student may write the text that is begun as a token, and a name behind
-        it, by what follows."""
+    def _shorter_tokens(self, begun: str, names: Sequence[str]) -> dict[str, list[PrefixRange]]:
+        """Return the tokens that the student may write in place of one that spells what is begun
+        and a name, by what follows: not shorter than what is begun."""
         wholes = [begun + name for name in names]
-        shorter = self._pair.student_detours.shorter
-        bits = shorter.of(string_hashes(wholes), lambda index: wholes[index])
-        return (bits >> len(begun) & 1 == 1).tolist()
+        shorter, student = self._pair.student_detours.shorter, self._pair.student
+        bits = shorter.of(string_hashes(wholes), lambda index: wholes[index]).tolist()
+        return {
+            name: [
+                student.range_of(whole[:length])
+                for length in range(len(begun), len(whole))
+                if lengths >> length & 1
+            ]
+            for name, whole, lengths in zip(names, wholes, bits, strict=True)
+        }
+
+
+def _ranges_of(ranks: Iterable[int]) -> _Ranges:
+    """Join ascending ranks to ranges."""
+    ranges: _Ranges = []
+    for rank in ranks:
+        if ranges and ranges[-1][1] == rank:
+            ranges[-1] = ranges[-1][0], rank + 1
+        else:
+            ranges.append((rank, rank + 1))
+    return ranges
 
 
 def _targets(comparisons: Sequence[_Comparison]) -> PrefixTargets:
@@ -171,8 +218,8 @@ def _targets(comparisons: Sequence[_Comparison]) -> PrefixTargets:
     for row, each in enumerate(comparisons):
         lacks = [lacks for _, _, lacks in each.cells]
         lacking[row, : len(lacks)] = torch.tensor(lacks)
-        if any(lacks):  # mass of what is open
-            divided.append((row, 1, each.position, each.own.start, each.own.stop))
+        # Mass of what is open.
+        divided += [(row, 1, each.position, start, stop) for start, stop in each.shorter]
     positions = torch.tensor([each.position for each in comparisons])
     none, missing = torch.empty(0, dtype=torch.int64), torch.full((count,), -torch.inf).double()
     return PrefixTargets(
