@@ -2,6 +2,7 @@
 
     python -m bench.several_texts --pairs tekken:v3,student.json:teacher.json
     python -m bench.several_texts --texts 'Staat|Stadt|Straße'
+    python -m bench.several_texts --random 20 --seed 1
 
 Student and teacher give the same probability to each of a few texts, which differ in one place:
 ``x = repr(a)``, ``x = str(a)``, ``x = len(a)``. Each text is a completion, and every other one is
@@ -13,7 +14,9 @@ import argparse
 import json
 from collections.abc import Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
+from statistics import mean
 
 from rich import box
 from rich.console import Console
@@ -23,6 +26,7 @@ from tokenizers import Tokenizer
 
 from bench.byte_models import false_loss
 from bench.equal_belief import PAIRS, pairs_of, short_name, tokenizer_of
+from bench.random_texts import RandomTexts, words_of
 from tests.losses.prefix_pairs import Pair, Tongue
 
 #: Kind -> texts.
@@ -54,6 +58,10 @@ def main() -> None:
     parser.add_argument(
         "--texts", action="append", metavar="A|B|C", help="these texts, in place of all kinds"
     )
+    parser.add_argument(
+        "--random", type=int, default=0, metavar="N", help="N random sets a pair, in place of these"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of random sets")
     parser.add_argument("--top-k", type=int, default=64, help="of the teacher's rows")
     parser.add_argument("--json", type=Path, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
@@ -64,16 +72,23 @@ def main() -> None:
             parser.error(f"--texts: found {kind!r}, expected at least two different texts: 'A|B'")
     table = Table("student", "teacher", "texts", "nats/token", box=box.SIMPLE, padding=0)
     values: dict[str, float] = {}
+    words = words_of(tokenizer_of(name)[0] for name in sorted({*chain(*pairs)}))
+    drawn = RandomTexts(words, options.seed)
     for student, teacher in track(pairs, "pairs", console=Console(stderr=True), transient=True):
+        if options.random:
+            sets = (drawn.next() for _ in range(options.random))
+            kinds = {"|".join(texts): texts for texts in sets}
         for kind, texts in kinds.items():
             value = measure(student, teacher, texts, top_k=options.top_k)
             values[f"{student}:{teacher}:{kind}"] = value
-            table.add_row(short_name(student), short_name(teacher), kind, f"{value:.4f}")
+            shown = repr(kind)[1:-1]
+            table.add_row(short_name(student), short_name(teacher), shown, f"{value:.4f}")
     console = Console()
     console.print(table)
     above = sum(value > 0.01 for value in values.values())
     console.print(
-        f"at most {max(values.values()):.4f} nats a token; {above} of {len(values)} above 0.01",
+        f"mean {mean(values.values()):.4f}, at most {max(values.values()):.4f} nats a token; "
+        f"{above} of {len(values)} above 0.01",
         highlight=False,
     )
     if options.json:
