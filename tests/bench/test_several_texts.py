@@ -50,5 +50,26 @@ def test_a_token_that_may_belong_to_two_cells_has_no_loss(
     assert measure(student, teacher, texts) <= 0.001
 
 
+@pytest.mark.parametrize(
+    ("student", "teacher", "texts"),
+    [
+        ("v3", "tekken", ("a     #", "a     y", "a    #", "a    1")),
+        ("tekken", "v3", ("a      2", "a    #", "a   1")),
+        ("v1", "python_50k", ("a      1", "a      2", "a     x", "a   x")),
+    ],
+)
+def test_runs_of_spaces_that_what_follows_divides_have_no_loss(
+    student: str, teacher: str, texts: tuple[str, ...]
+) -> None:
+    assert measure(student, teacher, texts) <= 0.001
+
+
+@pytest.mark.parametrize(("student", "teacher"), [("v1", "python_50k"), ("python_50k", "v1")])
+def test_of_a_letter_and_the_token_of_its_byte_the_one_that_is_written_counts(
+    student: str, teacher: str
+) -> None:
+    assert measure(student, teacher, TEXTS["german"]) <= 0.006
+
+
 def test_texts_of_a_kind_differ() -> None:
     assert all(len(set(texts)) == len(texts) > 2 for texts in TEXTS.values())

@@ -418,13 +418,14 @@ def detours(
         if is_canonical and row < covering and side.end(row) < at
         if side.text[side.starts[row] : at] in side.tokens.values()
     }
-    if len(context) > 1 and all(c in WHITE_SPACE for c in context[-2:]):
+    is_run = len(context) > 1 and all(c in WHITE_SPACE for c in context[-2:])
+    if is_run:
         others = others | words - {*cells}
     deviating: dict[tuple[int, str], bool] = {}
     for cell in [*cells, *sorted(others)]:
         is_text = ord(cell[-1]) < 256
         crossed = may_cross(side, at, cell) if context else len(cell) > 1
-        crossed = crossed or is_several(side, at, cell)
+        crossed = crossed or is_several(side, at, cell) or is_run
         if is_text and not crossed:
             continue
         if not is_canonical:

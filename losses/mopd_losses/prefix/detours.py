@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from mopd_losses.prefix.naming.nested_names import Names
 from mopd_losses.prefix.naming.separate_tokens import continuations
 from mopd_losses.prefix.shorter_detours import ShorterDetours
-from mopd_losses.prefix.text.boundaries import is_space
 from mopd_losses.prefix.text.contexts import WINDOW, Contexts, TextsBefore
 from mopd_losses.prefix.text.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers, keys_of, ranks_in_runs
@@ -127,6 +126,7 @@ class Detours:
         sought = sought.and_rest(*words_behind_spaces(contexts, sought.texts.vocabulary))
         may_differ = contexts.may_cross(sought.boundaries, sought.texts)
         may_differ |= contexts.are_several(sought.boundaries, sought.texts)
+        may_differ |= contexts.end_with_run()[sought.boundaries] & sought.texts.are_text()
         possible = np.flatnonzero(may_differ)
         numbers = sought.boundaries[possible]
         texts = sought.texts.at(possible)
@@ -388,15 +388,12 @@ def words_behind_spaces(
     Args:
         vocabulary: of the strings.
     """
-    text, offsets = contexts.text, contexts.places.offsets
-    runs = contexts.lengths > 1
-    for before in (1, 2):
-        runs &= is_space(text.codes.take(np.maximum(offsets - before, 0)))
-    at = np.flatnonzero(runs)
+    at = np.flatnonzero(contexts.end_with_run())
     ids = [vocabulary.ids[vocabulary.range_of(w).start] for w in WORDS if vocabulary.is_token(w)]
     boundaries = np.tile(at, len(ids))
     tokens = np.repeat(np.array(ids, dtype=np.int64), len(at))
-    return Strings.of_tokens(vocabulary, text, tokens, np.zeros_like(tokens)), boundaries
+    strings = Strings.of_tokens(vocabulary, contexts.text, tokens, np.zeros_like(tokens))
+    return strings, boundaries
 
 
 def probed(contexts: Contexts, rows: Integers, tokens: Integers, likely: Flags) -> Probes:

@@ -111,6 +111,15 @@ class Contexts(TextsBefore):
         """Return whether white space is before each boundary."""
         return is_space(self.text.codes.take(self.places.offsets[boundaries] - 1))
 
+    def end_with_run(self) -> NDArray[np.bool_]:
+        """[boundaries], whether at least two characters of white space are before each: a tokenizer
+        may divide the run by what follows, also where no token crosses the boundary."""
+        offsets, codes = self.places.offsets, self.text.codes
+        results = self.lengths > 1
+        for before in (1, 2):
+            results &= is_space(codes.take(np.maximum(offsets - before, 0)))
+        return results
+
     def may_cross(self, boundaries: Integers, texts: Strings) -> NDArray[np.bool_]:
         """Return whether the text behind a boundary may be divided otherwise than at the boundary:
         by a token that begins inside the context, or that ends inside the text."""
