@@ -48,10 +48,11 @@ class RandomTexts:
 
     def next(self) -> tuple[str, ...]:
         """Draw one set."""
-        kinds = (self._inflected, self._inflected, self._joined, self._numbers, self._code)
+        inflected = (self._inflected, self._inflected)
+        kinds = (*inflected, self._joined, self._numbers, self._code, self._spaces)
         texts: list[str] = []
         while len(texts) < 2:
-            texts = sorted(set(self._draw.choice((*kinds, self._spaces))()))
+            texts = sorted(set(self._draw.choice(kinds)()))
         return tuple(texts)
 
     def _inflected(self) -> list[str]:

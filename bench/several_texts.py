@@ -72,10 +72,12 @@ def main() -> None:
             parser.error(f"--texts: found {kind!r}, expected at least two different texts: 'A|B'")
     table = Table("student", "teacher", "texts", "nats/token", box=box.SIMPLE, padding=0)
     values: dict[str, float] = {}
-    words = words_of(tokenizer_of(name)[0] for name in sorted({*chain(*pairs)}))
-    drawn = RandomTexts(words, options.seed)
+    drawn = None
+    if options.random:
+        words = words_of(tokenizer_of(name)[0] for name in sorted({*chain(*pairs)}))
+        drawn = RandomTexts(words, options.seed)
     for student, teacher in track(pairs, "pairs", console=Console(stderr=True), transient=True):
-        if options.random:
+        if drawn:
             sets = (drawn.next() for _ in range(options.random))
             kinds = {"|".join(texts): texts for texts in sets}
         for kind, texts in kinds.items():

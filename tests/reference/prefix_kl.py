@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from mopd_losses.divergences.truncation import TAIL_MARGIN
 from mopd_losses.prefix.cells import DETOUR_SHARE, NAMING_SHARE
-from mopd_losses.prefix.detours import LONGEST_END, PROBES_BEHIND_ENDS, WORDS
+from mopd_losses.prefix.detours import LONGEST_END, PROBES_BEHIND_ENDS
 from mopd_losses.prefix.loss import HIGHEST_RATIO
 from mopd_losses.prefix.naming.cuts import CONTINUATIONS, COVERING
 from mopd_losses.prefix.naming.separate_tokens import (
@@ -21,6 +21,7 @@ from mopd_losses.prefix.naming.separate_tokens import (
     LONGEST,
     TOKENS_PER_END,
     TRIED,
+    WORDS,
 )
 from mopd_losses.prefix.vocabulary.shorter_tokens import LONGEST as LONGEST_TOKEN
 from mopd_losses.prefix.vocabulary.shorter_tokens import TRIED as TRIED_BEHIND_SHORTER

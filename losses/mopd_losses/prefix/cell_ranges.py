@@ -59,25 +59,6 @@ class CellRanges:
         return ranges, self.cells[last]
 
 
-def index_of(
-    boundaries: Integers, rows: Integers, sought: Integers, sought_rows: Integers
-) -> Integers:
-    """Find open rows, -1 for others.
-
-    Args:
-        boundaries: [open rows], ascending.
-        rows: [open rows], ascending for each boundary.
-        sought: boundaries.
-        sought_rows: of these boundaries.
-    """
-    size = max(int(rows.max(initial=0)), int(sought_rows.max(initial=0))) + 1
-    keys, sought_keys = boundaries * size + rows, sought * size + sought_rows
-    if not len(keys):
-        return np.full(len(sought_keys), -1)
-    at = np.minimum(np.searchsorted(keys, sought_keys), len(keys) - 1)
-    return np.where(keys[at] == sought_keys, at, -1)
-
-
 def cell_ranges(
     names: CellNames,
     marked: MarkedRanges,

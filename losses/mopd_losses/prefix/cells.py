@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.prefix.cell_ranges import CellRanges, cell_ranges, index_of
+from mopd_losses.prefix.cell_ranges import CellRanges, cell_ranges
 from mopd_losses.prefix.detours import CellDetours, Sought, probed
 from mopd_losses.prefix.naming.decisions import Candidates
 from mopd_losses.prefix.naming.names import CellNames, Flags, name_cells
@@ -111,10 +111,12 @@ def teacher_cells(
     detoured = pair.teacher_detours.of(contexts, sought, len(names.texts), probes)
     # A token that begins a cell, and is a detour of a longer one, may belong to either.
     is_shared = np.isin(entries, rows.counted_entries(detoured))
-    lacks = detoured.cells.copy()
-    lacks[members[is_shared]] = True
-    nats = rows.cell_masses(entries[~is_shared], members[~is_shared], len(names.texts))
-    nats -= masses[names.boundaries]
+    is_sharing = np.zeros(len(names.texts), dtype=np.bool_)
+    is_sharing[members[is_shared]] = True
+    lacks = detoured.cells | is_sharing
+    own = np.flatnonzero(is_sharing[members] & ~is_shared)
+    known = rows.cell_masses(entries[own], members[own], len(names.texts))
+    nats = np.where(is_sharing, known, nats) - masses[names.boundaries]
     lacking, counted = rows.detour_masses(detoured)
     with np.errstate(divide="ignore"):
         reduction = np.log1p(-np.minimum(np.exp(counted - masses), 1.0))
@@ -282,11 +284,7 @@ class _TeacherRows:
 
     def counted_entries(self, detours: CellDetours) -> Integers:
         """Return the entries that are detours and mass of what is open."""
-        counted = np.flatnonzero(detours.counted)
-        boundaries, ids = detours.boundaries[counted], detours.ids[counted]
-        rows = index_of(self.boundaries, self.rows, boundaries, detours.rows[counted])
-        known = np.flatnonzero(rows >= 0)
-        rows, ids = rows[known], ids[known]
+        rows, ids = detours.counted_in(self.boundaries, self.rows)
         at, columns = np.nonzero(self.ids[rows] == ids[:, None])
         return rows[at] * self.ids.shape[1] + columns
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_losses.prefix.naming.nested_names import Names
-from mopd_losses.prefix.naming.separate_tokens import continuations
+from mopd_losses.prefix.naming.separate_tokens import WORDS, continuations
 from mopd_losses.prefix.shorter_detours import ShorterDetours
 from mopd_losses.prefix.text.contexts import WINDOW, Contexts, TextsBefore
 from mopd_losses.prefix.text.strings import Strings
@@ -33,9 +33,6 @@ _PROBES = 4
 #: The longest end of a text behind a shorter token, in characters, and how many tokens that begin
 #: with it are tried: a token may cross a boundary, although none begins where the shorter one ends.
 LONGEST_END, PROBES_BEHIND_ENDS = 2, 8
-
-#: Beginnings of words that are tried behind white space.
-WORDS = ("a", "#")
 
 #: Contexts and cells kept in memory; beyond, all are discarded and computed again.
 CACHED = 500_000
@@ -65,6 +62,25 @@ class CellDetours:
     rows: Integers  # [detours]
     ids: Integers  # [detours]
     counted: Flags  # [detours], whether the token is mass of what is open
+
+    def counted_in(self, boundaries: Integers, rows: Integers) -> tuple[Integers, Integers]:
+        """Find the counted detours among open rows: indices of these, and ids of tokens.
+
+        Args:
+            boundaries: [open rows], ascending.
+            rows: [open rows], ascending for each boundary.
+        """
+        counted = np.flatnonzero(self.counted)
+        if not len(rows):
+            return counted[:0], counted[:0]
+        sought, sought_rows, ids = (
+            column[counted] for column in (self.boundaries, self.rows, self.ids)
+        )
+        size = max(int(rows.max()), int(sought_rows.max(initial=0))) + 1
+        keys, sought_keys = boundaries * size + rows, sought * size + sought_rows
+        at = np.minimum(np.searchsorted(keys, sought_keys), len(keys) - 1)
+        known = keys[at] == sought_keys
+        return at[known], ids[known]
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +142,7 @@ class Detours:
         sought = sought.and_rest(*words_behind_spaces(contexts, sought.texts.vocabulary))
         may_differ = contexts.may_cross(sought.boundaries, sought.texts)
         may_differ |= contexts.are_several(sought.boundaries, sought.texts)
-        may_differ |= contexts.end_with_run()[sought.boundaries] & sought.texts.are_text()
+        may_differ |= contexts.end_with_run[sought.boundaries] & sought.texts.are_text()
         possible = np.flatnonzero(may_differ)
         numbers = sought.boundaries[possible]
         texts = sought.texts.at(possible)
@@ -388,7 +404,7 @@ def words_behind_spaces(
     Args:
         vocabulary: of the strings.
     """
-    at = np.flatnonzero(contexts.end_with_run())
+    at = np.flatnonzero(contexts.end_with_run)
     ids = [vocabulary.ids[vocabulary.range_of(w).start] for w in WORDS if vocabulary.is_token(w)]
     boundaries = np.tile(at, len(ids))
     tokens = np.repeat(np.array(ids, dtype=np.int64), len(at))

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mopd_losses.core.loss import AlignedPair
-from mopd_losses.prefix.cell_ranges import CellRanges, cell_ranges, index_of
+from mopd_losses.prefix.cell_ranges import CellRanges, cell_ranges
 from mopd_losses.prefix.cells import Cells, TopK, teacher_cells
 from mopd_losses.prefix.detours import CellDetours, Detours, Sought
 from mopd_losses.prefix.lookaheads.comparisons import LookaheadComparisons
@@ -76,8 +76,11 @@ class Preparation:
         columns = ranks_in_runs(np.bincount(names.boundaries, minlength=len(boundaries)))
         named = self._named_ranges(names, boundaries)
         unsought = _unsought(cells, contexts, named)
-        named, lacking = _without_counted(named, detours, rows, pair.student.ranks)
-        lacking = np.isin(np.arange(len(columns)), lacking) | detours.cells
+        # A token that begins a cell, and is a detour of a longer one, may belong to either.
+        counted, ids = detours.counted_in(rows.boundaries, rows.rows)
+        named, sharing = named.without(counted, pair.student.ranks[ids])
+        lacking = detours.cells.copy()
+        lacking[sharing] = True
         table = _CellTable.of(cells, ends, columns, lacking=lacking, unsought=unsought)
         masses = torch.from_numpy(cells.masses).exp().clamp_max(1.0)
         return PrefixTargets(
@@ -220,22 +223,6 @@ def _positions(text: TokenizedText, offsets: Sequence[int]) -> Integers:
     """[rows], where each row is: completions begin at ``offsets``."""
     shifts = np.array(offsets, dtype=np.int64) - text.first_rows[:-1]
     return np.arange(len(text.ids)) + np.repeat(shifts, np.diff(text.first_rows))
-
-
-def _without_counted(
-    named: CellRanges, detours: CellDetours, rows: OpenRows, ranks: Integers
-) -> tuple[CellRanges, Integers]:
-    """Remove the detours that are mass of what is open from the tokens of shorter cells, to which
-    they may belong as well; also return these cells.
-
-    Args:
-        ranks: [vocabulary].
-    """
-    counted = np.flatnonzero(detours.counted)
-    boundaries, own = detours.boundaries[counted], detours.rows[counted]
-    at = index_of(rows.boundaries, rows.rows, boundaries, own)
-    known = np.flatnonzero(at >= 0)
-    return named.without(at[known], ranks[detours.ids[counted[known]]])
 
 
 def _named_readings(

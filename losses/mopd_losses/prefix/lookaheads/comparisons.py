@@ -29,7 +29,6 @@ from mopd_losses.prefix.targets import NO_PATH, PrefixTargets, RangeReadings
 from mopd_losses.prefix.text.contexts import WINDOW
 from mopd_losses.prefix.vocabulary.hashed_strings import string_hashes
 from mopd_losses.prefix.vocabulary.marks import UNMARKED
-from mopd_losses.prefix.vocabulary.sorted_vocabulary import PrefixRange
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
 
@@ -118,16 +117,16 @@ class LookaheadComparisons:
         written = self._are_written(student, token.student_row, [begun + name for name in named])
         named = [name for name, is_written in zip(named, written, strict=True) if is_written]
         shorter = self._shorter_tokens(begun, named)
-        shared = {tokens.start: tokens for name in named for tokens in shorter[name]}
+        shared = {rank for name in named for rank in shorter[name]}
         cells = [
             (
                 masses[name],
                 _ranges_of(rank for rank in members[name] if rank not in shared),
-                bool(shorter[name]) or any(rank in shared for rank in members[name]),
+                bool(shorter[name]) or not shared.isdisjoint(members[name]),
             )
             for name in named
         ]
-        detours = [(tokens.start, tokens.longer) for tokens in shared.values()]
+        detours = _ranges_of(sorted(shared))
         return _Comparison(position, known, cells, token.nats, detours) if cells else None
 
     def _members(
@@ -170,17 +169,19 @@ class LookaheadComparisons:
         own, *others = self._pair.student_detours.keep(ids, before, [following, *texts])
         return [bool(each) or not own for each in others]
 
-    def _shorter_tokens(self, begun: str, names: Sequence[str]) -> dict[str, list[PrefixRange]]:
-        """Return the tokens that the student may write in place of one that spells what is begun
-        and a name, by what follows: not shorter than what is begun."""
+    def _shorter_tokens(self, begun: str, names: Sequence[str]) -> dict[str, list[int]]:
+        """Return the ranks of the tokens that the student may write in place of one that spells
+        what is begun and a name, by what follows: not shorter than what is begun."""
         wholes = [begun + name for name in names]
         shorter, student = self._pair.student_detours.shorter, self._pair.student
         bits = shorter.of(string_hashes(wholes), lambda index: wholes[index]).tolist()
         return {
             name: [
-                student.range_of(whole[:length])
+                rank
                 for length in range(len(begun), len(whole))
                 if lengths >> length & 1
+                for tokens in [student.range_of(whole[:length])]
+                for rank in range(tokens.start, tokens.longer)
             ]
             for name, whole, lengths in zip(names, wholes, bits, strict=True)
         }

@@ -56,10 +56,10 @@ def name_cells(
     uncorrected, numbers = _marks(names, boundaries, separate, marks, whole)
     cells = NestedNames.of(names, nodes, boundaries.student, marks).cells(uncorrected, numbers)
     is_cell = cells == np.arange(len(cells))
-    texts = candidates.texts(boundaries)
-    longer = np.flatnonzero((lengths > 0) & (lengths < texts.lengths))
-    own = cells[names_of[longer]]
-    _add_candidates(texts.at(longer), own, names, is_cell, numbers, marks)
+    wholes = boundaries.teacher.text.vocabulary.lengths.take(candidates.ids) - candidates.starts
+    longer = np.flatnonzero((lengths > 0) & (lengths < wholes))
+    texts, own = candidates.at(longer).texts(boundaries), cells[names_of[longer]]
+    _add_candidates(texts, own, names, is_cell, numbers, marks)
     unnamed_at = np.flatnonzero(candidates.likely & (lengths == 0))
     unnamed = candidates.at(unnamed_at)
     return CellNames(
@@ -88,14 +88,12 @@ def _add_candidates(
         cells: [candidates], the cells of their beginnings.
     """
     marked = np.flatnonzero(numbers[cells] != UNMARKED)
-    before, hashes = numbers[cells[marked]], candidates.hashes[marked]
 
-    def are_members(indices: Integers) -> Integers:
-        columns = (before[indices].tolist(), candidates.strings(marked[indices]))
-        return np.array(list(map(marks.belongs, *columns)))
+    def strings(indices: Integers) -> list[str]:
+        return candidates.strings(marked[indices])
 
-    belongs = marks.members.computed(keys_of(before, hashes), are_members)
-    outside = marked[belongs == 0]
+    belong = marks.belong(numbers[cells[marked]], candidates.hashes[marked], strings)
+    outside = marked[~belong]
     boundaries = names.boundaries[cells[outside]]
     first, last = np.searchsorted(names.boundaries, [boundaries, boundaries + 1])
     columns = (candidates.strings(outside), cells[outside].tolist(), first.tolist(), last.tolist())
@@ -104,8 +102,8 @@ def _add_candidates(
         for text, cell, start, stop in zip(*columns, strict=True)
         if not any(
             is_cell[other]
-            and text.startswith(string := names.texts.string(other))
-            and (text == string or marks.belongs(int(numbers[other]), text))
+            and text.startswith(names.texts.string(other))
+            and marks.belongs(int(numbers[other]), text)
             for other in range(start, stop)
         )
     ]
@@ -154,10 +152,10 @@ def _distinct(
     is_likely = np.zeros(len(first), dtype=np.bool_)
     if count:
         is_likely = np.logical_or.reduceat(likely[order], starts)
+    own = np.empty_like(order)
+    own[order] = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(order)))
     names_of = np.full(len(lengths), -1)
-    in_order = np.searchsorted(starts, np.arange(len(order)), side="right") - 1
-    candidates_at = np.flatnonzero(order < len(named))
-    names_of[named[order[candidates_at]]] = in_order[candidates_at]
+    names_of[named] = own[: len(named)]
     names = Names(texts.at(first), numbers[first], is_likely)
     return names, nodes[first], teacher_nodes[first], names_of
 

@@ -103,12 +103,10 @@ class NestedNames:
         roots, texts = self.roots[sought], self.names.texts
 
         def are_outside(own: Integers, names: Integers) -> Flags:
-            def compute(indices: Integers) -> Integers:
-                columns = (own[indices].tolist(), texts.strings(names[indices]))
-                return np.array(list(map(self.marks.belongs, *columns)))
+            def strings(indices: Integers) -> list[str]:
+                return texts.strings(names[indices])
 
-            keys = keys_of(own, texts.hashes[names])
-            return self.marks.members.computed(keys, compute) == 0
+            return ~self.marks.belong(own, texts.hashes[names], strings)
 
         result = are_outside(uncorrected[roots], sought)
         # Corrections are about beginnings of the realised text, which is the same only here; the

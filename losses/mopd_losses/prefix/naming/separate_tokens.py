@@ -31,8 +31,9 @@ TRIED = 32
 #: characters of an end, and so many tokens for each end, again with the lowest ids.
 ENDS, TOKENS_PER_END = 2, 4
 
-#: What is tried behind white space.
-BEHIND_SPACE = ("a", "#", "1")
+#: Beginnings of words, and what is tried behind white space.
+WORDS = ("a", "#")
+BEHIND_SPACE = (*WORDS, "1")
 
 #: The longest text that is tried, in characters.
 LONGEST = 32

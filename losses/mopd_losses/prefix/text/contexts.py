@@ -1,6 +1,7 @@
 """``Contexts``: the text before each boundary, as far back as it could be divided differently."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,6 +112,7 @@ class Contexts(TextsBefore):
         """Return whether white space is before each boundary."""
         return is_space(self.text.codes.take(self.places.offsets[boundaries] - 1))
 
+    @cached_property
     def end_with_run(self) -> NDArray[np.bool_]:
         """[boundaries], whether at least two characters of white space are before each: a tokenizer
         may divide the run by what follows, also where no token crosses the boundary."""

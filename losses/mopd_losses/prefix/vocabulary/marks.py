@@ -7,6 +7,10 @@ marks and a text is computed once.
 from collections.abc import Callable
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_losses.prefix.vocabulary.hashed_strings import Hashes, Integers, keys_of
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
 
 #: Texts longer than a cell's, in order, and whether they belong to the cell: the longest one with
@@ -87,6 +91,22 @@ class MarksTable:
             if belongs is not None:
                 return belongs
         return True
+
+    def belong(
+        self, numbers: Integers, hashes: Hashes, strings: Callable[[Integers], list[str]]
+    ) -> NDArray[np.bool_]:
+        """``belongs``, of several cells and strings.
+
+        Args:
+            numbers: [strings], marks.
+            strings: indices -> their strings.
+        """
+
+        def compute(indices: Integers) -> Integers:
+            columns = (numbers[indices].tolist(), strings(indices))
+            return np.array(list(map(self.belongs, *columns)))
+
+        return self.members.computed(keys_of(numbers, hashes), compute) == 1
 
     def contains(self, number: int, hashed: int, string: Callable[[], str]) -> bool:
         """``belongs``, of a string with this hash."""
