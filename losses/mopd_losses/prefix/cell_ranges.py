@@ -46,17 +46,22 @@ class CellRanges:
         if not inside.any():
             return self, self.cells[:0]
         last, ranks = last[inside], ranks[inside]
-        owners = np.concatenate([np.arange(len(self.rows)), last])
-        starts = np.concatenate([self.starts, ranks + 1])
+        divided = np.unique(last)
+        owners = np.concatenate([divided, last])
+        starts = np.concatenate([self.starts[divided], ranks + 1])
         order = np.lexsort((starts, owners))
         owners, starts = owners[order], starts[order]
         stops = self.stops[owners]
-        divided = np.flatnonzero(owners[1:] == owners[:-1])
-        stops[divided] = starts[divided + 1] - 1
+        followed = np.flatnonzero(owners[1:] == owners[:-1])
+        stops[followed] = starts[followed + 1] - 1
         kept = np.flatnonzero(starts < stops)
-        owners = owners[kept]
-        ranges = CellRanges(self.cells[owners], self.rows[owners], starts[kept], stops[kept])
-        return ranges, self.cells[last]
+        whole = np.delete(np.arange(len(self.rows)), divided)
+        owners = np.concatenate([whole, owners[kept]])
+        order = np.argsort(owners, kind="stable")  # a merge of two sequences that are in order
+        owners = owners[order]
+        starts = np.concatenate([self.starts[whole], starts[kept]])[order]
+        stops = np.concatenate([self.stops[whole], stops[kept]])[order]
+        return CellRanges(self.cells[owners], self.rows[owners], starts, stops), self.cells[last]
 
 
 def cell_ranges(

@@ -17,7 +17,7 @@ from mopd_losses.prefix.naming.names import CellNames, Flags, name_cells
 from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.text.boundaries import Boundaries, TokenizedText
 from mopd_losses.prefix.text.contexts import Contexts
-from mopd_losses.prefix.vocabulary.hashed_strings import Integers
+from mopd_losses.prefix.vocabulary.hashed_strings import Integers, ranks_in_runs
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 from mopd_protocol.topk_logprobs import TopKLogprobs
 
@@ -251,27 +251,20 @@ class _TeacherRows:
 
     def members(self, ranges: CellRanges) -> tuple[Integers, Integers]:
         """Return the entries of these rows that continue with a cell, ascending, and the cells."""
-        # Cells are disjoint: an entry is in the last range of its row that begins before it, or in
-        # none. The range of no cell comes first.
-        origins = ranges.rows * len(self.vocabulary)
-        starts = np.concatenate([[-1], origins + ranges.starts])
-        stops = np.concatenate([[-1], origins + ranges.stops])
-        order = np.argsort(starts, kind="stable")  # most are in order
         size, width = self.ranks.shape
-        # A search is several times faster for entries in order.
+        # Ranks of each row in order, with their columns; a missing one is before all others.
         shift = width.bit_length()
-        columns = np.arange(width)
-        by_rank = np.sort((self.ranks << shift) + columns, axis=1)
-        by_rank = ((by_rank & ((1 << shift) - 1)) + width * np.arange(size)[:, None]).ravel()
-        by_rank = by_rank[np.flatnonzero(self.reaching.take(by_rank))]
-        entries = (self.ranks + len(self.vocabulary) * np.arange(size)[:, None]).ravel()
-        places = np.searchsorted(starts[order], entries.take(by_rank), side="right") - 1
-        latest = np.zeros_like(entries)
-        latest[by_rank] = order.take(places)
-        at = np.flatnonzero(self.reaching)
-        entries, latest = entries.take(at), latest.take(at)
-        inside = np.flatnonzero(entries < stops.take(latest))
-        return at.take(inside), ranges.cells.take(latest.take(inside) - 1)
+        ordered = np.sort((self.ranks + 1 << shift) + np.arange(width))
+        origins = np.arange(size) * (len(self.vocabulary) + 1)
+        entries = ((ordered >> shift) + origins[:, None]).ravel()
+        edges = origins.take(ranges.rows) + 1 + [ranges.starts, ranges.stops]
+        first, last = np.searchsorted(entries, edges)
+        counts = last - first
+        inside = np.repeat(first, counts) + ranks_in_runs(counts)
+        columns = ordered.ravel().take(inside) & ((1 << shift) - 1)
+        at = inside // width * width + columns
+        order = np.argsort(at, kind="stable")  # rows are in order
+        return at.take(order), np.repeat(ranges.cells, counts).take(order)
 
     def cell_masses(self, entries: Integers, members: Integers, cells: int) -> Nats:
         """[cells], nats: the tokens of all rows of a boundary that continue with each cell.

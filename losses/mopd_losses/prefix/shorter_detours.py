@@ -68,24 +68,30 @@ class ShorterDetours:
         for `Don|au`.
 
         Args:
-            boundaries: [cells]
+            boundaries: [cells], ascending.
             texts: [cells]
         """
         text, vocabulary = contexts.text, self._vocabulary
-        counts = contexts.counts(boundaries)
-        cells, steps = np.nonzero(np.arange(WINDOW + 1) < counts[:, None])
-        numbers = boundaries[cells]
+        numbers = np.unique(boundaries)
+        counts = contexts.counts(numbers)
+        at, steps = np.nonzero(np.arange(WINDOW + 1) < counts[:, None])
+        numbers = numbers[at]
         rows = contexts.first_rows[numbers] + steps
         starts, offsets = text.starts[rows], contexts.places.offsets[numbers]
         hashes = text.slices(starts, offsets)
         at, ids = self._beginnings(hashes)
+        # Each of these, with every cell of its boundary.
+        first, last = np.searchsorted(boundaries, [numbers[at], numbers[at] + 1])
+        cells = np.repeat(first, last - first) + ranks_in_runs(last - first)
+        at, ids = np.repeat(at, last - first), np.repeat(ids, last - first)
         # A token must cross the boundary.
-        texts = texts.at(cells[at])
+        texts = texts.at(cells)
         lengths = vocabulary.lengths[ids]
         rests = text.slices(starts[at] + lengths, offsets[at])
         left = offsets[at] - starts[at] - lengths
         crossed = vocabulary.nodes_of(joined(rests, left, texts.hashes)) >= 0
         at, ids, lengths, texts = at[crossed], ids[crossed], lengths[crossed], texts.at(crossed)
+        cells = cells[crossed]
         wholes = joined(hashes[at], offsets[at] - starts[at], texts.hashes)
 
         def whole(index: int) -> str:
@@ -95,7 +101,7 @@ class ShorterDetours:
         bits = self._shorter.of(wholes, whole)
         kept = np.flatnonzero(bits >> lengths & 1)
         kept = kept[self._are_canonical(contexts, numbers[at[kept]])]
-        return cells[at[kept]], rows[at[kept]], ids[kept]
+        return cells[kept], rows[at[kept]], ids[kept]
 
     def _beginnings(self, hashes: Hashes) -> tuple[Integers, Integers]:
         """Find the shorter tokens in place of those that spell strings: the indices of strings, and

@@ -15,6 +15,7 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
     Hashes,
     Integers,
     keys_of,
+    ranks_in_runs,
 )
 from mopd_losses.prefix.vocabulary.marks import UNMARKED, MarksTable
 
@@ -94,20 +95,24 @@ def _add_candidates(
 
     belong = marks.belong(numbers[cells[marked]], candidates.hashes[marked], strings)
     outside = marked[~belong]
+    # Few begin with the text of another cell, which may contain them.
     boundaries = names.boundaries[cells[outside]]
     first, last = np.searchsorted(names.boundaries, [boundaries, boundaries + 1])
-    columns = (candidates.strings(outside), cells[outside].tolist(), first.tolist(), last.tolist())
-    added = [
-        (cell, text)
-        for text, cell, start, stop in zip(*columns, strict=True)
-        if not any(
-            is_cell[other]
-            and text.startswith(names.texts.string(other))
-            and marks.belongs(int(numbers[other]), text)
-            for other in range(start, stop)
-        )
-    ]
-    for cell, text in added:
+    index = np.repeat(np.arange(len(outside)), last - first)
+    others = np.repeat(first, last - first) + ranks_in_runs(last - first)
+    lengths = names.texts.lengths
+    kept = is_cell[others] & (lengths[others] <= candidates.lengths[outside[index]])
+    index, others = index[kept], others[kept]
+    begun = candidates.at(outside[index]).beginnings(lengths[others])
+    kept = begun == names.texts.hashes[others]
+    index, others = index[kept], others[kept]
+
+    def others_strings(indices: Integers) -> list[str]:
+        return candidates.strings(outside[index[indices]])
+
+    belong = marks.belong(numbers[others], candidates.hashes[outside[index]], others_strings)
+    added = np.delete(outside, index[belong])
+    for cell, text in zip(cells[added].tolist(), candidates.strings(added), strict=True):
         numbers[cell] = marks.including(int(numbers[cell]), text)
 
 
