@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from bench.equal_belief import Side, pairs_of, short_name, side
 from mopd_losses import (
     AlignedPair,
     CtkdConfig,
@@ -47,7 +48,7 @@ from mopd_losses import (
     label_targets,
 )
 from mopd_protocol import TeacherScore, TopKLogprobs
-from tests.real_vocabularies import STANDARD_LIBRARY, Vocabulary, python_sources, real
+from tests.real_vocabularies import STANDARD_LIBRARY, python_sources, real
 
 PAIRS = (
     "tekken:python_131k,python_131k:tekken,tekken:v3,v3:tekken,"
@@ -65,7 +66,7 @@ Result = dict[str, Any]
 class NGramTeacher:
     """Trigram model of a corpus, interpolated with bigrams and unigrams."""
 
-    def __init__(self, vocabulary: Vocabulary, texts: Sequence[str]) -> None:
+    def __init__(self, vocabulary: Side, texts: Sequence[str]) -> None:
         self._after: list[dict[tuple[int, ...], Counter[int]]]
         self._after = [defaultdict(Counter), defaultdict(Counter)]
         frequent: Counter[int] = Counter()
@@ -93,7 +94,7 @@ class NGramTeacher:
         total = sum(masses.values()) * 1.02
         return {token: mass / total for token, mass in masses.items()}
 
-    def score(self, vocabulary: Vocabulary, text: str) -> TeacherScore:
+    def score(self, vocabulary: Side, text: str) -> TeacherScore:
         """A completion as a service would score it."""
         sequence = vocabulary.table.sequence(vocabulary.encoder.encode(text))
         written = sequence.token_ids.tolist()
@@ -115,7 +116,7 @@ def completions(student: str, teacher: str, count: int) -> list[AlignedPair]:
     sources = python_sources(STANDARD_LIBRARY)
     random.Random(1).shuffle(sources)
     texts = [path.read_text(encoding="utf-8", errors="ignore") for path in sources[:400]]
-    model = NGramTeacher(real(teacher), texts[:300])
+    model = NGramTeacher(side(teacher), texts[:300])
     draw = random.Random(5)
     pieces: list[str] = []
     while len(pieces) < count:
@@ -128,7 +129,7 @@ def completions(student: str, teacher: str, count: int) -> list[AlignedPair]:
 
 def compared(student: str, teacher: str, model: NGramTeacher, text: str) -> AlignedPair:
     """One completion."""
-    sides = real(student), real(teacher)
+    sides = side(student), side(teacher)
     written = sides[0].table.sequence(sides[0].encoder.encode(text))
     score = model.score(sides[1], text)
     sampled = np.zeros(len(written), dtype=np.float32)
@@ -145,7 +146,7 @@ def measure_preparation(student: str, teacher: str, known: Sequence[int], folder
     last = pairs[-MEASURED:]
     gc.collect()
     gc.freeze()  # the counts of the trigram model, which Python's collector would pass over
-    sides = real(student), real(teacher)
+    sides = side(student), side(teacher)
     cache = ProjectionCache(folder)
     before = _resident_bytes()
     loss, set_up = _timed(lambda: build_loss(PrefixKlConfig(), *sides, cache=cache))
@@ -267,14 +268,15 @@ def main() -> None:
         help="completions before new text (default: 32,256)",
     )
     parser.add_argument("--rounds", type=int, default=5, help="measured steps (default: 5)")
-    parser.add_argument("--pairs", default=PAIRS, metavar="STUDENT:TEACHER,…", help="vocabularies")
+    parser.add_argument(
+        "--pairs", default=PAIRS, metavar="STUDENT:TEACHER,…", help="tokenizers: names, or files"
+    )
     parser.add_argument("--preparation-only", action="store_true", help="no step of the head")
     options = parser.parse_args()
     torch.set_num_threads(1)
     console = Console()
     prepared: list[Result] = []
-    for pair in options.pairs.split(","):
-        student, teacher = pair.split(":")
+    for student, teacher in pairs_of(parser, options.pairs):
         with TemporaryDirectory() as folder:
             prepared.append(measure_preparation(student, teacher, options.known, Path(folder)))
     table = Table(
@@ -296,7 +298,7 @@ def main() -> None:
         table.add_column(heading, justify="right")
     for row in prepared:
         table.add_row(
-            f"{row['student']}\n{row['teacher']}",
+            f"{short_name(row['student'])}\n{short_name(row['teacher'])}",
             f"{row['set_up_seconds']:.1f}",
             f"{row['load_seconds']:.1f}",
             f"{row['set_up_bytes'] / 1e6:,.0f}",
