@@ -224,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--divergence", default="forward_kl")
     add_least_importance(parser)
     add_temperature(parser)
-    add_corrections(parser)
+    add_corrections(parser, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, help="threads of torch")
     parser.add_argument("--json", type=Path)

@@ -89,8 +89,14 @@ class Run:
 
     @property
     def corrections(self) -> int:
-        """Rounds of corrections of samples; none of reference completions."""
-        return 0 if self.loss == SFT else self.pair.corrections
+        """Rounds of corrections of samples; none of reference completions, nor by default of the
+        samples of a loss that requires the student's own."""
+        if self.loss == SFT:
+            return 0
+        if self.pair.corrections is not None:
+            return self.pair.corrections
+        default: int = RolloutConfig.model_fields["corrections"].default
+        return 0 if self._is_policy_gradient else default
 
     @property
     def importance(self) -> ImportanceConfig:

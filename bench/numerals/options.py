@@ -95,12 +95,18 @@ def add_temperature(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_corrections(parser: argparse.ArgumentParser) -> None:
-    """Add the option for corrected samples."""
+def add_corrections(parser: argparse.ArgumentParser, default: int | None = None) -> None:
+    """Add the option for corrected samples.
+
+    Args:
+        default: None for that of ``mopd train``.
+    """
+    ordinary = RolloutConfig.model_fields["corrections"].default
     parser.add_argument(
         "--corrections",
         type=int,
-        default=RolloutConfig.model_fields["corrections"].default,
+        default=default,
         metavar="N",
-        help="of every sample by its teacher (default: %(default)s)",
+        help="rounds for every sample by its teacher (default: "
+        f"{f'{ordinary}, or 0 for policy_gradient' if default is None else default})",
     )

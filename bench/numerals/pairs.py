@@ -100,8 +100,8 @@ class Pair:
     """Softmax temperature of the teachers' scores, if it is not 1."""
     importance: ImportanceConfig = field(default_factory=ImportanceConfig)
     """Weights of the student's samples."""
-    corrections: int = 0
-    """Rounds of corrections of the student's samples."""
+    corrections: int | None = 0
+    """Rounds of corrections of the student's samples; None: the default of ``mopd train``."""
 
     def teachers_of(self, loss: str) -> Mapping[str, Side]:
         """Return the teachers of a run with this loss."""

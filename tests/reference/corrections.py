@@ -7,7 +7,10 @@ Row = tuple[bytes, float, Sequence[tuple[bytes, float]]]
 
 
 def correction(
-    student: Sequence[tuple[bytes, Sequence[bytes]]], teacher: Sequence[Row], least_ratio: float
+    student: Sequence[tuple[bytes, Sequence[bytes]]],
+    teacher: Sequence[Row],
+    least_ratio: float,
+    significance: float,
 ) -> list[bytes] | None:
     """Return the first tokens of the corrected completion; None if it stays as it is.
 
@@ -16,14 +19,21 @@ def correction(
     likeliest other one with which the text begins with the target, but with no longer token of the
     teacher's row, or else the likeliest one with which the target begins with the text.
 
+    The completion stays as it is if the teacher's own text up to the implausible token would have
+    ``significance`` such tokens or more, on average.
+
     Args:
         student: its tokens, each with the likeliest ones in its place, in order.
         teacher: its tokens of the same text.
     """
     before = b""
+    expected = 0.0
     for token, probability, likely in teacher:
         (likeliest, highest), *others = likely
+        expected += 1 - sum(each for _, each in likely if each >= least_ratio * highest)
         if probability < least_ratio * highest:
+            if expected >= significance:
+                return None
             target = before + likeliest
             rivals = [
                 before + other

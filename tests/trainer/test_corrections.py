@@ -46,6 +46,7 @@ def settings(rounds: int, *, max_new_tokens: int = LENGTH) -> RolloutConfig:
         temperature=1.0,
         corrections=rounds,
         correction_ratio=RATIO,
+        correction_significance=100,
     )
 
 

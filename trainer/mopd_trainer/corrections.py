@@ -66,6 +66,7 @@ class Corrector:
                         self._student.table,
                         self._scorer.table,
                         least_ratio=self._config.correction_ratio,
+                        significance=self._config.correction_significance,
                     )
                 )
             }

@@ -224,6 +224,29 @@ def test_losses_on_samples_sample_at_temperature_1_by_default(tmp_path: Path, lo
     assert RunConfig.model_validate(values).rollout.temperature == 0.8
 
 
+@pytest.mark.parametrize(
+    ("change", "corrections"),
+    [
+        (lambda v: None, 1),
+        (lambda v: v["rollout"].update(engine="vllm"), 0),
+        (lambda v: v["rollout"].update(engine="vllm", corrections=2), 2),
+        (lambda v: v["rollout"].update(scoring="after_rollout"), 0),
+        (lambda v: v["teachers"]["code"].update(control="random"), 0),
+        (lambda v: code_loss(v, "policy_gradient"), 0),
+        (lambda v: code_loss(v, "k3"), 0),
+    ],
+    ids=["default", "vllm", "set", "after the rollout", "control", "policy_gradient", "k3"],
+)
+def test_samples_of_the_trainer_are_corrected_once_by_default(
+    tmp_path: Path, change: Change, corrections: int
+) -> None:
+    values = run_values(tmp_path)
+    change(values)
+    config = RunConfig.model_validate(values)
+    assert config.rollout.corrections == corrections
+    assert RunConfig.model_validate(config.model_dump()) == config
+
+
 def test_plain_sft_needs_no_teacher(tmp_path: Path) -> None:
     values = run_values(tmp_path, teachers={})
     values["data"]["source"] = "answers"

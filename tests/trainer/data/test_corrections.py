@@ -1,5 +1,6 @@
 """Corrections of implausible tokens."""
 
+import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,6 +27,8 @@ ENDING = table(TEACHER).roles.ending
 Choice = tuple[float, str, float, *tuple[str, ...]] | None
 #: Probability of each of the less likely tokens.
 LITTLE = 0.01
+#: More than the implausible tokens of any completion here.
+ALWAYS = 100.0
 
 
 def example(
@@ -71,13 +74,17 @@ def named(text: str, side: TokenTable) -> int:
 
 
 def corrected(
-    item: TrainingExample, ratio: float = RATIO, teacher_name: str = TEACHER
+    item: TrainingExample,
+    ratio: float = RATIO,
+    teacher_name: str = TEACHER,
+    significance: float = ALWAYS,
 ) -> Correction | None:
     return correction_of(
         item,
         table(STUDENT),
         {"math": table(teacher_name)}.__getitem__,
         least_ratio=ratio,
+        significance=significance,
     )
 
 
@@ -98,6 +105,42 @@ def test_the_first_implausible_token_is_replaced_by_the_likeliest_that_agrees() 
 def test_plausible_tokens_stay(choice: Choice, ratio: float) -> None:
     written = ids_of(STUDENT, "12")
     assert corrected(example(written, [ids_of(STUDENT, "17")], [None, choice]), ratio) is None
+
+
+@pytest.mark.parametrize(("significance", "is_corrected"), [(0.19, False), (0.21, True)])
+def test_a_completion_stays_where_the_teachers_own_has_implausible_tokens(
+    significance: float, is_corrected: bool
+) -> None:
+    # 0.1 of each row is outside of the top-k.
+    written = ids_of(STUDENT, "12")
+    item = example(written, [ids_of(STUDENT, "17")], [None, (0.01, "7", 0.9)])
+    assert (corrected(item, significance=significance) is not None) == is_corrected
+
+
+def test_few_of_the_teachers_own_samples_are_corrected_however_long_they_are() -> None:
+    draw = random.Random(0)
+    digits, written = list("0123"), ids_of(STUDENT, *"0123")
+
+    def sample() -> TrainingExample:
+        ids: list[int] = []
+        choices: list[Choice] = []
+        for _ in range(60):
+            best, *others = draw.sample(range(4), 4)
+            own = draw.choices([best, *others], [0.97, LITTLE, LITTLE, LITTLE])[0]
+            ids.append(written[own])
+            named = [digits[each] for each in others]
+            choices.append((0.96 if own == best else LITTLE, digits[best], 0.96, *named))
+        return example(ids, [written] * 60, choices)
+
+    samples = [sample() for _ in range(300)]
+    shares = {
+        significance: np.mean(
+            [corrected(each, RATIO, TEACHER, significance) is not None for each in samples]
+        )
+        for significance in (0.1, ALWAYS)
+    }
+    assert shares[0.1] < 0.1
+    assert shares[ALWAYS] > 0.7
 
 
 def test_a_token_beyond_the_teachers_does_not_begin_with_its_other_tokens() -> None:
@@ -192,9 +235,9 @@ def _examples(draw: st.DrawFn) -> tuple[TrainingExample, Sequence[Choice], str]:
     return example(written, candidates, choices, teacher), choices, teacher
 
 
-@given(_examples())
+@given(_examples(), st.sampled_from([0.35, 0.75, ALWAYS]))
 def test_corrections_agree_with_the_definition(
-    drawn: tuple[TrainingExample, Sequence[Choice], str],
+    drawn: tuple[TrainingExample, Sequence[Choice], str], significance: float
 ) -> None:
     item, choices, name = drawn
     own, other = table(STUDENT).all_bytes, table(name).all_bytes
@@ -214,6 +257,6 @@ def test_corrections_agree_with_the_definition(
             strict=True,
         )
     ]
-    correction = corrected(item, teacher_name=name)
-    expected = reference(student, teacher, RATIO)
+    correction = corrected(item, teacher_name=name, significance=significance)
+    expected = reference(student, teacher, RATIO, significance)
     assert (None if correction is None else [own[i] for i in correction.token_ids]) == expected

@@ -140,6 +140,7 @@ def test_workers_continue_corrected_completions_as_the_student_would(
     serve_in_process(monkeypatch, {"code": Recorded(teacher.app)})
     values["teachers"] = {"code": {"url": "http://code", "top_k": 8}}
     values["rollout"] |= {"corrections": 2, "correction_ratio": 0.3, "scoring": "stream"}
+    values["rollout"] |= {"correction_significance": 100}
     own, _ = run_here(values)
     config = with_workers(values, 2)
     actors = actors_of(config)

@@ -25,7 +25,7 @@ def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     folder = tiny_models.save(model_of("qwen"), tokenizer("digit"), tmp_path / "student")
     values = run_values(tmp_path, max_steps=2)
     values["student"] |= {"model": str(folder)}
-    values["rollout"] |= {"corrections": 2, "correction_ratio": 0.3}
+    values["rollout"] |= {"corrections": 2, "correction_ratio": 0.3, "correction_significance": 100}
     values["logging"] = {"tensorboard": False, "record": True, "completions": 4}
     values["teachers"] = {"own": {"url": "http://own", "top_k": 8}}
     return values

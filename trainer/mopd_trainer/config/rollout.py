@@ -53,13 +53,19 @@ class RolloutConfig(Settings):
     (``policy_gradient``, ``k2``, ``k3``)."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling threshold."""
-    corrections: int = Field(default=0, ge=0)
+    corrections: int = Field(default=1, ge=0)
     """Rounds of corrections. In each, the first token of a completion that its teacher finds
     implausible is replaced by one that agrees with the teacher's text, the student continues behind
-    it, and the changed completion is scored again. 1 to 4 rounds save a weak student steps."""
+    it, and the changed completion is scored again. They save a weak student steps. 0: plain
+    on-policy samples. Default: 1, or 0 with the vLLM engine, ``scoring: after_rollout``, a control
+    arm, or a loss of the sampled tokens (``policy_gradient``, ``k2``, ``k3``)."""
     correction_ratio: float = Field(default=0.01, gt=0, lt=1)
     """A token is implausible if it is less than this times as likely as the teacher's likeliest
     one. Larger values correct more."""
+    correction_significance: float = Field(default=0.1, gt=0)
+    """A completion is corrected only where the teacher itself would rarely write an implausible
+    token: where fewer than this many are expected in its own text up to the corrected one. Long
+    completions of a good student thus stay as they are. Larger values correct more."""
     generation_batch_size: int = Field(default=64, ge=1)
     """Completions that ``transformers`` samples at once; each batch is scored while the next is
     sampled. Reference answers are scored in batches of this size too."""

@@ -185,6 +185,21 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _set_corrections(self) -> "RunConfig":
+        """Correct no samples by default where these have to be the student's own, where scores are
+        not a teacher's, and where corrections were not measured or cost more."""
+        rollout = self.rollout
+        uncorrected = (
+            self._trains_on_samples
+            or any(teacher.control for teacher in self.teachers.values())
+            or rollout.engine != "transformers"
+            or rollout.scoring == "after_rollout"
+        )
+        if uncorrected and "corrections" not in rollout.model_fields_set:
+            object.__setattr__(self, "rollout", rollout.model_copy(update={"corrections": 0}))
+        return self
+
+    @model_validator(mode="after")
     def _validate_losses(self) -> "RunConfig":
         for name, teacher in self.teachers.items():
             require_valid_samples(

@@ -6,6 +6,10 @@ correction the completion continues from the teacher's choice instead, as in spe
 distillation (arXiv 2410.11325), which also lets the teacher replace implausible tokens. In that
 method both share a tokenizer and the teacher samples along. Here the text of its likeliest token,
 known from the scores, selects the student's likeliest token that agrees with it.
+
+A teacher that is not sure writes implausible tokens, too, and in a long text some token always is.
+How many are expected in its own text follows from the scores: as long as these are few, an
+implausible token shows that the text is another's.
 """
 
 import math
@@ -42,16 +46,20 @@ def correction_of(
     teachers: Callable[[str], TokenTable],
     *,
     least_ratio: float,
+    significance: float,
 ) -> Correction | None:
     """Return the correction of the first implausible token.
 
     None without such a token; behind text that the teacher's tokenizer changed, or a control token;
-    and if none of the student's likeliest tokens agrees with the teacher's.
+    where the teacher's own text has implausible tokens, too; and if none of the student's likeliest
+    tokens agrees with the teacher's.
 
     Args:
         teachers: name -> table; the sample's teacher with the largest weight corrects.
         least_ratio: a token is implausible if it is less than this times as likely as the
             teacher's likeliest one.
+        significance: the token is corrected if fewer than this many implausible ones are expected
+            in the teacher's own text up to it.
     """
     if example.rollout.sampled_logprobs is None or not example.scores:
         return None
@@ -59,7 +67,10 @@ def correction_of(
     completion, score = scored.teacher_input.completion, scored.score
     comparable = _comparable_bytes(completion, score.completion)
     sides = _Sides(example.rollout, completion, student, teachers(scored.teacher))
+    expected = np.cumsum(implausible_masses(score, least_ratio))
     for row in implausible_rows(score, least_ratio).tolist():
+        if expected[row] >= significance:
+            return None
         start = int(score.completion.byte_ends[row - 1]) if row else 0
         if start > comparable:
             return None
@@ -76,6 +87,15 @@ def implausible_rows(score: TeacherScore, least_ratio: float) -> NDArray[np.int6
     """Return the rows whose token is less than ``least_ratio`` times as likely as the likeliest."""
     topk = score.topk
     return np.flatnonzero(topk.token_logprobs < topk.logprobs[:, 0] + math.log(least_ratio))
+
+
+def implausible_masses(score: TeacherScore, least_ratio: float) -> NDArray[np.float64]:
+    """Return the probability in each row of all implausible tokens; those outside the top-k count
+    as implausible, although few likely ones may be among them where k is small."""
+    topk = score.topk
+    likely = topk.logprobs >= topk.logprobs[:, :1] + math.log(least_ratio)
+    masses = np.where(likely, 0.0, np.exp(topk.logprobs.astype(np.float64))).sum(axis=1)
+    return masses + np.exp(topk.tail_logprobs.astype(np.float64))
 
 
 @dataclass(frozen=True, eq=False)

@@ -304,7 +304,7 @@ def test_a_resumed_run_would_write_the_same(vllm_student: VllmStudent) -> None:
 def test_corrected_completions_continue_with_the_students_logprobs(
     vllm_student: VllmStudent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"corrections": 3, "correction_ratio": 0.3}
+    settings = {"corrections": 3, "correction_ratio": 0.3, "correction_significance": 100}
     change(vllm_student, monkeypatch, **settings)
     student = vllm_student.student
     config = RolloutConfig.model_validate({**ROLLOUT, **settings})
