@@ -144,9 +144,14 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
         """True if a string belongs to a cell, without regard to other cells."""
         if not string.startswith(cell):
             return False
-        longer = {realised: True} if is_undivided and realised.startswith(cell) else {}
-        texts = {**excepted[cell], **longer, cell: False}
-        return not texts[max((t for t in texts if string.startswith(t)), key=len)]
+        texts = excepted[cell]
+        if is_undivided and realised.startswith(cell) and realised != cell:
+            left = {
+                text: not is_excepted or excepts(texts, text)
+                for text, is_excepted in excepted[realised].items()
+            }
+            texts = {**texts, **left, realised: True}
+        return not excepts(texts, string)
 
     for name in sorted(excepted):
         if not any(admits(cell, name) for cell in cells):
@@ -298,6 +303,12 @@ def cell_mass(
 
         total += path(side, at, row, known) * token_mass(side, row, continues)
     return total
+
+
+def excepts(texts: dict[str, bool], string: str) -> bool:
+    """Whether the longest of these texts with which a string begins is no part of a cell."""
+    longest = max((text for text in texts if string.startswith(text)), key=len, default="")
+    return texts.get(longest, False)
 
 
 def separate_tokens(

@@ -1,5 +1,7 @@
 """Tokens in place of a longer one, and runs of white space, which what follows divides."""
 
+from string import ascii_lowercase
+
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -82,3 +84,15 @@ def test_a_shorter_token_that_is_a_cell_itself_may_belong_to_the_longer_one(
     pair = Pair(divided, other) if is_students else Pair(other, divided)
     masses = dict.fromkeys(texts, 1 / len(texts))
     assert false_loss(pair, masses, top_k=16, lowest=-20) <= 1e-4
+
+
+@pytest.mark.parametrize("texts", [("-paidb", "-painx", "-pains"), ("-paidb", "-painx", "-paix")])
+def test_what_a_longer_cell_excludes_stays_in_the_shorter_one(texts: tuple[str, ...]) -> None:
+    # Behind `p`, the text `ai` of `p|ai|d` is no part of the cell `a`, which `pa` begins; but that
+    # cell has `ain`, for the teacher writes `pa|in`. Too many tokens begin with `pai` to try each.
+    longer = [("pai", each) for each in ascii_lowercase]
+    student = tongue("<over>", [("p", "a"), ("pa", "i"), *longer])
+    teacher = tongue("<stop>", [("i", "n"), ("a", "i"), ("p", "a")])
+    assert teacher.tokenize("-paidb-painx") == ["-", "p", "ai", "d", "b", "-", "pa", "in", "x"]
+    masses = dict.fromkeys(texts, 1 / 3)
+    assert false_loss(Pair(student, teacher), masses, top_k=16, lowest=-20) <= 0.01

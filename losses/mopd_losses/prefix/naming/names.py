@@ -214,6 +214,9 @@ def _marks(
             for number, offset in zip(numbers[corrected].tolist(), ahead, strict=True)
         ]
     shorter = possible[texts.lengths[possible] < realised[possible]]
+    of_realised = np.full(len(boundaries), UNMARKED, dtype=np.int64)
+    longest = possible[texts.lengths[possible] == realised[possible]]
+    of_realised[names.boundaries[longest]] = numbers[longest]
     nested = np.zeros(len(boundaries), dtype=np.bool_)
     nested[names.boundaries[shorter]] = True
     nested = np.flatnonzero(nested)
@@ -221,14 +224,14 @@ def _marks(
     is_one_token[nested] = whole(nested)
     shorter = shorter[is_one_token[names.boundaries[shorter]]]
     starts, stops = offsets[shorter], offsets[shorter] + realised[shorter]
-    before = numbers[shorter]
+    before, longer = numbers[shorter], of_realised[names.boundaries[shorter]]
 
     def excluded(indices: Integers) -> Integers:
-        columns = (before[indices], starts[indices], stops[indices])
+        columns = (before[indices], starts[indices], stops[indices], longer[indices])
         each = zip(*(column.tolist() for column in columns), strict=True)
-        return np.array([marks.without(number, symbols[a:b]) for number, a, b in each])
+        return np.array([marks.without(number, symbols[a:b], own) for number, a, b, own in each])
 
-    keys = keys_of(before, student.text.slices(starts, stops))
+    keys = keys_of(before, student.text.slices(starts, stops), longer)
     numbers[shorter] = marks.excluded.computed(keys, excluded)
     return uncorrected, numbers
 

@@ -63,7 +63,7 @@ class MarksTable:
         self.members = KeyTable(_CACHED)
         """Marks and a text -> whether it belongs to the cell."""
         self.excluded = KeyTable(_CACHED)
-        """Marks and a text -> the number of ``without``."""
+        """Marks, a longer text and its cell's marks -> the number of ``without``."""
         self.left = KeyTable(_CACHED)
         """Marks, a longer cell's text and its marks -> the number of ``leaving``."""
         self._derived: dict[tuple[int, int, int], int] = {}
@@ -123,17 +123,20 @@ class MarksTable:
             tuple((t, belongs or ahead.startswith(t)) for t, belongs in self.marks_of(number))
         )
 
-    def without(self, number: int, longer: str) -> int:
-        """Exclude a longer text from the cell."""
-        return self._marked(number, longer, belongs=False)
+    def without(self, number: int, longer: str, own: int) -> int:
+        """Exclude a longer cell from the cell; what the longer one excludes is where it was.
+
+        Args:
+            longer: the text of the longer cell.
+            own: the longer cell's marks.
+        """
+        left = {t: not belongs and self.belongs(number, t) for t, belongs in self.marks_of(own)}
+        marks = {**dict(self.marks_of(number)), **left, longer: False}
+        return self.number_of(tuple(sorted(marks.items())))
 
     def including(self, number: int, longer: str) -> int:
         """Add a longer text to the cell."""
-        return self._marked(number, longer, belongs=True)
-
-    def _marked(self, number: int, longer: str, *, belongs: bool) -> int:
-        others = (mark for mark in self.marks_of(number) if mark[0] != longer)
-        return self.number_of(tuple(sorted([*others, (longer, belongs)])))
+        return self.number_of(tuple(sorted({**dict(self.marks_of(number)), longer: True}.items())))
 
     def leaving(self, number: int, text: str, own: int) -> int:
         """Exclude from a shorter cell what belongs to a longer one, too.
