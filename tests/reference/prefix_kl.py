@@ -21,6 +21,7 @@ from mopd_losses.prefix.naming.separate_tokens import (
     LONGEST,
     TOKENS_PER_END,
     TRIED,
+    TRIED_DIGITS,
     WORDS,
 )
 from mopd_losses.prefix.vocabulary.shorter_tokens import LONGEST as LONGEST_TOKEN
@@ -306,7 +307,7 @@ def cell_mass(
 
 
 def excepts(texts: dict[str, bool], string: str) -> bool:
-    """Whether the longest of these texts with which a string begins is no part of a cell."""
+    """True if the longest of these texts with which a string begins is no part of a cell."""
     longest = max((text for text in texts if string.startswith(text)), key=len, default="")
     return texts.get(longest, False)
 
@@ -330,10 +331,11 @@ def separate_tokens(
         ends: list[int] = []
         after = continuations(student, begun + text) + continuations(teacher, teacher_begun + text)
         rest = text[len(cell) :]
-        after += [t[len(rest) :] for t in frequent(teacher, rest, TRIED_BEHIND_SHORTER)]
+        most = TRIED_DIGITS if rest.isdecimal() else TRIED_BEHIND_SHORTER
+        after += [t[len(rest) :] for t in frequent(teacher, rest, most)]
         after += BEHIND_SPACE if text[-1] in WHITE_SPACE else ()
         for continued in ["", *after]:
-            if continued and ends[0] != len(text):
+            if continued and len(cell) <= ends[0] < len(text):
                 break  # no continuation can make it separate
             end = first_end(teacher, teacher_begun, text + continued)
             own = first_end(student, begun, text + continued)

@@ -96,3 +96,13 @@ def test_what_a_longer_cell_excludes_stays_in_the_shorter_one(texts: tuple[str, 
     assert teacher.tokenize("-paidb-painx") == ["-", "p", "ai", "d", "b", "-", "pa", "in", "x"]
     masses = dict.fromkeys(texts, 1 / 3)
     assert false_loss(Pair(student, teacher), masses, top_k=16, lowest=-20) <= 0.01
+
+
+@pytest.mark.parametrize("texts", [("-paib", "-xy", "-z"), ("-paib", "-pa", "-xy")])
+def test_a_continuation_shows_that_a_longer_token_is_in_the_cell(texts: tuple[str, ...]) -> None:
+    # The teacher writes `p|ai`, but `pa|ib`: the student's `pai|b` is part of the cell `pa`.
+    student = tongue("<over>", [("p", "a"), ("pa", "i")])
+    teacher = tongue("<stop>", [("i", "b"), ("a", "i"), ("p", "a")])
+    assert teacher.tokenize("-pai-paib") == ["-", "p", "ai", "-", "pa", "ib"]
+    masses = dict.fromkeys(texts, 1 / 3)
+    assert false_loss(Pair(student, teacher), masses, top_k=16, lowest=-20) <= 0.01

@@ -107,7 +107,8 @@ def _source_line(config: RunConfig) -> Text:
         return Text(f"replay: completions and scores recorded by {config.replay}")
     rounds, temperature = config.rollout.corrections, config.rollout.temperature
     details = "" if temperature == 1 else f", sampled at temperature {temperature:g}"
-    details += f", corrected at most {rounds} times by teachers" if rounds else ""
+    times = "once" if rounds == 1 else f"{rounds} times"
+    details += f", corrected at most {times} by teachers" if rounds else ""
     least = config.importance.least_weight
     details += f", importance weights of at least {least:g}" if least < 1 else ""
     if share == 1:

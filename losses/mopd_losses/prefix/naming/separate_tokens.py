@@ -31,6 +31,10 @@ TRIED = 32
 #: characters of an end, and so many tokens for each end, again with the lowest ids.
 ENDS, TOKENS_PER_END = 2, 4
 
+#: Tokens that are tried in place of a number's last digits: about all that begin with a digit and
+#: have three digits at most, and years.
+TRIED_DIGITS = 256
+
 #: Beginnings of words, and what is tried behind white space.
 WORDS = ("a", "#")
 BEHIND_SPACE = (*WORDS, "1")
@@ -142,13 +146,12 @@ class SeparateTokens:
         # Only what the student's tokenizer spells with the very token shows where it belongs.
         spelled = self._spelled_by_one([(longer, longer.text) for longer in tried])
         for (longer, text), end in zip(spelled, self._ends_by_teacher(spelled), strict=True):
-            # If a token ends inside the text already, no continuation makes the text separate; and
-            # a continuation matters only if one does.
-            if end >= len(text):
-                after = dict.fromkeys(self._continuations(longer))
-                continued += [(longer, text + each) for each in after]
-            if end >= len(text) or NOT_TEXT < end < longer.shorter:
-                separate.append(longer)
+            # If a token ends inside the text already, no continuation makes the text separate.
+            if end == NOT_TEXT or _is_inside(longer, end):
+                continue
+            separate.append(longer)
+            after = dict.fromkeys(self._continuations(longer))
+            continued += [(longer, text + each) for each in after]
         ends = zip(continued, self._ends_by_teacher(continued), strict=True)
         decisive = [
             (each, end) for each, end in ends if _is_inside(each[0], end) or end == len(each[1])
@@ -179,7 +182,8 @@ class SeparateTokens:
         for vocabulary, begun in ((self._student, place.student), (self._teacher, place.teacher)):
             yield from continuations(vocabulary, begun + text, TOKENS_PER_END)
         behind = text[longer.shorter :]
-        for token in self._teacher.frequent_tokens(behind, TRIED_BEHIND_SHORTER):
+        most = TRIED_DIGITS if behind.isdecimal() else TRIED_BEHIND_SHORTER
+        for token in self._teacher.frequent_tokens(behind, most):
             yield token[len(behind) :]
         if text[-1].isspace() and text[-1].isascii():
             yield from BEHIND_SPACE
