@@ -9,9 +9,9 @@ from mopd_losses.prefix.naming.names import CellNames
 from mopd_losses.prefix.text.boundaries import Places
 from mopd_losses.prefix.vocabulary.hashed_strings import (
     Integers,
+    indices_in_runs,
     joined,
     keys_of,
-    ranks_in_runs,
 )
 from mopd_losses.prefix.vocabulary.marked_ranges import MarkedRanges
 from mopd_losses.prefix.vocabulary.marks import UNMARKED, MarksTable
@@ -82,9 +82,7 @@ def cell_ranges(
     boundaries, lengths = open_rows.boundaries[chosen], open_rows.begun[chosen]
     vocabulary = marked.vocabulary
     first = np.searchsorted(names.boundaries, [boundaries, boundaries + 1])
-    counts = first[1] - first[0]
-    rows = np.repeat(np.arange(len(boundaries)), counts)
-    cells = np.repeat(first[0], counts) + ranks_in_runs(counts)
+    rows, cells = indices_in_runs(*first)
     nodes = np.full(len(cells), -1, dtype=np.int64)
     known_nodes, is_known = known
     at = np.flatnonzero(is_known[rows])
@@ -123,7 +121,7 @@ def cell_ranges(
     starts, stops = starts[at], stops[at]
     is_marked = np.zeros(len(nodes), dtype=np.bool_)
     is_marked[has_marks] = True
-    sources = np.repeat(first, last - first) + ranks_in_runs(last - first)
+    _, sources = indices_in_runs(first, last)
     starts[is_marked[at]] = marked.starts[sources]
     stops[is_marked[at]] = marked.stops[sources]
     return CellRanges(cells[at], rows[at], starts, stops)

@@ -17,7 +17,7 @@ from mopd_losses.prefix.naming.names import CellNames, Flags, name_cells
 from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.text.boundaries import Boundaries, TokenizedText
 from mopd_losses.prefix.text.contexts import Contexts
-from mopd_losses.prefix.vocabulary.hashed_strings import Integers, ranks_in_runs
+from mopd_losses.prefix.vocabulary.hashed_strings import Integers, indices_in_runs
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 from mopd_protocol.topk_logprobs import TopKLogprobs
 
@@ -259,12 +259,11 @@ class _TeacherRows:
         entries = ((ordered >> shift) + origins[:, None]).ravel()
         edges = origins.take(ranges.rows) + 1 + [ranges.starts, ranges.stops]
         first, last = np.searchsorted(entries, edges)
-        counts = last - first
-        inside = np.repeat(first, counts) + ranks_in_runs(counts)
+        owners, inside = indices_in_runs(first, last)
         columns = ordered.ravel().take(inside) & ((1 << shift) - 1)
         at = inside // width * width + columns
         order = np.argsort(at, kind="stable")  # rows are in order
-        return at.take(order), np.repeat(ranges.cells, counts).take(order)
+        return at.take(order), ranges.cells.take(owners.take(order))
 
     def cell_masses(self, entries: Integers, members: Integers, cells: int) -> Nats:
         """[cells], nats: the tokens of all rows of a boundary that continue with each cell.

@@ -20,7 +20,12 @@ from mopd_losses.prefix.naming.separate_tokens import WORDS, continuations
 from mopd_losses.prefix.shorter_detours import ShorterDetours
 from mopd_losses.prefix.text.contexts import WINDOW, Contexts, TextsBefore
 from mopd_losses.prefix.text.strings import Strings
-from mopd_losses.prefix.vocabulary.hashed_strings import Integers, keys_of, ranks_in_runs
+from mopd_losses.prefix.vocabulary.hashed_strings import (
+    Integers,
+    indices_in_runs,
+    keys_of,
+    ranks_in_runs,
+)
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
 from mopd_losses.prefix.vocabulary.shorter_tokens import TRIED, ShorterTokens
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, last_character
@@ -422,9 +427,7 @@ def probed(contexts: Contexts, rows: Integers, tokens: Integers, likely: Flags) 
     """
     text, vocabulary = contexts.text, contexts.text.vocabulary
     first, last = np.searchsorted(rows, [contexts.first_rows, contexts.covering_rows + 1])
-    counts = np.maximum(last - first, 0)
-    boundaries = np.repeat(np.arange(len(counts)), counts)
-    at = np.repeat(first, counts) + ranks_in_runs(counts)
+    boundaries, at = indices_in_runs(first, np.maximum(first, last))
     ends = text.starts[rows[at]] + vocabulary.lengths[tokens[at]]
     offsets = contexts.places.offsets[boundaries]
     kept = ends < offsets

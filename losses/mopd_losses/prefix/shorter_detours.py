@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mopd_losses.prefix.text.contexts import WINDOW, Contexts
 from mopd_losses.prefix.text.strings import Strings
-from mopd_losses.prefix.vocabulary.hashed_strings import Hashes, Integers, joined, ranks_in_runs
+from mopd_losses.prefix.vocabulary.hashed_strings import Hashes, Integers, indices_in_runs, joined
 from mopd_losses.prefix.vocabulary.shorter_tokens import ShorterTokens
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 
@@ -47,9 +47,8 @@ class ShorterDetours:
         """
         places = contexts.places
         rows = places.open_rows
-        counts = rows.last[numbers] - rows.first[numbers] + 1
-        cells, numbers = np.repeat(np.arange(len(numbers)), counts), np.repeat(numbers, counts)
-        opened = rows.first[numbers] + ranks_in_runs(counts)
+        cells, opened = indices_in_runs(rows.first[numbers], rows.last[numbers] + 1)
+        numbers = numbers[cells]
         in_context = rows.rows[opened] >= contexts.first_rows[numbers]
         cells, numbers, opened = cells[in_context], numbers[in_context], opened[in_context]
         hashes = places.wholes(opened, texts.hashes[cells])
@@ -82,8 +81,8 @@ class ShorterDetours:
         at, ids = self._beginnings(hashes)
         # Each of these, with every cell of its boundary.
         first, last = np.searchsorted(boundaries, [numbers[at], numbers[at] + 1])
-        cells = np.repeat(first, last - first) + ranks_in_runs(last - first)
-        at, ids = np.repeat(at, last - first), np.repeat(ids, last - first)
+        owners, cells = indices_in_runs(first, last)
+        at, ids = at[owners], ids[owners]
         # A token must cross the boundary.
         texts = texts.at(cells)
         lengths = vocabulary.lengths[ids]

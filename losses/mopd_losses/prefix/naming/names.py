@@ -14,8 +14,8 @@ from mopd_losses.prefix.text.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import (
     Hashes,
     Integers,
+    indices_in_runs,
     keys_of,
-    ranks_in_runs,
 )
 from mopd_losses.prefix.vocabulary.marks import UNMARKED, MarksTable
 
@@ -96,22 +96,19 @@ def _add_candidates(
     belong = marks.belong(numbers[cells[marked]], candidates.hashes[marked], strings)
     outside = marked[~belong]
     # Few begin with the text of another cell, which may contain them.
-    boundaries = names.boundaries[cells[outside]]
+    texts, boundaries = candidates.at(outside), names.boundaries[cells[outside]]
     first, last = np.searchsorted(names.boundaries, [boundaries, boundaries + 1])
-    index = np.repeat(np.arange(len(outside)), last - first)
-    others = np.repeat(first, last - first) + ranks_in_runs(last - first)
+    index, others = indices_in_runs(first, last)
     lengths = names.texts.lengths
-    kept = is_cell[others] & (lengths[others] <= candidates.lengths[outside[index]])
+    kept = is_cell[others] & (lengths[others] <= texts.lengths[index])
     index, others = index[kept], others[kept]
-    begun = candidates.at(outside[index]).beginnings(lengths[others])
+    begun = texts.at(index).beginnings(lengths[others])
     kept = begun == names.texts.hashes[others]
     index, others = index[kept], others[kept]
-
-    def others_strings(indices: Integers) -> list[str]:
-        return candidates.strings(outside[index[indices]])
-
-    belong = marks.belong(numbers[others], candidates.hashes[outside[index]], others_strings)
-    added = np.delete(outside, index[belong])
+    is_in_other = marks.belong(
+        numbers[others], texts.hashes[index], lambda indices: texts.strings(index[indices])
+    )
+    added = np.delete(outside, index[is_in_other])
     for cell, text in zip(cells[added].tolist(), candidates.strings(added), strict=True):
         numbers[cell] = marks.including(int(numbers[cell]), text)
 

@@ -103,3 +103,10 @@ def ranks_in_runs(lengths: Integers) -> Integers:
     """0, 1, … within each run of the given lengths."""
     starts = np.cumsum(lengths) - lengths
     return np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
+
+
+def indices_in_runs(first: Integers, last: Integers) -> tuple[Integers, Integers]:
+    """Return first, first + 1, … up to last, without it, of each run: the runs, and the indices."""
+    lengths = last - first
+    runs = np.repeat(np.arange(len(lengths)), lengths)
+    return runs, first[runs] + ranks_in_runs(lengths)
