@@ -102,11 +102,11 @@ def add_corrections(parser: argparse.ArgumentParser, default: int | None = None)
         default: None for that of ``mopd train``.
     """
     ordinary = RolloutConfig.model_fields["corrections"].default
+    described = f"{ordinary}, or 0 for policy_gradient" if default is None else default
     parser.add_argument(
         "--corrections",
         type=int,
         default=default,
         metavar="N",
-        help="rounds for every sample by its teacher (default: "
-        f"{f'{ordinary}, or 0 for policy_gradient' if default is None else default})",
+        help=f"rounds for every sample by its teacher (default: {described})",
     )
