@@ -22,6 +22,10 @@ class Corrector:
     """Correct scored completions ``rollout.corrections`` times.
 
     A function of the seed, the step, the completions, their scores and the weights.
+
+    Args:
+        kept_topk: the student's likely ids at each token that corrected examples keep, for
+            teachers; None for all that corrections had.
     """
 
     def __init__(
@@ -32,6 +36,7 @@ class Corrector:
         config: RolloutConfig,
         *,
         seed: int,
+        kept_topk: int | None = None,
         timer: StepTimer | None = None,
     ) -> None:
         self._generator = generator
@@ -39,6 +44,7 @@ class Corrector:
         self._student = student
         self._config = config
         self._seed = seed
+        self._kept_topk = kept_topk
         self._timer = timer or StepTimer()
 
     async def corrected(
@@ -83,7 +89,15 @@ class Corrector:
                 else:
                     del by_index[index]
             changed = [index for index in corrections if index in by_index]
-        return [*by_index.values()]
+        return [self._with_kept_ids(example) for example in by_index.values()]
+
+    def _with_kept_ids(self, example: TrainingExample) -> TrainingExample:
+        """Drop the student's ids that corrections do not need any more."""
+        ids = example.rollout.student_topk_ids
+        if self._kept_topk is None or ids is None:
+            return example
+        kept = ids[:, : self._kept_topk] if self._kept_topk else None
+        return replace(example, rollout=replace(example.rollout, student_topk_ids=kept))
 
     async def _continued(self, corrections: Sequence[Correction], seed: int) -> list[Rollout]:
         """Return the rollouts that continue from corrections."""

@@ -21,6 +21,7 @@ from mopd_trainer.config.extras import require_packages
 from mopd_trainer.config.fingerprint import RunIdentity
 from mopd_trainer.config.loading import write_resolved
 from mopd_trainer.config.run import RunConfig
+from mopd_trainer.config.teacher import student_topk
 from mopd_trainer.corrections import Corrector
 from mopd_trainer.data.importance import ImportanceWeights
 from mopd_trainer.data.prompts import PromptOrder, read_prompts
@@ -298,7 +299,13 @@ async def _open_pipeline(
     async with open_source(config, student, version=first_step, workers=workers) as opened:
         source, generator = opened
         corrector = Corrector(
-            generator, scorer, student.identity, config.rollout, seed=config.seed, timer=timer
+            generator,
+            scorer,
+            student.identity,
+            config.rollout,
+            seed=config.seed,
+            kept_topk=student_topk(config.scoring_teachers),
+            timer=timer,
         )
 
         async def collect_step(step: int, sampled: asyncio.Event) -> Collected:

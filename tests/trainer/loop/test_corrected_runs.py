@@ -44,6 +44,8 @@ def test_corrected_completions_are_counted_logged_recorded_and_replayed(
     samples = Recording(output).read(1, prompts, table("digit"))
     corrected = [sample.rollout.corrected_tokens for sample in samples]
     assert sum(map(bool, corrected)) == shares[0] * len(samples)
+    # Only corrections needed these.
+    assert {sample.rollout.student_topk_ids is None for sample in samples} == {True}
     logged = map(json.loads, (output / "completions.jsonl").read_text().splitlines())
     positions = [tuple(line["corrected_tokens"]) for line in logged if line["step"] == 1]
     assert sorted(positions) == sorted(corrected)

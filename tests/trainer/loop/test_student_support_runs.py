@@ -88,7 +88,7 @@ def values(tmp_path: Path, case: tuple[str, str, str]) -> dict[str, Any]:
     folder = tiny_models.save(student().model, tokenizer("digit"), tmp_path / "student")
     values = run_values(tmp_path, max_steps=STEPS)
     values["student"] |= {"model": str(folder), "learning_rate": 3e-3}
-    values["rollout"] |= {"samples_per_prompt": 2, "corrections": 0}  # which keep more ids
+    values["rollout"]["samples_per_prompt"] = 2
     values["importance_weights"] = {"least": 1}
     values["logging"] = {"tensorboard": False, "record": True}
     loss = {"type": case[0], "divergence": "reverse_kl"}

@@ -133,7 +133,6 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_recording_is_no_larger_than_documented(tmp_path: Path, values: dict[str, Any]) -> None:
-    values["rollout"]["corrections"] = 0  # which keep 64 ids of each token
     run_here(values)
     prompts = read_prompts(RunConfig.model_validate(values).data, ["math", "code"])
     recording = Recording(tmp_path / "run")

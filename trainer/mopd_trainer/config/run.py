@@ -179,9 +179,8 @@ class RunConfig(Settings):
     def _set_temperature(self) -> "RunConfig":
         """Sample from the unmodified distribution by default where a loss is an estimate over
         it."""
-        if self._trains_on_samples and "temperature" not in self.rollout.model_fields_set:
-            rollout = self.rollout.model_copy(update={"temperature": 1.0})
-            object.__setattr__(self, "rollout", rollout)  # the model is frozen
+        if self._trains_on_samples:
+            self._set_rollout_default("temperature", 1.0)
         return self
 
     @model_validator(mode="after")
@@ -195,9 +194,15 @@ class RunConfig(Settings):
             or rollout.engine != "transformers"
             or rollout.scoring == "after_rollout"
         )
-        if uncorrected and "corrections" not in rollout.model_fields_set:
-            object.__setattr__(self, "rollout", rollout.model_copy(update={"corrections": 0}))
+        if uncorrected:
+            self._set_rollout_default("corrections", 0)
         return self
+
+    def _set_rollout_default(self, name: str, value: float) -> None:
+        """Set a setting of the rollout that the configuration does not have."""
+        if name not in self.rollout.model_fields_set:
+            rollout = self.rollout.model_copy(update={name: value})
+            object.__setattr__(self, "rollout", rollout)  # the model is frozen
 
     @model_validator(mode="after")
     def _validate_losses(self) -> "RunConfig":

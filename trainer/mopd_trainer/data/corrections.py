@@ -20,9 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_losses.alignment.byte_alignment import common_prefix
+from mopd_protocol.arrays import FloatArray
 from mopd_protocol.samples import Rollout, TeacherScore
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.tokenizers.token_table import TokenTable
+from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_trainer.data.examples import TrainingExample
 
 
@@ -85,17 +87,21 @@ def correction_of(
 
 def implausible_rows(score: TeacherScore, least_ratio: float) -> NDArray[np.int64]:
     """Return the rows whose token is less than ``least_ratio`` times as likely as the likeliest."""
-    topk = score.topk
-    return np.flatnonzero(topk.token_logprobs < topk.logprobs[:, 0] + math.log(least_ratio))
+    return np.flatnonzero(score.topk.token_logprobs < _least_logprobs(score.topk, least_ratio))
 
 
 def implausible_masses(score: TeacherScore, least_ratio: float) -> NDArray[np.float64]:
     """Return the probability in each row of all implausible tokens; those outside the top-k count
     as implausible, although few likely ones may be among them where k is small."""
     topk = score.topk
-    likely = topk.logprobs >= topk.logprobs[:, :1] + math.log(least_ratio)
+    likely = topk.logprobs >= _least_logprobs(topk, least_ratio)[:, None]
     masses = np.where(likely, 0.0, np.exp(topk.logprobs.astype(np.float64))).sum(axis=1)
     return masses + np.exp(topk.tail_logprobs.astype(np.float64))
+
+
+def _least_logprobs(topk: TopKLogprobs, least_ratio: float) -> FloatArray:
+    """[rows], nats, of a plausible token."""
+    return topk.logprobs[:, 0] + math.log(least_ratio)
 
 
 @dataclass(frozen=True, eq=False)

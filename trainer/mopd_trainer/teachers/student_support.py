@@ -55,9 +55,9 @@ def with_student_support(
             f"(found none in the rollout of prompt {rollout.prompt.index})"
         )
     if teacher.config.sends_token_ids:
-        rows = [_present(row)[:top_k] for row in student_ids]
+        rows = [_present(row) for row in student_ids[:, :top_k]]
     else:
-        rows = _projected_rows(teacher_input, student_ids, teacher, counterparts)
+        rows = _projected_rows(teacher_input, student_ids[:, :top_k], teacher, counterparts)
     request = teacher_input.request.model_copy(update={"candidate_ids": rows})
     return replace(teacher_input, request=request)
 
