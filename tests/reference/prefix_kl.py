@@ -439,7 +439,9 @@ def detours(
     for cell in [*cells, *sorted(others)]:
         is_text = ord(cell[-1]) < 256
         crossed = may_cross(side, at, cell) if context else len(cell) > 1
-        crossed = crossed or is_several(side, at, cell) or is_run
+        # Inside a token, what follows must divide the text before the byte anew.
+        is_inside = bool(context) and side.starts[covering] < at
+        crossed = crossed or is_several(side, at, cell) or is_run or is_inside
         if is_text and not crossed:
             continue
         if not is_canonical:

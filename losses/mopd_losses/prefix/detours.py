@@ -147,7 +147,10 @@ class Detours:
         sought = sought.and_rest(*words_behind_spaces(contexts, sought.texts.vocabulary))
         may_differ = contexts.may_cross(sought.boundaries, sought.texts)
         may_differ |= contexts.are_several(sought.boundaries, sought.texts)
-        may_differ |= contexts.end_with_run[sought.boundaries] & sought.texts.are_text()
+        # Inside a token, what follows divides the text before the boundary anew.
+        rows = contexts.places.open_rows
+        redivided = contexts.end_with_run | ((rows.begun[rows.last] > 0) & (contexts.lengths > 0))
+        may_differ |= redivided[sought.boundaries] & sought.texts.are_text()
         possible = np.flatnonzero(may_differ)
         numbers = sought.boundaries[possible]
         texts = sought.texts.at(possible)

@@ -106,3 +106,13 @@ def test_a_continuation_shows_that_a_longer_token_is_in_the_cell(texts: tuple[st
     assert teacher.tokenize("-pai-paib") == ["-", "p", "ai", "-", "pa", "ib"]
     masses = dict.fromkeys(texts, 1 / 3)
     assert false_loss(Pair(student, teacher), masses, top_k=16, lowest=-20) <= 0.01
+
+
+@pytest.mark.parametrize("texts", [("-abcx", "-abcd", "-z"), ("-abcx", "-abcd")])
+def test_text_inside_a_token_is_divided_anew_by_what_follows(texts: tuple[str, ...]) -> None:
+    # Behind the `c` of `ab|cd`, no token contains `cx`; but with `x`, the text is `a|bc|x`.
+    student = tongue("<over>", [("c", "d"), ("b", "c"), ("a", "b")])
+    teacher = tongue("<stop>", [("y", "z")])
+    assert student.tokenize("-abcx-abcd") == ["-", "a", "bc", "x", "-", "ab", "cd"]
+    masses = dict.fromkeys(texts, 1 / len(texts))
+    assert false_loss(Pair(student, teacher), masses, top_k=16, lowest=-20) <= 1e-4
