@@ -7,8 +7,9 @@ tokens, top-64. Preparation runs on one core, in micro-batches of 8 completions,
 as in training: equal contexts of different completions need one call of a tokenizer. ``new text``
 is text after ``--known`` other completions: tables grow, and less of new text is new. ``stored`` is
 the same of a second run, which has loaded the tables of the first one, ``known text`` the best of
-three repetitions. ``tests/losses/test_contract.py`` compares values with the reference
-implementation.
+three repetitions. The trigram model is far less certain than a language model, which names fewer
+cells; with ``--certain``, its rows have the entropies of one. ``tests/losses/test_contract.py``
+compares values with the reference implementation.
 """
 
 import argparse
@@ -60,13 +61,34 @@ COMPLETION_BYTES = 4_096
 K = 64
 ROWS, HIDDEN, ROWS_PER_BLOCK = 2_048, 512, 256
 
+#: The share of a row that ``--certain`` leaves to the trigram model is ``u ** _EXPONENT``, with
+#: uniform ``u``: below 0.002 of half of the rows, above 0.12 of a fifth. So the entropies are those
+#: of Qwen3-8B on its samples, below 0.01 nats for half of the tokens and above 0.67 for a fifth
+#: (arXiv 2506.01939, section 3).
+_EXPONENT = 9.4
+
+#: The share of a row with which a token may name a cell.
+LIKELY = 1e-3
+#: How certain a teacher is, and in words.
+_CERTAINTY = {
+    "teacher_entropy": "nats of entropy",
+    "teacher_nats": "nats of the realised token",
+    "likely_tokens": f"tokens of {LIKELY:.1%} and more",
+}
+
 Result = dict[str, Any]
 
 
 class NGramTeacher:
-    """Trigram model of a corpus, interpolated with bigrams and unigrams."""
+    """Trigram model of a corpus, interpolated with bigrams and unigrams.
 
-    def __init__(self, vocabulary: Side, texts: Sequence[str]) -> None:
+    Args:
+        certain: give most of each row to the realised token, as a language model would.
+    """
+
+    def __init__(self, vocabulary: Side, texts: Sequence[str], *, certain: bool = False) -> None:
+        self._certain = certain
+        self._random = random.Random(7)
         self._after: list[dict[tuple[int, ...], Counter[int]]]
         self._after = [defaultdict(Counter), defaultdict(Counter)]
         frequent: Counter[int] = Counter()
@@ -103,20 +125,26 @@ class NGramTeacher:
         own = np.zeros(len(written), dtype=np.float32)
         for at, token in enumerate(written):
             row = self.row(written[max(0, at - 2) : at], token)
+            if self._certain:
+                share = self._random.random() ** _EXPONENT
+                row = {other: share * mass for other, mass in row.items()}
+                row[token] += 1.0 - share
             likely = sorted(row.items(), key=lambda entry: -entry[1])[:K]
             ids[at, : len(likely)] = [token_id for token_id, _ in likely]
             logprobs[at, : len(likely)] = np.log([mass for _, mass in likely])
             own[at] = np.log(row[token])
-        tails = np.log1p(-np.exp(logprobs).sum(axis=1))
+        tails = np.log(np.maximum(1.0 - np.exp(logprobs).sum(axis=1), 1e-9))
         return TeacherScore("teacher", sequence, TopKLogprobs(ids, logprobs, own, tails))
 
 
-def completions(student: str, teacher: str, count: int) -> list[AlignedPair]:
+def completions(
+    student: str, teacher: str, count: int, *, certain: bool = False
+) -> list[AlignedPair]:
     """Pieces of texts that the teacher was not counted on."""
     sources = python_sources(STANDARD_LIBRARY)
     random.Random(1).shuffle(sources)
     texts = [path.read_text(encoding="utf-8", errors="ignore") for path in sources[:400]]
-    model = NGramTeacher(side(teacher), texts[:300])
+    model = NGramTeacher(side(teacher), texts[:300], certain=certain)
     draw = random.Random(5)
     pieces: list[str] = []
     while len(pieces) < count:
@@ -136,13 +164,15 @@ def compared(student: str, teacher: str, model: NGramTeacher, text: str) -> Alig
     return AlignedPair(written, sampled, score, align(written, score.completion))
 
 
-def measure_preparation(student: str, teacher: str, known: Sequence[int], folder: Path) -> Result:
+def measure_preparation(
+    student: str, teacher: str, known: Sequence[int], folder: Path, *, certain: bool = False
+) -> Result:
     """Milliseconds for 1,000 tokens, and what is set up once for a pair.
 
     Args:
         known: ascending numbers of completions after which new ones are measured.
     """
-    pairs = completions(student, teacher, known[-1] + 2 * MEASURED)
+    pairs = completions(student, teacher, known[-1] + 2 * MEASURED, certain=certain)
     last = pairs[-MEASURED:]
     gc.collect()
     gc.freeze()  # the counts of the trigram model, which Python's collector would pass over
@@ -166,6 +196,7 @@ def measure_preparation(student: str, teacher: str, known: Sequence[int], folder
         "stored_bytes": sum(path.stat().st_size for path in folder.iterdir()),
         "student": student,
         "teacher": teacher,
+        **_certainty(pairs[:MEASURED]),
         "set_up_seconds": set_up,
         "set_up_bytes": set_up_bytes,
         "kept_bytes": _resident_bytes() - before,
@@ -173,6 +204,19 @@ def measure_preparation(student: str, teacher: str, known: Sequence[int], folder
         "new_text_ms": new,
         "stored_ms": preparation_ms(stored, last),
         "known_text_ms": again,
+    }
+
+
+def _certainty(pairs: Sequence[AlignedPair]) -> dict[str, float]:
+    """Return means of the teacher's rows, see ``_CERTAINTY``."""
+    rows = np.concatenate([pair.score.topk.logprobs for pair in pairs])
+    masses = np.exp(rows)
+    entropies = -np.where(masses > 0.0, masses * rows, 0.0).sum(axis=1)
+    own = np.concatenate([pair.score.topk.token_logprobs for pair in pairs])
+    likely = (masses >= LIKELY).sum(axis=1)
+    return {
+        key: float(np.mean(each))
+        for key, each in zip(_CERTAINTY, (entropies, -own, likely), strict=True)
     }
 
 
@@ -272,13 +316,20 @@ def main() -> None:
         "--pairs", default=PAIRS, metavar="STUDENT:TEACHER,…", help="tokenizers: names, or files"
     )
     parser.add_argument("--preparation-only", action="store_true", help="no step of the head")
+    parser.add_argument(
+        "--certain", action="store_true", help="a teacher as certain as a language model"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     console = Console()
     prepared: list[Result] = []
     for student, teacher in pairs_of(parser, options.pairs):
         with TemporaryDirectory() as folder:
-            prepared.append(measure_preparation(student, teacher, options.known, Path(folder)))
+            prepared.append(
+                measure_preparation(
+                    student, teacher, options.known, Path(folder), certain=options.certain
+                )
+            )
     table = Table(
         title="preparation, milliseconds for 1,000 tokens on one core",
         box=SIMPLE,
@@ -308,6 +359,9 @@ def main() -> None:
             *(f"{row[key]:,.0f}" for key in ("stored_ms", "known_text_ms")),
         )
     console.print(table)
+    means = {key: float(np.mean([row[key] for row in prepared])) for key in _CERTAINTY}
+    shown = ", ".join(f"{means[key]:.1f} {text}" for key, text in _CERTAINTY.items())
+    console.print(f"a row of the teacher: {shown}", highlight=False)
     report: Result = {"preparation": prepared, "torch": torch.__version__}
     if not options.preparation_only:
         report["step"] = measure_step("v3", "tekken", options.rounds)

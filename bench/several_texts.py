@@ -65,6 +65,8 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=64, help="of the teacher's rows")
     parser.add_argument("--json", type=Path, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
+    if options.random and options.texts:
+        parser.error("found --random and --texts, expected one of them")
     pairs = pairs_of(parser, options.pairs)
     kinds = {text: tuple(text.split("|")) for text in options.texts or ()} or TEXTS
     for kind, texts in kinds.items():
