@@ -54,6 +54,15 @@ def test_tokenizers_split_numbers_differently() -> None:
     assert splits == [",| |202|4", ",| 20|24", ",| |2|0|2|4", ",| 20|24"]
 
 
+def test_teachers_are_trained_on_the_tokens_of_which_completions_are_scored() -> None:
+    sides = [side for pair in PAIRS.values() for side in pair.teachers.values()]
+    for tokenizer, task in {(side.tokenizer, side.task) for side in sides}:
+        encoder = Encoder(tokenizer())
+        for exercise in task.training(0)[:100]:
+            parts = [token for part in exercise.completion_parts for token in encoder.part(part)]
+            assert parts == encoder.part(exercise.completion), exercise
+
+
 def test_tokenizers_spell_chinese_by_words_characters_and_bytes() -> None:
     text = "一九四三年十二月二日"
     makers = (chinese_tokenizer, character_tokenizer, student_tokenizer, unigram_tokenizer)
