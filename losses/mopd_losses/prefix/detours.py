@@ -147,9 +147,7 @@ class Detours:
         sought = sought.and_rest(*words_behind_spaces(contexts, sought.texts.vocabulary))
         may_differ = contexts.may_cross(sought.boundaries, sought.texts)
         may_differ |= contexts.are_several(sought.boundaries, sought.texts)
-        # Inside a token, what follows divides the text before the boundary anew.
-        rows = contexts.places.open_rows
-        redivided = contexts.end_with_run | ((rows.begun[rows.last] > 0) & (contexts.lengths > 0))
+        redivided = contexts.end_with_run | contexts.inside_tokens
         may_differ |= redivided[sought.boundaries] & sought.texts.are_text()
         possible = np.flatnonzero(may_differ)
         numbers = sought.boundaries[possible]
@@ -195,7 +193,7 @@ class Detours:
         boundary if it is followed by a text, and by any other text behind that one."""
         rows = contexts.places.open_rows
         begun = rows.begun[rows.last]
-        at = np.flatnonzero(((begun > 0) & (contexts.lengths > 0))[boundaries])
+        at = np.flatnonzero(contexts.inside_tokens[boundaries])
         inside = texts.at(at)
         divided = ~(inside.are_text() & contexts.may_cross(boundaries[at], inside))
         at, inside = at[divided], inside.at(divided)

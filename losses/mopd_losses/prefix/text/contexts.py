@@ -122,6 +122,13 @@ class Contexts(TextsBefore):
             results &= is_space(codes.take(np.maximum(offsets - before, 0)))
         return results
 
+    @cached_property
+    def inside_tokens(self) -> NDArray[np.bool_]:
+        """[boundaries], whether the last open row has begun a token before each: what follows may
+        divide the text before the boundary anew."""
+        rows = self.places.open_rows
+        return (rows.begun[rows.last] > 0) & (self.lengths > 0)
+
     def may_cross(self, boundaries: Integers, texts: Strings) -> NDArray[np.bool_]:
         """Return whether the text behind a boundary may be divided otherwise than at the boundary:
         by a token that begins inside the context, or that ends inside the text."""
