@@ -1,4 +1,4 @@
-"""Tasks: dates in three forms, subtraction, and rows of CSV as JSON.
+"""Tasks: dates in three forms, subtraction, rows of CSV as JSON, German numbers, blocks of code.
 
 The text is the same for every tokenizer, so one class serves teachers and students. A hash of the
 prompt decides if an exercise is held out.
@@ -29,6 +29,23 @@ _COLUMNS: Mapping[str, Sequence[str | int]] = {
     "count": range(1, 50),
 }
 _COLUMNS_PER_ROW = 4
+# fmt: off
+_GERMAN_TO_TWENTY = (
+    "null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun", "zehn",
+    "elf", "zwölf", "dreizehn", "vierzehn", "fünfzehn", "sechzehn", "siebzehn", "achtzehn",
+    "neunzehn",
+)
+_GERMAN_TENS = (
+    "", "", "zwanzig", "dreißig", "vierzig", "fünfzig", "sechzig", "siebzig", "achtzig", "neunzig",
+)
+_GERMAN_THINGS = (
+    "Äpfel", "Birnen", "Nüsse", "Kürbisse", "Möhren", "Brötchen", "Blumen", "Bäume", "Schlösser",
+    "Füchse",
+)
+_VARIABLES = ("i", "n", "row", "item", "count", "total", "name", "index", "value", "key")
+# fmt: on
+_FUNCTIONS = ("print", "append", "visit", "update", "emit", "remove")
+_COMPARISONS = ("<", ">", "==", "!=", "<=", ">=")
 _CHINESE_DIGITS = "〇一二三四五六七八九"
 #: One exercise in this many is held out.
 _HELD_OUT_EVERY = 5
@@ -150,6 +167,39 @@ class Rows(TextTask):
 
 
 @dataclass(frozen=True)
+class GermanNumbers(TextTask):
+    """``12 Äpfel, 47 Nüsse``: ``zwölf Äpfel und siebenundvierzig Nüsse``."""
+
+    def draw(self, random: Random) -> Exercise:
+        """See ``TextTask``."""
+        things = random.sample(_GERMAN_THINGS, 2)
+        numbers = [random.randrange(2, 100) for _ in things]
+        pairs = list(zip(numbers, things, strict=True))
+        prompt = ", ".join(f"{number} {thing}" for number, thing in pairs)
+        text = " und ".join(f"{_german_number(number)} {thing}" for number, thing in pairs)
+        return Exercise("german_numbers", prompt, tuple(re.findall(r" ?\w+", text)))
+
+
+@dataclass(frozen=True)
+class CodeBlocks(TextTask):
+    """``for i in range(9): if i > 3: print(n)``: the same as an indented block."""
+
+    def draw(self, random: Random) -> Exercise:
+        """See ``TextTask``."""
+        counter, argument = random.sample(_VARIABLES, 2)
+        first, second = random.randrange(100), random.randrange(100)
+        lines = (
+            f"for {counter} in range({first}):",
+            f"if {counter} {random.choice(_COMPARISONS)} {second}:",
+            f"{random.choice(_FUNCTIONS)}({argument})",
+        )
+        block = "\n".join("    " * depth + line for depth, line in enumerate(lines))
+        # A token may contain a complete word, so a part contains no less.
+        parts = re.findall(r" *[^ \n]+\n?", block)
+        return Exercise("code_blocks", " ".join(lines), tuple(parts))
+
+
+@dataclass(frozen=True)
 class Mixture(TextTask):
     """Several tasks in equal parts, for a student's warm start."""
 
@@ -166,6 +216,15 @@ def _chinese_number(number: int) -> str:
     tens, ones = divmod(number, 10)
     begun = "" if tens < 2 else _CHINESE_DIGITS[tens]
     return begun + ("十" if tens else "") + (_CHINESE_DIGITS[ones] if ones else "")
+
+
+def _german_number(number: int) -> str:
+    """Return a number from 2 to 99 in words."""
+    if number < len(_GERMAN_TO_TWENTY):
+        return _GERMAN_TO_TWENTY[number]
+    tens, ones = divmod(number, 10)
+    begun = "ein" if ones == 1 else _GERMAN_TO_TWENTY[ones]
+    return (f"{begun}und" if ones else "") + _GERMAN_TENS[tens]
 
 
 def _is_held_out(prompt: str) -> bool:

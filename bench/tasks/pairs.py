@@ -9,7 +9,9 @@ from bench.numerals.pairs import CEILING, ONE_TOKENIZER_LOSSES, SFT, Pair, Side
 from bench.numerals.warm_start import Completion
 from bench.tasks.exercises import (
     ChineseDates,
+    CodeBlocks,
     Dates,
+    GermanNumbers,
     IsoDates,
     Mixture,
     Rows,
@@ -21,8 +23,11 @@ from bench.tasks.task_tokenizers import (
     chinese_tokenizer,
     digit_tokenizer,
     free_tokenizer,
+    phrase_tokenizer,
     student_tokenizer,
+    syllable_tokenizer,
     unigram_tokenizer,
+    word_tokenizer,
 )
 from mopd.demo.models import Family
 
@@ -32,6 +37,8 @@ TASKS: Mapping[str, TextTask] = {
     "subtraction": Subtraction(),
     "rows": Rows(),
     "chinese_dates": ChineseDates(),
+    "german_numbers": GermanNumbers(),
+    "code_blocks": CodeBlocks(),
 }
 #: Most tokens of a completion in any of the tokenizers.
 _MAX_NEW_TOKENS: Mapping[str, int] = {
@@ -40,6 +47,8 @@ _MAX_NEW_TOKENS: Mapping[str, int] = {
     "subtraction": 8,
     "rows": 64,
     "chinese_dates": 48,
+    "german_numbers": 56,
+    "code_blocks": 64,
 }
 _ANY_TOKENIZER = ("prefix_kl", "ctkd", "gold_bayesian", "simct", "alm", CEILING, SFT)
 LOSSES = (*_ANY_TOKENIZER, *ONE_TOKENIZER_LOSSES)
@@ -67,6 +76,8 @@ _STEPS: Mapping[str, int] = {
     "iso_dates": 1_000,
     "subtraction": 2_500,
     "rows": 1_000,
+    "german_numbers": 1_000,
+    "code_blocks": 1_000,
 }
 _TEACHERS: Mapping[str, Side] = {
     "dates": _teacher("dates", unigram_tokenizer, "qwen3", _STEPS["dates"]),
@@ -76,6 +87,10 @@ _TEACHERS: Mapping[str, Side] = {
         task=Subtraction(complete=True),
     ),
     "rows": _teacher("rows", free_tokenizer, "qwen3", _STEPS["rows"]),
+    "german_numbers": _teacher(
+        "german_numbers", syllable_tokenizer, "qwen3", _STEPS["german_numbers"]
+    ),
+    "code_blocks": _teacher("code_blocks", phrase_tokenizer, "llama", _STEPS["code_blocks"]),
 }
 #: A teacher that spells Chinese characters by bytes, and one that has a token for each.
 _BYTES = {"chinese_dates": _teacher("chinese_dates", unigram_tokenizer, "qwen3", 1_000)}
@@ -103,6 +118,13 @@ _SHORT = _student(64, 2e-3, "subtraction", "dates")
 _DATES = _student(64, 2e-3, "dates", "iso_dates", at_once=True)
 _LONG = _student(48, 1e-3, "rows")
 _CHINESE_BYTES = _student(64, 1e-3, "chinese_dates")  # three tokens for a character
+_WRITTEN_OUT = replace(
+    _student(64, 1e-3, "german_numbers", "code_blocks"),
+    tokenizer=word_tokenizer,
+    completion=Completion(
+        (TASKS["german_numbers"], TASKS["code_blocks"]), least=0.04, most=0.45, at_once=True
+    ),
+)
 _CHINESE = replace(_CHINESE_BYTES, tokenizer=chinese_tokenizer)
 
 
@@ -141,6 +163,9 @@ _PAIRS = (
     _pair(_DATES, "dates", "iso_dates"),
     _pair(_DATES, "iso_dates"),
     _pair(_DATES, "dates", name="dates_alone"),
+    _pair(_WRITTEN_OUT, "german_numbers", "code_blocks"),
+    _pair(_WRITTEN_OUT, "german_numbers"),
+    _pair(_WRITTEN_OUT, "code_blocks"),
     _pair(
         _SHORT,
         "dates",

@@ -6,11 +6,15 @@
 | unigram | Unigram with byte fallback, as in Gemma | ``J|a|n|u|ar|y| 17|,| 20|24`` |
 | digit | BPE, single digits, as in Qwen | ``January| |1|7|,| |2|0|2|4`` |
 | free | BPE, digits and punctuation of any length, as in GPT-2 | ``J|an|uary| 17|,| 20|24`` |
+| word | BPE, punctuation with line ends, as in GPT-4 | `` siebenundvierzig| Nüsse`` |
+| syllable | as free, few tokens | `` |sieb|en|und|v|ier|zig| Nüsse`` |
+| phrase | BPE with byte fallback, merged across words, as in Llama 2 | ``▁range(|9|):`` |
 
 ``一九四三年十二月二日`` has ten characters of three bytes: 30 tokens for the student and unigram,
 ten for ``character_tokenizer``, and ``一九四|三年十二|月二日`` for ``chinese_tokenizer``.
 """
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -25,12 +29,21 @@ from bench.numerals.numeral_tokenizers import (
     ControlNames,
     with_chat_template,
 )
-from bench.tasks.exercises import ChineseDates, Dates, Rows, Subtraction, TextTask
+from bench.tasks.exercises import (
+    ChineseDates,
+    CodeBlocks,
+    Dates,
+    GermanNumbers,
+    Rows,
+    Subtraction,
+    TextTask,
+)
 from mopd.demo.tasks import WORDS
 
 _TEXTS = 3_000
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+|\s+"
+_WRITTEN_OUT = (GermanNumbers(), CodeBlocks())
 
 
 @cache
@@ -64,12 +77,59 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     return _byte_level(r"[\s\S]", 400, 7, TEACHER_NAMES, (Dates(), ChineseDates()))
 
 
+@cache
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE with whole words, and line ends behind punctuation."""
+    rest = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    pattern = rf"{_WORDS}|\p{{N}}{{1,3}}|{rest}"
+    return _byte_level(pattern, 900, 8, STUDENT_NAMES, _WRITTEN_OUT, numbers=False)
+
+
+@cache
+def syllable_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE with parts of words."""
+    pattern = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    return _byte_level(pattern, 420, 9, TEACHER_NAMES, _WRITTEN_OUT, numbers=False)
+
+
+@cache
+def phrase_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a BPE with byte fallback whose tokens may contain any text."""
+    names = TEACHER_NAMES
+    controls = ["<unk>", names.end, names.padding, names.user, names.assistant]
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token=controls[0]))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    # Only for training: of lines without any limit, it would merge whole lines.
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"▁*[^▁\n]+|\n+|▁+"), "isolated")
+    trainer = trainers.BpeTrainer(
+        vocab_size=541,
+        special_tokens=controls + [f"<0x{byte:02X}>" for byte in range(256)],
+        initial_alphabet=[chr(code) for code in range(33, 127)],
+        limit_alphabet=120,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_task_texts(10, _WRITTEN_OUT), trainer)
+    description = json.loads(tokenizer.to_str())
+    description["pre_tokenizer"] = None
+    added = description["added_tokens"]
+    description["added_tokens"] = [each for each in added if each["content"] in controls]
+    tokenizer = Tokenizer.from_str(json.dumps(description))
+    tokenizer.decoder = _byte_fallback_decoder()
+    return with_chat_template(tokenizer, names)
+
+
+def _byte_fallback_decoder() -> decoders.Decoder:
+    return decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+
+
 def _byte_level(
     pattern: str,
     size: int,
     seed: int,
     names: ControlNames,
     tasks: Sequence[TextTask] = (Dates(), Subtraction(), Rows()),
+    *,
+    numbers: bool = True,
 ) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -85,7 +145,8 @@ def _byte_level(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_task_texts(seed, tasks), trainer)
+    texts = itertools.chain(_task_texts(seed, tasks), _numbers() if numbers else ())
+    tokenizer.train_from_iterator(texts, trainer)
     return with_chat_template(tokenizer, names)
 
 
@@ -117,20 +178,21 @@ def unigram_tokenizer() -> PreTrainedTokenizerFast:
     model["vocab"] = sorted(scores.items(), key=lambda entry: (entry[0] not in controls, entry))
     model["byte_fallback"] = True
     tokenizer = Tokenizer.from_str(json.dumps(description))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    tokenizer.decoder = _byte_fallback_decoder()
     return with_chat_template(tokenizer, names)
 
 
 def _task_texts(seed: int, tasks: Sequence[TextTask]) -> Iterator[str]:
-    """Yield prompts and reference answers of tasks, and numbers."""
+    """Yield prompts and reference answers of tasks."""
     random = Random(seed)
     for _ in range(_TEXTS):
         for task in tasks:
             exercise = task.draw(random)
             yield exercise.prompt
             yield exercise.completion
+
+
+def _numbers() -> Iterator[str]:
     yield from (str(number) for number in range(1_000) for _ in range(3))
 
 

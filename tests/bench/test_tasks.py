@@ -23,8 +23,11 @@ from bench.tasks.task_tokenizers import (
     chinese_tokenizer,
     digit_tokenizer,
     free_tokenizer,
+    phrase_tokenizer,
     student_tokenizer,
+    syllable_tokenizer,
     unigram_tokenizer,
+    word_tokenizer,
 )
 from mopd.demo.examples import Encoder
 from mopd.demo.tasks import Exercise
@@ -61,6 +64,17 @@ def test_teachers_are_trained_on_the_tokens_of_which_completions_are_scored() ->
         for exercise in task.training(0)[:100]:
             parts = [token for part in exercise.completion_parts for token in encoder.part(part)]
             assert parts == encoder.part(exercise.completion), exercise
+
+
+def test_tokenizers_divide_words_and_code_differently() -> None:
+    text = " siebenundvierzig Nüsse):\n    if i"
+    makers = (word_tokenizer, syllable_tokenizer, phrase_tokenizer)
+    splits = ["|".join(pieces(Encoder(make()), text)) for make in makers]
+    assert splits == [
+        " siebenundvierzig| Nüsse|):\n|   | if| i",
+        " |sieb|en|und|v|ier|zig| Nüsse|):|\n   | if| i",
+        " |sieb|en|und|vier|zig| Nüsse|):|\n|    if| i",
+    ]
 
 
 def test_tokenizers_spell_chinese_by_words_characters_and_bytes() -> None:
