@@ -63,6 +63,19 @@ def whole_number_tokenizer(vocabulary_size: int = 460) -> PreTrainedTokenizerFas
     return _wrap(tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
 
 
+def long_number_tokenizer() -> PreTrainedTokenizerFast:
+    """``whole_number_tokenizer`` with a token for every number of two or three digits."""
+    description = json.loads(whole_number_tokenizer().backend_tokenizer.to_str())
+    vocabulary, merges = description["model"]["vocab"], description["model"]["merges"]
+    for number in range(10, 1_000):
+        text = str(number)
+        vocabulary.setdefault(text, len(vocabulary))
+        parts = ([text[:end], text[end:]] for end in range(1, len(text)))
+        merges += [pair for pair in parts if pair[1] in vocabulary]
+    tokenizer = Tokenizer.from_str(json.dumps(description))
+    return _wrap(tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+
+
 def sentencepiece_tokenizer(vocabulary_size: int = 640) -> PreTrainedTokenizerFast:
     """SentencePiece-like BPE: ``▁`` for spaces, an invented leading space, byte fallback."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))

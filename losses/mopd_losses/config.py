@@ -209,8 +209,11 @@ class PrefixKlConfig(DivergenceSettings):
     lookaheads: int = Field(default=2, ge=0)
     """Most texts per completion that a teacher scores in addition, where it is sure of a token that
     the completion does not continue with, and longer tokens of the student begin with that: ``1``
-    of a teacher with single digits, for a student with whole numbers. They have the same prompt and
-    the beginning of the completion; teachers with the student's kind of tokens get few or none."""
+    of a teacher with single digits, for a student with whole numbers. Such a text ends with the
+    student's likeliest of these longer tokens, if its likely ids are kept
+    (``rollout.corrections``), so that all of that token is compared as long as the teacher is sure
+    of it. The texts have the same prompt and the beginning of the completion; teachers with the
+    student's kind of tokens get few or none."""
 
 
 class AutoConfig(DivergenceSettings):

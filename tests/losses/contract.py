@@ -472,7 +472,7 @@ def _prefix_kl(divergence: config.Divergence, floor: float) -> Row:
         config.PrefixKlConfig(divergence=divergence, mass_floor=floor),
         lambda problem: problem.pair.loss(floor, divergence=divergence),
         expected,
-        conservative=divergence == "reverse_kl",  # the ratio of probabilities is a constant
+        conservative=False,  # ratios of probabilities, and bounds of unknown mass, are constants
         problem=prefix_problem,
         exact=lambda problem, _: problem.targets(divergence, floor),
     )

@@ -237,16 +237,40 @@ def compared(
 def with_lookaheads(
     pair: Pair, comparison: AlignedPair, row: Callable[[list[int]], Tensor]
 ) -> AlignedPair:
-    """Add all lookaheads; ``row`` is the teacher's after some tokens: [width], nats."""
+    """Add all lookaheads, each up to the end of the student's longest token that continues it.
+
+    Args:
+        row: the teacher's after some tokens: [width], nats.
+    """
     lookaheads: list[Lookahead] = []
     score = comparison.score
     sides = comparison.student, score, comparison.alignment
-    for token in pair.preparation.lookaheads.open_tokens.of(*sides, realised=False):
+    open_tokens = pair.preparation.lookaheads.open_tokens
+    strings = pair.preparation.student.strings
+    longest = sorted(range(len(strings)), key=lambda token: -len(strings[token]))
+    for token in open_tokens.of(*sides, realised=False):
         likely = int(score.topk.ids[token.teacher_row, 0])
         before = score.completion.token_ids[: token.teacher_row].tolist()
-        following = row([*before, likely])[None]
-        scored = compared(pair, [], [int(following.argmax())], following, score.topk.k)
-        lookaheads.append(Lookahead(token.student_row, token.teacher_row, scored.score.topk))
+        text = open_tokens.text_of(comparison.student, token, longest)
+        assert text is not None
+        teacher_ids = pair.teacher.ids(pair.teacher.tokenize(text))
+        if teacher_ids[: len(before) + 1] != [*before, likely]:
+            teacher_ids = [*before, likely]
+        behind, rows = list[int](), [row([*before, likely])]
+        for following in teacher_ids[len(before) + 1 :]:
+            if rows[-1][following].isneginf():
+                break  # a text that the model does not have
+            behind.append(following)
+            rows.append(row([*before, likely, *behind]))
+        ended = [*behind, int(rows[-1].argmax())]
+        scored = compared(pair, [], ended, torch.stack(rows), score.topk.k)
+        topk = scored.score.topk
+        count = len(open_tokens.followed(token, behind, topk))
+        lookaheads.append(
+            Lookahead(
+                token.student_row, token.teacher_row, topk.rows(0, count + 1), tuple(behind[:count])
+            )
+        )
     return replace(comparison, lookaheads=tuple(lookaheads))
 
 

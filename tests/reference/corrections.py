@@ -15,7 +15,8 @@ def correction(
     """Return the first tokens of the corrected completion; None if it stays as it is.
 
     The target is the text before an implausible token with the teacher's likeliest one in its
-    place. Tokens that end before the implausible one stay. Behind them each student token is the
+    place. Tokens that end before the implausible one stay, but for the last one, if a likely token
+    in its place is long enough for all of the target. Behind them each student token is the
     likeliest other one with which the text begins with the target, but with no longer token of the
     teacher's row, or else the likeliest one with which the target begins with the text.
 
@@ -40,6 +41,14 @@ def correction(
                 for other in [token, *(spelled for spelled, _ in others)]
                 if len(other) > len(likeliest)
             ]
+            ends = [b"".join(own for own, _ in student[: n + 1]) for n in range(len(student))]
+            last = max((n for n, end in enumerate(ends) if len(end) <= len(before)), default=None)
+            if last is not None:
+                begun = ends[last - 1] if last else b""
+                for each in student[last][1]:
+                    text = begun + each
+                    if text.startswith(target) and not any(map(text.startswith, rivals)):
+                        return [*(own for own, _ in student[:last]), each]
             tokens: list[bytes] = []
             for own, candidates in student:
                 text = b"".join(tokens)

@@ -5,7 +5,7 @@ A token is its string: a Latin-1 character a byte, one private character for a c
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -85,6 +85,10 @@ class Boundary:
     student_lacks: tuple[set[str], float]  # cells that may lack mass, and how much
     teacher_lacks: tuple[set[str], float]
     unsought: set[str]  # unlikely cells that the student may reach by a detour
+    counted: float  # the student's mass that cells or the rest lack for certain
+    sharing: set[str]  # cells of the student without a token that may belong to another one
+    most: dict[str, float] = field(default_factory=dict[str, float])
+    """The share of the teacher's mass of a cell that the student may lack, if it is not all."""
 
 
 #: The cell of the student's token that ends at a boundary inside its realised one.
@@ -120,10 +124,32 @@ def boundaries(student: Side, teacher: Side) -> list[Boundary]:
         starts = {start - first for start in student.starts}
         starts |= {start - second for start in teacher.starts}
         sides = replace(student, block=first), replace(teacher, block=second)
+        compared: dict[int, Boundary] = {}
         for at in sorted(start for start in starts if 0 <= start < length):
             boundary = compare(*sides, first + at, second + at, first + length)
-            results += [boundary] if boundary else []
+            if boundary:
+                compared[first + at] = boundary
+        results += [limited(sides[0], each, compared) for each in compared.values()]
     return results
+
+
+def limited(student: Side, boundary: Boundary, others: Mapping[int, Boundary]) -> Boundary:
+    """Add what the student lacks at most of the cell with the realised text: text that does not
+    continue with its token that covers the boundary and the next one, if both are its
+    tokenizer's."""
+    following = boundary.position + 2
+    behind = others.get(student.starts[following]) if following < len(student.starts) else None
+    if behind is None or not are_written(student, text_before(student, behind.at)[1], behind.at):
+        return boundary
+    realised = student.text[boundary.at :]
+    return replace(
+        boundary,
+        most={
+            cell: max(0.0, 1 - behind.teacher_text / boundary.teacher_text / boundary.teacher[cell])
+            for cell in boundary.student_lacks[0] - boundary.sharing
+            if realised.startswith(cell)
+        },
+    )
 
 
 def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -> Boundary | None:
@@ -193,8 +219,10 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
     lacks = lacks[0] | sharing(teacher, teacher_at, shared), lacks[1]
     student_lacks, counted, shared = detours(student, at, likely, {*unnamed}, None, words)
     student_whole = open_mass(student, at, None) - counted
+    certain = counted / student_whole
     student_shares = {c: mass(student, at, c, None, shared) / student_whole for c in cells}
-    student_lacks = student_lacks[0] | sharing(student, at, shared), student_lacks[1]
+    students_sharing = sharing(student, at, shared)
+    student_lacks = student_lacks[0] | students_sharing, student_lacks[1]
     ending = [share for c, share in unnamed.items() if ends_a_token(student, at, c)]
     if ending and not counted:
         shares[END] = math.fsum(ending) * before / whole
@@ -225,6 +253,8 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
             if c not in likely and (may_cross(student, at, c) or is_several(student, at, c))
         }
         - {cell_of(string) for string in continued(student, at)},
+        counted=certain,
+        sharing=students_sharing,
     )
 
 
@@ -779,7 +809,14 @@ def value(
     for _ in range(3):
         bound = boundary.teacher_lacks[1]
         teacher = filled(known_teacher, student, teacher_flags, bound)
-        student = filled(known_student, teacher, student_flags, boundary.student_lacks[1])
+        student = filled(
+            known_student,
+            teacher,
+            student_flags,
+            boundary.student_lacks[1],
+            [boundary.most.get(name, 1.0) for name in names],
+            boundary.counted,
+        )
     if inside:
         student = floored_rest(student, teacher[-1])
     if divergence == "forward_kl":
@@ -797,28 +834,63 @@ def value(
 
 
 def filled(
-    known: Sequence[float], towards: Sequence[float], lacking: Sequence[bool], bound: float
+    known: Sequence[float],
+    towards: Sequence[float],
+    lacking: Sequence[bool],
+    bound: float,
+    most: Sequence[float] = (),
+    least: float = 0.0,
 ) -> list[float]:
     """Raise lacking entries to a level of the other side's shares, the highest that adds at most
-    the bound and leaves no share above the other side's; scaled to sum to one."""
+    the bound and leaves no share above the other side's; scaled to sum to one.
+
+    Entries lack at most a share of the other side's. If one lacks its most, the level adds what is
+    certain, for any shares.
+
+    Args:
+        most: 1 for any.
+    """
 
     if bound == 0:
         return list(known)
     shares = [k / math.fsum(known) for k in known]
+    limits = [
+        k + m * t * (1 + bound) if m < 1 else math.inf
+        for k, t, m in zip(shares, towards, most or [1.0] * len(shares), strict=True)
+    ]
 
-    def raised(level: float) -> list[float]:
-        entries = zip(shares, towards, lacking, strict=True)
-        return [max(k, level * t) if lacks else k for k, t, lacks in entries]
+    def raised(level: float, *, is_limited: bool) -> list[float]:
+        entries = zip(shares, towards, lacking, limits, strict=True)
+        return [
+            max(k, min(level * t, limit if is_limited else math.inf)) if lacks else k
+            for k, t, lacks, limit in entries
+        ]
 
-    def is_allowed(level: float) -> bool:
-        total = math.fsum(raised(level))
-        return total - 1 <= bound and level <= total
+    def highest(*, is_limited: bool, is_certain: bool) -> float:
+        def is_allowed(level: float) -> bool:
+            total = math.fsum(raised(level, is_limited=is_limited))
+            if is_certain:
+                return total - 1 <= min(least, bound)
+            return total - 1 <= bound and level <= total
 
-    low, high = 0.0, 1.0 + bound
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if is_allowed(middle) else (low, middle)
-    values = raised(low)
+        low, high = 0.0, 1.0 + bound
+        while high < 1e9 and is_allowed(high):
+            low, high = high, high * 2
+        for _ in range(200):
+            middle = (low + high) / 2
+            low, high = (middle, high) if is_allowed(middle) else (low, middle)
+        return low
+
+    def level(*, is_limited: bool) -> float:
+        levels = (highest(is_limited=is_limited, is_certain=each) for each in (False, True))
+        return max(levels)
+
+    complete = level(is_limited=False)
+    entries = zip(shares, towards, lacking, limits, strict=True)
+    if any(lacks and max(k, complete * t) > limit for k, t, lacks, limit in entries):
+        values = raised(level(is_limited=True), is_limited=True)
+    else:
+        values = raised(highest(is_limited=False, is_certain=False), is_limited=False)
     return [value / math.fsum(values) for value in values]
 
 

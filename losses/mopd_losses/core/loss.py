@@ -18,11 +18,13 @@ from mopd_protocol.topk_logprobs import TopKLogprobs
 
 @dataclass(frozen=True, eq=False)
 class Lookahead:
-    """The teacher's distribution behind a token that the completion does not continue with."""
+    """The teacher's distributions behind a token that the completion does not continue with, and
+    behind the likely tokens that follow it inside a token of the student."""
 
     student_row: int  # whose token would cover the end of the teacher's
     teacher_row: int  # that the token is from
-    following: TopKLogprobs  # one row
+    following: TopKLogprobs  # one row behind each token
+    token_ids: tuple[int, ...] = ()  # the teacher's, behind that token: one per row but the last
 
 
 @dataclass(frozen=True, eq=False)

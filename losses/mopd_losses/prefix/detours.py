@@ -132,7 +132,7 @@ class Detours:
         self.probed = KeyTable(CACHED)
         self.shorter = ShorterTokens(vocabulary, encoder)
         self._written = written_ids(vocabulary, encoder)
-        self._shorter = ShorterDetours(vocabulary, self.shorter, self._are_canonical)
+        self._shorter = ShorterDetours(vocabulary, self.shorter, self.are_canonical)
         self._canonical = KeyTable(CACHED)
         self._whole = KeyTable(CACHED)
 
@@ -156,7 +156,7 @@ class Detours:
         counted = codes & 1 == 0  # one more than the flag
         # A counted token is mass of the rest, and so is a candidate that is in no cell.
         kept = np.flatnonzero((codes != _NO_DETOUR) & ~((sought.cells[possible] < 0) & counted))
-        kept = kept[self._are_canonical(contexts, numbers[kept])]
+        kept = kept[self.are_canonical(contexts, numbers[kept])]
         reached = np.zeros(cells, dtype=np.bool_)
         with_cell = sought.cells[possible[kept]]
         reached[with_cell[with_cell >= 0]] = True
@@ -205,7 +205,7 @@ class Detours:
         counted = (codes != _NO_DETOUR) & (codes & 1 == 0)
         ends = np.flatnonzero(counted & (lengths == begun[numbers]))
         results = np.zeros(len(boundaries), dtype=np.bool_)
-        results[at[ends]] = self._are_canonical(contexts, numbers[ends])
+        results[at[ends]] = self.are_canonical(contexts, numbers[ends])
         return results
 
     def _codes(self, contexts: Contexts, boundaries: Integers, texts: Strings) -> Integers:
@@ -229,9 +229,9 @@ class Detours:
 
         codes = self.probed.computed(keys_of(before.keys, probes.texts.hashes), compute)
         kept = np.flatnonzero(codes & 1 == 1)  # a counted token is mass of the rest
-        kept = kept[self._are_canonical(before, kept)]
+        kept = kept[self.are_canonical(before, kept)]
         numbers = probes.boundaries[kept]
-        canonical = self._are_canonical(contexts, numbers)
+        canonical = self.are_canonical(contexts, numbers)
         kept, numbers = kept[canonical], numbers[canonical]
         steps, ids = _steps_and_ids(codes[kept])
         steps += probes.rows[kept] - contexts.first_rows[numbers]
@@ -251,7 +251,7 @@ class Detours:
             at, ids = at[spelled], vocabulary.ids[ranks[spelled]]
             columns.append((at, np.full_like(at, step), ids))
         numbers, steps, ids = map(np.concatenate, zip(*columns, strict=True))
-        kept = self._are_canonical(contexts, numbers)
+        kept = self.are_canonical(contexts, numbers)
         return numbers[kept], steps[kept], ids[kept], np.zeros(int(kept.sum()), dtype=np.bool_)
 
     def are_one_token(self, contexts: Contexts, boundaries: Integers, lengths: Integers) -> Flags:
@@ -303,7 +303,7 @@ class Detours:
         equal = inside[ids[spelled.steps[inside]] == spelled.ids[inside]]
         return np.bincount(spelled.owners[equal], minlength=len(texts)) == len(ids)
 
-    def _are_canonical(self, contexts: TextsBefore, boundaries: Integers) -> Flags:
+    def are_canonical(self, contexts: TextsBefore, boundaries: Integers) -> Flags:
         """Return whether the tokens of each context are the tokenizer's.
 
         After others, which a student may sample, most of the mass of the text is on the tokenizer's

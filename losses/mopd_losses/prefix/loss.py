@@ -37,7 +37,11 @@ if both tokenizers spell it with one token. What is excluded may be another cell
 **Other divisions of the same text.** A tokenizer that merges may divide the text before a boundary
 otherwise once a cell follows. The cell's mass is then part of a token that was not produced, and is
 known by an upper bound only (``detours``). Both sides are filled towards each other within these
-bounds (``unknown_mass``): of all distributions that the rows allow, the nearest are compared. A
+bounds (``unknown_mass``): of all distributions that the rows allow, the nearest are compared. The
+bounds are constants of the gradient: the student would learn the tokens of detours for the sole
+reason that less is known of it then. What continues with the realised text is spelled by the
+realised tokens, so that of the realised cell the student lacks no more than the teacher's mass of
+other continuations; its shorter token, which has mass for certain, then leads to the rest. A
 text that was not sampled may begin with a shorter token than the cell's, too: of ``·O|SE``, the
 token ``·OS`` has no mass, and that of ``·O`` bounds what the cell lacks (``shorter_tokens``). For
 unlikely cells detours are not sought; one that could have a detour of the student only lowers the
@@ -64,8 +68,9 @@ divided otherwise by its tokenizer: of a teacher that spells the rest of a word 
 0.999 each, six small rests would be compared with nothing at all.
 
 **Lookaheads.** Where the teacher is sure of the beginning, its row behind it is requested if the
-completion does not continue with it (``open_tokens``, ``lookaheads``). Every sample then has the
-second term of that sum, with its exact weight, and no noise of a ratio.
+completion does not continue with it (``open_tokens``, ``lookaheads``), and the rows behind the
+tokens that it is sure of next. Every sample then has the second term of that sum, with its exact
+weight, and no noise of a ratio.
 
 What is neglected: such divisions more than two tokens back, the tail of a teacher's rows that do
 not begin at ``o``, tokens beyond the top-k that begin with a cell, and, at boundaries that the
@@ -95,7 +100,7 @@ from mopd_losses.divergences.truncation import (
 )
 from mopd_losses.prefix.preparation import Preparation
 from mopd_losses.prefix.targets import WHOLE_ROW, PrefixTargets, RangeReadings
-from mopd_losses.prefix.unknown_mass import filled_sides
+from mopd_losses.prefix.unknown_mass import UnknownMass, filled_sides
 from mopd_protocol.errors import DataError
 
 #: The highest weight of a boundary inside a token: higher ones are rarer, and their noise greater.
@@ -155,7 +160,7 @@ def prefix_kl(
         ``path_mass`` and ``student_path_mass`` of the text since the first open row, and
         ``path_weight``, below one if the teacher's path mass is under the floor.
     """
-    named, known, lacking, begun = _student_cells(student, targets, sorted_ids, temperature)
+    named, known, detours, begun = _student_cells(student, targets, sorted_ids, temperature)
     teacher, teacher_rest = _teacher_cells(named, targets)
     retained = ~torch.isneginf(named) & ~torch.isneginf(teacher)
     unsupported = log_mass(teacher.masked_fill(retained, -torch.inf))
@@ -170,8 +175,12 @@ def prefix_kl(
         student_side, teacher_side = filled_sides(
             student_side,
             teacher_side,
-            (_with_rest(targets.lacking), lacking),
-            (_with_rest(targets.teacher_lacking), targets.teacher_detours.to(student.dtype)),
+            UnknownMass(_with_rest(targets.lacking.to(student.dtype)), *detours),
+            UnknownMass(
+                _with_rest(torch.where(targets.teacher_lacking, 0.0, -torch.inf).to(student.dtype)),
+                targets.teacher_detours.to(student.dtype),
+                torch.full_like(targets.teacher_detours, -torch.inf, dtype=student.dtype),
+            ),
         )
     # Inside a token of the student, text that no cell names is mostly divided otherwise.
     inside = ~targets.token_masses.isnan().unsqueeze(1)
@@ -228,9 +237,9 @@ def _with_ends(
     return raised, torch.where(ends.any(dim=1), left, rest)
 
 
-def _with_rest(cells: Bool[Tensor, "boundaries cells"]) -> Bool[Tensor, "boundaries cells+1"]:
+def _with_rest(cells: Float[Tensor, "boundaries cells"]) -> Float[Tensor, "boundaries cells+1"]:
     """Add the rest, which includes texts that no cell names and may lack mass with any cell."""
-    return torch.cat([cells, torch.ones_like(cells[:, :1])], dim=1)
+    return torch.nn.functional.pad(cells, (0, 1), value=0.0)
 
 
 def _ratios(
@@ -256,11 +265,12 @@ def _student_cells(
 ) -> tuple[
     Float[Tensor, "boundaries cells"],
     Float[Tensor, "boundaries"],
-    Float[Tensor, "boundaries"],
+    tuple[Float[Tensor, "boundaries"], Float[Tensor, "boundaries"]],
     Float[Tensor, "boundaries"],
 ]:
     """The student's mass of each cell, of what is open at its boundary; that mass; the mass of its
-    detours, of what is open; and the mass of what its last open row has begun: nats."""
+    detours, of what is open, and of those among them that are certainly mass of what is open; and
+    the mass of what its last open row has begun: nats."""
     boundaries, width = targets.cells.shape
     steps = student.logprobs(targets.step_positions, targets.step_ids, temperature=temperature)
     paths = torch.zeros(
@@ -299,4 +309,4 @@ def _student_cells(
     open_mass = torch.where(torch.isneginf(known), 0.0, known)
     open_mass = open_mass + torch.log1p(-(counted - open_mass).exp().clamp_max(1 - TAIL_MARGIN))
     named = named.view(boundaries, width) - open_mass.unsqueeze(1)
-    return named, known, lacking - open_mass, begun
+    return named, known, (lacking.detach() - open_mass.detach(), counted - open_mass), begun

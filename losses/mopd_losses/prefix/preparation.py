@@ -79,8 +79,9 @@ class Preparation:
         # A token that begins a cell, and is a detour of a longer one, may belong to either.
         counted, ids = detours.counted_in(rows.boundaries, rows.rows)
         named, sharing = named.without(counted, pair.student.ranks[ids])
-        lacking = detours.cells.copy()
-        lacking[sharing] = True
+        others = self._other_masses(cells, contexts, np.flatnonzero(detours.cells))
+        lacking = np.where(detours.cells, others, -np.inf)
+        lacking[sharing] = 0.0
         table = _CellTable.of(cells, ends, columns, lacking=lacking, unsought=unsought)
         masses = torch.from_numpy(cells.masses).exp().clamp_max(1.0)
         return PrefixTargets(
@@ -105,6 +106,39 @@ class Preparation:
             step_positions=torch.from_numpy(positions[paths.step_rows]),
             step_ids=torch.from_numpy(student.ids[paths.step_rows]),
         )
+
+    def _other_masses(self, cells: Cells, contexts: Contexts, at: Integers) -> NDArray[np.float64]:
+        """[cells], nats, of the teacher's mass of each cell: text that does not continue with the
+        student's realised tokens, up to the end of the one behind the cell.
+
+        What continues with them is spelled by them: the student has no detour to it.
+
+        Args:
+            at: the cells with a detour; of others, it is 0.
+        """
+        names, places = cells.names, contexts.places
+        text, rows = places.text, places.open_rows
+        numbers = names.boundaries[at]
+        texts = names.texts.at(at)
+        realised = text.begins_with(places.offsets[numbers], texts.hashes, texts.lengths)
+        at, numbers = at[realised], numbers[realised]
+        covering = rows.rows[rows.last]
+        # The boundary behind the token that follows the covering one.
+        begins = np.flatnonzero(rows.begun[rows.last] == 0)
+        boundary_of = np.full(len(text.ids) + 2, -1, dtype=np.int64)
+        boundary_of[covering[begins]] = begins
+        behind = boundary_of[covering[numbers] + 2]
+        completions = np.searchsorted(text.first_rows, covering, side="right")
+        same = completions[numbers] == completions[behind]
+        kept = np.flatnonzero((behind >= 0) & same)
+        at, numbers, behind = at[kept], numbers[kept], behind[kept]
+        kept = self._pair.student_detours.are_canonical(contexts, behind)
+        at, numbers, behind = at[kept], numbers[kept], behind[kept]
+        shares = np.exp(cells.texts[behind] - cells.texts[numbers] - cells.nats[at])
+        results = np.zeros(len(names.boundaries))
+        with np.errstate(divide="ignore"):
+            results[at] = np.log1p(-np.clip(shares, 0.0, 1.0))
+        return results
 
     def _named_ranges(self, names: CellNames, boundaries: Boundaries) -> CellRanges:
         """Find the student's tokens of each cell in all open rows."""
@@ -181,8 +215,8 @@ class _CellTable:
 
     nats: Tensor  # [boundaries, cells], of the teacher's mass
     rests: Tensor  # [boundaries], of its mass outside all cells
-    lacking: Tensor  # [boundaries, cells], and the following
-    teacher_lacking: Tensor
+    lacking: Tensor  # [boundaries, cells], nats
+    teacher_lacking: Tensor  # [boundaries, cells], and the following
     unsought: Tensor
     ends: Tensor
 
@@ -193,7 +227,7 @@ class _CellTable:
         ends: _Ends,
         columns: Integers,
         *,
-        lacking: NDArray[np.bool_],
+        lacking: NDArray[np.float64],
         unsought: NDArray[np.bool_],
     ) -> "_CellTable":
         """Place all cells.
@@ -204,9 +238,9 @@ class _CellTable:
         widest = np.concatenate([columns, ends.columns]).max(initial=-1)
         shape = (len(cells.rests), int(widest) + 1)
         nats = torch.full(shape, -torch.inf, dtype=torch.float64)
-        table = cls(
-            nats, torch.from_numpy(cells.rests.copy()), *torch.zeros((4, *shape), dtype=torch.bool)
-        )
+        lacks = torch.full_like(nats, -torch.inf)
+        flags = torch.zeros((3, *shape), dtype=torch.bool)
+        table = cls(nats, torch.from_numpy(cells.rests.copy()), lacks, *flags)
         at = torch.from_numpy(cells.names.boundaries), torch.from_numpy(columns)
         table.nats[at] = torch.from_numpy(cells.nats)
         table.lacking[at] = torch.from_numpy(lacking)

@@ -74,7 +74,9 @@ class PrefixTargets:
     named: RangeReadings  # summed for each cell
     known: RangeReadings  # summed for everything that is open
     detours: RangeReadings  # summed for what cells may lack; column 1 if also in ``known``
-    lacking: Bool[Tensor, "boundaries cells"]  # cells that the student reaches by a detour
+    lacking: Float[Tensor, "boundaries cells"]
+    """Nats, of the teacher's mass of the cell: what the student may reach by a detour. -inf for a
+    cell without one."""
     unsought: Bool[Tensor, "boundaries cells"]
     """Unlikely cells that the student may reach by a detour: none was sought."""
     ends: Bool[Tensor, "boundaries cells"]  # the student's token that ends at the boundary

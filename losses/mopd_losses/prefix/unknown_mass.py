@@ -1,9 +1,12 @@
 """Distributions of which some mass is known only by an upper bound.
 
-Entries may lack mass, together at most the bound. Filling them towards the other side's shares,
-as far as the bound allows, gives the distribution among all possible ones that differs least: two
-sides that agree differ by nothing, and what a side is sure of is compared as it is.
+Entries may lack mass, together at most the bound, and an entry at most a share of what the other
+side has of it. Filling them towards the other side's shares, as far as the bounds allow, gives the
+distribution among all possible ones that differs least: two sides that agree differ by nothing, and
+what a side is sure of is compared as it is.
 """
+
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
@@ -15,61 +18,124 @@ _ALTERNATIONS = 3
 #: Nats: smaller shares are never filled, and larger bounds are no bounds; squares stay finite.
 _LEAST_SHARE, _HIGHEST_BOUND = -27.0, 27.0
 
+#: Levels that differ by less, relatively, are equal.
+_ROUNDING = 1e-5
+
+
+@dataclass(frozen=True, eq=False)
+class UnknownMass:
+    """Mass of one side that is in none of its known entries."""
+
+    lacking: Float[Tensor, "boundaries entries"]
+    """Nats, of the other side's mass of an entry: the most that it lacks. -inf for nothing, 0 for
+    any mass; between them at most one entry of a boundary."""
+    bound: Float[Tensor, "boundaries"]
+    """Nats, of the known mass: the most that all entries lack."""
+    least: Float[Tensor, "boundaries"]
+    """Nats, of the known mass: the least that all entries lack. It only counts where an entry lacks
+    its most; else all of it can be where the other side has its mass."""
+
 
 def filled_sides(
     student: Float[Tensor, "boundaries entries"],
     teacher: Float[Tensor, "boundaries entries"],
-    student_lacks: tuple[Bool[Tensor, "boundaries entries"], Float[Tensor, "boundaries"]],
-    teacher_lacks: tuple[Bool[Tensor, "boundaries entries"], Float[Tensor, "boundaries"]],
+    student_lacks: UnknownMass,
+    teacher_lacks: UnknownMass,
 ) -> tuple[Float[Tensor, "boundaries entries"], Float[Tensor, "boundaries entries"]]:
     """Fill both sides towards each other: log-probabilities.
 
     Args:
         student: [boundaries, entries], log-probabilities of what is known.
-        student_lacks: the entries that may lack mass, and the bound as the log of a multiple of
-            the known mass.
     """
     student_filled, teacher_filled = student, teacher
     for _ in range(_ALTERNATIONS):
-        teacher_filled = filled(teacher, student_filled, *teacher_lacks)
-        student_filled = filled(student, teacher_filled, *student_lacks)
+        teacher_filled = filled(teacher, student_filled, teacher_lacks)
+        student_filled = filled(student, teacher_filled, student_lacks)
     return student_filled, teacher_filled
 
 
 def filled(
     known: Float[Tensor, "boundaries entries"],
     towards: Float[Tensor, "boundaries entries"],
-    lacking: Bool[Tensor, "boundaries entries"],
-    bound: Float[Tensor, "boundaries"],
+    unknown: UnknownMass,
 ) -> Float[Tensor, "boundaries entries"]:
     """Fill lacking entries to ``max(known, level * towards)`` and scale the result to one.
 
     The level is the highest at which the added mass is within the bound and no entry exceeds its
-    share in ``towards``. The mass added at a level is the maximum of ``level * T - S`` over the
-    prefixes of entries by ascending known / towards, with sums T and S: so both limits have a
-    closed form.
+    share in ``towards``. If all of ``least`` is added at a level, and an entry would then lack more
+    than its most, it gets that, and the others what is left.
 
     Returns:
         [boundaries, entries], log-probabilities.
     """
-    bounded = ~torch.isneginf(bound).unsqueeze(1)
+    bounded = ~torch.isneginf(unknown.bound).unsqueeze(1)
     total = known.logsumexp(dim=1, keepdim=True)  # above one by the margin of a rest
     known = torch.where(bounded, known - total, known)
-    reachable = lacking & (towards > _LEAST_SHARE)
+    bound = unknown.bound.clamp_max(_HIGHEST_BOUND).exp().unsqueeze(1)
+    reachable = bounded & ~torch.isneginf(unknown.lacking) & (towards > _LEAST_SHARE)
+    result = _raised(known, towards, reachable, bound)
+    limited = reachable & (unknown.lacking < 0)
+    rows = limited.any(dim=1).nonzero().squeeze(1)
+    if len(rows):
+        least = unknown.least[rows].clamp_max(_HIGHEST_BOUND).exp().unsqueeze(1)
+        most = unknown.lacking[rows].exp() * towards[rows].exp() * (1 + bound[rows])
+        limits = known[rows].exp() + most.detach()
+        complete = _raised(known[rows], towards[rows], reachable[rows], bound[rows], least)
+        exceeds = limited[rows] & (complete.exp() > limits)
+        chosen = exceeds.any(dim=1)
+        rows, limits, exceeds, least = (x[chosen] for x in (rows, limits, exceeds, least))
+        added = torch.where(exceeds, limits - known[rows].exp(), 0.0).sum(dim=1, keepdim=True)
+        result = result.index_copy(
+            0,
+            rows,
+            _raised(
+                torch.where(exceeds, torch.where(exceeds, limits, 1.0).log(), known[rows]),
+                towards[rows],
+                reachable[rows] & ~exceeds,
+                (bound[rows] - added).clamp_min(0.0),
+                (least - added).clamp_min(0.0),
+            ),
+        )
+    return torch.where(bounded, result - result.logsumexp(dim=1, keepdim=True), known)
+
+
+def _raised(
+    known: Float[Tensor, "boundaries entries"],
+    towards: Float[Tensor, "boundaries entries"],
+    reachable: Bool[Tensor, "boundaries entries"],
+    bound: Float[Tensor, "boundaries 1"],
+    least: Float[Tensor, "boundaries 1"] | None = None,
+) -> Float[Tensor, "boundaries entries"]:
+    """Raise reachable entries to a level of ``towards``, the highest at which the added mass is
+    within the bound and no entry exceeds its share, or at which it is ``least``.
+
+    The mass added at a level is the maximum of ``level * T - S`` over the prefixes of entries by
+    ascending known / towards, with sums T and S: so all limits have a closed form.
+
+    Args:
+        bound: [boundaries, 1], probabilities, as ``least``.
+    """
     known_mass = torch.where(reachable, known.exp(), 0.0)
     towards_mass = torch.where(reachable, towards.exp(), 0.0)
     ratios = torch.where(reachable, known.detach() - towards.detach(), torch.inf)
     order = ratios.argsort(dim=1)
     known_sums = known_mass.gather(1, order).cumsum(dim=1)
     towards_sums = towards_mass.gather(1, order).cumsum(dim=1)
-    limit = bound.clamp_max(_HIGHEST_BOUND).exp().unsqueeze(1)
     reached = towards_sums > 0
-    by_bound = (limit + known_sums) / torch.where(reached, towards_sums, 1.0)
-    by_bound = torch.where(reached, by_bound, torch.inf).amin(dim=1)
+
+    def level_of(added: Tensor) -> Tensor:
+        levels = (added + known_sums) / torch.where(reached, towards_sums, 1.0)
+        return torch.where(reached, levels, torch.inf).amin(dim=1)
+
     rest = (1 - towards_sums).clamp_min(torch.finfo(known.dtype).eps)
-    by_share = ((1 - known_sums).clamp_min(0) / rest).amax(dim=1).clamp_min(1.0)
-    level = torch.minimum(by_bound, by_share)
+    others = known.exp().sum(dim=1, keepdim=True) - known_sums
+    by_share = (others.clamp_min(0) / rest).amax(dim=1).clamp_min(1.0)
+    level = torch.minimum(level_of(bound), by_share)
+    if least is not None:
+        by_least = level_of(least)
+        # If all unknown mass is certain, both levels are equal, and only this one has a gradient.
+        is_higher = (least.squeeze(1) > 0) & (by_least >= level.detach() * (1 - _ROUNDING))
+        level = torch.where(is_higher & reached.any(dim=1), by_least, level)
     level = level.clamp_min(torch.finfo(known.dtype).tiny).log().unsqueeze(1)
-    raised = reachable & bounded & (level + towards > known)
-    result = torch.where(raised, level + towards.masked_fill(~raised, 0.0), known)
-    return torch.where(bounded, result - result.logsumexp(dim=1, keepdim=True), known)
+    raised = reachable & (level + towards > known)
+    return torch.where(raised, level + towards.masked_fill(~raised, 0.0), known)

@@ -1,6 +1,8 @@
 """Prefix KL on known models: one byte model through two tokenizers, and hand-made rows."""
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -128,6 +130,19 @@ def test_expected_loss_over_the_students_tokens_is_the_divergence_of_whole_token
     assert expected == pytest.approx(exact, abs=1e-5)
 
 
+def rows_behind(following: Mapping[str, Mapping[str, float]]) -> Callable[[list[int]], Tensor]:
+    """The rows of a teacher of digits by the text before them; others are of the end."""
+
+    def row(ids: list[int]) -> Tensor:
+        text = b"".join(map(DIGITS.table.bytes_of, ids)).decode()
+        values = following.get(text, {END: 1.0})
+        result = torch.full((DIGITS.logit_width,), -torch.inf).double()
+        result[DIGITS.ids([*values])] = torch.tensor([*values.values()]).double().log()
+        return result
+
+    return row
+
+
 @pytest.mark.parametrize("is_forward", [True, False])
 @pytest.mark.parametrize("sampled", ["57", "58", "67", "68"])
 def test_with_a_lookahead_every_sample_has_the_divergence_behind_an_open_token(
@@ -140,13 +155,7 @@ def test_with_a_lookahead_every_sample_has_the_divergence_behind_an_open_token(
     rows = [first, second[sampled[0]], {END: 1.0}]
     pair, comparison = of_rows(tongue, DIGITS, sampled, rows)
 
-    def row(ids: list[int]) -> Tensor:
-        assert ids == DIGITS.ids("5")
-        following = torch.full((DIGITS.logit_width,), -torch.inf).double()
-        following[DIGITS.ids([*second["5"]])] = torch.tensor([*second["5"].values()]).double().log()
-        return following
-
-    comparison = with_lookaheads(pair, comparison, row)
+    comparison = with_lookaheads(pair, comparison, rows_behind(second))
     assert comparison.lookaheads is not None
     assert len(comparison.lookaheads) == (sampled[0] != "5")
     logits = torch.full((2, tongue.logit_width), -60.0).double()
@@ -166,6 +175,115 @@ def test_with_a_lookahead_every_sample_has_the_divergence_behind_an_open_token(
     if sampled[0] == "6":  # not likely enough for a lookahead: weighs the ratio
         expected += (0.25 / 0.55 if is_forward else 1.0) * nats([0.5, 0.5], [0.5, 0.05])
     assert float(output.per_token[0]) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("is_forward", [True, False])
+@pytest.mark.parametrize("sampled", ["571", "572", "581", "671"])
+def test_a_lookahead_continues_while_the_teacher_is_sure_of_the_next_token(
+    sampled: str, is_forward: bool
+) -> None:
+    student = {"571": 0.05, "572": 0.2, "581": 0.15, "671": 0.6}
+    following = {
+        "": {"5": 0.75, "6": 0.25},
+        "5": {"7": 0.8, "8": 0.2},
+        "57": {"1": 0.6, "2": 0.4},
+        "58": {"1": 1.0},
+        "6": {"7": 1.0},
+        "67": {"1": 1.0},
+    }
+    tongue = Tongue.of(*student)
+    rows = [following[sampled[:length]] for length in range(3)]
+    pair, comparison = of_rows(tongue, DIGITS, sampled, [*rows, {END: 1.0}])
+
+    comparison = with_lookaheads(pair, comparison, rows_behind(following))
+    assert comparison.lookaheads is not None
+    lengths = [len(each.following) for each in comparison.lookaheads]
+    assert lengths == {"671": [2], "581": [1], "571": [], "572": []}[sampled]
+    logits = torch.full((2, tongue.logit_width), -60.0).double()
+    logits[0, tongue.ids([*student])] = torch.tensor([*student.values()]).double().log()
+    logits[1, tongue.end] = 0.0
+    divergence = "forward_kl" if is_forward else "reverse_kl"
+    output = pair.value(logits, pair.targets([comparison]), divergence=divergence)
+    teacher = [
+        math.prod(following[text[:length]].get(text[length], 0.0) for length in range(3))
+        for text in student
+    ]
+    pairs = list(zip(teacher, student.values(), strict=True))
+    exact = sum(p * math.log(p / q) if is_forward else q * math.log(q / p) for p, q in pairs)
+    assert float(output.per_token[0]) == pytest.approx(exact, abs=1e-5)
+
+
+def test_behind_a_token_that_could_have_been_longer_a_lookahead_compares_the_longer_ones() -> None:
+    # The student stopped after 5, and its tokenizer would not have divided 571.
+    student = Tongue.of("571", "572", without_merges=True)
+    rows = [{"5": 1.0}, {"7": 0.9, "a": 0.1}, {END: 1.0}]
+    pair, comparison = of_rows(student, DIGITS, "5a", rows)
+    following = {"57": {"1": 0.2, "2": 0.8}}
+
+    comparison = with_lookaheads(pair, comparison, rows_behind(following))
+    assert comparison.lookaheads is not None
+    assert [each.student_row for each in comparison.lookaheads] == [0]
+    logits = torch.full((3, student.logit_width), -60.0).double()
+    logits[0, student.ids(["5", "571", "572"])] = torch.tensor([0.4, 0.4, 0.2]).double().log()
+    logits[1, student.ids(["a"])] = 0.0
+    logits[2, student.end] = 0.0
+    behind = pair.value(logits, pair.targets([comparison])).per_token[0]
+    without = pair.value(logits, pair.targets([replace(comparison, lookaheads=())])).per_token[0]
+    exact = 0.2 * math.log(0.2 / (2 / 3)) + 0.8 * math.log(0.8 / (1 / 3))
+    assert float(behind - without) == pytest.approx(0.9 * exact, abs=1e-5)
+
+
+@pytest.mark.parametrize("longer", [(), ("578", "579")])
+def test_a_part_of_a_longer_token_is_not_in_every_sample(longer: tuple[str, ...]) -> None:
+    student = Tongue.of("78", "79", *longer, without_merges=True)
+    pair, texts = Pair(student, DIGITS), ["5", "7", "8", END]
+    rows = torch.full((len(texts), DIGITS.logit_width), -torch.inf).double()
+    rows[torch.arange(len(texts)), DIGITS.ids(texts)] = 0.0
+    comparison = compared(pair, student.ids(["5", "78", END]), DIGITS.ids(texts), rows, k=3)
+    sides = comparison.student, comparison.score, comparison.alignment
+    tokens = pair.preparation.lookaheads.open_tokens.of(*sides, realised=True)
+    assert [token.text for token in tokens] == ([] if longer else ["7"])
+
+
+@pytest.mark.parametrize("is_sure", [True, False])
+def test_text_that_the_student_spells_with_its_own_token_needs_no_detour(is_sure: bool) -> None:
+    # The student's tokenizer divides `abca` as `ab|c|a`, and `abcd` is a token: `ab` may lead to
+    # `c`, but not if `d` follows.
+    student = Tongue.of("ab", "abcd", "abce", without_merges=True)
+    teacher = Tongue.of("ab", without_merges=True)
+    third = {"d": 0.99, "e": 0.01} if is_sure else {"d": 0.01, "a": 0.99}
+    rows = [{"ab": 1.0}, {"c": 0.99, "a": 0.01}, third, {"b": 1.0}, {END: 1.0}]
+    pair, comparison = of_rows(student, teacher, "abcdb", rows)
+    logits = torch.full((3, student.logit_width), -60.0).double()
+    logits[0, student.ids(["abcd", "abce", "ab"])] = torch.tensor([0.2, 0.1, 0.7]).double().log()
+    logits[1, student.ids(["b"])] = 0.0
+    logits[2, student.end] = 0.0
+    logits.requires_grad_()
+    pair.value(logits, pair.targets([comparison])).per_token[0].backward()
+    assert logits.grad is not None
+    shorter = float(logits.grad[0, student.ids(["ab"])])
+    assert (shorter > 0.3) == is_sure
+
+
+@every_divergence
+def test_a_token_that_may_lead_to_a_cell_is_not_learned_for_that(divergence: str) -> None:
+    # ` sieben` is a token of the student, and ` siebx` is ` |sieb|x`: where its space could lead to
+    # `sieb`, more of it would explain more of the teacher.
+    student = Tongue.of(" sieben", " zwei", "sieb", "zw", without_merges=True)
+    teacher = Tongue.of("sieb", "zw", "en", "ei")
+    rows = [{" ": 1.0}, {"sieb": 0.9, "zw": 0.1}, {"ei": 1.0}, {END: 1.0}]
+    pair, comparison = of_rows(student, teacher, " zwei", rows)
+    logits = torch.full((2, student.logit_width), -60.0, dtype=torch.float64)
+    probabilities = torch.tensor([0.3, 0.6, 0.1], dtype=torch.float64)
+    logits[0, student.ids([" sieben", " zwei", " "])] = probabilities.log()
+    logits[1, student.end] = 0.0
+    logits.requires_grad_()
+    pair.value(logits, pair.targets([comparison]), divergence=divergence).per_token.sum().backward()
+    assert logits.grad is not None
+    seven, two, space = logits.grad[0, student.ids([" sieben", " zwei", " "])].tolist()
+    assert seven < -0.1
+    assert two > 0.1
+    assert space > -1e-3
 
 
 @every_divergence

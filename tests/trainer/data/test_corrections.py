@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mopd_losses.alignment.byte_alignment import align
@@ -203,6 +203,15 @@ def test_a_token_gives_way_to_the_teachers(sampled: str, likeliest: str) -> None
     assert correction.token_ids == ids_of(STUDENT, likeliest)
 
 
+def test_a_token_that_could_have_been_longer_is_replaced_by_the_longer_one() -> None:
+    # The student's tokenizer would not divide 45, so that a 5 behind the 4 would mislead it.
+    written = ids_of(STUDENT, "4", "+")
+    likely = [ids_of(STUDENT, "4", "42", "45"), ids_of(STUDENT, "+", "5")]
+    correction = corrected(example(written, likely, [None, (0.001, "5", 0.9)]))
+    assert correction is not None
+    assert correction.token_ids == ids_of(STUDENT, "45")
+
+
 def test_a_token_that_begins_the_teachers_stays_and_the_next_one_is_replaced() -> None:
     written = ids_of(STUDENT, "4", "+")
     choices = [(0.001, "45", 0.9), None]
@@ -236,6 +245,7 @@ def _examples(draw: st.DrawFn) -> tuple[TrainingExample, Sequence[Choice], str]:
 
 
 @given(_examples(), st.sampled_from([0.35, 0.75, ALWAYS]))
+@settings(deadline=None, max_examples=3000)
 def test_corrections_agree_with_the_definition(
     drawn: tuple[TrainingExample, Sequence[Choice], str], significance: float
 ) -> None:

@@ -18,7 +18,7 @@ from tests.trainer.students import ids_of, model_of, rollout, table, tokenizer
 pytestmark = pytest.mark.anyio
 
 STUDENT = StudentIdentity(
-    tokenizer("whole_number"), table("whole_number"), logit_width=512, parameters=0, trained=0
+    tokenizer("long_number"), table("long_number"), logit_width=2048, parameters=0, trained=0
 )
 TEXTS = [f"{at * 37 % 1000} and {at * 91 % 1000}, {at}" for at in range(40)]
 
@@ -33,20 +33,28 @@ def service() -> TinyTeacher:
     return teacher_of(model, tokenizer("digit"))
 
 
-async def scored(count: int) -> tuple[list[AlignedScore], Recorded]:
+def likely_ids(rows: int) -> np.ndarray:
+    """All ids in every row, numbers first that this teacher continues likely digits with."""
+    numbers = [ids_of("long_number", text)[0] for text in ("865", "915", "651", "198", "251")]
+    others = np.setdiff1d(np.arange(STUDENT.table.size), numbers)
+    return np.tile(np.concatenate([numbers, others]), (rows, 1))
+
+
+async def scored(count: int, *, likely: bool = False) -> tuple[list[AlignedScore], Recorded]:
     transport = Recorded(service().app)
     config = teacher_config(loss={"type": "prefix_kl", "lookaheads": count}, top_k=12)
     rollouts = [
-        rollout("whole_number", ids_of("whole_number", text, "<|end|>"), index=at)
-        for at, text in enumerate(TEXTS)
+        rollout("long_number", ids, index=at, topk_ids=likely_ids(len(ids)) if likely else None)
+        for at, ids in enumerate(ids_of("long_number", text, "<|im_end|>") for text in TEXTS)
     ]
     async with scorer_of(STUDENT, {"math": (transport, config)}) as scorer:
         examples = await scorer.score(rollouts)
     return [score for example in examples for score in example.scores], transport
 
 
-async def test_a_lookahead_is_the_row_behind_the_teachers_likely_token() -> None:
-    scores, transport = await scored(2)
+@pytest.mark.parametrize("likely", [False, True])
+async def test_a_lookahead_is_the_row_behind_the_teachers_likely_token(likely: bool) -> None:
+    scores, transport = await scored(2, likely=likely)
     looked = [(score, each) for score in scores for each in score.lookaheads or ()]
     assert len(looked) > 5
     assert len(transport.requests) == 2
@@ -56,10 +64,14 @@ async def test_a_lookahead_is_the_row_behind_the_teachers_likely_token() -> None
         token = int(score.score.topk.ids[each.teacher_row, 0])
         assert token != score.score.completion.token_ids[each.teacher_row]
         before = score.score.completion.token_ids[: each.teacher_row].tolist()
-        exact = next_token_logprobs(service().model, [*prompt, *before, token], service().real_ids)
-        ids = each.following.ids[0].tolist()
-        expected = [exact[token] for token in ids]
-        np.testing.assert_allclose(each.following.logprobs[0], expected, atol=1e-4)
+        behind = [*prompt, *before, token]
+        assert len(each.following) == len(each.token_ids) + 1
+        for row in range(len(each.following)):
+            ids = [*behind, *each.token_ids[:row]]
+            exact = next_token_logprobs(service().model, ids, service().real_ids)
+            expected = [exact[token] for token in each.following.ids[row].tolist()]
+            np.testing.assert_allclose(each.following.logprobs[row], expected, atol=1e-4)
+    assert (max(len(each.following) for _, each in looked) > 1) == likely
 
 
 async def test_a_run_without_lookaheads_sends_the_completions_only() -> None:
@@ -69,7 +81,7 @@ async def test_a_run_without_lookaheads_sends_the_completions_only() -> None:
 
 
 async def test_recorded_lookaheads_are_loaded_unchanged() -> None:
-    scores, _ = await scored(2)
+    scores, _ = await scored(2, likely=True)
     for score in scores:
         assert score.lookaheads is not None
         arrays = lookahead_arrays("3.math", score.lookaheads, score.score.topk.k)
@@ -79,7 +91,19 @@ async def test_recorded_lookaheads_are_loaded_unchanged() -> None:
     assert load_lookaheads("3.math", {}) is None
 
 
+async def test_recorded_lookaheads_of_an_earlier_version_have_one_row() -> None:
+    scores, _ = await scored(2)
+    lookaheads = next(score.lookaheads for score in scores if score.lookaheads)
+    arrays = lookahead_arrays("3.math", lookaheads, scores[0].score.topk.k)
+    arrays["3.math.lookahead_places"] = arrays["3.math.lookahead_places"][:, :2]
+    del arrays["3.math.lookahead_tokens"]
+    loaded = load_lookaheads("3.math", arrays)
+    assert loaded is not None
+    assert [_values(each) for each in loaded] == [_values(each) for each in lookaheads]
+
+
 def _values(lookahead: Lookahead) -> tuple[object, ...]:
     row = lookahead.following
     columns = (row.ids, row.logprobs, row.token_logprobs, row.tail_logprobs)
-    return lookahead.student_row, lookahead.teacher_row, *(column.tolist() for column in columns)
+    numbers = lookahead.student_row, lookahead.teacher_row, lookahead.token_ids
+    return *numbers, *(column.tolist() for column in columns)

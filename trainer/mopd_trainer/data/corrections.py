@@ -135,6 +135,9 @@ class _Sides:
             return None
         longer = [before + self.teacher.bytes_of(token_id) for token_id in others]
         excluded = tuple(each for each in longer if len(each) > len(text))
+        correction = self._longer(kept, text, excluded)
+        if correction is not None:
+            return correction
         written = b""
         for position in range(kept, len(ends)):
             sampled = int(self.rollout.completion.token_ids[position])
@@ -144,6 +147,20 @@ class _Sides:
             if token_id != sampled:
                 return Correction(self.rollout, position, token_id)
             written += self.student.bytes_of(token_id)
+        return None
+
+    def _longer(self, kept: int, text: bytes, excluded: tuple[bytes, ...]) -> Correction | None:
+        """Return the correction of the last kept token, if it could have been longer: after ``19``,
+        the text ``6`` is that of ``196``, which the student's tokenizer would not divide."""
+        if not kept:
+            return None
+        before = self.student.bytes_of(int(self.rollout.completion.token_ids[kept - 1]))
+        excluded = tuple(before + each for each in excluded)
+        assert self.rollout.student_topk_ids is not None  # kept for corrections
+        for token_id in self.rollout.student_topk_ids[kept - 1].tolist():
+            spelled = self.student.bytes_of(token_id) if token_id >= 0 else b""
+            if spelled.startswith(before + text) and not spelled.startswith(excluded):
+                return Correction(self.rollout, kept - 1, token_id)
         return None
 
     def _ended(self, kept: int, teacher_id: int) -> Correction | None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from mopd_losses.core.loss import Lookahead
 from mopd_losses.prefix.lookaheads.open_tokens import OpenToken, OpenTokens
 from mopd_losses.prefix.pair import TokenizerPair
+from mopd_protocol.arrays import IntArray
 from mopd_protocol.requests import SequenceRequest
 from mopd_protocol.samples import TeacherScore
 from mopd_trainer.data.examples import AlignedScore
@@ -20,13 +21,19 @@ def open_tokens_of(teacher: Teacher) -> OpenTokens:
 
 
 def requested(
-    open_tokens: OpenTokens, score: AlignedScore, count: int
+    open_tokens: OpenTokens, score: AlignedScore, count: int, likely_ids: IntArray | None
 ) -> Iterator[tuple[OpenToken, SequenceRequest]]:
     """Yield the first ``count`` open tokens that a completion does not continue with, and the
-    request for each: the text with that token, ended, so that the row behind it is scored."""
+    request for each: the text with that token, ended, so that the row behind it is scored.
+
+    Args:
+        likely_ids: [tokens, k], the student's in every row: the text ends with the likeliest of its
+            tokens that begins with the teacher's.
+    """
     completion = score.teacher_input.completion
     for token in open_tokens.of(completion, score.score, score.alignment, realised=False):
-        text = open_tokens.text_before(completion, token)
+        row = [] if likely_ids is None else likely_ids[token.student_row].tolist()
+        text = open_tokens.text_of(completion, token, row)
         if text is not None and count:
             count -= 1
             fields = {"completion": text, "completion_token_ids": None}
@@ -34,9 +41,16 @@ def requested(
             yield token, score.teacher_input.request.model_copy(update=fields)
 
 
-def lookahead(token: OpenToken, score: TeacherScore, extended: TeacherScore) -> Iterator[Lookahead]:
+def lookahead(
+    open_tokens: OpenTokens, token: OpenToken, score: TeacherScore, extended: TeacherScore
+) -> Iterator[Lookahead]:
     """Yield the lookahead, unless the teacher's tokenizer divides the text in another way."""
     row = token.teacher_row
     expected = [*score.completion.token_ids[:row].tolist(), int(score.topk.ids[row, 0])]
-    if extended.completion.token_ids[:-1].tolist() == expected:
-        yield Lookahead(token.student_row, row, extended.topk.rows(row + 1, row + 2))
+    ids = extended.completion.token_ids[:-1].tolist()
+    if ids[: row + 1] == expected:
+        topk = extended.topk
+        following = topk.rows(row + 1, len(ids) + 1)
+        count = len(open_tokens.followed(token, ids[row + 1 :], following))
+        rows = topk.rows(row + 1, row + 2 + count)
+        yield Lookahead(token.student_row, row, rows, tuple(ids[row + 1 : row + 1 + count]))

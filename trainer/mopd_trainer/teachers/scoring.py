@@ -161,7 +161,7 @@ class RolloutScorer:
                 scores[index] = self._controls.aligned(score, rollouts[index], table)
             else:
                 self.dropped[f"{name}/nothing_aligned"] += 1
-        scores = await self._with_lookaheads(teacher, scores)
+        scores = await self._with_lookaheads(teacher, scores, rollouts)
         if failed and teacher.config.fallback is not None:
             self.counters(name).fallbacks += len(failed)
             failed_shares = {index: shares[index] for index in failed}
@@ -170,7 +170,10 @@ class RolloutScorer:
         return scores
 
     async def _with_lookaheads(
-        self, teacher: Teacher, scores: dict[int, AlignedScore]
+        self,
+        teacher: Teacher,
+        scores: dict[int, AlignedScore],
+        rollouts: Sequence[Rollout],
     ) -> dict[int, AlignedScore]:
         """Score what follows likely tokens that completions do not continue with."""
         open_tokens = self._open_tokens.get(teacher.name)
@@ -179,13 +182,14 @@ class RolloutScorer:
         sent = [
             (index, token, request)
             for index, score in scores.items()
-            for token, request in requested(open_tokens, score, teacher.lookaheads)
+            for ids in [rollouts[index].student_topk_ids]
+            for token, request in requested(open_tokens, score, teacher.lookaheads, ids)
         ]
         results = await self._request(teacher, [request for *_, request in sent]) if sent else []
         lookaheads: dict[int, list[Lookahead]] = {index: [] for index in scores}
         for (index, token, _), result in zip(sent, results, strict=True):
             if not isinstance(result, _NoScore):
-                lookaheads[index] += lookahead(token, scores[index].score, result)
+                lookaheads[index] += lookahead(open_tokens, token, scores[index].score, result)
         return {
             index: replace(score, lookaheads=tuple(lookaheads[index]))
             for index, score in scores.items()

@@ -73,13 +73,17 @@ class LookaheadComparisons:
                 start, stop = torch.searchsorted(targets.positions, positions).tolist()
                 assert token.boundary is not None  # of realised ones
                 targets.in_every_sample[start:stop][token.boundary : token.boundary + 1] = True
-            following = {each.teacher_row: each.following for each in pair.lookaheads}
-            for token in self.open_tokens.of(*both, alignment, realised=False, among=following):
+            lookaheads = {each.teacher_row: each for each in pair.lookaheads}
+            for token in self.open_tokens.of(*both, alignment, realised=False, among=lookaheads):
                 position = offset + token.student_row
-                rows = following[token.teacher_row]
-                comparison = self._comparison(token, rows, position, pair.student)
-                if comparison is not None:
-                    comparisons.append(comparison)
+                lookahead = lookaheads[token.teacher_row]
+                following = lookahead.following
+                tokens = [token, *self.open_tokens.followed(token, lookahead.token_ids, following)]
+                for row, each in enumerate(tokens):
+                    rows = following.rows(row, row + 1)
+                    comparison = self._comparison(each, rows, position, pair.student)
+                    if comparison is not None:
+                        comparisons.append(comparison)
         return joined(targets, _targets(comparisons)) if comparisons else targets
 
     def _comparison(
@@ -214,11 +218,11 @@ def _targets(comparisons: Sequence[_Comparison]) -> PrefixTargets:
         for row, each in enumerate(comparisons)
         for start, stop in each.known
     ]
-    lacking = torch.zeros_like(cells, dtype=torch.bool)
+    lacking = torch.full_like(cells, -torch.inf)
     divided: list[tuple[int, int, int, int, int]] = []
     for row, each in enumerate(comparisons):
         lacks = [lacks for _, _, lacks in each.cells]
-        lacking[row, : len(lacks)] = torch.tensor(lacks)
+        lacking[row, : len(lacks)][torch.tensor(lacks)] = 0.0
         # Mass of what is open.
         divided += [(row, 1, each.position, start, stop) for start, stop in each.shorter]
     positions = torch.tensor([each.position for each in comparisons])

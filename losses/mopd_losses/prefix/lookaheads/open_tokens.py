@@ -5,8 +5,8 @@ A teacher of single digits is sure of ``1``, and its next row of ``7``; the stud
 and nothing of what follows. The row behind the likely ``1`` is what ``lookaheads`` compare.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from mopd_losses.alignment.byte_alignment import Alignment, common_prefix
 from mopd_losses.prefix.naming.separate_tokens import FEW, Place
 from mopd_losses.prefix.pair import TokenizerPair
-from mopd_losses.prefix.vocabulary.hashed_strings import Integers
+from mopd_losses.prefix.vocabulary.hashed_strings import Integers, indices_in_runs
 from mopd_losses.prefix.vocabulary.marked_ranges import MarkedCell, ranges_of
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, utf8_text
 from mopd_protocol.samples import TeacherScore
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
+from mopd_protocol.topk_logprobs import TopKLogprobs
 
 #: Least probability of the teacher's token: of two tokens, at most one has it.
 LEAST_MASS = 0.5
@@ -31,6 +32,9 @@ _WINDOW = 2
 
 #: Texts kept in memory; beyond, all are discarded and computed again.
 _CACHED = 500_000
+
+#: The student's likely tokens that are tried to continue the teacher's.
+_GUESSES = 4
 
 #: The student's frequent tokens among which one must continue the teacher's.
 _FREQUENT = 32
@@ -91,16 +95,21 @@ class OpenTokens:
         rows, spans = rows[aligned], spans[aligned]
         starts, teacher_starts = _starts(student), _starts(scored)
         # From the teacher's bytes to the student's.
-        shifts = (starts[alignment.student_starts] - teacher_starts[alignment.teacher_starts])[
-            spans
-        ]
+        span_shifts = starts[alignment.student_starts] - teacher_starts[alignment.teacher_starts]
+        shifts = span_shifts[spans]
+        runs = (alignment.student_starts, alignment.student_ends)
+        own_spans, own_rows = indices_in_runs(*(each.astype(np.int64) for each in runs))
+        own_shifts = np.full(len(starts), -1 - len(score.completion.text))  # in no span
+        own_shifts[own_rows] = span_shifts[own_spans]
         if realised:  # the student's token covers the end of the teacher's
             ends = scored.byte_ends[rows] + shifts
             covering = np.searchsorted(starts, ends - 1, side="right") - 1
             inside = student.byte_ends[covering] > ends
             rows, shifts = rows[inside], shifts[inside]
         open_tokens = (
-            self._open_token(student, score, row, shift, starts, teacher_starts, is_realised)
+            self._open_token(
+                student, score, row, shift, starts, teacher_starts, is_realised, own_shifts
+            )
             for row, shift in zip(rows.tolist(), shifts.tolist(), strict=True)
         )
         return [token for token in open_tokens if token is not None]
@@ -114,12 +123,14 @@ class OpenTokens:
         starts: Integers,
         teacher_starts: Integers,
         is_realised: NDArray[np.bool_],
+        own_shifts: Integers,
     ) -> OpenToken | None:
         """Return the open token of a row, if its likely token is one.
 
         Args:
             shift: from the teacher's bytes to the student's.
             is_realised: [rows], whether the likely token is the completion's.
+            own_shifts: [the student's rows], the same for each.
         """
         token, realised = int(score.topk.ids[row, 0]), bool(is_realised[row])
         if token in self._teacher.table.marks:
@@ -127,23 +138,29 @@ class OpenTokens:
         string, begin = self._teacher.strings[token], int(teacher_starts[row]) + shift
         sides = string.encode("latin-1"), student.text[begin : begin + len(string)]
         same = common_prefix(*(np.frombuffer(side, dtype=np.uint8) for side in sides))
-        if (same == len(string)) != realised:
+        follows = same == len(string)
+        if follows != realised and not self._is_longer(score.completion, teacher_starts, row, same):
             return None  # the same text in other tokens
         # The student's token that covers the last byte, or the first that differs.
         last = begin + same - realised
         own = int(np.searchsorted(starts, last, side="right")) - 1
-        start = int(starts[own])
+        if not (starts[own] == last or last < student.byte_ends[own]):
+            return None
+        longer = _longer_row(self._student, student, starts, own, begin, string)
+        if longer < own and (realised or (own_shifts[longer:own] != shift).any()):
+            return None
+        own, start = longer, int(starts[longer])
         first = int(np.searchsorted(teacher_starts, start - shift, side="right")) - 1
-        if not (start == last or last < student.byte_ends[own]) or not is_realised[first:row].all():
+        if not is_realised[first:row].all():
             return None
         nats = float(score.topk.logprobs[row, 0])
         if self._mass(score, row, string, longer=True) > nats + np.log(LONGER_SHARE):
             return None
         at = max(start, begin)
         begun, text = student.text[start:at].decode("latin-1"), string[at - begin :]
-        if _may_be_longer(self._student, student, starts, own, begun + text):
-            return None
-        if _may_be_longer(self._teacher, score.completion, teacher_starts, row, string):
+        begins = int(teacher_starts[row])
+        scored = score.completion
+        if _longer_row(self._teacher, scored, teacher_starts, row, begins, string) < row:
             return None
         place = Place(begun, string[: at - begin])
         if not self._is_open(place, text):
@@ -155,14 +172,85 @@ class OpenTokens:
         boundary = row + 1 - first if realised else None
         return OpenToken(own, row, place, text, min(nats, 0.0), boundary)
 
-    def text_before(self, student: TokenSequence, token: OpenToken) -> str | None:
+    def _is_longer(
+        self, completion: TokenSequence, starts: Integers, row: int, length: int
+    ) -> bool:
+        """Return whether the token of a row is longer than so many bytes."""
+        return int(completion.byte_ends[row] - starts[row]) > length
+
+    def text_of(
+        self, student: TokenSequence, token: OpenToken, likely_ids: Sequence[int] = ()
+    ) -> str | None:
         """Return the completion up to the teacher's token, and that token; None if it cannot be
-        sent as text."""
+        sent as text.
+
+        Args:
+            likely_ids: the student's likeliest ids in the token's row, in order. The text ends with
+                the first of them that continues the teacher's token.
+        """
         row = token.student_row
         if any(position < row for position in student.marks):
             return None
         before = student.text[: int(_starts(student)[row])].decode("latin-1")
-        return utf8_text(before + token.place.student + token.text)
+        begun = token.place.student + token.text
+        for text in (*self._continuing(token, likely_ids), begun):
+            text = utf8_text(before + text)
+            if text is not None:
+                return text
+        return None
+
+    def _continuing(self, token: OpenToken, likely_ids: Sequence[int]) -> list[str]:
+        """Return the first of the student's tokens that begin with the teacher's and belong to it,
+        and in front of whose rest the teacher's tokenizer keeps its token."""
+        begun = token.place.student + token.text
+        ranks = [
+            self._student.ranks[each] for each in likely_ids if 0 <= each < len(self._student.ranks)
+        ]
+        ranges = self.ranges(token.place, token.text)
+        texts = [
+            self._student.string_at(int(rank))
+            for rank in ranks
+            if any(start <= rank < stop for start, stop in ranges)
+        ]
+        texts = [text for text in texts if len(text) > len(begun)][:_GUESSES]
+        string = token.place.teacher + token.text
+        ids = self._teacher.ids[[self._teacher.range_of(string).start]]
+        rests = [text[len(begun) :] for text in texts]
+        kept = self._pair.teacher_detours.keep(ids, string, rests) if texts else ()
+        return [text for text, keeps in zip(texts, kept, strict=True) if keeps][:1]
+
+    def followed(
+        self, token: OpenToken, ids: Sequence[int], following: TopKLogprobs
+    ) -> list[OpenToken]:
+        """Return the open tokens that follow a token, while each is the teacher's likeliest.
+
+        Args:
+            ids: the teacher's tokens behind the token.
+            following: its rows, from that behind the token on.
+        """
+        tokens: list[OpenToken] = []
+        last = [token.place.teacher + token.text]
+        for row, each in enumerate(ids):
+            logprob = float(following.logprobs[row, 0])
+            if each != following.ids[row, 0] or logprob < np.log(LEAST_MASS):
+                break
+            if each in self._teacher.table.marks:
+                break
+            string = self._teacher.strings[each]
+            longer = self._row_mass(following, row, string, longer=True)
+            if longer > logprob + np.log(LONGER_SHARE):
+                break
+            before = ("".join(last[at:]) for at in range(max(len(last) - _WINDOW, 0), len(last)))
+            if any(self._teacher.covers(text + string) for text in before):
+                break
+            place = Place(token.place.student + token.text, "")
+            if not self._is_open(place, string):
+                break
+            last.append(string)
+            nats = min(token.nats + logprob, 0.0)
+            token = replace(token, place=place, text=string, nats=nats)
+            tokens.append(token)
+        return tokens
 
     def ranges(self, place: Place, text: str) -> list[tuple[int, int]]:
         """Return the ranks of the student's tokens that begin with a text and belong to it."""
@@ -173,7 +261,10 @@ class OpenTokens:
 
     def _mass(self, score: TeacherScore, row: int, text: str, *, longer: bool = False) -> float:
         """Nats of the likely tokens of a row that begin with a text, or only of longer ones."""
-        ids, nats = score.topk.ids[row], score.topk.logprobs[row].astype(np.float64)
+        return self._row_mass(score.topk, row, text, longer=longer)
+
+    def _row_mass(self, topk: TopKLogprobs, row: int, text: str, *, longer: bool = False) -> float:
+        ids, nats = topk.ids[row], topk.logprobs[row].astype(np.float64)
         strings = [self._teacher.strings[token] if token >= 0 else "" for token in ids.tolist()]
         begins = np.array([s.startswith(text) and not (longer and s == text) for s in strings])
         return float(np.logaddexp.reduce(nats[begins], initial=-np.inf))
@@ -197,20 +288,21 @@ class OpenTokens:
         return any(not any(string.startswith(x) for x in excluded) for string in longer)
 
 
-def _may_be_longer(
+def _longer_row(
     vocabulary: SortedVocabulary,
     sequence: TokenSequence,
     starts: Integers,
     row: int,
+    end: int,
     text: str,
-) -> bool:
-    """Return whether a text could be part of a longer token that begins a few rows earlier: the
-    row's distribution excludes that, and the other side's does not."""
-    start = int(starts[row])
-    return any(
-        vocabulary.covers(sequence.text[int(starts[before]) : start].decode("latin-1") + text)
-        for before in range(max(row - _WINDOW, 0), row)
-    )
+) -> int:
+    """Return the first of a few rows up to this one in which a token could continue all that
+    follows its start, with a text behind byte ``end``: the rows behind it exclude that token."""
+    for before in range(max(row - _WINDOW, 0), row):
+        begun = sequence.text[int(starts[before]) : end].decode("latin-1")
+        if vocabulary.covers(begun + text):
+            return before
+    return row
 
 
 def _starts(sequence: TokenSequence) -> Integers:
