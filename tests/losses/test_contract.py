@@ -5,7 +5,7 @@ from typing import Annotated, Literal, get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 from torch import Tensor
@@ -68,6 +68,7 @@ def test_a_member_without_a_row_is_found() -> None:
 
 @every_loss
 @given(seed=seeds)
+@example(seed=14_746_370)  # of prefix KL: a cell whose mass is nowhere else, with a detour
 @settings(deadline=None, max_examples=8)
 def test_value_and_gradient_equal_the_slow_twin(row: Row, seed: int) -> None:
     problem = row.problem(seed)

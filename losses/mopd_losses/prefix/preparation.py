@@ -26,6 +26,9 @@ from mopd_losses.prefix.text.contexts import Contexts
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers, ranks_in_runs
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 
+#: Least share of a cell's mass in a detour.
+_LEAST_SHARE = 1e-12
+
 
 class Preparation:
     """Builds targets for one pair of tokenizers."""
@@ -136,8 +139,8 @@ class Preparation:
         at, numbers, behind = at[kept], numbers[kept], behind[kept]
         shares = np.exp(cells.texts[behind] - cells.texts[numbers] - cells.nats[at])
         results = np.zeros(len(names.boundaries))
-        with np.errstate(divide="ignore"):
-            results[at] = np.log1p(-np.clip(shares, 0.0, 1.0))
+        # Never nothing: that is a cell without a detour.
+        results[at] = np.log1p(-np.clip(shares, 0.0, 1 - _LEAST_SHARE))
         return results
 
     def _named_ranges(self, names: CellNames, boundaries: Boundaries) -> CellRanges:

@@ -245,7 +245,7 @@ def _examples(draw: st.DrawFn) -> tuple[TrainingExample, Sequence[Choice], str]:
 
 
 @given(_examples(), st.sampled_from([0.35, 0.75, ALWAYS]))
-@settings(deadline=None, max_examples=3000)
+@settings(deadline=None, max_examples=300)
 def test_corrections_agree_with_the_definition(
     drawn: tuple[TrainingExample, Sequence[Choice], str], significance: float
 ) -> None:

@@ -4,7 +4,8 @@ KL(teacher || student) of a student's token is that of its beginning ``c``, plus
 of ``c`` times that of what follows ``c`` in the token. The teacher's row behind ``c`` is in the
 score if the completion continues with ``c``, and a ``Lookahead`` otherwise: so each sample has the
 second term, with the weight of the teacher's mass (of the student's for a divergence that is an
-expectation over the student).
+expectation over the student). So is each row behind the tokens that the teacher is sure of next,
+as long as a token of the student continues them: together, all of that token.
 
 Behind a lookahead, all student's tokens that begin with ``c`` are compared, given ``c``. Each
 belongs to the cell of the longest of the teacher's candidates that it begins with, cut as usual

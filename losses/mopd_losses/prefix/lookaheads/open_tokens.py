@@ -2,7 +2,11 @@
 
 A teacher of single digits is sure of ``1``, and its next row of ``7``; the student's ``17`` and
 ``19`` are one token each. A completion with ``42`` shows that the number should begin with ``1``,
-and nothing of what follows. The row behind the likely ``1`` is what ``lookaheads`` compare.
+and nothing of what follows. The row behind the likely ``1`` is what ``lookaheads`` compare, and the
+rows behind the tokens that are likely next. The completion may have continued with a longer token
+of the teacher: `` n``, where a space was likely. The student's token may have ended before the
+teacher's, where a longer one would have continued with it: its `` neun``, where the teacher expects
+``und``.
 """
 
 from collections.abc import Iterable, Sequence
