@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
@@ -98,19 +99,27 @@ _CHARACTERS = {"chinese_dates": _teacher("chinese_dates", character_tokenizer, "
 
 
 def _student(
-    examples_per_step: int, learning_rate: float, *slowest_first: str, at_once: bool = False
+    examples_per_step: int,
+    learning_rate: float,
+    *slowest_first: str,
+    tokenizer: Callable[[], PreTrainedTokenizerFast] = student_tokenizer,
+    **completion: Any,
 ) -> Side:
-    """Return a student trained on reference answers until 10 to 20 % of each task are correct."""
+    """Return a student trained on reference answers until 10 to 20 % of each task are correct.
+
+    Args:
+        completion: see ``Completion``.
+    """
     tasks = tuple(TASKS[name] for name in slowest_first)
     return Side(
         family="gpt_neox",
-        tokenizer=student_tokenizer,
+        tokenizer=tokenizer,
         task=Mixture(tasks),
         steps=1_500,
         examples_per_step=examples_per_step,
         learning_rate=learning_rate,
         max_new_tokens=max(_MAX_NEW_TOKENS[name] for name in slowest_first),
-        completion=Completion(tasks, at_once=at_once),
+        completion=Completion(tasks, **completion),
     )
 
 
@@ -118,12 +127,15 @@ _SHORT = _student(64, 2e-3, "subtraction", "dates")
 _DATES = _student(64, 2e-3, "dates", "iso_dates", at_once=True)
 _LONG = _student(48, 1e-3, "rows")
 _CHINESE_BYTES = _student(64, 1e-3, "chinese_dates")  # three tokens for a character
-_WRITTEN_OUT = replace(
-    _student(64, 1e-3, "german_numbers", "code_blocks"),
+_WRITTEN_OUT = _student(
+    64,
+    1e-3,
+    "german_numbers",
+    "code_blocks",
     tokenizer=word_tokenizer,
-    completion=Completion(
-        (TASKS["german_numbers"], TASKS["code_blocks"]), least=0.04, most=0.45, at_once=True
-    ),
+    least=0.04,
+    most=0.45,
+    at_once=True,
 )
 _CHINESE = replace(_CHINESE_BYTES, tokenizer=chinese_tokenizer)
 

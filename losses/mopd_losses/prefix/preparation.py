@@ -127,10 +127,7 @@ class Preparation:
         at, numbers = at[realised], numbers[realised]
         covering = rows.rows[rows.last]
         # The boundary behind the token that follows the covering one.
-        begins = np.flatnonzero(rows.begun[rows.last] == 0)
-        boundary_of = np.full(len(text.ids) + 2, -1, dtype=np.int64)
-        boundary_of[covering[begins]] = begins
-        behind = boundary_of[covering[numbers] + 2]
+        behind = _boundaries_of_rows(rows, len(text.ids) + 2)[covering[numbers] + 2]
         completions = np.searchsorted(text.first_rows, covering, side="right")
         same = completions[numbers] == completions[behind]
         kept = np.flatnonzero((behind >= 0) & same)
@@ -347,7 +344,14 @@ def _token_masses(rows: OpenRows, texts: NDArray[np.float64], count: int) -> NDA
     Args:
         count: rows of the text.
     """
-    covering, begins = rows.rows[rows.last], rows.begun[rows.last] == 0
-    starts = np.full(count, np.nan)
-    starts[covering[begins]] = texts[begins]
-    return texts - np.where(begins, np.nan, starts[covering])
+    starts = _boundaries_of_rows(rows, count)[rows.rows[rows.last]]
+    is_inside = (starts >= 0) & (rows.begun[rows.last] > 0)
+    return texts - np.where(is_inside, texts[starts], np.nan)
+
+
+def _boundaries_of_rows(rows: OpenRows, count: int) -> Integers:
+    """[rows], the boundary at which each begins; -1 if it is not compared."""
+    begins = np.flatnonzero(rows.begun[rows.last] == 0)
+    boundaries = np.full(count, -1, dtype=np.int64)
+    boundaries[rows.rows[rows.last[begins]]] = begins
+    return boundaries

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mopd_losses.alignment.byte_alignment import align
@@ -245,7 +245,6 @@ def _examples(draw: st.DrawFn) -> tuple[TrainingExample, Sequence[Choice], str]:
 
 
 @given(_examples(), st.sampled_from([0.35, 0.75, ALWAYS]))
-@settings(deadline=None, max_examples=300)
 def test_corrections_agree_with_the_definition(
     drawn: tuple[TrainingExample, Sequence[Choice], str], significance: float
 ) -> None:

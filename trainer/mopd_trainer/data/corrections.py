@@ -13,7 +13,7 @@ implausible token shows that the text is another's.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -135,9 +135,9 @@ class _Sides:
             return None
         longer = [before + self.teacher.bytes_of(token_id) for token_id in others]
         excluded = tuple(each for each in longer if len(each) > len(text))
-        correction = self._longer(kept, text, excluded)
-        if correction is not None:
-            return correction
+        longer_id = self._longer(kept, text, excluded)
+        if longer_id is not None:
+            return Correction(self.rollout, kept - 1, longer_id)
         written = b""
         for position in range(kept, len(ends)):
             sampled = int(self.rollout.completion.token_ids[position])
@@ -149,19 +149,16 @@ class _Sides:
             written += self.student.bytes_of(token_id)
         return None
 
-    def _longer(self, kept: int, text: bytes, excluded: tuple[bytes, ...]) -> Correction | None:
-        """Return the correction of the last kept token, if it could have been longer: after ``19``,
-        the text ``6`` is that of ``196``, which the student's tokenizer would not divide."""
+    def _longer(self, kept: int, text: bytes, excluded: tuple[bytes, ...]) -> int | None:
+        """Return the token in place of the last kept one, if that could have been longer: after
+        ``19``, the text ``6`` is that of ``196``, which the student's tokenizer would not divide.
+        """
         if not kept:
             return None
-        before = self.student.bytes_of(int(self.rollout.completion.token_ids[kept - 1]))
+        last = int(self.rollout.completion.token_ids[kept - 1])
+        before = self.student.bytes_of(last)
         excluded = tuple(before + each for each in excluded)
-        assert self.rollout.student_topk_ids is not None  # kept for corrections
-        for token_id in self.rollout.student_topk_ids[kept - 1].tolist():
-            spelled = self.student.bytes_of(token_id) if token_id >= 0 else b""
-            if spelled.startswith(before + text) and not spelled.startswith(excluded):
-                return Correction(self.rollout, kept - 1, token_id)
-        return None
+        return self._completing(kept - 1, b"", before + text, excluded, last)
 
     def _ended(self, kept: int, teacher_id: int) -> Correction | None:
         ending = self.student.roles.ending
@@ -183,17 +180,31 @@ class _Sides:
             sampled: the completion's token, which may continue the text, but not complete it: the
                 row of its text is implausible.
         """
-        assert self.rollout.student_topk_ids is not None  # kept for corrections
-        continuing = None
-        for token_id in self.rollout.student_topk_ids[position].tolist():
-            spelled = self.student.bytes_of(token_id) if token_id >= 0 else b""
+        completing = self._completing(position, written, text, excluded, sampled)
+        if completing is not None:
+            return completing
+        for token_id, spelled in self._likely(position):
             longer = written + spelled
-            if longer.startswith(text):
-                if token_id != sampled and not longer.startswith(excluded):
-                    return token_id
-            elif spelled and continuing is None and text.startswith(longer):
-                continuing = token_id
-        return continuing
+            if spelled and longer != text and text.startswith(longer):
+                return token_id
+        return None
+
+    def _completing(
+        self, position: int, written: bytes, text: bytes, excluded: tuple[bytes, ...], sampled: int
+    ) -> int | None:
+        """Return the student's likeliest token that completes the text, see ``_agreeing``."""
+        for token_id, spelled in self._likely(position):
+            longer = written + spelled
+            is_other = token_id != sampled and not longer.startswith(excluded)
+            if longer.startswith(text) and is_other:
+                return token_id
+        return None
+
+    def _likely(self, position: int) -> Iterator[tuple[int, bytes]]:
+        """Yield the student's likeliest ids at a position, in order, and their bytes."""
+        assert self.rollout.student_topk_ids is not None  # kept for corrections
+        for token_id in self.rollout.student_topk_ids[position].tolist():
+            yield token_id, self.student.bytes_of(token_id) if token_id >= 0 else b""
 
 
 def _comparable_bytes(student: TokenSequence, teacher: TokenSequence) -> int:

@@ -182,8 +182,9 @@ class RolloutScorer:
         sent = [
             (index, token, request)
             for index, score in scores.items()
-            for ids in [rollouts[index].student_topk_ids]
-            for token, request in requested(open_tokens, score, teacher.lookaheads, ids)
+            for token, request in requested(
+                open_tokens, score, teacher.lookaheads, rollouts[index].student_topk_ids
+            )
         ]
         results = await self._request(teacher, [request for *_, request in sent]) if sent else []
         lookaheads: dict[int, list[Lookahead]] = {index: [] for index in scores}
