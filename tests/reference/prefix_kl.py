@@ -30,6 +30,8 @@ from tests.reference.divergences import floored_rest
 
 #: Tokens before a boundary that may be divided differently, and tokens tried after a shorter one.
 _WINDOW, _PROBES = 2, 4
+#: The least share of the other side's that a rest is filled towards, if other entries are limited.
+_LEAST_SHARE = math.exp(-27)
 #: Nats; the default of ``entropy_aware_kl``.
 _ENTROPY_THRESHOLD = 0.8
 
@@ -874,7 +876,7 @@ def filled(
             return total - 1 <= bound and level <= total
 
         low, high = 0.0, 1.0 + bound
-        while high < 1e9 and is_allowed(high):
+        while high < 1e14 and is_allowed(high):
             low, high = high, high * 2
         for _ in range(200):
             middle = (low + high) / 2
@@ -888,6 +890,7 @@ def filled(
     complete = level(is_limited=False)
     entries = zip(shares, towards, lacking, limits, strict=True)
     if any(lacks and max(k, complete * t) > limit for k, t, lacks, limit in entries):
+        towards = [*towards[:-1], max(towards[-1], _LEAST_SHARE)]
         values = raised(level(is_limited=True), is_limited=True)
     else:
         values = raised(highest(is_limited=False, is_certain=False), is_limited=False)

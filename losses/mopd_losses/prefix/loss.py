@@ -41,7 +41,8 @@ bounds (``unknown_mass``): of all distributions that the rows allow, the nearest
 bounds are constants of the gradient: the student would learn the tokens of detours for the sole
 reason that less is known of it then. What continues with the realised text is spelled by the
 realised tokens, so that of the realised cell the student lacks no more than the teacher's mass of
-other continuations; its shorter token, which has mass for certain, then leads to the rest. A
+other continuations; its shorter token, which has mass for certain, then leads to the rest. So it
+is with the text that a lookahead ends with, if it is one token of the student (``whole_tokens``). A
 text that was not sampled may begin with a shorter token than the cell's, too: of ``·O|SE``, the
 token ``·OS`` has no mass, and that of ``·O`` bounds what the cell lacks (``shorter_tokens``). For
 unlikely cells detours are not sought; one that could have a detour of the student only lowers the

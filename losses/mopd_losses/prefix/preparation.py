@@ -12,7 +12,7 @@ from mopd_losses.core.loss import AlignedPair
 from mopd_losses.prefix.cell_ranges import CellRanges, cell_ranges
 from mopd_losses.prefix.cells import Cells, TopK, teacher_cells
 from mopd_losses.prefix.detours import CellDetours, Detours, Sought
-from mopd_losses.prefix.lookaheads.comparisons import LookaheadComparisons
+from mopd_losses.prefix.lookaheads.comparisons import LookaheadChain, LookaheadComparisons
 from mopd_losses.prefix.naming.names import CellNames
 from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.targets import NO_PATH, WHOLE_ROW, PrefixTargets, RangeReadings
@@ -23,11 +23,13 @@ from mopd_losses.prefix.text.boundaries import (
     boundaries_of,
 )
 from mopd_losses.prefix.text.contexts import Contexts
-from mopd_losses.prefix.vocabulary.hashed_strings import Integers, ranks_in_runs
+from mopd_losses.prefix.unknown_mass import other_texts
+from mopd_losses.prefix.vocabulary.hashed_strings import (
+    Integers,
+    indices_in_runs,
+    ranks_in_runs,
+)
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
-
-#: Least share of a cell's mass in a detour.
-_LEAST_SHARE = 1e-12
 
 
 class Preparation:
@@ -51,13 +53,18 @@ class Preparation:
             offsets: the first position of each completion.
             mass_floor: boundaries that the teacher reaches with a smaller mass weigh less.
         """
-        targets = self._targets(comparisons, offsets, mass_floor)
-        targets = self.lookaheads.added(targets, comparisons, offsets)
+        chains = self.lookaheads.chains(comparisons)
+        targets = self._targets(comparisons, offsets, chains, mass_floor)
+        targets = self.lookaheads.added(targets, comparisons, offsets, chains)
         self._pair.save_if_grown()
         return targets
 
     def _targets(
-        self, comparisons: Sequence[AlignedPair], offsets: Sequence[int], mass_floor: float
+        self,
+        comparisons: Sequence[AlignedPair],
+        offsets: Sequence[int],
+        chains: Sequence[LookaheadChain],
+        mass_floor: float,
     ) -> PrefixTargets:
         pair, controls = self._pair, dict(self._pair.controls)
         pair.clear_if_full()
@@ -81,9 +88,10 @@ class Preparation:
         unsought = _unsought(cells, contexts, named)
         # A token that begins a cell, and is a detour of a longer one, may belong to either.
         counted, ids = detours.counted_in(rows.boundaries, rows.rows)
+        shares = self._realised_shares(cells, contexts, np.flatnonzero(detours.cells))
+        shares += _expected_shares(cells, contexts, named, chains)
+        lacking = np.where(detours.cells, other_texts(shares), -np.inf)
         named, sharing = named.without(counted, pair.student.ranks[ids])
-        others = self._other_masses(cells, contexts, np.flatnonzero(detours.cells))
-        lacking = np.where(detours.cells, others, -np.inf)
         lacking[sharing] = 0.0
         table = _CellTable.of(cells, ends, columns, lacking=lacking, unsought=unsought)
         masses = torch.from_numpy(cells.masses).exp().clamp_max(1.0)
@@ -110,11 +118,13 @@ class Preparation:
             step_ids=torch.from_numpy(student.ids[paths.step_rows]),
         )
 
-    def _other_masses(self, cells: Cells, contexts: Contexts, at: Integers) -> NDArray[np.float64]:
-        """[cells], nats, of the teacher's mass of each cell: text that does not continue with the
-        student's realised tokens, up to the end of the one behind the cell.
+    def _realised_shares(
+        self, cells: Cells, contexts: Contexts, at: Integers
+    ) -> NDArray[np.float64]:
+        """[cells], of the teacher's mass of each cell: text that continues with the student's
+        realised tokens, up to the end of the one behind the cell.
 
-        What continues with them is spelled by them: the student has no detour to it.
+        It is spelled by them: the student has no detour to it.
 
         Args:
             at: the cells with a detour; of others, it is 0.
@@ -134,10 +144,8 @@ class Preparation:
         at, numbers, behind = at[kept], numbers[kept], behind[kept]
         kept = self._pair.student_detours.are_canonical(contexts, behind)
         at, numbers, behind = at[kept], numbers[kept], behind[kept]
-        shares = np.exp(cells.texts[behind] - cells.texts[numbers] - cells.nats[at])
         results = np.zeros(len(names.boundaries))
-        # Never nothing: that is a cell without a detour.
-        results[at] = np.log1p(-np.clip(shares, 0.0, 1 - _LEAST_SHARE))
+        results[at] = np.exp(cells.texts[behind] - cells.texts[numbers] - cells.nats[at])
         return results
 
     def _named_ranges(self, names: CellNames, boundaries: Boundaries) -> CellRanges:
@@ -251,6 +259,37 @@ class _CellTable:
         table.ends[at] = True
         table.rests[at[0]] = torch.from_numpy(ends.rests)
         return table
+
+
+def _expected_shares(
+    cells: Cells, contexts: Contexts, named: CellRanges, chains: Sequence[LookaheadChain]
+) -> NDArray[np.float64]:
+    """[cells], of the teacher's mass of each cell: text that lookaheads end with, and that is one
+    token of the student.
+
+    Args:
+        named: the student's tokens of the cells.
+    """
+    names, rows, text = cells.names, contexts.places.open_rows, contexts.text
+    results = np.zeros(len(names.boundaries))
+    tokens = [(chain.completion, chain.whole) for chain in chains if chain.whole is not None]
+    if not tokens:
+        return results
+    own_rows = np.array([text.first_rows[pair] + token.student_row for pair, token in tokens])
+    ranks = np.array([token.rank for _, token in tokens])
+    nats = np.array([token.nats for _, token in tokens])
+    starts = _boundaries_of_rows(rows, len(text.ids))[own_rows]
+    range_rows = rows.rows[named.rows]
+    at = np.flatnonzero(np.isin(range_rows, own_rows[starts >= 0]))
+    at = at[np.argsort(range_rows[at], kind="stable")]
+    first = np.searchsorted(range_rows[at], [own_rows, own_rows + (starts >= 0)])
+    owners, ranges = indices_in_runs(*first)
+    ranges = at[ranges]
+    inside = (named.starts[ranges] <= ranks[owners]) & (ranks[owners] < named.stops[ranges])
+    owners, reached = owners[inside], named.cells[ranges[inside]]
+    before = cells.texts[names.boundaries[reached]] - cells.texts[starts[owners]]
+    np.add.at(results, reached, np.exp(nats[owners] - before - cells.nats[reached]))
+    return results
 
 
 def _positions(text: TokenizedText, offsets: Sequence[int]) -> Integers:

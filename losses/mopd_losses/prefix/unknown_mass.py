@@ -8,15 +8,23 @@ what a side is sure of is compared as it is.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
+from numpy.typing import NDArray
 from torch import Tensor
 
 #: Alternations between both sides, where both lack mass.
 _ALTERNATIONS = 3
 
+#: Entries of a boundary that are limited, at most.
+_LIMITED = 2
+
 #: Nats: smaller shares are never filled, and larger bounds are no bounds; squares stay finite.
 _LEAST_SHARE, _HIGHEST_BOUND = -27.0, 27.0
+
+#: Least share of an entry's other texts.
+_LEAST_OTHERS = 1e-12
 
 #: Levels that differ by less, relatively, are equal.
 _ROUNDING = 1e-5
@@ -28,12 +36,18 @@ class UnknownMass:
 
     lacking: Float[Tensor, "boundaries entries"]
     """Nats, of the other side's mass of an entry: the most that it lacks. -inf for nothing, 0 for
-    any mass; between them at most one entry of a boundary."""
+    any mass; between them at most two entries of a boundary."""
     bound: Float[Tensor, "boundaries"]
     """Nats, of the known mass: the most that all entries lack."""
     least: Float[Tensor, "boundaries"]
     """Nats, of the known mass: the least that all entries lack. It only counts where an entry lacks
     its most; else all of it can be where the other side has its mass."""
+
+
+def other_texts(shares: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the nats of what texts with some shares of an entry leave to others. Never nothing:
+    that is an entry that lacks no mass."""
+    return np.log1p(-np.clip(shares, 0.0, 1 - _LEAST_OTHERS))
 
 
 def filled_sides(
@@ -65,6 +79,9 @@ def filled(
     share in ``towards``. If all of ``least`` is added at a level, and an entry would then lack more
     than its most, it gets that, and the others what is left.
 
+    Args:
+        known: the last entry is the rest, as in ``towards``: it may lack any mass.
+
     Returns:
         [boundaries, entries], log-probabilities.
     """
@@ -78,25 +95,54 @@ def filled(
     rows = limited.any(dim=1).nonzero().squeeze(1)
     if len(rows):
         least = unknown.least[rows].clamp_max(_HIGHEST_BOUND).exp().unsqueeze(1)
-        most = unknown.lacking[rows].exp() * towards[rows].exp() * (1 + bound[rows])
-        limits = known[rows].exp() + most.detach()
-        complete = _raised(known[rows], towards[rows], reachable[rows], bound[rows], least)
-        exceeds = limited[rows] & (complete.exp() > limits)
+        sides, within = (known[rows], _with_some_rest(towards[rows])), bound[rows]
+        limits = unknown.lacking[rows].exp() * sides[1].exp() * (1 + within)
+        limits = sides[0].exp() + limits.detach()
+        can_lack = bounded[rows] & ~torch.isneginf(unknown.lacking[rows])
+        can_lack = can_lack & (sides[1] >= _LEAST_SHARE)
+        levels = limits / sides[1].exp()
+        exceeds = torch.zeros_like(can_lack)
+        complete = sides[0]
+        for _ in range(_LIMITED + 1):
+            complete = _with_limits(*sides, can_lack, within, least, limits, exceeds)
+            # The entry with the lowest level first: it changes what is left to the others.
+            over = limited[rows] & ~exceeds & (complete.exp() > limits)
+            lowest = torch.where(over, levels, torch.inf).amin(dim=1, keepdim=True)
+            exceeds = exceeds | (over & (levels == lowest))
         chosen = exceeds.any(dim=1)
-        rows, limits, exceeds, least = (x[chosen] for x in (rows, limits, exceeds, least))
-        added = torch.where(exceeds, limits - known[rows].exp(), 0.0).sum(dim=1, keepdim=True)
-        result = result.index_copy(
-            0,
-            rows,
-            _raised(
-                torch.where(exceeds, torch.where(exceeds, limits, 1.0).log(), known[rows]),
-                towards[rows],
-                reachable[rows] & ~exceeds,
-                (bound[rows] - added).clamp_min(0.0),
-                (least - added).clamp_min(0.0),
-            ),
-        )
+        result = result.index_copy(0, rows[chosen], complete[chosen])
     return torch.where(bounded, result - result.logsumexp(dim=1, keepdim=True), known)
+
+
+def _with_some_rest(
+    towards: Float[Tensor, "boundaries entries"],
+) -> Float[Tensor, "boundaries entries"]:
+    """Raise the last entry to the least share that is filled: certain mass is somewhere."""
+    return torch.cat([towards[:, :-1], towards[:, -1:].clamp_min(_LEAST_SHARE)], dim=1)
+
+
+def _with_limits(
+    known: Float[Tensor, "boundaries entries"],
+    towards: Float[Tensor, "boundaries entries"],
+    reachable: Bool[Tensor, "boundaries entries"],
+    bound: Float[Tensor, "boundaries 1"],
+    least: Float[Tensor, "boundaries 1"],
+    limits: Float[Tensor, "boundaries entries"],
+    exceeds: Bool[Tensor, "boundaries entries"],
+) -> Float[Tensor, "boundaries entries"]:
+    """Raise the entries that exceed their limits to these, and others by what is left.
+
+    Args:
+        limits: [boundaries, entries], probabilities.
+    """
+    added = torch.where(exceeds, limits - known.exp(), 0.0).sum(dim=1, keepdim=True)
+    return _raised(
+        torch.where(exceeds, torch.where(exceeds, limits, 1.0).log(), known),
+        towards,
+        reachable & ~exceeds,
+        (bound - added).clamp_min(0.0),
+        (least - added).clamp_min(0.0),
+    )
 
 
 def _raised(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mopd_losses.core.loss import AlignedPair
+from mopd_losses.prefix.naming.separate_tokens import TRIED
 from tests.losses.prefix_pairs import (
     Pair,
     Tongue,
@@ -130,14 +131,16 @@ def test_expected_loss_over_the_students_tokens_is_the_divergence_of_whole_token
     assert expected == pytest.approx(exact, abs=1e-5)
 
 
-def rows_behind(following: Mapping[str, Mapping[str, float]]) -> Callable[[list[int]], Tensor]:
-    """The rows of a teacher of digits by the text before them; others are of the end."""
+def rows_behind(
+    following: Mapping[str, Mapping[str, float]], teacher: Tongue = DIGITS
+) -> Callable[[list[int]], Tensor]:
+    """The rows of a teacher by the text before them; others are of the end."""
 
     def row(ids: list[int]) -> Tensor:
-        text = b"".join(map(DIGITS.table.bytes_of, ids)).decode()
+        text = b"".join(map(teacher.table.bytes_of, ids)).decode()
         values = following.get(text, {END: 1.0})
-        result = torch.full((DIGITS.logit_width,), -torch.inf).double()
-        result[DIGITS.ids([*values])] = torch.tensor([*values.values()]).double().log()
+        result = torch.full((teacher.logit_width,), -torch.inf).double()
+        result[teacher.ids([*values])] = torch.tensor([*values.values()]).double().log()
         return result
 
     return row
@@ -198,7 +201,7 @@ def test_a_lookahead_continues_while_the_teacher_is_sure_of_the_next_token(
     comparison = with_lookaheads(pair, comparison, rows_behind(following))
     assert comparison.lookaheads is not None
     lengths = [len(each.following) for each in comparison.lookaheads]
-    assert lengths == {"671": [2], "581": [1], "571": [], "572": []}[sampled]
+    assert lengths == {"671": [3], "581": [2], "571": [], "572": []}[sampled]
     logits = torch.full((2, tongue.logit_width), -60.0).double()
     logits[0, tongue.ids([*student])] = torch.tensor([*student.values()]).double().log()
     logits[1, tongue.end] = 0.0
@@ -245,6 +248,19 @@ def test_a_part_of_a_longer_token_is_not_in_every_sample(longer: tuple[str, ...]
     assert [token.text for token in tokens] == ([] if longer else ["7"])
 
 
+@pytest.mark.parametrize("number", ["sieben", None])
+def test_a_token_is_open_if_a_rare_token_of_the_student_continues_it(number: str | None) -> None:
+    # Behind the teacher's space only numbers follow: it has the student's other words.
+    words = [f" {first}{second}" for first in "abcdef" for second in "uvwxyz"]
+    assert len(words) > TRIED
+    student = Tongue.of(*words, *([f" {number}"] if number else []), without_merges=True)
+    teacher = Tongue.of(*words, without_merges=True)
+    pair, comparison = of_rows(student, teacher, "x", [{" ": 0.99, "x": 0.01}, {END: 1.0}])
+    sides = comparison.student, comparison.score, comparison.alignment
+    tokens = pair.preparation.lookaheads.open_tokens.of(*sides, realised=False)
+    assert [token.text for token in tokens] == ([" "] if number else [])
+
+
 @pytest.mark.parametrize("is_sure", [True, False])
 def test_text_that_the_student_spells_with_its_own_token_needs_no_detour(is_sure: bool) -> None:
     # The student's tokenizer divides `abca` as `ab|c|a`, and `abcd` is a token: `ab` may lead to
@@ -263,6 +279,42 @@ def test_text_that_the_student_spells_with_its_own_token_needs_no_detour(is_sure
     assert logits.grad is not None
     shorter = float(logits.grad[0, student.ids(["ab"])])
     assert (shorter > 0.3) == is_sure
+
+
+@pytest.mark.parametrize("is_sure", [True, False])
+@pytest.mark.parametrize("sampled", ["abcgb", "zb"])
+def test_the_token_that_a_lookahead_ends_with_needs_no_detour(sampled: str, is_sure: bool) -> None:
+    # As above, but the text that the teacher expects is not the sampled one.
+    student = Tongue.of("ab", "abcde", "abcdf", "abcg", "bb", without_merges=True)
+    teacher = Tongue.of("ab", without_merges=True)
+    following = {
+        "": {"ab": 0.6, "z": 0.4},
+        "z": {"b": 1.0},
+        "ab": {"c": 1.0},
+        "abc": {"d": 0.99, "g": 0.01},
+        "abcg": {"b": 1.0},
+        "abcd": {"e": 0.99, "f": 0.01} if is_sure else {"e": 0.3, "a": 0.7},
+        "abcde": {"b": 1.0},
+    }
+    texts = ["", "z"] if sampled == "zb" else ["", "ab", "abc", "abcg"]
+    rows = [following[text] for text in texts]
+    pair, comparison = of_rows(student, teacher, sampled, [*rows, {END: 1.0}])
+    comparison = with_lookaheads(pair, comparison, rows_behind(following, teacher))
+    logits = torch.full((3, student.logit_width), -60.0).double()
+    tokens = student.ids(["abcde", "abcg", "z", "ab"])
+    logits[0, tokens] = torch.tensor([0.2, 0.1, 0.1, 0.6]).double().log()
+    logits[1, student.ids(["b"])] = 0.0
+    logits[2, student.end] = 0.0
+    logits.requires_grad_()
+    targets = pair.targets([comparison])
+    limits = [share for share in targets.lacking.exp().flatten().tolist() if 0 < share < 1]
+    # The others than abcde and the sampled abcg, of c, and of d behind it.
+    others = [1 - 0.99 * 0.99 - 0.01, 1 - 0.99] if sampled == "abcgb" else [1 - 0.99 * 0.99]
+    unsure = [0.99] if sampled == "abcgb" else []
+    assert limits == pytest.approx(others if is_sure else unsure, abs=1e-6)
+    pair.value(logits, targets).per_token[0].backward()
+    assert logits.grad is not None
+    assert (float(logits.grad[0, tokens[-1]]) > 0.3) == is_sure
 
 
 @every_divergence

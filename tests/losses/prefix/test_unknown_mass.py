@@ -19,23 +19,26 @@ shares = st.sampled_from([0.0, 1.0])
     known=masses,
     towards=masses,
     lacking=st.lists(shares, min_size=3, max_size=3),
-    limit=st.none() | st.tuples(st.integers(0, 2), st.floats(1e-3, 0.999)),
+    limited=st.dictionaries(st.integers(0, 2), st.floats(1e-3, 0.999), max_size=2),
     bound=st.sampled_from([0.0, 1e-3]) | st.floats(0.1, 30.0),
     certain=st.sampled_from([0.0, 1.0]) | st.floats(0.0, 1.0),
+    has_rest=st.booleans(),
 )
 @settings(deadline=None)
 def test_filled_equals_the_slow_twin(
     known: list[float],
     towards: list[float],
     lacking: list[float],
-    limit: tuple[int, float] | None,
+    limited: dict[int, float],
     bound: float,
     certain: float,
+    has_rest: bool,
 ) -> None:
+    towards = [*towards[:3], towards[3] * has_rest]
     known, towards = ([value / math.fsum(side) for value in side] for side in (known, towards))
     most = [*lacking, 1.0]  # the rest may lack any mass
-    if limit is not None:
-        most[limit[0]] = limit[1]
+    for entry, share in limited.items():
+        most[entry] = share
     columns = [torch.tensor([each], dtype=torch.float64).log() for each in (known, towards, most)]
     bounds = [torch.tensor([each], dtype=torch.float64).log() for each in (bound, certain * bound)]
     result = filled(*columns[:2], UnknownMass(columns[2], *bounds))[0].exp().tolist()

@@ -23,18 +23,16 @@ import torch
 from mopd_losses.core.loss import AlignedPair
 from mopd_losses.prefix.cells import DETOUR_SHARE
 from mopd_losses.prefix.lookaheads.joined_targets import joined
-from mopd_losses.prefix.lookaheads.open_tokens import OpenToken, OpenTokens
+from mopd_losses.prefix.lookaheads.open_tokens import MOST_TOKENS, OpenToken, OpenTokens
+from mopd_losses.prefix.lookaheads.whole_tokens import WholeToken, are_written, whole_token
 from mopd_losses.prefix.naming.separate_tokens import Place
 from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.targets import NO_PATH, PrefixTargets, RangeReadings
-from mopd_losses.prefix.text.contexts import WINDOW
+from mopd_losses.prefix.unknown_mass import other_texts
 from mopd_losses.prefix.vocabulary.hashed_strings import string_hashes
 from mopd_losses.prefix.vocabulary.marks import UNMARKED
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
-
-#: Tokens that continue a text; comparisons of more would cost too much.
-_MOST_TOKENS = 4_096
 
 _Ranges = list[tuple[int, int]]
 
@@ -45,11 +43,21 @@ class _Comparison:
 
     position: int
     known: _Ranges  # ranks of the student's tokens that begin with the open token's text
-    cells: list[tuple[float, _Ranges, bool]]
-    """The teacher's nats, ranks, and whether the student may write a shorter token for a part of
-    the cell: `au|w`, although `auw` begins a token."""
+    cells: list[tuple[float, _Ranges, float]]
+    """The teacher's nats, ranks, and nats of the teacher's mass for which the student may write a
+    shorter token: `au|w`, although `auw` begins a token."""
     nats: float  # the teacher's, of the open token's text
     shorter: _Ranges  # ranks of these shorter tokens, which are in no cell
+
+
+@dataclass(frozen=True)
+class LookaheadChain:
+    """The open tokens of one lookahead, one behind another."""
+
+    completion: int  # its number
+    tokens: list[OpenToken]
+    following: list[TopKLogprobs]  # the teacher's row behind each
+    whole: WholeToken | None
 
 
 class LookaheadComparisons:
@@ -59,44 +67,63 @@ class LookaheadComparisons:
         self.open_tokens = OpenTokens(pair)
         self._pair = pair
 
+    def chains(self, pairs: Sequence[AlignedPair]) -> list[LookaheadChain]:
+        """Find the open tokens of all lookaheads, in the order of completions."""
+        chains: list[LookaheadChain] = []
+        for number, pair in enumerate(pairs):
+            lookaheads = {each.teacher_row: each for each in pair.lookaheads or ()}
+            if not lookaheads:
+                continue
+            sides = pair.student, pair.score, pair.alignment
+            for token in self.open_tokens.of(*sides, realised=False, among=lookaheads):
+                lookahead = lookaheads[token.teacher_row]
+                following = lookahead.following
+                tokens = [token, *self.open_tokens.followed(token, lookahead.token_ids, following)]
+                rows = [following.rows(row, row + 1) for row in range(len(tokens))]
+                whole = whole_token(self._pair, pair.student, tokens[-1], rows[-1])
+                chains.append(LookaheadChain(number, tokens, rows, whole))
+        return chains
+
     def added(
-        self, targets: PrefixTargets, pairs: Sequence[AlignedPair], offsets: Sequence[int]
+        self,
+        targets: PrefixTargets,
+        pairs: Sequence[AlignedPair],
+        offsets: Sequence[int],
+        chains: Sequence[LookaheadChain],
     ) -> PrefixTargets:
         """Add the comparisons of lookaheads to the targets of completions, and mark the boundaries
         behind open tokens that the completions continue with."""
-        comparisons: list[_Comparison] = []
         for pair, offset in zip(pairs, offsets, strict=True):
             if pair.lookaheads is None:
                 continue
-            alignment, both = pair.alignment, (pair.student, pair.score)
-            for token in self.open_tokens.of(*both, alignment, realised=True):
+            sides = pair.student, pair.score, pair.alignment
+            for token in self.open_tokens.of(*sides, realised=True):
                 positions = torch.tensor([0, 1]) + offset + token.student_row
                 start, stop = torch.searchsorted(targets.positions, positions).tolist()
                 assert token.boundary is not None  # of realised ones
                 targets.in_every_sample[start:stop][token.boundary : token.boundary + 1] = True
-            lookaheads = {each.teacher_row: each for each in pair.lookaheads}
-            for token in self.open_tokens.of(*both, alignment, realised=False, among=lookaheads):
-                position = offset + token.student_row
-                lookahead = lookaheads[token.teacher_row]
-                following = lookahead.following
-                tokens = [token, *self.open_tokens.followed(token, lookahead.token_ids, following)]
-                for row, each in enumerate(tokens):
-                    rows = following.rows(row, row + 1)
-                    comparison = self._comparison(each, rows, position, pair.student)
-                    if comparison is not None:
-                        comparisons.append(comparison)
-        return joined(targets, _targets(comparisons)) if comparisons else targets
+        comparisons = [
+            self._comparison(
+                token, row, offsets[chain.completion], pairs[chain.completion].student, chain.whole
+            )
+            for chain in chains
+            for token, row in zip(chain.tokens, chain.following, strict=True)
+            if self.open_tokens.is_open(token)
+        ]
+        compared = [each for each in comparisons if each is not None]
+        return joined(targets, _targets(compared)) if compared else targets
 
     def _comparison(
         self,
         token: OpenToken,
         following: TopKLogprobs,
-        position: int,
+        offset: int,
         student: TokenSequence,
+        whole: WholeToken | None,
     ) -> "_Comparison | None":
         """Build a comparison; None if no candidate of the teacher continues within a token."""
         known = self.open_tokens.ranges(token.place, token.text)
-        if sum(stop - start for start, stop in known) > _MOST_TOKENS:
+        if sum(stop - start for start, stop in known) > MOST_TOKENS:
             return None
         begun = token.place.student + token.text
         rests = {
@@ -119,19 +146,30 @@ class LookaheadComparisons:
                 masses[name] = float(np.logaddexp(masses.get(name, -np.inf), nats))
         members = self._members(begun, masses, rests)
         named = [name for name in masses if members[name]]
-        written = self._are_written(student, token.student_row, [begun + name for name in named])
+        written = are_written(
+            self._pair, student, token.student_row, [begun + name for name in named]
+        )
         named = [name for name, is_written in zip(named, written, strict=True) if is_written]
         shorter = self._shorter_tokens(begun, named)
         shared = {rank for name in named for rank in shorter[name]}
+
+        def lacking(name: str) -> float:
+            if not shorter[name] and shared.isdisjoint(members[name]):
+                return -np.inf
+            if whole is None or whole.rank in shared or whole.rank not in members[name]:
+                return 0.0
+            return float(other_texts(whole.share_of(token.nats + masses[name])))
+
         cells = [
             (
                 masses[name],
                 _ranges_of(rank for rank in members[name] if rank not in shared),
-                bool(shorter[name]) or not shared.isdisjoint(members[name]),
+                lacking(name),
             )
             for name in named
         ]
         detours = _ranges_of(sorted(shared))
+        position = offset + token.student_row
         return _Comparison(position, known, cells, token.nats, detours) if cells else None
 
     def _members(
@@ -158,21 +196,6 @@ class LookaheadComparisons:
                     members[name].append(rank)
                     break
         return members
-
-    def _are_written(self, student: TokenSequence, row: int, texts: Sequence[str]) -> list[bool]:
-        """Return whether the tokens before a row are the tokenizer's in front of each text, too, if
-        they are in front of the completion's: others are not written as a token of this row."""
-        first = max(row - WINDOW, max((at + 1 for at in student.marks if at < row), default=0))
-        last = min(row + WINDOW, len(student.byte_ends))
-        start, middle, stop = (
-            int(student.byte_ends[at - 1]) if at else 0 for at in (first, row, last)
-        )
-        before, following = (
-            student.text[a:b].decode("latin-1") for a, b in ((start, middle), (middle, stop))
-        )
-        ids = student.token_ids[first:row].astype(np.int64)
-        own, *others = self._pair.student_detours.keep(ids, before, [following, *texts])
-        return [bool(each) or not own for each in others]
 
     def _shorter_tokens(self, begun: str, names: Sequence[str]) -> dict[str, list[int]]:
         """Return the ranks of the tokens that the student may write in place of one that spells
@@ -222,8 +245,7 @@ def _targets(comparisons: Sequence[_Comparison]) -> PrefixTargets:
     lacking = torch.full_like(cells, -torch.inf)
     divided: list[tuple[int, int, int, int, int]] = []
     for row, each in enumerate(comparisons):
-        lacks = [lacks for _, _, lacks in each.cells]
-        lacking[row, : len(lacks)][torch.tensor(lacks)] = 0.0
+        lacking[row, : len(each.cells)] = torch.tensor([nats for _, _, nats in each.cells])
         # Mass of what is open.
         divided += [(row, 1, each.position, start, stop) for start, stop in each.shorter]
     positions = torch.tensor([each.position for each in comparisons])

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_losses.alignment.byte_alignment import Alignment, common_prefix
-from mopd_losses.prefix.naming.separate_tokens import FEW, Place
+from mopd_losses.prefix.naming.separate_tokens import FEW, TRIED, Place
 from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers, indices_in_runs
 from mopd_losses.prefix.vocabulary.marked_ranges import MarkedCell, ranges_of
@@ -41,7 +41,10 @@ _CACHED = 500_000
 _GUESSES = 4
 
 #: The student's frequent tokens among which one must continue the teacher's.
-_FREQUENT = 32
+_FREQUENT = 512
+
+#: Tokens that continue a text; comparisons of more would cost too much.
+MOST_TOKENS = 4_096
 
 
 @dataclass(frozen=True)
@@ -226,7 +229,8 @@ class OpenTokens:
     def followed(
         self, token: OpenToken, ids: Sequence[int], following: TopKLogprobs
     ) -> list[OpenToken]:
-        """Return the open tokens that follow a token, while each is the teacher's likeliest.
+        """Return the open tokens that follow a token, while each is the teacher's likeliest. The
+        last one may end a token of the student.
 
         Args:
             ids: the teacher's tokens behind the token.
@@ -248,13 +252,18 @@ class OpenTokens:
             if any(self._teacher.covers(text + string) for text in before):
                 break
             place = Place(token.place.student + token.text, "")
-            if not self._is_open(place, string):
-                break
-            last.append(string)
             nats = min(token.nats + logprob, 0.0)
             token = replace(token, place=place, text=string, nats=nats)
+            if not self.is_open(token):
+                whole = place.student + string
+                return [*tokens, token] if self._student.is_token(whole) else tokens
+            last.append(string)
             tokens.append(token)
         return tokens
+
+    def is_open(self, token: OpenToken) -> bool:
+        """Return whether a frequent token of the student continues a token's text."""
+        return self._is_open(token.place, token.text)
 
     def ranges(self, place: Place, text: str) -> list[tuple[int, int]]:
         """Return the ranks of the student's tokens that begin with a text and belong to it."""
@@ -281,15 +290,19 @@ class OpenTokens:
         return is_open
 
     def _is_continued(self, place: Place, text: str) -> bool:
+        begun = place.student + text
+        tokens = self._student.range_of(begun)
+        if tokens.stop - tokens.longer > MOST_TOKENS:
+            return False
         longer = [
             string[len(place.student) :]
-            for string in self._student.specific_tokens(place.student + text, _FREQUENT, FEW)
+            for string in self._student.specific_tokens(begun, _FREQUENT, FEW)
         ]
-        if not longer:
-            return False
-        marks = self._separate.of_cell(place, text)
-        excluded = [x for x, belongs in marks if not belongs]
-        return any(not any(string.startswith(x) for x in excluded) for string in longer)
+        excluded = [x for x, belongs in self._separate.of_cell(place, text) if not belongs]
+        tried, others = longer[:TRIED], longer[TRIED:]
+        if any(not any(string.startswith(x) for x in excluded) for string in tried):
+            return True
+        return self._separate.are_some_divided(place, text, others)
 
 
 def _longer_row(

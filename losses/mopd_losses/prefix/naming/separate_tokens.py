@@ -6,7 +6,7 @@ unless the teacher's tokenizer ends a token behind `` 1`` in some text that the 
 with `` 14``, or the student's does so in a text that is one token of the teacher: `` 1|40``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -121,6 +121,18 @@ class SeparateTokens:
         student, teacher, cell = (hashes[at : at + 1] for at in range(3))
         keys = keys_of(student, lengths[:1], teacher, lengths[1:], cell)
         return self._marks.marks_of(int(self.of(keys, lambda _: (place, text))[0]))
+
+    def are_some_divided(self, place: Place, text: str, longer: Sequence[str]) -> bool:
+        """Return whether the teacher's tokenizer ends a token behind a cell's text in some longer
+        text that is one token of the student.
+
+        Args:
+            longer: texts behind the boundary.
+        """
+        tried = [_Longer(0, place, x, len(text)) for x in longer]
+        spelled = self._spelled_by_one([(each, each.text) for each in tried])
+        ends = self._ends_by_teacher(spelled)
+        return any(_is_inside(each, end) for (each, _), end in zip(spelled, ends, strict=True))
 
     def _tried(self, place: Place, text: str) -> list[str]:
         """The student's frequent tokens, behind the boundary."""

@@ -1,0 +1,88 @@
+"""Tokens of the student with which lookaheads end, and the teacher's mass of their texts.
+
+Text that the student's tokenizer spells with one token is in that token only: of a cell that it
+begins with, the student lacks no more than the teacher's mass of the other texts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_losses.prefix.cells import DETOUR_SHARE
+from mopd_losses.prefix.lookaheads.open_tokens import OpenToken
+from mopd_losses.prefix.pair import TokenizerPair
+from mopd_losses.prefix.text.contexts import WINDOW
+from mopd_losses.prefix.vocabulary.hashed_strings import Integers
+from mopd_protocol.tokenizers.token_sequence import TokenSequence
+from mopd_protocol.topk_logprobs import TopKLogprobs
+
+
+@dataclass(frozen=True)
+class WholeToken:
+    """A token of the student that the teacher expects in place of a realised one."""
+
+    student_row: int
+    rank: int
+    text: str
+    nats: float
+    """The teacher's, since the token's start: of its text, if what follows is likely and the
+    student's tokenizer writes the token in front of it."""
+
+    def share_of(self, nats: float) -> NDArray[np.float64]:
+        """Return the token's share of a text with which it begins.
+
+        Args:
+            nats: the teacher's, of that text since the token's start.
+        """
+        return np.exp(np.asarray(self.nats - nats))
+
+
+def whole_token(
+    pair: TokenizerPair, student: TokenSequence, token: OpenToken, following: TopKLogprobs
+) -> WholeToken | None:
+    """Find the token that ends with a teacher's one; None if there is none.
+
+    Args:
+        student: the completion.
+        following: the teacher's row behind that token.
+    """
+    text = token.place.student + token.text
+    tokens = pair.student.range_of(text)
+    if tokens.start == tokens.longer:
+        return None
+    likely = (following.ids[0] >= 0) & (following.logprobs[0] >= np.log(DETOUR_SHARE))
+    strings = [pair.teacher.strings[each] for each in following.ids[0][likely].tolist()]
+    # A longer token with what follows is another text.
+    ends = np.array([not pair.student.covers(text + string) for string in strings], dtype=np.bool_)
+    is_control = [not pair.teacher.is_control[each] for each in following.ids[0][likely].tolist()]
+    behind = [string * is_text for string, is_text in zip(strings, is_control, strict=True)]
+    ids, before, _ = around(student, token.student_row)
+    ids = np.append(ids, pair.student.ids[tokens.start])
+    kept = ends & pair.student_detours.keep(ids, before + text, behind)
+    if not kept.any():
+        return None
+    nats = token.nats + float(np.logaddexp.reduce(following.logprobs[0][likely][kept]))
+    return WholeToken(token.student_row, tokens.start, text, nats)
+
+
+def are_written(
+    pair: TokenizerPair, student: TokenSequence, row: int, texts: Sequence[str]
+) -> list[bool]:
+    """Return whether the tokens before a row are the tokenizer's in front of each text, too, if
+    they are in front of the completion's: others are not written as a token of this row."""
+    ids, before, following = around(student, row)
+    own, *others = pair.student_detours.keep(ids, before, [following, *texts])
+    return [bool(each) or not own for each in others]
+
+
+def around(student: TokenSequence, row: int) -> tuple[Integers, str, str]:
+    """Return the ids of a few tokens before a row, their text, and the text of a few behind it."""
+    first = max(row - WINDOW, max((at + 1 for at in student.marks if at < row), default=0))
+    last = min(row + WINDOW, len(student.byte_ends))
+    start, middle, stop = (int(student.byte_ends[at - 1]) if at else 0 for at in (first, row, last))
+    before, following = (
+        student.text[a:b].decode("latin-1") for a, b in ((start, middle), (middle, stop))
+    )
+    return student.token_ids[first:row].astype(np.int64), before, following
