@@ -161,7 +161,7 @@ def compared(student: str, teacher: str, model: NGramTeacher, text: str) -> Alig
     written = sides[0].table.sequence(sides[0].encoder.encode(text))
     score = model.score(sides[1], text)
     sampled = np.zeros(len(written), dtype=np.float32)
-    return AlignedPair(written, sampled, score, align(written, score.completion))
+    return AlignedPair(written, sampled, score, align(written, score.completion), lookaheads=())
 
 
 def measure_preparation(

@@ -317,6 +317,24 @@ def test_the_token_that_a_lookahead_ends_with_needs_no_detour(sampled: str, is_s
     assert (float(logits.grad[0, tokens[-1]]) > 0.3) == is_sure
 
 
+def test_what_continues_a_longer_token_is_not_of_the_token_that_a_lookahead_ends_with() -> None:
+    student = Tongue.of("ab", "abcde", "abcdefg", "abcg", "bb", without_merges=True)
+    teacher = Tongue.of("ab", without_merges=True)
+    following = {
+        "": {"ab": 0.6, "z": 0.4},
+        "ab": {"c": 1.0},
+        "abc": {"d": 0.99, "g": 0.01},
+        "abcd": {"e": 0.99, "f": 0.01},
+        "abcde": {"f": 0.4, "b": 0.6},
+    }
+    rows = [following[""], {"b": 1.0}, {END: 1.0}]
+    pair, comparison = of_rows(student, teacher, "zb", rows)
+    comparison = with_lookaheads(pair, comparison, rows_behind(following, teacher))
+    lacking = pair.targets([comparison]).lacking.exp()
+    limits = [share for share in lacking.flatten().tolist() if 0 < share < 1]
+    assert limits == pytest.approx([1 - 0.99 * 0.99 * 0.6], abs=1e-6)
+
+
 @every_divergence
 def test_a_token_that_may_lead_to_a_cell_is_not_learned_for_that(divergence: str) -> None:
     # ` sieben` is a token of the student, and ` siebx` is ` |sieb|x`: where its space could lead to

@@ -93,15 +93,21 @@ class LookaheadComparisons:
     ) -> PrefixTargets:
         """Add the comparisons of lookaheads to the targets of completions, and mark the boundaries
         behind open tokens that the completions continue with."""
+        positions: list[int] = []
+        numbers: list[int] = []
         for pair, offset in zip(pairs, offsets, strict=True):
             if pair.lookaheads is None:
                 continue
             sides = pair.student, pair.score, pair.alignment
             for token in self.open_tokens.of(*sides, realised=True):
-                positions = torch.tensor([0, 1]) + offset + token.student_row
-                start, stop = torch.searchsorted(targets.positions, positions).tolist()
                 assert token.boundary is not None  # of realised ones
-                targets.in_every_sample[start:stop][token.boundary : token.boundary + 1] = True
+                positions.append(offset + token.student_row)
+                numbers.append(token.boundary)
+        of_token = torch.tensor(positions, dtype=torch.int64)
+        boundaries = torch.searchsorted(targets.positions, of_token)
+        boundaries += torch.tensor(numbers, dtype=torch.int64)
+        ends = torch.searchsorted(targets.positions, of_token, right=True)
+        targets.in_every_sample[boundaries[boundaries < ends]] = True
         comparisons = [
             self._comparison(
                 token, row, offsets[chain.completion], pairs[chain.completion].student, chain.whole

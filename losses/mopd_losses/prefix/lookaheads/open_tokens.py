@@ -277,10 +277,11 @@ class OpenTokens:
         return self._row_mass(score.topk, row, text, longer=longer)
 
     def _row_mass(self, topk: TopKLogprobs, row: int, text: str, *, longer: bool = False) -> float:
-        ids, nats = topk.ids[row], topk.logprobs[row].astype(np.float64)
-        strings = [self._teacher.strings[token] if token >= 0 else "" for token in ids.tolist()]
-        begins = np.array([s.startswith(text) and not (longer and s == text) for s in strings])
-        return float(np.logaddexp.reduce(nats[begins], initial=-np.inf))
+        tokens, ids = self._teacher.range_of(text), topk.ids[row]
+        ranks = np.where(ids >= 0, self._teacher.ranks[ids], -1)
+        begins = (ranks >= (tokens.longer if longer else tokens.start)) & (ranks < tokens.stop)
+        nats = topk.logprobs[row][begins].astype(np.float64)
+        return float(np.logaddexp.reduce(nats, initial=-np.inf))
 
     def _is_open(self, place: Place, text: str) -> bool:
         """Return whether some frequent token of the student continues the teacher's."""
