@@ -53,11 +53,12 @@ def whole_token(
     if tokens.start == tokens.longer:
         return None
     likely = (following.ids[0] >= 0) & (following.logprobs[0] >= np.log(DETOUR_SHARE))
-    strings = [pair.teacher.strings[each] for each in following.ids[0][likely].tolist()]
+    candidates = following.ids[0][likely]
+    strings = [pair.teacher.strings[each] for each in candidates.tolist()]
     # A longer token with what follows is another text.
     ends = np.array([not pair.student.covers(text + string) for string in strings], dtype=np.bool_)
-    is_control = [not pair.teacher.is_control[each] for each in following.ids[0][likely].tolist()]
-    behind = [string * is_text for string, is_text in zip(strings, is_control, strict=True)]
+    are_text = ~pair.teacher.is_control[candidates]
+    behind = [string if is_text else "" for string, is_text in zip(strings, are_text, strict=True)]
     ids, before, _ = around(student, token.student_row)
     ids = np.append(ids, pair.student.ids[tokens.start])
     kept = ends & pair.student_detours.keep(ids, before + text, behind)
