@@ -19,6 +19,7 @@ from mopd_losses.prefix.targets import NO_PATH, WHOLE_ROW, PrefixTargets, RangeR
 from mopd_losses.prefix.text.boundaries import (
     Boundaries,
     OpenRows,
+    Places,
     TokenizedText,
     boundaries_of,
 )
@@ -101,7 +102,7 @@ class Preparation:
             cells=table.nats,
             rests=table.rests,
             path_masses=masses,
-            token_masses=torch.from_numpy(_token_masses(rows, cells.texts, len(student.ids))),
+            token_masses=torch.from_numpy(_token_masses(boundaries.student, cells.texts)),
             in_every_sample=torch.zeros(len(boundaries), dtype=torch.bool),
             weights=(masses / mass_floor).clamp_max(1.0) if mass_floor else torch.ones_like(masses),
             named=_named_readings(named, columns, ends, rows, positions, paths),
@@ -130,14 +131,13 @@ class Preparation:
             at: the cells with a detour; of others, it is 0.
         """
         names, places = cells.names, contexts.places
-        text, rows = places.text, places.open_rows
+        text, covering = places.text, places.rows
         numbers = names.boundaries[at]
         texts = names.texts.at(at)
         realised = text.begins_with(places.offsets[numbers], texts.hashes, texts.lengths)
         at, numbers = at[realised], numbers[realised]
-        covering = rows.rows[rows.last]
         # The boundary behind the token that follows the covering one.
-        behind = _boundaries_of_rows(rows, len(text.ids) + 2)[covering[numbers] + 2]
+        behind = places.boundaries_of_rows[covering[numbers] + 2]
         completions = np.searchsorted(text.first_rows, covering, side="right")
         same = completions[numbers] == completions[behind]
         kept = np.flatnonzero((behind >= 0) & same)
@@ -278,7 +278,7 @@ def _expected_shares(
     own_rows = np.array([text.first_rows[pair] + token.student_row for pair, token in tokens])
     ranks = np.array([token.rank for _, token in tokens])
     nats = np.array([token.nats for _, token in tokens])
-    starts = _boundaries_of_rows(rows, len(text.ids))[own_rows]
+    starts = contexts.places.boundaries_of_rows[own_rows]
     range_rows = rows.rows[named.rows]
     at = np.flatnonzero(np.isin(range_rows, own_rows[starts >= 0]))
     at = at[np.argsort(range_rows[at], kind="stable")]
@@ -377,20 +377,8 @@ def _unsought(cells: Cells, contexts: Contexts, ranges: CellRanges) -> NDArray[n
     return result
 
 
-def _token_masses(rows: OpenRows, texts: NDArray[np.float64], count: int) -> NDArray[np.float64]:
-    """[boundaries], see ``PrefixTargets``.
-
-    Args:
-        count: rows of the text.
-    """
-    starts = _boundaries_of_rows(rows, count)[rows.rows[rows.last]]
-    is_inside = (starts >= 0) & (rows.begun[rows.last] > 0)
+def _token_masses(places: Places, texts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[boundaries], see ``PrefixTargets``."""
+    starts = places.boundaries_of_rows[places.rows]
+    is_inside = (starts >= 0) & (places.open_rows.begun[places.open_rows.last] > 0)
     return texts - np.where(is_inside, texts[starts], np.nan)
-
-
-def _boundaries_of_rows(rows: OpenRows, count: int) -> Integers:
-    """[rows], the boundary at which each begins; -1 if it is not compared."""
-    begins = np.flatnonzero(rows.begun[rows.last] == 0)
-    boundaries = np.full(count, -1, dtype=np.int64)
-    boundaries[rows.rows[rows.last[begins]]] = begins
-    return boundaries

@@ -107,6 +107,8 @@ def filled(
             complete = _with_limits(*sides, can_lack, within, least, limits, exceeds)
             # The entry with the lowest level first: it changes what is left to the others.
             over = limited[rows] & ~exceeds & (complete.exp() > limits)
+            if not over.any():
+                break
             lowest = torch.where(over, levels, torch.inf).amin(dim=1, keepdim=True)
             exceeds = exceeds | (over & (levels == lowest))
         chosen = exceeds.any(dim=1)

@@ -23,7 +23,7 @@ import torch
 from mopd_losses.core.loss import AlignedPair
 from mopd_losses.prefix.cells import DETOUR_SHARE
 from mopd_losses.prefix.lookaheads.joined_targets import joined
-from mopd_losses.prefix.lookaheads.open_tokens import MOST_TOKENS, OpenToken, OpenTokens
+from mopd_losses.prefix.lookaheads.open_tokens import OpenToken, OpenTokens
 from mopd_losses.prefix.lookaheads.whole_tokens import WholeToken, are_written, whole_token
 from mopd_losses.prefix.naming.separate_tokens import Place
 from mopd_losses.prefix.pair import TokenizerPair
@@ -114,7 +114,7 @@ class LookaheadComparisons:
             )
             for chain in chains
             for token, row in zip(chain.tokens, chain.following, strict=True)
-            if self.open_tokens.is_open(token)
+            if self.open_tokens.is_open(token.place, token.text)
         ]
         compared = [each for each in comparisons if each is not None]
         return joined(targets, _targets(compared)) if compared else targets
@@ -129,8 +129,6 @@ class LookaheadComparisons:
     ) -> "_Comparison | None":
         """Build a comparison; None if no candidate of the teacher continues within a token."""
         known = self.open_tokens.ranges(token.place, token.text)
-        if sum(stop - start for start, stop in known) > MOST_TOKENS:
-            return None
         begun = token.place.student + token.text
         rests = {
             rank: self._pair.student.string_at(rank)[len(begun) :]
@@ -164,7 +162,7 @@ class LookaheadComparisons:
                 return -np.inf
             if whole is None or whole.rank in shared or whole.rank not in members[name]:
                 return 0.0
-            return float(other_texts(whole.share_of(token.nats + masses[name])))
+            return float(other_texts(np.exp(np.asarray(whole.nats - token.nats - masses[name]))))
 
         cells = [
             (

@@ -44,7 +44,7 @@ _GUESSES = 4
 _FREQUENT = 512
 
 #: Tokens that continue a text; comparisons of more would cost too much.
-MOST_TOKENS = 4_096
+_MOST_TOKENS = 4_096
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class OpenTokens:
         if _longer_row(self._teacher, scored, teacher_starts, row, begins, string) < row:
             return None
         place = Place(begun, string[: at - begin])
-        if not self._is_open(place, text):
+        if not self.is_open(place, text):
             return None
         nats = float(score.topk.logprobs[first : row + 1, 0].sum())
         before = int(teacher_starts[first]) + shift
@@ -254,16 +254,12 @@ class OpenTokens:
             place = Place(token.place.student + token.text, "")
             nats = min(token.nats + logprob, 0.0)
             token = replace(token, place=place, text=string, nats=nats)
-            if not self.is_open(token):
+            if not self.is_open(place, string):
                 whole = place.student + string
                 return [*tokens, token] if self._student.is_token(whole) else tokens
             last.append(string)
             tokens.append(token)
         return tokens
-
-    def is_open(self, token: OpenToken) -> bool:
-        """Return whether a frequent token of the student continues a token's text."""
-        return self._is_open(token.place, token.text)
 
     def ranges(self, place: Place, text: str) -> list[tuple[int, int]]:
         """Return the ranks of the student's tokens that begin with a text and belong to it."""
@@ -283,7 +279,7 @@ class OpenTokens:
         nats = topk.logprobs[row][begins].astype(np.float64)
         return float(np.logaddexp.reduce(nats, initial=-np.inf))
 
-    def _is_open(self, place: Place, text: str) -> bool:
+    def is_open(self, place: Place, text: str) -> bool:
         """Return whether some frequent token of the student continues the teacher's."""
         is_open = self._open.get((place, text))
         if is_open is None:
@@ -293,17 +289,19 @@ class OpenTokens:
     def _is_continued(self, place: Place, text: str) -> bool:
         begun = place.student + text
         tokens = self._student.range_of(begun)
-        if tokens.stop - tokens.longer > MOST_TOKENS:
+        if tokens.stop - tokens.start > _MOST_TOKENS:
             return False
-        longer = [
-            string[len(place.student) :]
-            for string in self._student.specific_tokens(begun, _FREQUENT, FEW)
-        ]
+        tried, longer = (
+            [
+                string[len(place.student) :]
+                for string in self._student.specific_tokens(begun, count, FEW)
+            ]
+            for count in (TRIED, _FREQUENT)
+        )
         excluded = [x for x, belongs in self._separate.of_cell(place, text) if not belongs]
-        tried, others = longer[:TRIED], longer[TRIED:]
         if any(not any(string.startswith(x) for x in excluded) for string in tried):
             return True
-        return self._separate.are_some_divided(place, text, others)
+        return self._separate.are_some_divided(place, text, longer[len(tried) :])
 
 
 def _longer_row(

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mopd_losses.prefix.cells import DETOUR_SHARE
 from mopd_losses.prefix.lookaheads.open_tokens import OpenToken
@@ -25,18 +24,9 @@ class WholeToken:
 
     student_row: int
     rank: int
-    text: str
     nats: float
     """The teacher's, since the token's start: of its text, if what follows is likely and the
     student's tokenizer writes the token in front of it."""
-
-    def share_of(self, nats: float) -> NDArray[np.float64]:
-        """Return the token's share of a text with which it begins.
-
-        Args:
-            nats: the teacher's, of that text since the token's start.
-        """
-        return np.exp(np.asarray(self.nats - nats))
 
 
 def whole_token(
@@ -59,13 +49,13 @@ def whole_token(
     ends = np.array([not pair.student.covers(text + string) for string in strings], dtype=np.bool_)
     are_text = ~pair.teacher.is_control[candidates]
     behind = [string if is_text else "" for string, is_text in zip(strings, are_text, strict=True)]
-    ids, before, _ = around(student, token.student_row)
+    ids, before, _ = _around(student, token.student_row)
     ids = np.append(ids, pair.student.ids[tokens.start])
     kept = ends & pair.student_detours.keep(ids, before + text, behind)
     if not kept.any():
         return None
     nats = token.nats + float(np.logaddexp.reduce(following.logprobs[0][likely][kept]))
-    return WholeToken(token.student_row, tokens.start, text, nats)
+    return WholeToken(token.student_row, tokens.start, nats)
 
 
 def are_written(
@@ -73,12 +63,12 @@ def are_written(
 ) -> list[bool]:
     """Return whether the tokens before a row are the tokenizer's in front of each text, too, if
     they are in front of the completion's: others are not written as a token of this row."""
-    ids, before, following = around(student, row)
+    ids, before, following = _around(student, row)
     own, *others = pair.student_detours.keep(ids, before, [following, *texts])
     return [bool(each) or not own for each in others]
 
 
-def around(student: TokenSequence, row: int) -> tuple[Integers, str, str]:
+def _around(student: TokenSequence, row: int) -> tuple[Integers, str, str]:
     """Return the ids of a few tokens before a row, their text, and the text of a few behind it."""
     first = max(row - WINDOW, max((at + 1 for at in student.marks if at < row), default=0))
     last = min(row + WINDOW, len(student.byte_ends))

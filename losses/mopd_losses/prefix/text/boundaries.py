@@ -187,6 +187,15 @@ class Places:
     blocks: Integers  # [boundaries], rows that start before it have a different text behind them
     open_rows: OpenRows
 
+    @cached_property
+    def boundaries_of_rows(self) -> Integers:
+        """[rows + 2], the boundary at which each begins; -1 if it is not compared, and behind all
+        rows."""
+        begins = np.flatnonzero(self.open_rows.begun[self.open_rows.last] == 0)
+        boundaries = np.full(len(self.text.ids) + 2, -1, dtype=np.int64)
+        boundaries[self.rows[begins]] = begins
+        return boundaries
+
     def context_of(self, boundary: int, row: int) -> str:
         """Return the text between a row's start and a boundary."""
         return self.text.symbols[self.text.starts[row] : self.offsets[boundary]]
