@@ -788,7 +788,7 @@ def value(
     student = [*boundary.student.values()]
     student.append(max(1 - math.fsum(student), TAIL_MARGIN))
     reachable = [c for c, p in boundary.student.items() if p > 0]
-    # What the student has no token for is rest; what it may write otherwise is left out below.
+    # Cells that no token of the student begins with are rest; those not sought are removed below.
     is_named = {c: c in reachable or c in boundary.unsought for c in boundary.teacher}
     teacher = [mass if is_named[c] else 0.0 for c, mass in boundary.teacher.items()]
     teacher.append(1 - math.fsum(teacher))

@@ -55,7 +55,7 @@ def name_cells(
     lengths = decisions.lengths.take(decided)
     names, nodes, teacher_nodes, names_of = _distinct(candidates, decided, boundaries, decisions)
     uncorrected, numbers = _marks(names, boundaries, separate, marks, whole)
-    cells = NestedNames.of(names, nodes, boundaries.student, marks).cells(uncorrected, numbers)
+    cells = NestedNames.of(names, nodes, boundaries, marks).cells(uncorrected, numbers)
     is_cell = cells == np.arange(len(cells))
     wholes = boundaries.teacher.text.vocabulary.lengths.take(candidates.ids) - candidates.starts
     longer = np.flatnonzero((lengths > 0) & (lengths < wholes))

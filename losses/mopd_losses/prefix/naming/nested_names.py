@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.prefix.text.boundaries import Places
+from mopd_losses.prefix.text.boundaries import Boundaries
 from mopd_losses.prefix.text.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers, keys_of
 from mopd_losses.prefix.vocabulary.marks import UNMARKED, MarksTable
@@ -33,7 +33,7 @@ class NestedNames:
     """Names in the order of boundaries and strings, with those that they begin with."""
 
     names: Names
-    places: Places
+    sides: Boundaries
     marks: MarksTable
     starts: Integers  # [names], ranks of the student's tokens, of all boundaries
     stops: Integers  # [names]
@@ -41,14 +41,15 @@ class NestedNames:
     roots: Integers  # [names], the shortest of these, or the name itself
 
     @classmethod
-    def of(cls, names: Names, nodes: Integers, places: Places, marks: MarksTable) -> "NestedNames":
+    def of(
+        cls, names: Names, nodes: Integers, sides: Boundaries, marks: MarksTable
+    ) -> "NestedNames":
         """Find what each name begins with.
 
         Args:
             nodes: [names], see ``CellNames``.
-            places: of the student.
         """
-        vocabulary, count = places.text.vocabulary, len(nodes)
+        vocabulary, count = sides.student.text.vocabulary, len(nodes)
         origins = names.boundaries * (len(vocabulary) + 1)
         starts = origins + vocabulary.node_starts.take(nodes)
         stops = origins + vocabulary.node_stops.take(nodes)  # 0 without a node
@@ -58,7 +59,7 @@ class NestedNames:
         is_nested &= nodes >= 0
         roots = np.where(is_nested, 0, np.arange(count))
         roots = np.maximum.accumulate(roots)
-        return cls(names, places, marks, starts, stops, is_nested, roots)
+        return cls(names, sides, marks, starts, stops, is_nested, roots)
 
     def cells(self, uncorrected: Integers, numbers: Integers) -> Integers:
         """Find the cell of each name: itself, if it belongs to no shorter one. Leave to each cell
@@ -109,12 +110,15 @@ class NestedNames:
             return ~self.marks.belong(own, texts.hashes[names], strings)
 
         result = are_outside(uncorrected[roots], sought)
-        # Corrections are about beginnings of the realised text, which is the same only here; the
+        # Corrections are about beginnings of a side's text, and only these names are the same; the
         # other marks, unlike these, occur at many boundaries.
         at = np.flatnonzero(uncorrected[roots] != numbers[roots])
         lengths = texts.lengths[roots[at]]
-        ahead = self.places.offsets[self.names.boundaries[roots[at]]] + lengths
-        same = texts.at(sought[at]).codes_at(lengths) == self.places.text.codes.take(ahead)
+        codes = texts.at(sought[at]).codes_at(lengths)
+        same = np.zeros(len(at), dtype=np.bool_)
+        for places in (self.sides.student, self.sides.teacher):
+            ahead = places.offsets[self.names.boundaries[roots[at]]] + lengths
+            same |= places.text.codes.take(ahead, mode="clip") == codes
         at = at[same]
         result[at] = are_outside(numbers[roots[at]], sought[at])
         return result
