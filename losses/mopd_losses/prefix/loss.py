@@ -39,15 +39,16 @@ otherwise once a cell follows. The cell's mass is then part of a token that was 
 known by an upper bound only (``detours``). Both sides are filled towards each other within these
 bounds (``unknown_mass``): of all distributions that the rows allow, the nearest are compared. The
 bounds are constants of the gradient: the student would learn the tokens of detours for the sole
-reason that less is known of it then. What continues with the realised text is spelled by the
-realised tokens, so that of the realised cell the student lacks no more than the teacher's mass of
-other continuations; its shorter token, which has mass for certain, then leads to the rest. So it
-is with the text that a lookahead ends with, if it is one token of the student (``whole_tokens``). A
-text that was not sampled may begin with a shorter token than the cell's, too: of ``·O|SE``, the
-token ``·OS`` has no mass, and that of ``·O`` bounds what the cell lacks (``shorter_tokens``). For
-unlikely cells detours are not sought; one that could have a detour of the student only lowers the
-student's mass. What follows a token that was not produced and ends at the boundary is
-unknown, too: the rest may lack its mass.
+reason that less is known of it then. Only what is in the rest, and is mass of some token for
+certain, has a gradient: a shorter token is learned where the teacher ends it. What continues with
+the realised text is spelled by the realised tokens, so that of the realised cell the student lacks
+no more than the teacher's mass of other continuations; its shorter token, which has mass for
+certain, then leads to the rest. So it is with the text that a lookahead ends with, if it is one
+token of the student (``whole_tokens``). A text that was not sampled may begin with a shorter token
+than the cell's, too: of ``·O|SE``, the token ``·OS`` has no mass, and that of ``·O`` bounds what
+the cell lacks (``shorter_tokens``). For unlikely cells detours are not sought; one that could have
+a detour of the student only lowers the student's mass. What follows a token that was not produced
+and ends at the boundary is unknown, too: the rest may lack its mass.
 
 **The end of a shorter token.** Inside the student's `` 192``, a teacher's comma behind `` 19`` is
 the student's token `` 19``: no token of the student contains both. The likely candidates that end

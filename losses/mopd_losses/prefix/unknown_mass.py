@@ -41,7 +41,8 @@ class UnknownMass:
     """Nats, of the known mass: the most that all entries lack."""
     least: Float[Tensor, "boundaries"]
     """Nats, of the known mass: the least that all entries lack. It only counts where an entry lacks
-    its most; else all of it can be where the other side has its mass."""
+    its most; else all of it can be where the other side has its mass. What of it is in the rest has
+    a gradient, whereas the bound is a constant."""
 
 
 def other_texts(shares: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -94,7 +95,7 @@ def filled(
     limited = reachable & (unknown.lacking < 0)
     rows = limited.any(dim=1).nonzero().squeeze(1)
     if len(rows):
-        least = unknown.least[rows].clamp_max(_HIGHEST_BOUND).exp().unsqueeze(1)
+        least = unknown.least[rows].detach().clamp_max(_HIGHEST_BOUND).exp().unsqueeze(1)
         sides, within = (known[rows], _with_some_rest(towards[rows])), bound[rows]
         limits = unknown.lacking[rows].exp() * sides[1].exp() * (1 + within)
         limits = sides[0].exp() + limits.detach()
@@ -113,6 +114,7 @@ def filled(
             exceeds = exceeds | (over & (levels == lowest))
         chosen = exceeds.any(dim=1)
         result = result.index_copy(0, rows[chosen], complete[chosen])
+    result = _with_certain_rest(result, known, unknown.least)
     return torch.where(bounded, result - result.logsumexp(dim=1, keepdim=True), known)
 
 
@@ -121,6 +123,29 @@ def _with_some_rest(
 ) -> Float[Tensor, "boundaries entries"]:
     """Raise the last entry to the least share that is filled: certain mass is somewhere."""
     return torch.cat([towards[:, :-1], towards[:, -1:].clamp_min(_LEAST_SHARE)], dim=1)
+
+
+def _with_certain_rest(
+    result: Float[Tensor, "boundaries entries"],
+    known: Float[Tensor, "boundaries entries"],
+    certain: Float[Tensor, "boundaries"],
+) -> Float[Tensor, "boundaries entries"]:
+    """Give the certain mass in the rest its gradient; no value changes.
+
+    In the rest, it is mass like any other: if the side has more of it, its rest is larger. In an
+    entry, it is one of several explanations of the other side's mass, and a constant as the bound
+    is. The certain part of the added mass is the same in the rest as in the entries.
+
+    Args:
+        result: before it is scaled to one.
+    """
+    masses = result.detach().exp()
+    added = (masses - known.detach().exp()).clamp_min(0.0)
+    rest, is_certain = added[:, -1], ~torch.isneginf(certain)
+    in_rest = torch.where(is_certain & (rest > 0), rest / masses[:, -1], 0.0)
+    in_rest = in_rest * (certain.detach().exp() / added.sum(dim=1)).clamp_max(1.0).nan_to_num()
+    change = torch.where(is_certain, certain - certain.detach(), 0.0)  # 0, with a gradient
+    return torch.cat([result[:, :-1], (result[:, -1] + in_rest * change).unsqueeze(1)], dim=1)
 
 
 def _with_limits(

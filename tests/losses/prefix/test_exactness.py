@@ -337,6 +337,28 @@ def test_what_continues_a_longer_token_is_not_of_the_token_that_a_lookahead_ends
 
 
 @every_divergence
+def test_a_shorter_token_is_learned_where_the_teacher_ends_it(divergence: str) -> None:
+    # `abca` is `ab|c|a`, so that `ab` could lead to `c`: but behind `ab`, the teacher ends it.
+    student = Tongue.of("ab", "abcd", "bb", without_merges=True)
+    teacher = Tongue.of("ab", without_merges=True)
+    following = {"": {"ab": 0.9, "z": 0.1}, "ab": {"b": 0.98, "c": 0.02}}
+    rows = [following[""], {"b": 1.0}, {END: 1.0}]
+    pair, comparison = of_rows(student, teacher, "zb", rows)
+    comparison = with_lookaheads(pair, comparison, rows_behind(following, teacher))
+    logits = torch.full((3, student.logit_width), -60.0).double()
+    tokens = student.ids(["ab", "abcd", "z"])
+    logits[0, tokens] = torch.tensor([0.2, 0.7, 0.1]).double().log()
+    logits[1, student.ids(["b"])] = 0.0
+    logits[2, student.end] = 0.0
+    logits.requires_grad_()
+    output = pair.value(logits, pair.targets([comparison]), divergence=divergence)
+    output.per_token[0].backward()
+    assert logits.grad is not None
+    shorter, longer, _ = logits.grad[0, tokens].tolist()
+    assert shorter < -0.05 < 0.05 < longer
+
+
+@every_divergence
 def test_a_token_that_may_lead_to_a_cell_is_not_learned_for_that(divergence: str) -> None:
     # ` sieben` is a token of the student, and ` siebx` is ` |sieb|x`: where its space could lead to
     # `sieb`, more of it would explain more of the teacher.
