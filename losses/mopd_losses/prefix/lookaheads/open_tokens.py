@@ -9,6 +9,7 @@ teacher's, where a longer one would have continued with it: its `` neun``, where
 ``und``.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -113,77 +114,64 @@ class OpenTokens:
             covering = np.searchsorted(starts, ends - 1, side="right") - 1
             inside = student.byte_ends[covering] > ends
             rows, shifts = rows[inside], shifts[inside]
+        kept = ~self._teacher.is_control[topk.ids[rows, 0]] & ~self._have_longer(topk, rows)
+        completion = _Completion(
+            student,
+            score,
+            starts.tolist(),
+            teacher_starts.tolist(),
+            np.cumsum(~is_realised).tolist(),
+            own_shifts.tolist(),
+        )
         open_tokens = (
-            self._open_token(
-                student, score, row, shift, starts, teacher_starts, is_realised, own_shifts
-            )
-            for row, shift in zip(rows.tolist(), shifts.tolist(), strict=True)
+            self._open_token(completion, row, shift, realised)
+            for row, shift in zip(rows[kept].tolist(), shifts[kept].tolist(), strict=True)
         )
         return [token for token in open_tokens if token is not None]
 
     def _open_token(
-        self,
-        student: TokenSequence,
-        score: TeacherScore,
-        row: int,
-        shift: int,
-        starts: Integers,
-        teacher_starts: Integers,
-        is_realised: NDArray[np.bool_],
-        own_shifts: Integers,
+        self, completion: "_Completion", row: int, shift: int, realised: bool
     ) -> OpenToken | None:
         """Return the open token of a row, if its likely token is one.
 
         Args:
             shift: from the teacher's bytes to the student's.
-            is_realised: [rows], whether the likely token is the completion's.
-            own_shifts: [the student's rows], the same for each.
+            realised: whether the likely token is the completion's.
         """
-        token, realised = int(score.topk.ids[row, 0]), bool(is_realised[row])
-        if token in self._teacher.table.marks:
-            return None
-        string, begin = self._teacher.strings[token], int(teacher_starts[row]) + shift
-        sides = string.encode("latin-1"), student.text[begin : begin + len(string)]
-        same = common_prefix(*(np.frombuffer(side, dtype=np.uint8) for side in sides))
+        student, score, starts = completion.student, completion.score, completion.starts
+        string = self._teacher.strings[int(score.topk.ids[row, 0])]
+        begins = completion.teacher_starts[row]
+        begin = begins + shift
+        same = _common_length(string.encode("latin-1"), student.text[begin : begin + len(string)])
         follows = same == len(string)
-        if follows != realised and not self._is_longer(score.completion, teacher_starts, row, same):
+        if follows != realised and same >= score.completion.byte_ends[row] - begins:
             return None  # the same text in other tokens
         # The student's token that covers the last byte, or the first that differs.
         last = begin + same - realised
-        own = int(np.searchsorted(starts, last, side="right")) - 1
+        own = bisect_right(starts, last) - 1
         if not (starts[own] == last or last < student.byte_ends[own]):
             return None
         longer = _longer_row(self._student, student, starts, own, begin, string)
-        if longer < own and (realised or (own_shifts[longer:own] != shift).any()):
+        if longer < own and (realised or any(s != shift for s in completion.shifts[longer:own])):
             return None
-        own, start = longer, int(starts[longer])
-        first = int(np.searchsorted(teacher_starts, start - shift, side="right")) - 1
-        if not is_realised[first:row].all():
-            return None
-        nats = float(score.topk.logprobs[row, 0])
-        if self._mass(score, row, string, longer=True) > nats + np.log(LONGER_SHARE):
+        own, start = longer, starts[longer]
+        first = bisect_right(completion.teacher_starts, start - shift) - 1
+        if completion.differing(first, row):
             return None
         at = max(start, begin)
         begun, text = student.text[start:at].decode("latin-1"), string[at - begin :]
-        begins = int(teacher_starts[row])
-        scored = score.completion
-        if _longer_row(self._teacher, scored, teacher_starts, row, begins, string) < row:
+        teacher_starts = completion.teacher_starts
+        if _longer_row(self._teacher, score.completion, teacher_starts, row, begins, string) < row:
             return None
         place = Place(begun, string[: at - begin])
         if not self.is_open(place, text):
             return None
         nats = float(score.topk.logprobs[first : row + 1, 0].sum())
-        before = int(teacher_starts[first]) + shift
+        before = teacher_starts[first] + shift
         if before < start:
-            nats -= self._mass(score, first, student.text[before:start].decode("latin-1"))
+            nats -= self._mass(score.topk, first, student.text[before:start].decode("latin-1"))
         boundary = row + 1 - first if realised else None
         return OpenToken(own, row, place, text, min(nats, 0.0), boundary)
-
-    def _is_longer(
-        self, completion: TokenSequence, starts: Integers, row: int, length: int
-    ) -> bool:
-        """Return whether the token of a row is longer than so many bytes."""
-        return int(completion.byte_ends[row] - starts[row]) > length
 
     def text_of(
         self, student: TokenSequence, token: OpenToken, likely_ids: Sequence[int] = ()
@@ -245,8 +233,7 @@ class OpenTokens:
             if each in self._teacher.table.marks:
                 break
             string = self._teacher.strings[each]
-            longer = self._row_mass(following, row, string, longer=True)
-            if longer > logprob + np.log(LONGER_SHARE):
+            if self._have_longer(following, np.array([row])).any():
                 break
             before = ("".join(last[at:]) for at in range(max(len(last) - _WINDOW, 0), len(last)))
             if any(self._teacher.covers(text + string) for text in before):
@@ -268,16 +255,31 @@ class OpenTokens:
         starts, stops, _ = ranges_of(self._student, cells)
         return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
-    def _mass(self, score: TeacherScore, row: int, text: str, *, longer: bool = False) -> float:
-        """Nats of the likely tokens of a row that begin with a text, or only of longer ones."""
-        return self._row_mass(score.topk, row, text, longer=longer)
-
-    def _row_mass(self, topk: TopKLogprobs, row: int, text: str, *, longer: bool = False) -> float:
-        tokens, ids = self._teacher.range_of(text), topk.ids[row]
-        ranks = np.where(ids >= 0, self._teacher.ranks[ids], -1)
-        begins = (ranks >= (tokens.longer if longer else tokens.start)) & (ranks < tokens.stop)
+    def _mass(self, topk: TopKLogprobs, row: int, text: str) -> float:
+        """Nats of the likely tokens of a row that begin with a text."""
+        tokens, ranks = self._teacher.range_of(text), self._ranks(topk.ids[row])
+        begins = (ranks >= tokens.start) & (ranks < tokens.stop)
         nats = topk.logprobs[row][begins].astype(np.float64)
         return float(np.logaddexp.reduce(nats, initial=-np.inf))
+
+    def _have_longer(self, topk: TopKLogprobs, rows: Integers) -> NDArray[np.bool_]:
+        """[rows], whether longer tokens that begin with the likeliest one have more than a small
+        share of its mass."""
+        tokens, numbers = np.unique(topk.ids[rows, 0], return_inverse=True)
+        ranges = (self._teacher.range_of(self._teacher.strings[each]) for each in tokens.tolist())
+        bounds = np.array([(each.longer, each.stop) for each in ranges], dtype=np.int64)
+        starts, stops = bounds.reshape(-1, 2)[numbers].T
+        results = np.zeros(len(rows), dtype=np.bool_)
+        at = np.flatnonzero(starts < stops)
+        ranks, nats = self._ranks(topk.ids[rows[at]]), topk.logprobs[rows[at]].astype(np.float64)
+        are_longer = (ranks >= starts[at, None]) & (ranks < stops[at, None])
+        masses = np.where(are_longer, np.exp(nats), 0.0).sum(axis=1)
+        results[at] = masses > LONGER_SHARE * np.exp(nats[:, 0])
+        return results
+
+    def _ranks(self, ids: NDArray[np.int32]) -> Integers:
+        """Return the ranks of the teacher's tokens; -1 for entries without an id."""
+        return np.where(ids >= 0, self._teacher.ranks[ids], -1)
 
     def is_open(self, place: Place, text: str) -> bool:
         """Return whether some frequent token of the student continues the teacher's."""
@@ -304,10 +306,36 @@ class OpenTokens:
         return self._separate.are_some_divided(place, text, longer[len(tried) :])
 
 
+@dataclass(frozen=True, eq=False)
+class _Completion:
+    """A completion of both sides. Its columns are lists: of many rows, a few entries each."""
+
+    student: TokenSequence
+    score: TeacherScore
+    starts: list[int]  # [the student's rows], bytes before
+    teacher_starts: list[int]  # [the teacher's rows]
+    others: list[int]
+    """[the teacher's rows], how many up to each have another likeliest token than the completion's,
+    or none that is likely."""
+    shifts: list[int]  # [the student's rows], from the teacher's bytes to the student's
+
+    def differing(self, first: int, last: int) -> bool:
+        """Return whether some of the teacher's rows [first, last) are among ``others``."""
+        before = self.others[first - 1] if first else 0
+        return first < last and self.others[last - 1] > before
+
+
+def _common_length(first: bytes, second: bytes) -> int:
+    """Bytes that both begin with."""
+    if first == second:
+        return len(first)
+    return common_prefix(*(np.frombuffer(side, dtype=np.uint8) for side in (first, second)))
+
+
 def _longer_row(
     vocabulary: SortedVocabulary,
     sequence: TokenSequence,
-    starts: Integers,
+    starts: Sequence[int],
     row: int,
     end: int,
     text: str,
@@ -315,7 +343,7 @@ def _longer_row(
     """Return the first of a few rows up to this one in which a token could continue all that
     follows its start, with a text behind byte ``end``: the rows behind it exclude that token."""
     for before in range(max(row - _WINDOW, 0), row):
-        begun = sequence.text[int(starts[before]) : end].decode("latin-1")
+        begun = sequence.text[starts[before] : end].decode("latin-1")
         if vocabulary.covers(begun + text):
             return before
     return row
