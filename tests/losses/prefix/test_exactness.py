@@ -236,6 +236,16 @@ def test_behind_a_token_that_could_have_been_longer_a_lookahead_compares_the_lon
     assert float(behind - without) == pytest.approx(0.9 * exact, abs=1e-5)
 
 
+@pytest.mark.parametrize("is_likely", [True, False])
+def test_the_tokens_before_an_open_token_are_likely(is_likely: bool) -> None:
+    first = {"5": 0.9, "6": 0.1} if is_likely else {"5": 0.1, "6": 0.9}
+    rows = [first, {"7": 1.0}, {"1": 0.6, "2": 0.4}, {END: 1.0}]
+    pair, comparison = of_rows(Tongue.of("571", "572"), DIGITS, "571", rows)
+    sides = comparison.student, comparison.score, comparison.alignment
+    tokens = pair.preparation.lookaheads.open_tokens.of(*sides, realised=True)
+    assert [token.text for token in tokens] == (["5", "7"] if is_likely else [])
+
+
 @pytest.mark.parametrize("longer", [(), ("578", "579")])
 def test_a_part_of_a_longer_token_is_not_in_every_sample(longer: tuple[str, ...]) -> None:
     student = Tongue.of("78", "79", *longer, without_merges=True)
