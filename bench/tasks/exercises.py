@@ -1,4 +1,4 @@
-"""Tasks: dates in three forms, subtraction, rows of CSV as JSON, German numbers, blocks of code.
+"""Tasks: dates in three forms, subtraction, rows of CSV, German numbers, code, times of day.
 
 The text is the same for every tokenizer, so one class serves teachers and students. A hash of the
 prompt decides if an exercise is held out.
@@ -46,6 +46,14 @@ _VARIABLES = ("i", "n", "row", "item", "count", "total", "name", "index", "value
 # fmt: on
 _FUNCTIONS = ("print", "append", "visit", "update", "emit", "remove")
 _COMPARISONS = ("<", ">", "==", "!=", "<=", ">=")
+_PLACES = ("Århus", "Coruña", "Gdańsk", "Genève", "Łódź", "Malmö", "Tromsø", "Zürich")
+# fmt: off
+_ENGLISH_TO_TWENTY = (
+    "twelve", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
+    "eleven", "twelve", "thirteen", "fourteen", "a quarter", "sixteen", "seventeen", "eighteen",
+    "nineteen",
+)
+# fmt: on
 _CHINESE_DIGITS = "〇一二三四五六七八九"
 #: One exercise in this many is held out.
 _HELD_OUT_EVERY = 5
@@ -200,6 +208,26 @@ class CodeBlocks(TextTask):
 
 
 @dataclass(frozen=True)
+class Times(TextTask):
+    """``14:45 Łódź``: ``a quarter to three in the afternoon, Łódź``."""
+
+    def draw(self, random: Random) -> Exercise:
+        """See ``TextTask``."""
+        hour, minute = random.randrange(24), random.randrange(1, 60)
+        place = random.choice(_PLACES)
+        is_past = minute <= 30
+        minutes = _english_minutes(minute if is_past else 60 - minute)
+        parts = (
+            f"{minutes} {'past' if is_past else 'to'}",
+            f" {_ENGLISH_TO_TWENTY[(hour + (not is_past)) % 12]}",
+            f" in the {'morning' if hour < 12 else 'afternoon' if hour < 18 else 'evening'}",
+            ",",
+            f" {place}",
+        )
+        return Exercise("times", f"{hour:02d}:{minute:02d} {place}", parts)
+
+
+@dataclass(frozen=True)
 class Mixture(TextTask):
     """Several tasks in equal parts, for a student's warm start."""
 
@@ -216,6 +244,16 @@ def _chinese_number(number: int) -> str:
     tens, ones = divmod(number, 10)
     begun = "" if tens < 2 else _CHINESE_DIGITS[tens]
     return begun + ("十" if tens else "") + (_CHINESE_DIGITS[ones] if ones else "")
+
+
+def _english_minutes(number: int) -> str:
+    """Return a number of minutes from 1 to 30 in words."""
+    if number == 30:
+        return "half"
+    if number < len(_ENGLISH_TO_TWENTY):
+        return _ENGLISH_TO_TWENTY[number]
+    ones = number % 10
+    return f"twenty-{_ENGLISH_TO_TWENTY[ones]}" if ones else "twenty"
 
 
 def _german_number(number: int) -> str:

@@ -18,6 +18,7 @@ from bench.tasks.exercises import (
     Rows,
     Subtraction,
     TextTask,
+    Times,
 )
 from bench.tasks.task_tokenizers import (
     character_tokenizer,
@@ -27,7 +28,9 @@ from bench.tasks.task_tokenizers import (
     phrase_tokenizer,
     student_tokenizer,
     syllable_tokenizer,
+    times_tokenizer,
     unigram_tokenizer,
+    unigram_word_tokenizer,
     word_tokenizer,
 )
 from mopd.demo.models import Family
@@ -40,6 +43,7 @@ TASKS: Mapping[str, TextTask] = {
     "chinese_dates": ChineseDates(),
     "german_numbers": GermanNumbers(),
     "code_blocks": CodeBlocks(),
+    "times": Times(),
 }
 #: Most tokens of a completion in any of the tokenizers.
 _MAX_NEW_TOKENS: Mapping[str, int] = {
@@ -50,6 +54,7 @@ _MAX_NEW_TOKENS: Mapping[str, int] = {
     "chinese_dates": 48,
     "german_numbers": 56,
     "code_blocks": 64,
+    "times": 48,
 }
 _ANY_TOKENIZER = ("prefix_kl", "ctkd", "gold_bayesian", "simct", "alm", CEILING, SFT)
 LOSSES = (*_ANY_TOKENIZER, *ONE_TOKENIZER_LOSSES)
@@ -79,6 +84,7 @@ _STEPS: Mapping[str, int] = {
     "rows": 1_000,
     "german_numbers": 1_000,
     "code_blocks": 1_000,
+    "times": 1_000,
 }
 _TEACHERS: Mapping[str, Side] = {
     "dates": _teacher("dates", unigram_tokenizer, "qwen3", _STEPS["dates"]),
@@ -92,6 +98,7 @@ _TEACHERS: Mapping[str, Side] = {
         "german_numbers", syllable_tokenizer, "qwen3", _STEPS["german_numbers"]
     ),
     "code_blocks": _teacher("code_blocks", phrase_tokenizer, "llama", _STEPS["code_blocks"]),
+    "times": _teacher("times", times_tokenizer, "qwen3", _STEPS["times"]),
 }
 #: A teacher that spells Chinese characters by bytes, and one that has a token for each.
 _BYTES = {"chinese_dates": _teacher("chinese_dates", unigram_tokenizer, "qwen3", 1_000)}
@@ -137,6 +144,12 @@ _WRITTEN_OUT = _student(
     most=0.45,
     at_once=True,
 )
+_UNIGRAM_TIMES, _UNIGRAM_DATES = (
+    _student(64, 1e-3, task, tokenizer=unigram_word_tokenizer, least=0.04, most=0.45, at_once=True)
+    for task in ("times", "dates")
+)
+#: A teacher of single digits, for a student with a Unigram vocabulary.
+_DIGITS = {"dates": _teacher("dates", digit_tokenizer, "llama", _STEPS["dates"])}
 _CHINESE = replace(_CHINESE_BYTES, tokenizer=chinese_tokenizer)
 
 
@@ -178,6 +191,8 @@ _PAIRS = (
     _pair(_WRITTEN_OUT, "german_numbers", "code_blocks"),
     _pair(_WRITTEN_OUT, "german_numbers"),
     _pair(_WRITTEN_OUT, "code_blocks"),
+    _pair(_UNIGRAM_TIMES, "times"),
+    _pair(_UNIGRAM_DATES, "dates", name="dates_to_unigram", teachers=_DIGITS),
     _pair(
         _SHORT,
         "dates",

@@ -8,6 +8,7 @@
 | free | BPE, digits and punctuation of any length, as in GPT-2 | ``J|an|uary| 17|,| 20|24`` |
 | word | BPE, punctuation with line ends, as in GPT-4 | `` siebenundvierzig| Nüsse`` |
 | syllable | as free, few tokens | `` |sieb|en|und|v|ier|zig| Nüsse`` |
+| words | Unigram with byte fallback, whole words and numbers | ``January| 17|,| 202|4`` |
 | phrase | BPE with byte fallback, merged across words, as in Llama 2 | ``▁range(|9|):`` |
 
 ``一九四三年十二月二日`` has ten characters of three bytes: 30 tokens for the student and unigram,
@@ -16,7 +17,10 @@ ten for ``character_tokenizer``, and ``一九四|三年十二|月二日`` for ``
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from random import Random
 
@@ -37,13 +41,17 @@ from bench.tasks.exercises import (
     Rows,
     Subtraction,
     TextTask,
+    Times,
 )
 from mopd.demo.tasks import WORDS
 
 _TEXTS = 3_000
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+|\s+"
+_PARTS = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WRITTEN_OUT = (GermanNumbers(), CodeBlocks())
+#: Whole words are so much more frequent than their parts.
+_WORD_COUNT = 50
 
 
 @cache
@@ -88,8 +96,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 @cache
 def syllable_tokenizer() -> PreTrainedTokenizerFast:
     """Return a byte-level BPE with parts of words."""
-    pattern = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-    return _byte_level(pattern, 420, 9, TEACHER_NAMES, _WRITTEN_OUT, numbers=False)
+    return _byte_level(_PARTS, 420, 9, TEACHER_NAMES, _WRITTEN_OUT, numbers=False)
 
 
 @cache
@@ -167,19 +174,55 @@ def unigram_tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_other_texts(seed=2), trainer)
-    description = json.loads(tokenizer.to_str())
-    model = description["model"]
     # The trainer's threads change the last digits, and with them the order of equal pieces.
-    scores = {piece: round(score, 2) for piece, score in model["vocab"]}
-    lowest = min(scores.values())
-    scores |= {f"<0x{byte:02X}>": lowest - 10.0 for byte in range(256)}
+    pieces = json.loads(tokenizer.to_str())["model"]["vocab"]
+    scores = {piece: round(score, 2) for piece, score in pieces}
     # Likelier than their digits, which the trainer's estimate leaves open.
-    scores |= {f"{number:02d}": scores["0"] for number in range(100)}
-    model["vocab"] = sorted(scores.items(), key=lambda entry: (entry[0] not in controls, entry))
+    numbers = {f"{number:02d}": scores["0"] for number in range(100)}
+    return _unigram(scores | numbers, names)
+
+
+@cache
+def unigram_word_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a Unigram vocabulary of words, their parts, and numbers of up to three digits."""
+    counts: Counter[str] = Counter()
+    for text in _task_texts(11, (Times(), Dates())):
+        for word in re.findall(r" ?[^\W\d]+| ?\d{1,3}|\W", text):
+            parts = {word[:n] for n in range(1, 6)} | {word[-n:] for n in range(1, 6)}
+            counts.update(dict.fromkeys(parts, 1) | {word: _WORD_COUNT})
+    counts.update({str(number): _WORD_COUNT for number in range(1_000)})
+    counts.update({f" {number}": _WORD_COUNT for number in range(100)})
+    total = counts.total()
+    scores = {
+        piece.replace(" ", "▁"): round(math.log(count / total), 2)
+        for piece, count in counts.items()
+    }
+    return _unigram(scores, STUDENT_NAMES)
+
+
+def _unigram(scores: Mapping[str, float], names: ControlNames) -> PreTrainedTokenizerFast:
+    """Return a Unigram vocabulary with byte fallback of pieces with their log-probabilities."""
+    controls = ["<unk>", names.end, names.padding, names.user, names.assistant]
+    tokenizer = Tokenizer(models.Unigram([(control, 0.0) for control in controls], 0))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    tokenizer.add_special_tokens(controls)
+    description = json.loads(tokenizer.to_str())
+    lowest = min(scores.values())
+    byte_scores = {f"<0x{byte:02X}>": lowest - 10.0 for byte in range(256)}
+    pieces = dict.fromkeys(controls, 0.0) | dict(scores) | byte_scores
+    model = description["model"]
+    model["vocab"] = sorted(pieces.items(), key=lambda entry: (entry[0] not in controls, entry))
     model["byte_fallback"] = True
     tokenizer = Tokenizer.from_str(json.dumps(description))
     tokenizer.decoder = _byte_fallback_decoder()
     return with_chat_template(tokenizer, names)
+
+
+@cache
+def times_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE with parts of English words, and of letters with accents."""
+    return _byte_level(_PARTS, 360, 12, TEACHER_NAMES, (Times(),), numbers=False)
 
 
 def _task_texts(seed: int, tasks: Sequence[TextTask]) -> Iterator[str]:

@@ -26,7 +26,9 @@ from bench.tasks.task_tokenizers import (
     phrase_tokenizer,
     student_tokenizer,
     syllable_tokenizer,
+    times_tokenizer,
     unigram_tokenizer,
+    unigram_word_tokenizer,
     word_tokenizer,
 )
 from mopd.demo.examples import Encoder
@@ -75,6 +77,13 @@ def test_tokenizers_divide_words_and_code_differently() -> None:
         " |sieb|en|und|v|ier|zig| Nüsse|):|\n   | if| i",
         " |sieb|en|und|vier|zig| Nüsse|):|\n|    if| i",
     ]
+
+
+def test_a_unigram_vocabulary_has_whole_words() -> None:
+    text = "twenty-four to three, Łódź"
+    makers = (unigram_word_tokenizer, times_tokenizer)
+    splits = ["|".join(pieces(Encoder(make()), text)) for make in makers]
+    assert splits == ["twenty|-|four| to| three|,| Łódź", "twenty|-|four| to| th|r|e|e|,| Łódź"]
 
 
 def test_tokenizers_spell_chinese_by_words_characters_and_bytes() -> None:
