@@ -103,7 +103,7 @@ def syllable_tokenizer() -> PreTrainedTokenizerFast:
 def phrase_tokenizer() -> PreTrainedTokenizerFast:
     """Return a BPE with byte fallback whose tokens may contain any text."""
     names = TEACHER_NAMES
-    controls = ["<unk>", names.end, names.padding, names.user, names.assistant]
+    controls = _controls(names)
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token=controls[0]))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     # Only for training: of lines without any limit, it would merge whole lines.
@@ -123,6 +123,11 @@ def phrase_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer.from_str(json.dumps(description))
     tokenizer.decoder = _byte_fallback_decoder()
     return with_chat_template(tokenizer, names)
+
+
+def _controls(names: ControlNames) -> list[str]:
+    """Return the control tokens of a vocabulary with byte fallback, in the order of their ids."""
+    return ["<unk>", names.end, names.padding, names.user, names.assistant]
 
 
 def _byte_fallback_decoder() -> decoders.Decoder:
@@ -161,10 +166,8 @@ def _byte_level(
 def unigram_tokenizer() -> PreTrainedTokenizerFast:
     """Return a Unigram vocabulary that was trained on other words and on pairs of digits."""
     names = TEACHER_NAMES
-    controls = ["<unk>", names.end, names.padding, names.user, names.assistant]
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    controls = _controls(names)
+    tokenizer = _divided_at_spaces(models.Unigram())
     trainer = trainers.UnigramTrainer(
         vocab_size=600,
         special_tokens=controls,
@@ -200,12 +203,18 @@ def unigram_word_tokenizer() -> PreTrainedTokenizerFast:
     return _unigram(scores, STUDENT_NAMES)
 
 
-def _unigram(scores: Mapping[str, float], names: ControlNames) -> PreTrainedTokenizerFast:
-    """Return a Unigram vocabulary with byte fallback of pieces with their log-probabilities."""
-    controls = ["<unk>", names.end, names.padding, names.user, names.assistant]
-    tokenizer = Tokenizer(models.Unigram([(control, 0.0) for control in controls], 0))
+def _divided_at_spaces(model: models.Unigram) -> Tokenizer:
+    """Return a tokenizer whose pieces begin with a space, ``▁``, or have none."""
+    tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    return tokenizer
+
+
+def _unigram(scores: Mapping[str, float], names: ControlNames) -> PreTrainedTokenizerFast:
+    """Return a Unigram vocabulary with byte fallback of pieces with their log-probabilities."""
+    controls = _controls(names)
+    tokenizer = _divided_at_spaces(models.Unigram([(each, 0.0) for each in controls], 0))
     tokenizer.add_special_tokens(controls)
     description = json.loads(tokenizer.to_str())
     lowest = min(scores.values())

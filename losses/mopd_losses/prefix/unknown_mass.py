@@ -26,9 +26,6 @@ _LEAST_SHARE, _HIGHEST_BOUND = -27.0, 27.0
 #: Least share of an entry's other texts.
 _LEAST_OTHERS = 1e-12
 
-#: Levels that differ by less, relatively, are equal.
-_ROUNDING = 1e-5
-
 
 @dataclass(frozen=True, eq=False)
 class UnknownMass:
@@ -205,10 +202,8 @@ def _raised(
     by_share = (others.clamp_min(0) / rest).amax(dim=1).clamp_min(1.0)
     level = torch.minimum(level_of(bound), by_share)
     if least is not None:
-        by_least = level_of(least)
-        # If all unknown mass is certain, both levels are equal, and only this one has a gradient.
-        is_higher = (least.squeeze(1) > 0) & (by_least >= level.detach() * (1 - _ROUNDING))
-        level = torch.where(is_higher & reached.any(dim=1), by_least, level)
+        has_least = (least.squeeze(1) > 0) & reached.any(dim=1)
+        level = torch.maximum(level, torch.where(has_least, level_of(least), 0.0))
     level = level.clamp_min(torch.finfo(known.dtype).tiny).log().unsqueeze(1)
     raised = reachable & (level + towards > known)
     return torch.where(raised, level + towards.masked_fill(~raised, 0.0), known)
