@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mopd_client.pool import TeacherPool
+from mopd_client.services.expectation import Expectation
 from mopd_client.teacher_client import TeacherClient
 from mopd_losses.build import build_loss
 from mopd_losses.projection.cache import ProjectionCache
@@ -23,6 +24,7 @@ from mopd_trainer.diagnostics.case import Case, open_case
 from mopd_trainer.diagnostics.finding import Finding
 from mopd_trainer.diagnostics.identity import check_identity
 from mopd_trainer.diagnostics.learnability import check_learnability
+from mopd_trainer.diagnostics.own_text import check_own_text
 from mopd_trainer.diagnostics.resources import check_resources
 from mopd_trainer.diagnostics.self_distillation import check_gradient
 from mopd_trainer.diagnostics.teachers import check_agreement, check_coverage, check_row_shift
@@ -34,7 +36,7 @@ from tests.broker import Broker
 from tests.server.tiny_teachers import teacher_of
 from tests.trainer.in_process import Recorded
 from tests.trainer.runs import run_values, write_lines
-from tests.trainer.students import CPU, model_of, tokenizer
+from tests.trainer.students import CPU, encoder, model_of, table, tokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -127,6 +129,47 @@ async def test_coverage(tmp_path: Path, fault: str, expected: str) -> None:
         assert statuses(list(check_coverage(case))) == [expected]
         nothing = replace(case, examples=())
         assert statuses(list(check_coverage(nothing))) == ["failed"]
+
+
+class Certain(Faulty):
+    """A client of a teacher that is certain of given tokens after every prompt."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        super().__init__("", Recorded(teacher_of(model_of("qwen"), tokenizer("digit")).app))
+        self._token_ids = np.array(token_ids, dtype=np.int32)
+
+    async def score(
+        self, sequences: Sequence[SequenceRequest], **options: Any
+    ) -> list[TeacherScore]:
+        """Return rows with these tokens at the top, and the first of them with probability 1."""
+        return [self._certain(score) for score in await super().score(sequences, **options)]
+
+    def _certain(self, score: TeacherScore) -> TeacherScore:
+        own = self._token_ids[: len(score.topk)]
+        ids, logprobs = score.topk.ids.copy(), score.topk.token_logprobs.copy()
+        ids[: len(own), 0] = own
+        logprobs[: len(own)][np.cumprod(score.token_ids[: len(own)] == own) > 0] = 0.0
+        return replace(score, topk=replace(score.topk, ids=ids, token_logprobs=logprobs))
+
+
+@pytest.mark.parametrize("divided", [False, True])
+async def test_own_text(tmp_path: Path, *, divided: bool) -> None:
+    """The fault is a teacher that writes a word with one token for every byte."""
+    word = b"plus plus"
+    tokens = encoder("digit").encode(word.decode())
+    characters = [table("digit").all_bytes.index(bytes([each])) for each in word]
+    assert tokens != characters
+    written = [*(characters if divided else tokens), *table("digit").roles.ending]
+    async with case_of(tmp_path) as case, TeacherPool({"math": Certain(written)}) as pool:
+        await pool.handshake_all({"math": Expectation(top_k=1, temperature=1.0)})
+        assert [each async for each in check_own_text(case)] == []  # its loss sends ids
+        teacher = case.teachers["math"]
+        manifest = teacher.manifest.model_copy(update={"tokenizer_fingerprint": "other"})
+        case = replace(case, teachers={"math": replace(teacher, manifest=manifest)}, pool=pool)
+        (finding,) = [each async for each in check_own_text(case)]
+    assert statuses([finding]) == ["warning" if divided else "ok"]
+    assert finding.numbers["changed"] == (4 if divided else 0)
+    assert (finding.numbers["nats"] > 1.0) == divided
 
 
 async def test_gradient(tmp_path: Path) -> None:

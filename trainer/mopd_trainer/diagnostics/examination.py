@@ -13,6 +13,7 @@ from mopd_trainer.diagnostics.case import Case, open_case
 from mopd_trainer.diagnostics.finding import Finding
 from mopd_trainer.diagnostics.identity import check_identity
 from mopd_trainer.diagnostics.learnability import check_learnability
+from mopd_trainer.diagnostics.own_text import check_own_text
 from mopd_trainer.diagnostics.resources import check_resources
 from mopd_trainer.diagnostics.self_distillation import (
     check_gradient,
@@ -101,6 +102,8 @@ async def case_findings(case: Case, url: str | None) -> AsyncIterator[Finding]:
         for checked in (check_coverage(case), check_row_shift(case), check_gradient(case)):
             for finding in checked:
                 yield finding
+        async for finding in check_own_text(case):
+            yield finding
         async for finding in check_learnability(case):
             yield finding
         if url is not None:

@@ -56,6 +56,23 @@ class TeacherModel:
         Raises:
             TeacherError: if the teacher is unavailable or rejects a prompt.
         """
+        token_ids = await self._token_ids(prompts, settings, seed=seed)
+        return [completion_of(self._table, ids) for ids in token_ids]
+
+    async def greedy_token_ids(
+        self, prompts: Sequence[Prompt], max_new_tokens: int
+    ) -> list[list[int]]:
+        """Return the token ids of greedy completions, with the ending token.
+
+        Raises:
+            TeacherError: if the teacher is unavailable or rejects a prompt.
+        """
+        settings = RolloutConfig(temperature=0.0, max_new_tokens=max_new_tokens)
+        return await self._token_ids(prompts, settings, seed=0)
+
+    async def _token_ids(
+        self, prompts: Sequence[Prompt], settings: RolloutConfig, *, seed: int
+    ) -> list[list[int]]:
         token_ids: list[list[int]] = [[] for _ in prompts]
         # One generator per completion: the draws do not depend on the other completions.
         generators = [np.random.default_rng([seed, index]) for index in range(len(prompts))]
@@ -68,7 +85,7 @@ class TeacherModel:
             active = [at for at in active if token_ids[at][-1] not in ending]
             if not active:
                 break
-        return [completion_of(self._table, ids) for ids in token_ids]
+        return token_ids
 
     async def log_likelihood(self, prompt: Prompt, text: str) -> float:
         """See ``EvaluatedModel``.
