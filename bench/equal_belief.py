@@ -16,7 +16,7 @@ A tokenizer is a name of ``tests/real_vocabularies.py`` (tekken, v1, v3, python_
 import argparse
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import product
@@ -121,10 +121,11 @@ def main() -> None:
     ]
     columns = ("student", "teacher", "loss", "text", "tokens", "nats/token", "pushed", "compared")
     table = Table(*columns, box=box.SIMPLE, padding=0)
+    shorts = short_names(name for pair in pairs for name in pair)
     for result in results:
         table.add_row(
-            short_name(result.student),
-            short_name(result.teacher),
+            shorts[result.student],
+            shorts[result.teacher],
             result.loss,
             result.text,
             str(result.tokens),
@@ -154,18 +155,29 @@ def summary(loss: str, results: Sequence[Result]) -> str:
     worst = max(results, key=lambda each: each.nats_per_token)
     above = sum(each.nats_per_token > 0.01 for each in results)
     pushed = sum(each.pushed_down > 0 for each in results)
+    shorts = short_names(name for each in results for name in (each.student, each.teacher))
     return (
         f"{loss}: at most {worst.nats_per_token:.4f} nats a token ({worst.text}, student "
-        f"{short_name(worst.student)}, teacher {short_name(worst.teacher)}); {above} of "
+        f"{shorts[worst.student]}, teacher {shorts[worst.teacher]}); {above} of "
         f"{len(results)} texts above 0.01, {pushed} with a token that is pushed down, at least "
         f"{min(each.compared for each in results):.0%} compared"
     )
 
 
-def short_name(name: str) -> str:
-    """Return the name of a file, or of its folder where all files have the same name."""
-    path = Path(name)
-    return path.resolve().parent.name if path.name == "tokenizer.json" else path.stem
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """Return a short name of each tokenizer: the last part of its path that no other one has."""
+    paths = {
+        name: [*path.resolve().parent.parts] if path.name == "tokenizer.json" else [path.stem]
+        for name in names
+        for path in [Path(name)]
+    }
+    shorts: dict[str, str] = {}
+    for name, parts in paths.items():
+        others = [other[::-1] for key, other in paths.items() if key != name]
+        own = enumerate(reversed(parts))
+        unique = (part for at, part in own if all(other[at : at + 1] != [part] for other in others))
+        shorts[name] = next(unique, parts[-1])
+    return shorts
 
 
 def texts() -> dict[str, str]:

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from bench.equal_belief import Side, pairs_of, short_name, side
+from bench.equal_belief import Side, pairs_of, short_names, side
 from mopd_losses import (
     AlignedPair,
     CtkdConfig,
@@ -347,9 +347,10 @@ def main() -> None:
         "known\ntext",
     ):
         table.add_column(heading, justify="right")
+    shorts = short_names(row[key] for row in prepared for key in ("student", "teacher"))
     for row in prepared:
         table.add_row(
-            f"{short_name(row['student'])}\n{short_name(row['teacher'])}",
+            f"{shorts[row['student']]}\n{shorts[row['teacher']]}",
             f"{row['set_up_seconds']:.1f}",
             f"{row['load_seconds']:.1f}",
             f"{row['set_up_bytes'] / 1e6:,.0f}",

@@ -25,7 +25,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from bench.byte_models import false_loss
-from bench.equal_belief import PAIRS, pairs_of, short_name, tokenizer_of
+from bench.equal_belief import PAIRS, pairs_of, short_names, tokenizer_of
 from bench.random_texts import RandomTexts, words_of
 from tests.losses.prefix_pairs import Pair, Tongue
 
@@ -78,6 +78,7 @@ def main() -> None:
     if options.random:
         words = words_of(tokenizer_of(name)[0] for name in sorted({*chain(*pairs)}))
         drawn = RandomTexts(words, options.seed)
+    shorts = short_names(chain(*pairs))
     for student, teacher in track(pairs, "pairs", console=Console(stderr=True), transient=True):
         if drawn:
             sets = (drawn.next() for _ in range(options.random))
@@ -86,7 +87,7 @@ def main() -> None:
             value = measure(student, teacher, texts, top_k=options.top_k)
             values[f"{student}:{teacher}:{kind}"] = value
             shown = repr(kind)[1:-1]
-            table.add_row(short_name(student), short_name(teacher), shown, f"{value:.4f}")
+            table.add_row(shorts[student], shorts[teacher], shown, f"{value:.4f}")
     console = Console()
     console.print(table)
     above = sum(value > 0.01 for value in values.values())

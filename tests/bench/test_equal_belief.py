@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from bench.byte_models import false_loss, merging_pair
-from bench.equal_belief import Result, measure, summary, texts
+from bench.equal_belief import Result, measure, short_names, summary, texts
 from tests.real_vocabularies import tokenizer_and_roles
 from tests.reference.text_model import markov_texts
 
@@ -120,3 +120,16 @@ def test_unlikely_text_that_the_student_divides_otherwise_has_hardly_any_loss(
 ) -> None:
     texts_of_model = markov_texts(letters, longest, seed)
     assert false_loss(merging_pair(seed, letters, merges), texts_of_model, top_k=64) <= 0.011
+
+
+def test_short_names_differ() -> None:
+    paths = [f"/models/{name}/package/models/tokenizer.json" for name in ("llama", "qwen")]
+    assert short_names([*paths, "tekken"]) == {
+        paths[0]: "llama",
+        paths[1]: "qwen",
+        "tekken": "tekken",
+    }
+    assert short_names(["a/olmo.json", "b/x/tokenizer.json"]) == {
+        "a/olmo.json": "olmo",
+        "b/x/tokenizer.json": "x",
+    }
