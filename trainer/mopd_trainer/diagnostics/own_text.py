@@ -67,7 +67,7 @@ async def _finding(
         return Finding(check, "warning", text, "Check its chat template and its weights.")
     scores = await client.score([*by_ids, *by_text], top_k=1)
     pairs = list(zip(scores[: len(by_ids)], scores[len(by_ids) :], strict=True))
-    tokens = sum(len(generated.completion) for generated, _ in pairs)
+    tokens = sum(len(each.completion) for each, _ in pairs)
     nats = sum(float(each.logprobs.sum() - again.logprobs.sum()) for each, again in pairs) / tokens
     changed = sum(not np.array_equal(each.token_ids, again.token_ids) for each, again in pairs)
     text = (
