@@ -89,6 +89,7 @@ class Boundary:
     unsought: set[str]  # unlikely cells that the student may reach by a detour
     counted: float  # the student's mass that cells or the rest lack for certain
     sharing: set[str]  # cells of the student without a token that may belong to another one
+    of_token: set[str]  # cells of which the student's realised token is a part, or the beginning
     most: dict[str, float] = field(default_factory=dict[str, float])
     """The share of the teacher's mass of a cell that the student may lack, if it is not all."""
 
@@ -149,7 +150,7 @@ def limited(student: Side, boundary: Boundary, others: Mapping[int, Boundary]) -
         most={
             cell: max(0.0, 1 - behind.teacher_text / boundary.teacher_text / boundary.teacher[cell])
             for cell in boundary.student_lacks[0] - boundary.sharing
-            if realised.startswith(cell)
+            if realised.startswith(cell) and cell in boundary.of_token
         },
     )
 
@@ -164,8 +165,11 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
     names, unnamed, candidates = named_texts(student, teacher, at, teacher_at)
     whole = open_mass(teacher, teacher_at, top_k_only)
     sides = (student, at), (teacher, teacher_at)
-    excepted = {c: separate_tokens(*sides, c) if likely else {} for c, likely in names.items()}
-    excepted.setdefault(realised, {})
+    likely = [name for name, is_likely in names.items() if is_likely]
+    excepted = {
+        c: separate_tokens(*sides, c) if any(name.startswith(c) for name in likely) else {}
+        for c in {*names, realised}
+    }
     is_undivided = all(spells_whole(*side, realised) for side in sides)
     cells: list[str] = []
 
@@ -231,6 +235,7 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
         token = student.text[student.starts[row] : at]
         own = path(student, at, row, None) * token_mass(student, row, lambda t: t == token)
         student_shares[END] = own / student_whole
+    token = student.text[at : student.end(row)]
     return Boundary(
         at=at,
         position=row,
@@ -257,6 +262,7 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
         - {cell_of(string) for string in continued(student, at)},
         counted=certain,
         sharing=students_sharing,
+        of_token={c for c in cells if token == c[: len(token)] or admits(c, token)},
     )
 
 
@@ -348,36 +354,48 @@ def separate_tokens(
     student_at: tuple[Side, int], teacher_at: tuple[Side, int], cell: str
 ) -> dict[str, bool]:
     """Longer tokens of the student, behind the byte, and whether they are known to be no part of a
-    cell: no text that the student's tokenizer spells with one of them has a token of the teacher
-    that ends behind the cell's text, or between it and the token's end; and no longer text that is
-    one token of the teacher has such a token of the student."""
+    cell: no text that the student's tokenizer spells with one of them begins with a token of the
+    teacher that ends inside it and is in the cell, or in that of a longer token that is part of the
+    cell; and no longer text that is one token of the teacher has a token of the student that ends
+    behind the cell's text, or between it and the token's end."""
     student, teacher = student_at[0], teacher_at[0]
     begun, teacher_begun = (begun_before(*side, cell) for side in (student_at, teacher_at))
-    ahead = [side.text[at:] for side, at in (student_at, teacher_at)]
+    own, realised = (
+        side.text[at : side.end(row)]
+        for side, at in (student_at, teacher_at)
+        for row in [side.covering(at)]
+        if row is not None
+    )
+    # The realised text shows only what belongs to its own cell, or to one with a longer text.
+    shows = min(len(own), len(decided(*student_at, realised))) <= len(cell)
+    ahead = [side.text[at:] for side, at in (student_at, teacher_at) if shows]
     results: dict[str, bool] = {}
-    for token in frequent(student, begun + cell, TRIED):
+    separate: set[str] = set()
+    tokens = frequent(student, begun + cell, TRIED)
+    for token in sorted(tokens, key=len):
         text = token[len(begun) :]
         longer = frequent(student, token, len(student.tokens))
         if len(longer) > FEW or len(text) > LONGEST:
             continue
-        ends: list[int] = []
+        names: list[str] = []
         after = continuations(student, begun + text) + continuations(teacher, teacher_begun + text)
         rest = text[len(cell) :]
         most = TRIED_DIGITS if rest.isdecimal() else TRIED_BEHIND_SHORTER
         after += [t[len(rest) :] for t in frequent(teacher, rest, most)]
         after += BEHIND_SPACE if text[-1] in WHITE_SPACE else ()
         for continued in ["", *after]:
-            if continued and len(cell) <= ends[0] < len(text):
-                break  # no continuation can make it separate
-            end = first_end(teacher, teacher_begun, text + continued)
-            own = first_end(student, begun, text + continued)
+            whole = text + continued
+            end = first_end(teacher, teacher_begun, whole)
+            own = first_end(student, begun, whole)
             if own == len(text) and end != -1:
-                ends.append(min(end, len(text)))
+                name = cut(student, begun, whole[:end]) if len(cell) < end < len(text) else end
+                names.append(text[: max(name, len(cell))] if len(cell) <= end else text)
             elif not continued:
                 break
-            elif end == len(text + continued):
-                ends.append(own)
-        if ends and all(end >= len(text) or end < len(cell) for end in ends):
+            elif end == len(whole) and len(cell) <= own < len(text):
+                names.append(cell)
+        if names and all(name == text or name in separate for name in names):
+            separate.add(text)
             results[text] = not any(each.startswith(text) for each in ahead)
             for other in longer:
                 results.setdefault(other[len(begun) :], False)
@@ -720,9 +738,6 @@ def named_texts(
     """The teacher's candidates as far as one token of the student decides them, and whether they
     are likely; likely candidates of which no token decides anything, with their shares; and the
     candidates of each of the former."""
-    covering = student.covering(at)
-    assert covering is not None
-    begun = student.text[student.starts[covering] : at]
     whole = open_mass(teacher, teacher_at, top_k_only)
     named: dict[str, bool] = {}
     unnamed: dict[str, float] = {}
@@ -737,13 +752,7 @@ def named_texts(
             if share < NAMING_SHARE:
                 continue
             candidate = text[len(crossed) :]
-            covered = any(t.startswith(begun + candidate) for t in student.tokens.values())
-            realised = student.text[at : student.end(covering)]
-            uncertain = candidate.startswith(realised) or candidate[-1] in WHITE_SPACE
-            if covered and not uncertain and not divided(student, begun + candidate):
-                name = candidate
-            else:
-                name = candidate[: cut(student, begun, candidate)]
+            name = decided(student, at, candidate)
             is_likely = share >= DETOUR_SHARE
             if name:
                 named[name] = named.get(name, False) or is_likely
@@ -751,6 +760,19 @@ def named_texts(
             elif is_likely:
                 unnamed[candidate] = unnamed.get(candidate, 0.0) + share
     return named, unnamed, candidates
+
+
+def decided(student: Side, at: int, candidate: str) -> str:
+    """The beginning of a candidate that one token of the student decides."""
+    covering = student.covering(at)
+    assert covering is not None
+    begun = student.text[student.starts[covering] : at]
+    covered = any(t.startswith(begun + candidate) for t in student.tokens.values())
+    realised = student.text[at : student.end(covering)]
+    uncertain = candidate.startswith(realised) or candidate[-1] in WHITE_SPACE
+    if covered and not uncertain and not divided(student, begun + candidate):
+        return candidate
+    return candidate[: cut(student, begun, candidate)]
 
 
 def divided(student: Side, text: str) -> bool:

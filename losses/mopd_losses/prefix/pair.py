@@ -22,7 +22,7 @@ from mopd_protocol.runtime.atomic_file import replacing
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
 
 #: Of the stored tables; a change of keys, values or rules needs another one.
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 
 #: The tables are saved when they have grown by this share, so that all saves together cost no more
 #: than a few of the last one.
@@ -57,7 +57,7 @@ class TokenizerPair:
         self.cuts = Cuts(self.student, student_encoder)
         self.decisions = Decisions(self.student, self.teacher, self.cuts)
         self.separate = SeparateTokens(
-            self.student, student_encoder, self.teacher, teacher_encoder, self.marks
+            self.student, student_encoder, self.teacher, teacher_encoder, self.cuts, self.marks
         )
         self.student_detours = Detours(self.student, student_encoder)
         self.teacher_detours = Detours(self.teacher, teacher_encoder)

@@ -30,6 +30,7 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
     indices_in_runs,
     ranks_in_runs,
 )
+from mopd_losses.prefix.vocabulary.marks import UNMARKED
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 
 
@@ -136,6 +137,8 @@ class Preparation:
         texts = names.texts.at(at)
         realised = text.begins_with(places.offsets[numbers], texts.hashes, texts.lengths)
         at, numbers = at[realised], numbers[realised]
+        kept = self._contain_the_token(cells, places, at)
+        at, numbers = at[kept], numbers[kept]
         # The boundary behind the token that follows the covering one.
         behind = places.boundaries_of_rows[covering[numbers] + 2]
         completions = np.searchsorted(text.first_rows, covering, side="right")
@@ -146,6 +149,25 @@ class Preparation:
         at, numbers, behind = at[kept], numbers[kept], behind[kept]
         results = np.zeros(len(names.boundaries))
         results[at] = np.exp(cells.texts[behind] - cells.texts[numbers] - cells.nats[at])
+        return results
+
+    def _contain_the_token(self, cells: Cells, places: Places, at: Integers) -> NDArray[np.bool_]:
+        """Return whether the student's realised tokens belong to cells with which the text
+        continues: a longer token may be excluded."""
+        names, text = cells.names, places.text
+        numbers = names.boundaries[at]
+        starts, stops = places.offsets[numbers], text.ends[places.rows[numbers]]
+        results = np.ones(len(at), dtype=np.bool_)
+        longer = stops - starts > names.texts.lengths[at]
+        sought = np.flatnonzero(longer & (names.marks[at] != UNMARKED))
+        starts, stops = starts[sought], stops[sought]
+
+        def strings(indices: Integers) -> list[str]:
+            columns = (starts[indices].tolist(), stops[indices].tolist())
+            return [text.symbols[start:stop] for start, stop in zip(*columns, strict=True)]
+
+        hashes = text.slices(starts, stops)
+        results[sought] = self._pair.marks.belong(names.marks[at[sought]], hashes, strings)
         return results
 
     def _named_ranges(self, names: CellNames, boundaries: Boundaries) -> CellRanges:

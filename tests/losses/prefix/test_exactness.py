@@ -443,6 +443,29 @@ def test_a_covering_token_counts_the_mass_of_ending_at_the_boundary_as_rest() ->
 
 
 @every_divergence
+def test_a_longer_token_that_the_teacher_begins_with_another_one_is_separate(
+    divergence: str,
+) -> None:
+    # The teacher writes `inx)` with one token, and `in|x` before anything else: its `i` is never
+    # the beginning of the student's `inx`.
+    student = Tongue.of("in", "inx", without_merges=True)
+    teacher = Tongue.of("in", "inx)", without_merges=True)
+    assert teacher.tokenize("inxin") == ["in", "x", "in"]
+    rows = [{"inx)": 0.985, "i": 0.015}, {END: 1.0}]
+    pair, comparison = of_rows(student, teacher, "inx)", rows)
+    logits = torch.full((3, student.logit_width), -12.0, dtype=torch.float64)
+    logits[0, student.ids(["i", "inx"])] = torch.tensor([3.0, 0.0], dtype=torch.float64)
+    logits[1, student.ids([")"])] = 0.0
+    logits[2, student.end] = 0.0
+    logits.requires_grad_()
+    output = pair.value(logits, pair.targets([comparison]), divergence=divergence)
+    output.per_token.sum().backward()
+    assert logits.grad is not None
+    shorter, longer = logits.grad[0, student.ids(["i", "inx"])].tolist()
+    assert longer < -0.05 < 0.05 < shorter
+
+
+@every_divergence
 @pytest.mark.parametrize("sampled", ["14", "1"])
 def test_a_shorter_token_of_the_teacher_excludes_longer_ones(sampled: str, divergence: str) -> None:
     # The teacher writes "1" and "14" behind a space as " 1" and " |14": " 1" excludes "14" and

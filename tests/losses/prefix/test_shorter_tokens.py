@@ -10,7 +10,8 @@ from bench.byte_models import false_loss
 from mopd_losses.prefix.vocabulary.hashed_strings import string_hashes
 from mopd_losses.prefix.vocabulary.shorter_tokens import ShorterTokens
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
-from tests.losses.prefix_pairs import Pair, Tongue
+from tests.losses.prefix_pairs import Pair, Tongue, compared, model_rows
+from tests.reference.text_model import TokenModel
 
 
 def tongue(end: str, merges: list[tuple[str, str]], *, words: bool = False) -> Tongue:
@@ -116,3 +117,17 @@ def test_text_inside_a_token_is_divided_anew_by_what_follows(texts: tuple[str, .
     assert student.tokenize("-abcx-abcd") == ["-", "a", "bc", "x", "-", "ab", "cd"]
     masses = dict.fromkeys(texts, 1 / len(texts))
     assert false_loss(Pair(student, teacher), masses, top_k=16, lowest=-20) <= 1e-4
+
+
+def test_a_token_of_another_cell_explains_nothing_of_a_shorter_one() -> None:
+    # Behind `mi`, the teacher has begun `ip` and `ipl`. The student continues with `pl`, which is
+    # no part of the cell `p`: it writes that as `m|ip`, over the text before.
+    student = tongue("<over>", [("p", "l"), ("i", "p"), ("m", "i")])
+    teacher = tongue("<stop>", [("i", "p"), ("ip", "l")])
+    assert student.tokenize("-mip-mipl") == ["-", "m", "ip", "-", "mi", "pl"]
+    pair, texts = Pair(student, teacher), dict.fromkeys(("-mip-", "-mipl-"), 0.5)
+    models = [TokenModel(texts, side.tokenize) for side in (student, teacher)]
+    ids = [s.ids(m.written["-mipl-"]) for s, m in zip((student, teacher), models, strict=True)]
+    comparison = compared(pair, *ids, model_rows(teacher, models[1], "-mipl-"), k=16)
+    logits = model_rows(student, models[0], "-mipl-").clamp_min(-20)
+    assert pair.value(logits, pair.targets([comparison])).per_token.sum() <= 0.01

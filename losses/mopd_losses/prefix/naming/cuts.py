@@ -98,9 +98,14 @@ class Cuts:
 
     def of_candidates(self, begun: str, candidates: Sequence[str]) -> list[int]:
         """Return the same for candidates behind one beginning."""
-        before, length = np.repeat(string_hashes([begun]), len(candidates)), len(begun)
-        keys = keys_of(before, np.full(len(candidates), length), string_hashes(candidates))
-        return self.of(keys, lambda index: (begun, candidates[index])).tolist()
+        return self.of_pairs([(begun, candidate) for candidate in candidates]).tolist()
+
+    def of_pairs(self, pairs: Sequence[Begun]) -> Integers:
+        """Return the same for beginnings and candidates by their strings."""
+        begun, candidates = [each[0] for each in pairs], [each[1] for each in pairs]
+        lengths = np.fromiter(map(len, begun), dtype=np.int64, count=len(begun))
+        keys = keys_of(string_hashes(begun), lengths, string_hashes(candidates))
+        return self.of(keys, pairs.__getitem__)
 
     def _cuts(self, pairs: list[Begun]) -> Integers:
         """Take the shortest beginning of each candidate within the first token, over the

@@ -54,8 +54,9 @@ def name_cells(
     decided = decisions.of(candidates, boundaries)
     lengths = decisions.lengths.take(decided)
     names, nodes, teacher_nodes, names_of = _distinct(candidates, decided, boundaries, decisions)
-    uncorrected, numbers = _marks(names, boundaries, separate, marks, whole)
-    cells = NestedNames.of(names, nodes, boundaries, marks).cells(uncorrected, numbers)
+    nested = NestedNames.of(names, nodes, boundaries, marks)
+    uncorrected, numbers = _marks(nested, decisions, separate, whole)
+    cells = nested.cells(uncorrected, numbers)
     is_cell = cells == np.arange(len(cells))
     wholes = boundaries.teacher.text.vocabulary.lengths.take(candidates.ids) - candidates.starts
     longer = np.flatnonzero((lengths > 0) & (lengths < wholes))
@@ -163,17 +164,18 @@ def _distinct(
 
 
 def _marks(
-    names: Names,
-    boundaries: Boundaries,
+    nested: NestedNames,
+    decisions: Decisions,
     separate: SeparateTokens,
-    marks: MarksTable,
     whole: Callable[[Integers], Flags],
 ) -> tuple[Integers, Integers]:
     """[names] each, numbers of their marks: as found with the tokenizers, and as corrected by the
     realised text."""
+    names, boundaries, marks = nested.names, nested.sides, nested.marks
     student, texts = boundaries.student, names.texts
     uncorrected = np.full(len(texts), UNMARKED, dtype=np.int64)
-    likely = np.flatnonzero(names.likely)
+    # Without marks, a shorter name's cell would contain the likely longer one.
+    likely = np.flatnonzero(nested.begin_likely())
     at = names.boundaries[likely]
     sides = (student, boundaries.teacher)
     begun = [_begun(places, at, texts.hashes[likely]) for places in sides]
@@ -202,6 +204,9 @@ def _marks(
     possible = np.flatnonzero((uncorrected != UNMARKED) | (texts.lengths < realised))
     possible = possible[_follow(names, student, possible)]
     marked = np.flatnonzero(uncorrected != UNMARKED)
+    # The realised text shows only what belongs to its own cell, or to one with a longer text.
+    least = _realised_lengths(boundaries, decisions, names.boundaries[marked])
+    marked = marked[texts.lengths[marked] >= least]
     # A normalizer may change the teacher's text: its token may reach beyond what is common.
     for places in sides:
         corrected = marked[_follow(names, places, marked)]
@@ -214,11 +219,9 @@ def _marks(
     of_realised = np.full(len(boundaries), UNMARKED, dtype=np.int64)
     longest = possible[texts.lengths[possible] == realised[possible]]
     of_realised[names.boundaries[longest]] = numbers[longest]
-    nested = np.zeros(len(boundaries), dtype=np.bool_)
-    nested[names.boundaries[shorter]] = True
-    nested = np.flatnonzero(nested)
+    with_shorter = np.unique(names.boundaries[shorter])
     is_one_token = np.zeros(len(boundaries), dtype=np.bool_)
-    is_one_token[nested] = whole(nested)
+    is_one_token[with_shorter] = whole(with_shorter)
     shorter = shorter[is_one_token[names.boundaries[shorter]]]
     starts, stops = offsets[shorter], offsets[shorter] + realised[shorter]
     before, longer = numbers[shorter], of_realised[names.boundaries[shorter]]
@@ -231,6 +234,20 @@ def _marks(
     keys = keys_of(before, student.text.slices(starts, stops), longer)
     numbers[shorter] = marks.excluded.computed(keys, excluded)
     return uncorrected, numbers
+
+
+def _realised_lengths(boundaries: Boundaries, decisions: Decisions, at: Integers) -> Integers:
+    """Return how much of the realised text behind boundaries, ascending, is certain to name its
+    cell: of the teacher's realised token what a token of the student decides, at most up to the end
+    of the student's."""
+    distinct, numbers = np.unique(at, return_inverse=True)
+    places = boundaries.teacher
+    rows = places.rows[distinct]
+    begun = places.offsets[distinct] - places.text.starts[rows]
+    likely = np.zeros(len(distinct), dtype=np.bool_)
+    decided = decisions.of(Candidates(places.text.ids[rows], begun, distinct, likely), boundaries)
+    lengths = np.minimum(decisions.lengths.take(decided), boundaries.student_realised[distinct])
+    return lengths[numbers]
 
 
 def _follow(names: Names, places: Places, at: Integers) -> Flags:

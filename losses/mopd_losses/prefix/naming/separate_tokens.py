@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mopd_losses.prefix.naming.cuts import Cuts
 from mopd_losses.prefix.vocabulary.first_ends import NOT_TEXT, FirstEnds
 from mopd_losses.prefix.vocabulary.hashed_strings import (
     Hashes,
@@ -78,11 +79,13 @@ class SeparateTokens:
         student_encoder: TextEncoder,
         teacher: SortedVocabulary,
         teacher_encoder: TextEncoder,
+        cuts: Cuts,
         marks: MarksTable,
     ) -> None:
         self._student, self._teacher = student, teacher
         self._student_ends = FirstEnds(student, student_encoder)
         self._teacher_ends = FirstEnds(teacher, teacher_encoder)
+        self._cuts = cuts
         self._marks = marks
         self.table = KeyTable(_CACHED)
 
@@ -150,32 +153,55 @@ class SeparateTokens:
         return tuple(sorted(marks.items()))
 
     def _separate(self, tried: list[_Longer]) -> Iterator[_Longer]:
-        """Select the texts in which the teacher never ends a token behind the cell's text; nor
-        inside the longer one, where another cell could. Neither does the student in a longer text
-        that is one token of the teacher."""
-        separate: list[_Longer] = []
-        continued: list[_Continued] = []
+        """Select the texts in which the teacher never ends a token behind the cell's text, nor
+        behind a longer one that is not separate. Neither does the student in a longer text that is
+        one token of the teacher."""
         # Only what the student's tokenizer spells with the very token shows where it belongs.
         spelled = self._spelled_by_one([(longer, longer.text) for longer in tried])
-        for (longer, text), end in zip(spelled, self._ends_by_teacher(spelled), strict=True):
-            # If a token ends inside the text already, no continuation makes the text separate.
-            if end == NOT_TEXT or _is_inside(longer, end):
+        ends = self._ends_by_teacher(spelled)
+        named = self._named_by_teacher(spelled, ends)
+        # The cells that each is part of, too, by the lengths of their names.
+        cells: dict[_Longer, set[int]] = {}
+        continued: list[_Continued] = []
+        for (longer, text), end, name in zip(spelled, ends, named, strict=True):
+            # If it is part of the cell already, no continuation makes the text separate.
+            if end == NOT_TEXT or name == longer.shorter:
                 continue
-            separate.append(longer)
+            cells[longer] = {name} if name else set()
             after = dict.fromkeys(self._continuations(longer))
             continued += [(longer, text + each) for each in after]
-        ends = zip(continued, self._ends_by_teacher(continued), strict=True)
+        ends = self._ends_by_teacher(continued)
+        named = self._named_by_teacher(continued, ends)
         decisive = [
-            (each, end) for each, end in ends if _is_inside(each[0], end) or end == len(each[1])
+            (each, name)
+            for each, end, name in zip(continued, ends, named, strict=True)
+            if name or end == len(each[1])
         ]
         begun = [longer.place.student for (longer, _), _ in decisive]
         own_ends = _ends(self._student_ends, begun, [each for each, _ in decisive])
-        divided = {
-            longer
-            for ((longer, _), end), own in zip(decisive, own_ends, strict=True)
-            if (own == len(longer.text) if _is_inside(longer, end) else _is_inside(longer, own))
-        }
-        return (longer for longer in separate if longer not in divided)
+        for ((longer, _), name), own in zip(decisive, own_ends, strict=True):
+            if name and own == len(longer.text):
+                cells[longer].add(name)
+            elif not name and _is_inside(longer, own):
+                cells[longer].add(longer.shorter)
+        separate: set[tuple[int, str]] = set()
+        for longer in sorted(cells, key=lambda each: len(each.text)):
+            if all((longer.cell, longer.text[:name]) in separate for name in cells[longer]):
+                separate.add((longer.cell, longer.text))
+                yield longer
+
+    def _named_by_teacher(self, texts: list[_Continued], ends: list[int]) -> list[int]:
+        """Return the length of the name of the cell that the teacher's first token of a text is
+        part of, if it ends behind the cell's text and before that of the longer token, else 0."""
+        named = [
+            end if _is_inside(longer, end) else 0
+            for (longer, _), end in zip(texts, ends, strict=True)
+        ]
+        at = [index for index, (longer, _) in enumerate(texts) if named[index] > longer.shorter]
+        pairs = [(texts[index][0].place.student, texts[index][1][: ends[index]]) for index in at]
+        for index, cut in zip(at, self._cuts.of_pairs(pairs).tolist(), strict=True):
+            named[index] = max(cut, texts[index][0].shorter)
+        return named
 
     def _spelled_by_one(self, texts: list[_Continued]) -> list[_Continued]:
         """Select what the student's tokenizer spells with one token and continuations."""
