@@ -214,6 +214,9 @@ class PrefixKlConfig(DivergenceSettings):
     (``rollout.corrections``), so that all of that token is compared as long as the teacher is sure
     of it. The texts have the same prompt and the beginning of the completion; teachers with the
     student's kind of tokens get few or none."""
+    lookahead_rounds: int = Field(default=3, ge=1)
+    """Most times that such a text is scored: where the teacher is sure of another continuation than
+    the text has, the next one has that, and ends with the student's likeliest token with it."""
 
 
 class AutoConfig(DivergenceSettings):

@@ -1,6 +1,7 @@
 """Lookaheads: the teacher's rows behind likely tokens that a completion does not continue with."""
 
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -40,9 +41,12 @@ def likely_ids(rows: int) -> np.ndarray:
     return np.tile(np.concatenate([numbers, others]), (rows, 1))
 
 
-async def scored(count: int, *, likely: bool = False) -> tuple[list[AlignedScore], Recorded]:
+async def scored(
+    count: int, *, rounds: int = 1, likely: bool = False
+) -> tuple[list[AlignedScore], Recorded]:
     transport = Recorded(service().app)
-    config = teacher_config(loss={"type": "prefix_kl", "lookaheads": count}, top_k=12)
+    loss = {"type": "prefix_kl", "lookaheads": count, "lookahead_rounds": rounds}
+    config = teacher_config(loss=loss, top_k=12)
     rollouts = [
         rollout("long_number", ids, index=at, topk_ids=likely_ids(len(ids)) if likely else None)
         for at, ids in enumerate(ids_of("long_number", text, "<|im_end|>") for text in TEXTS)
@@ -52,12 +56,14 @@ async def scored(count: int, *, likely: bool = False) -> tuple[list[AlignedScore
     return [score for example in examples for score in example.scores], transport
 
 
-@pytest.mark.parametrize("likely", [False, True])
-async def test_a_lookahead_is_the_row_behind_the_teachers_likely_token(likely: bool) -> None:
-    scores, transport = await scored(2, likely=likely)
+@pytest.mark.parametrize(("rounds", "likely"), [(1, False), (1, True), (3, False), (3, True)])
+async def test_a_lookahead_has_the_rows_behind_the_teachers_likely_tokens(
+    rounds: int, likely: bool
+) -> None:
+    scores, transport = await scored(2, rounds=rounds, likely=likely)
     looked = [(score, each) for score in scores for each in score.lookaheads or ()]
     assert len(looked) > 5
-    assert len(transport.requests) == 2
+    assert len(transport.requests) == 1 + rounds
     assert max(len(score.lookaheads or ()) for score in scores) <= 2
     prompt = service().tokenizer.tokenize(scores[0].teacher_input.request).prompt_ids
     for score, each in looked:
@@ -71,7 +77,23 @@ async def test_a_lookahead_is_the_row_behind_the_teachers_likely_token(likely: b
             exact = next_token_logprobs(service().model, ids, service().real_ids)
             expected = [exact[token] for token in each.following.ids[row].tolist()]
             np.testing.assert_allclose(each.following.logprobs[row], expected, atol=1e-4)
-    assert (max(len(each.following) for _, each in looked) > 1) == likely
+    assert (max(len(each.following) for _, each in looked) > 1) == (likely or rounds > 1)
+
+
+async def test_each_round_of_a_lookahead_continues_with_what_the_teacher_is_sure_of() -> None:
+    # Without the student's likely tokens, a text ends with the teacher's: one more in each round.
+    chains = [
+        {
+            (index, each.teacher_row): each.token_ids
+            for index, score in enumerate((await scored(2, rounds=rounds))[0])
+            for each in score.lookaheads or ()
+        }
+        for rounds in (1, 2, 3)
+    ]
+    assert [max(map(len, chain.values())) for chain in chains] == [0, 1, 2]
+    for shorter, longer in pairwise(chains):
+        assert shorter.keys() == longer.keys()
+        assert all(longer[at][: len(ids)] == ids for at, ids in shorter.items())
 
 
 async def test_a_run_without_lookaheads_sends_the_completions_only() -> None:

@@ -46,6 +46,12 @@ class Teacher:
         loss = self.config.loss
         return loss.lookaheads if isinstance(loss, PrefixKlConfig) else 0
 
+    @property
+    def lookahead_rounds(self) -> int:
+        """Most times that each of them is scored, with more of what the teacher is sure of."""
+        loss = self.config.loss
+        return loss.lookahead_rounds if isinstance(loss, PrefixKlConfig) else 0
+
 
 def teacher_pool(
     configs: Mapping[str, TeacherConfig],

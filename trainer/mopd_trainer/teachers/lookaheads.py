@@ -32,25 +32,56 @@ def requested(
     """
     completion = score.teacher_input.completion
     for token in open_tokens.of(completion, score.score, score.alignment, realised=False):
-        row = [] if likely_ids is None else likely_ids[token.student_row].tolist()
-        text = open_tokens.text_of(completion, token, row)
-        if text is not None and count:
+        request = _request(open_tokens, token, score, likely_ids)
+        if request is not None and count:
             count -= 1
-            fields = {"completion": text, "completion_token_ids": None}
-            fields |= {"finished": True, "candidate_ids": None}
-            yield token, score.teacher_input.request.model_copy(update=fields)
+            yield token, request
+
+
+def continued(
+    open_tokens: OpenTokens,
+    token: OpenToken,
+    score: AlignedScore,
+    earlier: Lookahead,
+    likely_ids: IntArray | None,
+) -> SequenceRequest | None:
+    """Return the request for what follows the end of a lookahead, if the teacher is sure of it: the
+    student's likely token continued otherwise.
+
+    Args:
+        earlier: behind the token.
+        likely_ids: see ``requested``.
+    """
+    tokens = [token, *open_tokens.followed(token, earlier.token_ids, earlier.following)]
+    count = len(tokens)
+    behind = open_tokens.behind(tokens, earlier.following.rows(count - 1, count))
+    return None if behind is None else _request(open_tokens, behind, score, likely_ids)
+
+
+def _request(
+    open_tokens: OpenTokens, token: OpenToken, score: AlignedScore, likely_ids: IntArray | None
+) -> SequenceRequest | None:
+    """Return the request for a completion that continues with a token; None if it is no text."""
+    row = [] if likely_ids is None else likely_ids[token.student_row].tolist()
+    text = open_tokens.text_of(score.teacher_input.completion, token, row)
+    if text is None:
+        return None
+    fields = {"completion": text, "completion_token_ids": None}
+    fields |= {"finished": True, "candidate_ids": None}
+    return score.teacher_input.request.model_copy(update=fields)
 
 
 def lookahead(
     open_tokens: OpenTokens, token: OpenToken, score: TeacherScore, extended: TeacherScore
-) -> Iterator[Lookahead]:
-    """Yield the lookahead, unless the teacher's tokenizer divides the text in another way."""
+) -> Lookahead | None:
+    """Return the lookahead; None if the teacher's tokenizer divides the text in another way."""
     row = token.teacher_row
     expected = [*score.completion.token_ids[:row].tolist(), int(score.topk.ids[row, 0])]
     ids = extended.completion.token_ids[:-1].tolist()
-    if ids[: row + 1] == expected:
-        topk = extended.topk
-        following = topk.rows(row + 1, len(ids) + 1)
-        count = len(open_tokens.followed(token, ids[row + 1 :], following))
-        rows = topk.rows(row + 1, row + 2 + count)
-        yield Lookahead(token.student_row, row, rows, tuple(ids[row + 1 : row + 1 + count]))
+    if ids[: row + 1] != expected:
+        return None
+    topk = extended.topk
+    following = topk.rows(row + 1, len(ids) + 1)
+    count = len(open_tokens.followed(token, ids[row + 1 :], following))
+    rows = topk.rows(row + 1, row + 2 + count)
+    return Lookahead(token.student_row, row, rows, tuple(ids[row + 1 : row + 1 + count]))

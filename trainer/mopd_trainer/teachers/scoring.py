@@ -24,7 +24,7 @@ from mopd_trainer.data.examples import AlignedScore, TrainingExample
 from mopd_trainer.data.teacher_input import TeacherInput, text_view, token_view
 from mopd_trainer.teachers.connect import Teacher
 from mopd_trainer.teachers.control import Controls
-from mopd_trainer.teachers.lookaheads import lookahead, open_tokens_of, requested
+from mopd_trainer.teachers.lookaheads import continued, lookahead, open_tokens_of, requested
 from mopd_trainer.teachers.student_support import Counterparts, with_student_support
 from mopd_trainer.teachers.turns import TeacherTurns
 
@@ -175,7 +175,8 @@ class RolloutScorer:
         scores: dict[int, AlignedScore],
         rollouts: Sequence[Rollout],
     ) -> dict[int, AlignedScore]:
-        """Score what follows likely tokens that completions do not continue with."""
+        """Score what follows likely tokens that completions do not continue with, in rounds: each
+        adds what the teacher is sure of behind the last one's text."""
         open_tokens = self._open_tokens.get(teacher.name)
         if open_tokens is None:
             return scores
@@ -186,13 +187,26 @@ class RolloutScorer:
                 open_tokens, score, teacher.lookaheads, rollouts[index].student_topk_ids
             )
         ]
-        results = await self._request(teacher, [request for *_, request in sent]) if sent else []
-        lookaheads: dict[int, list[Lookahead]] = {index: [] for index in scores}
-        for (index, token, _), result in zip(sent, results, strict=True):
-            if not isinstance(result, _NoScore):
-                lookaheads[index] += lookahead(open_tokens, token, scores[index].score, result)
+        lookaheads: dict[int, dict[int, Lookahead]] = {index: {} for index in scores}
+        for _ in range(teacher.lookahead_rounds):
+            if not sent:
+                break
+            results = await self._request(teacher, [request for *_, request in sent])
+            scored, sent = zip(sent, results, strict=True), []
+            for (index, token, _), result in scored:
+                score, earlier = scores[index], lookaheads[index].get(token.teacher_row)
+                if isinstance(result, _NoScore):
+                    continue
+                behind = lookahead(open_tokens, token, score.score, result)
+                if behind is None or (earlier and len(behind.token_ids) <= len(earlier.token_ids)):
+                    continue
+                lookaheads[index][token.teacher_row] = behind
+                likely_ids = rollouts[index].student_topk_ids
+                request = continued(open_tokens, token, score, behind, likely_ids)
+                if request is not None:
+                    sent.append((index, token, request))
         return {
-            index: replace(score, lookaheads=tuple(lookaheads[index]))
+            index: replace(score, lookaheads=tuple(lookaheads[index].values()))
             for index, score in scores.items()
         }
 

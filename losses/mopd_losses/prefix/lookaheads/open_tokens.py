@@ -224,29 +224,40 @@ class OpenTokens:
             ids: the teacher's tokens behind the token.
             following: its rows, from that behind the token on.
         """
-        tokens: list[OpenToken] = []
-        last = [token.place.teacher + token.text]
+        tokens = [token]
         for row, each in enumerate(ids):
-            logprob = float(following.logprobs[row, 0])
-            if each != following.ids[row, 0] or logprob < np.log(LEAST_MASS):
+            if each != following.ids[row, 0]:
                 break
-            if each in self._teacher.table.marks:
+            behind = self.behind(tokens, following.rows(row, row + 1))
+            if behind is None:
                 break
-            string = self._teacher.strings[each]
-            if self._have_longer(following, np.array([row])).any():
-                break
-            before = ("".join(last[at:]) for at in range(max(len(last) - _WINDOW, 0), len(last)))
-            if any(self._teacher.covers(text + string) for text in before):
-                break
-            place = Place(token.place.student + token.text, "")
-            nats = min(token.nats + logprob, 0.0)
-            token = replace(token, place=place, text=string, nats=nats)
-            if not self.is_open(place, string):
-                whole = place.student + string
-                return [*tokens, token] if self._student.is_token(whole) else tokens
-            last.append(string)
-            tokens.append(token)
-        return tokens
+            tokens.append(behind)
+        return tokens[1:]
+
+    def behind(self, tokens: Sequence[OpenToken], following: TopKLogprobs) -> OpenToken | None:
+        """Return the teacher's likeliest token behind open tokens that follow each other, if it is
+        open, too, or ends a token of the student.
+
+        Args:
+            following: its row behind the last one.
+        """
+        last, each = tokens[-1], int(following.ids[0, 0])
+        logprob = float(following.logprobs[0, 0])
+        if each < 0 or logprob < np.log(LEAST_MASS) or not self.is_open(last.place, last.text):
+            return None
+        if self._teacher.is_control[each]:
+            return None
+        string = self._teacher.strings[each]
+        if self._have_longer(following, np.array([0])).any():
+            return None
+        texts = [token.place.teacher + token.text for token in tokens[-_WINDOW:]]
+        if any(self._teacher.covers("".join(texts[at:]) + string) for at in range(len(texts))):
+            return None
+        place = Place(last.place.student + last.text, "")
+        token = replace(last, place=place, text=string, nats=min(last.nats + logprob, 0.0))
+        if self.is_open(place, string) or self._student.is_token(place.student + string):
+            return token
+        return None
 
     def ranges(self, place: Place, text: str) -> list[tuple[int, int]]:
         """Return the ranks of the student's tokens that begin with a text and belong to it."""
