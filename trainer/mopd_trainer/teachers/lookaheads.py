@@ -1,6 +1,7 @@
 """Requests for the teacher's distribution behind tokens that completions do not continue with."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from mopd_losses.core.loss import Lookahead
 from mopd_losses.prefix.lookaheads.open_tokens import OpenToken, OpenTokens
@@ -23,7 +24,7 @@ def open_tokens_of(teacher: Teacher) -> OpenTokens:
 def requested(
     open_tokens: OpenTokens, score: AlignedScore, count: int, likely_ids: IntArray | None
 ) -> Iterator[tuple[OpenToken, SequenceRequest]]:
-    """Yield the first ``count`` open tokens that a completion does not continue with, and the
+    """Return the first ``count`` open tokens that a completion does not continue with, and the
     request for each: the text with that token, ended, so that the row behind it is scored.
 
     Args:
@@ -31,16 +32,14 @@ def requested(
             tokens that begins with the teacher's.
     """
     completion = score.teacher_input.completion
-    for token in open_tokens.of(completion, score.score, score.alignment, realised=False):
-        request = _request(open_tokens, token, score, likely_ids)
-        if request is not None and count:
-            count -= 1
-            yield token, request
+    tokens = open_tokens.of(completion, score.score, score.alignment, realised=False)
+    requests = ((token, _request(open_tokens, token, score, likely_ids)) for token in tokens)
+    return islice(((token, each) for token, each in requests if each is not None), count)
 
 
 def continued(
     open_tokens: OpenTokens,
-    token: OpenToken,
+    tokens: Sequence[OpenToken],
     score: AlignedScore,
     earlier: Lookahead,
     likely_ids: IntArray | None,
@@ -49,10 +48,9 @@ def continued(
     student's likely token continued otherwise.
 
     Args:
-        earlier: behind the token.
+        tokens: of the lookahead, see ``scored_lookahead``.
         likely_ids: see ``requested``.
     """
-    tokens = [token, *open_tokens.followed(token, earlier.token_ids, earlier.following)]
     count = len(tokens)
     behind = open_tokens.behind(tokens, earlier.following.rows(count - 1, count))
     return None if behind is None else _request(open_tokens, behind, score, likely_ids)
@@ -71,17 +69,23 @@ def _request(
     return score.teacher_input.request.model_copy(update=fields)
 
 
-def lookahead(
+def scored_lookahead(
     open_tokens: OpenTokens, token: OpenToken, score: TeacherScore, extended: TeacherScore
-) -> Lookahead | None:
-    """Return the lookahead; None if the teacher's tokenizer divides the text in another way."""
+) -> tuple[Lookahead | None, list[OpenToken]]:
+    """Return the lookahead behind a token, and its open tokens; none if the teacher's tokenizer
+    divides the text in another way.
+
+    Args:
+        score: of the completion.
+        extended: of the text that was requested.
+    """
     row = token.teacher_row
     expected = [*score.completion.token_ids[:row].tolist(), int(score.topk.ids[row, 0])]
     ids = extended.completion.token_ids[:-1].tolist()
     if ids[: row + 1] != expected:
-        return None
+        return None, []
     topk = extended.topk
     following = topk.rows(row + 1, len(ids) + 1)
-    count = len(open_tokens.followed(token, ids[row + 1 :], following))
-    rows = topk.rows(row + 1, row + 2 + count)
-    return Lookahead(token.student_row, row, rows, tuple(ids[row + 1 : row + 1 + count]))
+    tokens = [token, *open_tokens.followed(token, ids[row + 1 :], following)]
+    rows, behind = following.rows(0, len(tokens)), ids[row + 1 : row + len(tokens)]
+    return Lookahead(token.student_row, row, rows, tuple(behind)), tokens

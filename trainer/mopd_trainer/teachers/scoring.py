@@ -24,7 +24,12 @@ from mopd_trainer.data.examples import AlignedScore, TrainingExample
 from mopd_trainer.data.teacher_input import TeacherInput, text_view, token_view
 from mopd_trainer.teachers.connect import Teacher
 from mopd_trainer.teachers.control import Controls
-from mopd_trainer.teachers.lookaheads import continued, lookahead, open_tokens_of, requested
+from mopd_trainer.teachers.lookaheads import (
+    continued,
+    open_tokens_of,
+    requested,
+    scored_lookahead,
+)
 from mopd_trainer.teachers.student_support import Counterparts, with_student_support
 from mopd_trainer.teachers.turns import TeacherTurns
 
@@ -188,22 +193,24 @@ class RolloutScorer:
             )
         ]
         lookaheads: dict[int, dict[int, Lookahead]] = {index: {} for index in scores}
-        for _ in range(teacher.lookahead_rounds):
+        for remaining in reversed(range(teacher.lookahead_rounds)):
             if not sent:
                 break
             results = await self._request(teacher, [request for *_, request in sent])
-            scored, sent = zip(sent, results, strict=True), []
-            for (index, token, _), result in scored:
-                score, earlier = scores[index], lookaheads[index].get(token.teacher_row)
+            received, sent = zip(sent, results, strict=True), []
+            for (index, token, _), result in received:
                 if isinstance(result, _NoScore):
                     continue
-                behind = lookahead(open_tokens, token, score.score, result)
-                if behind is None or (earlier and len(behind.token_ids) <= len(earlier.token_ids)):
+                score, earlier = scores[index], lookaheads[index].get(token.teacher_row)
+                behind, tokens = scored_lookahead(open_tokens, token, score.score, result)
+                if behind is None:
+                    continue
+                if earlier and len(behind.token_ids) <= len(earlier.token_ids):
                     continue
                 lookaheads[index][token.teacher_row] = behind
                 likely_ids = rollouts[index].student_topk_ids
-                request = continued(open_tokens, token, score, behind, likely_ids)
-                if request is not None:
+                request = remaining and continued(open_tokens, tokens, score, behind, likely_ids)
+                if request:
                     sent.append((index, token, request))
         return {
             index: replace(score, lookaheads=tuple(lookaheads[index].values()))
@@ -333,7 +340,7 @@ def aligned(teacher: Teacher, teacher_input: TeacherInput, score: TeacherScore) 
     scored = score.completion
     if len(scored) != len(completion) or (scored.token_ids[: len(sent)] != sent).any():
         raise DataError(
-            f"teacher {teacher.name!r}: scored other token ids than it received (lookaheads "
+            f"teacher {teacher.name!r}: scored other token ids than it received (found "
             f"{len(scored)} tokens, expected {len(completion)})"
         )
     return identity_alignment(len(completion))
