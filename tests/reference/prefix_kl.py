@@ -162,7 +162,7 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
         return None
     ends = student.end(row), teacher.end(teacher_row) - teacher_at + at, stop
     realised = student.text[at : min(ends)]
-    names, unnamed, candidates = named_texts(student, teacher, at, teacher_at)
+    names, unnamed, unlikely, candidates = named_texts(student, teacher, at, teacher_at)
     whole = open_mass(teacher, teacher_at, top_k_only)
     sides = (student, at), (teacher, teacher_at)
     likely = [name for name, is_likely in names.items() if is_likely]
@@ -219,7 +219,12 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
     others = {*unnamed}
     before = whole
     words = {word for word in WORDS if word in teacher.tokens.values()}
-    lacks, counted, shared = detours(teacher, teacher_at, likely, others, top_k_only, words, probes)
+    # A token that ends at the byte may be followed by a cell: its mass is unknown.
+    ended = ending_mass(teacher, teacher_at, top_k_only) / whole
+    possible = [c for c in cells if shares[c] + ended >= DETOUR_SHARE]
+    lacks, counted, shared = detours(
+        teacher, teacher_at, possible, others, top_k_only, words, probes
+    )
     whole -= counted
     shares = {c: mass(teacher, teacher_at, c, top_k_only, shared) / whole for c in cells}
     lacks = lacks[0] | sharing(teacher, teacher_at, shared), lacks[1]
@@ -229,8 +234,12 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
     student_shares = {c: mass(student, at, c, None, shared) / student_whole for c in cells}
     students_sharing = sharing(student, at, shared)
     student_lacks = student_lacks[0] | students_sharing, student_lacks[1]
-    ending = [share for c, share in unnamed.items() if ends_a_token(student, at, c)]
+    ends_all = [c for c in unnamed if ends_a_token(student, at, c)]
+    ending = [unnamed[c] for c in ends_all if not cell_of(c)]
     if ending and not counted:
+        # Unlikely texts end the token if all likely ones do.
+        if len(ends_all) == len(unnamed):
+            ending += [share for c, share in unlikely if not cell_of(c)]
         shares[END] = math.fsum(ending) * before / whole
         token = student.text[student.starts[row] : at]
         own = path(student, at, row, None) * token_mass(student, row, lambda t: t == token)
@@ -259,7 +268,7 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
             for c in cells
             if c not in likely and (may_cross(student, at, c) or is_several(student, at, c))
         }
-        - {cell_of(string) for string in continued(student, at)},
+        - {cell_of(string) for string in continued(student, at) if not student_lacks[1]},
         counted=certain,
         sharing=students_sharing,
         of_token={c for c in cells if token == c[: len(token)] or admits(c, token)},
@@ -313,6 +322,15 @@ def open_mass(side: Side, at: int, known: Vocabulary | None) -> float:
     return total
 
 
+def ending_mass(side: Side, at: int, known: Vocabulary | None) -> float:
+    """The mass of the tokens that cover a byte and end at it, in place of the realised one."""
+    row = side.covering(at)
+    assert row is not None
+    begun = side.text[side.starts[row] : at]
+    mass = token_mass(side, row, lambda token: token == begun) if begun else 0.0
+    return path(side, at, row, known) * mass
+
+
 def continued(side: Side, at: int) -> set[str]:
     """Return the ends of tokens behind a byte that spell the text before it since a row's start."""
     begun = {side.text[side.starts[row] : at] for row in open_rows(side, at, None)} - {""}
@@ -360,6 +378,7 @@ def separate_tokens(
     behind the cell's text, or between it and the token's end."""
     student, teacher = student_at[0], teacher_at[0]
     begun, teacher_begun = (begun_before(*side, cell) for side in (student_at, teacher_at))
+    begun_last = student.text[student.starts[open_rows(*student_at, None)[-1]] : student_at[1]]
     own, realised = (
         side.text[at : side.end(row)]
         for side, at in (student_at, teacher_at)
@@ -368,7 +387,7 @@ def separate_tokens(
     )
     # The realised text shows only what belongs to its own cell, or to one with a longer text.
     shows = min(len(own), len(decided(*student_at, realised))) <= len(cell)
-    ahead = [side.text[at:] for side, at in (student_at, teacher_at) if shows]
+    shown = [own, realised] if shows else []
     results: dict[str, bool] = {}
     separate: set[str] = set()
     tokens = frequent(student, begun + cell, TRIED)
@@ -386,19 +405,24 @@ def separate_tokens(
         for continued in ["", *after]:
             whole = text + continued
             end = first_end(teacher, teacher_begun, whole)
-            own = first_end(student, begun, whole)
-            if own == len(text) and end != -1:
-                name = cut(student, begun, whole[:end]) if len(cell) < end < len(text) else end
+            own_end = first_end(student, begun, whole)
+            if own_end == len(text) and end != -1:
+                inside = len(cell) < end < len(text)
+                name = cut(student, begun_last, whole[:end]) if inside else end
                 names.append(text[: max(name, len(cell))] if len(cell) <= end else text)
             elif not continued:
                 break
-            elif end == len(whole) and len(cell) <= own < len(text):
+            elif end == len(whole) and len(cell) <= own_end < len(text):
                 names.append(cell)
         if names and all(name == text or name in separate for name in names):
             separate.add(text)
-            results[text] = not any(each.startswith(text) for each in ahead)
+            results[text] = True
             for other in longer:
                 results.setdefault(other[len(begun) :], False)
+    for token in shown:
+        texts = [text for text in results if token.startswith(text)]
+        if texts:
+            results[max(texts, key=len)] = False
     return results
 
 
@@ -726,6 +750,7 @@ def probed(side: Side, at: int) -> set[tuple[int, str]]:
                 results |= {(first, string) for string in spread(ordered, covered, _PROBES)}
                 if probability < side.realised_probabilities[first] * DETOUR_SHARE:
                     continue
+                results.add((first, ""))  # tokens behind the shorter one may end at the byte
                 for length in range(1, min(LONGEST_END, len(covered) - 1) + 1):
                     strings = spread(ordered, covered[-length:], PROBES_BEHIND_ENDS)
                     behind_ends[length] = first, strings
@@ -734,13 +759,14 @@ def probed(side: Side, at: int) -> set[tuple[int, str]]:
 
 def named_texts(
     student: Side, teacher: Side, at: int, teacher_at: int
-) -> tuple[dict[str, bool], dict[str, float], dict[str, set[str]]]:
+) -> tuple[dict[str, bool], dict[str, float], list[tuple[str, float]], dict[str, set[str]]]:
     """The teacher's candidates as far as one token of the student decides them, and whether they
-    are likely; likely candidates of which no token decides anything, with their shares; and the
-    candidates of each of the former."""
+    are likely; candidates of which no token decides anything, with their shares, likely and
+    unlikely ones; and the candidates of each of the former."""
     whole = open_mass(teacher, teacher_at, top_k_only)
     named: dict[str, bool] = {}
     unnamed: dict[str, float] = {}
+    unlikely: list[tuple[str, float]] = []
     candidates: dict[str, set[str]] = {}
     for row in open_rows(teacher, teacher_at, top_k_only):
         crossed = teacher.text[teacher.starts[row] : teacher_at]
@@ -759,7 +785,9 @@ def named_texts(
                 candidates.setdefault(name, set()).add(candidate)
             elif is_likely:
                 unnamed[candidate] = unnamed.get(candidate, 0.0) + share
-    return named, unnamed, candidates
+            else:
+                unlikely.append((candidate, share))
+    return named, unnamed, unlikely, candidates
 
 
 def decided(student: Side, at: int, candidate: str) -> str:

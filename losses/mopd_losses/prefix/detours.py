@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mopd_losses.prefix.ended_tokens import EndedTokens
 from mopd_losses.prefix.naming.nested_names import Names
 from mopd_losses.prefix.naming.separate_tokens import WORDS, continuations
 from mopd_losses.prefix.shorter_detours import ShorterDetours
@@ -137,12 +138,18 @@ class Detours:
         self._whole = KeyTable(CACHED)
 
     def of(
-        self, contexts: Contexts, sought: Sought, cells: int, probes: Probes | None = None
+        self,
+        contexts: Contexts,
+        sought: Sought,
+        cells: int,
+        probes: Probes | None = None,
+        known: EndedTokens | None = None,
     ) -> CellDetours:
         """Find the detours of likely cells, and of candidates and probes that are in the rest.
 
         Args:
             cells: how many there are.
+            known: tokens behind which the next row is known: they are no detours.
         """
         sought = sought.and_rest(*words_behind_spaces(contexts, sought.texts.vocabulary))
         may_differ = contexts.may_cross(sought.boundaries, sought.texts)
@@ -157,36 +164,39 @@ class Detours:
         # A counted token is mass of the rest, and so is a candidate that is in no cell.
         kept = np.flatnonzero((codes != _NO_DETOUR) & ~((sought.cells[possible] < 0) & counted))
         kept = kept[self.are_canonical(contexts, numbers[kept])]
-        reached = np.zeros(cells, dtype=np.bool_)
-        with_cell = sought.cells[possible[kept]]
-        reached[with_cell[with_cell >= 0]] = True
         steps, ids = _steps_and_ids(codes[kept])
         at = np.flatnonzero((sought.cells >= 0) & sought.texts.are_text())
         sought_texts = sought.boundaries[at], sought.texts.at(at)
         others, other_rows, other_ids = self._shorter.of_cells(contexts, *sought_texts)
         earlier, earlier_rows, earlier_ids = self._shorter.before_cells(contexts, *sought_texts)
         others, earlier = at[others], at[earlier]
-        reached[sought.cells[others]] = True
-        reached[sought.cells[earlier]] = True
-        earlier = sought.boundaries[earlier]
-        earlier_steps = earlier_rows - contexts.first_rows[earlier]
-        others = sought.boundaries[others]
-        other_steps = other_rows - contexts.first_rows[others]
+        of_others, of_earlier = sought.boundaries[others], sought.boundaries[earlier]
+        other_steps = other_rows - contexts.first_rows[of_others]
+        earlier_steps = earlier_rows - contexts.first_rows[of_earlier]
         columns = [
-            (numbers[kept], steps, ids, counted[kept]),
-            (others, other_steps, other_ids, np.ones(len(others), dtype=np.bool_)),
-            (earlier, earlier_steps, earlier_ids, np.zeros(len(earlier), dtype=np.bool_)),
-            self._ended(contexts),
+            (sought.cells[possible[kept]], (numbers[kept], steps, ids, counted[kept])),
+            (sought.cells[others], (of_others, other_steps, other_ids, _all(others, True))),
+            (sought.cells[earlier], (of_earlier, earlier_steps, earlier_ids, _all(earlier, False))),
         ]
+        in_rest = [self._ended(contexts)]
         if probes is not None:
-            columns.append(self._of_probes(contexts, probes))
-        numbers, steps, ids, counted = map(np.concatenate, zip(*columns, strict=True))
+            in_rest.append(self._of_probes(contexts, probes))
+        columns += [(np.full(len(each[0]), -1), each) for each in in_rest]
+        numbers, steps, ids, counted = map(
+            np.concatenate, zip(*(each for _, each in columns), strict=True)
+        )
+        with_cell = np.concatenate([each for each, _ in columns])
         ids = self._written[ids]
+        rows = contexts.first_rows[numbers] + steps
+        if known is not None and len(known):
+            unknown = ~known.contain(numbers, rows, ids)
+            with_cell, numbers, steps = with_cell[unknown], numbers[unknown], steps[unknown]
+            rows, ids, counted = rows[unknown], ids[unknown], counted[unknown]
+        reached = np.zeros(cells, dtype=np.bool_)
+        reached[with_cell[with_cell >= 0]] = True
         order = (numbers * _STEPS + steps) * len(self._vocabulary.strings) + ids
         _, first = np.unique(order, return_index=True)
-        numbers, steps = numbers[first], steps[first]
-        rows = contexts.first_rows[numbers] + steps
-        return CellDetours(reached, numbers, rows, ids[first], counted[first])
+        return CellDetours(reached, numbers[first], rows[first], ids[first], counted[first])
 
     def end_a_token(self, contexts: Contexts, boundaries: Integers, texts: Strings) -> Flags:
         """Return whether a boundary is inside a realised token, and a shorter token ends at the
@@ -395,6 +405,10 @@ class Detours:
         return results, is_one, spelled.is_text
 
 
+def _all(indices: Integers, value: bool) -> Flags:
+    return np.full(len(indices), value)
+
+
 def _steps_and_ids(codes: Integers) -> tuple[Integers, Integers]:
     """Return the realised tokens of the context before each detour, and its token."""
     ids, steps = np.divmod((codes - 1) // 2, _STEPS)
@@ -447,5 +461,11 @@ def probed(contexts: Contexts, rows: Integers, tokens: Integers, likely: Flags) 
     counts = -(-(stops - longer) // steps)
     index = np.repeat(np.arange(len(counts)), counts)
     ranks = longer[index] + ranks_in_runs(counts) * steps[index]
-    strings = Strings.of_tokens(vocabulary, text, vocabulary.ids[ranks], (offsets - ends)[index])
+    ids, starts = vocabulary.ids[ranks], (offsets - ends)[index]
+    # Nothing is a probe, too: tokens behind the shorter one may end at the boundary.
+    nothing = np.flatnonzero(likely[at])
+    ids = np.concatenate([ids, tokens[at[nothing]]])
+    starts = np.concatenate([starts, vocabulary.lengths[tokens[at[nothing]]]])
+    strings = Strings.of_tokens(vocabulary, text, ids, starts)
+    index = np.concatenate([index, nothing])
     return Probes(strings, boundaries[index], rows[index])

@@ -12,6 +12,7 @@ from mopd_losses.core.loss import AlignedPair
 from mopd_losses.prefix.cell_ranges import CellRanges, cell_ranges
 from mopd_losses.prefix.cells import Cells, TopK, teacher_cells
 from mopd_losses.prefix.detours import CellDetours, Detours, Sought
+from mopd_losses.prefix.ended_tokens import EndedToken, EndedTokens
 from mopd_losses.prefix.lookaheads.comparisons import LookaheadChain, LookaheadComparisons
 from mopd_losses.prefix.naming.names import CellNames
 from mopd_losses.prefix.pair import TokenizerPair
@@ -32,6 +33,7 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
 )
 from mopd_losses.prefix.vocabulary.marks import UNMARKED
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
+from mopd_protocol.samples import TeacherScore
 
 
 class Preparation:
@@ -77,7 +79,8 @@ class Preparation:
         boundaries = boundaries_of(student, teacher, blocks)
         contexts = Contexts.of(boundaries.student)
         topk = TopK.of(teacher, [score.topk for score in scores])
-        cells = teacher_cells(boundaries, topk, pair, contexts)
+        ended = _ended_tokens(boundaries, chains, scores)
+        cells = teacher_cells(boundaries, topk, pair, contexts, ended)
         names, rows = cells.names, boundaries.student.open_rows
         sought = Sought.of(names.texts, names.boundaries, cells.likely, names.unnamed)
         detours = pair.student_detours.of(contexts, sought, len(names.texts))
@@ -87,7 +90,7 @@ class Preparation:
         ends = _Ends.of(cells, contexts, detours, pair.student_detours)
         columns = ranks_in_runs(np.bincount(names.boundaries, minlength=len(boundaries)))
         named = self._named_ranges(names, boundaries)
-        unsought = _unsought(cells, contexts, named)
+        unsought = _unsought(cells, contexts, named, detours)
         # A token that begins a cell, and is a detour of a longer one, may belong to either.
         counted, ids = detours.counted_in(rows.boundaries, rows.rows)
         shares = self._realised_shares(cells, contexts, np.flatnonzero(detours.cells))
@@ -225,14 +228,16 @@ class _Ends:
         cls, cells: Cells, contexts: Contexts, detours: CellDetours, student: Detours
     ) -> "_Ends":
         """Find the likely texts that are in no cell and end a token, but where a cell lacks mass
-        that this token may have."""
+        that this token may have. Where all of them do, so do unlikely ones: each is not worth a
+        call of the tokenizer."""
         texts, count = cells.names.unnamed, len(contexts.covering_rows)
         ending = student.end_a_token(contexts, texts.boundaries, texts.texts)
         ending &= ~np.isin(texts.boundaries, detours.boundaries[detours.counted])
         masses = np.exp(cells.unnamed[ending])
         totals = np.bincount(texts.boundaries[ending], weights=masses, minlength=count)
         boundaries = np.flatnonzero(totals)
-        totals = totals[boundaries]
+        others = np.bincount(texts.boundaries[~ending], minlength=count)[boundaries]
+        totals = totals[boundaries] + np.where(others, 0.0, np.exp(cells.unlikely[boundaries]))
         columns = np.bincount(cells.names.boundaries, minlength=count)[boundaries]
         with np.errstate(divide="ignore"):
             rests = np.log(np.clip(np.exp(cells.rests[boundaries]) - totals, 0.0, None))
@@ -281,6 +286,23 @@ class _CellTable:
         table.ends[at] = True
         table.rests[at[0]] = torch.from_numpy(ends.rests)
         return table
+
+
+def _ended_tokens(
+    boundaries: Boundaries, chains: Sequence[LookaheadChain], scores: Sequence[TeacherScore]
+) -> EndedTokens:
+    """Find the lookaheads behind tokens that end where the student's end."""
+    student, teacher = boundaries.student, boundaries.teacher
+    tokens: list[EndedToken] = []
+    for chain in chains:
+        token = chain.tokens[0]
+        own = student.text.first_rows[chain.completion] + token.student_row
+        boundary = int(student.boundaries_of_rows[own])
+        row = int(teacher.text.first_rows[chain.completion]) + token.teacher_row
+        if not token.text and boundary >= 0 and teacher.rows[boundary] == row:
+            token_id = int(scores[chain.completion].topk.ids[token.teacher_row, 0])
+            tokens.append(EndedToken(boundary, row, token_id, chain.following[0]))
+    return EndedTokens.of(tokens, teacher.text.vocabulary)
 
 
 def _expected_shares(
@@ -386,12 +408,15 @@ def _readings(*columns: Integers) -> RangeReadings:
     return RangeReadings(*(torch.from_numpy(column) for column in columns))
 
 
-def _unsought(cells: Cells, contexts: Contexts, ranges: CellRanges) -> NDArray[np.bool_]:
+def _unsought(
+    cells: Cells, contexts: Contexts, ranges: CellRanges, detours: CellDetours
+) -> NDArray[np.bool_]:
     """[cells], see ``PrefixTargets``; without the cells that a token leads to which begins before
-    the boundary: its mass is known."""
+    the boundary: its mass is known, unless the boundary has detours, of which one may be theirs."""
     names = cells.names
     result = ~cells.likely & names.texts.are_text()
-    result[ranges.cells[contexts.places.open_rows.begun[ranges.rows] > 0]] = False
+    led_to = ranges.cells[contexts.places.open_rows.begun[ranges.rows] > 0]
+    result[led_to[~np.isin(names.boundaries[led_to], detours.boundaries)]] = False
     at = np.flatnonzero(result)
     boundaries, texts = names.boundaries[at], names.texts.at(at)
     crossed = contexts.may_cross(boundaries, texts) & (contexts.lengths[boundaries] > 0)

@@ -21,6 +21,13 @@ LOWEST = -60
         ("ab", 6, 12, 0),  # the student's `bbb`, but `bb|bb`
         ("abcd", 3, 12, 5),  # the student's `cd`, but `c|da`
         ("ab", 5, 12, 2),  # the student's `bbb`, but `bb|bb`, inside a token
+        ("ab", 6, 6, 8),  # the student's `baa`, but of a teacher's `aa` behind `b`, its `a`
+        ("abc", 4, 12, 24),  # the teacher's `a|c` inside its `aaa`, and its unlikely `acb`
+        ("ab", 6, 6, 14),  # the teacher's `aa|b` inside its `aabb`
+        ("ab", 6, 12, 10),  # the student's `ab`, in front of much that is unlikely
+        ("abcd", 3, 12, 11),  # the student's `bd|a`, inside its `b|dc`
+        ("ab", 6, 6, 32),  # the student's `bab|b`, and its token `bb`
+        ("ab", 6, 12, 27),  # its realised `baa` does not show where its `ba` belongs
     ],
 )
 def test_text_that_is_one_token_until_more_follows_has_hardly_any_loss(

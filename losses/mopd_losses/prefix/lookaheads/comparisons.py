@@ -186,7 +186,7 @@ class LookaheadComparisons:
             masses: of the names, nats.
             rests: rank -> what is behind ``begun``, in the order of ranks.
         """
-        marks, place = self._pair.marks, Place(begun, "")
+        marks, place = self._pair.marks, Place(begun, "", begun)
         excepted = {
             name: marks.number_of(self._pair.separate.of_cell(place, name))
             for name, nats in masses.items()

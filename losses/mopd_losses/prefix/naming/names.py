@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from mopd_losses.prefix.naming.decisions import Candidates, Decisions
 from mopd_losses.prefix.naming.nested_names import Names, NestedNames
-from mopd_losses.prefix.naming.separate_tokens import LONGEST, Place, SeparateTokens
+from mopd_losses.prefix.naming.separate_tokens import Place, SeparateTokens
 from mopd_losses.prefix.text.boundaries import Boundaries, Places
 from mopd_losses.prefix.text.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import (
@@ -35,6 +35,7 @@ class CellNames:
     teacher_nodes: Integers  # [cells], the teacher's, of the string
     unnamed: Names  # likely candidates that no student token decides
     unnamed_at: Integers  # indices of these candidates
+    unlikely_at: Integers  # the same of unlikely ones
 
 
 def name_cells(
@@ -63,6 +64,7 @@ def name_cells(
     texts, own = candidates.at(longer).texts(boundaries), cells[names_of[longer]]
     _add_candidates(texts, own, names, is_cell, numbers, marks)
     unnamed_at = np.flatnonzero(candidates.likely & (lengths == 0))
+    unlikely_at = np.flatnonzero(~candidates.likely & (lengths == 0))
     unnamed = candidates.at(unnamed_at)
     return CellNames(
         texts=names.texts.at(is_cell),
@@ -72,6 +74,7 @@ def name_cells(
         teacher_nodes=teacher_nodes[is_cell],
         unnamed=Names(unnamed.texts(boundaries), unnamed.boundaries, unnamed.likely),
         unnamed_at=unnamed_at,
+        unlikely_at=unlikely_at,
     )
 
 
@@ -175,26 +178,27 @@ def _marks(
     student, texts = boundaries.student, names.texts
     uncorrected = np.full(len(texts), UNMARKED, dtype=np.int64)
     # Without marks, a shorter name's cell would contain the likely longer one.
-    likely = np.flatnonzero(nested.begin_likely())
+    likely = np.flatnonzero(nested.touch_likely())
     at = names.boundaries[likely]
     sides = (student, boundaries.teacher)
     begun = [_begun(places, at, texts.hashes[likely]) for places in sides]
     own, other = (places.open_rows for places in sides)
+    begun_last = own.begun[own.last[at]]
 
     def cell(index: int) -> tuple[Place, str]:
-        place = Place(
-            *(
-                places.context_of(int(at[index]), int(places.open_rows.rows[rows[index]]))
-                for places, rows in zip(sides, begun, strict=True)
-            )
+        student, teacher = (
+            places.context_of(int(at[index]), int(places.open_rows.rows[rows[index]]))
+            for places, rows in zip(sides, begun, strict=True)
         )
-        return place, texts.string(likely[index])
+        naming = student[len(student) - int(begun_last[index]) :]
+        return Place(student, teacher, naming), texts.string(likely[index])
 
     keys = keys_of(
         own.hashes[begun[0]],
         own.begun[begun[0]],
         other.hashes[begun[1]],
         other.begun[begun[1]],
+        begun_last,
         texts.hashes[likely],
     )
     uncorrected[likely] = separate.of(keys, cell)
@@ -210,10 +214,12 @@ def _marks(
     # A normalizer may change the teacher's text: its token may reach beyond what is common.
     for places in sides:
         corrected = marked[_follow(names, places, marked)]
-        ahead = places.offsets[names.boundaries[corrected]].tolist()
+        at = names.boundaries[corrected]
+        starts, ends = places.offsets[at], places.text.ends[places.rows[at]]
+        columns = numbers[corrected].tolist(), starts.tolist(), ends.tolist()
         numbers[corrected] = [
-            marks.as_realised(number, places.text.symbols[offset : offset + LONGEST])
-            for number, offset in zip(numbers[corrected].tolist(), ahead, strict=True)
+            marks.as_realised(number, places.text.symbols[start:end])
+            for number, start, end in zip(*columns, strict=True)
         ]
     shorter = possible[texts.lengths[possible] < realised[possible]]
     of_realised = np.full(len(boundaries), UNMARKED, dtype=np.int64)
@@ -243,7 +249,7 @@ def _realised_lengths(boundaries: Boundaries, decisions: Decisions, at: Integers
     distinct, numbers = np.unique(at, return_inverse=True)
     places = boundaries.teacher
     rows = places.rows[distinct]
-    begun = places.offsets[distinct] - places.text.starts[rows]
+    begun = places.open_rows.begun[places.open_rows.last[distinct]]
     likely = np.zeros(len(distinct), dtype=np.bool_)
     decided = decisions.of(Candidates(places.text.ids[rows], begun, distinct, likely), boundaries)
     lengths = np.minimum(decisions.lengths.take(decided), boundaries.student_realised[distinct])

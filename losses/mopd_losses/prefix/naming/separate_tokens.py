@@ -55,6 +55,9 @@ class Place(NamedTuple):
 
     student: str
     teacher: str
+    naming: str
+    """The end of ``student`` that its last open row has begun: names of cells are what a token
+    decides that begins with it."""
 
 
 class _Longer(NamedTuple):
@@ -94,7 +97,8 @@ class SeparateTokens:
         to the cell. Unknown ones take one call of each tokenizer.
 
         Args:
-            keys: of a place and a cell's text.
+            keys: of a place and a cell's text, i.e. hash and length of ``Place.student`` and of
+                ``Place.teacher``, the length of ``Place.naming``, and the hash of the text.
             cell: index of a key -> these.
         """
 
@@ -119,10 +123,9 @@ class SeparateTokens:
 
     def of_cell(self, place: Place, text: str) -> Marks:
         """Return the marks of one cell."""
-        hashes = string_hashes([place.student, place.teacher, text])
-        lengths = np.array([len(place.student), len(place.teacher)])
-        student, teacher, cell = (hashes[at : at + 1] for at in range(3))
-        keys = keys_of(student, lengths[:1], teacher, lengths[1:], cell)
+        student, teacher, cell = string_hashes([place.student, place.teacher, text])[:, None]
+        lengths = np.array([[len(begun)] for begun in place])
+        keys = keys_of(student, lengths[0], teacher, lengths[1], lengths[2], cell)
         return self._marks.marks_of(int(self.of(keys, lambda _: (place, text))[0]))
 
     def are_some_divided(self, place: Place, text: str, longer: Sequence[str]) -> bool:
@@ -198,7 +201,7 @@ class SeparateTokens:
             for (longer, _), end in zip(texts, ends, strict=True)
         ]
         at = [index for index, (longer, _) in enumerate(texts) if named[index] > longer.shorter]
-        pairs = [(texts[index][0].place.student, texts[index][1][: ends[index]]) for index in at]
+        pairs = [(texts[index][0].place.naming, texts[index][1][: ends[index]]) for index in at]
         for index, cut in zip(at, self._cuts.of_pairs(pairs).tolist(), strict=True):
             named[index] = max(cut, texts[index][0].shorter)
         return named

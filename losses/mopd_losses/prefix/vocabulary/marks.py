@@ -115,13 +115,18 @@ class MarksTable:
             known = self._belongs[number, hashed] = self.belongs(number, string())
         return known
 
-    def as_realised(self, number: int, ahead: str) -> int:
-        """Correct marks by what follows, which shows better than any trial what belongs."""
-        if not ahead.startswith(self._numbered[number].excluded):
+    def as_realised(self, number: int, token: str) -> int:
+        """Correct a mark by the realised token, which shows better than any trial what belongs: the
+        longest one that it begins with. A shorter one is about another token.
+
+        Args:
+            token: behind the boundary.
+        """
+        if not token.startswith(self._numbered[number].excluded):
             return number
-        return self.number_of(
-            tuple((t, belongs or ahead.startswith(t)) for t, belongs in self.marks_of(number))
-        )
+        marks = dict(self.marks_of(number))
+        marks[max((text for text in marks if token.startswith(text)), key=len)] = True
+        return self.number_of(tuple(marks.items()))
 
     def without(self, number: int, longer: str, own: int) -> int:
         """Exclude a longer cell from the cell; what the longer one excludes is where it was.
