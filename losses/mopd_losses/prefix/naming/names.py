@@ -178,7 +178,7 @@ def _marks(
     student, texts = boundaries.student, names.texts
     uncorrected = np.full(len(texts), UNMARKED, dtype=np.int64)
     # Without marks, a shorter name's cell would contain the likely longer one.
-    likely = np.flatnonzero(nested.touch_likely())
+    likely = np.flatnonzero(nested.begin_likely())
     at = names.boundaries[likely]
     sides = (student, boundaries.teacher)
     begun = [_begun(places, at, texts.hashes[likely]) for places in sides]

@@ -61,14 +61,12 @@ class NestedNames:
         roots = np.maximum.accumulate(roots)
         return cls(names, sides, marks, starts, stops, is_nested, roots)
 
-    def touch_likely(self) -> Flags:
-        """Return whether each name is likely, the beginning of a likely one, or begins with one."""
-        likely = self.names.likely
-        before = np.concatenate([[0], np.cumsum(likely)])
+    def begin_likely(self) -> Flags:
+        """Return whether each name is likely, or the beginning of a likely one."""
+        before = np.concatenate([[0], np.cumsum(self.names.likely)])
         own = np.arange(len(self.starts))
         behind = np.maximum(np.searchsorted(self.starts, self.stops), own + 1)
-        reached = np.maximum.accumulate(np.where(likely, self.stops, 0))
-        return (before[behind] > before[own]) | (reached > self.starts) & self.is_nested
+        return before[behind] > before[own]
 
     def cells(self, uncorrected: Integers, numbers: Integers) -> Integers:
         """Find the cell of each name: itself, if it belongs to no shorter one. Leave to each cell
