@@ -9,7 +9,7 @@ pair, kind of text and loss: nats per student token, the share of the student's 
 logit the loss pushes down (gradient of the sum above ``--threshold``), and the share that is
 compared: a loss that compares nothing is no better for it.
 
-A tokenizer is a name of ``tests/real_vocabularies.py`` (tekken, v1, v3, python_50k), a
+A tokenizer is a name of ``tests/real_vocabularies.py`` (tekken, v1, v3, python_50k, …), a
 ``tokenizer.json``, or a folder that contains one.
 """
 
@@ -19,11 +19,11 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import numpy as np
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from rich import box
 from rich.console import Console
 from rich.progress import track
@@ -33,9 +33,11 @@ from tokenizers import Tokenizer
 from mopd_losses import LossConfig, ProjectionCache
 from mopd_protocol import TextEncoder, TokenRoles, TokenTable
 from mopd_trainer import equal_belief
-from tests.real_vocabularies import STANDARD_LIBRARY, tokenizer_and_roles
+from tests.real_vocabularies import PUBLISHED, STANDARD_LIBRARY, tokenizer_and_roles
 
 PAIRS = "tekken:v3,v3:tekken,tekken:python_50k,python_50k:tekken,v1:python_50k,python_50k:v1"
+
+_CONFIG = TypeAdapter[LossConfig](LossConfig)
 
 PROSE = (
     "The committee sat on Tuesday to discuss the town's new library, which had been delayed for "
@@ -103,6 +105,11 @@ def main() -> None:
     pairs = pairs_of(parser, options.pairs)
     if unknown := [name for name in names if name not in every_text]:
         parser.error(f"--texts: unknown {', '.join(unknown)}, expected some of {kinds}")
+    for loss in losses:
+        try:
+            _CONFIG.validate_python({"type": loss})
+        except ValidationError as error:
+            parser.error(f"--losses: {error.errors()[0]['msg']}")
     results = [
         measure(
             *pair,
@@ -143,10 +150,17 @@ def main() -> None:
 
 
 def pairs_of(parser: argparse.ArgumentParser, value: str) -> list[tuple[str, ...]]:
-    """Read ``STUDENT:TEACHER,…``; anything else ends the program."""
+    """Read ``STUDENT:TEACHER,…``; anything else, or an unknown tokenizer, ends the program."""
     pairs = [tuple(pair.split(":")) for pair in value.split(",")]
     if not all(len(pair) == 2 for pair in pairs):
         parser.error(f"--pairs: found {value!r}, expected STUDENT:TEACHER,…")
+    for name in {*chain(*pairs)}.difference(PUBLISHED):
+        path = Path(name)
+        if not (path / "tokenizer.json" if path.is_dir() else path).is_file():
+            parser.error(
+                f"--pairs: found no tokenizer {name!r}, expected one of "
+                f"{', '.join(sorted(PUBLISHED))}, a tokenizer.json, or a folder that contains one"
+            )
     return pairs
 
 
@@ -230,7 +244,7 @@ def measure(
 ) -> Result:
     """One loss on one text."""
     sides = side(student), side(teacher)
-    config = TypeAdapter[LossConfig](LossConfig).validate_python({"type": loss_type})
+    config = _CONFIG.validate_python({"type": loss_type})
     left, right = (each.table.sequence(each.encoder.encode(text)) for each in sides)
     belief = equal_belief(
         config,

@@ -50,6 +50,8 @@ PYTHON_BPE = {
     "python_50k": (50_000, (STANDARD_LIBRARY,)),
     "python_131k": (131_072, (STANDARD_LIBRARY, TRANSFORMERS)),
 }
+#: Names that ``tokenizer_and_roles`` loads.
+PUBLISHED = ("tekken", "tekken_shuffled", *SENTENCEPIECE, *PYTHON_BPE)
 TRAINED = Path(__file__).parents[1] / ".pytest_cache" / "real_vocabularies"
 
 #: Twelve scripts, joined emoji, code with tabs and carriage returns, numbers and rare bytes.

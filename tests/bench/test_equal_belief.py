@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from bench.byte_models import false_loss, merging_pair
-from bench.equal_belief import Result, measure, short_names, summary, texts
+from bench.equal_belief import Result, main, measure, short_names, summary, texts
 from tests.real_vocabularies import tokenizer_and_roles
 from tests.reference.text_model import markov_texts
 
@@ -133,3 +133,20 @@ def test_short_names_differ() -> None:
         "a/olmo.json": "olmo",
         "b/x/tokenizer.json": "x",
     }
+
+
+@pytest.mark.parametrize(
+    "options", [["--pairs", "tekken:no/such.json"], ["--losses", "prefix_kl,unknown"]]
+)
+def test_unknown_names_end_the_program_before_any_work(
+    options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["equal_belief", *options])
+    monkeypatch.setattr("bench.equal_belief.measure", _raise)
+    with pytest.raises(SystemExit) as raised:
+        main()
+    assert raised.value.code == 2
+
+
+def _raise(*_: object, **__: object) -> Result:
+    raise AssertionError("a loss was measured")

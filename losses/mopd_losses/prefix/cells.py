@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from mopd_losses.prefix.cell_ranges import CellRanges, cell_ranges
 from mopd_losses.prefix.detours import CellDetours, Sought, probed
-from mopd_losses.prefix.ended_tokens import EndedTokens
 from mopd_losses.prefix.naming.decisions import Candidates
 from mopd_losses.prefix.naming.names import CellNames, Flags, name_cells
 from mopd_losses.prefix.pair import TokenizerPair
@@ -46,8 +45,7 @@ class Cells:
     texts: Nats  # [boundaries], nats: of the text since the first boundary's first open row
     detours: Nats  # [boundaries], of the teacher's mass: what cells with a detour may lack
     lacking: NDArray[np.bool_]  # [cells], whether the teacher reaches the cell by a detour
-    unnamed: Nats  # [likely candidates in no cell], of the teacher's mass at the boundary
-    unlikely: Nats  # [boundaries], of the same: unlikely candidates in no cell
+    unnamed: Nats  # [candidates in no cell], of the teacher's mass at the boundary
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +85,6 @@ def teacher_cells(
     topk: TopK,
     pair: TokenizerPair,
     student_contexts: Contexts,
-    ended: EndedTokens,
 ) -> Cells:
     """Build the cells that a teacher's top-k names, and the cell of the realised text."""
     rows = _TeacherRows.of(boundaries, topk)
@@ -104,19 +101,17 @@ def teacher_cells(
         )
         return is_one_token
 
-    following = rows.behind(ended)
-    candidates, shares, own_entries = rows.candidates(masses, ended, following)
+    candidates, shares, own_entries = rows.candidates(masses)
     names = name_cells(candidates, boundaries, pair.decisions, pair.separate, pair.marks, whole)
     entries, members = rows.members(rows.ranges(names, boundaries, pair))
-    behind_ended = ended.cell_masses(names, following, rows.vocabulary, pair.marks)
-    nats = np.logaddexp(rows.cell_masses(entries, members, len(names.texts)), behind_ended)
+    nats = rows.cell_masses(entries, members, len(names.texts))
     likely = nats - masses[names.boundaries] >= np.log(DETOUR_SHARE)
     # A token that ends at the boundary may be followed by a cell: its mass is unknown.
     possible = np.logaddexp(nats, rows.ending_masses()[names.boundaries])
     possible = possible - masses[names.boundaries] >= np.log(DETOUR_SHARE)
     sought = Sought.of(names.texts, names.boundaries, possible, names.unnamed)
     probes = probed(contexts, *rows.shorter_tokens(boundaries.teacher.text))
-    detoured = pair.teacher_detours.of(contexts, sought, len(names.texts), probes, ended)
+    detoured = pair.teacher_detours.of(contexts, sought, len(names.texts), probes)
     # A token that begins a cell, and is a detour of a longer one, may belong to either.
     is_shared = np.isin(entries, rows.counted_entries(detoured))
     is_sharing = np.zeros(len(names.texts), dtype=np.bool_)
@@ -124,7 +119,7 @@ def teacher_cells(
     lacks = detoured.cells | is_sharing
     own = np.flatnonzero(is_sharing[members] & ~is_shared)
     known = rows.cell_masses(entries[own], members[own], len(names.texts))
-    nats = np.where(is_sharing, np.logaddexp(known, behind_ended), nats) - masses[names.boundaries]
+    nats = np.where(is_sharing, known, nats) - masses[names.boundaries]
     lacking, counted = rows.detour_masses(detoured)
     with np.errstate(divide="ignore"):
         reduction = np.log1p(-np.minimum(np.exp(counted - masses), 1.0))
@@ -138,11 +133,7 @@ def teacher_cells(
     # One that begins with a cell is in it.
     shares = np.where(np.isin(own_entries, entries), -np.inf, shares)
     unnamed = shares[names.unnamed_at] - reduction[names.unnamed.boundaries]
-    at, count = names.unlikely_at, len(boundaries)
-    unlikely = _logsumexp(shares[at], candidates.boundaries[at], count) - reduction
-    return Cells(
-        names, likely, nats, rests, masses, texts, lacking - masses, lacks, unnamed, unlikely
-    )
+    return Cells(names, likely, nats, rests, masses, texts, lacking - masses, lacks, unnamed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,37 +238,19 @@ class _TeacherRows:
         numbers = detours.boundaries
         return _logsumexp(nats, numbers, count), _logsumexp(counted, numbers, count)
 
-    def behind(self, ended: EndedTokens) -> Nats:
-        """[tokens, k], nats: what follows tokens that end at a boundary."""
-        matches = self.topk_ids[ended.rows] == ended.ids[:, None]
-        paths = _logsumexp_rows(self.topk_nats[ended.rows], matches)
-        paths += self.sums[ended.rows] - self.starts[ended.boundaries]
-        return ended.following_nats + paths[:, None]
-
-    def candidates(
-        self, masses: Nats, ended: EndedTokens, following: Nats
-    ) -> tuple[Candidates, Nats, Integers]:
+    def candidates(self, masses: Nats) -> tuple[Candidates, Nats, Integers]:
         """Return the strings beyond each boundary of the top-k's likely tokens, and whether detours
-        to them are worth finding; their shares of the mass, nats; and their entries, -1 for none.
+        to them are worth finding; their shares of the mass, nats; and their entries.
 
         Args:
             masses: [boundaries], nats, of what is open.
-            following: see ``behind``.
         """
         shares = self.nats + (self.paths - masses[self.boundaries])[:, None]
         at = np.flatnonzero(self.reaching & (shares >= np.log(NAMING_SHARE)))
         rows = at // shares.shape[1]
         likely = shares.take(at) >= np.log(DETOUR_SHARE)
         candidates = Candidates(self.ids.take(at), self.begun[rows], self.boundaries[rows], likely)
-        kept = shares.take(at)
-        if not len(ended):
-            return candidates, kept, at
-        shares = following - masses[ended.boundaries][:, None]
-        others, other_shares = ended.candidates(shares, NAMING_SHARE, DETOUR_SHARE)
-        both = candidates.followed_by(others)
-        order = np.argsort(both.boundaries, kind="stable")
-        entries = np.concatenate([at, np.full_like(other_shares, -1, dtype=np.int64)])
-        return both.at(order), np.concatenate([kept, other_shares])[order], entries[order]
+        return candidates, shares.take(at), at
 
     def ranges(self, names: CellNames, boundaries: Boundaries, pair: TokenizerPair) -> CellRanges:
         """Find the tokens of each cell in these rows."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.prefix.ended_tokens import EndedTokens
 from mopd_losses.prefix.naming.nested_names import Names
 from mopd_losses.prefix.naming.separate_tokens import WORDS, continuations
 from mopd_losses.prefix.shorter_detours import ShorterDetours
@@ -99,10 +98,10 @@ class Sought:
 
     @classmethod
     def of(cls, texts: Strings, boundaries: Integers, likely: Flags, others: Names) -> "Sought":
-        """Select the likely cells, and candidates that no cell contains."""
-        cells = np.flatnonzero(likely)
+        """Select the likely cells, and likely candidates that no cell contains."""
+        cells, at = np.flatnonzero(likely), np.flatnonzero(others.likely)
         return cls(texts.at(cells), boundaries[cells], cells).and_rest(
-            others.texts, others.boundaries
+            others.texts.at(at), others.boundaries[at]
         )
 
     def and_rest(self, texts: Strings, boundaries: Integers) -> "Sought":
@@ -138,18 +137,12 @@ class Detours:
         self._whole = KeyTable(CACHED)
 
     def of(
-        self,
-        contexts: Contexts,
-        sought: Sought,
-        cells: int,
-        probes: Probes | None = None,
-        known: EndedTokens | None = None,
+        self, contexts: Contexts, sought: Sought, cells: int, probes: Probes | None = None
     ) -> CellDetours:
         """Find the detours of likely cells, and of candidates and probes that are in the rest.
 
         Args:
             cells: how many there are.
-            known: tokens behind which the next row is known: they are no detours.
         """
         sought = sought.and_rest(*words_behind_spaces(contexts, sought.texts.vocabulary))
         may_differ = contexts.may_cross(sought.boundaries, sought.texts)
@@ -188,10 +181,6 @@ class Detours:
         with_cell = np.concatenate([each for each, _ in columns])
         ids = self._written[ids]
         rows = contexts.first_rows[numbers] + steps
-        if known is not None and len(known):
-            unknown = ~known.contain(numbers, rows, ids)
-            with_cell, numbers, steps = with_cell[unknown], numbers[unknown], steps[unknown]
-            rows, ids, counted = rows[unknown], ids[unknown], counted[unknown]
         reached = np.zeros(cells, dtype=np.bool_)
         reached[with_cell[with_cell >= 0]] = True
         order = (numbers * _STEPS + steps) * len(self._vocabulary.strings) + ids
@@ -464,6 +453,8 @@ def probed(contexts: Contexts, rows: Integers, tokens: Integers, likely: Flags) 
     ids, starts = vocabulary.ids[ranks], (offsets - ends)[index]
     # Nothing is a probe, too: tokens behind the shorter one may end at the boundary.
     nothing = np.flatnonzero(likely[at])
+    repeated = (np.diff(boundaries[nothing]) == 0) & (np.diff(rows[nothing]) == 0)
+    nothing = np.delete(nothing, np.flatnonzero(repeated) + 1)
     ids = np.concatenate([ids, tokens[at[nothing]]])
     starts = np.concatenate([starts, vocabulary.lengths[tokens[at[nothing]]]])
     strings = Strings.of_tokens(vocabulary, text, ids, starts)

@@ -12,7 +12,6 @@ from mopd_losses.core.loss import AlignedPair
 from mopd_losses.prefix.cell_ranges import CellRanges, cell_ranges
 from mopd_losses.prefix.cells import Cells, TopK, teacher_cells
 from mopd_losses.prefix.detours import CellDetours, Detours, Sought
-from mopd_losses.prefix.ended_tokens import EndedToken, EndedTokens
 from mopd_losses.prefix.lookaheads.comparisons import LookaheadChain, LookaheadComparisons
 from mopd_losses.prefix.naming.names import CellNames
 from mopd_losses.prefix.pair import TokenizerPair
@@ -33,7 +32,6 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
 )
 from mopd_losses.prefix.vocabulary.marks import UNMARKED
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
-from mopd_protocol.samples import TeacherScore
 
 
 class Preparation:
@@ -79,8 +77,7 @@ class Preparation:
         boundaries = boundaries_of(student, teacher, blocks)
         contexts = Contexts.of(boundaries.student)
         topk = TopK.of(teacher, [score.topk for score in scores])
-        ended = _ended_tokens(boundaries, chains, scores)
-        cells = teacher_cells(boundaries, topk, pair, contexts, ended)
+        cells = teacher_cells(boundaries, topk, pair, contexts)
         names, rows = cells.names, boundaries.student.open_rows
         sought = Sought.of(names.texts, names.boundaries, cells.likely, names.unnamed)
         detours = pair.student_detours.of(contexts, sought, len(names.texts))
@@ -230,14 +227,19 @@ class _Ends:
         """Find the likely texts that are in no cell and end a token, but where a cell lacks mass
         that this token may have. Where all of them do, so do unlikely ones: each is not worth a
         call of the tokenizer."""
-        texts, count = cells.names.unnamed, len(contexts.covering_rows)
-        ending = student.end_a_token(contexts, texts.boundaries, texts.texts)
-        ending &= ~np.isin(texts.boundaries, detours.boundaries[detours.counted])
-        masses = np.exp(cells.unnamed[ending])
-        totals = np.bincount(texts.boundaries[ending], weights=masses, minlength=count)
+        names, count = cells.names.unnamed, len(contexts.covering_rows)
+        masses = np.exp(cells.unnamed)
+        likely, unlikely = np.flatnonzero(names.likely), np.flatnonzero(~names.likely)
+        own = names.boundaries[likely]
+        ending = student.end_a_token(contexts, own, names.texts.at(likely))
+        ending &= ~np.isin(own, detours.boundaries[detours.counted])
+        totals = np.bincount(own[ending], weights=masses[likely[ending]], minlength=count)
         boundaries = np.flatnonzero(totals)
-        others = np.bincount(texts.boundaries[~ending], minlength=count)[boundaries]
-        totals = totals[boundaries] + np.where(others, 0.0, np.exp(cells.unlikely[boundaries]))
+        others = np.bincount(own[~ending], minlength=count)
+        with_unlikely = totals + np.bincount(
+            names.boundaries[unlikely], weights=masses[unlikely], minlength=count
+        )
+        totals = np.where(others, totals, with_unlikely)[boundaries]
         columns = np.bincount(cells.names.boundaries, minlength=count)[boundaries]
         with np.errstate(divide="ignore"):
             rests = np.log(np.clip(np.exp(cells.rests[boundaries]) - totals, 0.0, None))
@@ -286,23 +288,6 @@ class _CellTable:
         table.ends[at] = True
         table.rests[at[0]] = torch.from_numpy(ends.rests)
         return table
-
-
-def _ended_tokens(
-    boundaries: Boundaries, chains: Sequence[LookaheadChain], scores: Sequence[TeacherScore]
-) -> EndedTokens:
-    """Find the lookaheads behind tokens that end where the student's end."""
-    student, teacher = boundaries.student, boundaries.teacher
-    tokens: list[EndedToken] = []
-    for chain in chains:
-        token = chain.tokens[0]
-        own = student.text.first_rows[chain.completion] + token.student_row
-        boundary = int(student.boundaries_of_rows[own])
-        row = int(teacher.text.first_rows[chain.completion]) + token.teacher_row
-        if not token.text and boundary >= 0 and teacher.rows[boundary] == row:
-            token_id = int(scores[chain.completion].topk.ids[token.teacher_row, 0])
-            tokens.append(EndedToken(boundary, row, token_id, chain.following[0]))
-    return EndedTokens.of(tokens, teacher.text.vocabulary)
 
 
 def _expected_shares(

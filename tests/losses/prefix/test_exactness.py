@@ -347,37 +347,6 @@ def test_what_continues_a_longer_token_is_not_of_the_token_that_a_lookahead_ends
 
 
 @every_divergence
-def test_what_follows_a_likely_token_is_learned_where_the_completion_has_a_longer_one(
-    divergence: str,
-) -> None:
-    # The teacher is sure of `r(`, which ends with a token of the student; the completion continues
-    # with its `r(2`, so that no row has what follows `r(`.
-    student = Tongue.of("13", "21", without_merges=True)
-    teacher = Tongue.of("r(", "r(2", without_merges=True)
-    following = {"": {"r(": 0.995, "r(2": 0.005}, "r(": {"1": 0.9, "4": 0.1}, "r(1": {"3": 1.0}}
-    rows = [following[""], {"1": 1.0}, {END: 1.0}]
-    pair, comparison = of_rows(student, teacher, "r(21", rows)
-    comparison = with_lookaheads(pair, comparison, rows_behind(following, teacher))
-    targets = pair.targets([comparison])
-    tokens = student.ids(["13", "4", "21"])
-    for probabilities, is_equal in (((0.05, 0.05, 0.9), False), ((0.8955, 0.0995, 0.005), True)):
-        logits = torch.full((5, student.logit_width), -60.0, dtype=torch.float64)
-        for row, token in enumerate(student.ids(["r", "("])):
-            logits[row, token] = 0.0
-        logits[2, tokens] = torch.tensor(probabilities, dtype=torch.float64).log()
-        logits[3, student.end] = 0.0
-        logits.requires_grad_()
-        output = pair.value(logits[:4], targets, divergence=divergence)
-        output.per_token.sum().backward()
-        assert logits.grad is not None
-        right, _, wrong = logits.grad[2, tokens].tolist()
-        if is_equal:
-            assert output.per_token.sum() < 1e-4
-        else:
-            assert right < -0.05 < 0.05 < wrong
-
-
-@every_divergence
 def test_a_shorter_token_is_learned_where_the_teacher_ends_it(divergence: str) -> None:
     # `abca` is `ab|c|a`, so that `ab` could lead to `c`: but behind `ab`, the teacher ends it.
     student = Tongue.of("ab", "abcd", "bb", without_merges=True)

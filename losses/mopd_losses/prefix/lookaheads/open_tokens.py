@@ -55,9 +55,7 @@ class OpenToken:
     student_row: int  # whose token covers the end of the teacher's, or would if that followed
     teacher_row: int
     place: Place  # what both sides have begun where both tokens continue
-    text: str
-    """Up to the end of the teacher's token. Empty if the student's token has the same end, and the
-    completion continues with a longer one of the teacher: see ``EndedTokens``."""
+    text: str  # up to the end of the teacher's token
     nats: float  # the teacher's, of the text since the start of the student's token
     boundary: int | None
     """If the completion continues with the teacher's token: which boundary inside the student's is
@@ -166,8 +164,7 @@ class OpenTokens:
         if _longer_row(self._teacher, score.completion, teacher_starts, row, begins, string) < row:
             return None
         place = Place(begun, string[: at - begin], begun)
-        # A token that ends where the student's ends is no open one, and what follows is compared.
-        if realised if not text else not self.is_open(place, text):
+        if not self.is_open(place, text):
             return None
         nats = float(score.topk.logprobs[first : row + 1, 0].sum())
         before = teacher_starts[first] + shift
@@ -200,8 +197,6 @@ class OpenTokens:
     def _continuing(self, token: OpenToken, likely_ids: Sequence[int]) -> list[str]:
         """Return the first of the student's tokens that begin with the teacher's and belong to it,
         and in front of whose rest the teacher's tokenizer keeps its token."""
-        if not token.text:
-            return []
         begun = token.place.student + token.text
         ranks = [
             self._student.ranks[each] for each in likely_ids if 0 <= each < len(self._student.ranks)
@@ -248,9 +243,7 @@ class OpenTokens:
         """
         last, each = tokens[-1], int(following.ids[0, 0])
         logprob = float(following.logprobs[0, 0])
-        if each < 0 or logprob < np.log(LEAST_MASS):
-            return None
-        if last.text and not self.is_open(last.place, last.text):
+        if each < 0 or logprob < np.log(LEAST_MASS) or not self.is_open(last.place, last.text):
             return None
         if self._teacher.is_control[each]:
             return None

@@ -48,15 +48,6 @@ class Candidates:
             self.ids[indices], self.starts[indices], self.boundaries[indices], self.likely[indices]
         )
 
-    def followed_by(self, others: "Candidates") -> "Candidates":
-        """Append candidates, of any boundaries."""
-        return Candidates(
-            np.concatenate([self.ids, others.ids]),
-            np.concatenate([self.starts, others.starts]),
-            np.concatenate([self.boundaries, others.boundaries]),
-            np.concatenate([self.likely, others.likely]),
-        )
-
     def texts(self, boundaries: Boundaries) -> Strings:
         """Return the strings beyond the boundaries."""
         text, vocabulary = boundaries.student.text, boundaries.teacher.text.vocabulary

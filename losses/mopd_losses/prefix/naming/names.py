@@ -33,9 +33,8 @@ class CellNames:
     nodes: Integers
     """[cells], the student's, of what its last open row has begun and the string."""
     teacher_nodes: Integers  # [cells], the teacher's, of the string
-    unnamed: Names  # likely candidates that no student token decides
+    unnamed: Names  # candidates that no student token decides
     unnamed_at: Integers  # indices of these candidates
-    unlikely_at: Integers  # the same of unlikely ones
 
 
 def name_cells(
@@ -63,8 +62,7 @@ def name_cells(
     longer = np.flatnonzero((lengths > 0) & (lengths < wholes))
     texts, own = candidates.at(longer).texts(boundaries), cells[names_of[longer]]
     _add_candidates(texts, own, names, is_cell, numbers, marks)
-    unnamed_at = np.flatnonzero(candidates.likely & (lengths == 0))
-    unlikely_at = np.flatnonzero(~candidates.likely & (lengths == 0))
+    unnamed_at = np.flatnonzero(lengths == 0)
     unnamed = candidates.at(unnamed_at)
     return CellNames(
         texts=names.texts.at(is_cell),
@@ -74,7 +72,6 @@ def name_cells(
         teacher_nodes=teacher_nodes[is_cell],
         unnamed=Names(unnamed.texts(boundaries), unnamed.boundaries, unnamed.likely),
         unnamed_at=unnamed_at,
-        unlikely_at=unlikely_at,
     )
 
 
