@@ -1,6 +1,7 @@
 """Tables of the tasks: accuracy per teacher, what was compared, and the oracle's findings."""
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,8 +20,8 @@ _MEASURED = ("invalid_byte_share", "compared_share", "loss")
 #: Share of correct prompts whose first step the table shows.
 _GOAL = 0.9
 _TITLES = {
-    SFT: "sft on reference answers",
-    CEILING: "topk_kl, student's own tokenizer",
+    SFT: "sft on answers",
+    CEILING: "ceiling (topk_kl)",
     "policy_gradient": "policy gradient",
     "policy_gradient_baseline": "policy gradient, baseline",
     "policy_gradient_proximal": "policy gradient, proximal",
@@ -55,42 +56,51 @@ def comparison(
 
 
 def table(figures: Mapping[str, Any], name: str) -> Table:
-    """Return the table of one pair: teachers, the student before, then the losses, best first."""
+    """Return the table of one pair: teachers, the student before, then the losses, best first; a
+    row for each task. It fits a terminal of 80 columns."""
     pair = figures["pairs"][name]
+    tasks, losses = pair["tasks"], pair["losses"]
+    first = next(iter(losses.values()), None)
+    seeds = f", {first['seeds']} seeds" if first and first["seeds"] > 1 else ""
     shown = Table(
-        title=f"\n{pair['title']}: {pair['steps']:,} steps, % of held-out prompts",
+        title=f"\n{pair['title']}: {pair['steps']:,} steps{seeds}, % of held-out prompts",
         title_justify="left",
         box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
     )
     shown.add_column("", overflow="fold")
-    tasks = pair["tasks"]
-    headings = (*tasks, "90 % at steps", "seeds", "invalid bytes", "compared", "loss")
-    for heading in headings:
-        shown.add_column(heading, justify="right", overflow="fold")
+    shown.add_column("task", no_wrap=True)
+    for heading in ("correct", "90 %\nat step", "invalid\nbytes", "compared", "loss"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+
+    def add(label: str, correct: Sequence[str], *others: Sequence[str]) -> None:
+        columns = ([label], tasks, correct, *others)
+        for cells in zip_longest(*columns, fillvalue=""):
+            shown.add_row(*cells)
+
     for kind in ("teachers", "ceiling"):
         if pair[kind]:
-            cells = [
-                f"{each['greedy']:.1%} ({each['sampled']:.1%})" for each in pair[kind].values()
-            ]
-            shown.add_row(f"{kind} (sampled)", *cells)
-    losses: Mapping[str, Any] = pair["losses"]
-    first = next(iter(losses.values()), None)
+            sides = pair[kind].values()
+            add(
+                f"{kind} (sampled)",
+                [f"{_percent(each['greedy'])} ({_percent(each['sampled'])})" for each in sides],
+            )
     if first:
-        shown.add_row("student before", *(f"{first['before'][task]:.1%}" for task in tasks))
+        add("student before", [_percent(first["before"][task]) for task in tasks])
     ranked = sorted(
         losses, key=lambda loss: -fmean(a["mean"] for a in losses[loss]["after"].values())
     )
     for loss in ranked:
         each = losses[loss]
         stopped = f", stopped at step {', '.join(map(str, each['stopped']))}"
-        shown.add_row(
-            _TITLES.get(loss, loss) + (stopped if each["stopped"] else ""),
-            *(_range(each["after"][task]) for task in tasks),
-            "; ".join(_steps(each["reached"][task]) for task in tasks),
-            str(each["seeds"]),
-            f"{each['invalid_byte_share']:.2%}",
-            f"{each['compared_share']:.1%}",
-            f"{each['loss']:.3f}",
+        add(
+            f"{_TITLES.get(loss, loss)}{stopped if each['stopped'] else ''}",
+            [_range(each["after"][task]) for task in tasks],
+            [_steps(each["reached"][task]) for task in tasks],
+            [f"{each['invalid_byte_share']:.2%}"],
+            [f"{each['compared_share']:.1%}"],
+            [f"{each['loss']:.3f}"],
         )
     return shown
 
@@ -207,10 +217,15 @@ def _first_finding(run: Mapping[str, Any], *, grave: bool) -> int | None:
 
 
 def _steps(reached: Sequence[int | None]) -> str:
-    return " / ".join("–" if step is None else str(step) for step in reached)
+    return "/".join("–" if step is None else str(step) for step in reached)
 
 
 def _range(figures: Mapping[str, float]) -> str:
-    if figures["lowest"] == figures["highest"]:
-        return f"{figures['mean']:.1%}"
-    return f"{figures['mean']:.1%} ({figures['lowest']:.0%}–{figures['highest']:.0%})"
+    mean, lowest, highest = (figures[key] for key in ("mean", "lowest", "highest"))
+    if lowest == highest:
+        return _percent(mean)
+    return f"{_percent(mean)} ({100 * lowest:.0f}–{100 * highest:.0f})"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}"

@@ -5,9 +5,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from bench.numerals.accuracy import accuracy
 from bench.numerals.material import model_key, train_model
@@ -17,7 +19,7 @@ from bench.tasks.__main__ import main
 from bench.tasks.exercises import Mixture, TextTask
 from bench.tasks.oracle import THRESHOLD, Push
 from bench.tasks.pairs import PAIRS, TASKS
-from bench.tasks.report import warnings
+from bench.tasks.report import table, warnings
 from bench.tasks.task_tokenizers import (
     character_tokenizer,
     chinese_tokenizer,
@@ -244,5 +246,29 @@ def test_only_losses_that_training_would_warn_about_have_a_line() -> None:
     }
     [line] = warnings({"pairs": {"dates": {"losses": losses}}}, "dates")
     assert line.startswith("ctkd: ")
-    assert "23 / –" in line
-    assert "– / 41" in line
+    assert "23/–" in line
+    assert "–/41" in line
+
+
+def test_a_table_of_two_tasks_and_three_seeds_fits_a_terminal() -> None:
+    tasks = ["german_numbers", "code_blocks"]
+    spread = {"mean": 0.945, "lowest": 0.89, "highest": 1.0}
+    figures: dict[str, Any] = {
+        "seeds": 3,
+        "stopped": [],
+        "before": dict.fromkeys(tasks, 0.083),
+        "after": dict.fromkeys(tasks, spread),
+        "reached": {task: [280, None, 170] for task in tasks},
+        "invalid_byte_share": 0.0,
+        "compared_share": 0.999,
+        "loss": 0.254,
+    }
+    teachers = {task: {"greedy": 1.0, "sampled": 0.986} for task in tasks}
+    losses = dict.fromkeys(("prefix_kl", "topk_kl", "policy_gradient_baseline"), figures)
+    pair = {"title": "both", "steps": 150, "tasks": tasks, "losses": losses}
+    console = Console(width=80, record=True)
+    console.print(table({"pairs": {"a": pair | {"teachers": teachers, "ceiling": {}}}}, "a"))
+    shown = console.export_text()
+    assert shown.count("94.5 (89–100)") == 6
+    assert shown.count("280/–/170") == 6
+    assert "100.0 (98.6)" in shown
