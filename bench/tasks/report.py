@@ -20,7 +20,7 @@ _MEASURED = ("invalid_byte_share", "compared_share", "loss")
 #: Share of correct prompts whose first step the table shows.
 _GOAL = 0.9
 _TITLES = {
-    SFT: "sft on answers",
+    SFT: "sft on references",
     CEILING: "ceiling (topk_kl)",
     "policy_gradient": "policy gradient",
     "policy_gradient_baseline": "policy gradient, baseline",
