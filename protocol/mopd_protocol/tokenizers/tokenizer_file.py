@@ -152,8 +152,8 @@ def continuation_tokenizer(description: JSON) -> Tokenizer:
         TokenizerError: when an added token would get another id.
     """
     added: list[JSON] = description.get("added_tokens") or []
-    vocabulary = _model_surfaces(description["model"])
-    controls = {token["content"] for token in added if token["special"]} & vocabulary
+    model = _model_with(added, description["model"])
+    controls = {token["content"] for token in added if token["special"]} & _model_surfaces(model)
     kept: list[JSON] = [
         {**token, "lstrip": False, "rstrip": False}
         for token in added
@@ -161,7 +161,7 @@ def continuation_tokenizer(description: JSON) -> Tokenizer:
     ]
     edited: JSON = {
         **description,
-        "model": _model_without(controls, description["model"]),
+        "model": _model_without(controls, model),
         "added_tokens": kept,
         "normalizer": _for_continuations(description.get("normalizer")),
         "pre_tokenizer": _for_continuations(description.get("pre_tokenizer")),
@@ -170,8 +170,8 @@ def continuation_tokenizer(description: JSON) -> Tokenizer:
         "truncation": None,
     }
     tokenizer = Tokenizer.from_str(json.dumps(edited))
-    # Control tokens outside the model's vocabulary stay listed, because the library numbers added
-    # tokens in their order; this setting keeps them from being found in text.
+    # Control tokens behind a Unigram vocabulary stay listed: the library numbers added tokens in
+    # their order. This setting keeps them from being found in text.
     tokenizer.encode_special_tokens = True
     for token in kept:
         token_id = tokenizer.token_to_id(token["content"])
@@ -186,6 +186,18 @@ def continuation_tokenizer(description: JSON) -> Tokenizer:
 def _model_surfaces(model: JSON) -> set[str]:
     vocabulary = model["vocab"]
     return {entry[0] for entry in vocabulary} if isinstance(vocabulary, list) else {*vocabulary}
+
+
+def _model_with(added: list[JSON], model: JSON) -> JSON:
+    """The model with added tokens in its vocabulary, where that has an id for each surface.
+
+    The library numbers other added tokens in their order behind the vocabulary, or behind the last
+    one: published vocabularies have gaps (100260, 100276), which it would fill once the control
+    tokens are removed. No merge leads to an added token.
+    """
+    if isinstance(model["vocab"], list):
+        return model
+    return {**model, "vocab": {token["content"]: token["id"] for token in added} | model["vocab"]}
 
 
 def _model_without(controls: set[str], model: JSON) -> JSON:

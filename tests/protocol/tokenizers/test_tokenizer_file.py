@@ -152,9 +152,22 @@ def test_another_space_mark_is_read_from_the_tokenizer():
     assert metaspace_of(json.loads(tokenizer.to_str())) == "_"
 
 
-def test_added_tokens_that_would_be_renumbered_are_refused():
-    description = json.loads(known_tokenizers.with_thinking_marks("digit").to_str())
-    description["added_tokens"][-1]["id"] += 10
+@pytest.mark.parametrize("name", ["digit", "sentencepiece"])
+def test_added_tokens_keep_their_ids_behind_a_gap(name):
+    description = json.loads(known_tokenizers.with_thinking_marks(name).to_str())
+    last = description["added_tokens"][-1]
+    last["id"] += 10
 
-    with pytest.raises(DataError, match="has id 433, but the tokenizers library numbers it 423"):
+    tokenizer = continuation_tokenizer(description)
+
+    assert tokenizer.token_to_id(last["content"]) == last["id"]
+    assert last["id"] in tokenizer.encode(f"a{last['content']}b").ids
+
+
+def test_added_tokens_that_would_be_renumbered_are_refused():
+    description = json.loads(known_tokenizers.with_thinking_marks("unigram").to_str())
+    last = description["added_tokens"][-1]
+    last["id"] += 10
+
+    with pytest.raises(DataError, match=f"has id {last['id']}, but the tokenizers library numbers"):
         continuation_tokenizer(description)
