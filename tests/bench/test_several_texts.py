@@ -50,6 +50,12 @@ def test_a_token_that_may_belong_to_two_cells_has_no_loss(
     assert measure(student, teacher, texts) <= 0.001
 
 
+def test_a_candidate_that_begins_with_a_token_of_another_cell_has_no_loss() -> None:
+    # The student's `scroll` is no part of `·sc`, but the teacher's longer token is.
+    texts = ("yscrollcommander", "yscale.", "yscroll de", "yscrollincrement")
+    assert measure("tekken", "v3", texts) <= 0.001
+
+
 @pytest.mark.parametrize(
     ("student", "teacher", "texts"),
     [

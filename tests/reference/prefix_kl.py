@@ -190,18 +190,19 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
         if not any(admits(cell, name) for cell in cells):
             cells.append(name)
 
-    # A candidate is in the cell of its beginning that a token of the student decides.
-    outside = [
+    def cell_of(string: str) -> str:
+        return next((c for c in reversed(cells) if admits(c, string)), "")
+
+    # A candidate is in the cell of its beginning that a token of the student decides, or in a
+    # longer one.
+    owned = [
         (next(c for c in cells if c == name or admits(c, name)), text)
         for name, texts in candidates.items()
         for text in texts
-        if not any(admits(c, text) for c in cells)
     ]
+    outside = [(cell, text) for cell, text in owned if len(cell_of(text)) < len(cell)]
     for cell, text in outside:
         excepted[cell][text] = False
-
-    def cell_of(string: str) -> str:
-        return next((c for c in reversed(cells) if admits(c, string)), "")
 
     def mass(
         side: Side, at: int, cell: str, known: Vocabulary | None, shared: Collection[_Token] = ()

@@ -1,13 +1,16 @@
 """Tokenizers that merge, where a text is one token and no longer one once more follows."""
 
+import string
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.byte_models import false_loss, merging_pair
-from tests.losses.prefix_pairs import Pair, compared, model_rows
+from tests.losses.prefix_pairs import Pair, Tongue, compared, model_rows
 from tests.reference import prefix_kl as slow
 from tests.reference.text_model import TokenModel, markov_texts
 
@@ -37,12 +40,40 @@ def test_text_that_is_one_token_until_more_follows_has_hardly_any_loss(
     assert false_loss(merging_pair(seed, letters, merges), texts, top_k=64) <= 0.004
 
 
+def test_a_token_behind_an_open_one_is_in_the_cell_of_its_beginning() -> None:
+    # The student's `zumos`, but `zum|osa`: its token decides `um` of the teacher's `umos`, whose
+    # tokenizer never divides it.
+    student = _merging(["zu", "zum", "os", "osa", "zumos"], "<over>")
+    teacher = _merging(["um", "os", "umos"], "<stop>")
+    texts = {"xzumos": 0.6, "xkis": 0.4}
+    assert false_loss(Pair(student, teacher), texts, top_k=64) <= 1e-3
+
+
+def test_a_candidate_is_in_the_cell_of_its_beginning_though_a_token_of_it_is_not() -> None:
+    # The student's `abcde` is no part of the cell `ab`, but its `ab|cdefg` is the teacher's
+    # `abcdefg`. Many tokens begin with `a`, so that `abcde` is not tried for that cell.
+    others = [f"a{letter}" for letter in string.ascii_uppercase + string.digits]
+    student = _merging([*others, "cd", "cde", "fg", "cdefg", "ab", "abcde"], "<over>")
+    teacher = _merging(["ab", "cd", "cde", "abcde", "fg", "abcdefg", "ax"], "<stop>")
+    pair = Pair(student, teacher)
+    texts = {"abcdefg": 0.3, "abq": 0.3, "axq": 0.2, "abz": 0.2}
+    assert false_loss(pair, texts, top_k=64) <= 1e-3
+    _assert_equals_the_slow_twin(pair, texts, {**texts, "abcdefg": 0.4, "abq": 0.2})
+
+
 @pytest.mark.parametrize(("letters", "merges", "seed"), [("ab", 12, 0), ("ab", 6, 11)])
 def test_values_of_a_byte_model_equal_the_slow_twin(letters: str, merges: int, seed: int) -> None:
-    pair, texts = merging_pair(seed, letters, merges), markov_texts(letters, 4, seed)
+    texts, others = (markov_texts(letters, 4, each) for each in (seed, seed + 1))
+    _assert_equals_the_slow_twin(merging_pair(seed, letters, merges), texts, others, every=3)
+
+
+def _assert_equals_the_slow_twin(
+    pair: Pair, texts: Mapping[str, float], others: Mapping[str, float], every: int = 1
+) -> None:
+    """Compare a student of some texts with a teacher of the same ones in other shares."""
     student = TokenModel(dict(texts), pair.student.tokenize)
-    other = TokenModel(dict(markov_texts(letters, 4, seed + 1)), pair.teacher.tokenize)
-    for text in list(texts)[::3]:
+    other = TokenModel(dict(others), pair.teacher.tokenize)
+    for text in list(texts)[::every]:
         ids = pair.student.ids(student.written[text]), pair.teacher.ids(other.written[text])
         rows = model_rows(pair.teacher, other, text)
         comparison = compared(pair, *ids, rows, k=64)
@@ -51,6 +82,22 @@ def test_values_of_a_byte_model_equal_the_slow_twin(letters: str, merges: int, s
         sides = _sides(pair, ids, logits, comparison.score.topk)
         expected = torch.tensor(slow.per_token(*sides, "forward_kl", 0.0), dtype=torch.float64)
         torch.testing.assert_close(output.per_token, expected, rtol=1e-6, atol=1e-8)
+
+
+def _merging(tokens: Sequence[str], end: str) -> Tongue:
+    """A tokenizer of bytes that merges to tokens, in this order: each of two earlier ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    known = {*alphabet}
+    merges: list[tuple[str, str]] = []
+    for token in tokens:
+        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
+        merges.append(next(cut for cut in cuts if known.issuperset(cut)))
+        known.add(token)
+    vocabulary = {token: number for number, token in enumerate([*alphabet, *tokens])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return Tongue.ended(tokenizer, end)
 
 
 def _sides(

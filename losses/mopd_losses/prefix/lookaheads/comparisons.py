@@ -143,12 +143,14 @@ class LookaheadComparisons:
             if candidate >= 0
         }
         masses: dict[str, float] = {}
+        names: dict[str, str] = {}
         lengths = self._pair.cuts.of_candidates(begun, [*candidates])
         for (text, nats), length in zip(candidates.items(), lengths, strict=True):
             name = text[:length]
             if name:
+                names[text] = name
                 masses[name] = float(np.logaddexp(masses.get(name, -np.inf), nats))
-        members = self._members(begun, masses, rests)
+        members = self._members(begun, names, masses, rests)
         named = [name for name in masses if members[name]]
         written = are_written(
             self._pair, student, token.student_row, [begun + name for name in named]
@@ -177,12 +179,18 @@ class LookaheadComparisons:
         return _Comparison(position, known, cells, token.nats, detours) if cells else None
 
     def _members(
-        self, begun: str, masses: Mapping[str, float], rests: Mapping[int, str]
+        self,
+        begun: str,
+        names: Mapping[str, str],
+        masses: Mapping[str, float],
+        rests: Mapping[int, str],
     ) -> dict[str, list[int]]:
         """Return the ranks of the student's tokens in the cell of each name: of the longest one
-        that a token begins with, and which its marks do not except.
+        that a token begins with, and which its marks do not except. A candidate is in the cell of
+        its name, or in that of a longer one.
 
         Args:
+            names: of the candidates.
             masses: of the names, nats.
             rests: rank -> what is behind ``begun``, in the order of ranks.
         """
@@ -192,13 +200,19 @@ class LookaheadComparisons:
             for name, nats in masses.items()
             if nats >= np.log(DETOUR_SHARE)
         }
+
+        def cell_of(text: str) -> str:
+            beginnings = (text[:length] for length in range(len(text), 0, -1))
+            of_names = (name for name in beginnings if name in masses)
+            return next((n for n in of_names if marks.belongs(excepted.get(n, UNMARKED), text)), "")
+
+        for text, name in names.items():
+            if len(cell_of(text)) < len(name):
+                excepted[name] = marks.with_mark(excepted[name], text, True)
         members: dict[str, list[int]] = {name: [] for name in masses}
         for rank, text in rests.items():
-            beginnings = (text[:length] for length in range(len(text), 0, -1))
-            for name in beginnings:
-                if name in masses and marks.belongs(excepted.get(name, UNMARKED), text):
-                    members[name].append(rank)
-                    break
+            if cell := cell_of(text):
+                members[cell].append(rank)
         return members
 
     def _shorter_tokens(self, begun: str, names: Sequence[str]) -> dict[str, list[int]]:

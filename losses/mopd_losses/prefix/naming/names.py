@@ -84,7 +84,7 @@ def _add_candidates(
     marks: MarksTable,
 ) -> None:
     """Add candidates to the cell that contains their beginning, which is all that a token of the
-    student decides, unless another cell contains them: ``numbers`` are changed.
+    student decides, unless a longer cell contains them: ``numbers`` are changed.
 
     Args:
         cells: [candidates], the cells of their beginnings.
@@ -109,9 +109,16 @@ def _add_candidates(
     is_in_other = marks.belong(
         numbers[others], texts.hashes[index], lambda indices: texts.strings(index[indices])
     )
-    added = np.delete(outside, index[is_in_other])
-    for cell, text in zip(cells[added].tolist(), candidates.strings(added), strict=True):
-        numbers[cell] = marks.including(int(numbers[cell]), text)
+    is_longer = lengths[others] > lengths[cells[outside[index]]]
+    added = np.delete(outside, index[is_in_other & is_longer])
+    # A shorter cell has only what the other one excludes.
+    shorter = np.flatnonzero(is_in_other & ~is_longer)
+    for changed, at, belongs in (
+        (others[shorter], outside[index[shorter]], False),
+        (cells[added], added, True),
+    ):
+        for cell, text in zip(changed.tolist(), candidates.strings(at), strict=True):
+            numbers[cell] = marks.with_mark(int(numbers[cell]), text, belongs)
 
 
 def _distinct(

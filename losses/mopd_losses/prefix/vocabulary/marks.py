@@ -139,9 +139,10 @@ class MarksTable:
         marks = {**dict(self.marks_of(number)), **left, longer: False}
         return self.number_of(tuple(sorted(marks.items())))
 
-    def including(self, number: int, longer: str) -> int:
-        """Add a longer text to the cell."""
-        return self.number_of(tuple(sorted({**dict(self.marks_of(number)), longer: True}.items())))
+    def with_mark(self, number: int, longer: str, belongs: bool) -> int:
+        """Add a longer text to the cell, or exclude it."""
+        marks = {**dict(self.marks_of(number)), longer: belongs}
+        return self.number_of(tuple(sorted(marks.items())))
 
     def leaving(self, number: int, text: str, own: int) -> int:
         """Exclude from a shorter cell what belongs to a longer one, too.
