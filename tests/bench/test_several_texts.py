@@ -50,6 +50,16 @@ def test_a_token_that_may_belong_to_two_cells_has_no_loss(
     assert measure(student, teacher, texts) <= 0.001
 
 
+@pytest.mark.parametrize(
+    ("student", "teacher", "kind"),
+    [("v3", "tekken", "names"), ("tekken", "v3", "russian"), ("tekken", "python_50k", "german")],
+)
+def test_a_character_of_several_tokens_before_the_text_changes_nothing(
+    student: str, teacher: str, kind: str
+) -> None:
+    assert measure(student, teacher, tuple(f"𓀀{text}" for text in TEXTS[kind])) <= 0.01
+
+
 def test_a_candidate_that_begins_with_a_token_of_another_cell_has_no_loss() -> None:
     # The student's `scroll` is no part of `·sc`, but the teacher's longer token is.
     texts = ("yscrollcommander", "yscale.", "yscroll de", "yscrollincrement")

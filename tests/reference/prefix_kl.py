@@ -481,8 +481,18 @@ def text_before(side: Side, at: int) -> tuple[str, int, int]:
         if side.starts[first - 1] < side.block:
             break
         first -= 1
+    # A tokenizer spells whole characters: a context does not begin inside one.
+    stop = covering + (side.starts[covering] < at)
+    if not is_continuation(side.text[at]):
+        while first < stop and is_continuation(side.text[side.starts[first]]):
+            first += 1
     start = side.starts[first] if first < len(side.starts) else at
     return side.text[start:at], first, covering
+
+
+def is_continuation(byte: str) -> bool:
+    """True for a byte that continues a character of UTF-8."""
+    return "\x80" <= byte < "\xc0"
 
 
 def detours(
@@ -735,10 +745,9 @@ def probed(side: Side, at: int) -> set[tuple[int, str]]:
     results: set[tuple[int, str]] = set()
     behind_ends: dict[int, tuple[int, set[str]]] = {}
     ordered = sorted(side.tokens.values())
-    while first > max(covering - _WINDOW, 0):
+    earliest = text_before(side, at)[1]
+    while first > earliest:
         first -= 1
-        if side.starts[first] < side.block or ord(side.tokens[side.realised[first]][-1]) > 255:
-            break
         start = side.starts[first]
         for token_id, probability in side.known(first).items():
             token = side.tokens.get(token_id, "")

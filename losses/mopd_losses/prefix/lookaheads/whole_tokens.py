@@ -14,6 +14,7 @@ from mopd_losses.prefix.lookaheads.open_tokens import OpenToken
 from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.text.contexts import WINDOW
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import is_continuation
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
 
@@ -69,11 +70,26 @@ def are_written(
 
 
 def _around(student: TokenSequence, row: int) -> tuple[Integers, str, str]:
-    """Return the ids of a few tokens before a row, their text, and the text of a few behind it."""
+    """Return the ids of a few tokens before a row, their text, and the text of a few behind it:
+    whole characters, as a tokenizer spells them."""
     first = max(row - WINDOW, max((at + 1 for at in student.marks if at < row), default=0))
+    while first < row and _begins_inside_a_character(student, first):
+        first += 1
     last = min(row + WINDOW, len(student.byte_ends))
-    start, middle, stop = (int(student.byte_ends[at - 1]) if at else 0 for at in (first, row, last))
+    while last < len(student.byte_ends) and _begins_inside_a_character(student, last):
+        last += 1
+    start, middle, stop = (_start(student, at) for at in (first, row, last))
     before, following = (
         student.text[a:b].decode("latin-1") for a, b in ((start, middle), (middle, stop))
     )
     return student.token_ids[first:row].astype(np.int64), before, following
+
+
+def _start(student: TokenSequence, row: int) -> int:
+    """Return the bytes before a row."""
+    return int(student.byte_ends[row - 1]) if row else 0
+
+
+def _begins_inside_a_character(student: TokenSequence, row: int) -> bool:
+    start = _start(student, row)
+    return start < len(student.text) and is_continuation(chr(student.text[start]))

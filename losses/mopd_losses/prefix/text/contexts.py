@@ -93,6 +93,7 @@ class Contexts(TextsBefore):
             growing &= first > np.maximum(covering - WINDOW, 0)
             growing &= (text.starts[before] >= places.blocks) & text.spells[before]
             first = first - growing
+        first = _at_characters(places, first, covering + (begun > 0))
         inside = np.minimum(first, max(len(text.starts) - 1, 0))
         starts = np.minimum(text.starts[inside], places.offsets)
         starts = np.where(first == inside, starts, places.offsets)
@@ -159,6 +160,30 @@ class Contexts(TextsBefore):
         token: a side that has only the beginning of longer tokens spells them with several."""
         nodes = self.places.nodes_behind(self.places.open_rows.last[boundaries], texts.hashes)
         return (nodes >= 0) & ~self.text.vocabulary.are_tokens(nodes)
+
+
+def _at_characters(places: Places, first: Integers, stops: Integers) -> Integers:
+    """[boundaries], the first rows that begin with a character: tokens of single bytes may begin
+    inside one, and a tokenizer spells whole ones. A boundary inside a character has no such row.
+
+    Args:
+        first: [boundaries], rows.
+        stops: [boundaries], behind the rows of each.
+    """
+    text = places.text
+    if not len(text.starts):
+        return first
+    at_character = ~_are_continuations(text.codes.take(places.offsets, mode="clip"))
+    for _ in range(WINDOW + 1):
+        starts = text.starts[np.minimum(first, len(text.starts) - 1)]
+        skipped = at_character & (first < stops)
+        first = first + (skipped & _are_continuations(text.codes.take(starts)))
+    return first
+
+
+def _are_continuations(codes: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Return whether bytes continue a character of UTF-8."""
+    return (codes >= 0x80) & (codes < 0xC0)
 
 
 def _keys(places: Places, boundaries: Integers, first: Integers, starts: Integers) -> Hashes:
