@@ -10,7 +10,7 @@ so with all lookaheads. The tokenizers merge overlapping pairs, and do not match
 
 import argparse
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -91,10 +91,21 @@ def false_loss(
     return total / tokens
 
 
+def merging_tokenizer(tokens: Sequence[str], end: str) -> Tongue:
+    """A tokenizer of bytes that merges to tokens, in this order: each of two earlier ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    known = {*alphabet}
+    merges: list[tuple[str, str]] = []
+    for token in tokens:
+        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
+        merges.append(next(cut for cut in cuts if known.issuperset(cut)))
+        known.add(token)
+    vocabulary = {token: number for number, token in enumerate([*alphabet, *tokens])}
+    return Tongue.ended(_of_bytes(models.BPE(vocabulary, merges)), end)
+
+
 def _trained(texts: Mapping[str, float], merges: int, end: str) -> Tongue:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = _of_bytes(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=256 + merges,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -103,6 +114,13 @@ def _trained(texts: Mapping[str, float], merges: int, end: str) -> Tongue:
     repeated = (text for text, mass in texts.items() for _ in range(round(5_000 * mass)))
     tokenizer.train_from_iterator(repeated, trainer)
     return Tongue.ended(tokenizer, end)
+
+
+def _of_bytes(model: models.BPE) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 if __name__ == "__main__":

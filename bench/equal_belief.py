@@ -16,10 +16,10 @@ A tokenizer is a name of ``tests/real_vocabularies.py`` (tekken, v1, v3, python_
 import argparse
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -28,14 +28,11 @@ from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from tokenizers import Tokenizer
 
+from bench.named_tokenizers import PAIRS, pairs_of, short_names, side
 from mopd_losses import LossConfig, ProjectionCache
-from mopd_protocol import TextEncoder, TokenRoles, TokenTable
 from mopd_trainer import equal_belief
-from tests.real_vocabularies import PUBLISHED, STANDARD_LIBRARY, tokenizer_and_roles
-
-PAIRS = "tekken:v3,v3:tekken,tekken:python_50k,python_50k:tekken,v1:python_50k,python_50k:v1"
+from tests.real_vocabularies import STANDARD_LIBRARY
 
 _CONFIG = TypeAdapter[LossConfig](LossConfig)
 
@@ -57,19 +54,6 @@ SCRIPTS = (
     "สวัสดีครับ วันนี้อากาศดีมาก เราไปเดินเล่นที่สวนสาธารณะกันเถอะ "
     "Những người nghiên cứu trường đại học đã phát triển một phương pháp mới. "
 )
-
-
-@dataclass(frozen=True, eq=False)
-class Side:
-    """One tokenizer, as losses expect it."""
-
-    table: TokenTable
-    encoder: TextEncoder
-
-    @property
-    def logit_width(self) -> int:
-        """Rows of the head."""
-        return self.table.size
 
 
 @dataclass(frozen=True)
@@ -149,21 +133,6 @@ def main() -> None:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
 
 
-def pairs_of(parser: argparse.ArgumentParser, value: str) -> list[tuple[str, ...]]:
-    """Read ``STUDENT:TEACHER,…``; anything else, or an unknown tokenizer, ends the program."""
-    pairs = [tuple(pair.split(":")) for pair in value.split(",")]
-    if not all(len(pair) == 2 for pair in pairs):
-        parser.error(f"--pairs: found {value!r}, expected STUDENT:TEACHER,…")
-    for name in {*chain(*pairs)}.difference(PUBLISHED):
-        path = Path(name)
-        if not (path / "tokenizer.json" if path.is_dir() else path).is_file():
-            parser.error(
-                f"--pairs: found no tokenizer {name!r}, expected one of "
-                f"{', '.join(sorted(PUBLISHED))}, a tokenizer.json, or a folder that contains one"
-            )
-    return pairs
-
-
 def summary(loss: str, results: Sequence[Result]) -> str:
     """Return a sentence about the largest values of a loss."""
     worst = max(results, key=lambda each: each.nats_per_token)
@@ -176,22 +145,6 @@ def summary(loss: str, results: Sequence[Result]) -> str:
         f"{len(results)} texts above 0.01, {pushed} with a token that is pushed down, at least "
         f"{min(each.compared for each in results):.0%} compared"
     )
-
-
-def short_names(names: Iterable[str]) -> dict[str, str]:
-    """Return a short name of each tokenizer: the last part of its path that no other one has."""
-    paths = {
-        name: [*path.resolve().parent.parts] if path.name == "tokenizer.json" else [path.stem]
-        for name in names
-        for path in [Path(name)]
-    }
-    shorts: dict[str, str] = {}
-    for name, parts in paths.items():
-        others = [other[::-1] for key, other in paths.items() if key != name]
-        own = enumerate(reversed(parts))
-        unique = (part for at, part in own if all(other[at : at + 1] != [part] for other in others))
-        shorts[name] = next(unique, parts[-1])
-    return shorts
 
 
 def texts() -> dict[str, str]:
@@ -213,23 +166,6 @@ def texts() -> dict[str, str]:
         "cjk": CJK * 2,
         "scripts": SCRIPTS * 2,
     }
-
-
-def tokenizer_of(name: str) -> tuple[Tokenizer, TokenRoles]:
-    """A tokenizer by name, file or folder."""
-    path = Path(name)
-    if path.exists():
-        file = path / "tokenizer.json" if path.is_dir() else path
-        return Tokenizer.from_file(str(file)), TokenRoles()
-    return tokenizer_and_roles(name)
-
-
-@cache
-def side(name: str) -> Side:
-    """A tokenizer by name, file or folder."""
-    tokenizer, roles = tokenizer_of(name)
-    table = TokenTable.from_tokenizer(tokenizer, roles)
-    return Side(table, TextEncoder(tokenizer, table))
 
 
 def measure(

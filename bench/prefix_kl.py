@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from bench.equal_belief import Side, pairs_of, short_names, side
+from bench.named_tokenizers import Side, pairs_of, short_names, side
 from mopd_losses import (
     AlignedPair,
     CtkdConfig,

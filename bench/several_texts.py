@@ -25,7 +25,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from bench.byte_models import false_loss
-from bench.equal_belief import PAIRS, pairs_of, short_names, tokenizer_of
+from bench.named_tokenizers import PAIRS, pairs_of, short_names, tokenizer_of
 from bench.random_texts import RandomTexts, words_of
 from tests.losses.prefix_pairs import Pair, Tongue
 

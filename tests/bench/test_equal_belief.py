@@ -10,7 +10,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from bench.byte_models import false_loss, merging_pair
-from bench.equal_belief import Result, main, measure, short_names, summary, texts
+from bench.equal_belief import Result, main, measure, summary, texts
+from bench.named_tokenizers import short_names
 from tests.real_vocabularies import tokenizer_and_roles
 from tests.reference.text_model import markov_texts
 

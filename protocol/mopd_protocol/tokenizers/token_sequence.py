@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
+
+import numpy as np
 
 from mopd_protocol.arrays import IntArray, frozen_array
 from mopd_protocol.errors import DataError
@@ -56,6 +59,11 @@ class TokenSequence:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @cached_property
+    def byte_starts(self) -> IntArray:
+        """[tokens], the bytes before each."""
+        return frozen_array(np.append(0, self.byte_ends)[: len(self)], "int32")
 
     @property
     def ends_turn(self) -> bool:

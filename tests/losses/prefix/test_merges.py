@@ -1,16 +1,15 @@
 """Tokenizers that merge, where a text is one token and no longer one once more follows."""
 
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from bench.byte_models import false_loss, merging_pair
-from tests.losses.prefix_pairs import Pair, Tongue, compared, model_rows
+from bench.byte_models import false_loss, merging_pair, merging_tokenizer
+from tests.losses.prefix_pairs import Pair, compared, model_rows
 from tests.reference import prefix_kl as slow
 from tests.reference.text_model import TokenModel, markov_texts
 
@@ -43,8 +42,8 @@ def test_text_that_is_one_token_until_more_follows_has_hardly_any_loss(
 def test_a_token_behind_an_open_one_is_in_the_cell_of_its_beginning() -> None:
     # The student's `zumos`, but `zum|osa`: its token decides `um` of the teacher's `umos`, whose
     # tokenizer never divides it.
-    student = _merging(["zu", "zum", "os", "osa", "zumos"], "<over>")
-    teacher = _merging(["um", "os", "umos"], "<stop>")
+    student = merging_tokenizer(["zu", "zum", "os", "osa", "zumos"], "<over>")
+    teacher = merging_tokenizer(["um", "os", "umos"], "<stop>")
     texts = {"xzumos": 0.6, "xkis": 0.4}
     assert false_loss(Pair(student, teacher), texts, top_k=64) <= 1e-3
 
@@ -53,8 +52,8 @@ def test_a_candidate_is_in_the_cell_of_its_beginning_though_a_token_of_it_is_not
     # The student's `abcde` is no part of the cell `ab`, but its `ab|cdefg` is the teacher's
     # `abcdefg`. Many tokens begin with `a`, so that `abcde` is not tried for that cell.
     others = [f"a{letter}" for letter in string.ascii_uppercase + string.digits]
-    student = _merging([*others, "cd", "cde", "fg", "cdefg", "ab", "abcde"], "<over>")
-    teacher = _merging(["ab", "cd", "cde", "abcde", "fg", "abcdefg", "ax"], "<stop>")
+    student = merging_tokenizer([*others, "cd", "cde", "fg", "cdefg", "ab", "abcde"], "<over>")
+    teacher = merging_tokenizer(["ab", "cd", "cde", "abcde", "fg", "abcdefg", "ax"], "<stop>")
     pair = Pair(student, teacher)
     texts = {"abcdefg": 0.3, "abq": 0.3, "axq": 0.2, "abz": 0.2}
     assert false_loss(pair, texts, top_k=64) <= 1e-3
@@ -82,22 +81,6 @@ def _assert_equals_the_slow_twin(
         sides = _sides(pair, ids, logits, comparison.score.topk)
         expected = torch.tensor(slow.per_token(*sides, "forward_kl", 0.0), dtype=torch.float64)
         torch.testing.assert_close(output.per_token, expected, rtol=1e-6, atol=1e-8)
-
-
-def _merging(tokens: Sequence[str], end: str) -> Tongue:
-    """A tokenizer of bytes that merges to tokens, in this order: each of two earlier ones."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    known = {*alphabet}
-    merges: list[tuple[str, str]] = []
-    for token in tokens:
-        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
-        merges.append(next(cut for cut in cuts if known.issuperset(cut)))
-        known.add(token)
-    vocabulary = {token: number for number, token in enumerate([*alphabet, *tokens])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return Tongue.ended(tokenizer, end)
 
 
 def _sides(

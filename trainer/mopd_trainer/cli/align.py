@@ -135,13 +135,13 @@ def _side_by_side(result: "TextAlignment", rows: int) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
-    from mopd_trainer.inspection.alignment import byte_start
-
     table = Table(box=None, padding=(0, 2, 0, 0), expand=False)
     table.add_column("byte", justify="right", style="dim", no_wrap=True)
     table.add_column("student", ratio=1, overflow="fold")
     table.add_column("teacher", ratio=1, overflow="fold")
     table.add_column("tokens", no_wrap=True)
+    sequence = result.sequences[0]
+    starts = [*sequence.byte_starts.tolist(), len(sequence.text)]
     lines = [*_lines(result.chunks)]
     for line in lines[: rows or None]:
         first, last = line[0], line[-1]
@@ -159,8 +159,7 @@ def _side_by_side(result: "TextAlignment", rows: int) -> "Table":
             )
             for side, tokens in enumerate((student, teacher))
         )
-        start = byte_start(result.sequences[0], student[0])
-        table.add_row(str(start), *cells, Text(label, style=style))
+        table.add_row(str(starts[student[0]]), *cells, Text(label, style=style))
     if rows and len(lines) > rows:
         table.add_row("", Text(f"… {len(lines) - rows:,} more lines; --rows 0 shows all"), "", "")
     return table

@@ -73,7 +73,7 @@ def correction_of(
     for row in implausible_rows(score, least_ratio).tolist():
         if expected[row] >= significance:
             return None
-        start = int(score.completion.byte_ends[row - 1]) if row else 0
+        start = int(score.completion.byte_starts[row])
         if start > comparable:
             return None
         entries = score.topk.ids[row][score.topk.ids[row] >= 0].tolist()

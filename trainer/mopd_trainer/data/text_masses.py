@@ -43,7 +43,7 @@ def text_masses(
     written, nats = np.concatenate([[0.0], np.cumsum(all_nats[:, 0])]), all_nats[:, 1:]
     masses = written[ends]
     byte_ends = completion.byte_ends.astype(np.int64)
-    starts = np.concatenate([[0], byte_ends[:-1]])
+    starts = completion.byte_starts.astype(np.int64)
     rows, columns = _longer_tokens(score, table, starts, nats)
     controls = np.array(sorted(completion.marks), dtype=np.int64)
     last = np.append(controls, len(completion))[np.searchsorted(controls, rows)]

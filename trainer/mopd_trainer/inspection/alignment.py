@@ -33,9 +33,7 @@ class TextAlignment:
         return [
             f"<{sequence.marks[index]}>"
             if index in sequence.marks
-            else readable(
-                sequence.text[byte_start(sequence, index) : int(sequence.byte_ends[index])]
-            )
+            else readable(sequence.text[sequence.byte_starts[index] : sequence.byte_ends[index]])
             for index in range(*tokens)
         ]
 
@@ -94,8 +92,3 @@ def align(
     first, second = (load_tokenizer(name, api_key_env=api_key_env) for name in (student, teacher))
     left, right = (side.table.sequence(side.encoder.encode(text)) for side in (first, second))
     return TextAlignment((first, second), (left, right), align_text(left, right, second.encoder))
-
-
-def byte_start(sequence: TokenSequence, token: int) -> int:
-    """Return the first byte of a token."""
-    return int(sequence.byte_ends[token - 1]) if token else 0

@@ -101,7 +101,7 @@ class OpenTokens:
         rows, spans = rows[spans >= 0], spans[spans >= 0]
         aligned = rows < alignment.teacher_ends[spans]
         rows, spans = rows[aligned], spans[aligned]
-        starts, teacher_starts = _starts(student), _starts(scored)
+        starts, teacher_starts = student.byte_starts, scored.byte_starts
         # From the teacher's bytes to the student's.
         span_shifts = starts[alignment.student_starts] - teacher_starts[alignment.teacher_starts]
         shifts = span_shifts[spans]
@@ -186,7 +186,7 @@ class OpenTokens:
         row = token.student_row
         if any(position < row for position in student.marks):
             return None
-        before = student.text[: int(_starts(student)[row])].decode("latin-1")
+        before = student.text[: student.byte_starts[row]].decode("latin-1")
         begun = token.place.student + token.text
         for text in (*self._continuing(token, likely_ids), begun):
             text = utf8_text(before + text)
@@ -359,8 +359,3 @@ def _longer_row(
         if vocabulary.covers(begun + text):
             return before
     return row
-
-
-def _starts(sequence: TokenSequence) -> Integers:
-    """Bytes before each token."""
-    return np.concatenate([[0], sequence.byte_ends[:-1]]).astype(np.int64)

@@ -78,18 +78,12 @@ def _around(student: TokenSequence, row: int) -> tuple[Integers, str, str]:
     last = min(row + WINDOW, len(student.byte_ends))
     while last < len(student.byte_ends) and _begins_inside_a_character(student, last):
         last += 1
-    start, middle, stop = (_start(student, at) for at in (first, row, last))
-    before, following = (
-        student.text[a:b].decode("latin-1") for a, b in ((start, middle), (middle, stop))
-    )
+    middle = student.byte_starts[row]
+    before = student.text[student.byte_starts[first] : middle].decode("latin-1")
+    following = student.text[middle : student.byte_ends[last - 1]].decode("latin-1")
     return student.token_ids[first:row].astype(np.int64), before, following
 
 
-def _start(student: TokenSequence, row: int) -> int:
-    """Return the bytes before a row."""
-    return int(student.byte_ends[row - 1]) if row else 0
-
-
 def _begins_inside_a_character(student: TokenSequence, row: int) -> bool:
-    start = _start(student, row)
-    return start < len(student.text) and is_continuation(chr(student.text[start]))
+    start = student.byte_starts[row]
+    return start < len(student.text) and is_continuation(student.text[start])

@@ -16,6 +16,7 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
     keys_of,
     ranks_in_runs,
 )
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import are_continuations
 
 #: Tokens before a boundary that a tokenizer may divide differently.
 WINDOW = 2
@@ -173,17 +174,14 @@ def _at_characters(places: Places, first: Integers, stops: Integers) -> Integers
     text = places.text
     if not len(text.starts):
         return first
-    at_character = ~_are_continuations(text.codes.take(places.offsets, mode="clip"))
-    for _ in range(WINDOW + 1):
-        starts = text.starts[np.minimum(first, len(text.starts) - 1)]
-        skipped = at_character & (first < stops)
-        first = first + (skipped & _are_continuations(text.codes.take(starts)))
+    first = first.copy()
+    at_character = ~are_continuations(text.codes.take(places.offsets, mode="clip"))
+    inside = np.flatnonzero(at_character & (first < stops))
+    while len(inside):
+        inside = inside[are_continuations(text.codes.take(text.starts[first[inside]]))]
+        first[inside] += 1
+        inside = inside[first[inside] < stops[inside]]
     return first
-
-
-def _are_continuations(codes: NDArray[np.integer]) -> NDArray[np.bool_]:
-    """Return whether bytes continue a character of UTF-8."""
-    return (codes >= 0x80) & (codes < 0xC0)
 
 
 def _keys(places: Places, boundaries: Integers, first: Integers, starts: Integers) -> Hashes:

@@ -58,15 +58,20 @@ def _pair_numbers(first: Codes, second: Codes) -> Codes:
     return (first << np.uint16(8)) | second
 
 
-def is_continuation(character: str) -> bool:
-    """Return whether a byte, as a Latin-1 character, continues a character of UTF-8."""
-    return "\x80" <= character < "\xc0"
+def is_continuation(byte: int) -> bool:
+    """Return whether a byte continues a character of UTF-8."""
+    return 0x80 <= byte < 0xC0
+
+
+def are_continuations(codes: Codes) -> NDArray[np.bool_]:
+    """Return whether each is a byte that continues a character of UTF-8."""
+    return (codes >= 0x80) & (codes < 0xC0)
 
 
 def last_character(text: str) -> int:
     """Return where the last character of UTF-8 begins in bytes; 0 if there is none."""
     start = len(text) - 1
-    while start > 0 and is_continuation(text[start]):
+    while start > 0 and is_continuation(ord(text[start])):
         start -= 1
     return max(start, 0)
 
@@ -213,7 +218,7 @@ class SortedVocabulary:
             cached = self._continuations[end, count] = [
                 token[len(end) - start :]
                 for start in range(len(end))
-                if not is_continuation(end[start])
+                if not is_continuation(ord(end[start]))
                 for token in self.frequent_tokens(end[start:], count)
             ]
         return cached
