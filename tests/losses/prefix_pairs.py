@@ -37,6 +37,7 @@ class LongestMatch:
         self.table = table
         self.ids = {spelled: at for at, spelled in enumerate(table.all_bytes) if spelled}
         self._longest = max(map(len, self.ids))
+        self.merges = np.zeros((0, 3), dtype=np.int64)
 
     def encode(self, text: str) -> list[int]:
         return self.encode_bytes(text.encode())
@@ -167,8 +168,10 @@ class Tongue:
         tokens = {i: b.decode("latin-1") for i, b in enumerate(self.table.all_bytes) if b}
         tokens[self.end] = END_CHARACTER
         rows = logprobs.exp().tolist()
+        parts = self.encoder.merges[:, :2].tolist()
         return slow.Side(
             tokens=tokens,
+            merges=[(tokens[left], tokens[right]) for left, right in parts],
             realised=[int(token) for token in ids],
             rows=[{i: row[i] for i in known} for row, known in zip(rows, kept, strict=True)],
             realised_probabilities=[row[int(token)] for row, token in zip(rows, ids, strict=True)],

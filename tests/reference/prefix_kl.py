@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from mopd_losses.divergences.truncation import TAIL_MARGIN
 from mopd_losses.prefix.cells import DETOUR_SHARE, NAMING_SHARE
@@ -18,6 +18,7 @@ from mopd_losses.prefix.naming.separate_tokens import (
     BEHIND_SPACE,
     ENDS,
     FEW,
+    FOLLOWING,
     LONGEST,
     TOKENS_PER_END,
     TRIED,
@@ -26,6 +27,7 @@ from mopd_losses.prefix.naming.separate_tokens import (
 )
 from mopd_losses.prefix.vocabulary.shorter_tokens import LONGEST as LONGEST_TOKEN
 from mopd_losses.prefix.vocabulary.shorter_tokens import TRIED as TRIED_BEHIND_SHORTER
+from mopd_losses.prefix.vocabulary.shorter_tokens import WORD
 from tests.reference.divergences import floored_rest
 
 #: Tokens before a boundary that may be divided differently, and tokens tried after a shorter one.
@@ -48,6 +50,7 @@ class Side:
     realised_probabilities: Sequence[float]
     encode: Callable[[str], list[str]]  # a text without control tokens -> its token strings
     tails: Sequence[float] = ()  # of the ids that are not known
+    merges: Sequence[tuple[str, str]] = ()  # of a tokenizer of bytes that merges, in order
     block: int = 0  # rows that start before it were conditioned on another text
 
     @cached_property
@@ -224,12 +227,12 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
     ended = ending_mass(teacher, teacher_at, top_k_only) / whole
     possible = [c for c in cells if shares[c] + ended >= DETOUR_SHARE]
     lacks, counted, shared = detours(
-        teacher, teacher_at, possible, others, top_k_only, words, probes
+        teacher, teacher_at, possible, others, top_k_only, words, admits, probes
     )
     whole -= counted
     shares = {c: mass(teacher, teacher_at, c, top_k_only, shared) / whole for c in cells}
     lacks = lacks[0] | sharing(teacher, teacher_at, shared), lacks[1]
-    student_lacks, counted, shared = detours(student, at, likely, {*unnamed}, None, words)
+    student_lacks, counted, shared = detours(student, at, likely, {*unnamed}, None, words, admits)
     student_whole = open_mass(student, at, None) - counted
     certain = counted / student_whole
     student_shares = {c: mass(student, at, c, None, shared) / student_whole for c in cells}
@@ -391,6 +394,15 @@ def separate_tokens(
     shown = [own, realised] if shows else []
     results: dict[str, bool] = {}
     separate: set[str] = set()
+    others: dict[str, list[str]] = {}  # longer texts that the student writes with one token
+
+    def named(text: str, whole: str, end: int) -> str:
+        """Return the name of the cell that the teacher's token is part of; all of the text if it
+        does not end inside it."""
+        inside = len(cell) < end < len(text)
+        name = cut(student, begun_last, whole[:end]) if inside else end
+        return text[: max(name, len(cell))] if len(cell) <= end else text
+
     tokens = frequent(student, begun + cell, TRIED)
     for token in sorted(tokens, key=len):
         text = token[len(begun) :]
@@ -402,24 +414,33 @@ def separate_tokens(
         rest = text[len(cell) :]
         most = TRIED_DIGITS if rest.isdecimal() else TRIED_BEHIND_SHORTER
         after += [t[len(rest) :] for t in frequent(teacher, rest, most)]
+        for stop in range(len(cell), len(text)):
+            written = following(teacher, teacher_begun + text[:stop], text[stop:], FOLLOWING)
+            after += [t[len(text) - stop :] for t in written]
         after += BEHIND_SPACE if text[-1] in WHITE_SPACE else ()
         for continued in ["", *after]:
             whole = text + continued
             end = first_end(teacher, teacher_begun, whole)
             own_end = first_end(student, begun, whole)
             if own_end == len(text) and end != -1:
-                inside = len(cell) < end < len(text)
-                name = cut(student, begun_last, whole[:end]) if inside else end
-                names.append(text[: max(name, len(cell))] if len(cell) <= end else text)
+                names.append(named(text, whole, end))
+                if names == [cell]:
+                    break  # no continuation makes it separate
             elif not continued:
                 break
+            elif own_end > len(text) and len(cell) <= end < len(text):
+                others.setdefault(whole[:own_end], []).append(named(text, whole, end))
             elif end == len(whole) and len(cell) <= own_end < len(text):
                 names.append(cell)
+        names += others.get(text, []) if names else []
         if names and all(name == text or name in separate for name in names):
             separate.add(text)
             results[text] = True
             for other in longer:
                 results.setdefault(other[len(begun) :], False)
+    for text, names in others.items():
+        if any(text.startswith(x) for x in separate) and not separate.issuperset(names):
+            results.setdefault(text, False)
     for token in shown:
         texts = [text for text in results if token.startswith(text)]
         if texts:
@@ -502,11 +523,12 @@ def detours(
     others: set[str],
     known: Vocabulary | None,
     words: set[str],
+    admits: Callable[[str, str], bool],
     probes: Collection[tuple[int, str]] = (),
 ) -> tuple[tuple[set[str], float], float, set[_Token]]:
     """Cells that the tokenizer reaches over tokens that are neither realised nor mass of the cell,
     the mass of these tokens, and of those that count as open, which are returned, too; ``words``
-    may follow white space."""
+    may follow white space, and a cell ``admits`` texts that begin with it."""
     context, first, covering = text_before(side, at)
     rows_before = [r for r in range(first, len(side.starts)) if side.starts[r] < at]
     is_canonical = are_written(side, first, at)
@@ -550,6 +572,15 @@ def detours(
             )
             if detour:
                 break
+        spelled = side.encode(context + cell) if is_text and is_utf8(context + cell) else []
+        is_whole = not detour and cell in cells and "".join(spelled) == context + cell
+        for after in dividing(side, spelled[-1]) if is_whole else ():
+            if not detour and admits(cell, cell + after) and is_utf8(context + cell + after):
+                encoded = side.encode(context + cell + after)
+                limit = len(context + cell)
+                detour = first_deviation(
+                    side, context, cell + after, encoded, first, covering, limit=limit
+                )
         if detour and (cell in cells or not detour[2]):
             deviating[detour[:2]] = detour[2]
             lacking |= {cell} & set(cells)
@@ -654,10 +685,15 @@ def shorter_tokens_before(side: Side, token: str, cell: str) -> set[str]:
 
 def first_tokens(side: Side, whole: str) -> set[str]:
     """Tokens with which the tokenizer begins a text in place of one that spells all of it, if
-    nothing or a frequent token follows."""
+    nothing or a frequent token follows, or one that the tokenizer may write behind a part."""
     results: set[str] = set()
     if is_utf8(whole):
         own = side.encode(whole)[0]
+        if whole.startswith(own) and len(own) < min(len(whole), LONGEST_TOKEN):
+            results.add(own)
+    afters = dividing(side, whole) if whole in side.tokens.values() else []
+    for after in [*afters, *(WORD if whole[-1] in WHITE_SPACE else "")]:
+        own = side.encode(whole + after)[0] if is_utf8(whole + after) else whole
         if whole.startswith(own) and len(own) < min(len(whole), LONGEST_TOKEN):
             results.add(own)
     for length in range(1, min(len(whole), LONGEST_TOKEN)):
@@ -667,6 +703,48 @@ def first_tokens(side: Side, whole: str) -> set[str]:
         for longer in frequent(side, whole[length:], TRIED_BEHIND_SHORTER):
             if is_utf8(token + longer) and side.encode(token + longer)[0] == token:
                 results.add(token)
+    return results
+
+
+def following(side: Side, token: str, prefix: str, count: int) -> list[str]:
+    """The tokens, those that are merged first, that begin with a string, continue it, and stay as
+    they are behind a token."""
+    results: list[str] = []
+    for whole in dict.fromkeys(left + right for left, right in side.merges):
+        is_longer = len(results) < count and whole.startswith(prefix) and whole != prefix
+        if is_longer and merged(side, token + whole) == [token, whole]:
+            results.append(whole)
+    return results
+
+
+def merged(side: Side, text: str, left: int = 1) -> list[str]:
+    """The tokens of a text by merges: the first pair of the earliest merge, until there is none or
+    so many tokens are left."""
+    tokens = [*text]
+    while len(tokens) > left:
+        pairs = [*pairwise(tokens)]
+        known = [pair for pair in pairs if pair in side.merges]
+        if not known:
+            break
+        at = pairs.index(min(known, key=side.merges.index))
+        tokens[at : at + 2] = [tokens[at] + tokens[at + 1]]
+    return tokens
+
+
+def dividing(side: Side, token: str) -> list[str]:
+    """Texts behind which the tokenizer may begin with less than a token: the ends of tokens that
+    stay as they are behind a beginning of it, or behind the first of two parts of its end."""
+    parts: dict[int, str] = {}
+    end, rest = 0, token
+    while len(rest) > 1 and merged(side, rest) == [rest]:
+        first, rest = merged(side, rest, left=2)
+        end += len(first)
+        parts[end] = first
+    results: list[str] = []
+    for end in range(1, len(token)):
+        for part in dict.fromkeys([token[:end], parts.get(end, token[:end])]):
+            if part in side.tokens.values():
+                results += [t[len(token) - end :] for t in following(side, part, token[end:], 1)]
     return results
 
 

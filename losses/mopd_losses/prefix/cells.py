@@ -111,7 +111,7 @@ def teacher_cells(
     possible = possible - masses[names.boundaries] >= np.log(DETOUR_SHARE)
     sought = Sought.of(names.texts, names.boundaries, possible, names.unnamed)
     probes = probed(contexts, *rows.shorter_tokens(boundaries.teacher.text))
-    detoured = pair.teacher_detours.of(contexts, sought, len(names.texts), probes)
+    detoured = pair.teacher_detours.of(contexts, sought, names.marks, probes)
     # A token that begins a cell, and is a detour of a longer one, may belong to either.
     is_shared = np.isin(entries, rows.counted_entries(detoured))
     is_sharing = np.zeros(len(names.texts), dtype=np.bool_)

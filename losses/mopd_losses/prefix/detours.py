@@ -27,6 +27,8 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
     ranks_in_runs,
 )
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
+from mopd_losses.prefix.vocabulary.marks import MarksTable
+from mopd_losses.prefix.vocabulary.merges import Merges
 from mopd_losses.prefix.vocabulary.shorter_tokens import TRIED, ShorterTokens
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, last_character
 from mopd_losses.prefix.vocabulary.spellings import Spellings, written_ids
@@ -125,24 +127,33 @@ class Probes:
 class Detours:
     """Finds the detours of one side, by its tokenizer."""
 
-    def __init__(self, vocabulary: SortedVocabulary, encoder: TextEncoder) -> None:
+    def __init__(
+        self,
+        vocabulary: SortedVocabulary,
+        encoder: TextEncoder,
+        merges: Merges,
+        marks: MarksTable,
+    ) -> None:
         self._vocabulary = vocabulary
+        self._merges = merges
+        self._marks = marks
         self._encoder = encoder
         self.table = KeyTable(CACHED)
+        self.divided = KeyTable(CACHED)
         self.probed = KeyTable(CACHED)
-        self.shorter = ShorterTokens(vocabulary, encoder)
+        self.shorter = ShorterTokens(vocabulary, encoder, merges)
         self._written = written_ids(vocabulary, encoder)
         self._shorter = ShorterDetours(vocabulary, self.shorter, self.are_canonical)
         self._canonical = KeyTable(CACHED)
         self._whole = KeyTable(CACHED)
 
     def of(
-        self, contexts: Contexts, sought: Sought, cells: int, probes: Probes | None = None
+        self, contexts: Contexts, sought: Sought, marks: Integers, probes: Probes | None = None
     ) -> CellDetours:
         """Find the detours of likely cells, and of candidates and probes that are in the rest.
 
         Args:
-            cells: how many there are.
+            marks: [cells], numbers.
         """
         sought = sought.and_rest(*words_behind_spaces(contexts, sought.texts.vocabulary))
         may_differ = contexts.may_cross(sought.boundaries, sought.texts)
@@ -153,6 +164,10 @@ class Detours:
         numbers = sought.boundaries[possible]
         texts = sought.texts.at(possible)
         codes = self._codes(contexts, numbers, texts)
+        whole = (codes == _NO_DETOUR) & (sought.cells[possible] >= 0) & texts.are_text()
+        whole = np.flatnonzero(whole) if len(self._merges) else np.empty(0, dtype=np.int64)
+        of_cells = marks[sought.cells[possible[whole]]]
+        codes[whole] = self._divided(contexts, numbers[whole], texts.at(whole), of_cells)
         counted = codes & 1 == 0  # one more than the flag
         # A counted token is mass of the rest, and so is a candidate that is in no cell.
         kept = np.flatnonzero((codes != _NO_DETOUR) & ~((sought.cells[possible] < 0) & counted))
@@ -181,7 +196,7 @@ class Detours:
         with_cell = np.concatenate([each for each, _ in columns])
         ids = self._written[ids]
         rows = contexts.first_rows[numbers] + steps
-        reached = np.zeros(cells, dtype=np.bool_)
+        reached = np.zeros(len(marks), dtype=np.bool_)
         reached[with_cell[with_cell >= 0]] = True
         order = (numbers * _STEPS + steps) * len(self._vocabulary.strings) + ids
         _, first = np.unique(order, return_index=True)
@@ -214,6 +229,36 @@ class Detours:
             return self._detours(contexts, boundaries[indices], texts.strings(indices))
 
         return self.table.computed(keys_of(contexts.keys[boundaries], texts.hashes), compute)
+
+    def _divided(
+        self, contexts: Contexts, boundaries: Integers, texts: Strings, marks: Integers
+    ) -> Integers:
+        """Return the detour of each text behind a boundary once more follows that divides its last
+        token, and that is in its cell: ``5|73``, but ``57|379``."""
+
+        def compute(indices: Integers) -> Integers:
+            own, strings = boundaries[indices], texts.strings(indices)
+            begun = contexts.texts(own)
+            wholes = [first + second for first, second in zip(begun, strings, strict=True)]
+            last = Spellings.of(self._vocabulary, self._encoder, wholes).last_tokens()
+            continued = [
+                (index, wholes[index] + after)
+                for index, (token, number) in enumerate(
+                    zip(last.tolist(), marks[indices].tolist(), strict=True)
+                )
+                if token >= 0
+                for after in self._merges.dividing(token)
+                if self._marks.belongs(number, strings[index] + after)
+            ]
+            owners = np.array([index for index, _ in continued], dtype=np.int64)
+            limits = np.array(list(map(len, wholes)), dtype=np.int64)[owners]
+            codes, _, _ = self._first_detours(
+                contexts, own[owners], [text for _, text in continued], limits
+            )
+            return _first_of(codes, owners, len(indices))
+
+        keys = keys_of(contexts.keys[boundaries], texts.hashes, self._marks.hashes(marks))
+        return self.divided.computed(keys, compute)
 
     def _of_probes(self, contexts: Contexts, probes: Probes) -> _Found:
         """Find detours of probes that are in the rest. Continuations behind probes would be most of
@@ -302,6 +347,10 @@ class Detours:
         equal = inside[ids[spelled.steps[inside]] == spelled.ids[inside]]
         return np.bincount(spelled.owners[equal], minlength=len(texts)) == len(ids)
 
+    def first_ends(self, texts: Sequence[str]) -> Integers:
+        """Return the ends of the first tokens of texts."""
+        return Spellings.of(self._vocabulary, self._encoder, texts).first_ends()
+
     def are_canonical(self, contexts: TextsBefore, boundaries: Integers) -> Flags:
         """Return whether the tokens of each context are the tokenizer's.
 
@@ -360,10 +409,7 @@ class Detours:
         after_more, _, _ = self._first_detours(
             contexts, boundaries[owners], [text for _, text in continued], before[owners]
         )
-        at = np.flatnonzero(after_more != _NO_DETOUR)
-        reached, first = np.unique(owners[at], return_index=True)
-        results[reached] = after_more[at[first]]
-        return results
+        return np.where(results, results, _first_of(after_more, owners, len(results)))
 
     def _first_detours(
         self, contexts: TextsBefore, boundaries: Integers, texts: list[str], limits: Integers
@@ -396,6 +442,15 @@ class Detours:
 
 def _all(indices: Integers, value: bool) -> Flags:
     return np.full(len(indices), value)
+
+
+def _first_of(codes: Integers, owners: Integers, count: int) -> Integers:
+    """[count], the first detour of each owner."""
+    at = np.flatnonzero(codes != _NO_DETOUR)
+    reached, first = np.unique(owners[at], return_index=True)
+    results = np.full(count, _NO_DETOUR, dtype=np.int64)
+    results[reached] = codes[at[first]]
+    return results
 
 
 def _steps_and_ids(codes: Integers) -> tuple[Integers, Integers]:

@@ -17,12 +17,13 @@ from mopd_losses.prefix.naming.decisions import Decisions
 from mopd_losses.prefix.naming.separate_tokens import SeparateTokens
 from mopd_losses.prefix.vocabulary.marked_ranges import MarkedRanges
 from mopd_losses.prefix.vocabulary.marks import Marks, MarksTable
+from mopd_losses.prefix.vocabulary.merges import Merges
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, control_characters
 from mopd_protocol.runtime.atomic_file import replacing
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
 
 #: Of the stored tables; a change of keys, values or rules needs another one.
-FORMAT_VERSION = 10
+FORMAT_VERSION = 11
 
 #: The tables are saved when they have grown by this share, so that all saves together cost no more
 #: than a few of the last one.
@@ -34,8 +35,8 @@ logger = logging.getLogger(__name__)
 class TokenizerPair:
     """A student's and a teacher's vocabulary and tokenizer.
 
-    What their tokenizers were called for is kept: up to 500,000 entries of each of seven tables, on
-    disk at most 40 MB.
+    What their tokenizers were called for is kept: up to 500,000 entries of each of nine tables, on
+    disk at most 72 MB.
 
     Args:
         folder: of the stored tables, ``prefix-KEY.safetensors`` with a key of both tokenizers; a
@@ -55,12 +56,20 @@ class TokenizerPair:
         self.teacher = SortedVocabulary(teacher, self.controls)
         self.marks = MarksTable()
         self.cuts = Cuts(self.student, student_encoder)
+        sides = (self.student, student_encoder), (self.teacher, teacher_encoder)
+        student_merges, teacher_merges = (Merges(side, encoder.merges) for side, encoder in sides)
         self.decisions = Decisions(self.student, self.teacher, self.cuts)
         self.separate = SeparateTokens(
-            self.student, student_encoder, self.teacher, teacher_encoder, self.cuts, self.marks
+            self.student,
+            student_encoder,
+            self.teacher,
+            teacher_encoder,
+            teacher_merges,
+            self.cuts,
+            self.marks,
         )
-        self.student_detours = Detours(self.student, student_encoder)
-        self.teacher_detours = Detours(self.teacher, teacher_encoder)
+        self.student_detours = Detours(self.student, student_encoder, student_merges, self.marks)
+        self.teacher_detours = Detours(self.teacher, teacher_encoder, teacher_merges, self.marks)
         self.student_ranges = MarkedRanges(self.student)
         self.teacher_ranges = MarkedRanges(self.teacher)
         self._path = folder / f"prefix-{_key(student, teacher)}.safetensors" if folder else None
@@ -69,6 +78,8 @@ class TokenizerPair:
             "separate_tokens": self.separate.table,
             "student_detours": self.student_detours.table,
             "teacher_detours": self.teacher_detours.table,
+            "student_divided_cells": self.student_detours.divided,
+            "teacher_divided_cells": self.teacher_detours.divided,
             "teacher_probes": self.teacher_detours.probed,
             "student_shorter_tokens": self.student_detours.shorter.table,
             "teacher_shorter_tokens": self.teacher_detours.shorter.table,

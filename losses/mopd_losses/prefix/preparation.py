@@ -80,7 +80,7 @@ class Preparation:
         cells = teacher_cells(boundaries, topk, pair, contexts)
         names, rows = cells.names, boundaries.student.open_rows
         sought = Sought.of(names.texts, names.boundaries, cells.likely, names.unnamed)
-        detours = pair.student_detours.of(contexts, sought, len(names.texts))
+        detours = pair.student_detours.of(contexts, sought, names.marks)
 
         positions = _positions(student, offsets)
         paths = _Paths.of(rows, detours)

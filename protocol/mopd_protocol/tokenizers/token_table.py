@@ -27,6 +27,7 @@ from mopd_protocol.tokenizers.tokenizer_file import (
     fingerprint,
     has_byte_fallback,
     kind_of,
+    merges_of,
     metaspace_of,
     spells_every_text,
     tokenizer_json,
@@ -207,6 +208,11 @@ class TextEncoder:
         self._source = tokenizer
         self._tokenizer = continuation_tokenizer(tokenizer_json(tokenizer))
         self._joined = JoinedTexts(self._tokenizer)
+
+    @cached_property
+    def merges(self) -> NDArray[np.int64]:
+        """[merges, 3], see ``merges_of``."""
+        return merges_of(tokenizer_json(self._source))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``."""

@@ -10,6 +10,8 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from mopd_protocol.errors import TokenizerError
@@ -30,6 +32,18 @@ def naming_tokenizer(source: str) -> Generator[None]:
         yield
     except TokenizerError as error:
         raise TokenizerError(f"{source}: {error}", key=source) from error
+
+
+def merges_of(description: JSON) -> NDArray[np.int64]:
+    """[merges, 3], ids of the left part, the right part and the whole, first merge first; none of a
+    tokenizer that does not merge (BPE)."""
+    model = description["model"]
+    if model["type"] != "BPE":
+        return np.zeros((0, 3), dtype=np.int64)
+    ids = model["vocab"]
+    parts = (each if isinstance(each, list) else each.split(" ") for each in model["merges"])
+    merges = [(ids[left], ids[right], ids[left + right]) for left, right in parts]
+    return np.array(merges, dtype=np.int64).reshape(-1, 3)
 
 
 def fingerprint(description: JSON) -> str:

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.byte_models import false_loss
 from mopd_losses.prefix.vocabulary.hashed_strings import string_hashes
+from mopd_losses.prefix.vocabulary.merges import Merges
 from mopd_losses.prefix.vocabulary.shorter_tokens import ShorterTokens
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 from tests.losses.prefix_pairs import Pair, Tongue, compared, model_rows
@@ -32,7 +33,8 @@ def test_a_shorter_token_is_found_by_what_follows() -> None:
     side = tongue("<over>", [("b", "c"), ("a", "b"), ("x", "y")])
     vocabulary = SortedVocabulary(side.table, {"end_of_turn": chr(0x100)})
     texts = ["ab", "xy", "bc"]
-    bits = ShorterTokens(vocabulary, side.encoder).of(string_hashes(texts), texts.__getitem__)
+    shorter = ShorterTokens(vocabulary, side.encoder, Merges(vocabulary, side.encoder.merges))
+    bits = shorter.of(string_hashes(texts), texts.__getitem__)
     np.testing.assert_array_equal(bits, [1 << 1, 0, 0])
 
 

@@ -26,7 +26,7 @@ class Encoder:
     """A tokenizer that counts its texts."""
 
     def __init__(self, inner: Any) -> None:
-        self.inner = inner
+        self.inner, self.merges = inner, inner.merges
         self.texts = 0
 
     def encode_arrays(self, texts: list[str]) -> TextTokens:

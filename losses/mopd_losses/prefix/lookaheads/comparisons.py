@@ -31,6 +31,7 @@ from mopd_losses.prefix.targets import NO_PATH, PrefixTargets, RangeReadings
 from mopd_losses.prefix.unknown_mass import other_texts
 from mopd_losses.prefix.vocabulary.hashed_strings import string_hashes
 from mopd_losses.prefix.vocabulary.marks import UNMARKED
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import utf8_text
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
 
@@ -48,6 +49,9 @@ class _Comparison:
     shorter token: `au|w`, although `auw` begins a token."""
     nats: float  # the teacher's, of the open token's text
     shorter: _Ranges  # ranks of these shorter tokens, which are in no cell
+    ended: _Ranges
+    """Ranks of tokens with which the student writes the open token's text, and that end inside it:
+    their mass is unknown."""
 
 
 @dataclass(frozen=True)
@@ -174,9 +178,15 @@ class LookaheadComparisons:
             )
             for name in named
         ]
-        detours = _ranges_of(sorted(shared))
-        position = offset + token.student_row
-        return _Comparison(position, known, cells, token.nats, detours) if cells else None
+        if not cells:
+            return None
+        others = [
+            text
+            for text, nats in candidates.items()
+            if nats >= np.log(DETOUR_SHARE) and names.get(text) not in named
+        ]
+        detours = _ranges_of(sorted(shared)), _ranges_of(self._ended(begun, others))
+        return _Comparison(offset + token.student_row, known, cells, token.nats, *detours)
 
     def _members(
         self,
@@ -214,6 +224,15 @@ class LookaheadComparisons:
             if cell := cell_of(text):
                 members[cell].append(rank)
         return members
+
+    def _ended(self, begun: str, others: Sequence[str]) -> list[int]:
+        """Return the ranks of the tokens, shorter than what is begun, that the student writes in
+        front of texts that no cell contains."""
+        texts = [begun + each for each in others if each.isascii() or utf8_text(each) is not None]
+        ends = self._pair.student_detours.first_ends(texts).tolist()
+        tokens = {text[:end] for text, end in zip(texts, ends, strict=True) if end < len(begun)}
+        ranges = (self._pair.student.range_of(token) for token in tokens - {""})
+        return sorted(rank for each in ranges for rank in range(each.start, each.longer))
 
     def _shorter_tokens(self, begun: str, names: Sequence[str]) -> dict[str, list[int]]:
         """Return the ranks of the tokens that the student may write in place of one that spells
@@ -266,6 +285,7 @@ def _targets(comparisons: Sequence[_Comparison]) -> PrefixTargets:
         lacking[row, : len(each.cells)] = torch.tensor([nats for _, _, nats in each.cells])
         # Mass of what is open.
         divided += [(row, 1, each.position, start, stop) for start, stop in each.shorter]
+        divided += [(row, 0, each.position, start, stop) for start, stop in each.ended]
     positions = torch.tensor([each.position for each in comparisons])
     none, missing = torch.empty(0, dtype=torch.int64), torch.full((count,), -torch.inf).double()
     return PrefixTargets(

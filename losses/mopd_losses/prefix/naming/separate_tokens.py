@@ -21,6 +21,7 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
 )
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
 from mopd_losses.prefix.vocabulary.marks import Marks, MarksTable
+from mopd_losses.prefix.vocabulary.merges import Merges
 from mopd_losses.prefix.vocabulary.shorter_tokens import TRIED as TRIED_BEHIND_SHORTER
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, last_character
 from mopd_protocol.tokenizers.token_table import TextEncoder
@@ -35,6 +36,9 @@ ENDS, TOKENS_PER_END = 2, 4
 #: Tokens that are tried in place of a number's last digits: about all that begin with a digit and
 #: have three digits at most, and years.
 TRIED_DIGITS = 256
+
+#: Tokens of a tokenizer of merges that it may write behind another one.
+FOLLOWING = 8
 
 #: Beginnings of words, and what is tried behind white space.
 WORDS = ("a", "#")
@@ -82,12 +86,14 @@ class SeparateTokens:
         student_encoder: TextEncoder,
         teacher: SortedVocabulary,
         teacher_encoder: TextEncoder,
+        teacher_merges: Merges,
         cuts: Cuts,
         marks: MarksTable,
     ) -> None:
         self._student, self._teacher = student, teacher
         self._student_ends = FirstEnds(student, student_encoder)
         self._teacher_ends = FirstEnds(teacher, teacher_encoder)
+        self._teacher_merges = teacher_merges
         self._cuts = cuts
         self._marks = marks
         self.table = KeyTable(_CACHED)
@@ -109,13 +115,13 @@ class SeparateTokens:
                 for number, (place, text) in enumerate(cells)
                 for x in self._tried(place, text)
             ]
-            separate: list[list[str]] = [[] for _ in cells]
-            for longer in self._separate(tried):
-                separate[longer.cell].append(longer.text)
+            decided: list[tuple[list[str], list[str]]] = [([], []) for _ in cells]
+            for longer, belongs in self._decided(tried):
+                decided[longer.cell][belongs].append(longer.text)
             return np.array(
                 [
-                    self._marks.number_of(self._marks_of(place, texts))
-                    for (place, _), texts in zip(cells, separate, strict=True)
+                    self._marks.number_of(self._marks_of(place, *texts))
+                    for (place, _), texts in zip(cells, decided, strict=True)
                 ]
             )
 
@@ -146,8 +152,11 @@ class SeparateTokens:
         texts = [token[len(place.student) :] for token in tokens]
         return [longer for longer in texts if len(longer) <= LONGEST]
 
-    def _marks_of(self, place: Place, separate: list[str]) -> Marks:
+    def _marks_of(self, place: Place, separate: list[str], belonging: list[str]) -> Marks:
         marks = dict.fromkeys(separate, False)
+        for text in belonging:
+            if text.startswith(tuple(separate)):
+                marks.setdefault(text, True)
         begun = len(place.student)
         for x in separate:
             tokens = self._student.range_of(place.student + x)
@@ -155,16 +164,21 @@ class SeparateTokens:
                 marks.setdefault(self._student.string_at(rank)[begun:], True)
         return tuple(sorted(marks.items()))
 
-    def _separate(self, tried: list[_Longer]) -> Iterator[_Longer]:
-        """Select the texts in which the teacher never ends a token behind the cell's text, nor
-        behind a longer one that is not separate. Neither does the student in a longer text that is
-        one token of the teacher."""
+    def _decided(self, tried: list[_Longer]) -> Iterator[tuple[_Longer, bool]]:
+        """Yield the texts that are separate, and those that are not although they begin with one.
+
+        In separate ones the teacher never ends a token behind the cell's text, nor behind a longer
+        one that is not separate. Neither does the student in a longer text that is one token of the
+        teacher. Where the student writes a text with a longer token, which may begin later, that
+        one is not separate: `` ont|vings`` of ``v``, although `` ontving`` is another token.
+        """
         # Only what the student's tokenizer spells with the very token shows where it belongs.
         spelled = self._spelled_by_one([(longer, longer.text) for longer in tried])
         ends = self._ends_by_teacher(spelled)
         named = self._named_by_teacher(spelled, ends)
         # The cells that each is part of, too, by the lengths of their names.
         cells: dict[_Longer, set[int]] = {}
+        others: dict[_Longer, set[int]] = {}
         continued: list[_Continued] = []
         for (longer, text), end, name in zip(spelled, ends, named, strict=True):
             # If it is part of the cell already, no continuation makes the text separate.
@@ -182,16 +196,22 @@ class SeparateTokens:
         ]
         begun = [longer.place.student for (longer, _), _ in decisive]
         own_ends = _ends(self._student_ends, begun, [each for each, _ in decisive])
-        for ((longer, _), name), own in zip(decisive, own_ends, strict=True):
+        for ((longer, text), name), own in zip(decisive, own_ends, strict=True):
             if name and own == len(longer.text):
                 cells[longer].add(name)
+            elif name and own > len(longer.text):
+                other = longer._replace(text=text[:own])
+                (cells if other in cells else others).setdefault(other, set()).add(name)
             elif not name and _is_inside(longer, own):
                 cells[longer].add(longer.shorter)
         separate: set[tuple[int, str]] = set()
         for longer in sorted(cells, key=lambda each: len(each.text)):
             if all((longer.cell, longer.text[:name]) in separate for name in cells[longer]):
                 separate.add((longer.cell, longer.text))
-                yield longer
+                yield longer, False
+        for other, names in others.items():
+            if any((other.cell, other.text[:name]) not in separate for name in names):
+                yield other, True
 
     def _named_by_teacher(self, texts: list[_Continued], ends: list[int]) -> list[int]:
         """Return the length of the name of the cell that the teacher's first token of a text is
@@ -222,12 +242,24 @@ class SeparateTokens:
         place, text = longer.place, longer.text
         for vocabulary, begun in ((self._student, place.student), (self._teacher, place.teacher)):
             yield from continuations(vocabulary, begun + text, TOKENS_PER_END)
-        behind = text[longer.shorter :]
-        most = TRIED_DIGITS if behind.isdecimal() else TRIED_BEHIND_SHORTER
-        for token in self._teacher.frequent_tokens(behind, most):
-            yield token[len(behind) :]
+        yield from self._ends_of_following(longer)
         if text[-1].isspace() and text[-1].isascii():
             yield from BEHIND_SPACE
+
+    def _ends_of_following(self, longer: _Longer) -> Iterator[str]:
+        """Yield the ends of the teacher's tokens that begin behind a cell's text and continue it:
+        frequent ones, and those that it may write behind the tokens that begin the text."""
+        place, text = longer.place, longer.text
+        behind = text[longer.shorter :]
+        most = TRIED_DIGITS if behind.isdecimal() else TRIED_BEHIND_SHORTER
+        following = [(behind, self._teacher.frequent_tokens(behind, most))]
+        for end in range(longer.shorter, len(text)):
+            token = self._teacher_merges.token_of(place.teacher + text[:end])
+            if token is not None:
+                written = self._teacher_merges.followers(token, text[end:], FOLLOWING)
+                following.append((text[end:], written))
+        for behind, written in following:
+            yield from (token[len(behind) :] for token in written)
 
 
 def continuations(vocabulary: SortedVocabulary, text: str, tokens: int) -> list[str]:

@@ -10,7 +10,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.prefix.vocabulary.hashed_strings import Hashes, Integers, keys_of
+from mopd_losses.prefix.vocabulary.hashed_strings import (
+    Hashes,
+    Integers,
+    keys_of,
+    string_hashes,
+)
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
 
 #: Texts longer than a cell's, in order, and whether they belong to the cell: the longest one with
@@ -37,6 +42,11 @@ class _Numbered:
         for text, belongs in self.marks:
             texts.setdefault(len(text), {})[text] = belongs
         return sorted(texts.items(), reverse=True)
+
+    @cached_property
+    def hash(self) -> np.uint64:
+        """A hash that is the same in every run."""
+        return string_hashes(["".join(f"{text}{int(belongs)}" for text, belongs in self.marks)])[0]
 
     @cached_property
     def excluded(self) -> tuple[str, ...]:
@@ -83,6 +93,12 @@ class MarksTable:
     def marks_of(self, number: int) -> Marks:
         """Return the marks with a number."""
         return self._numbered[number].marks
+
+    def hashes(self, numbers: Integers) -> Hashes:
+        """Hash marks: their numbers are others in another run."""
+        known, at = np.unique(numbers, return_inverse=True)
+        hashes = [self._numbered[number].hash for number in known.tolist()]
+        return np.array(hashes, dtype=np.uint64)[at]
 
     def belongs(self, number: int, string: str) -> bool:
         """Return whether a string that begins with a cell's text belongs to the cell."""

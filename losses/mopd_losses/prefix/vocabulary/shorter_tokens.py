@@ -4,12 +4,13 @@
 has no mass in the token `` OS``: it is in `` O``, of which that mass is an unknown part.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from mopd_losses.prefix.vocabulary.hashed_strings import Hashes, Integers
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
+from mopd_losses.prefix.vocabulary.merges import Merges
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 from mopd_losses.prefix.vocabulary.spellings import Spellings
 from mopd_protocol.tokenizers.token_table import TextEncoder
@@ -20,6 +21,9 @@ TRIED = 16
 #: The longest token for which shorter ones are sought, in characters: bits of an integer.
 LONGEST = 60
 
+#: What is tried behind white space.
+WORD = "a"
+
 #: Tokens kept in memory; beyond, all are discarded and computed again.
 _CACHED = 500_000
 
@@ -27,8 +31,9 @@ _CACHED = 500_000
 class ShorterTokens:
     """Finds them for one tokenizer."""
 
-    def __init__(self, vocabulary: SortedVocabulary, encoder: TextEncoder) -> None:
+    def __init__(self, vocabulary: SortedVocabulary, encoder: TextEncoder, merges: Merges) -> None:
         self._vocabulary = vocabulary
+        self._merges = merges
         self._encoder = encoder
         self.table = KeyTable(_CACHED)
 
@@ -43,25 +48,33 @@ class ShorterTokens:
 
         def compute(indices: Integers) -> Integers:
             owners, lengths, texts = list[int](), list[int](), list[str]()
-            for number, index in enumerate(indices.tolist()):
-                whole = text(index)
-                owners.append(number)
-                lengths.append(0)  # whichever it is
-                texts.append(whole)
-                for length in range(1, min(len(whole), LONGEST)):
-                    if not self._vocabulary.is_token(whole[:length]):
-                        continue
-                    for longer in self._vocabulary.frequent_tokens(whole[length:], TRIED):
-                        owners.append(number)
-                        lengths.append(length)
-                        texts.append(whole[:length] + longer)
+            wholes = [text(index) for index in indices.tolist()]
+            for number, whole in enumerate(wholes):
+                for length, tried in self._tried(whole):
+                    owners.append(number)
+                    lengths.append(length)
+                    texts.append(tried)
             ends = Spellings.of(self._vocabulary, self._encoder, texts).first_ends()
             sought, numbers = (np.array(each, dtype=np.int64) for each in (lengths, owners))
-            whole = np.array([len(text) for text in texts], dtype=np.int64)
-            is_own = (sought == 0) & (ends > 0) & (ends < np.minimum(whole, LONGEST))
-            is_first = is_own | ((sought > 0) & (ends == sought))
+            longest = np.array([min(len(whole), LONGEST) for whole in wholes], dtype=np.int64)
+            is_shorter = (ends > 0) & (ends < longest[numbers])
+            is_first = is_shorter & ((sought == 0) | (ends == sought))
             results = np.zeros(len(indices), dtype=np.int64)
             np.bitwise_or.at(results, numbers[is_first], 1 << ends[is_first])
             return results
 
         return self.table.computed(keys, compute)
+
+    def _tried(self, whole: str) -> Iterator[tuple[int, str]]:
+        """Yield texts that may begin with a shorter token, and its length; 0 for any."""
+        yield 0, whole
+        token = self._merges.token_of(whole)
+        for behind in self._merges.dividing(token) if token is not None else ():
+            yield 0, whole + behind
+        if whole[-1].isspace() and whole[-1].isascii():
+            yield 0, whole + WORD
+        for length in range(1, min(len(whole), LONGEST)):
+            if not self._vocabulary.is_token(whole[:length]):
+                continue
+            for longer in self._vocabulary.frequent_tokens(whole[length:], TRIED):
+                yield length, whole[:length] + longer

@@ -67,6 +67,13 @@ class Spellings:
         ends[self.owners[is_first]] = self.ends[is_first]
         return ends
 
+    def last_tokens(self) -> Integers:
+        """[strings], the id of the last token; -1 without one, or if it does not end the string."""
+        tokens = np.full(len(self.counts), -1, dtype=np.int64)
+        is_last = self.ends == self.lengths[self.owners]
+        tokens[self.owners[is_last]] = self.ids[is_last]
+        return tokens
+
 
 def written_ids(vocabulary: SortedVocabulary, encoder: TextEncoder) -> Integers:
     """[vocabulary], of tokens with equal strings the one that the tokenizer writes: a letter is
