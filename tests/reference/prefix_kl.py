@@ -394,7 +394,7 @@ def separate_tokens(
     shown = [own, realised] if shows else []
     results: dict[str, bool] = {}
     separate: set[str] = set()
-    others: dict[str, list[str]] = {}  # longer texts that the student writes with one token
+    others: dict[str, list[str]] = {}  # longer texts that are one token of the student
 
     def named(text: str, whole: str, end: int) -> str:
         """Return the name of the cell that the teacher's token is part of; all of the text if it
@@ -573,8 +573,8 @@ def detours(
             if detour:
                 break
         spelled = side.encode(context + cell) if is_text and is_utf8(context + cell) else []
-        is_whole = not detour and cell in cells and "".join(spelled) == context + cell
-        for after in dividing(side, spelled[-1]) if is_whole else ():
+        is_written = not detour and cell in cells and "".join(spelled) == context + cell
+        for after in dividing(side, spelled[-1]) if is_written else ():
             if not detour and admits(cell, cell + after) and is_utf8(context + cell + after):
                 encoded = side.encode(context + cell + after)
                 limit = len(context + cell)

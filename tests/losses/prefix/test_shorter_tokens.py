@@ -133,3 +133,38 @@ def test_a_token_of_another_cell_explains_nothing_of_a_shorter_one() -> None:
     comparison = compared(pair, *ids, model_rows(teacher, models[1], "-mipl-"), k=16)
     logits = model_rows(student, models[0], "-mipl-").clamp_min(-20)
     assert pair.value(logits, pair.targets([comparison])).per_token.sum() <= 0.01
+
+
+@pytest.mark.parametrize("texts", [("-abcde", "-abwz"), ("-abcde", "-abwz", "-z")])
+def test_a_token_that_begins_later_is_in_the_cell_that_an_open_one_is_not(
+    texts: tuple[str, ...],
+) -> None:
+    # The teacher writes `a|b|cd`, so that the student's `abcd` is no part of the cell `c` behind
+    # `b`; but `a|bc|de`, which is `ab|cde` for the student.
+    student = tongue("<over>", [("d", "e"), ("a", "b"), ("c", "de"), ("c", "d"), ("ab", "cd")])
+    teacher = tongue("<stop>", [("d", "e"), ("c", "d"), ("b", "c"), ("b", "w")])
+    assert student.tokenize("-abcd-abcde") == ["-", "abcd", "-", "ab", "cde"]
+    masses = dict.fromkeys(texts, 1 / len(texts))
+    assert false_loss(Pair(student, teacher), masses, top_k=16, lowest=-20) <= 1e-3
+
+
+@pytest.mark.parametrize("texts", [("-a;", "-abcd"), ("-a;", "-abcd", "-z")])
+def test_what_divides_a_cell_may_lead_to_it_over_a_longer_token(texts: tuple[str, ...]) -> None:
+    # For the student `a|bc`, but `ab|cd`: the cell `bc` behind `a` is mass of its `ab`, too.
+    student = tongue("<over>", [("c", "d"), ("b", "c"), ("a", "b")])
+    teacher = tongue("<stop>", [("b", "c"), ("a", "bc")])
+    assert student.tokenize("-abc-abcd") == ["-", "a", "bc", "-", "ab", "cd"]
+    masses = dict.fromkeys(texts, 1 / len(texts))
+    assert false_loss(Pair(student, teacher), masses, top_k=16, lowest=-20) <= 1e-3
+
+
+@pytest.mark.parametrize("texts", [("    \nq", "    b", "  b"), ("    \nq", "    b", "  q", "z")])
+def test_a_lookahead_behind_spaces_lacks_words_that_take_one(texts: tuple[str, ...]) -> None:
+    # Behind the teacher's four spaces, the student continues with a line feed; in front of a word,
+    # it writes three and a space with the word.
+    spaces = [("Ġ", "Ġ"), ("ĠĠ", "ĠĠ")]
+    student = tongue("<over>", [*spaces, ("ĠĠ", "Ġ"), ("Ġ", "b")], words=True)
+    teacher = tongue("<stop>", spaces)
+    assert student.tokenize("    b") == ["   ", " b"]
+    masses = dict.fromkeys(texts, 1 / len(texts))
+    assert false_loss(Pair(student, teacher), masses, top_k=16, lowest=-20) <= 1e-3

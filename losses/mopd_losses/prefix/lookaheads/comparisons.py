@@ -226,8 +226,8 @@ class LookaheadComparisons:
         return members
 
     def _ended(self, begun: str, others: Sequence[str]) -> list[int]:
-        """Return the ranks of the tokens, shorter than what is begun, that the student writes in
-        front of texts that no cell contains."""
+        """Return the ranks of the tokens, shorter than what is begun, with which the student's
+        tokenizer begins in front of texts that no cell contains."""
         texts = [begun + each for each in others if each.isascii() or utf8_text(each) is not None]
         ends = self._pair.student_detours.first_ends(texts).tolist()
         tokens = {text[:end] for text, end in zip(texts, ends, strict=True) if end < len(begun)}

@@ -256,7 +256,7 @@ class SeparateTokens:
         for end in range(longer.shorter, len(text)):
             token = self._teacher_merges.token_of(place.teacher + text[:end])
             if token is not None:
-                written = self._teacher_merges.followers(token, text[end:], FOLLOWING)
+                written = self._teacher_merges.following(token, text[end:], FOLLOWING)
                 following.append((text[end:], written))
         for behind, written in following:
             yield from (token[len(behind) :] for token in written)

@@ -1,4 +1,4 @@
-"""``Merges``: which tokens a tokenizer of merges (BPE) writes behind each other, by these alone.
+"""``Merges``: which tokens a tokenizer of merges (BPE) writes behind each other.
 
 A token and the one behind it are written so if no merge across their border comes before those that
 complete them. The last part of a token waits until the merge that consumes it, and so does the
@@ -21,6 +21,12 @@ from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 #: Tokens that are looked at for one search.
 _VISITED = 256
 
+#: Searches kept in memory; beyond, all are discarded and computed again.
+_CACHED = 200_000
+
+#: Merges that are listed at once.
+_CHUNK = 8
+
 
 class Merges:
     """The merges of one tokenizer; none of a tokenizer of another kind.
@@ -41,14 +47,26 @@ class Merges:
         self._first_parts = np.searchsorted(merges[by_whole, 2], bounds)  # [vocabulary + 1]
         self._behind: dict[int, dict[int, int]] = {}
         self._last: dict[int, tuple[int, int, int] | None] = {}
+        self._searches: dict[tuple[int, str, int], list[str]] = {}
         self._dividing: dict[int, list[str]] = {}
 
     def __len__(self) -> int:
         return len(self._ranks)
 
-    def followers(self, token: int, prefix: str, count: int) -> list[str]:
+    def following(self, token: int, prefix: str, count: int) -> list[str]:
         """Return tokens that begin with a string, are longer, and may be written behind a token:
         about those that are merged first."""
+        key = token, prefix, count
+        tokens = self._searches.get(key)
+        if tokens is None:
+            if len(self._searches) >= _CACHED:
+                self._searches.clear()
+            longer = self._vocabulary.range_of(prefix)
+            is_begun = longer.longer < longer.stop
+            tokens = self._searches[key] = self._searched(*key) if is_begun else []
+        return tokens
+
+    def _searched(self, token: int, prefix: str, count: int) -> list[str]:
         spine = [*self._last_parts(token)]
         strings = self._vocabulary.strings
         results: list[str] = []
@@ -96,8 +114,8 @@ class Merges:
         for end in range(1, len(whole)):
             for left in dict.fromkeys((self.token_of(whole[:end]), parts.get(end))):
                 if left is not None:
-                    for following in self.followers(left, whole[end:], 1):
-                        yield following[len(whole) - end :]
+                    for behind in self.following(left, whole[end:], 1):
+                        yield behind[len(whole) - end :]
 
     def token_of(self, string: str) -> int | None:
         """Return the token that merges spell a string with; another one, such as a byte's, if none
@@ -108,19 +126,21 @@ class Merges:
         return next(merged, ids[0] if ids else None)
 
     def _begun_with(self, left: int, prefix: str) -> Iterator[tuple[int, int]]:
-        """Return the ranks and wholes of merges with a left part, lowest rank first: of wholes that
+        """Yield the ranks and wholes of merges with a left part, lowest rank first: of wholes that
         begin with a string, or with which it begins."""
         own = slice(self._first[left], self._first[left + 1])
         ranks, wholes = self._ranks[own], self._wholes[own]
         length = len(self._vocabulary.strings[left])
-        if length < len(prefix):
+        if length < len(prefix) and len(ranks):
             tokens, order = self._vocabulary.range_of(prefix), self._vocabulary.ranks[wholes]
             kept = (order >= tokens.start) & (order < tokens.stop)
-            shorter = np.flatnonzero(~kept & (self._vocabulary.lengths[wholes] < len(prefix)))
-            for at in shorter.tolist():
-                kept[at] = prefix.startswith(self._vocabulary.strings[wholes[at]])
+            for end in range(length + 1, len(prefix)):
+                shorter = self._vocabulary.range_of(prefix[:end])
+                kept |= (order >= shorter.start) & (order < shorter.longer)
             ranks, wholes = ranks[kept], wholes[kept]
-        return zip(ranks.tolist(), wholes.tolist(), strict=True)
+        for first in range(0, len(ranks), _CHUNK):
+            chunk = slice(first, first + _CHUNK)
+            yield from zip(ranks[chunk].tolist(), wholes[chunk].tolist(), strict=True)
 
     def _is_merged(self, token: int) -> bool:
         is_part = self._first[token] < self._first[token + 1]
@@ -167,7 +187,7 @@ class Merges:
         return merges
 
     def _merge_of(self, token: int) -> tuple[int, int, int] | None:
-        """Return the parts of the merge that completes a token in a text of its own, and its rank;
+        """Return the parts of the merge that completes a token in a separate text, and its rank;
         None for a token without one."""
         if token not in self._last:
             self._last[token] = self._merged_last(token)
