@@ -18,7 +18,6 @@ from mopd_losses.prefix.naming.separate_tokens import (
     BEHIND_SPACE,
     ENDS,
     FEW,
-    FOLLOWING,
     LONGEST,
     TOKENS_PER_END,
     TRIED,
@@ -414,9 +413,6 @@ def separate_tokens(
         rest = text[len(cell) :]
         most = TRIED_DIGITS if rest.isdecimal() else TRIED_BEHIND_SHORTER
         after += [t[len(rest) :] for t in frequent(teacher, rest, most)]
-        for stop in range(len(cell), len(text)):
-            written = following(teacher, teacher_begun + text[:stop], text[stop:], FOLLOWING)
-            after += [t[len(text) - stop :] for t in written]
         after += BEHIND_SPACE if text[-1] in WHITE_SPACE else ()
         for continued in ["", *after]:
             whole = text + continued

@@ -56,18 +56,12 @@ class TokenizerPair:
         self.teacher = SortedVocabulary(teacher, self.controls)
         self.marks = MarksTable()
         self.cuts = Cuts(self.student, student_encoder)
-        sides = (self.student, student_encoder), (self.teacher, teacher_encoder)
-        student_merges, teacher_merges = (Merges(side, encoder.merges) for side, encoder in sides)
         self.decisions = Decisions(self.student, self.teacher, self.cuts)
         self.separate = SeparateTokens(
-            self.student,
-            student_encoder,
-            self.teacher,
-            teacher_encoder,
-            teacher_merges,
-            self.cuts,
-            self.marks,
+            self.student, student_encoder, self.teacher, teacher_encoder, self.cuts, self.marks
         )
+        sides = (self.student, student_encoder), (self.teacher, teacher_encoder)
+        student_merges, teacher_merges = (Merges(side, encoder.merges) for side, encoder in sides)
         self.student_detours = Detours(self.student, student_encoder, student_merges, self.marks)
         self.teacher_detours = Detours(self.teacher, teacher_encoder, teacher_merges, self.marks)
         self.student_ranges = MarkedRanges(self.student)

@@ -1,10 +1,10 @@
 """Tokens in place of a longer one, and runs of white space, which what follows divides."""
 
-from string import ascii_lowercase
+from string import ascii_lowercase, ascii_uppercase
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from bench.byte_models import false_loss
 from mopd_losses.prefix.vocabulary.hashed_strings import string_hashes
@@ -15,15 +15,17 @@ from tests.losses.prefix_pairs import Pair, Tongue, compared, model_rows
 from tests.reference.text_model import TokenModel
 
 
-def tongue(end: str, merges: list[tuple[str, str]], *, words: bool = False) -> Tongue:
-    """Return a byte-level BPE; with ``words``, a space belongs to the next word. Two sides with
-    other names of the end have other ids."""
+def tongue(end: str, merges: list[tuple[str, str]], *, words: bool | str = False) -> Tongue:
+    """Return a byte-level BPE; with ``words``, a space belongs to the next word, or a pattern
+    divides the text. Two sides with other names of the end have other ids."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=end == "<stop>")
     vocabulary = {each: rank for rank, each in enumerate(alphabet)}
     for first, second in merges:
         vocabulary[first + second] = len(vocabulary)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is True)
+    split = [pre_tokenizers.Split(Regex(words), "isolated")] if isinstance(words, str) else []
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     return Tongue.ended(tokenizer, end)
 
@@ -158,13 +160,29 @@ def test_what_divides_a_cell_may_lead_to_it_over_a_longer_token(texts: tuple[str
     assert false_loss(Pair(student, teacher), masses, top_k=16, lowest=-20) <= 1e-3
 
 
-@pytest.mark.parametrize("texts", [("    \nq", "    b", "  b"), ("    \nq", "    b", "  q", "z")])
+@pytest.mark.parametrize("texts", [("    \nq", "    b", "  b"), ("    \nq", "    b", "  b", "z")])
 def test_a_lookahead_behind_spaces_lacks_words_that_take_one(texts: tuple[str, ...]) -> None:
-    # Behind the teacher's four spaces, the student continues with a line feed; in front of a word,
-    # it writes three and a space with the word.
+    # Behind the teacher's four spaces, the student has a token with a line feed, too. In front of a
+    # word it has three, and the fourth is part of the word.
     spaces = [("Ġ", "Ġ"), ("ĠĠ", "ĠĠ")]
-    student = tongue("<over>", [*spaces, ("ĠĠ", "Ġ"), ("Ġ", "b")], words=True)
-    teacher = tongue("<stop>", spaces)
-    assert student.tokenize("    b") == ["   ", " b"]
+    pattern = r"\s*\n|\s+(?!\S)|\s?\w+|\s+"
+    merges = [*spaces, ("ĠĠ", "Ġ"), ("ĠĠĠĠ", "Ċ"), ("Ġ", "b")]
+    student, teacher = tongue("<over>", merges, words=pattern), tongue("<stop>", spaces)
+    assert student.tokenize("    b    \n") == ["   ", " b", "    \n"]
     masses = dict.fromkeys(texts, 1 / len(texts))
     assert false_loss(Pair(student, teacher), masses, top_k=16, lowest=-20) <= 1e-3
+
+
+@pytest.mark.parametrize("texts", [("-abzk", "-abr", "-abk"), ("-abzk", "-abr")])
+def test_what_divides_a_token_need_not_be_frequent(texts: tuple[str, ...]) -> None:
+    # Tokens of `b` and a capital letter are merged first, but `a` joins them: only `bz` is written
+    # behind it.
+    longer = [each for letter in ascii_uppercase for each in (("b", letter), ("a", "b" + letter))]
+    divided = [*longer, ("b", "z"), ("a", "b")]
+    others = [("a", "b"), ("ab", "z")]
+    masses = dict.fromkeys(texts, 1 / len(texts))
+    for merges, bar in (((divided, others), 1e-3), ((others, divided), 0.1)):
+        student, teacher = (
+            tongue(end, each) for end, each in zip(("<over>", "<stop>"), merges, strict=True)
+        )
+        assert false_loss(Pair(student, teacher), masses, top_k=16, lowest=-20) <= bar

@@ -21,7 +21,6 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
 )
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
 from mopd_losses.prefix.vocabulary.marks import Marks, MarksTable
-from mopd_losses.prefix.vocabulary.merges import Merges
 from mopd_losses.prefix.vocabulary.shorter_tokens import TRIED as TRIED_BEHIND_SHORTER
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, last_character
 from mopd_protocol.tokenizers.token_table import TextEncoder
@@ -36,9 +35,6 @@ ENDS, TOKENS_PER_END = 2, 4
 #: Tokens that are tried in place of a number's last digits: about all that begin with a digit and
 #: have three digits at most, and years.
 TRIED_DIGITS = 256
-
-#: Tokens of a tokenizer of merges that it may write behind another one.
-FOLLOWING = 8
 
 #: Beginnings of words, and what is tried behind white space.
 WORDS = ("a", "#")
@@ -86,14 +82,12 @@ class SeparateTokens:
         student_encoder: TextEncoder,
         teacher: SortedVocabulary,
         teacher_encoder: TextEncoder,
-        teacher_merges: Merges,
         cuts: Cuts,
         marks: MarksTable,
     ) -> None:
         self._student, self._teacher = student, teacher
         self._student_ends = FirstEnds(student, student_encoder)
         self._teacher_ends = FirstEnds(teacher, teacher_encoder)
-        self._teacher_merges = teacher_merges
         self._cuts = cuts
         self._marks = marks
         self.table = KeyTable(_CACHED)
@@ -242,24 +236,12 @@ class SeparateTokens:
         place, text = longer.place, longer.text
         for vocabulary, begun in ((self._student, place.student), (self._teacher, place.teacher)):
             yield from continuations(vocabulary, begun + text, TOKENS_PER_END)
-        yield from self._ends_of_following(longer)
-        if text[-1].isspace() and text[-1].isascii():
-            yield from BEHIND_SPACE
-
-    def _ends_of_following(self, longer: _Longer) -> Iterator[str]:
-        """Yield the ends of the teacher's tokens that begin behind a cell's text and continue it:
-        frequent ones, and those that it may write behind the tokens that begin the text."""
-        place, text = longer.place, longer.text
         behind = text[longer.shorter :]
         most = TRIED_DIGITS if behind.isdecimal() else TRIED_BEHIND_SHORTER
-        following = [(behind, self._teacher.frequent_tokens(behind, most))]
-        for end in range(longer.shorter, len(text)):
-            token = self._teacher_merges.token_of(place.teacher + text[:end])
-            if token is not None:
-                written = self._teacher_merges.following(token, text[end:], FOLLOWING)
-                following.append((text[end:], written))
-        for behind, written in following:
-            yield from (token[len(behind) :] for token in written)
+        for token in self._teacher.frequent_tokens(behind, most):
+            yield token[len(behind) :]
+        if text[-1].isspace() and text[-1].isascii():
+            yield from BEHIND_SPACE
 
 
 def continuations(vocabulary: SortedVocabulary, text: str, tokens: int) -> list[str]:
