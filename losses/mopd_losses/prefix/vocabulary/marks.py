@@ -25,6 +25,9 @@ Marks = tuple[tuple[str, bool], ...]
 #: Marks, and what is derived of them, kept in memory.
 _MOST_MARKS, _CACHED = 200_000, 1_000_000
 
+#: Between the hashed parts of marks: in no text of a token.
+_BETWEEN = "\ue000"
+
 #: The number of no marks.
 UNMARKED = 0
 
@@ -46,7 +49,8 @@ class _Numbered:
     @cached_property
     def hash(self) -> np.uint64:
         """A hash that is the same in every run."""
-        return string_hashes(["".join(f"{text}{int(belongs)}" for text, belongs in self.marks)])[0]
+        parts = (part for text, belongs in self.marks for part in (text, str(int(belongs))))
+        return string_hashes([_BETWEEN.join(parts)])[0]
 
     @cached_property
     def excluded(self) -> tuple[str, ...]:
