@@ -547,7 +547,7 @@ def detours(
         crossed = crossed or is_several(side, at, cell) or is_run or is_inside
         if is_text and not crossed:
             continue
-        if not is_canonical:
+        if not is_canonical or first > covering:
             continue
         detour = None
         # A text may be one token, and no longer one once more follows.
