@@ -499,9 +499,8 @@ def text_before(side: Side, at: int) -> tuple[str, int, int]:
             break
         first -= 1
     # A tokenizer spells whole characters: a context does not begin inside one.
-    stop = covering + (side.starts[covering] < at)
     if not is_continuation(side.text[at]):
-        while first < stop and is_continuation(side.text[side.starts[first]]):
+        while first < covering and is_continuation(side.text[side.starts[first]]):
             first += 1
     start = side.starts[first] if first < len(side.starts) else at
     return side.text[start:at], first, covering
@@ -547,7 +546,7 @@ def detours(
         crossed = crossed or is_several(side, at, cell) or is_run or is_inside
         if is_text and not crossed:
             continue
-        if not is_canonical or first > covering:
+        if not is_canonical:
             continue
         detour = None
         # A text may be one token, and no longer one once more follows.

@@ -160,8 +160,6 @@ class Detours:
         may_differ |= contexts.are_several(sought.boundaries, sought.texts)
         redivided = contexts.end_with_run | contexts.inside_tokens
         may_differ |= redivided[sought.boundaries] & sought.texts.are_text()
-        # A context that would begin inside a character, behind its boundary's row, is unknown.
-        may_differ &= (contexts.first_rows <= contexts.covering_rows)[sought.boundaries]
         possible = np.flatnonzero(may_differ)
         numbers = sought.boundaries[possible]
         texts = sought.texts.at(possible)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.byte_models import false_loss, merging_pair, merging_tokenizer
-from tests.losses.prefix_pairs import Pair, compared, model_rows
+from tests.losses.prefix_pairs import Pair, Tongue, compared, model_rows
 from tests.reference import prefix_kl as slow
 from tests.reference.text_model import TokenModel, markov_texts
 
@@ -58,6 +58,44 @@ def test_a_candidate_is_in_the_cell_of_its_beginning_though_a_token_of_it_is_not
     texts = {"abcdefg": 0.3, "abq": 0.3, "axq": 0.2, "abz": 0.2}
     assert false_loss(pair, texts, top_k=64) <= 1e-3
     _assert_equals_the_slow_twin(pair, texts, {**texts, "abcdefg": 0.4, "abq": 0.2})
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_boundary_inside_a_token_that_begins_inside_a_character_equals_the_slow_twin(
+    seed: int,
+) -> None:
+    # The last byte of the character is part of the student's last token, and the completion is cut:
+    # no row is behind it.
+    inside = "Ģ"  # the byte 0x80
+    pair = Pair(
+        merging_tokenizer([f"{inside}a", f"{inside}ab"], "<over>"),
+        merging_tokenizer(["ab"], "<stop>"),
+    )
+    ids = pair.student.encoder.encode("𓀀ab"), pair.teacher.encoder.encode("𓀀ab")
+    torch.manual_seed(seed)
+    logits, rows = (
+        _random_logits(side, len(own))
+        for side, own in zip((pair.student, pair.teacher), ids, strict=True)
+    )
+    real = torch.tensor(pair.teacher.table.real_ids(pair.teacher.logit_width))
+    rows = rows.masked_fill(~real, -torch.inf).log_softmax(dim=1)
+    comparison = compared(pair, *ids, rows, k=64)
+    output = pair.value(logits, pair.targets([comparison]))
+    sides = _sides(pair, ids, logits, comparison.score.topk)
+    expected = torch.tensor(slow.per_token(*sides, "forward_kl", 0.0), dtype=torch.float64)
+    torch.testing.assert_close(output.per_token, expected, rtol=1e-6, atol=1e-8)
+
+
+def _random_logits(side: Tongue, tokens: int) -> torch.Tensor:
+    """[tokens, width], of which the bytes of a text and a few letters are likely."""
+    likely = [
+        token
+        for token, spelled in enumerate(side.table.all_bytes)
+        if spelled and set(spelled) <= set("𓀀abcd".encode())
+    ]
+    logits = torch.randn(tokens, side.logit_width, dtype=torch.float64) - 6
+    logits[:, likely] += 6 + 2 * torch.randn(tokens, len(likely), dtype=torch.float64)
+    return logits
 
 
 @pytest.mark.parametrize(("letters", "merges", "seed"), [("ab", 12, 0), ("ab", 6, 11)])

@@ -94,7 +94,7 @@ class Contexts(TextsBefore):
             growing &= first > np.maximum(covering - WINDOW, 0)
             growing &= (text.starts[before] >= places.blocks) & text.spells[before]
             first = first - growing
-        first = _at_characters(places, first, covering + (begun > 0))
+        first = _at_characters(places, first, covering)
         inside = np.minimum(first, max(len(text.starts) - 1, 0))
         starts = np.minimum(text.starts[inside], places.offsets)
         starts = np.where(first == inside, starts, places.offsets)
@@ -163,24 +163,25 @@ class Contexts(TextsBefore):
         return (nodes >= 0) & ~self.text.vocabulary.are_tokens(nodes)
 
 
-def _at_characters(places: Places, first: Integers, stops: Integers) -> Integers:
+def _at_characters(places: Places, first: Integers, covering: Integers) -> Integers:
     """[boundaries], the first rows that begin with a character: tokens of single bytes may begin
-    inside one, and a tokenizer spells whole ones. A boundary inside a character has no such row.
+    inside one, and a tokenizer spells whole ones. A boundary inside a character has no such row,
+    nor has one inside a token that begins so.
 
     Args:
         first: [boundaries], rows.
-        stops: [boundaries], behind the rows of each.
+        covering: [boundaries], the last rows that may be returned.
     """
     text = places.text
     if not len(text.starts):
         return first
     first = first.copy()
     at_character = ~are_continuations(text.codes.take(places.offsets, mode="clip"))
-    inside = np.flatnonzero(at_character & (first < stops))
+    inside = np.flatnonzero(at_character & (first < covering))
     while len(inside):
         inside = inside[are_continuations(text.codes.take(text.starts[first[inside]]))]
         first[inside] += 1
-        inside = inside[first[inside] < stops[inside]]
+        inside = inside[first[inside] < covering[inside]]
     return first
 
 
