@@ -52,6 +52,20 @@ def test_a_token_that_may_belong_to_two_cells_has_no_loss(
 
 @pytest.mark.parametrize(
     ("student", "teacher", "kind"),
+    [
+        ("v3", "tekken", "bengali"),  # the student spells `ঙ` with its bytes, `ং` with one token
+        ("v3", "tekken", "emoji"),
+        ("tekken", "v3", "hebrew"),  # `הב` and `ה\xd7|\x91\xd7`
+        ("tekken", "v3", "symbols"),  # the teacher's `∑` and `\xe2|\x88|\x80`
+        ("tekken", "v3", "emoji"),
+    ],
+)
+def test_characters_that_tokens_divide_have_no_loss(student: str, teacher: str, kind: str) -> None:
+    assert measure(student, teacher, TEXTS[kind]) <= 0.001
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "kind"),
     [("v3", "tekken", "names"), ("tekken", "v3", "russian"), ("tekken", "python_50k", "german")],
 )
 def test_a_character_of_several_tokens_before_the_text_changes_nothing(

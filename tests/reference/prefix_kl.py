@@ -4,6 +4,7 @@ A token is its string: a Latin-1 character a byte, one private character for a c
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -556,17 +557,23 @@ def detours(
         afters += continuations(side, context + cell, 1) if joined else []
         if is_text and not is_utf8(context + cell):
             afters = completions(side, context + cell)
+        continued: list[tuple[int, str, bool]] = []
         for after in afters:
             whole = context + cell + after if is_text else context
-            if not is_utf8(whole):
+            if detour or not is_utf8(whole):
                 continue
-            limit = len(context) if after else len(context + cell)
+            is_ended = is_text and is_utf8(context + cell) and after
+            limit = len(context) if is_ended else len(context + cell)
             encoded = side.encode(whole)
-            detour = first_deviation(
+            other = first_deviation(
                 side, context, cell + after, encoded, first, covering, limit=limit
             )
-            if detour:
-                break
+            if after:
+                continued += [other] if other else []
+            else:
+                detour = other
+        # The commonest of several, and the first of these.
+        detour = detour or next((each for each, _ in Counter(continued).most_common(1)), None)
         spelled = side.encode(context + cell) if is_text and is_utf8(context + cell) else []
         is_written = not detour and cell in cells and "".join(spelled) == context + cell
         for after in dividing(side, spelled[-1]) if is_written else ():
@@ -581,12 +588,19 @@ def detours(
             lacking |= {cell} & set(cells)
     for origin, string in sorted(probes) if is_canonical else ():
         before = side.text[side.starts[origin] : at]
-        if is_utf8(before + string) and are_written(side, origin, at):
-            encoded = side.encode(before + string)
-            limit = len(before + string)
-            detour = first_deviation(side, before, string, encoded, origin, covering, limit=limit)
-            if detour and not detour[2]:
-                deviating.setdefault(detour[:2], False)
+        if not are_written(side, origin, at):
+            continue
+        limit = len(before + string)
+        afters = [""] if is_utf8(before + string) else completions(side, before + string)
+        deviated = [
+            first_deviation(side, before, string + after, encoded, origin, covering, limit=limit)
+            for after in afters
+            if is_utf8(before + string + after)
+            for encoded in [side.encode(before + string + after)]
+        ]
+        detour = next((d for d, _ in Counter(filter(None, deviated)).most_common(1)), None)
+        if detour and not detour[2]:
+            deviating.setdefault(detour[:2], False)
     for row in open_rows(side, at, None) if is_canonical else ():
         begun = side.text[side.starts[row] : at]
         for cell in cells if row >= first else ():
@@ -629,7 +643,8 @@ def are_written(side: Side, first: int, at: int) -> bool:
     text = "".join(side.tokens[side.realised[r]] for r in rows)
     for row in range(first + len(rows), len(side.realised)):
         token = side.tokens[side.realised[row]]
-        if not text or text[-1] not in WHITE_SPACE or ord(token[-1]) > 255:
+        is_divided = text[-1:] in [*WHITE_SPACE] or is_continuation(token[0])
+        if not text or not is_divided or ord(token[-1]) > 255:
             break
         text += token
     realised = [side.tokens[side.realised[r]] for r in rows]
@@ -642,9 +657,21 @@ def characters(text: str) -> list[int]:
 
 
 def completions(side: Side, text: str) -> list[str]:
-    """Return what completes the last character of a text, and perhaps follows it, in a token."""
+    """Return what completes the last character of a text, and perhaps follows it, in a token; also
+    the first character that begins no token."""
     tail = text[characters(text)[-1] :]
-    return [token[len(tail) :] for token in frequent(side, tail, TRIED_BEHIND_SHORTER)]
+    results = [token[len(tail) :] for token in frequent(side, tail, TRIED_BEHIND_SHORTER)]
+    every = (
+        chr(code).encode().decode("latin-1")
+        for code in range(0x80, 0x110000)
+        if not 0xD800 <= code < 0xE000
+    )
+    for character in every:
+        if character.startswith(tail) and not any(
+            t.startswith(character) for t in side.tokens.values()
+        ):
+            return [*results, character[len(tail) :]]
+    return results
 
 
 def is_several(side: Side, at: int, cell: str) -> bool:
@@ -763,10 +790,9 @@ def ends_a_token(side: Side, at: int, text: str) -> bool:
     is_divided_by_text = is_text and context[-1].isascii() and context[-1].isspace()
     followed = context + text if is_divided_by_text else context
     realised = [side.tokens[side.realised[row]] for row in range(first, covering + 1)]
-    if not is_utf8("".join(realised)) or not is_utf8(followed):
+    if not is_utf8(followed) or not are_written(side, first, at):
         return False
-    written, tokens = side.encode("".join(realised)), side.encode(followed)
-    return written == realised and tokens[: len(realised)] == [*realised[:-1], begun]
+    return side.encode(followed)[: len(realised)] == [*realised[:-1], begun]
 
 
 def has_joining_token(side: Side, context: str, cell: str) -> bool:

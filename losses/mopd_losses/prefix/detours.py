@@ -30,7 +30,7 @@ from mopd_losses.prefix.vocabulary.key_table import KeyTable
 from mopd_losses.prefix.vocabulary.marks import MarksTable
 from mopd_losses.prefix.vocabulary.merges import Merges
 from mopd_losses.prefix.vocabulary.shorter_tokens import TRIED, ShorterTokens
-from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, last_character
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, utf8_text
 from mopd_losses.prefix.vocabulary.spellings import Spellings, written_ids
 from mopd_protocol.tokenizers.token_table import TextEncoder
 
@@ -269,7 +269,16 @@ class Detours:
             strings = probes.texts.strings(indices)
             texts = [a + b for a, b in zip(before.texts(indices), strings, strict=True)]
             lengths = before.lengths[indices] + probes.texts.lengths[indices]
-            return self._first_detours(before, indices, texts, lengths)[0]
+            continued = [
+                (number, each)
+                for number, text in enumerate(texts)
+                for each in self._completed(text)
+            ]
+            owners = np.array([number for number, _ in continued], dtype=np.int64)
+            codes, _, _ = self._first_detours(
+                before, indices[owners], [text for _, text in continued], lengths[owners]
+            )
+            return _commonest_of(codes, owners, len(indices))
 
         codes = self.probed.computed(keys_of(before.keys, probes.texts.hashes), compute)
         kept = np.flatnonzero(codes & 1 == 1)  # a counted token is mass of the rest
@@ -280,6 +289,11 @@ class Detours:
         steps, ids = _steps_and_ids(codes[kept])
         steps += probes.rows[kept] - contexts.first_rows[numbers]
         return numbers, steps, ids, np.zeros(len(kept), dtype=np.bool_)
+
+    def _completed(self, text: str) -> list[str]:
+        """Return a text; of one that ends inside a character what may become of it."""
+        is_text = text.isascii() or utf8_text(text) is not None
+        return [text] if is_text else self._vocabulary.completed(text, TRIED)
 
     def _ended(self, contexts: Contexts) -> _Found:
         """Find tokens that were not produced and end at a boundary."""
@@ -375,7 +389,8 @@ class Detours:
 
     def _detours(self, contexts: TextsBefore, boundaries: Integers, strings: list[str]) -> Integers:
         """Find the first token to each string that is neither realised nor known mass of it; if
-        there is none, one that ends at or before the boundary once the string continues."""
+        there is none, the commonest of those that end at or before the boundary once the string
+        continues."""
         before = contexts.lengths[boundaries]
         begun = contexts.texts(boundaries)
         wholes = [first + second for first, second in zip(begun, strings, strict=True)]
@@ -396,9 +411,7 @@ class Detours:
         # A token may complete a character of which the text is only the first bytes.
         for index in np.flatnonzero(~is_text).tolist():
             if (text := texts[index]) == wholes[index]:
-                start = last_character(text)
-                tokens = self._vocabulary.frequent_tokens(text[start:], TRIED)
-                continued += [(index, text[:start] + token) for token in tokens]
+                continued += [(index, each) for each in self._vocabulary.completed(text, TRIED)]
         # A string may be one token, and no longer one once more follows: `bb`, but `b|ba`.
         continued += [
             (index, texts[index] + after)
@@ -406,10 +419,11 @@ class Detours:
             for after in continuations(self._vocabulary, texts[index], 1)
         ]
         owners = np.array([index for index, _ in continued], dtype=np.int64)
+        limits = np.where(is_text, before, lengths)[owners]
         after_more, _, _ = self._first_detours(
-            contexts, boundaries[owners], [text for _, text in continued], before[owners]
+            contexts, boundaries[owners], [text for _, text in continued], limits
         )
-        return np.where(results, results, _first_of(after_more, owners, len(results)))
+        return np.where(results, results, _commonest_of(after_more, owners, len(results)))
 
     def _first_detours(
         self, contexts: TextsBefore, boundaries: Integers, texts: list[str], limits: Integers
@@ -451,6 +465,19 @@ def _first_of(codes: Integers, owners: Integers, count: int) -> Integers:
     results = np.full(count, _NO_DETOUR, dtype=np.int64)
     results[reached] = codes[at[first]]
     return results
+
+
+def _commonest_of(codes: Integers, owners: Integers, count: int) -> Integers:
+    """[count], the detour that each owner has most often; of several, the first."""
+    at = np.flatnonzero(codes != _NO_DETOUR)
+    at = at[np.lexsort((codes[at], owners[at]))]
+    is_first = np.ones(len(at), dtype=np.bool_)
+    is_first[1:] = (owners[at[1:]] != owners[at[:-1]]) | (codes[at[1:]] != codes[at[:-1]])
+    starts = np.flatnonzero(is_first)
+    counts = np.diff(np.append(starts, len(at)))
+    at = at[starts]
+    order = np.lexsort((at, -counts))
+    return _first_of(codes[at[order]], owners[at[order]], count)
 
 
 def _steps_and_ids(codes: Integers) -> tuple[Integers, Integers]:

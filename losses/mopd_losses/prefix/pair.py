@@ -23,7 +23,7 @@ from mopd_protocol.runtime.atomic_file import replacing
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
 
 #: Of the stored tables; a change of keys, values or rules needs another one.
-FORMAT_VERSION = 11
+FORMAT_VERSION = 12
 
 #: The tables are saved when they have grown by this share, so that all saves together cost no more
 #: than a few of the last one.

@@ -60,6 +60,32 @@ def test_a_candidate_is_in_the_cell_of_its_beginning_though_a_token_of_it_is_not
     _assert_equals_the_slow_twin(pair, texts, {**texts, "abcdefg": 0.4, "abq": 0.2})
 
 
+def test_a_character_behind_a_lookahead_may_begin_a_shorter_token() -> None:
+    # The teacher is sure of `a|Ã`, of which the student has `aè`; but it has `a|ê`.
+    student = merging_tokenizer(["Ã¨", "aÃ¨", "Ãª", "ax"], "<over>")
+    teacher = merging_tokenizer([], "<stop>")
+    texts = {"axx": 0.3, "aè": 0.35, "aê": 0.35}
+    assert false_loss(Pair(student, teacher), texts, top_k=64) <= 1e-3
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "seed"),
+    [
+        (["bÃ", "©b", "ba", "©bba", "aÃ"], ["ba", "Ã©", "Ã©a", "Ã©a©", "aba"], 10),
+        (["aÃ", "aÃ©", "bb", "©Ã", "©a"], ["ba", "baÃ", "bÃ", "©bÃ", "babÃ"], 30),
+        (["aÃ", "©Ã", "ba", "aa", "©a"], ["aa"], 34),
+    ],
+)
+def test_tokens_of_parts_of_several_characters_have_no_loss(
+    student: list[str], teacher: list[str], seed: int
+) -> None:
+    # `Ã©` is `é`.
+    pair = Pair(merging_tokenizer(student, "<over>"), merging_tokenizer(teacher, "<stop>"))
+    texts, others = (markov_texts("éab", 3, each) for each in (seed, seed + 1))
+    assert false_loss(pair, texts, top_k=64) <= 0.004
+    _assert_equals_the_slow_twin(pair, texts, others, every=7)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_boundary_inside_a_token_that_begins_inside_a_character_equals_the_slow_twin(
     seed: int,

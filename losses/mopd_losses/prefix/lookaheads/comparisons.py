@@ -31,6 +31,7 @@ from mopd_losses.prefix.targets import NO_PATH, PrefixTargets, RangeReadings
 from mopd_losses.prefix.unknown_mass import other_texts
 from mopd_losses.prefix.vocabulary.hashed_strings import string_hashes
 from mopd_losses.prefix.vocabulary.marks import UNMARKED
+from mopd_losses.prefix.vocabulary.shorter_tokens import TRIED
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import utf8_text
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
@@ -228,7 +229,10 @@ class LookaheadComparisons:
     def _ended(self, begun: str, others: Sequence[str]) -> list[int]:
         """Return the ranks of the tokens, shorter than what is begun, with which the student's
         tokenizer begins in front of texts that no cell contains."""
-        texts = [begun + each for each in others if each.isascii() or utf8_text(each) is not None]
+        texts: list[str] = []
+        for whole in (begun + each for each in others):
+            is_text = utf8_text(whole) is not None
+            texts += [whole] if is_text else self._pair.student.completed(whole, TRIED)
         ends = self._pair.student_detours.first_ends(texts).tolist()
         tokens = {text[:end] for text, end in zip(texts, ends, strict=True) if end < len(begun)}
         ranges = (self._pair.student.range_of(token) for token in tokens - {""})

@@ -24,7 +24,11 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
     prefix_hashes,
     slice_hashes,
 )
-from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, control_character
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import (
+    SortedVocabulary,
+    are_continuations,
+    control_character,
+)
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 
 _ASCII = "".join(map(chr, range(128)))
@@ -127,10 +131,12 @@ class TokenizedText:
     @cached_property
     def divided_ends(self) -> Integers:
         """[rows], the offset behind a token, and behind those that follow as long as one ends with
-        white space: how a run of it is divided depends on what follows the run."""
+        white space or inside a character: how a run or a character is divided depends on all of it,
+        and on what follows the run."""
         if not len(self.ids):
             return self.ends
         is_last = ~is_space(self.codes.take(np.maximum(self.ends - 1, 0)))
+        is_last &= ~are_continuations(self.codes.take(self.ends))
         is_last[:-1] |= ~self.spells[1:] | (self.starts[1:] != self.ends[:-1])
         is_last[-1] = True
         rows = np.where(is_last, np.arange(len(is_last)), len(is_last))

@@ -41,8 +41,8 @@ class TextsBefore:
         return [symbols[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
 
     def written(self, numbers: Integers) -> list[str]:
-        """Return texts with all of the covering token, and, if they end with white space, with what
-        follows the run of it."""
+        """Return texts with all of the covering token, and, if they end with white space or inside
+        a character, with the rest of it, and what follows the run of white space."""
         starts, stops = self.starts[numbers], self._stops(numbers)
         columns = (starts.tolist(), stops.tolist())
         return [self.text.symbols[a:b] for a, b in zip(*columns, strict=True)]
@@ -61,6 +61,7 @@ class TextsBefore:
             return stops
         rows = np.minimum(rows, len(text.starts) - 1)
         is_divided = is_space(text.codes.take(np.maximum(stops - 1, 0)))
+        is_divided |= are_continuations(text.codes.take(stops))
         follows = is_divided & (text.starts[rows] == stops) & text.spells[rows]
         follows &= self.lengths[numbers] > 0
         return np.where(follows | (text.starts[rows] < stops), text.divided_ends[rows], stops)

@@ -6,8 +6,9 @@ characters; a control token is one private character above them, the same on bot
 role or name.
 """
 
-from bisect import bisect_left
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping
+from itertools import islice, product
 from typing import NamedTuple
 
 import numpy as np
@@ -76,6 +77,17 @@ def last_character(text: str) -> int:
     return max(start, 0)
 
 
+def _characters_from(begun: str) -> Iterator[str]:
+    """Yield the bytes of all characters of UTF-8 that begin with some bytes, in order."""
+    firsts = (0xC2, 0xE0, 0xF0, 0xF5)  # bytes that begin characters of two, three and four bytes
+    length = bisect_right(firsts, ord(begun[0])) + 1
+    missing = length - len(begun) if length <= len(firsts) else 0
+    for ends in product(map(chr, range(0x80, 0xC0)), repeat=max(missing, 0)):
+        character = begun + "".join(ends)
+        if utf8_text(character) is not None:
+            yield character
+
+
 def control_characters(*tables: TokenTable) -> dict[str, str]:
     """Return the private character of each control token's name."""
     names = sorted({name for table in tables for name in table.marks.values()})
@@ -117,6 +129,7 @@ class SortedVocabulary:
         self._ranges: dict[str, PrefixRange] = {}
         self._frequent: dict[tuple[str, int], list[str]] = {}
         self._continuations: dict[tuple[str, int], list[str]] = {}
+        self._unspelled_characters: dict[str, list[str]] = {}
 
     def _index(self) -> None:
         """Number the nodes and find the ranks of each: [nodes + 1], the last one has none."""
@@ -207,6 +220,22 @@ class SortedVocabulary:
             ids = self._frequent_ids(prefix, count)
             cached = self._frequent[prefix, count] = [self.strings[token] for token in ids.tolist()]
         return cached
+
+    def completed(self, text: str, count: int) -> list[str]:
+        """Return a text of which the last character is incomplete with at most ``count`` frequent
+        tokens that complete it, and may continue it, and with a character that no token contains
+        from its first byte on: a tokenizer spells it with tokens of bytes."""
+        start = last_character(text)
+        endings = self.frequent_tokens(text[start:], count)
+        unspelled = self._unspelled(text[start:])
+        return [text[:start] + each for each in (*endings, *unspelled)]
+
+    def _unspelled(self, begun: str) -> list[str]:
+        """Return the first character that begins with some bytes and begins no token, if any."""
+        if begun not in self._unspelled_characters:
+            characters = (each for each in _characters_from(begun) if not self.covers(each))
+            self._unspelled_characters[begun] = [*islice(characters, 1)]
+        return self._unspelled_characters[begun]
 
     def continuations(self, end: str, count: int) -> list[str]:
         """Return what is behind ``end``, or a shorter end of it that begins a character, in the
