@@ -87,20 +87,22 @@ def test_tokens_of_parts_of_several_characters_have_no_loss(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_boundary_inside_a_token_that_begins_inside_a_character_equals_the_slow_twin(
-    seed: int,
+@pytest.mark.parametrize(
+    ("student", "teacher", "text"),
+    [
+        (["Ģa", "Ģab"], ["ab"], "𓀀ab"),  # the token begins with the last byte of a character
+        (["_d", "ir", "_dir"], ["ir", "dir"], "tmp_dir"),  # a word ends in front of the token
+    ],
+)
+def test_a_boundary_inside_the_last_token_equals_the_slow_twin(
+    student: list[str], teacher: list[str], text: str, seed: int
 ) -> None:
-    # The last byte of the character is part of the student's last token, and the completion is cut:
-    # no row is behind it.
-    inside = "Ģ"  # the byte 0x80
-    pair = Pair(
-        merging_tokenizer([f"{inside}a", f"{inside}ab"], "<over>"),
-        merging_tokenizer(["ab"], "<stop>"),
-    )
-    ids = pair.student.encoder.encode("𓀀ab"), pair.teacher.encoder.encode("𓀀ab")
+    # The completion is cut: no row is behind the token.
+    pair = Pair(merging_tokenizer(student, "<over>"), merging_tokenizer(teacher, "<stop>"))
+    ids = pair.student.encoder.encode(text), pair.teacher.encoder.encode(text)
     torch.manual_seed(seed)
     logits, rows = (
-        _random_logits(side, len(own))
+        _random_logits(side, len(own), text)
         for side, own in zip((pair.student, pair.teacher), ids, strict=True)
     )
     real = torch.tensor(pair.teacher.table.real_ids(pair.teacher.logit_width))
@@ -112,12 +114,12 @@ def test_a_boundary_inside_a_token_that_begins_inside_a_character_equals_the_slo
     torch.testing.assert_close(output.per_token, expected, rtol=1e-6, atol=1e-8)
 
 
-def _random_logits(side: Tongue, tokens: int) -> torch.Tensor:
-    """[tokens, width], of which the bytes of a text and a few letters are likely."""
+def _random_logits(side: Tongue, tokens: int, text: str) -> torch.Tensor:
+    """[tokens, width], of which the tokens of a text's bytes and of a few letters are likely."""
     likely = [
         token
         for token, spelled in enumerate(side.table.all_bytes)
-        if spelled and set(spelled) <= set("𓀀abcd".encode())
+        if spelled and set(spelled) <= set(text.encode() + b"abcd")
     ]
     logits = torch.randn(tokens, side.logit_width, dtype=torch.float64) - 6
     logits[:, likely] += 6 + 2 * torch.randn(tokens, len(likely), dtype=torch.float64)

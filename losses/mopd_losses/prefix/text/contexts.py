@@ -90,15 +90,13 @@ class Contexts(TextsBefore):
         growing = np.ones(len(first), dtype=np.bool_)
         for _ in range(WINDOW + 1):
             before = np.maximum(first - 1, 0)
-            start = text.starts[np.minimum(first, max(len(text.starts) - 1, 0))]
-            growing &= (start >= places.offsets) | ~text.follow_word(start)
+            starts = _starts(places, first)
+            growing &= (starts == places.offsets) | ~text.follow_word(starts)
             growing &= first > np.maximum(covering - WINDOW, 0)
             growing &= (text.starts[before] >= places.blocks) & text.spells[before]
             first = first - growing
         first = _at_characters(places, first, covering)
-        inside = np.minimum(first, max(len(text.starts) - 1, 0))
-        starts = np.minimum(text.starts[inside], places.offsets)
-        starts = np.where(first == inside, starts, places.offsets)
+        starts = _starts(places, first)
         lengths = places.offsets - starts
         keys = _keys(places, np.arange(len(first)), first, starts)
         return cls(text, first, covering, starts, lengths, keys, places)
@@ -162,6 +160,12 @@ class Contexts(TextsBefore):
         token: a side that has only the beginning of longer tokens spells them with several."""
         nodes = self.places.nodes_behind(self.places.open_rows.last[boundaries], texts.hashes)
         return (nodes >= 0) & ~self.text.vocabulary.are_tokens(nodes)
+
+
+def _starts(places: Places, rows: Integers) -> Integers:
+    """[boundaries], where a row of each begins, and the boundary if that is behind it."""
+    starts = np.append(places.text.starts, np.iinfo(np.int64).max)[rows]
+    return np.minimum(starts, places.offsets)
 
 
 def _at_characters(places: Places, first: Integers, covering: Integers) -> Integers:
