@@ -29,6 +29,7 @@ def test_tokens_that_are_written_by_what_follows_have_no_loss(
         ("python_50k", "tekken", "cjk"),  # `今|年的`, of which the other side sees a byte
         ("python_50k", "tekken", "german"),
         ("tekken", "python_50k", "russian"),
+        ("tekken", "v3", "arabic"),  # `الك|تاب`, but `ال|كتب`, behind `الكت`
     ],
 )
 def test_texts_that_are_divided_by_what_follows_later_have_no_loss(

@@ -141,6 +141,7 @@ class Detours:
         self.table = KeyTable(CACHED)
         self.divided = KeyTable(CACHED)
         self.probed = KeyTable(CACHED)
+        self.joined = KeyTable(CACHED)
         self.shorter = ShorterTokens(vocabulary, encoder, merges)
         self._written = written_ids(vocabulary, encoder)
         self._shorter = ShorterDetours(vocabulary, self.shorter, self.are_canonical)
@@ -168,6 +169,10 @@ class Detours:
         whole = np.flatnonzero(whole) if len(self._merges) else np.empty(0, dtype=np.int64)
         of_cells = marks[sought.cells[possible[whole]]]
         codes[whole] = self._divided(contexts, numbers[whole], texts.at(whole), of_cells)
+        # A counted token, or none, is no detour of the rest: one may be, once more follows.
+        in_rest = (sought.cells[possible] < 0) & texts.are_text()
+        rest = np.flatnonzero((codes & 1 == 0) & in_rest)
+        codes[rest] = self._joined(contexts, numbers[rest], texts.at(rest))
         counted = codes & 1 == 0  # one more than the flag
         # A counted token is mass of the rest, and so is a candidate that is in no cell.
         kept = np.flatnonzero((codes != _NO_DETOUR) & ~((sought.cells[possible] < 0) & counted))
@@ -186,10 +191,10 @@ class Detours:
             (sought.cells[others], (of_others, other_steps, other_ids, _all(others, True))),
             (sought.cells[earlier], (of_earlier, earlier_steps, earlier_ids, _all(earlier, False))),
         ]
-        in_rest = [self._ended(contexts)]
+        of_rest = [self._ended(contexts)]
         if probes is not None:
-            in_rest.append(self._of_probes(contexts, probes))
-        columns += [(np.full(len(each[0]), -1), each) for each in in_rest]
+            of_rest.append(self._of_probes(contexts, probes))
+        columns += [(np.full(len(each[0]), -1), each) for each in of_rest]
         numbers, steps, ids, counted = map(
             np.concatenate, zip(*(each for _, each in columns), strict=True)
         )
@@ -259,6 +264,30 @@ class Detours:
 
         keys = keys_of(contexts.keys[boundaries], texts.hashes, self._marks.hashes(marks))
         return self.divided.computed(keys, compute)
+
+    def _joined(self, contexts: Contexts, boundaries: Integers, texts: Strings) -> Integers:
+        """Return the detour of each text once more follows that a token may join with its end: one
+        that ends at or before the boundary."""
+
+        def compute(indices: Integers) -> Integers:
+            own = boundaries[indices]
+            pairs = zip(contexts.texts(own), texts.strings(indices), strict=True)
+            continued = [
+                (index, begun + string + after)
+                for index, (begun, string) in enumerate(pairs)
+                for after in continuations(self._vocabulary, begun + string, 1)
+            ]
+            owners = np.array([index for index, _ in continued], dtype=np.int64)
+            codes, _, _ = self._first_detours(
+                contexts,
+                own[owners],
+                [text for _, text in continued],
+                contexts.lengths[own[owners]],
+            )
+            return _commonest_of(codes, owners, len(indices))
+
+        keys = keys_of(contexts.keys[boundaries], texts.hashes)
+        return self.joined.computed(keys, compute)
 
     def _of_probes(self, contexts: Contexts, probes: Probes) -> _Found:
         """Find detours of probes that are in the rest. Continuations behind probes would be most of

@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 class TokenizerPair:
     """A student's and a teacher's vocabulary and tokenizer.
 
-    What their tokenizers were called for is kept: up to 500,000 entries of each of nine tables, on
-    disk at most 72 MB.
+    What their tokenizers were called for is kept: up to 500,000 entries of each of eleven tables,
+    on disk at most 88 MB.
 
     Args:
         folder: of the stored tables, ``prefix-KEY.safetensors`` with a key of both tokenizers; a
@@ -74,6 +74,8 @@ class TokenizerPair:
             "teacher_detours": self.teacher_detours.table,
             "student_divided_cells": self.student_detours.divided,
             "teacher_divided_cells": self.teacher_detours.divided,
+            "student_joined_texts": self.student_detours.joined,
+            "teacher_joined_texts": self.teacher_detours.joined,
             "teacher_probes": self.teacher_detours.probed,
             "student_shorter_tokens": self.student_detours.shorter.table,
             "teacher_shorter_tokens": self.teacher_detours.shorter.table,

@@ -73,6 +73,8 @@ class ShorterTokens:
             yield 0, whole + behind
         if whole[-1].isspace() and whole[-1].isascii():
             yield 0, whole + WORD
+        if token is not None and len(self._merges) and whole.isascii() and whole.strip().isalpha():
+            return  # merges show all that divides a word
         for length in range(1, min(len(whole), LONGEST)):
             if not self._vocabulary.is_token(whole[:length]):
                 continue
