@@ -30,6 +30,7 @@ def test_tokens_that_are_written_by_what_follows_have_no_loss(
         ("python_50k", "tekken", "german"),
         ("tekken", "python_50k", "russian"),
         ("tekken", "v3", "arabic"),  # `الك|تاب`, but `ال|كتب`, behind `الكت`
+        ("tekken", "python_50k", "arabic"),  # the same, of which the other side sees a byte
     ],
 )
 def test_texts_that_are_divided_by_what_follows_later_have_no_loss(

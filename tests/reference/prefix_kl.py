@@ -583,25 +583,23 @@ def detours(
                 detour = first_deviation(
                     side, context, cell + after, encoded, first, covering, limit=limit
                 )
-        if is_text and cell not in cells and not (detour and not detour[2]):
-            joined_texts = [
-                context + cell + after
-                for after in continuations(side, context + cell, 1)
-                if is_utf8(context + cell + after)
-            ]
+        if is_text and cell not in cells:
             deviated = [
                 first_deviation(
                     side,
                     context,
-                    text[len(context) :],
-                    side.encode(text),
+                    cell + after,
+                    side.encode(context + cell + after),
                     first,
                     covering,
                     limit=len(context),
                 )
-                for text in joined_texts
+                for after in continuations(side, context + cell, 1)
+                if is_utf8(context + cell + after)
             ]
-            detour = next((d for d, _ in Counter(filter(None, deviated)).most_common(1)), None)
+            for other in [each for each, _ in Counter(filter(None, deviated)).most_common(1)]:
+                if not other[2]:
+                    deviating.setdefault(other[:2], False)
         if detour and (cell in cells or not detour[2]):
             deviating[detour[:2]] = detour[2]
             lacking |= {cell} & set(cells)

@@ -169,10 +169,10 @@ class Detours:
         whole = np.flatnonzero(whole) if len(self._merges) else np.empty(0, dtype=np.int64)
         of_cells = marks[sought.cells[possible[whole]]]
         codes[whole] = self._divided(contexts, numbers[whole], texts.at(whole), of_cells)
-        # A counted token, or none, is no detour of the rest: one may be, once more follows.
-        in_rest = (sought.cells[possible] < 0) & texts.are_text()
-        rest = np.flatnonzero((codes & 1 == 0) & in_rest)
-        codes[rest] = self._joined(contexts, numbers[rest], texts.at(rest))
+        rest = np.flatnonzero((sought.cells[possible] < 0) & texts.are_text())
+        joined = self._joined(contexts, numbers[rest], texts.at(rest))
+        possible, numbers = (np.append(each, each[rest]) for each in (possible, numbers))
+        codes = np.append(codes, joined)
         counted = codes & 1 == 0  # one more than the flag
         # A counted token is mass of the rest, and so is a candidate that is in no cell.
         kept = np.flatnonzero((codes != _NO_DETOUR) & ~((sought.cells[possible] < 0) & counted))
