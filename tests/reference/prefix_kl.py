@@ -92,7 +92,7 @@ class Boundary:
     unsought: set[str]  # unlikely cells that the student may reach by a detour
     counted: float  # the student's mass that cells or the rest lack for certain
     sharing: set[str]  # cells of the student without a token that may belong to another one
-    of_token: set[str]  # cells of which the student's realised token is a part, or the beginning
+    of_token: set[str]  # cells of which the student's realised token is a part
     most: dict[str, float] = field(default_factory=dict[str, float])
     """The share of the teacher's mass of a cell that the student may lack, if it is not all."""
 
@@ -275,7 +275,7 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
         - {cell_of(string) for string in continued(student, at) if not student_lacks[1]},
         counted=certain,
         sharing=students_sharing,
-        of_token={c for c in cells if token == c[: len(token)] or admits(c, token)},
+        of_token={c for c in cells if admits(c, token)},
     )
 
 

@@ -153,11 +153,11 @@ class Preparation:
 
     def _contain_the_token(self, cells: Cells, places: Places, at: Integers) -> NDArray[np.bool_]:
         """Return whether the student's realised tokens belong to cells with which the text
-        continues: a longer token may be excluded."""
+        continues: a longer token may be excluded, and what follows a shorter one is unknown."""
         names, text = cells.names, places.text
         numbers = names.boundaries[at]
         starts, stops = places.offsets[numbers], text.ends[places.rows[numbers]]
-        results = np.ones(len(at), dtype=np.bool_)
+        results = stops - starts >= names.texts.lengths[at]
         longer = stops - starts > names.texts.lengths[at]
         sought = np.flatnonzero(longer & (names.marks[at] != UNMARKED))
         starts, stops = starts[sought], stops[sought]
