@@ -12,12 +12,14 @@ from typing import Self, TypedDict, Unpack
 import httpx
 from pydantic import ValidationError
 
+from mopd_client.request_parts import parts_of
 from mopd_client.response_checks import check_response
 from mopd_client.score_store import ScoreKey, ScoreStore
 from mopd_client.services.base import Service
 from mopd_client.services.expectation import Expectation, changed_teacher, summary
 from mopd_client.services.mopd import MopdService
 from mopd_client.transport.clock import Clock
+from mopd_client.transport.concurrency import gather_or_cancel
 from mopd_client.transport.connection import Connection
 from mopd_client.transport.counters import Counters
 from mopd_client.transport.replica import Replica
@@ -179,6 +181,7 @@ class TeacherClient:
     ) -> list[TeacherScore]:
         """Return one score per sequence, in order; stored scores are not requested again.
 
+        A large call is sent as several requests, of which a failing one fails the call.
         The bytes of the tokens are checked, too, if ``tokenizer`` was called before.
 
         Raises:
@@ -189,24 +192,13 @@ class TeacherClient:
         """
         if not sequences:
             return []
-        request = _request(sequences, top_k, temperature, logprobs_dtype)
+        requests = [
+            _request(sequences[part], top_k, temperature, logprobs_dtype)
+            for part in parts_of(sequences, top_k)
+        ]
         manifest = await self._get_manifest()
-        if self._cache is None:
-            return await self._request_scores(request, manifest)
-        keys = [ScoreKey.of(manifest.manifest_id, request, sequence) for sequence in sequences]
-        stored = await self._cache.read(keys, self.counters)
-        missing = [index for index, score in enumerate(stored) if score is None]
-        scores: Iterator[TeacherScore] = iter(())
-        if missing:
-            rest = request.model_copy(update={"sequences": [sequences[i] for i in missing]})
-            new_scores = await self._request_scores(rest, manifest)
-            await self._cache.write(
-                dict(zip((keys[i] for i in missing), new_scores, strict=True)),
-                logprobs_dtype,
-                self.counters,
-            )
-            scores = iter(new_scores)
-        return [next(scores) if score is None else score for score in stored]
+        parts = await gather_or_cancel([self._score_part(each, manifest) for each in requests])
+        return [score for part in parts for score in part]
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -259,6 +251,26 @@ class TeacherClient:
         if not manifests:
             raise failures[0]
         return manifests
+
+    async def _score_part(self, request: LogprobsRequest, manifest: Manifest) -> list[TeacherScore]:
+        """Return stored scores, and request and store the others."""
+        if self._cache is None:
+            return await self._request_scores(request, manifest)
+        sequences = request.sequences
+        keys = [ScoreKey.of(manifest.manifest_id, request, sequence) for sequence in sequences]
+        stored = await self._cache.read(keys, self.counters)
+        missing = [index for index, score in enumerate(stored) if score is None]
+        scores: Iterator[TeacherScore] = iter(())
+        if missing:
+            rest = request.model_copy(update={"sequences": [sequences[i] for i in missing]})
+            new_scores = await self._request_scores(rest, manifest)
+            await self._cache.write(
+                dict(zip((keys[i] for i in missing), new_scores, strict=True)),
+                request.logprobs_dtype,
+                self.counters,
+            )
+            scores = iter(new_scores)
+        return [next(scores) if score is None else score for score in stored]
 
     async def _request_scores(
         self, request: LogprobsRequest, manifest: Manifest

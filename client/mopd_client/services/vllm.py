@@ -9,10 +9,10 @@ import asyncio
 import itertools
 import json
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 
@@ -20,6 +20,7 @@ from mopd_client.services.expectation import Expectation
 from mopd_client.services.vllm_logprobs import topk_of_prompt_logprobs
 from mopd_client.tokenizers.pretrained import load_tokenizer
 from mopd_client.tokenizers.teacher import rejections_of
+from mopd_client.transport.concurrency import gather_or_cancel
 from mopd_client.transport.connection import Connection
 from mopd_client.transport.outcome import problem_of
 from mopd_client.transport.replica import Replica
@@ -41,8 +42,6 @@ from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.samples import TeacherScore
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _KIND = "vLLM server"
 _COMPLETIONS = "/v1/completions"
@@ -140,7 +139,7 @@ class VllmService:
             tokens = [tokenizer.tokenize(sequence) for sequence in request.sequences]
             for sequence in tokens:
                 sequence.require_length(manifest.max_model_len)
-        scores = await _gather_or_cancel(
+        scores = await gather_or_cancel(
             [self._score(connection, tokenizer, t, request.top_k, manifest) for t in tokens]
         )
         changed = [s.manifest_id for s in scores if s.manifest_id != manifest.manifest_id]
@@ -335,14 +334,3 @@ def _require_supported(teacher: str, request: LogprobsRequest) -> None:
             status=HTTPStatus.BAD_REQUEST,
             key=feature.partition(" ")[0],
         )
-
-
-async def _gather_or_cancel(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results; cancel the remaining calls at the first error."""
-    tasks = [asyncio.create_task(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -13,7 +13,7 @@ from mopd_server.scoring.service import TeacherService
 from mopd_server.service_error import CLIENT_CLOSED_REQUEST, ServiceError
 
 #: Larger bodies are parsed on another thread, in parts: 64 KiB take 5 ms.
-_LARGE_BYTES = 64 * 1024
+LARGE_BYTES = 64 * 1024
 
 
 async def scoring_request(request: Request, service: TeacherService) -> LogprobsRequest:
@@ -34,7 +34,7 @@ async def scoring_request(request: Request, service: TeacherService) -> Logprobs
             CLIENT_CLOSED_REQUEST, "the client disconnected before the end of the body"
         ) from error
     try:
-        if len(body) > _LARGE_BYTES:
+        if len(body) > LARGE_BYTES:
             return await service.run_in_thread(lambda: _parse_large(bytes(body)), large=True)
         _record_hash(body)
         return parse(bytes(body))

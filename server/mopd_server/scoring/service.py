@@ -4,6 +4,7 @@ Validate limits -> tokenize -> queue and score -> respond. The first file to rea
 """
 
 import asyncio
+import contextvars
 import logging
 import threading
 import time
@@ -251,9 +252,12 @@ class TeacherService:
         )
 
     async def run_in_thread(self, work: Callable[[], Result], *, large: bool) -> Result:
-        """Run ``work`` off the event loop; ``large`` work one at a time."""
-        threads = self._large_work if large else None
-        return await asyncio.get_running_loop().run_in_executor(threads, work)
+        """Run ``work`` off the event loop, in the caller's context; ``large`` work one at a time.
+
+        The context has the record of the request, which receives its hash and labels its logs.
+        """
+        threads, context = self._large_work if large else None, contextvars.copy_context()
+        return await asyncio.get_running_loop().run_in_executor(threads, context.run, work)
 
     def close(self) -> None:
         """Shut down the engine."""
