@@ -1,13 +1,14 @@
 """Scoring requests, and the responses that are accepted."""
 
 import asyncio
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from mopd_client.teacher_client import TeacherClient
-from mopd_client.transport.counters import Counters
+from mopd_client.transport.counters import MOST_DURATIONS, Counters
 from mopd_protocol.codec import BINARY_MEDIA_TYPE
 from mopd_protocol.errors import ConfigError, DataError, TeacherError
 from mopd_protocol.requests import ControlToken, SequenceRequest
@@ -191,9 +192,10 @@ async def test_counters():
 
     totals = client.counters.pop()
     assert totals.received_bytes > 3 * 8  # an id and a log-probability per token, and the header
-    assert replace(totals, received_bytes=0) == Counters(
-        requests=2, retries=2, failures=1, tokens_scored=3, seconds=[0.75]
+    assert replace(totals, received_bytes=0, seconds=deque()) == Counters(
+        requests=2, retries=2, failures=1, tokens_scored=3
     )
+    assert list(totals.seconds) == [0.75]
     assert client.counters == Counters()
-    client.counters.seconds.append(1.0)
-    assert totals.seconds == [0.75]
+    client.counters.seconds.extend(range(MOST_DURATIONS + 1))
+    assert (len(client.counters.seconds), list(totals.seconds)) == (MOST_DURATIONS, [0.75])

@@ -1,6 +1,8 @@
 """Steps that are collected ahead: how far, what is too old, and what becomes of a failure."""
 
 import asyncio
+import gc
+import weakref
 from collections import deque
 from dataclasses import replace
 
@@ -129,6 +131,25 @@ async def test_a_step_of_which_nothing_is_left_is_written_again() -> None:
     assert [example.rollout.policy_version for example in examples] == [2]
     assert dropped == {"dropped/stale": 1.0, "dropped/total": 1.0}
     assert writer.begun == [(0, 0), (1, 0), (2, 0), (2, 2)]
+
+
+@pytest.mark.parametrize(("max_staleness", "on_stale"), [(0, "wait"), (2, "wait"), (2, "drop")])
+async def test_examples_of_earlier_steps_are_released(max_staleness: int, on_stale: str) -> None:
+    writer, alive = Writer(), weakref.WeakSet[TrainingExample]()
+
+    async def collect(step: int, written: asyncio.Event) -> Collected:
+        examples, dropped = await writer.collect(step, written)
+        alive.update(examples)
+        return examples, dropped
+
+    config = rules(max_staleness, on_stale)
+    async with run_pipeline(collect, writer.push, config, range(40)) as ahead:
+        for step in range(40):
+            await ahead.collect(step)
+            await ahead.push_weights(step + 1)
+            await until_idle()
+            gc.collect()
+            assert len(alive) <= max_staleness + (on_stale == "drop") + 1
 
 
 async def test_a_failure_is_raised_at_its_step_and_cancels_all_tasks() -> None:

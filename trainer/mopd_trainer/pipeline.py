@@ -38,6 +38,7 @@ class Pipeline:
         self._version = steps.start
         self._pushed = asyncio.Event()
         self._started: asyncio.Queue[asyncio.Task[Collected]] = asyncio.Queue()
+        # Without those returned: a finished task keeps the examples and scores of its step.
         self._tasks: set[asyncio.Task[Collected]] = set()
         self._steps = steps
         self._running: asyncio.Task[None] | None = None
@@ -64,7 +65,9 @@ class Pipeline:
             MopdError: from collecting the step, possibly in an exception group.
         """
         self.start()
-        examples, dropped = await (await self._started.get())
+        task = await self._started.get()
+        examples, dropped = await task
+        self._tasks.discard(task)
         fresh = [
             example
             for example in examples

@@ -1,6 +1,10 @@
 """``Counters``: cost of scoring with one teacher, for the trainer's journal."""
 
+from collections import deque
 from dataclasses import dataclass, field
+
+#: Durations of requests that are kept until ``pop``: more than a step has.
+MOST_DURATIONS = 2**16
 
 
 @dataclass
@@ -16,7 +20,8 @@ class Counters:
     retries: int = 0
     failures: int = 0  # calls of ``score`` that raised or were cancelled
     tokens_scored: int = 0  # completion tokens, in the teacher's tokens
-    seconds: list[float] = field(default_factory=list[float])  # one per successful request
+    seconds: deque[float] = field(default_factory=lambda: deque[float](maxlen=MOST_DURATIONS))
+    """Durations of the latest successful requests."""
     received_bytes: int = 0  # response bodies
     breaker_openings: int = 0  # circuit breakers opened by consecutive failures
     cache_hits: int = 0  # sequences whose score was loaded from disk

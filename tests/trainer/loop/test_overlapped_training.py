@@ -1,11 +1,15 @@
 """Whole runs that write the next steps while they train: how old things are, and what that does."""
 
+import gc
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mopd_protocol.topk_logprobs import TopKLogprobs
+from mopd_trainer.data.examples import TrainingExample
+from mopd_trainer.training.learner import Learner
 from tests import tiny_models
 from tests.broker import Broker
 from tests.trainer.lora_students import LORA
@@ -75,6 +79,27 @@ def test_what_is_written_ahead_is_weighted_by_how_likely_it_has_become(
         if line["staleness/mean"] == 0:
             assert ratio == pytest.approx(1.0, abs=1e-4)
     assert any(abs(line["teacher/math/importance_ratio_mean"] - 1) > 1e-3 for line in actual)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_examples_and_scores_of_earlier_steps_are_released(
+    values: dict[str, Any], max_staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update, alive, sizes = Learner.update, [], []
+
+    def counted(self: Learner, *batches: Any, **options: Any) -> Any:
+        gc.collect()
+        kept = [each for each in gc.get_objects() if type(each) in (TrainingExample, TopKLogprobs)]
+        alive.append(sum(isinstance(each, TrainingExample) for each in kept))
+        sizes.append(sum(each.ids.nbytes for each in kept if isinstance(each, TopKLogprobs)))
+        return update(self, *batches, **options)
+
+    monkeypatch.setattr(Learner, "update", counted)
+    lines(values, max_staleness=max_staleness, max_new_tokens=4)
+    step, ahead = values["rollout"]["prompts_per_step"], max_staleness + 1
+    assert max(alive) <= step * ahead
+    # Scores of the completions, of their corrections, and of likely tokens of the student.
+    assert max(sizes) <= 3 * step * ahead * 5 * 8 * 4
 
 
 def test_stale_samples_are_dropped_and_the_run_continues(values: dict[str, Any]) -> None:
