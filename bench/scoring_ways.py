@@ -119,19 +119,24 @@ class InProcess:
 class Service:
     """mopd service and client: binary, decoded and checked."""
 
-    def __init__(self, client: TeacherClient, process: psutil.Process) -> None:
-        self._client, self._process = client, process
+    def __init__(self, client: TeacherClient, process: psutil.Process, url: str) -> None:
+        self._client, self._process, self.url = client, process, url
 
     async def score(self, samples: Samples, k: int) -> int:
         """Send one scoring request; return the received bytes."""
+        return await self.score_all([samples], k)
+
+    async def score_all(self, step: Sequence[Samples], k: int) -> int:
+        """Score several prompts in one call of the client; return the received bytes."""
+        pairs = [(each.prompt, completion) for each in step for completion in each.completions]
         scores = await self._client.score(
             [
-                SequenceRequest(prompt_token_ids=samples.prompt, completion_token_ids=completion)
-                for completion in samples.completions
+                SequenceRequest(prompt_token_ids=prompt, completion_token_ids=completion)
+                for prompt, completion in pairs
             ],
             top_k=k,
         )
-        for score, completion in zip(scores, samples.completions, strict=True):
+        for score, (_, completion) in zip(scores, pairs, strict=True):
             _require_rows(len(score.completion), len(completion))
         return self._client.counters.pop().received_bytes
 
@@ -234,7 +239,7 @@ def _service(
             client = TeacherClient("teacher", [address], max_concurrency=MAX_CONCURRENCY)
             async with client:
                 await client.wait_until_ready(START_SECONDS)
-                yield {name: Service(client, psutil.Process(process.pid))}
+                yield {name: Service(client, psutil.Process(process.pid), address)}
 
     return start
 

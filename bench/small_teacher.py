@@ -30,7 +30,9 @@ def make_small_teacher(
     )
     tokenizer.train_from_iterator(_sources(), trainer)
     tokenizer = _with_unused_tokens(tokenizer, vocabulary)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    wrapped.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    wrapped.save_pretrained(folder)
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=tokenizer.get_vocab_size(),

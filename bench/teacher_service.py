@@ -32,6 +32,7 @@ from rich.table import Table
 
 from bench.scoring_ways import WAYS, Samples, Way, started_ways
 from bench.small_teacher import make_small_teacher
+from bench.whole_steps import measure_steps
 
 #: Ratios of processor time: name of the result, way, way it is compared with.
 RATIOS = {
@@ -99,22 +100,29 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=32, help="of a round (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--k", type=int, default=64, help="(default: %(default)s)")
+    parser.add_argument(
+        "--steps", action="store_true", help="whole training steps instead (bench/whole_steps.py)"
+    )
     options = parser.parse_args()
     os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     console = Console()
     with TemporaryDirectory(prefix="mopd-bench-") as temporary:
         folder = Path(temporary) / "model"
-        make_small_teacher(folder, vocabulary=options.vocabulary, hidden=options.hidden)
-        measurements = asyncio.run(_measure_all(folder, options, console))
-    _print(measurements, console)
+        if options.steps:
+            measurements = asyncio.run(measure_steps(folder, options, console))
+        else:
+            make_small_teacher(folder, vocabulary=options.vocabulary, hidden=options.hidden)
+            rows = asyncio.run(_measure_all(folder, options, console))
+            _print(rows, console)
+            measurements = [asdict(row) for row in rows]
     if options.json:
         report = {
             "settings": {name: str(value) for name, value in vars(options).items()},
             "machine": platform.platform(),
             "cores": os.cpu_count(),
             "versions": {name: version(name) for name in ("transformers", "torch")},
-            "measurements": [asdict(measurement) for measurement in measurements],
+            "measurements": measurements,
         }
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 

@@ -19,7 +19,7 @@ from mopd_client.request_parts import parts_of
 from mopd_client.teacher_client import TeacherClient
 from mopd_protocol.requests import SequenceRequest
 from mopd_protocol.samples import Message, TeacherScore
-from mopd_server.app import create_app
+from mopd_server.app import LARGE_RESPONSE_ENTRIES, create_app
 from mopd_server.http.body_parts import MOST_LISTS
 from mopd_server.http.lifecycle import Lifecycle
 from mopd_server.http.request_body import LARGE_BYTES
@@ -34,8 +34,9 @@ pytestmark = pytest.mark.anyio
 
 PATHS = {"service": "", "adapter": "/adapters/sums", "pool": "/teachers/math"}
 
-#: Number of sequences, tokens of a prompt and of a completion -> size of the body.
-SHAPES = {"below 64 KiB": (16, 60, 20), "above 64 KiB": (160, 100, 20)}
+#: Sequences, tokens of each prompt and completion, and entries of a row. The body of the second is
+#: above 64 KiB, and the response of the third above 64 Ki entries.
+SHAPES = {"small": (16, 60, 20, 4), "large body": (160, 100, 20, 4), "large": (160, 20, 20, 32)}
 
 
 @pytest.fixture(scope="module")
@@ -120,29 +121,30 @@ def assert_close(scores: Sequence[TeacherScore], expected: Sequence[TeacherScore
     for left, right in zip(scores, expected, strict=True):
         assert left.completion.token_ids.tolist() == right.completion.token_ids.tolist()
         for name in ("token_logprobs", "logprobs", "tail_logprobs"):
-            ours, others = getattr(left.topk, name), getattr(right.topk, name)
-            np.testing.assert_allclose(ours, others, atol=2e-5, rtol=1e-5)
+            actual, reference = getattr(left.topk, name), getattr(right.topk, name)
+            np.testing.assert_allclose(actual, reference, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("form", ["ids", "text"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", PATHS)
-async def test_scores_do_not_depend_on_the_size_of_the_body(
+async def test_scores_do_not_depend_on_the_size_of_the_call(
     apps: dict[str, Any], kind: str, shape: str, form: str
 ) -> None:
-    count, prompt, completion = SHAPES[shape]
+    count, prompt, completion, top_k = SHAPES[shape]
     sequences = sequences_of(count, prompt, completion, form)
-    if form == "text" and shape == "above 64 KiB":
+    if form == "text" and shape == "large body":
         padding = " " * (LARGE_BYTES // count)  # of one token or few, in a template's message
         sequences = [
             each.model_copy(update={"chat_template_kwargs": {"unused": padding}})
             for each in sequences
         ]
     body = sum(len(each.model_dump_json(exclude_none=True)) for each in sequences)
-    assert (body > LARGE_BYTES) == (shape == "above 64 KiB")
+    assert (body > LARGE_BYTES) == (shape == "large body")
+    assert (count * completion * top_k > LARGE_RESPONSE_ENTRIES) == (shape == "large")
     async with client_of(apps, kind) as client:
-        scores = await client.score(sequences, top_k=4)
-        assert_close(scores[::8], await one_by_one(client, sequences[::8], top_k=4))
+        scores = await client.score(sequences, top_k=top_k)
+        assert_close(scores[::8], await one_by_one(client, sequences[::8], top_k=top_k))
         assert client.counters.retries == client.counters.failures == 0
 
 
