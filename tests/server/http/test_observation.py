@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,16 @@ import httpx
 import pytest
 
 from mopd_protocol.codec import BINARY_MEDIA_TYPE
+from mopd_protocol.requests import body_hash
+from mopd_server import app as application
 from mopd_server.app import create_app
+from mopd_server.http import request_body
 from mopd_server.http.lifecycle import Lifecycle
 from mopd_server.http.logs import FIELDS, JsonFormatter, TextFormatter
 from mopd_server.http.middleware import response_limit
 from mopd_server.http.middleware.body_limit import CONCURRENT_BODIES
+from mopd_server.http.request_body import LARGE_BYTES
+from mopd_server.http.request_record import current_record
 from mopd_server.service_error import ServiceError
 from tests.server.tiny_teachers import (
     SMALL,
@@ -88,6 +94,35 @@ def log_record(message: str, **fields: Any) -> logging.LogRecord:
     return logging.makeLogRecord(
         {"name": "n", "levelname": "INFO", "levelno": 20, "msg": message, FIELDS: fields}
     )
+
+
+@pytest.mark.parametrize("padding", [1, LARGE_BYTES + 1])
+def test_work_in_threads_has_the_request_id(
+    padding: int, qwen_teacher: TinyTeacher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of bodies on either side of the size above which a thread parses them."""
+    seen: list[tuple[str, bool]] = []
+
+    def observed(work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            record, thread = current_record(), threading.current_thread()
+            seen.append((record.id if record else "", thread is threading.main_thread()))
+            return work(*arguments, **options)
+
+        return call
+
+    for owner, name in (
+        (request_body, "parse"),
+        (request_body, "parse_in_parts"),
+        (type(qwen_teacher.service), "_tokenize"),
+        (application, "encode_json"),
+    ):
+        monkeypatch.setattr(owner, name, observed(getattr(owner, name)))
+    body = {**SMALL, "sequences": [{**SMALL["sequences"][0], "id": "x" * padding}]}
+    response = post(qwen_teacher.app, body, {"X-Request-Id": "seven"})
+    assert response.headers["mopd-request"] == body_hash(json.dumps(body).encode())
+    parsed_here = padding <= LARGE_BYTES
+    assert seen == [("seven", parsed_here), ("seven", False), ("seven", False)]
 
 
 def test_json_log_is_one_line_for_any_message() -> None:
