@@ -58,7 +58,7 @@ def test_protocol_and_client_import_without_extras(wheel: Path, tmp_path: Path) 
     assert imported.returncode == 0, imported.stderr
     failed = _run(binaries / "mopd", "check", "run.yaml", folder=tmp_path)
     assert failed.returncode == 2
-    assert "pip install 'mopd[trainer]'" in failed.stderr
+    assert "pip install '.[trainer]'" in failed.stderr
 
 
 @pytest.mark.parametrize(

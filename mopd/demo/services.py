@@ -111,7 +111,7 @@ def _executable() -> Path:
     executable = Path(sys.executable).parent / "mopd-teacher"
     if not executable.exists():
         raise MissingPackageError(
-            "mopd-teacher: not found next to this Python. Run pip install 'mopd[server,trainer]'.",
+            "mopd-teacher: not found next to this Python. Run pip install '.[server,trainer]'.",
             key="mopd-teacher",
         )
     return executable

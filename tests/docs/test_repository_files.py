@@ -54,6 +54,19 @@ def test_spelling() -> None:
     assert completed.returncode == 0, completed.stdout
 
 
+def test_hints_install_from_a_clone() -> None:
+    """``mopd[lora]`` would be installed from PyPI, where the project has no release."""
+    packages = ("mopd", "client", "losses", "protocol", "server", "trainer")
+    folders = [ROOT / name for name in (*packages, "cookbook", "deploy", "docs/pages")]
+    files = [ROOT / "README.md", *(file for folder in folders for file in folder.rglob("*.*"))]
+    assert len(files) > 300
+    generated = ROOT / "docs/pages/configuration.md"  # from docstrings, which are searched too
+    hints = re.compile(rb"mopd\[[a-z]")
+    text = (file for file in files if file.is_file() and file.suffix != ".pyc")
+    named = {file for file in text if hints.search(file.read_bytes())}
+    assert named <= {generated}
+
+
 def test_workflows_call_targets_of_the_makefile() -> None:
     targets = set(re.findall(r"^([\w./-]+):", (ROOT / "Makefile").read_text(), re.M))
     called = {

@@ -172,12 +172,12 @@ def report(
 
 
 def require_trainer_extra() -> None:
-    """Raise MissingPackageError if packages of ``mopd[trainer]`` are not installed."""
+    """Raise MissingPackageError if packages of the extra ``trainer`` are not installed."""
     packages = ("jaxtyping", "omegaconf", "rich", "torch", "transformers")
     missing = [name for name in packages if not find_spec(name)]
     if missing:
         raise MissingPackageError(
-            f"packages not found: {', '.join(missing)}. Run pip install 'mopd[trainer]'.",
+            f"packages not found: {', '.join(missing)}. Run pip install '.[trainer]'.",
             key=missing[0],
         )
 

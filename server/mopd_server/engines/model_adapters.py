@@ -84,6 +84,6 @@ def _require_peft() -> None:
     except ValueError as error:
         message = (
             f"--adapter: peft not found, or too old (expected at least {MIN_PEFT_VERSION}, as "
-            "transformers requires). Install mopd[lora]."
+            "transformers requires). Run pip install '.[lora]'."
         )
         raise ConfigError(message, key="adapter") from error

@@ -18,7 +18,7 @@ class DataConfig(Settings):
 
     prompts: Incidental[Path]
     """JSONL or parquet file whose rows have ``messages``, ``prompt`` or the keys named below; with
-    ``split``, a dataset of Hugging Face. Parquet and datasets need ``mopd[data]``."""
+    ``split``, a dataset of Hugging Face. Parquet and datasets need ``pip install '.[data]'``."""
     split: Incidental[str | None] = None
     """Split of a dataset (``train``); ``prompts`` is then its name on the hub or its folder."""
     subset: Incidental[str | None] = None

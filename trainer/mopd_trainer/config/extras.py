@@ -20,11 +20,11 @@ class Requirement(NamedTuple):
     alternative: str
 
 
-PEFT = Requirement("peft", "student.lora", "'mopd[lora]'", "remove the setting")
-RAY = Requirement("ray", "resources", "'mopd[ray]'", "remove the section")
+PEFT = Requirement("peft", "student.lora", "'.[lora]'", "remove the setting")
+RAY = Requirement("ray", "resources", "'.[ray]'", "remove the section")
 #: Packages of the rollout engines.
 _ENGINES = {
-    "vllm": Requirement("vllm", "rollout.engine=vllm", "'mopd[vllm]'", "use 'transformers'"),
+    "vllm": Requirement("vllm", "rollout.engine=vllm", "'.[vllm]'", "use 'transformers'"),
 }
 
 

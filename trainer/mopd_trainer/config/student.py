@@ -12,8 +12,8 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class LoraConfig(Settings):
-    """LoRA adapters (``mopd[lora]``): the base weights are frozen, and a low-rank product is
-    trained for each linear layer. ``lora: {}`` uses the defaults.
+    """LoRA adapters (``pip install '.[lora]'``): the base weights are frozen, and a low-rank
+    product is trained for each linear layer. ``lora: {}`` uses the defaults.
 
     The embedding and the head are not adapted. Checkpoints contain only the adapters; ``mopd
     merge`` saves the merged model.

@@ -77,7 +77,7 @@ def _package(module: str, subject: str) -> Any:
     if find_spec(package) is None:
         raise MissingPackageError(
             f"{subject} need package {package}, which is not installed. Run pip install "
-            "'mopd[data]', or convert the data to JSONL.",
+            "'.[data]', or convert the data to JSONL.",
             key=package,
         )
     return import_module(module)

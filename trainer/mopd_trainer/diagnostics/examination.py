@@ -114,7 +114,7 @@ async def case_findings(case: Case, url: str | None) -> AsyncIterator[Finding]:
         yield _failure("scores", error)
         return
     text = "mopd-teacher not found, or it did not start; not measured."
-    yield Finding("self-distillation", "warning", text, "Install mopd[server].")
+    yield Finding("self-distillation", "warning", text, "Run pip install '.[server]'.")
 
 
 def _failure(check: str, error: BaseException) -> Finding:

@@ -62,8 +62,8 @@ def _start_vllm(config: RunConfig, student: "Student") -> GenerationEngine:
         from mopd_trainer.rollouts.vllm.engine import VllmEngine
     except ImportError as error:
         raise MissingPackageError(
-            f"rollout.engine: 'vllm' needs vLLM, which cannot be imported ({error}). Install "
-            "mopd[vllm], or set it to 'transformers'.",
+            f"rollout.engine: 'vllm' needs vLLM, which cannot be imported ({error}). Run pip "
+            "install '.[vllm]', or set it to 'transformers'.",
             key="vllm",
         ) from error
     from mopd_trainer.rollouts.vllm.weight_sync import weight_push

@@ -42,7 +42,7 @@ def load_engine(settings: TeacherSettings, table: TokenTable) -> AsyncEngine:
         from mopd_server.engines.vllm.startup import start_engine
     except ImportError as error:
         raise ConfigError(
-            f"--engine vllm: importing vLLM failed: {error}. Install mopd[vllm], or pass "
+            f"--engine vllm: importing vLLM failed: {error}. Run pip install '.[vllm]', or pass "
             "--engine transformers.",
             key="engine",
         ) from error
