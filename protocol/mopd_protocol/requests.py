@@ -28,21 +28,31 @@ MOST_SEQUENCES = 4096
 TokenIds: TypeAlias = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
 
-#: Arguments of ``apply_chat_template`` that a request cannot set: a template from outside would be
-#: executed.
+#: Names that the rendering functions (``apply_chat_template`` of transformers and ``render`` of
+#: jinja) and their templates have already. A template from outside would be executed.
 RESERVED_TEMPLATE_KEYS = frozenset(
     (
         "add_generation_prompt",
         "chat_template",
         "continue_final_message",
         "conversation",
+        "conversations",
+        "cycler",
+        "dict",
         "documents",
+        "joiner",
+        "lipsum",
         "max_length",
         "messages",
+        "namespace",
         "padding",
+        "raise_exception",
+        "range",
         "return_assistant_tokens_mask",
         "return_dict",
         "return_tensors",
+        "self",
+        "strftime_now",
         "tokenize",
         "tokenizer_kwargs",
         "tools",
@@ -55,8 +65,8 @@ def _require_template_keys(values: dict[str, JsonValue]) -> dict[str, JsonValue]
     reserved = sorted(RESERVED_TEMPLATE_KEYS & values.keys())
     if reserved:
         raise ValueError(
-            f"cannot be set: {', '.join(reserved)} (expected variables of the chat template, such "
-            "as enable_thinking)"
+            f"cannot be set: {', '.join(reserved)} (the function that renders the template has this "
+            "name already; expected variables of the template, such as enable_thinking)"
         )
     return values
 

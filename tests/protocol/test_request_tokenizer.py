@@ -1,17 +1,21 @@
 """Tests of tokenization: requests -> token ids of the teacher."""
 
+import inspect
 from typing import Any
 
+import jinja2
+import jinja2.defaults
 import pytest
 from pydantic import ValidationError
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from mopd_protocol import request_tokenizer
 from mopd_protocol.errors import ConfigError, TeacherError, TokenizerError
 from mopd_protocol.request_tokenizer import RequestTokenizer, TokenizedSequence
-from mopd_protocol.requests import SequenceRequest
+from mopd_protocol.requests import RESERVED_TEMPLATE_KEYS, SequenceRequest
 from tests import tiny_models
 
 MESSAGES = [{"role": "user", "content": "3 + 4 ="}]
@@ -322,3 +326,28 @@ def test_variables_reach_the_chat_template_and_no_other_argument() -> None:
     ):
         with pytest.raises(ValidationError):
             SequenceRequest.model_validate({**sequence, "completion": "!"})
+
+
+def test_names_that_the_rendering_functions_have_are_reserved() -> None:
+    functions = (
+        PreTrainedTokenizerBase.apply_chat_template,
+        render_jinja_template,
+        jinja2.Template.render,
+    )
+    taken = {
+        name
+        for function in functions
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is not parameter.VAR_POSITIONAL
+        and parameter.kind is not parameter.VAR_KEYWORD
+    }
+    assert {"self", "messages"} | taken <= RESERVED_TEMPLATE_KEYS
+    assert jinja2.defaults.DEFAULT_NAMESPACE.keys() <= RESERVED_TEMPLATE_KEYS
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED_TEMPLATE_KEYS))
+def test_reserved_name_is_no_variable_of_a_template(name: str) -> None:
+    sequence = {"messages": [{"role": "user", "content": "?"}], "completion": "!"}
+    with pytest.raises(ValidationError) as caught:
+        SequenceRequest.model_validate({**sequence, "chat_template_kwargs": {name: "value"}})
+    assert caught.value.errors()[0]["loc"] == ("chat_template_kwargs",)

@@ -52,6 +52,22 @@ MAX_SEQUENCES = 4096
             "sequences[0]",
             "exactly one of completion, completion_token_ids",
         ),
+        *(
+            (
+                {
+                    "sequences": [
+                        {
+                            "messages": [{"role": "user", "content": "a"}],
+                            "completion": "",
+                            "chat_template_kwargs": {name: "a"},
+                        }
+                    ]
+                },
+                "sequences[0].chat_template_kwargs",
+                name,
+            )
+            for name in ("self", "messages", "conversation", "tokenize", "tools")
+        ),
         ({**BODY, "top_k": 0}, "top_k", "found 0"),
         ({**BODY, "temperature": 0}, "temperature", "found 0"),
         ({"top_k": 4}, "sequences", "found nothing"),

@@ -40,6 +40,10 @@ CHANGES: list[tuple[Change, str]] = [
         lambda v: v["student"].update(chat_template_kwargs={"tokenize": True}),
         "student.chat_template_kwargs",
     ),
+    (
+        lambda v: v["teachers"]["math"].update(chat_template_kwargs={"self": 1}),
+        "teachers.math.chat_template_kwargs",
+    ),
     (lambda v: v["data"].update(subset="main"), "data.subset"),
     (lambda v: v.pop("output_dir"), "output_dir"),
     (lambda v: v["rollout"].pop("max_new_tokens"), "rollout.max_new_tokens"),

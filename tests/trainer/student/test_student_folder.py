@@ -128,6 +128,16 @@ def test_the_error_lists_the_roles_of_rejected_messages() -> None:
         student.prompt_token_ids(turns)
 
 
+def test_a_variable_that_the_template_cannot_use_is_an_error_of_the_data(tmp_path: Path) -> None:
+    own = tiny_models.digit_tokenizer()
+    own.chat_template += "{% if effort %}{{ 1 + effort }}{% endif %}"
+    tiny_models.save(model_of("qwen"), own, tmp_path)
+    config = StudentConfig(model=str(tmp_path), chat_template_kwargs={"effort": "high"})
+    with pytest.raises(DataError, match="effort") as caught:
+        StudentIdentity.read(config).prompt_token_ids(MESSAGES)
+    assert caught.value.key == "student.model"
+
+
 def test_an_unavailable_device_raises_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         Student.load(StudentConfig(model=str(tmp_path), device="warp"))

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -72,7 +71,7 @@ class StudentIdentity:
         description = tokenizer_json(backend.backend_tokenizer)
         try:
             roles = roles_of(backend, control_tokens(description))
-        except TemplateError as error:
+        except Exception as error:  # a template may raise any
             raise ConfigError(
                 "student.model: the chat template cannot render messages of the roles user and "
                 f"assistant: {error}",
@@ -115,10 +114,14 @@ class StudentIdentity:
                 tokenize=False,
                 **self.chat_template_kwargs,
             )
-        except TemplateError as error:
+        except Exception as error:  # a template may raise any
             roles = ", ".join(message.role for message in messages)
+            variables = ", ".join(self.chat_template_kwargs)
+            given = f" with student.chat_template_kwargs {variables}" if variables else ""
             raise DataError(
-                f"student.model: the chat template rejects messages of roles {roles}: {error}"
+                f"student.model: the chat template rejects messages of roles {roles}{given}: "
+                f"{error}",
+                key="student.model",
             ) from error
         token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         if not token_ids:
