@@ -13,8 +13,10 @@ import os
 import struct
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 
 from mopd_client.transport.counters import Counters
 from mopd_protocol.codec import decode_binary, encode_binary
@@ -130,6 +132,7 @@ class ScoreStore:
         self._max_bytes = max_bytes
         self._index: dict[str, tuple[Path, int]] = {}  # key digest -> shard and row in it
         self._bytes: dict[Path, int] = {}  # size of every indexed shard
+        self._ignored: set[Path] = set()  # unreadable, or no files
         self._scanned: dict[Path, int] = {}  # folder of a manifest -> its mtime when listed
         self._damaged = 0  # shards with a damaged header, to be counted by the next read
         self._lock = threading.Lock()
@@ -169,17 +172,31 @@ class ScoreStore:
     def _load(self, path: Path, counters: Counters) -> LogprobsResponse | None:
         try:
             shard = load_shard(path)
-            os.utime(path)  # most recently used
-            return shard
         except FileNotFoundError:  # evicted by another process
             pass
         except (DataError, OSError) as error:
             counters.cache_corrupt += 1
-            logger.warning("score cache: %s; it is removed", error)
-            path.unlink(missing_ok=True)
+            self._discard(path, error)
+        else:
+            with suppress(OSError):  # of another user: the eviction sees an older use
+                os.utime(path)  # most recently used
+            return shard
         with self._lock:
             self._forget({path})
         return None
+
+    def _discard(self, path: Path, error: Exception) -> None:
+        """Remove a damaged shard; ignore one that this process cannot read or remove."""
+        outcome = "it is ignored"
+        if isinstance(error, DataError):
+            try:
+                path.unlink(missing_ok=True)
+                outcome = "it is removed"
+            except OSError as failure:
+                outcome = f"it is ignored, because removing it failed: {failure.strerror}"
+        if outcome != "it is removed":
+            self._ignored.add(path)
+        logger.warning("score cache: %s; %s", error, outcome)
 
     def _write(
         self,
@@ -191,7 +208,7 @@ class ScoreStore:
         for key, score in scores.items():
             groups.setdefault((key.manifest_id, score.topk.k), []).append(key)
         with self._lock:
-            for folder in self.folder.iterdir():
+            for folder in self._entries(self.folder):
                 self._scan(folder)
             for (manifest_id, _), keys in groups.items():
                 digests = [key.digest for key in keys]
@@ -200,12 +217,12 @@ class ScoreStore:
                 )
                 try:
                     path = shard.save(self.folder)
+                    self._scanned[path.parent] = path.parent.stat().st_mtime_ns
                 except OSError as error:
                     counters.cache_unwritten += len(keys)
                     logger.warning("score cache %s: write failed: %s", self.folder, error)
                 else:
                     self._add(path, digests, len(shard.body))
-                    self._scanned[path.parent] = path.parent.stat().st_mtime_ns
             if sum(self._bytes.values()) > self._max_bytes:
                 self._evict()
 
@@ -216,20 +233,35 @@ class ScoreStore:
 
     def _scan(self, folder: Path) -> None:
         """Index the shards that other processes, or earlier runs, have written to a folder."""
-        if not folder.is_dir() or self._scanned.get(folder) == folder.stat().st_mtime_ns:
+        try:
+            modified = folder.stat().st_mtime_ns
+        except OSError:  # no score of this manifest is stored, or none is accessible
             return
-        self._scanned[folder] = folder.stat().st_mtime_ns
-        for path in folder.glob("*.safetensors"):
-            if path in self._bytes:
+        if self._scanned.get(folder) == modified:
+            return
+        self._scanned[folder] = modified
+        for path in self._entries(folder):
+            if path.suffix != ".safetensors" or path in self._bytes or path in self._ignored:
                 continue
             try:
                 self._add(path, _keys_of(path), path.stat().st_size)
-            except FileNotFoundError:  # evicted by another process
+            except FileNotFoundError:  # evicted by another process, or a broken link
                 continue
             except (DataError, OSError) as error:
-                logger.warning("score cache: %s; it is removed", error)
-                path.unlink(missing_ok=True)
                 self._damaged += 1
+                self._discard(path, error)
+
+    def _entries(self, folder: Path) -> list[Path]:
+        """Return the contents of a folder; none if it is not readable or no folder."""
+        try:
+            return sorted(folder.iterdir())
+        except NotADirectoryError:
+            return []
+        except OSError as error:
+            if folder not in self._ignored:
+                logger.warning("score cache: %s; it is ignored", error)
+            self._ignored.add(folder)
+            return []
 
     def _add(self, path: Path, digests: Sequence[str | None], size: int) -> None:
         self._bytes[path] = size
@@ -250,13 +282,17 @@ class ScoreStore:
         for path in self._bytes:
             try:
                 last_use[path] = path.stat().st_mtime_ns
-            except FileNotFoundError:  # evicted by another process
+            except OSError:  # evicted by another process, or inaccessible
                 last_use[path] = 0
         used, evicted = sum(self._bytes.values()), set[Path]()
         for path in sorted(last_use, key=lambda path: (last_use[path], path)):
             if used <= self._max_bytes * _KEPT_SHARE:
                 break
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                logger.warning("score cache: %s; it is not evicted", error)
+                self._ignored.add(path)
             used -= self._bytes[path]
             evicted.add(path)
         self._forget(evicted)
@@ -266,13 +302,17 @@ def _keys_of(path: Path) -> list[str | None]:
     """Read the keys in a shard's header.
 
     Raises:
-        OSError: if the file cannot be opened.
+        OSError: if the path is no file, or the file cannot be opened.
         DataError: if the header is damaged.
     """
+    if not S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its other end
+        raise OSError(f"{path} is no file. Remove it")
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(min(length, path.stat().st_size)))
-        return list(json.loads(header["__metadata__"]["mopd"])["ids"])
-    except (struct.error, ValueError, LookupError, TypeError) as error:
+        ids: list[str | None] = list(json.loads(header["__metadata__"]["mopd"])["ids"])
+        hash(tuple(ids))  # a TypeError for other JSON than strings
+        return ids
+    except (struct.error, ValueError, LookupError, TypeError, RecursionError) as error:
         raise DataError(f"{path} is damaged: {error!r}", key=str(path)) from error

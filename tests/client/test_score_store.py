@@ -1,7 +1,10 @@
 """Stored scores are not requested again, and are loaded bit for bit."""
 
 import asyncio
+import json
 import os
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -221,6 +224,95 @@ async def test_a_shard_damaged_between_runs_is_counted_and_replaced(tmp_path, da
         await client.score([sequence(70)], top_k=1)
     counters = client.counters
     assert (counters.cache_hits, counters.cache_misses, counters.cache_corrupt) == (1, 1, 1)
+
+
+def _make_folder(path: Path) -> None:
+    path.unlink()
+    (path / "notes").mkdir(parents=True)
+
+
+def _link(target: str) -> Callable[[Path], None]:
+    def replace(path: Path) -> None:
+        path.unlink()
+        path.symlink_to(path.parent / target)
+
+    return replace
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _forge(path: Path) -> None:
+    """Write a header whose ids are no strings."""
+    metadata = {"__metadata__": {"mopd": json.dumps({"ids": [{}]})}}
+    header = json.dumps(metadata).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def _nest(path: Path) -> None:
+    header = b"[" * 100_000
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def _replace_folder(path: Path) -> None:
+    shutil.rmtree(path.parent)
+    path.parent.write_text("no folder")
+
+
+@pytest.mark.parametrize(
+    ("damage", "corrupt"),
+    [
+        (_make_folder, 1),
+        (_link("missing"), 0),
+        (lambda path: _link(path.name)(path), 1),  # a loop
+        (_pipe, 1),
+        (_forge, 1),
+        (_nest, 1),
+        (_replace_folder, 0),
+    ],
+)
+async def test_what_is_no_shard_costs_the_shard(tmp_path, damage, corrupt):
+    teacher = ScriptedTeacher()
+    async with client_of(teacher, ScoreStore(tmp_path)) as client:
+        await client.score([sequence(70)], top_k=1)
+        await client.score([sequence(71)], top_k=1)
+    damage(next(tmp_path.glob("*/*.safetensors")))
+    async with client_of(teacher, ScoreStore(tmp_path)) as client:
+        for token in (70, 71, 72, 70):
+            [score] = await client.score([sequence(token)], top_k=1)
+            assert score.completion.token_ids.tolist() == [token]
+    assert client.counters.cache_corrupt == corrupt
+    assert client.counters.failures == 0
+
+
+@pytest.mark.parametrize("call", ["open", "read_bytes", "unlink", "iterdir", "stat"])
+async def test_a_store_without_permissions_costs_no_run(tmp_path, monkeypatch, call):
+    """Permissions do not bind the superuser, so that the call itself fails."""
+    teacher = ScriptedTeacher()
+    actual = getattr(Path, call)
+
+    def denied(path: Path, *arguments: Any, **options: Any) -> Any:
+        if tmp_path in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return actual(path, *arguments, **options)
+
+    store = ScoreStore(tmp_path)
+    async with client_of(teacher, store) as client:
+        await client.score([sequence(70)], top_k=1)
+        for path in tmp_path.glob("*/*.safetensors"):
+            size = path.stat().st_size
+            if call == "unlink":
+                path.write_bytes(b"x")
+    for cache in (ScoreStore(tmp_path, max_bytes=size), store):
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, call, denied)
+            async with client_of(teacher, cache) as client:
+                for token in (70, 71):
+                    [score] = await client.score([sequence(token)], top_k=1)
+                    assert score.completion.token_ids.tolist() == [token]
+        assert client.counters.failures == 0
 
 
 async def test_scores_of_one_batch_share_a_shard(tmp_path):
