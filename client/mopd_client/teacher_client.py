@@ -18,6 +18,7 @@ from mopd_client.score_store import ScoreKey, ScoreStore
 from mopd_client.services.base import Service
 from mopd_client.services.expectation import Expectation, changed_teacher, summary
 from mopd_client.services.mopd import MopdService
+from mopd_client.transport.addresses import names_addresses
 from mopd_client.transport.clock import Clock
 from mopd_client.transport.concurrency import gather_or_cancel
 from mopd_client.transport.connection import Connection
@@ -112,6 +113,7 @@ class TeacherClient:
         """Cost of this teacher's requests so far."""
         return self._connection.counters
 
+    @names_addresses
     async def wait_until_ready(self, deadline_seconds: float) -> None:
         """Wait until every replica is ready to score; one, with ``require_all_replicas=False``.
 
@@ -129,6 +131,7 @@ class TeacherClient:
                 poll.cancel()
             await asyncio.gather(*polls, return_exceptions=True)
 
+    @names_addresses
     async def handshake(self, expectation: Expectation | None = None) -> Manifest:
         """Return the teacher's manifest, with the lowest limits of its replicas.
 
@@ -160,6 +163,7 @@ class TeacherClient:
         self._manifest = manifest
         return manifest
 
+    @names_addresses
     async def tokenizer(self) -> TeacherTokenizer:
         """Return the teacher's tokenizer, fetched once.
 
@@ -171,6 +175,7 @@ class TeacherClient:
             self._tokenizer = await self._service.tokenizer(self._connection, manifest)
         return self._tokenizer
 
+    @names_addresses
     async def score(
         self,
         sequences: Sequence[SequenceRequest],

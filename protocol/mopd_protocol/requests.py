@@ -65,8 +65,8 @@ def _require_template_keys(values: dict[str, JsonValue]) -> dict[str, JsonValue]
     reserved = sorted(RESERVED_TEMPLATE_KEYS & values.keys())
     if reserved:
         raise ValueError(
-            f"cannot be set: {', '.join(reserved)} (the function that renders the template has this "
-            "name already; expected variables of the template, such as enable_thinking)"
+            f"cannot be set: {', '.join(reserved)} (the function that renders the template has "
+            "this name already; expected variables of the template, such as enable_thinking)"
         )
     return values
 

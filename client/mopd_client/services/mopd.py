@@ -105,8 +105,9 @@ class MopdService:
         media_type = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type not in _DECODERS:
             raise InvalidResponseError(
-                f"teacher {teacher!r}: wrong content type (found {media_type or 'none'!r}, "
-                f"expected {' or '.join(_DECODERS)}): {problem_of(response)}",
+                f"teacher {teacher!r} at {response.url}: wrong content type (found "
+                f"{media_type or 'none'!r}, expected {' or '.join(_DECODERS)}): "
+                f"{problem_of(response)}",
                 status=response.status_code,
                 key="content-type",
             )
@@ -114,7 +115,7 @@ class MopdService:
             return _DECODERS[media_type](response.content)
         except (ValueError, RecursionError) as error:  # DataError, or not JSON
             raise InvalidResponseError(
-                f"teacher {teacher!r}: invalid response: {error}",
+                f"teacher {teacher!r} at {response.url}: invalid response: {error}",
                 status=response.status_code,
                 key=getattr(error, "key", None) or "body",
             ) from error
@@ -132,8 +133,8 @@ def _require_manifest(teacher: str, response: httpx.Response, manifest: Manifest
         raise changed_teacher(teacher, manifest_id, manifest)
     if manifest_id is None and response.status_code in _IDENTIFIED_STATUSES:
         raise InvalidResponseError(
-            f"teacher {teacher!r}: status {response.status_code} without the header "
-            f"{MANIFEST_HEADER}: the response was made by another server, such as a proxy: "
+            f"teacher {teacher!r} at {response.url}: status {response.status_code} without the "
+            f"header {MANIFEST_HEADER}: the response was made by another server, such as a proxy: "
             f"{problem_of(response)}",
             status=response.status_code,
             key=MANIFEST_HEADER,
@@ -149,9 +150,9 @@ def _require_request(teacher: str, response: httpx.Response, body: bytes) -> Non
     expected, received = body_hash(body), response.headers.get(REQUEST_HEADER)
     if received != expected:
         raise InvalidResponseError(
-            f"teacher {teacher!r}: the request was changed on its way (found {REQUEST_HEADER} "
-            f"{received}, expected {expected}). Check that no proxy changes requests, and run the "
-            "same mopd version on both sides",
+            f"teacher {teacher!r} at {response.url}: the request was changed on its way (found "
+            f"{REQUEST_HEADER} {received}, expected {expected}). Check that no proxy changes "
+            "requests, and run the same mopd version on both sides",
             status=response.status_code,
             key=REQUEST_HEADER,
         )

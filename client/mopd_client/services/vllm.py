@@ -242,7 +242,7 @@ class VllmService:
             )
         except (DataError, KeyError, TypeError, ValueError) as error:
             raise InvalidResponseError(
-                f"teacher {connection.teacher!r}: invalid response: {error}",
+                f"teacher {connection.teacher!r} at {response.url}: invalid response: {error}",
                 status=response.status_code,
                 key="prompt_logprobs",
             ) from error

@@ -161,7 +161,7 @@ class Connection:
         if status in (401, 403):
             problem = f"{problem.rstrip('.')}. Check its api_key"
         raise TeacherError(
-            f"teacher {self.teacher!r} returned status {status}: {problem}",
+            f"teacher {self.teacher!r} at {response.url} returned status {status}: {problem}",
             status=status,
         )
 
@@ -180,7 +180,7 @@ class Connection:
             body = None
         if not isinstance(body, dict):
             raise InvalidResponseError(
-                f"teacher {self.teacher!r}: invalid response to {response.url.path} (found "
+                f"teacher {self.teacher!r} at {response.url}: invalid response (found "
                 f"{response.headers.get('content-type', 'no content type')}, expected a JSON "
                 f"object). Check that this address is a {kind}",
                 status=response.status_code,

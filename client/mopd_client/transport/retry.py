@@ -116,7 +116,7 @@ async def send_with_retries(
                 f"{problem}. Renew it, or set ca_file to the certificate of its authority.",
                 key="certificate",
             )
-        last.record(outcome)
+        last.record(outcome, replica)
         failed = replica
         following = least_busy(replicas, now=clock.now(), failed=failed).available_at - clock.now()
         pause = _backoff(last.attempts, clock)
@@ -124,7 +124,7 @@ async def send_with_retries(
             following = _spread(following, deadline, clock)
             pause = max(pause, following)
         if clock.now() + pause >= deadline:
-            raise last.error()
+            raise last.error(replica)
         attempts.counters.retries += 1
         await clock.sleep(pause)
 
@@ -148,9 +148,9 @@ async def _available_replica(
             return replica
         if replica.available_at == math.inf:
             if not await _any_probe_end(replicas, deadline - now):
-                raise last.error(replica.breaker.last_failure)
+                raise last.error(replica)
         elif replica.available_at >= deadline:
-            raise last.error(replica.breaker.last_failure)
+            raise last.error(replica)
         else:
             await clock.sleep(_spread(replica.available_at - now, deadline, clock))
 
@@ -188,26 +188,32 @@ class _LastFailure:
         self._teacher = teacher
         self._deadline_seconds = deadline_seconds
         self._outcome: Outcome | None = None
+        self._replica: Replica | None = None
 
-    def record(self, outcome: Outcome) -> None:
+    def record(self, outcome: Outcome, replica: Replica) -> None:
         """Record another failed attempt."""
         self.attempts += 1
-        self._outcome = outcome
+        self._outcome, self._replica = outcome, replica
 
-    def error(self, earlier_failure: str = "") -> TeacherUnavailableError:
-        """Build the error; ``earlier_failure`` is that of other calls, if this one was not sent."""
-        outcome = self._outcome
+    def error(self, unavailable: Replica) -> TeacherUnavailableError:
+        """Build the error.
+
+        Args:
+            unavailable: replica whose failures in other calls are the reason, if this call was not
+                sent.
+        """
+        outcome, replica = self._outcome, self._replica or unavailable
+        subject = f"teacher {self._teacher!r} at {replica.url}"
         attempts = f"{self.attempts} attempts within {self._deadline_seconds:g} s"
         if isinstance(outcome, httpx.Response):
             return TeacherUnavailableError(
-                f"teacher {self._teacher!r} is unavailable: status {outcome.status_code}: "
+                f"{subject} is unavailable: status {outcome.status_code}: "
                 f"{problem_of(outcome)} (after {attempts})",
                 status=outcome.status_code,
             )
         if outcome is None:
+            earlier_failure = unavailable.breaker.last_failure
             reason = f"{earlier_failure or 'Retry-After has not expired'}, as in earlier calls"
         else:
             reason = str(outcome) or type(outcome).__name__
-        return TeacherUnavailableError(
-            f"teacher {self._teacher!r} is unreachable: {reason} (after {attempts})"
-        )
+        return TeacherUnavailableError(f"{subject} is unreachable: {reason} (after {attempts})")

@@ -142,7 +142,7 @@ async def test_a_response_without_a_valid_manifest_raises(response, error, key, 
 )
 async def test_an_unmet_expectation_raises(expectation, changes, error, key, numbers):
     async with client_of(ScriptedTeacher(manifest(**changes))) as client:
-        with pytest.raises(error, match=f"^teacher 'math': .*{numbers}") as caught:
+        with pytest.raises(error, match=f"^teacher 'math' at http://a: .*{numbers}") as caught:
             await client.handshake(expectation)
     assert caught.value.key == key
 

@@ -198,7 +198,7 @@ def test_a_finished_run_resumes_only_with_the_same_teachers(
     again = {"max_steps": 3, "resume_from_checkpoint": True, "accept_changed_settings": True}
     config = RunConfig.model_validate({**swapped, **again})
     for command in (train, check_run):
-        with pytest.raises(TeacherMismatchError, match="teacher 'math': manifest differs"):
+        with pytest.raises(TeacherMismatchError, match=r"teacher 'math' at .*: manifest differs"):
             asyncio.run(command(config, Console(file=StringIO())))
     assert [line["step"] for line in journal(tmp_path / "run")] == [1, 2]
     run_here(swapped, **again, accept_changed_teachers=True)

@@ -232,7 +232,7 @@ async def test_a_teacher_that_scores_no_chosen_ids_is_refused(monkeypatch: Any) 
     monkeypatch.setattr(plain, "manifest", manifest)
     monkeypatch.setitem(plain.manifests, None, manifest)
     teachers = {"math": (Recorded(service("digit").app), teacher_config(**SAME))}
-    with pytest.raises(ConfigError, match="teacher 'math': unsupported candidate_ids"):
+    with pytest.raises(ConfigError, match=r"teacher 'math' at .*: unsupported candidate_ids"):
         async with scorer_of(IDENTITY, teachers):
             pass
 

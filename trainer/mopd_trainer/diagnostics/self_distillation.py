@@ -28,7 +28,7 @@ _STOP_SECONDS = 20.0
 
 @contextmanager
 def student_service(config: RunConfig) -> Generator[str | None]:
-    """Serve the student's model on a free port; yield its address, None without the extra ``server``."""
+    """Serve the student's model on a free port; yield its address, None without the service."""
     executable = Path(sys.executable).parent / "mopd-teacher"
     if not executable.exists():
         yield None
