@@ -148,6 +148,12 @@ def test_invalid_setting_is_reported_by_its_key(tmp_path: Path, change: Change, 
         (lambda v: v.update(top_p=0.9), "'rollout.top_p'"),
         (lambda v: v["rollout"].update(learning_rate=1), "'student.learning_rate'"),
         (lambda v: v["teachers"]["math"].update(loss={"type": "ctkd", "divergense": 1}), "'diver"),
+        (lambda v: v.update(num_train_epochs=3), "'max_steps'"),
+        (lambda v: v["rollout"].update(max_completion_length=3), "'rollout.max_new_tokens'"),
+        (
+            lambda v: v["teachers"]["math"].update(loss={"type": "topk_kl", "beta": 1}),
+            "'teachers.math.loss.divergence'",
+        ),
     ],
 )
 def test_misspelled_setting_has_a_suggestion(

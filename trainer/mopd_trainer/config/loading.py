@@ -16,6 +16,7 @@ from yaml import YAMLError
 
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.runtime.atomic_file import replacing
+from mopd_trainer.config.foreign_settings import counterpart_of
 from mopd_trainer.config.run import RunConfig
 
 
@@ -129,6 +130,8 @@ def _problem(details: dict[str, Any], values: Any) -> tuple[str, str]:
         prefix = f"{key}." if key else ""
         return f"{prefix}{error.key or ''}".strip("."), f"{prefix}{error}"
     if kind == "extra_forbidden":
+        if counterpart := counterpart_of(key):
+            return key, f"{key}: unknown setting {counterpart}. Rename or remove it."
         return key, f"{key}: unknown setting{_suggestion(key)}. Check spelling and indentation."
     if kind == "missing":
         return key, f"{key}: missing, but required"
@@ -144,7 +147,7 @@ def _found(details: dict[str, Any]) -> str:
 def _suggestion(key: str) -> str:
     """Return the closest setting of the section, or the same or closest one elsewhere."""
     *section, name = key.split(".")
-    paths = [path.split(".") for path in _setting_paths()]
+    paths = [path.split(".") for path in known_settings()]
     own = {path[-1] for path in paths if _matches(path[:-1], section)}
     close = get_close_matches(name, sorted(own), n=1, cutoff=0.6)
     if not close:
@@ -161,7 +164,7 @@ def _matches(path: Sequence[str], section: Sequence[str]) -> bool:
 
 
 @cache
-def _setting_paths() -> frozenset[str]:
+def known_settings() -> frozenset[str]:
     """Return the dotted keys of all settings, with ``NAME`` for the name of a teacher or set."""
     schema = RunConfig.model_json_schema()
     return frozenset(_schema_paths(schema, schema["$defs"], ""))
