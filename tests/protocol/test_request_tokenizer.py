@@ -334,14 +334,14 @@ def test_names_that_the_rendering_functions_have_are_reserved() -> None:
         render_jinja_template,
         jinja2.Template.render,
     )
-    taken = {
+    parameters = {
         name
         for function in functions
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.kind is not parameter.VAR_POSITIONAL
         and parameter.kind is not parameter.VAR_KEYWORD
     }
-    assert {"self", "messages"} | taken <= RESERVED_TEMPLATE_KEYS
+    assert {"self", "messages"} | parameters <= RESERVED_TEMPLATE_KEYS
     assert jinja2.defaults.DEFAULT_NAMESPACE.keys() <= RESERVED_TEMPLATE_KEYS
 
 

@@ -138,7 +138,7 @@ FOREIGN_SETTINGS: dict[str, tuple[str, str]] = {
         "teachers.NAME.loss.divergence",
         "forward_kl for 0, reverse_kl for 1, jsd between",
     ),
-    "lmbda": ("data.on_policy_fraction", "with data.source answers"),
+    "lmbda": ("data.on_policy_fraction", "with a data.source"),
     "sft_alpha": ("student.distill_loss_weight", "1 / (1 + sft_alpha)"),
     "loss_mode": ("teachers.NAME.loss", ""),
     "kd_objective": ("teachers.NAME.loss.divergence", ""),

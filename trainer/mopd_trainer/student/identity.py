@@ -117,10 +117,10 @@ class StudentIdentity:
         except Exception as error:  # a template may raise any
             roles = ", ".join(message.role for message in messages)
             variables = ", ".join(self.chat_template_kwargs)
-            given = f" with student.chat_template_kwargs {variables}" if variables else ""
+            with_variables = f" with chat_template_kwargs {variables}" if variables else ""
             raise DataError(
-                f"student.model: the chat template rejects messages of roles {roles}{given}: "
-                f"{error}",
+                f"student.model: the chat template rejects messages of roles {roles}"
+                f"{with_variables}: {error}",
                 key="student.model",
             ) from error
         token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
