@@ -1,8 +1,11 @@
 """The line of a step on the console."""
 
 import math
+from io import StringIO
 
-from mopd_trainer.reporting.progress import step_line
+from rich.console import Console
+
+from mopd_trainer.reporting.progress import LEGEND, RunProgress, step_line
 
 METRICS = {
     "loss": 0.594,
@@ -29,6 +32,18 @@ def test_a_step_has_the_loss_and_the_divergence_of_each_teacher() -> None:
 def test_a_divergence_that_was_not_measured_is_not_shown() -> None:
     metrics = METRICS | {"teacher/dates/reverse_kl_estimate": math.nan}
     assert "KL" not in step_line(3, 100, metrics)
+
+
+def test_the_two_numbers_are_explained_once() -> None:
+    output = StringIO()
+    with RunProgress(Console(file=output, width=80), name="run", done=0, total=3) as progress:
+        progress.advance(1, METRICS | {"teacher/dates/reverse_kl_estimate": math.nan}, show=True)
+        assert LEGEND not in output.getvalue()
+        progress.advance(2, METRICS, show=True)
+        progress.advance(3, METRICS, show=True)
+    lines = output.getvalue().splitlines()
+    assert [line.startswith("step ") for line in lines] == [True, False, True, True]
+    assert lines[1] == LEGEND
 
 
 def test_a_step_without_samples_has_no_loss() -> None:

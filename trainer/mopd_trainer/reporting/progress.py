@@ -17,6 +17,14 @@ from rich.progress import (
 
 from mopd_trainer.metrics.step_metrics import Metrics
 
+#: Printed above the first step that has both numbers.
+LEGEND = (
+    "loss: what is trained, in nats per compared token; KL of samples: how much less likely the "
+    "sampled text is under a teacher than under the student, in nats per token, an estimate of "
+    "KL(student, teacher) whatever the loss compares. Both fall as the student learns; one is no "
+    "part of the other."
+)
+
 
 class RunProgress:
     """Progress bar over the steps of a run, at the bottom of a terminal."""
@@ -24,6 +32,7 @@ class RunProgress:
     def __init__(self, console: Console, *, name: str, done: int, total: int) -> None:
         self._console = console
         self._total = total
+        self._has_legend = False
         self._progress = Progress(
             TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(),
@@ -40,6 +49,9 @@ class RunProgress:
         """Show that a step (from 1) is finished."""
         self._progress.update(self._task, completed=step)
         if show:
+            if not self._has_legend and _divergences(metrics):
+                self._console.print(LEGEND, style="dim", highlight=False, soft_wrap=True)
+                self._has_legend = True
             self._console.print(
                 step_line(step, self._total, metrics), highlight=False, markup=False, soft_wrap=True
             )
@@ -59,14 +71,15 @@ class RunProgress:
 
 def step_line(step: int, total: int, metrics: Metrics) -> str:
     """Return one line: nats per compared token, also by teacher (``sft`` for cross entropy), the
-    estimated KL(student, teacher), the share of compared tokens, tokens, and seconds by phase."""
+    estimated KL(student, teacher) in nats per token, the share of compared tokens, tokens, and
+    seconds by phase."""
     losses = _by_teacher(metrics, ("/loss", "sft/loss_per_token"), decimals=4)
-    divergences = _by_teacher(metrics, ("/reverse_kl_estimate",), decimals=2)
+    divergences = _divergences(metrics)
     dropped = metrics.get("dropped/total", 0.0)
     parts = [
         f"step {step:>{len(str(total))}}/{total}",
         f"loss {metrics['loss']:.4f} nats ({losses})  "
-        + (f"reverse KL ({divergences})  " if divergences else "")
+        + (f"KL of samples ({divergences})  " if divergences else "")
         + f"{metrics['compared_share']:.0%} of tokens compared"
         if metrics["tokens/trained"]
         else "step skipped: no samples",
@@ -79,6 +92,10 @@ def step_line(step: int, total: int, metrics: Metrics) -> str:
     if dropped:
         parts.append(f"{dropped:.0f} samples dropped")
     return "  ".join(parts)
+
+
+def _divergences(metrics: Metrics) -> str:
+    return _by_teacher(metrics, ("/reverse_kl_estimate",), decimals=2)
 
 
 def _by_teacher(metrics: Metrics, endings: tuple[str, ...], *, decimals: int) -> str:
