@@ -64,9 +64,10 @@ class RunConfig(Settings):
     """Number of optimizer steps."""
     save_steps: Incidental[int] = Field(default=0, ge=0)
     """Steps between checkpoints; 0: only at the end."""
-    keep_checkpoints: Incidental[int | None] = Field(default=3, ge=0)
-    """Number of most recent checkpoints to keep; 0 or ``null``: all. One more exists while a
-    checkpoint is being saved."""
+    keep_checkpoints: Incidental[int | None] = Field(default=2, ge=0)
+    """Number of most recent checkpoints to keep; 0 or ``null``: all. With 2, a run whose latest
+    checkpoint is damaged resumes from the one before. One more exists while a checkpoint is being
+    saved. Each takes 12 bytes per trained parameter."""
     best_checkpoint_metric: Incidental[str | None] = None
     """Metric of the journal (``evaluation/sums/accuracy``, ``loss``). The checkpoint with the best
     mean of the metric since the previous checkpoint (of an evaluation: with the best last value) is

@@ -10,6 +10,7 @@ from rich.text import Text
 from mopd_losses.config import AutoConfig, described
 from mopd_protocol.samples import Prompt
 from mopd_trainer.config.run import RunConfig, StudentConfig
+from mopd_trainer.run_folder.disk_space import checkpoint_size, kept_checkpoints, peak_space
 from mopd_trainer.student.identity import StudentIdentity
 from mopd_trainer.teachers.connect import Teacher
 
@@ -30,6 +31,7 @@ def describe_plan(
         *table,
         _source_line(config),
         _volume_line(config, prompts),
+        _disk_line(config, student),
     )
 
 
@@ -123,6 +125,15 @@ def _source_line(config: RunConfig) -> Text:
     if unused:
         line += f"; {unused} not contacted (student.distill_loss_weight is 0)"
     return Text(line)
+
+
+def _disk_line(config: RunConfig, student: StudentIdentity) -> Text:
+    kept, size = kept_checkpoints(config), checkpoint_size(student.trained)
+    return Text(
+        f"disk: {kept:,} checkpoint{'' if kept == 1 else 's'} of {size / 1e9:,.3g} GB "
+        f"(keep_checkpoints, save_steps); with the trained model at most "
+        f"{peak_space(config, student.trained) / 1e9:,.3g} GB while saving, without logs"
+    )
 
 
 def _volume_line(config: RunConfig, prompts: Sequence[Prompt]) -> Text:

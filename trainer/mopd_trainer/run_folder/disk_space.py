@@ -12,22 +12,40 @@ _CHECKPOINT_BYTES = 12
 _WEIGHT_BYTES = 4
 
 
+def kept_checkpoints(config: RunConfig) -> int:
+    """Return the number of checkpoints in the folder of the finished run."""
+    saved, best = _saved_checkpoints(config), 1 if config.best_checkpoint_metric else 0
+    return min(config.keep_checkpoints + best, saved) if config.keep_checkpoints else saved
+
+
+def _saved_checkpoints(config: RunConfig) -> int:
+    return -(-config.max_steps // (config.save_steps or config.max_steps))
+
+
+def checkpoint_size(trained: int) -> int:
+    """Return the bytes of a checkpoint with this number of trained parameters."""
+    return trained * _CHECKPOINT_BYTES
+
+
+def peak_space(config: RunConfig, trained: int) -> int:
+    """Return the most bytes that checkpoints and the trained model take during the run."""
+    kept = min(kept_checkpoints(config) + 1, _saved_checkpoints(config))  # one more while saving
+    return kept * checkpoint_size(trained) + trained * _WEIGHT_BYTES
+
+
 def needed_space(config: RunConfig, trained: int) -> int:
     """Return the bytes that the run will add to its folder, without logs and recordings.
 
     Args:
         trained: number of trained parameters.
     """
-    saved = 1 + config.max_steps // (config.save_steps or config.max_steps)
-    kept = min(config.keep_checkpoints or saved, saved) + 1  # one more exists while saving
-    copy = trained * _CHECKPOINT_BYTES
     existing = [
         path.stat().st_size
         for name in (CHECKPOINTS, FINAL)
         for path in (config.output_dir / name).rglob("*")
         if path.is_file()
     ]
-    return max(kept * copy + trained * _WEIGHT_BYTES - sum(existing), copy)
+    return max(peak_space(config, trained) - sum(existing), checkpoint_size(trained))
 
 
 def free_space(folder: Path) -> int:
