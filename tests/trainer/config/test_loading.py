@@ -45,6 +45,7 @@ CHANGES: list[tuple[Change, str]] = [
         "teachers.math.chat_template_kwargs",
     ),
     (lambda v: v["data"].update(subset="main"), "data.subset"),
+    (lambda v: v.update(resources={"student": 2}), "student.sharding"),
     (lambda v: v.pop("output_dir"), "output_dir"),
     (lambda v: v["rollout"].pop("max_new_tokens"), "rollout.max_new_tokens"),
     (lambda v: v.update(max_steps="many"), "max_steps"),
@@ -323,7 +324,7 @@ def test_overrides_remove_settings(tmp_path: Path) -> None:
     config = load_run(path, ["~teachers.code", "student.lora={}", "~keep_checkpoints"])
     assert list(config.teachers) == ["math"]
     assert config.student.lora == LoraConfig()
-    assert config.keep_checkpoints == 3
+    assert config.keep_checkpoints == 2
     new = "teachers.other={url: 'http://127.0.0.1:9'}"
     assert list(load_run(path, ["teachers={}", new]).teachers) == ["other"]
     for error in (load_error(path, "teachers={}"), _error_of(path, teachers={})):

@@ -239,6 +239,17 @@ def test_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     identity = Student(model_of("qwen"), tokenizer("digit"), CPU).identity
     config = parse_run(run_values(tmp_path), source="run")
     assert statuses(list(check_resources(config, identity))) == ["ok"]
+    for strategy in ("ddp", "fsdp"):
+        student = {**run_values(tmp_path)["student"], "sharding": strategy}
+        sharded = parse_run(run_values(tmp_path, student=student), source="run")
+        on_ray = parse_run(
+            run_values(tmp_path, student=student, resources={"student": 2}), source="run"
+        )
+        assert statuses(list(check_resources(sharded, identity))) == ["warning", "ok"]
+        assert statuses(list(check_resources(on_ray, identity))) == ["ok"]
+        with monkeypatch.context() as patched:
+            patched.setenv("WORLD_SIZE", "2")
+            assert statuses(list(check_resources(sharded, identity))) == ["ok"]
     huge = replace(identity, parameters=10**15, trained=10**15)
     assert statuses(list(check_resources(config, huge))) == ["failed"]
     (tmp_path / "file").touch()

@@ -167,6 +167,13 @@ class RunConfig(Settings):
                     f"teacher {other!r} has no devices to share. Name a teacher with a serve "
                     "section and without shares_with.",
                 )
+        ranks = 1 if self.resources is None else self.resources.student
+        if ranks > 1 and self.student.sharding == "none":
+            raise invalid(
+                "student.sharding",
+                f"several ranks need a strategy (found 'none' and resources.student {ranks}). Set "
+                "it to 'ddp' or 'fsdp', or resources.student to 1.",
+            )
         workers = 0 if self.resources is None else self.resources.rollout_workers
         if workers and not self.samples_rollouts:
             raise invalid(

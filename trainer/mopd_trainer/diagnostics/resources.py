@@ -15,8 +15,17 @@ _TRAINED_BYTES = 16
 
 
 def check_resources(config: RunConfig, student: StudentIdentity) -> Iterator[Finding]:
-    """Yield findings on the output folder, the disk, and the device's memory."""
+    """Yield findings on the ranks, the output folder, the disk, and the device's memory."""
     name = "resources"
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = ranks if config.resources is None else config.resources.student
+    if ranks == 1 and config.student.sharding != "none":
+        text = f"student.sharding {config.student.sharding!r} has no effect on one rank."
+        fix = (
+            "Start the run with torchrun --nproc-per-node N or with resources.student, or set "
+            "student.sharding to none."
+        )
+        yield Finding(name, "warning", text, fix, {"ranks": 1.0})
     folder = config.output_dir.absolute()
     while not folder.exists():
         folder = folder.parent
