@@ -1,6 +1,7 @@
 """Checkpoints: complete or missing, discovery of the latest, and rejection of other runs'."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def test_run_resumes_from_the_latest_checkpoint(tmp_path: Path) -> None:
     assert checkpoint is not None
     assert checkpoint.step == 100
     manager(config, done=100)
-    assert names(config) == ["step-00000009", "step-00000020", "step-00000100"]
+    assert names(config) == ["step-00000020", "step-00000100"]
 
 
 def test_resume_from_a_path(tmp_path: Path) -> None:
@@ -199,6 +200,36 @@ def test_checkpoint_after_max_steps_is_rejected(tmp_path: Path) -> None:
     assert caught.value.key == "max_steps"
     as_long = config_of(tmp_path, resume_from_checkpoint=True, max_steps=3, **changes)
     assert start_of(as_long) is not None
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "rates"), [(20, ["0.000854", "0.0005"]), (8, ["0.000309", "0.0005"]), (10, [])]
+)
+def test_another_length_is_reported_with_its_learning_rates(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, max_steps: int, rates: list[str]
+) -> None:
+    save(config_of(tmp_path, max_steps=10), 5, student_of())
+    assert start_of(config_of(tmp_path, resume_from_checkpoint=True, max_steps=max_steps))
+    assert [rate for record in caplog.messages for rate in re.findall(r"0\.0\d+", record)] == rates
+
+
+def test_a_constant_learning_rate_does_not_depend_on_the_length(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    student = {"model": "tiny", "min_learning_rate_ratio": 1.0}
+    save(config_of(tmp_path, max_steps=10, student=student), 10, student_of())
+    longer = config_of(tmp_path, resume_from_checkpoint=True, max_steps=20, student=student)
+    assert start_of(longer)
+    assert caplog.messages == []
+
+
+def test_resuming_without_a_checkpoint_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(tmp_path, resume_from_checkpoint=True)
+    assert start_of(config) is None
+    assert len(caplog.messages) == 1
+    assert str(config.output_dir) in caplog.text
 
 
 def test_checkpoint_of_another_model_is_rejected(tmp_path: Path) -> None:
@@ -357,7 +388,6 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"seed": 1}, "seed"),
     ({"student": {"learning_rate": 0.5}}, "student.learning_rate"),
     ({"rollout": {"prompts_per_step": 5}}, "rollout.prompts_per_step"),
-    ({"max_steps": 7}, "max_steps"),
     ({"teachers": {"math": {"loss": {"type": "gold"}}}}, "teachers.math.loss.type"),
     ({"teachers": {"math": {"weight": 2.0}}}, "teachers.math.weight"),
 ]
@@ -366,7 +396,7 @@ INCIDENTAL: list[dict[str, Any]] = [
     {"student": {"model": "elsewhere", "tokens_per_micro_batch": 7, "device": "cuda"}},
     {"teachers": {"math": {"url": "http://elsewhere:1", "deadline_seconds": 7}}},
     {"data": {"prompts": "elsewhere.jsonl"}, "logging": {"tensorboard": False}},
-    {"student": {"min_learning_rate_ratio": 1.0}, "max_steps": 9},
+    {"max_steps": 9},
 ]
 
 
@@ -395,8 +425,6 @@ def test_checkpoint_with_other_settings_is_rejected_unless_accepted(
 @pytest.mark.parametrize("changes", INCIDENTAL, ids=[str(list(change)) for change in INCIDENTAL])
 def test_incidental_settings_may_change(tmp_path: Path, changes: dict[str, Any]) -> None:
     values = run_values(tmp_path, resume_from_checkpoint=True)
-    if "max_steps" in changes:  # a constant learning rate does not depend on it
-        values["student"]["min_learning_rate_ratio"] = 1.0
     save(RunConfig.model_validate(values), 1, student_of())
     assert start_of(RunConfig.model_validate(changed(values, changes)))
 

@@ -23,7 +23,7 @@ from mopd_trainer.data.importance import ImportanceWeights
 from mopd_trainer.data.packing import MicroBatch, micro_batch, pack, split
 from mopd_trainer.metrics.step_metrics import LossMeasurements, Metrics
 from mopd_trainer.student.student import Student
-from mopd_trainer.training.learner import Learner, learning_rate
+from mopd_trainer.training.learner import Learner
 from mopd_trainer.training.update_guard import UpdateGuard
 from tests.trainer.scored_examples import TOKENIZERS, example, losses_for
 from tests.trainer.students import CPU, ids_of, model_of, rollout, student_of, table, tokenizer
@@ -492,11 +492,11 @@ def test_the_learning_rate_warms_up_and_follows_a_cosine_to_its_floor() -> None:
     config = StudentConfig(
         model="tiny", learning_rate=2.0, warmup_steps=4, min_learning_rate_ratio=0.1
     )
-    actual = [learning_rate(config, step=step, max_steps=12) for step in range(13)]
+    actual = [config.learning_rate_at(step, max_steps=12) for step in range(13)]
     assert actual[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
     assert actual[8] == pytest.approx(1.1)  # half way: the mean of top and floor
     assert actual[12] == pytest.approx(0.2)
     assert actual[4:] == sorted(actual[4:], reverse=True)
     flat = StudentConfig(model="tiny", learning_rate=2.0, min_learning_rate_ratio=1.0)
-    assert {learning_rate(flat, step=step, max_steps=3) for step in range(3)} == {2.0}
-    assert learning_rate(config, step=0, max_steps=2) == 0.5  # a warm-up longer than the run
+    assert {flat.learning_rate_at(step, max_steps=3) for step in range(3)} == {2.0}
+    assert config.learning_rate_at(0, max_steps=2) == 0.5  # a warm-up longer than the run

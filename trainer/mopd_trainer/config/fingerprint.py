@@ -19,6 +19,8 @@ from mopd_trainer.config.run import RunConfig
 from mopd_trainer.config.settings import IncidentalMark
 
 _LISTED = 4  # differences in an error message
+#: Compared by ``starting_checkpoint``: a longer run is the most usual change on resume.
+_LENGTH = "max_steps"
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,15 @@ class RunIdentity:
     data_fingerprint: str
     prompts: int
 
+    @property
+    def max_steps(self) -> int | None:
+        """Steps of the run; None in checkpoints of earlier versions without the number."""
+        return self.settings.get(_LENGTH)
+
     @classmethod
     def of(cls, config: RunConfig, prompts: Sequence[Prompt]) -> "RunIdentity":
         """Compute the identity of a run with these prompts."""
         settings = _fingerprinted(config, config.model_dump(mode="json"), "")
-        if config.student.min_learning_rate_ratio == 1:
-            del settings["max_steps"]  # only the decay of the learning rate depends on it
         return cls(settings, _data_fingerprint(prompts), len(prompts))
 
     def require_same(self, saved: "RunIdentity", *, source: str) -> None:
@@ -72,7 +77,7 @@ class RunIdentity:
         differences |= {
             key: f"{key} was {saved.settings[key]!r}, is {value!r}"
             for key, value in self.settings.items()
-            if key in saved.settings and saved.settings[key] != value
+            if key in saved.settings and saved.settings[key] != value and key != _LENGTH
         }
         for key in _unset(saved.settings, sections_of=self.settings):
             differences[key] = f"{key} was not set"

@@ -61,7 +61,7 @@ class RunConfig(Settings):
     output_dir: Incidental[Path]
     """Folder of the run: journal, checkpoints, report and trained model (``final``)."""
     max_steps: int = Field(ge=1)
-    """Number of optimizer steps."""
+    """Number of optimizer steps, until which the learning rate decays; may change on resume."""
     save_steps: Incidental[int] = Field(default=0, ge=0)
     """Steps between checkpoints; 0: only at the end."""
     keep_checkpoints: Incidental[int | None] = Field(default=2, ge=0)
@@ -78,15 +78,16 @@ class RunConfig(Settings):
     logging_steps: Incidental[int] = Field(default=1, ge=1)
     """Steps between lines on the console."""
     resume_from_checkpoint: Incidental[bool | Path] = False
-    """``true``: resume from the latest checkpoint in ``output_dir``, or start if there is none; a
-    path: resume from this checkpoint."""
+    """``true``: resume from the latest checkpoint in ``output_dir``, or start, with a warning, if
+    there is none, so that one command line starts and restarts a run; a path: resume from this
+    checkpoint."""
     teacher_wait_seconds: Incidental[float] = Field(default=60.0, gt=0)
     """Maximum time to wait until the teachers are ready."""
     accept_changed_teachers: Incidental[bool] = False
     """Resume although the manifest of a teacher differs from the checkpoint's."""
     accept_changed_settings: Incidental[bool] = False
     """Resume although the data, the seed or a setting that affects training differs from the
-    checkpoint's (``max_steps`` affects training if the learning rate decays)."""
+    checkpoint's."""
     projection_cache: Incidental[Path | None] = None
     """Folder of built projections and of prefix KL's tables (at most 40 MB for two tokenizers),
     which runs may share. Default: a folder in ``output_dir``."""

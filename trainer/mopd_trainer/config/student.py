@@ -1,5 +1,6 @@
 """``StudentConfig`` and ``LoraConfig``: the trained model and its optimizer."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -98,3 +99,11 @@ class StudentConfig(Settings):
     distill_loss_weight: float = Field(default=1.0, ge=0, le=1)
     """w in ``(1 - w) * cross entropy + w * distillation`` on reference answers; 0 is plain SFT
     without teachers. Rollouts are always trained with distillation only."""
+
+    def learning_rate_at(self, step: int, *, max_steps: int) -> float:
+        """Return linear warm-up, then cosine decay to ``min_learning_rate_ratio``; steps from 0."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, max_steps - self.warmup_steps)
+        floor = self.min_learning_rate_ratio
+        return self.learning_rate * (floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)

@@ -45,6 +45,10 @@ def starting_checkpoint(config: RunConfig, identity: RunIdentity) -> Checkpoint 
         return None
     checkpoint = _sound(setting) if isinstance(setting, Path) else _latest(config)
     if checkpoint is None:
+        logger.warning(
+            "resume_from_checkpoint: no checkpoint found in %s; the run starts from the beginning",
+            config.output_dir,
+        )
         return None
     if not config.accept_changed_settings:
         identity.require_same(checkpoint.identity, source=f"checkpoint {checkpoint.folder}")
@@ -64,7 +68,27 @@ def starting_checkpoint(config: RunConfig, identity: RunIdentity) -> Checkpoint 
             "the latest, or choose another output_dir.",
             key="output_dir",
         )
+    _report_changed_length(config, checkpoint)
     return checkpoint
+
+
+def _report_changed_length(config: RunConfig, checkpoint: Checkpoint) -> None:
+    """Log how another ``max_steps`` changes the learning rate, which decays until the last step."""
+    before, step = checkpoint.identity.max_steps, checkpoint.step
+    if before is None or before == config.max_steps or step == config.max_steps:
+        return
+    rate_before = config.student.learning_rate_at(step, max_steps=before)
+    rate = config.student.learning_rate_at(step, max_steps=config.max_steps)
+    if rate != rate_before:
+        logger.warning(
+            "max_steps was %d, is %d: the learning rate decays until the new last step, and is "
+            "%.3g in step %d instead of %.3g",
+            before,
+            config.max_steps,
+            rate,
+            step + 1,
+            rate_before,
+        )
 
 
 class CheckpointManager:

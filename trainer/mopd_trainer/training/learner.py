@@ -83,7 +83,7 @@ class Learner:
             TrainingError: when ``UpdateGuard`` ends the run; the weights are unchanged.
             RankError: when another rank is lost.
         """
-        rate = learning_rate(self._config, step=step, max_steps=self._max_steps)
+        rate = self._config.learning_rate_at(step, max_steps=self._max_steps)
         if tokens == 0:
             skipped = self._guard.check_empty(dropped or {}, step=step)
             nothing = dict.fromkeys(("loss", "compared_share", "objective", "grad_norm"), math.nan)
@@ -179,12 +179,3 @@ class Learner:
             distillation,
             distill_weights=torch.where(labels == IGNORED, 1.0, self._config.distill_loss_weight),
         )
-
-
-def learning_rate(config: StudentConfig, *, step: int, max_steps: int) -> float:
-    """Return linear warm-up, then cosine decay to ``min_learning_rate_ratio``; steps from 0."""
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps)
-    floor = config.min_learning_rate_ratio
-    return config.learning_rate * (floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)
