@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mopd_trainer.metrics.table import is_reproduced
 from tests import tiny_models
 from tests.ports import free_port
 from tests.trainer.runs import prompt_lines, run_values, write_lines, write_run
@@ -65,13 +66,8 @@ def test_torchrun_trains_what_one_process_trains(tmp_path: Path, values: dict[st
 
 
 def untimed(line: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics without seconds and bytes; a response's bytes include its seconds."""
-    clocked = ("time/", "throughput/", "memory/", "_seconds_", "received_bytes")
-    return {
-        key: value
-        for key, value in line.items()
-        if value is not None and not any(part in key for part in clocked)
-    }
+    """Return the metrics that are reproduced."""
+    return {key: value for key, value in line.items() if value is not None and is_reproduced(key)}
 
 
 def test_an_error_of_every_rank_is_reported_once(tmp_path: Path, values: dict[str, Any]) -> None:

@@ -1,6 +1,8 @@
 """A run that corrects completions: its metrics, its recording, and a replay of it."""
 
 import json
+import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.data.prompts import read_prompts
+from mopd_trainer.metrics.table import NOT_REPRODUCED, is_reproduced
 from mopd_trainer.run_folder.recordings.recording import Recording
 from tests import tiny_models
 from tests.server.tiny_teachers import teacher_of
@@ -59,3 +62,29 @@ def test_corrected_completions_are_counted_logged_recorded_and_replayed(
     replayed, _ = run_here(again)
     assert_same_weights(replayed, live)
     assert journal(tmp_path / "replay")[0]["rollout/corrected_share"] == shares[0]
+
+
+def test_two_identical_runs_differ_in_the_documented_metrics_only(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        run_here(values, output_dir=str(folder))
+    first, second = (journal(folder) for folder in folders)
+    names = {name for line in first for name in line}
+    assert [line.keys() for line in first] == [line.keys() for line in second]
+    for line, other in zip(first, second, strict=True):
+        assert [n for n in names if line.get(n) != other.get(n) and is_reproduced(n)] == []
+    matched = {
+        pattern: {name for name in names if fnmatchcase(name, pattern)}
+        for pattern in NOT_REPRODUCED
+    }
+    assert all(matched.values())
+    times = [line["teacher/own/score_seconds_total"] for line in (*first, *second)]
+    assert len(set(times)) > 1
+
+
+def test_the_documentation_lists_what_is_not_reproduced() -> None:
+    text = (Path(__file__).parents[3] / "trainer" / "README.md").read_text()
+    [sentence] = [line for line in text.splitlines() if "bit for bit, except" in line]
+    assert set(re.findall(r"`([a-z]+/[\w*/]+)`", sentence)) == set(NOT_REPRODUCED)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mopd_trainer.metrics.table import is_reproduced
 from tests.trainer.forked_runs import Ended, run_mopd
 from tests.trainer.lora_students import LORA
 from tests.trainer.runs import prompt_lines, run_values, write_lines, write_run
@@ -19,8 +20,6 @@ from tests.trainer.whole_runs import assert_same_weights, journal
 pytestmark = pytest.mark.slow
 
 STEPS = 4
-#: Parts of metrics that depend on time; responses contain seconds, so their length does too.
-TIMED = ("time/", "throughput/", "memory/", "seconds", "received_bytes", "hidden_share")
 
 
 @pytest.fixture
@@ -43,9 +42,9 @@ def run(folder: Path, values: dict[str, Any], **how: Any) -> Ended:
 
 
 def lasting(folder: Path) -> list[dict[str, Any]]:
-    """Return the journal without timings."""
+    """Return the journal without the metrics that are not reproduced."""
     return [
-        {key: value for key, value in line.items() if not any(part in key for part in TIMED)}
+        {key: value for key, value in line.items() if is_reproduced(key)}
         for line in journal(folder)
     ]
 

@@ -8,6 +8,7 @@ for any teacher and any reason. NaN (``null`` in the journal) means not measured
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 
 
@@ -28,6 +29,15 @@ _EVENTS = frozenset(
         *("control_tokens_as_text", "invalid_utf8_bytes"),
         *("skipped_nonfinite", "skipped_grad_norm", "skipped_empty"),
     )
+)
+#: Metrics of the clock, the process and the network, which differ between two identical runs. A
+#: response contains the seconds that it took, so that its size differs by a few bytes.
+NOT_REPRODUCED = (
+    "time/*",
+    "throughput/*",
+    "memory/*",
+    "teacher/*/score_seconds_*",
+    "teacher/*/received_bytes",
 )
 _NATS = "nats/token"
 _SHARE = "share"
@@ -213,6 +223,14 @@ _EVALUATION = {
 def without_zero_events(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics without counters of events that are zero."""
     return {k: v for k, v in metrics.items() if v or k.rpartition("/")[2] not in _EVENTS}
+
+
+def is_reproduced(name: str) -> bool:
+    """Return True if two identical runs, one of them resumed or not, have the same value.
+
+    Counters of failures, retries and stored scores are the same if none fails and none is stored.
+    """
+    return not any(fnmatchcase(name, pattern) for pattern in NOT_REPRODUCED)
 
 
 def metric_rows() -> Iterator[MetricRow]:
