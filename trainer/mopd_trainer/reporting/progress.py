@@ -21,8 +21,8 @@ from mopd_trainer.metrics.step_metrics import Metrics
 LEGEND = (
     "loss: what is trained, in nats per compared token; KL of samples: how much less likely the "
     "sampled text is under a teacher than under the student, in nats per token, an estimate of "
-    "KL(student, teacher) whatever the loss compares. Both fall as the student learns; one is no "
-    "part of the other."
+    "KL(student, teacher) that does not depend on the loss. The student learns as each falls; one "
+    "is no part of the other."
 )
 
 
