@@ -290,3 +290,28 @@ def test_data_of_a_page_is_json(tmp_path: Path, open_page: OpenPage) -> None:
     assert hostile in page.locator(".config").text_content()
     assert (folder / JOURNAL).is_file()
     append(folder / COMPLETIONS, [line])
+
+
+def test_labels_of_bytes_fit_and_constants_are_flat(tmp_path: Path, open_page: OpenPage) -> None:
+    lines = journal(STEPS)
+    for step, line in enumerate(lines):
+        line["teacher/math/received_bytes"] = 176_000.0 + 700 * (step % 9)
+        line["compared_share"] = 1 - 1e-8 * (step % 3)
+        line["grad_norm"] = 0.5 + 1e-8 * (step % 3)
+    page = open_page(write_report(write_run(tmp_path / "run", lines, completions(8))))
+    figure = chart(page, "Received bytes")
+    figure.scroll_into_view_if_needed()
+    labels, widths, room = figure.evaluate(
+        """f => {
+          const { plot } = f.chart, axis = plot.axes[1];
+          const labels = axis._values.filter(Boolean);
+          measuring.font = `11px ${cssVariable("font")}`;
+          return [labels, labels.map(l => measuring.measureText(l).width), axis._size];
+        }"""
+    )
+    assert len(set(labels)) == len(labels) > 1
+    assert all(re.fullmatch(r"\d+(\.\d+)? (B|KiB)", label) for label in labels)
+    assert max(widths) + 9 <= room
+    tile = page.locator("main, body").get_by_text("compared tokens").first.locator("xpath=..")
+    points = str(tile.locator("polyline").get_attribute("points")).split()
+    assert len({point.partition(",")[2] for point in points}) == 1

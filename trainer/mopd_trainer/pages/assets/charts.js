@@ -39,6 +39,18 @@ function extendLast(values) {
   if (row >= 0) values.fill(values[row], row + 1);
 }
 
+/** Steps between ticks of bytes: powers of two have short labels. */
+const BYTE_STEPS = Array.from({ length: 50 }, (_, power) => 2 ** power);
+
+const measuring = document.createElement("canvas").getContext("2d");
+
+/** Width of an axis in pixels that its longest label fits into; equal for most charts. */
+function labelWidth(labels, font) {
+  measuring.font = font;
+  const widths = labels.map((label) => measuring.measureText(label).width);
+  return Math.max(54, Math.ceil(Math.max(0, ...widths)) + 14);
+}
+
 /** `lines`: {label, key, run, colour, low, high}; `low` and `high` are keys of a band's ends. */
 class Chart {
   constructor({ title, note = "", unit = "", lines, share = false }) {
@@ -115,8 +127,7 @@ class Chart {
       if (low === null) return [0, 1];
       if (this.share) return [Math.min(0, low), Math.max(1, high)];
       // Rounding of a constant is no range: uPlot would not finish to search its ticks.
-      const isConstant = high - low <= 1e-6 * Math.max(Math.abs(low), Math.abs(high));
-      const margin = isConstant ? Math.abs(high) * 0.1 || 0.1 : (high - low) * 0.06;
+      const margin = isConstant(low, high) ? Math.abs(high) * 0.1 || 0.1 : (high - low) * 0.06;
       return [low >= 0 && low - margin < 0 ? 0 : low - margin, high + margin];
     };
     this.plot = new uPlot({
@@ -134,7 +145,9 @@ class Chart {
       axes: [
         { ...axis, size: 28, values: (_, ticks) => ticks.map((tick) => wholeNumber.format(tick)),
           incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6] },
-        { ...axis, size: 54, values: (_, ticks) => ticks.map((tick) => this.tickText(tick)) },
+        { ...axis, size: (_, labels) => labelWidth(labels ?? [], font),
+          ...(this.unit === "bytes" && !logarithmic ? { incrs: BYTE_STEPS } : {}),
+          values: (_, ticks) => ticks.map((tick) => this.tickText(tick)) },
       ],
       series: [{}, ...series],
       bands,

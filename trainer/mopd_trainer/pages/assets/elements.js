@@ -58,8 +58,15 @@ function durationText(seconds) {
   return `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
 
-const bytesText = (bytes) =>
-  bytes >= 2 ** 30 ? `${(bytes / 2 ** 30).toPrecision(3)} GiB` : `${(bytes / 2 ** 20).toPrecision(3)} MiB`;
+/** Bytes as 512 B · 176 KiB · 1.25 MiB · 3.4 GiB. */
+function bytesText(bytes) {
+  if (!Number.isFinite(bytes)) return "–";
+  const power = [3, 2, 1].find((each) => Math.abs(bytes) >= 1024 ** each) ?? 0;
+  return `${Number((bytes / 1024 ** power).toPrecision(3))} ${["B", "KiB", "MiB", "GiB"][power]}`;
+}
+
+/** True if values differ by no more than rounding. */
+const isConstant = (low, high) => high - low <= 1e-6 * Math.max(Math.abs(low), Math.abs(high));
 
 /** A value in the unit of its metric. */
 function valueText(value, unit) {
@@ -133,7 +140,8 @@ function sparkline(values, { width = 96, height = 24, floor = null } = {}) {
   const low = floor ?? Math.min(...points.map((point) => point[1]));
   const high = Math.max(...points.map((point) => point[1]));
   const x = (index) => (index / (values.length - 1)) * (width - 2) + 1;
-  const y = (value) => height - 2 - ((value - low) / (high - low || 1)) * (height - 4);
+  const share = (value) => (isConstant(low, high) ? 0.5 : (value - low) / (high - low));
+  const y = (value) => height - 2 - share(value) * (height - 4);
   const path = points.map(([index, value]) => `${x(index).toFixed(1)},${y(value).toFixed(1)}`);
   image.append(drawn("polyline", { points: path.join(" ") }));
   return image;
