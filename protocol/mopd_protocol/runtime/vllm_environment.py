@@ -2,11 +2,28 @@
 
 import logging
 import os
+from pathlib import Path
+
+from mopd_protocol.runtime.vllm_log_filter import StartupFilter
+
+#: Configuration of vLLM's log, with ``StartupFilter``.
+LOGGING_CONFIG = Path(__file__).with_name("vllm_logging.json")
+#: A message of PyTorch's at the import of vLLM in each of its processes.
+_IGNORED_WARNING = "ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"
+#: Loggers of vLLM that log before its log is configured.
+_EARLY_LOGGERS = ("vllm.triton_utils.importing",)
 
 
 def prepare_environment() -> None:
     """Set the defaults; call this before vLLM is imported."""
     verbose = logging.getLogger().isEnabledFor(logging.DEBUG)
+    if not verbose and "VLLM_LOGGING_LEVEL" not in os.environ:
+        os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(LOGGING_CONFIG))
+        for name in _EARLY_LOGGERS:
+            logging.getLogger(name).addFilter(StartupFilter())
+        ignored = [_IGNORED_WARNING, os.environ.get("PYTHONWARNINGS", "")]
+        if _IGNORED_WARNING not in ignored[1]:
+            os.environ["PYTHONWARNINGS"] = ",".join(filter(None, ignored))
     for name, value in {
         # A fork of a process with threads (torch's, a web server's) may hang.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
