@@ -93,7 +93,7 @@ class ProjectionCache:
 
     def on(self, device: torch.device | str, matrix: ProjectionMatrix) -> DeviceProjection:
         """The device's own copy of the matrix."""
-        where = torch.device(device)
+        where = torch.empty(0, device=device).device  # "cuda" has the number of the current device
         copy_key = (matrix.key, where)
         if copy_key not in self._copies:
             self._copies[copy_key] = DeviceProjection.copy_of(matrix, where)

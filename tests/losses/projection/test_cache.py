@@ -138,6 +138,9 @@ def test_each_device_has_its_own_copy_moved_once() -> None:
     assert cache.on(torch.device("cpu"), matrix) is on_cpu
     assert cache.on(torch.device("meta"), matrix) is on_meta
     assert cache.on("cpu", cached(cache, family("digit"), family("sentencepiece"))) is on_cpu
+    # A device is also named by its number: "cuda" and "cuda:0" are one memory.
+    assert cache.on("meta:0", matrix) is on_meta
+    assert cache.on(torch.device("cpu", 0), matrix) is on_cpu
 
 
 def test_two_matrices_do_not_share_a_copy() -> None:
