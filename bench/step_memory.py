@@ -37,9 +37,12 @@ TOKENS = 4_096
 FLOOR = "cross entropy"
 TEACHER_NAME = "teacher"
 BAR = 1.1
+CPU = torch.device("cpu")
 
 
-def make_student(layers: int) -> Student:
+def make_student(
+    layers: int, device: torch.device = CPU, compute_dtype: torch.dtype = torch.float32
+) -> Student:
     """Create a random student of the published shape with a tokenizer of 131,072 ids."""
     config = Qwen2Config(
         vocab_size=151_936,
@@ -58,15 +61,15 @@ def make_student(layers: int) -> Student:
         eos_token=real(STUDENT).tokenizer.id_to_token(2),
         chat_template="{% for message in messages %}{{ message.content }}\n{% endfor %}",
     )
-    return Student(model, tokenizer, torch.device("cpu"))
+    return Student(model, tokenizer, device, compute_dtype=compute_dtype)
 
 
-def text_to_train_on() -> list[AlignedPair]:
-    """Return completions of ``TOKENS`` tokens in total, or slightly fewer."""
+def text_to_train_on(most: int = TOKENS) -> list[AlignedPair]:
+    """Return completions of ``most`` tokens in total, or slightly fewer."""
     chosen: list[AlignedPair] = []
     tokens = 0
-    for comparison in completions(STUDENT, TEACHER, 12):
-        if tokens + len(comparison.student) <= TOKENS:
+    for comparison in completions(STUDENT, TEACHER, 12 * -(-most // TOKENS)):
+        if tokens + len(comparison.student) <= most:
             chosen.append(comparison)
             tokens += len(comparison.student)
     return chosen
@@ -106,7 +109,11 @@ def loss_of(name: str, student: Student) -> Loss:
 def measure(way: str, layers: int, pipe: Connection) -> None:
     """Measure one step in this process, and send the figures."""
     comparisons = text_to_train_on()
-    student = make_student(layers)
+    pipe.send(measured_step(way, make_student(layers), comparisons))
+
+
+def measured_step(way: str, student: Student, comparisons: list[AlignedPair]) -> dict[str, Any]:
+    """Make one step with cross entropy or a loss; return its figures."""
     supervised = way == FLOOR
     losses = {} if supervised else {TEACHER_NAME: loss_of(way, student)}
     learner = Learner(
@@ -126,17 +133,17 @@ def measure(way: str, layers: int, pipe: Connection) -> None:
 
     learner.optimizer.register_step_pre_hook(note)
     started = time.perf_counter()
-    learner.update([batch], tokens=batch.slots, step=0)
-    pipe.send(
-        {
-            "parameters": student.identity.parameters,
-            "tokens": batch.slots,
-            "weights_bytes": 4 * student.identity.parameters,
-            "until_update_bytes": until_update[0],
-            "step_bytes": peak_bytes(student.device) - before,
-            "seconds": time.perf_counter() - started,
-        }
-    )
+    metrics, _ = learner.update([batch], tokens=batch.slots, step=0)
+    return {
+        "loss": metrics["loss"],
+        "grad_norm": metrics["grad_norm"],
+        "parameters": student.identity.parameters,
+        "tokens": batch.slots,
+        "weights_bytes": 4 * student.identity.parameters,
+        "until_update_bytes": until_update[0],
+        "step_bytes": peak_bytes(student.device) - before,
+        "seconds": time.perf_counter() - started,
+    }
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_trainer.data.examples import AlignedScore, TrainingExample
 from mopd_trainer.data.teacher_input import text_view, token_view
 from mopd_trainer.student.student import Student
-from tests.trainer.students import CPU, encoder, encoder_without_bytes, table, tokenizer
+from tests.trainer.students import encoder, encoder_without_bytes, table, tokenizer
 
 #: Teacher -> its tokenizer. The student's is ``digit``: ``math`` reads its very ids.
 TOKENIZERS = {"math": "digit", "code": "whole_number"}
@@ -40,11 +40,13 @@ def losses_for(student: Student, divergences: Mapping[str, str] | None = None) -
         divergence = (divergences or {}).get(name, "forward_kl")
         kind = TopKKlConfig if name == "math" else CtkdConfig
         config = kind.model_validate({"divergence": divergence})
-        actual[name] = build_loss(config, student.identity, _teacher_tokenizer(tokenizer_name), CPU)
+        teacher = teacher_tokenizer(tokenizer_name)
+        actual[name] = build_loss(config, student.identity, teacher, student.device)
     return actual
 
 
-def _teacher_tokenizer(name: str) -> TeacherTokenizer:
+def teacher_tokenizer(name: str) -> TeacherTokenizer:
+    """Return a tiny tokenizer, as that of a teacher."""
     return TeacherTokenizer(tokenizer(name).backend_tokenizer, table(name), encoder(name))
 
 
@@ -70,7 +72,7 @@ def _aligned_score(name: str, weight: float, rollout: Rollout, seed: int) -> Ali
         alignment = identity_alignment(len(completion))
     else:
         view = text_view(rollout, table("digit"), encoder_without_bytes(TOKENIZERS[name]))
-        completion = _teacher_tokenizer(TOKENIZERS[name]).completion(view.request)
+        completion = teacher_tokenizer(TOKENIZERS[name]).completion(view.request)
         alignment = align(view.completion, completion)
     topk = topk_of(completion, own.present.nonzero()[0].tolist(), seed)
     return AlignedScore(name, weight, view, TeacherScore("m" * 32, completion, topk), alignment)
