@@ -236,7 +236,10 @@ def measure(size: Size, device: torch.device, rounds: int, rows: int = 64) -> di
             if not name.startswith(PEER) and not isinstance(error, torch.OutOfMemoryError):
                 raise
             running.pop(name, None)
-            results[name] = {"kind": kind, "reason": (str(error) or type(error).__name__).partition("\n")[0]}
+            results[name] = {
+                "kind": kind,
+                "reason": (str(error) or type(error).__name__).partition("\n")[0],
+            }
             continue
         results[name] |= _checked(made, problem, teacher, kind, rows)
         del made
