@@ -119,7 +119,7 @@ def measured_step(way: str, student: Student, comparisons: list[AlignedPair]) ->
     losses = {} if supervised else {TEACHER_NAME: loss_of(way, student)}
     learner = Learner(
         student,
-        StudentConfig(model="random"),
+        StudentConfig(model="random", distill_loss_weight=0.0 if supervised else 1.0),
         losses=losses,
         teacher_weights=dict.fromkeys(losses, 1.0),
         max_steps=1,

@@ -1,4 +1,4 @@
-"""Teachers on the device: scores are the CPU's, for the service and in process, and weights move."""
+"""Teachers on the device, in process and as a service: scores are the CPU's, and weights move."""
 
 import copy
 from pathlib import Path

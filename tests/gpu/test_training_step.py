@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from bench.step_memory import FLOOR, STUDENT, TEACHER, make_student, measured_step
@@ -126,7 +127,7 @@ def test_a_step_at_the_shape_of_a_published_model_is_bounded(
     above = figures["until_update_bytes"] - figures["weights_bytes"]
     logits = 4 * figures["tokens"] * student.identity.logit_width
     with capsys.disabled():
-        print(
+        Console(width=100, highlight=False).print(
             f"\n{way}, {compute}: {figures['tokens']:,} tokens, {figures['seconds']:.1f} s, "
             f"{above / 1e9:.2f} GB above weights and gradients, logits {logits / 1e9:.2f} GB"
         )
