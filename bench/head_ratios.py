@@ -10,7 +10,7 @@ above the tensors that exist before it.
 
 The divergences are the Jensen-Shannon divergence of all ids, from the hidden states and the head of
 a teacher, which mopd (``support: full``) and Liger-Kernel compute without the logits of all rows.
-Liger-Kernel (``pip install liger-kernel``) is left out, with the reason, where it does not run.
+Liger-Kernel (``pip install liger-kernel``) is skipped, with the reason, where it does not run.
 """
 
 import argparse
@@ -69,7 +69,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Step:
-    """What one way made of the problem."""
+    """The value and the gradients of one way."""
 
     loss: float
     hidden_gradient: Tensor
@@ -84,7 +84,7 @@ def jsd_of_logits(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def ways_of(problem: Problem, teacher: Teacher) -> dict[str, tuple[Kind, Callable[[], Loss]]]:
-    """Name -> what it computes, and a function that makes it; ImportError where it is missing."""
+    """Name -> kind, and a function that builds the loss; ImportError if its package is missing."""
     size, device = problem.size, problem.hidden.device
     real = problem.projection.real_ids
     positions = torch.arange(size.rows, device=device)
@@ -228,7 +228,7 @@ def measure(size: Size, device: torch.device, rounds: int, rows: int = 64) -> di
             loss = running[name] = make()
             step(problem, loss)  # compiles, and loads libraries
             before = resident_bytes(device)
-            made = step(problem, loss)
+            computed = step(problem, loss)
             # On a CPU, memory that the first step has freed counts as the process's.
             peak = peak_bytes(device) - before if device.type == "cuda" else math.nan
             results[name] = {"kind": kind, "peak_bytes": peak}
@@ -241,8 +241,8 @@ def measure(size: Size, device: torch.device, rounds: int, rows: int = 64) -> di
                 "reason": (str(error) or type(error).__name__).partition("\n")[0],
             }
             continue
-        results[name] |= _checked(made, problem, teacher, kind, rows)
-        del made
+        results[name] |= _checked(computed, problem, teacher, kind, rows)
+        del computed
     seconds: dict[str, list[float]] = {name: [] for name in running}
     for _ in range(rounds):
         for name, loss in running.items():
@@ -253,14 +253,14 @@ def measure(size: Size, device: torch.device, rounds: int, rows: int = 64) -> di
 
 
 def _checked(
-    made: Step, problem: Problem, teacher: Teacher, kind: Kind, rows: int
+    computed: Step, problem: Problem, teacher: Teacher, kind: Kind, rows: int
 ) -> dict[str, Any]:
     """Return the loss, and the relative error of the gradients of the first rows."""
-    gradients = (made.hidden_gradient, made.weight_gradient)
+    gradients = (computed.hidden_gradient, computed.weight_gradient)
     expected = exact(problem, teacher, kind, rows)
-    difference = made.hidden_gradient[:rows].double() - expected
+    difference = computed.hidden_gradient[:rows].double() - expected
     return {
-        "loss": made.loss,
+        "loss": computed.loss,
         "finite": all(bool(gradient.isfinite().all()) for gradient in gradients),
         "error": float(difference.norm() / expected.norm()),
     }

@@ -38,7 +38,6 @@ FLOOR = "cross entropy"
 TEACHER_NAME = "teacher"
 BAR = 1.1
 CPU = torch.device("cpu")
-CPU = torch.device("cpu")
 
 
 def make_student(
@@ -65,12 +64,12 @@ def make_student(
     return Student(model, tokenizer, device, compute_dtype=compute_dtype)
 
 
-def text_to_train_on(most: int = TOKENS) -> list[AlignedPair]:
-    """Return completions of ``most`` tokens in total, or slightly fewer."""
+def text_to_train_on() -> list[AlignedPair]:
+    """Return completions of ``TOKENS`` tokens in total, or slightly fewer."""
     chosen: list[AlignedPair] = []
     tokens = 0
-    for comparison in completions(STUDENT, TEACHER, 12 * -(-most // TOKENS)):
-        if tokens + len(comparison.student) <= most:
+    for comparison in completions(STUDENT, TEACHER, 12):
+        if tokens + len(comparison.student) <= TOKENS:
             chosen.append(comparison)
             tokens += len(comparison.student)
     return chosen

@@ -1,4 +1,4 @@
-"""The head beside cross entropy and Liger-Kernel: equal gradients, and memory of blocks only."""
+"""The head, cross entropy and Liger-Kernel: equal gradients, and the memory of a few blocks."""
 
 import math
 

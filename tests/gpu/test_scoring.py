@@ -83,7 +83,7 @@ def test_weights_of_a_teacher_in_process_move(device: torch.device, full_size: b
     assert {tensor.device for tensor, _ in teacher._cpu_tensors} == {CPU}
     with pytest.raises(RuntimeError):
         teacher.score(chosen, options)
-    assert kept.weight.device == device  # a copy of its own
+    assert kept.weight.device == device  # a separate copy
     if full_size:
         weights = sum(tensor.nbytes for tensor, _ in teacher._cpu_tensors)
         assert torch.cuda.memory_allocated() - before <= kept.weight.nbytes + 2**15 < weights
@@ -110,8 +110,8 @@ def test_a_service_scores_as_on_the_cpu(
             if task.candidate_ids is None
             else {"candidate_ids": [row.tolist() for row in task.candidate_ids]}
         )
-        for given in (False, True)
-        for task in tasks(with_candidates=given)
+        for with_candidates in (False, True)
+        for task in tasks(with_candidates=with_candidates)
     ]
     scored: list[list[dict[str, Any]]] = []
     for where in (device, CPU):
@@ -129,5 +129,5 @@ def test_a_service_scores_as_on_the_cpu(
         assert own.keys() == other.keys()
         for field in ("token_logprobs", "tail_logprobs"):
             np.testing.assert_allclose(own[field], other[field], atol=TOLERANCE[dtype])
-        kept = (np.concatenate(each["topk_logprobs"]).astype(float) for each in (own, other))
-        np.testing.assert_allclose(*kept, atol=TOLERANCE[dtype])
+        kept, expected = (np.concatenate(each["topk_logprobs"]) for each in (own, other))
+        np.testing.assert_allclose(kept, expected, atol=TOLERANCE[dtype])

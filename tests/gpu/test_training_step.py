@@ -80,7 +80,7 @@ def made_up_comparisons(texts: list[str]) -> list[AlignedPair]:
         own, other = (side.table.sequence(side.encoder.encode(text)) for side in (student, teacher))
         ranks = np.searchsorted(present, other.token_ids)[:, None] + 1_009 * np.arange(TOP_K)
         rows = TopKLogprobs(
-            ids=present[ranks % len(present)],
+            ids=present[ranks % len(present)].astype(np.int32),
             logprobs=np.tile(logprobs, (len(other), 1)),
             token_logprobs=np.full(len(other), logprobs[0]),
             tail_logprobs=np.full(len(other), np.log(0.05)),
