@@ -73,24 +73,34 @@ def test_a_teacher_in_process_scores_as_on_the_cpu(
 
 def test_weights_of_a_teacher_in_process_move(device: torch.device, full_size: bool) -> None:
     chosen, options = tasks(with_candidates=False), ScoreOptions(TOP_K)
-    before = torch.cuda.memory_allocated() if full_size else 0
     teacher = local("qwen", device)
-    first = teacher.score(chosen, options)
-    kept = head_on(teacher.head, device) if teacher.head is not None else None
-    assert kept is not None
+    weights = sum(tensor.nbytes for tensor, _ in teacher._cpu_tensors)
+    first = teacher.score(chosen, options)  # products keep a workspace on the device
     teacher.offload()
-    assert not teacher.loaded
-    assert {tensor.device for tensor, _ in teacher._cpu_tensors} == {CPU}
+    offloaded = torch.cuda.memory_allocated() if full_size else 0
+    for _ in range(2):
+        teacher.load_weights()
+        assert {tensor.device for tensor, _ in teacher._cpu_tensors} == {device}
+        if full_size:
+            assert torch.cuda.memory_allocated() - offloaded >= weights
+        for score, other in zip(teacher.score(chosen, options), first, strict=True):
+            require_close(score.topk, other.topk, atol=1e-6)
+        teacher.offload()
+        assert {tensor.device for tensor, _ in teacher._cpu_tensors} == {CPU}
+        if full_size:
+            assert torch.cuda.memory_allocated() == offloaded
     with pytest.raises(RuntimeError):
         teacher.score(chosen, options)
-    assert kept.weight.device == device  # a separate copy
-    if full_size:
-        weights = sum(tensor.nbytes for tensor, _ in teacher._cpu_tensors)
-        assert torch.cuda.memory_allocated() - before <= kept.weight.nbytes + 2**15 < weights
-    teacher.load_weights()
-    assert {tensor.device for tensor, _ in teacher._cpu_tensors} == {device}
-    for score, other in zip(teacher.score(chosen, options), first, strict=True):
-        require_close(score.topk, other.topk, atol=1e-6)
+
+
+def test_a_teacher_s_head_stays_on_the_device(device: torch.device) -> None:
+    teacher = local("qwen", device)
+    assert teacher.head is not None
+    kept = head_on(teacher.head, device)
+    expected = kept.weight.cpu()
+    teacher.offload()
+    assert (kept.weight.device, kept.real_ids.device) == (device, device)
+    assert torch.equal(kept.weight.cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -129,5 +139,7 @@ def test_a_service_scores_as_on_the_cpu(
         assert own.keys() == other.keys()
         for field in ("token_logprobs", "tail_logprobs"):
             np.testing.assert_allclose(own[field], other[field], atol=TOLERANCE[dtype])
-        kept, expected = (np.concatenate(each["topk_logprobs"]) for each in (own, other))
+        kept, expected = (
+            np.concatenate(each["topk_logprobs"]).astype(np.float64) for each in (own, other)
+        )  # NaN where an entry is missing
         np.testing.assert_allclose(kept, expected, atol=TOLERANCE[dtype])
