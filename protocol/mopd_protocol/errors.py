@@ -154,3 +154,11 @@ def message_of(error: BaseException) -> str | None:
     else:
         message = str(error) if isinstance(error, MopdError) else None
     return None if message is None else " ".join([message, *notes])
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, and the next one if that explains it; the class
+    name if the message is empty."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    count = 2 if lines and lines[0].endswith(":") else 1
+    return " ".join(lines[:count]) or type(error).__name__

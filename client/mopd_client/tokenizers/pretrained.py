@@ -5,7 +5,7 @@ For teachers that do not send their tokenizer: in-process teachers and stock vLL
 
 from pathlib import Path
 
-from mopd_protocol.errors import ConfigError, MissingPackageError
+from mopd_protocol.errors import ConfigError, MissingPackageError, first_line
 from mopd_protocol.request_tokenizer import RequestTokenizer
 from mopd_protocol.runtime.model_revision import is_missing_folder
 from mopd_protocol.tokenizers.pretrained import load_exact
@@ -46,9 +46,8 @@ def load_tokenizer(source: str, revision: str | None = None) -> RequestTokenizer
             revision=revision,
         )
     except Exception as error:  # the tokenizers library raises bare Exception
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"tokenizer of {source!r} cannot be loaded: {reason}", key="tokenizer"
+            f"tokenizer of {source!r} cannot be loaded: {first_line(error)}", key="tokenizer"
         ) from error
     if not isinstance(chat, PreTrainedTokenizerFast):
         raise ConfigError(

@@ -10,6 +10,7 @@ from typing import Any
 
 from mopd_protocol.errors import WeightsError
 from mopd_protocol.runtime.checkpoint_files import require_consistent_files
+from mopd_protocol.runtime.model_config import is_quantized, ties_head
 
 #: Tensors that older releases stored and newer ones compute: rotary frequencies, positions, causal
 #: masks; and scales of a quantized key-value cache.
@@ -87,7 +88,7 @@ def _is_quantized(folder: Path) -> bool:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # reported by the loader
         return True
-    return not isinstance(config, dict) or bool(config.get("quantization_config"))
+    return not isinstance(config, dict) or is_quantized(config)
 
 
 def _ends(model: Any) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def _ends(model: Any) -> dict[str, Any]:
 def _require_tied(subject: str, model: Any) -> None:
     """Check that a tied head is the embedding: of two stored ones, engines use different ones."""
     ends = _ends(model)
-    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    tied = ties_head(getattr(model, "config", None))
     supported = getattr(model, "_tied_weights_keys", None)
     if tied and supported and len(ends) == 2 and ends["head"] is not ends["embedding"]:
         raise WeightsError(

@@ -150,8 +150,3 @@ def empty_scores(k: int) -> TopKLogprobs:
         token_logprobs=np.zeros(0, dtype=np.float32),
         tail_logprobs=np.zeros(0, dtype=np.float32),
     )
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its class name if the message is empty."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

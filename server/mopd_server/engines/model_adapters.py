@@ -9,10 +9,9 @@ from transformers import PreTrainedModel
 from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.utils import check_peft_version
 
-from mopd_protocol.errors import ConfigError
+from mopd_protocol.errors import ConfigError, first_line
 from mopd_protocol.runtime.model_weights import require_complete
 from mopd_server.engines.adapters import Adapter
-from mopd_server.engines.base import first_line
 
 logger = logging.getLogger(__name__)
 

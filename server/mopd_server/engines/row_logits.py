@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from mopd_protocol.runtime.model_config import explaining_config
 from mopd_protocol.tokenizers.token_table import TokenTable
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,11 @@ class Probe:
 
 @torch.inference_mode()
 def run_probe(model: PreTrainedModel, table: TokenTable) -> Probe:
-    """Run the model on 8 tokens, and record its head."""
+    """Run the model on 8 tokens, and record its head.
+
+    Raises:
+        ConfigError: if the model cannot be run, because values of its configuration are null.
+    """
     generator = np.random.default_rng(0)
     embeddings = cast(torch.nn.Embedding, model.get_input_embeddings())
     # The tokenizer of another model may have ids beyond the embeddings; the width of the head
@@ -51,14 +56,17 @@ def run_probe(model: PreTrainedModel, table: TokenTable) -> Probe:
     input_ids = torch.from_numpy(generator.choice(valid_ids, size=(1, 8))).to(model.device)
     head = model.get_output_embeddings()
     calls: list[tuple[Tensor, Tensor]] = []
+    running = explaining_config(f"{type(model).__name__} cannot be run", "model", model.config)
     if head is None:
-        return Probe(input_ids, model(input_ids).logits)
+        with running:
+            return Probe(input_ids, model(input_ids).logits)
 
     def record(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         calls.append((inputs[0], output))
 
     hook = head.register_forward_hook(record)
-    logits = model(input_ids, use_cache=False).logits
+    with running:
+        logits = model(input_ids, use_cache=False).logits
     hook.remove()
     if len(calls) != 1 or model.base_model is model:
         return Probe(input_ids, logits)

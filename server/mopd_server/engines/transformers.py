@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mopd_protocol.errors import ConfigError, WeightsError
+from mopd_protocol.errors import ConfigError, first_line
+from mopd_protocol.runtime.model_config import explaining_config, max_positions
 from mopd_protocol.runtime.model_revision import name_of, revision_of
 from mopd_protocol.runtime.model_weights import load_complete
 from mopd_protocol.runtime.npu import import_backend
@@ -27,7 +27,6 @@ from mopd_server.engines.base import (
     EngineDescription,
     ScoringTask,
     empty_scores,
-    first_line,
 )
 from mopd_server.engines.distributions import (
     concatenate,
@@ -67,7 +66,7 @@ def load_engine(settings: TeacherSettings, table: TokenTable) -> "TransformersEn
     """
     device = _device(settings.device)
     adapters = load_adapters(settings.adapter)
-    try:
+    with explaining_config(f"model {settings.model!r}: loading failed", "model"):
         model: PreTrainedModel = load_complete(
             f"model {settings.model!r}",
             AutoModelForCausalLM.from_pretrained,
@@ -76,14 +75,6 @@ def load_engine(settings: TeacherSettings, table: TokenTable) -> "TransformersEn
             dtype=_dtype(settings.dtype, device),
             trust_remote_code=settings.trust_remote_code,
         )
-    except WeightsError:
-        raise
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(
-            f"model {settings.model!r}: loading failed: {first_line(error)} (expected a folder or "
-            "hub id of a causal language model)",
-            key="model",
-        ) from error
     torch.nn.Module.to(model, device)  # a model's own ``to`` is annotated as a decorator
     model.eval()
     return TransformersEngine(
@@ -317,7 +308,7 @@ def _dtype(name: DtypeName, device: torch.device) -> torch.dtype | str:
 
 
 def _max_model_len(model: PreTrainedModel, requested: int | None) -> int:
-    positions: int | None = model.config.get_text_config().to_dict().get("max_position_embeddings")
+    positions = max_positions(model.config)
     if requested is not None and positions is not None and requested > positions:
         raise ConfigError(
             f"--max-model-len: above the limit of the model (found {requested}, expected at most "

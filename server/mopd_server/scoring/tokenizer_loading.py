@@ -7,10 +7,9 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from mopd_protocol.errors import ConfigError
+from mopd_protocol.errors import ConfigError, first_line
 from mopd_protocol.request_tokenizer import RequestTokenizer
 from mopd_protocol.tokenizers.pretrained import load_exact
-from mopd_server.engines.base import first_line
 from mopd_server.settings import TeacherSettings
 
 _TOKENIZER_FILE = "tokenizer.json"

@@ -12,6 +12,7 @@ from mopd_client.sync import SyncTeacherClient
 from mopd_client.teacher_client import ClientOptions
 from mopd_client.tokenizers.pretrained import load_tokenizer as pretrained_tokenizer
 from mopd_protocol.errors import ConfigError, TokenizerError
+from mopd_protocol.runtime.model_config import vocabulary_size
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenRoles, TokenTable
 from mopd_protocol.tokenizers.tokenizer_file import naming_tokenizer
 
@@ -122,7 +123,8 @@ def _load_model_tokenizer(name: str, model: str) -> NamedTokenizer:
 
     pretrained = pretrained_tokenizer(model)
     try:
-        width: int = AutoConfig.from_pretrained(model).get_text_config().vocab_size
+        width = vocabulary_size(AutoConfig.from_pretrained(model))
     except (OSError, ValueError):  # a tokenizer without a model
-        width = pretrained.table.size
+        width = None
+    width = pretrained.table.size if width is None else width
     return NamedTokenizer(name, pretrained.table, pretrained.encoder, width)

@@ -18,7 +18,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from mopd_protocol.errors import ConfigError, DataError, MopdError
+from mopd_protocol.errors import ConfigError, DataError
+from mopd_protocol.runtime.model_config import explaining_config, max_positions, stored_dtype
 from mopd_protocol.runtime.model_revision import is_missing_folder
 from mopd_protocol.samples import Message
 from mopd_protocol.tokenizers.pretrained import load_exact
@@ -86,7 +87,7 @@ class StudentIdentity:
             logit_width=int(head.weight.shape[0]),
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
-            max_length=getattr(model.config.get_text_config(), "max_position_embeddings", None),
+            max_length=max_positions(model.config),
             chat_template_kwargs=dict(chat_template_kwargs),
         )
 
@@ -196,7 +197,7 @@ def final_dtype(config: StudentConfig) -> torch.dtype | None:
     if config.final_dtype != "auto":
         return getattr(torch, config.final_dtype)
     with explained(config):
-        published: Any = AutoConfig.from_pretrained(config.model, **source(config)).dtype
+        published = stored_dtype(AutoConfig.from_pretrained(config.model, **source(config)))
     return getattr(torch, published) if isinstance(published, str) else published
 
 
@@ -205,14 +206,8 @@ def explained(config: StudentConfig) -> Generator[None]:
     """Raise ConfigError in place of the errors of transformers for a model that cannot be loaded.
 
     Raises:
-        ConfigError: in place of OSError and ValueError.
+        ConfigError: in place of all errors but those of mopd.
     """
-    try:
+    subject = f"student.model: {config.model!r} cannot be loaded"
+    with explaining_config(subject, "student.model"):
         yield
-    except MopdError:
-        raise
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-        raise ConfigError(
-            f"student.model: {config.model!r} cannot be loaded: {reason}", key="student.model"
-        ) from error

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mopd_losses.core.blockwise_head import Head
+from mopd_protocol.runtime.model_config import explaining_config, logit_scale, logit_soft_cap
 from mopd_protocol.tokenizers.token_table import TokenTable
 
 
@@ -20,18 +21,20 @@ def output_head(model: PreTrainedModel, table: TokenTable, real_ids: Tensor) -> 
 
     Args:
         real_ids: bool [width] on the model's device, False for rows without a token.
+
+    Raises:
+        ConfigError: when the model cannot be run, because values of its configuration are null.
     """
     model.eval()
     module: Any = model.get_output_embeddings()
-    settings = model.config.get_text_config().to_dict()
-    cap: float | None = settings.get("final_logit_softcapping")
-    scale = settings.get("logit_scale", 1.0) / settings.get("logits_scaling", 1.0)
+    cap, scale = logit_soft_cap(model.config), logit_scale(model.config)
     head = Head(module.weight, real_ids, module.bias, scale, cap)
     present = np.flatnonzero(table.present)
     ids = torch.tensor(present[:: max(1, len(present) // 8)][:8], device=model.device)[None]
     decoder: Any = model.base_model
-    hidden: Tensor = decoder(input_ids=ids, use_cache=False).last_hidden_state
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    with explaining_config(f"{type(model).__name__} cannot be run", "model", model.config):
+        hidden: Tensor = decoder(input_ids=ids, use_cache=False).last_hidden_state
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits
     expected = module(hidden) * scale
     expected = expected if cap is None else torch.tanh(expected / cap) * cap
     # Exact without scale and cap: a cap hardly changes the logits of a fresh model.

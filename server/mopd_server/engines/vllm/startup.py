@@ -15,12 +15,12 @@ from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
-from mopd_protocol.errors import ConfigError, DataError
+from mopd_protocol.errors import ConfigError, DataError, first_line
 from mopd_protocol.runtime.host_memory import cpu_cache_bytes
 from mopd_protocol.runtime.model_revision import name_of, revision_of
 from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_server.engines.adapters import Adapter, load_adapters
-from mopd_server.engines.base import EngineCrashError, EngineDescription, first_line
+from mopd_server.engines.base import EngineDescription
 from mopd_server.engines.vllm.arguments import parse_arguments
 from mopd_server.engines.vllm.checkpoint import require_complete_checkpoint
 from mopd_server.engines.vllm.engine import VllmEngine
@@ -69,7 +69,7 @@ def start_engine(settings: TeacherSettings, table: TokenTable) -> VllmEngine:
         )
     except (ConfigError, DataError):
         raise
-    except (OSError, ValueError, RuntimeError, ImportError, EngineCrashError) as error:
+    except Exception as error:  # of transformers and vLLM, with any base class
         raise ConfigError(
             f"model {settings.model!r}: vLLM cannot load the model: {first_line(error)}. See its "
             "log above, or try --engine transformers.",

@@ -1,5 +1,6 @@
 """Manifest and tokenizer of an in-process teacher, without loading its weights."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,9 +10,10 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mopd_client.tokenizers.pretrained import load_tokenizer
-from mopd_protocol.errors import ConfigError, MopdError
+from mopd_protocol.errors import ConfigError
 from mopd_protocol.manifest import Features, Manifest
 from mopd_protocol.request_tokenizer import RequestTokenizer
+from mopd_protocol.runtime.model_config import explaining_config, max_positions, stored_dtype
 from mopd_protocol.runtime.model_revision import name_of, revision_of
 from mopd_trainer.config.teacher import TeacherConfig
 
@@ -37,11 +39,11 @@ class LocalIdentity:
         assert config.model is not None  # checked with the settings
         tokenizer = load_tokenizer(config.model, config.revision)
         settings = load(name, config, partial(AutoConfig.from_pretrained, config.model))
-        with torch.device("meta"):
+        with torch.device("meta"), _explained(name, config):
             model: Any = AutoModelForCausalLM.from_config(settings)
         width = int(model.get_output_embeddings().weight.shape[0])
         real = tokenizer.table.real_ids(width)
-        longest = settings.get_text_config().to_dict().get("max_position_embeddings")
+        longest = max_positions(settings)
         if longest is None:
             raise ConfigError(
                 f"teacher {name!r}: max_position_embeddings not found in the config of "
@@ -86,7 +88,8 @@ def dtype_of(config: TeacherConfig, settings: Any, device: str) -> torch.dtype:
     """Return the precision of the forward pass; ``auto`` as in the service."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
-    return torch.float32 if device == "cpu" else settings.dtype or torch.float32
+    stored = torch.float32 if device == "cpu" else stored_dtype(settings) or torch.float32
+    return getattr(torch, stored) if isinstance(stored, str) else stored
 
 
 def load(name: str, config: TeacherConfig, from_pretrained: Any) -> Any:
@@ -95,14 +98,10 @@ def load(name: str, config: TeacherConfig, from_pretrained: Any) -> Any:
     Raises:
         ConfigError: when the model cannot be loaded.
     """
-    try:
+    with _explained(name, config):
         return from_pretrained(revision=config.revision)
-    except MopdError:
-        raise
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-        raise ConfigError(
-            f"teacher {name!r}: model {config.model!r} cannot be loaded: {reason} (expected a "
-            "folder or hub id of a causal language model)",
-            key=f"teachers.{name}.model",
-        ) from error
+
+
+def _explained(name: str, config: TeacherConfig) -> AbstractContextManager[None]:
+    subject = f"teacher {name!r}: model {config.model!r} cannot be loaded"
+    return explaining_config(subject, f"teachers.{name}.model")
