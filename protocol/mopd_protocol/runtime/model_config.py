@@ -5,6 +5,7 @@ and the values of a multimodal model's language model are in a nested configurat
 """
 
 import math
+import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,11 @@ _POSITIONS = (
     "max_seq_length",
     "seq_len",
 )
+
+#: Names of probabilities of random changes in training (``resid_pdrop``, ``router_jitter_noise``).
+NOISE = re.compile("drop|jitter")
+#: Of classifiers.
+_UNUSED_NOISE = re.compile("classif|summary|path")
 
 
 def text_config(config: Any) -> Any:
@@ -76,6 +82,16 @@ def is_quantized(config: Any) -> bool:
     if isinstance(config, Mapping):
         return bool(config.get("quantization_config"))  # pyright: ignore[reportUnknownMemberType]
     return bool(getattr(config, "quantization_config", None))
+
+
+def dropout_values(config: Any) -> dict[str, float]:
+    """Return name -> value of the probabilities above 0 with which training changes activations."""
+    numbers = {name: _number(text_config(config), name) for name in vars(text_config(config))}
+    return {
+        name: value
+        for name, value in sorted(numbers.items())
+        if value and NOISE.search(name) and not _UNUSED_NOISE.search(name)
+    }
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from mopd_protocol.samples import Message, Prompt, TeacherScore
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_trainer.config.loading import parse_run
 from mopd_trainer.diagnostics import self_distillation
-from mopd_trainer.diagnostics.case import Case, open_case
+from mopd_trainer.diagnostics.case import Case, loss_of, open_case
 from mopd_trainer.diagnostics.finding import Finding
 from mopd_trainer.diagnostics.identity import check_identity
 from mopd_trainer.diagnostics.learnability import check_learnability
@@ -129,6 +129,19 @@ async def test_coverage(tmp_path: Path, fault: str, expected: str) -> None:
         assert statuses(list(check_coverage(case))) == [expected]
         nothing = replace(case, examples=())
         assert statuses(list(check_coverage(nothing))) == ["failed"]
+
+
+async def test_losses_are_measured_as_in_training(tmp_path: Path) -> None:
+    async with case_of(tmp_path) as case:
+        options = case.losses["math"], case.examples_of("math"), case.config
+        without = loss_of(case.student, "math", *options)[1]
+        for module in case.student.model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.5
+        case.student.model.eval()
+        _, first = loss_of(case.student, "math", *options)
+        assert first != pytest.approx(without, rel=1e-3)
+        assert loss_of(case.student, "math", *options)[1] == first
 
 
 class Certain(Faulty):

@@ -63,6 +63,9 @@ class StudentConfig(Settings):
     sharding: Incidental[Literal["none", "ddp", "fsdp"]] = "none"
     """Data parallelism over several ranks: ``fsdp`` shards weights and optimizer moments, ``ddp``
     replicates both. The results are identical."""
+    dropout: Literal["off", "model"] = "off"
+    """Dropout of the model's own configuration in training. ``off``: none, so that a student that
+    equals its teacher has no loss; ``model``: as configured. Adapters have ``lora.dropout``."""
     lora: LoraConfig | None = None
     """Default: all parameters are trained."""
     dtype: Literal["float32", "bfloat16"] = "float32"

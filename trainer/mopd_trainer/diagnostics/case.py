@@ -84,7 +84,12 @@ async def complete(config: RunConfig, student: Student, prompts: Sequence[Prompt
 def loss_of(
     student: Student, name: str, loss: Loss, examples: Sequence[TrainingExample], config: RunConfig
 ) -> tuple[Tensor, float]:
-    """Return the loss in nats per student token, with a graph, and the mean absolute loss."""
+    """Return the loss in nats per student token, with a graph, and the mean absolute loss.
+
+    Computed in training mode; dropout, if there is any, is the same in every call.
+    """
+    torch.manual_seed(config.seed)
+    student.model.train()
     tokens = sum(len(example.rollout.completion) for example in examples)
     total = torch.zeros((), device=student.device)
     size = 0.0

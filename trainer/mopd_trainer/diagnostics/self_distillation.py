@@ -107,6 +107,8 @@ def _zero(case: Case) -> Iterator[Finding]:
             f"(limit {limit:g}) and a gradient of norm {norm:.2g} over {len(examples)} completions."
         )
         fix = "Templates, tokenizers or precisions of student and service differ."
+        if case.config.student.dropout == "model" and case.student.identity.dropout:
+            fix = "Set student.dropout to off: dropout makes it another model than its teacher."
         status = "ok" if size <= limit else "failed"
         yield Finding("self-distillation", status, text, fix, {"nats": size, "norm": norm})
 

@@ -46,8 +46,16 @@ def _student_line(config: RunConfig, student: StudentIdentity) -> Text:
         f"{config.exp_name}: student {settings.model}, {student.parameters / 1e6:,.2f} M "
         f"parameters{_adapted(settings, student)}, {settings.dtype} on {settings.device}, "
         f"tokenizer {table.fingerprint[:12]} of {table.size:,} ids, head of "
-        f"{student.logit_width:,} rows, seed {config.seed}"
+        f"{student.logit_width:,} rows, seed {config.seed}{_dropout(settings, student)}"
     )
+
+
+def _dropout(settings: StudentConfig, student: StudentIdentity) -> str:
+    if not student.dropout:
+        return ""
+    values = ", ".join(f"{name} {value:g}" for name, value in student.dropout.items())
+    used = "in training" if settings.dropout == "model" else "off"
+    return f"; dropout of the model ({values}): {used} (student.dropout={settings.dropout})"
 
 
 def _adapted(settings: StudentConfig, student: StudentIdentity) -> str:

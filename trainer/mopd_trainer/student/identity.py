@@ -19,7 +19,12 @@ from transformers import (
 )
 
 from mopd_protocol.errors import ConfigError, DataError
-from mopd_protocol.runtime.model_config import explaining_config, max_positions, stored_dtype
+from mopd_protocol.runtime.model_config import (
+    dropout_values,
+    explaining_config,
+    max_positions,
+    stored_dtype,
+)
 from mopd_protocol.runtime.model_revision import is_missing_folder
 from mopd_protocol.samples import Message
 from mopd_protocol.tokenizers.pretrained import load_exact
@@ -46,6 +51,8 @@ class StudentIdentity:
     max_length: int | None = None
     """Longest prompt plus completion in tokens; None without a limit."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    dropout: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Name -> value of the dropout probabilities in the model's configuration, above 0."""
 
     def __post_init__(self) -> None:
         if not self.table.roles.ending:
@@ -89,6 +96,7 @@ class StudentIdentity:
             trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
             max_length=max_positions(model.config),
             chat_template_kwargs=dict(chat_template_kwargs),
+            dropout=dropout_values(model.config),
         )
 
     @property

@@ -1,7 +1,6 @@
 """``Student``: the model that is trained, its tokenizer, generation and losses."""
 
 import logging
-import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -42,6 +41,7 @@ from mopd_trainer.student.identity import (
 )
 from mopd_trainer.student.lora import add_adapters, stored_weights, weights_dtype
 from mopd_trainer.student.output_head import output_head
+from mopd_trainer.student.training_mode import enable_gradient_checkpointing, remove_dropout
 from mopd_trainer.student.weight_files import FullModelFiles, WeightFiles
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,11 @@ class Student:
         files: WeightFiles | None = None,
         chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
         final_dtype: torch.dtype | None = None,
+        dropout: bool = False,
     ) -> None:
+        self._dropout = dropout
+        if not dropout:
+            remove_dropout(model)
         # A model that will be sharded is moved to the device in shards.
         self.model = model if sharded else model.to(device)  # pyright: ignore[reportArgumentType]
         self.tokenizer: Any = tokenizer
@@ -121,7 +125,7 @@ class Student:
             )
         add_adapters(model, config)
         if config.gradient_checkpointing:
-            _enable_gradient_checkpointing(model)
+            enable_gradient_checkpointing(model)
         return cls(
             model,
             tokenizer,
@@ -132,6 +136,7 @@ class Student:
             files=stored_weights(model, config),
             chat_template_kwargs=config.chat_template_kwargs,
             final_dtype=final_dtype(config),
+            dropout=config.dropout == "model",
         )
 
     @property
@@ -272,6 +277,7 @@ class Student:
             compute_dtype=self._compute_dtype,
             files=self._files,
             chat_template_kwargs=self.identity.chat_template_kwargs,
+            dropout=self._dropout,
         )
 
     def gather(self) -> None:
@@ -384,17 +390,3 @@ class Student:
 
     def _decoder(self) -> Any:
         return self.model.base_model
-
-
-def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    try:
-        with warnings.catch_warnings():
-            # Later releases of transformers 5 deprecate the one name that all releases have.
-            warnings.simplefilter("ignore", FutureWarning)
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-    except ValueError as error:
-        raise ConfigError(
-            f"student.gradient_checkpointing: not supported by this model: {error}. Set it to "
-            "false.",
-            key="student.gradient_checkpointing",
-        ) from error
