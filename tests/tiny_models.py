@@ -63,6 +63,24 @@ def whole_number_tokenizer(vocabulary_size: int = 460) -> PreTrainedTokenizerFas
     return _wrap(tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
 
 
+def tokenizer_with_gaps() -> PreTrainedTokenizerFast:
+    """``digit_tokenizer`` without some tokens, whose ids are gaps in the numbering."""
+    tokenizer = digit_tokenizer()
+    description = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary, merges = description["model"]["vocab"], description["model"]["merges"]
+    parts = {part for pair in merges for part in pair}
+    last = [surface for surface in vocabulary if len(surface) > 1 and surface not in parts]
+    controls = {token["content"] for token in description["added_tokens"]}
+    dropped = {surface for surface in last[1:-1:2] if surface not in controls}
+    description["model"]["vocab"] = {
+        surface: token_id for surface, token_id in vocabulary.items() if surface not in dropped
+    }
+    description["model"]["merges"] = [pair for pair in merges if "".join(pair) not in dropped]
+    return _wrap(
+        Tokenizer.from_str(json.dumps(description)), eos_token="<|end|>", pad_token="<|pad|>"
+    )
+
+
 def long_number_tokenizer() -> PreTrainedTokenizerFast:
     """``whole_number_tokenizer`` with a token for every number of two or three digits."""
     description = json.loads(whole_number_tokenizer().backend_tokenizer.to_str())
@@ -149,7 +167,8 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Pat
 
 
 def _sizes(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
-    padded = -(-(len(tokenizer) + 7) // 64) * 64
+    ids = max(tokenizer.get_vocab().values()) + 1
+    padded = -(-(ids + 7) // 64) * 64
     return {
         "vocab_size": padded,
         "hidden_size": 32,

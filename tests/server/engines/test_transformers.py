@@ -293,3 +293,27 @@ def test_device_that_fails_every_call_is_a_crash() -> None:
     teacher.model.to("meta")  # a device without values
     with pytest.raises(EngineCrashError, match="device 'meta'"):
         teacher.engine.score([short_task(3)], top_k=1, temperature=1.0)
+
+
+def test_rows_in_gaps_and_behind_the_tokenizer_have_no_probability() -> None:
+    """The largest logits are those of rows without a token."""
+    tokenizer = tiny_models.tokenizer_with_gaps()
+    model = tiny_models.qwen(tokenizer)
+    present = np.sort([*tokenizer.get_vocab().values()])
+    without = np.setdiff1d(np.arange(model.config.vocab_size), present)
+    gap, behind = int(without[0]), int(without[-1])
+    assert gap < present[-1] < behind
+    with torch.no_grad():
+        model.get_output_embeddings().weight[without] *= 20
+    teacher = teacher_of(model, tokenizer)
+    assert teacher.service.manifest.max_top_k == len(present)
+    completion = [7, gap, 8, behind]
+    rows = [[gap, 7, behind]] * len(completion)
+    for scores in (
+        *score(teacher, task([5, gap], completion)),
+        *score(teacher, task([5, gap], completion, rows)),
+    ):
+        assert np.isneginf(scores.token_logprobs).tolist() == [False, True, False, True]
+        assert not np.isin(scores.ids, without).any()
+        total = np.exp(scores.logprobs.astype(float)).sum(axis=1) + np.exp(scores.tail_logprobs)
+        np.testing.assert_allclose(total, 1, atol=1e-5)

@@ -86,10 +86,17 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3 with heads of 32, the minimum of vLLM's CPU attention."""
-    tokenizer = tiny_models.digit_tokenizer()
+    """A tiny Qwen3 with heads of 32, the minimum of vLLM's CPU attention.
+
+    Rows of the head without a token, in gaps and behind the tokenizer, have the largest logits.
+    """
+    tokenizer = tiny_models.tokenizer_with_gaps()
     config = {**tiny_models.qwen(tokenizer).config.to_dict(), "head_dim": 32}
     model = Qwen3ForCausalLM(Qwen3Config.from_dict(config))
+    present = [*tokenizer.get_vocab().values()]
+    without = np.setdiff1d(np.arange(model.config.vocab_size), present)
+    with torch.no_grad():
+        model.lm_head.weight[without] *= 20
     folder = tmp_path_factory.mktemp("models") / "tiny-qwen"
     return tiny_models.save(model, tokenizer, folder)
 
@@ -224,6 +231,46 @@ def test_both_services_return_equal_responses(pair: Pair) -> None:
                 np.testing.assert_allclose(scores[name], value, atol=1e-4)
             else:
                 assert scores[name] == value
+
+
+def ids_without_token(pair: Pair) -> list[int]:
+    """Return an id in a gap, and one behind the tokenizer."""
+    size = int(pair.real_ids[-1]) + 1
+    gaps = np.setdiff1d(np.arange(size), pair.real_ids)
+    assert len(gaps) > 8
+    assert size < pair.vllm.manifest.logit_width
+    return [int(gaps[0]), size]
+
+
+@pytest.mark.parametrize("field", ["prompt_token_ids", "completion_token_ids", "candidate_ids"])
+def test_ids_without_token_are_rejected_alike(field: str, pair: Pair) -> None:
+    plain = {"prompt_token_ids": [5, 6], "completion_token_ids": [7], "candidate_ids": [[8, 9]]}
+    for token in [*ids_without_token(pair), pair.vllm.manifest.logit_width, -1]:
+        ids: Any = [[8, token]] if field == "candidate_ids" else [token]
+        body = {"sequences": [{**plain, field: ids}], "top_k": 1}
+        responses = [post(create_app(each), body) for each in (pair.vllm, pair.transformers)]
+        first, second = (response.json() for response in responses)
+        assert responses[0].status_code == responses[1].status_code == 400
+        for each in (first, second):
+            each.pop("instance", None)
+            each.pop("request_id", None)
+        assert first == second
+
+
+def test_engines_score_ids_without_token_alike(pair: Pair) -> None:
+    """They have no probability, in any place; as input they have an embedding."""
+    without = ids_without_token(pair)
+    prompt = np.array([5, without[0], 6, without[1]], np.int32)
+    completion = np.array([7, without[0], 8, without[1], 9], np.int32)
+    row = np.array([7, 8, *without], np.int32)
+    tasks = [ScoringTask(prompt, completion), ScoringTask(prompt, completion, (row,) * 5)]
+    for temperature in (1.0, 0.1):
+        for scores, expected in pair.score(tasks, 6, temperature):
+            assert_equal(scores, expected)
+            assert np.isneginf(scores.token_logprobs).tolist() == [False, True, False, True, False]
+            assert not np.isin(scores.ids, without).any()
+            total = np.exp(scores.logprobs.astype(float)).sum(axis=1)
+            np.testing.assert_allclose(total + np.exp(scores.tail_logprobs), 1, atol=1e-5)
 
 
 def test_candidates_and_temperatures_are_supported(pair: Pair) -> None:
