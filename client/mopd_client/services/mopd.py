@@ -77,14 +77,15 @@ class MopdService:
         """See ``Service``; the tokenizer is downloaded from the server."""
         body = connection.json_object(await connection.get("/v1/tokenizer"), kind=_KIND)
         try:
-            text = body["files"]["tokenizer.json"]
-        except (KeyError, TypeError) as error:
+            files = {str(name): str(content) for name, content in body["files"].items()}
+            text = files["tokenizer.json"]
+        except (AttributeError, KeyError, TypeError) as error:
             raise InvalidResponseError(
                 f"teacher {connection.teacher!r}: tokenizer.json not found in the response "
                 "(expected under 'files')",
                 key="files",
             ) from error
-        return teacher_tokenizer(connection.teacher, manifest, text)
+        return teacher_tokenizer(connection.teacher, manifest, text, files)
 
     async def score(
         self, connection: Connection, request: LogprobsRequest, manifest: Manifest

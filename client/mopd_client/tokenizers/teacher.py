@@ -1,7 +1,9 @@
 """A teacher's tokenizer on the student's side, from the file that a service sends."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from tokenizers import Tokenizer
 
@@ -11,8 +13,23 @@ from mopd_protocol.request_tokenizer import TeacherTokenizer
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
 
 
-def teacher_tokenizer(teacher: str, manifest: Manifest, tokenizer_json: str) -> TeacherTokenizer:
+@dataclass(frozen=True, eq=False)
+class DownloadedTokenizer(TeacherTokenizer):
+    """A ``TeacherTokenizer`` with the files of its chat template, as the service sent them."""
+
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+def teacher_tokenizer(
+    teacher: str,
+    manifest: Manifest,
+    tokenizer_json: str,
+    files: Mapping[str, str] = MappingProxyType({}),
+) -> DownloadedTokenizer:
     """Build a teacher's tokenizer from its ``tokenizer.json``.
+
+    Args:
+        files: name -> text of other files of the tokenizer.
 
     Raises:
         InvalidResponseError: if the text is not a supported tokenizer.
@@ -40,7 +57,7 @@ def teacher_tokenizer(teacher: str, manifest: Manifest, tokenizer_json: str) -> 
     # The fingerprint does not cover these: they do not belong to the tokenizer's vocabulary.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return TeacherTokenizer(tokenizer, table, TextEncoder(tokenizer, table))
+    return DownloadedTokenizer(tokenizer, table, TextEncoder(tokenizer, table), files)
 
 
 @contextmanager

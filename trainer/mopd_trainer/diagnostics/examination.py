@@ -21,6 +21,7 @@ from mopd_trainer.diagnostics.self_distillation import (
     student_service,
 )
 from mopd_trainer.diagnostics.teachers import check_agreement, check_coverage, check_row_shift
+from mopd_trainer.diagnostics.template_agreement import check_agreement_of_templates
 from mopd_trainer.diagnostics.templates import check_templates, check_tokenizer
 from mopd_trainer.setup import teacher_loss
 from mopd_trainer.student.identity import StudentIdentity
@@ -38,6 +39,7 @@ def cheap_findings(
 ) -> Iterable[Finding]:
     """Yield the findings that need no weights."""
     yield from check_templates(prompts, student)
+    yield from check_agreement_of_templates(prompts, student, teachers)
     yield from check_tokenizer(prompts, Path(config.student.model), student)
     yield from check_identity(teachers)
 
