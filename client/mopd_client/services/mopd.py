@@ -78,7 +78,7 @@ class MopdService:
         body = connection.json_object(await connection.get("/v1/tokenizer"), kind=_KIND)
         try:
             files = {str(name): str(content) for name, content in body["files"].items()}
-            text = files["tokenizer.json"]
+            text = files.pop("tokenizer.json")
         except (AttributeError, KeyError, TypeError) as error:
             raise InvalidResponseError(
                 f"teacher {connection.teacher!r}: tokenizer.json not found in the response "

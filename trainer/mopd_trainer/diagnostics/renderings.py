@@ -19,7 +19,9 @@ _THINKING = re.compile(
     re.DOTALL,
 )
 #: Markup that is not listed among the control tokens (``[INST]``, ``<<SYS>>``, ``<|user|>``).
-_TAGS = re.compile(r"</?(?![^<>\s]*(?:think|reasoning|thought))<?[^<>\s]{1,40}>{1,2}|\[/?[A-Z_]+\]")
+_TAGS = re.compile(
+    r"</?(?![^<>\s]*(?:think|reasoning|thought))<?[^<>\s]{1,40}>{1,2}|\[[^\s\[\]]{2,24}\]"
+)
 _WORDS = re.compile(r"</?[^<>\s]*(?:think|reasoning|thought)[^<>\s]*>|[^\W_]+")
 _ROLES = frozenset(
     ("system", "user", "assistant", "model", "human", "bot", "ai", "gpt", "tool", "developer")

@@ -29,13 +29,8 @@ from mopd_trainer.teachers.connect import Teacher
 _PER_FORM, _MOST = 4, 64
 #: Settings to offer.
 _OFFERED = 3
-#: Files of a tokenizer that contain its chat template and the names of its control tokens.
-_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
+#: Files that contain a chat template and the names of control tokens.
+_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _VARIABLES = re.compile(
     r"\b([a-z]\w*) is (?:not )?(?:defined|none|true|false)|if (?:not )?([a-z]\w*)\b"
 )
@@ -201,14 +196,12 @@ def _chat_of(teacher: Teacher) -> Any:
     tokenizer = teacher.tokenizer
     if isinstance(tokenizer, RequestTokenizer):
         return tokenizer.chat if tokenizer.has_chat_template else None
-    if not isinstance(tokenizer, DownloadedTokenizer):
-        return None
+    if not isinstance(tokenizer, DownloadedTokenizer) or not tokenizer.files:
+        return None  # of a recording
     with TemporaryDirectory() as name:
         folder = Path(name)
-        for file in _FILES:
-            if file in tokenizer.files:
-                (folder / file).write_text(tokenizer.files[file], encoding="utf-8")
-        if not (folder / "tokenizer.json").is_file():  # of a recording
-            return None
+        files = {name: tokenizer.files[name] for name in _FILES if name in tokenizer.files}
+        for file, text in (files | {"tokenizer.json": tokenizer.tokenizer.to_str()}).items():
+            (folder / file).write_text(text, encoding="utf-8")
         chat = PreTrainedTokenizerFast.from_pretrained(folder)
     return chat if chat.chat_template else None
