@@ -40,6 +40,7 @@ class Prompt:
     teachers: Mapping[str, float]  # teacher name -> weight; weights are normalised to sum to one
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     answer: str | None = None  # reference completion, if the run trains on the data's
+    format: str = ""  # of the line, for reports
 
     def __post_init__(self) -> None:
         if not self.messages:

@@ -262,7 +262,7 @@ def test_key_that_nothing_reads_is_invalid(
 def test_kept_lines_have_any_keys_but_those_of_a_template(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "data.jsonl", [{**OK, "level": 1}, {**OK, "tools": [1]}])
     with pytest.raises(DataError) as caught:
-        read_prompts(DataConfig(prompts=path), TEACHERS, keep_lines=True)
+        read_prompts(DataConfig(prompts=path), TEACHERS, keep_rows=True)
     assert caught.value.key == f"{path}:2"
 
 

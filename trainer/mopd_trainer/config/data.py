@@ -17,15 +17,18 @@ class DataConfig(Settings):
     """
 
     prompts: Incidental[Path]
-    """JSONL or parquet file whose rows have ``messages``, ``prompt`` or the keys named below; with
-    ``split``, a dataset of Hugging Face. Parquet and datasets need ``pip install '.[data]'``."""
+    """File of JSONL, JSON (an array) or parquet, in a format of the quickstart (``messages``,
+    ``prompt``, ``prompt`` and ``completion``, ``conversations``, ``instruction``) or with the keys
+    named below; with ``split``, a dataset of Hugging Face. Parquet and datasets need
+    ``pip install '.[data]'``."""
     split: Incidental[str | None] = None
     """Split of a dataset (``train``); ``prompts`` is then its name on the hub or its folder."""
     subset: Incidental[str | None] = None
     """Configuration of the dataset on the hub (``main``), if it has several."""
     ignored_keys: Incidental[Literal["all"] | tuple[str, ...]] = ()
-    """Keys of the rows that the run does not use. Other unknown keys are invalid, so that nothing
-    that should change a prompt (``tools``, ``system``) is lost; ``all`` accepts every key."""
+    """Keys of rows and messages that are read as if the data had none. Other unknown keys are
+    invalid, so that nothing that should change a prompt (``tools``, ``images``) is lost; ``all``
+    accepts every unknown key."""
     source: Source = "rollout"
     """Source of completions: ``rollout`` (sampled from the student) or ``answers`` (each line's
     reference answer)."""
@@ -38,11 +41,11 @@ class DataConfig(Settings):
     default_teacher: Incidental[str | None] = None
     """Teacher of lines without one; if not set, such lines are invalid."""
     question_key: Incidental[str | None] = None
-    """Key of the user message, for data without ``messages`` and ``prompt``."""
+    """Key of the user message, or of a list of messages, for data in another format."""
     answer_key: Incidental[str | None] = None
-    """Key of the reference answer. Default: the last message of ``messages``, if the run uses
-    reference answers. If the run does not use them, the reference answer is only logged next
-    to the completion."""
+    """Key of the reference answer. Default: the last message of a conversation if it is the
+    assistant's, ``completion`` or ``output``. If the run does not use reference answers, they are
+    only logged next to the completion."""
     shuffle: bool = True
     """Shuffle the prompts in each epoch, with an order derived from ``seed``."""
     on_bad_line: Incidental[Literal["fail", "skip"]] = "fail"
@@ -68,6 +71,10 @@ class DataConfig(Settings):
         if self.on_policy_fraction is None:
             return 1.0 if self.source == "rollout" else 0.0
         return self.on_policy_fraction
+
+    def ignores(self, key: str) -> bool:
+        """Return True for a key that the run does not use."""
+        return self.ignored_keys == "all" or key in self.ignored_keys
 
     @property
     def uses_reference_answers(self) -> bool:

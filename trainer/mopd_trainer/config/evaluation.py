@@ -21,15 +21,18 @@ class EvaluationSetConfig(Settings):
     """Held-out prompts with reference answers, and how completions are graded."""
 
     prompts: Path
-    """JSONL or parquet file, as ``data.prompts``; with ``split``, a dataset of Hugging Face."""
+    """File, as ``data.prompts``; with ``split``, a dataset of Hugging Face."""
     split: str | None = None
     """Split of a dataset, as ``data.split``."""
     subset: str | None = None
     """Configuration of the dataset on the hub, as ``data.subset``."""
     question_key: str | None = None
-    """Key of the user message, for data without ``messages`` and ``prompt``."""
+    """Key of the user message, or of a list of messages, as ``data.question_key``."""
     answer_key: str | None = None
-    """Key of the reference answer. Default: the last message of ``messages``."""
+    """Key of the reference answer. Default: as ``data.answer_key``."""
+    ignored_keys: tuple[str, ...] = ()
+    """Keys that change prompts (``tools``, ``images``, ``system``) and that the set does not use.
+    Other keys are never invalid."""
     source_key: str | None = None
     """Key of a line's data source, for results by source. Default: the first of ``data_source``,
     ``dataset``, ``tag`` in the line."""

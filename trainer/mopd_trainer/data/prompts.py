@@ -2,67 +2,108 @@
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
 from math import inf
 from sys import float_info
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 
 from mopd_protocol.errors import DataError
-from mopd_protocol.samples import Message, Prompt
+from mopd_protocol.samples import Prompt
 from mopd_trainer.config.run import DataConfig
+from mopd_trainer.data.formats import (
+    TEACHER_KEYS,
+    Format,
+    completion,
+    format_of,
+    read_turns,
+    require_known_keys,
+)
+from mopd_trainer.data.messages import JSON, EmptyPromptError, LineError
 from mopd_trainer.data.rows import Row, read_rows
 
 logger = logging.getLogger(__name__)
 
-#: Keys of a line's teacher if ``teacher_key`` is not set.
-TEACHER_KEYS = ("teacher", "data_source", "tag", "dataset")
-
-#: Keys that are always known.
-_KEYS = ("messages", "prompt", *TEACHER_KEYS)
-
-#: Keys by which other programs change the rendered prompt.
-RENDERING_KEYS = ("chat_template_kwargs", "documents", "functions", "images", "system", "tools")
-
-JSON = dict[str, Any]
+#: Line numbers in a message.
+_LISTED = 8
 
 
 def read_prompts(
-    config: DataConfig, teachers: Iterable[str], *, keep_lines: bool = False
+    config: DataConfig,
+    teachers: Iterable[str],
+    *,
+    keep_rows: bool = False,
+    section: str = "data",
 ) -> list[Prompt]:
     """Load the prompts of a data file; with ``on_bad_line: skip``, invalid rows are dropped.
 
     Args:
         teachers: names of the scoring teachers; empty for plain SFT.
-        keep_lines: keep each complete row as the prompt's metadata; unknown keys are valid, except
+        keep_rows: keep each complete row as the prompt's metadata; unknown keys are valid, except
             those that would change the rendered prompt.
+        section: of the settings that errors name.
 
     Raises:
         DataError: for a missing or empty file, and for an invalid row: no JSON object, unknown
             keys, no prompt, no reference answer if the run uses them, no teacher or an unknown
-            one. ``key`` is ``file`` or ``file:row``.
+            one. ``key`` is ``file`` or ``file:row``. Empty prompts are counted first.
         MissingPackageError: as ``read_rows``.
     """
     path, known = config.prompts, sorted(teachers)
-    errors: list[DataError] = []
+    bad: dict[int, str] = {}
+    empty = 0
     prompts: list[Prompt] = []
-    for where, row in read_rows(config):
+    for number, row in read_rows(config):
         try:
-            prompts.append(_prompt(row, len(prompts), config, known, keep_lines))
-        except _LineError as error:
-            errors.append(DataError(f"{where}: {error}", key=where))
-            if config.on_bad_line == "fail":
-                raise errors[0] from error
-    if errors:
-        logger.warning("%s: skipped %d invalid lines, the first: %s", path, len(errors), errors[0])
+            prompts.append(_prompt(row, len(prompts), config, known, keep_rows))
+        except LineError as error:
+            bad[number] = f"{path}:{number}: {error}. {_fix(error, config, section)}"
+            if isinstance(error, EmptyPromptError):
+                empty += 1
+            elif config.on_bad_line == "fail":
+                raise DataError(bad[number], key=f"{path}:{number}") from error
+    if bad and config.on_bad_line == "fail":
+        first = next(iter(bad))
+        skip = f", or set {section}.on_bad_line=skip" if section == "data" else ""
+        raise DataError(
+            f"{path}:{first}: empty prompt, one of {empty:,} in {len(prompts) + empty:,} rows "
+            f"({_listed(bad)}). Remove them{skip}.",
+            key=f"{path}:{first}",
+        )
+    if bad:
+        logger.warning(
+            "%s: skipped %d invalid lines (%s; %d empty prompts), the first: %s",
+            path,
+            len(bad),
+            _listed(bad),
+            empty,
+            next(iter(bad.values())),
+        )
     if not prompts:
         raise DataError(
             f"{path}: no prompts found, expected one JSON object per line", key=str(path)
         )
     return prompts
+
+
+def _fix(error: LineError, config: DataConfig, section: str) -> str:
+    """Return the settings that make a line valid, as they are written on the command line."""
+    settings = dict(error.settings)
+    if isinstance(config.ignored_keys, tuple) and "ignored_keys" in settings:
+        settings["ignored_keys"] = [*config.ignored_keys, *settings["ignored_keys"]]
+    if not settings:
+        skip = f", or set {section}.on_bad_line=skip" if section == "data" else ""
+        return f"Fix the line{skip}."
+    texts = {k: v if isinstance(v, str) else f"[{','.join(v)}]" for k, v in settings.items()}
+    return f"Set {' '.join(f'{section}.{name}={text}' for name, text in texts.items())}."
+
+
+def _listed(numbers: Collection[int]) -> str:
+    text = ", ".join(map(str, islice(numbers, _LISTED)))
+    more = len(numbers) - _LISTED
+    return f"lines {text}" + (f" and {more:,} more" if more > 0 else "")
 
 
 class PromptOrder:
@@ -94,118 +135,63 @@ class PromptOrder:
         return np.random.default_rng([self._seed, epoch]).permutation(count).tolist()
 
 
-class _LineError(ValueError):
-    """An invalid line."""
-
-
 def _prompt(
-    row: Row, index: int, config: DataConfig, known: Sequence[str], keep_line: bool
+    row: Row, index: int, config: DataConfig, known: Sequence[str], keep_row: bool
 ) -> Prompt:
-    values = _parse(row) if isinstance(row, bytes) else row
-    _require_known_keys(values, config, keep_line)
-    messages, reference = _messages_and_reference(values, config)
-    metadata: JSON = values if keep_line else {}
-    if not keep_line and config.answer_key is not None and config.answer_key in values:
-        metadata = {"answer": values[config.answer_key]}
+    columns = _parse(row) if isinstance(row, bytes) else row
+    if not isinstance(columns, dict):  # pyright: ignore[reportUnnecessaryIsInstance]  # of an array
+        raise LineError(f"found a {type(columns).__name__}, expected a JSON object")
+    values = columns
+    if config.ignored_keys and config.ignored_keys != "all":
+        read = (config.question_key, config.answer_key, config.teacher_key)
+        values = {k: v for k, v in columns.items() if k in read or k not in config.ignored_keys}
+    spelling = format_of(values, config)
+    try:
+        require_known_keys(values, spelling, config, keep_row=keep_row)
+        messages, reference = read_turns(values, spelling, config)
+        reference, metadata = _reference(values, reference, spelling, config)
+    except LineError as error:
+        error.args = (f"format {spelling.name}: {error}",)
+        raise
     return Prompt(
         index=index,
-        messages=messages,
+        messages=tuple(messages),
         teachers=_teachers(values, config, known) if known else {},
-        metadata=metadata,
+        metadata=columns if keep_row else metadata,
         answer=reference,
+        format=spelling.name,
     )
 
 
 def _parse(line: bytes) -> JSON:
     try:
-        values = json.loads(line.decode())
+        return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise _LineError(f"not UTF-8 ({error.reason} at byte {error.start})") from error
+        raise LineError(f"not UTF-8 ({error.reason} at byte {error.start})") from error
     except json.JSONDecodeError as error:
-        raise _LineError(f"not JSON ({error.msg} at column {error.colno})") from error
+        raise LineError(f"not JSON ({error.msg} at column {error.colno})") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, deep nesting
-        raise _LineError(f"unsupported JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise _LineError(f"found a {type(values).__name__}, expected a JSON object")
-    return values  # pyright: ignore[reportUnknownVariableType]
+        raise LineError(f"unsupported JSON ({error})") from error
 
 
-def _require_known_keys(values: JSON, config: DataConfig, keep_line: bool) -> None:
-    """Reject keys that nothing reads; a key without a value does not count."""
-    used = {config.question_key, config.answer_key, config.teacher_key, *_KEYS}
-    unknown = sorted(key for key in values if key not in used and values[key] is not None)
-    if keep_line:
-        unknown = [key for key in unknown if key in RENDERING_KEYS]
-    elif config.ignored_keys == "all":
-        return
-    unknown = [key for key in unknown if keep_line or key not in config.ignored_keys]
-    if unknown:
-        guesses = get_close_matches(unknown[0], sorted(filter(None, used)), n=1, cutoff=0.7)
-        hint = f", did you mean {guesses[0]!r}" if guesses else ""
-        raise _LineError(
-            f"unknown keys {', '.join(unknown)}{hint} (expected {', '.join(sorted(_KEYS))} or a "
-            "configured key). Name them in data.answer_key or data.question_key, remove them, or "
-            "list them in data.ignored_keys."
-        )
-
-
-def _messages_and_reference(
-    values: JSON, config: DataConfig
-) -> tuple[tuple[Message, ...], str | None]:
-    messages, reference = _messages(values, config), None
-    if config.uses_reference_answers and config.answer_key is not None:
-        reference = _text(values, config.answer_key)
-    elif config.uses_reference_answers:
-        *messages, last = messages
-        if last.role != "assistant" or not last.content:
-            raise _LineError(
-                f"no reference answer (the last message has role {last.role!r} and "
-                f"{len(last.content)} characters). End 'messages' with an assistant message, or "
-                "set data.answer_key."
-            )
-        reference = last.content
-    if not messages or messages[-1].role == "assistant":
-        problem = "ends with an assistant message" if messages else "has no user message"
-        raise _LineError(f"'messages' {problem}, expected a message to complete")
-    return tuple(messages), reference
-
-
-def _messages(values: JSON, config: DataConfig) -> Sequence[Message]:
-    if config.question_key is not None:
-        return (Message(role="user", content=_text(values, config.question_key)),)
-    if "messages" in values:
-        try:
-            messages = [Message.model_validate(message) for message in values["messages"]]
-        except (ValidationError, TypeError) as error:
-            raise _LineError("'messages' is invalid, expected a list of {role, content}") from error
-        if not messages:
-            raise _LineError("'messages' is empty, expected at least one message")
-        for number, message in enumerate(messages, 1):
-            if not _is_unicode(message.role + message.content):
-                raise _LineError(f"message {number} of 'messages' has half a surrogate pair")
-        return messages
-    if "prompt" in values:
-        return (Message(role="user", content=_text(values, "prompt")),)
-    raise _LineError(
-        f"found keys {', '.join(sorted(values)) or 'none'}, expected 'messages' or 'prompt'. Or "
-        "set data.question_key."
-    )
-
-
-def _text(values: JSON, key: str) -> str:
-    text = values.get(key)
-    if not isinstance(text, str) or not text or not _is_unicode(text):
-        raise _LineError(f"{key!r}: found {text!a}, expected text")
-    return text
-
-
-def _is_unicode(text: str) -> bool:
-    """Return False for half a surrogate pair, which JSON can represent and UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _reference(
+    values: JSON, reference: str | None, spelling: Format, config: DataConfig
+) -> tuple[str | None, JSON]:
+    """Return the reference answer, if the run trains on it, and what is logged."""
+    key = config.answer_key
+    logged = reference if key is None else values.get(key)
+    metadata: JSON = {} if logged is None else {"answer": logged}
+    if not config.uses_reference_answers:
+        return None, metadata
+    if key is not None:
+        configured = completion(values, key, config)
+        if reference not in (None, configured):
+            raise LineError(f"two reference answers ({spelling.reference} and {key!r})")
+        reference = configured
+    if reference is None:
+        expected = spelling.reference if key is None else repr(key)
+        raise LineError(f"no reference answer (expected {expected} with text)")
+    return reference, {} if key is None else metadata
 
 
 def _teachers(values: JSON, config: DataConfig, known: Sequence[str]) -> dict[str, float]:
@@ -215,14 +201,21 @@ def _teachers(values: JSON, config: DataConfig, known: Sequence[str]) -> dict[st
     if value is None and len(known) == 1:
         value = known[0]
     if value is None:
-        raise _LineError(
+        raise LineError(
             f"no teacher (found no {' or '.join(map(repr, keys))}; known teachers: "
-            f"{', '.join(known)}). Add the key, or set data.default_teacher."
+            f"{', '.join(known)})",
+            default_teacher=known[0],
         )
     weights = _weights(value)
     for name in weights:
         if name not in known:
-            raise _LineError(f"unknown teacher (found {name!r}, expected {', '.join(known)})")
+            # The column may name something else, as the data's source.
+            settings = {} if key is None or config.teacher_key else {"ignored_keys": [key]}
+            if settings and config.default_teacher is None and len(known) > 1:
+                settings |= {"default_teacher": known[0]}
+            raise LineError(
+                f"unknown teacher (found {name!r}, expected {', '.join(known)})", **settings
+            )
     return weights
 
 
@@ -230,10 +223,11 @@ def _weights(value: Any) -> dict[str, float]:
     if isinstance(value, str):
         return {value: 1.0}
     if isinstance(value, dict) and value:
-        entries: dict[Any, Any] = dict(value)  # pyright: ignore[reportUnknownArgumentType]
+        # A column of parquet has the teachers of all its rows, with null for the others.
+        entries: dict[Any, Any] = {k: w for k, w in value.items() if w is not None}  # pyright: ignore[reportUnknownVariableType]
         # A JSON integer may be larger than any float.
         if all(isinstance(w, int | float) and 0 < w <= float_info.max for w in entries.values()):
             weights = {str(name): float(weight) for name, weight in entries.items()}
             if sum(weights.values()) < inf:
                 return weights
-    raise _LineError(f"teachers: found {value!r}, expected a name, or names with weights above 0")
+    raise LineError(f"teachers: found {value!r}, expected a name, or names with weights above 0")

@@ -1,5 +1,7 @@
-"""Rows of a data file: JSONL, parquet, or a dataset of Hugging Face."""
+"""Rows of a data file: JSONL, an array of JSON, parquet, or a dataset of Hugging Face."""
 
+import json
+import re
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -10,12 +12,14 @@ from mopd_protocol.errors import DataError, MissingPackageError
 from mopd_trainer.config.data import DataConfig
 
 Row = bytes | dict[str, Any]
+#: Columns of a dataset that are not decoded, for which it needs more packages.
+_MEDIA = re.compile(r"(List|LargeList|Sequence)?\W*(feature=)?(Image|Audio|Video|Pdf|Nifti)\(")
 #: Rows of a parquet file in memory at once.
 _BATCH = 1_024
 
 
-def read_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:
-    """Yield the place of each row in its file, and its line of JSON or its columns.
+def read_rows(config: DataConfig) -> Iterator[tuple[int, Row]]:
+    """Yield the number of each row, from 1, and its line of JSON or its columns.
 
     Raises:
         DataError: if the data is not found or cannot be read; ``key`` is the file.
@@ -26,11 +30,13 @@ def read_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:
         yield from _dataset_rows(config)
     elif path.suffix == ".parquet" and path.is_file():
         yield from _parquet_rows(path)
+    elif path.suffix == ".json" and path.is_file() and _first_character(path) == b"[":
+        yield from _array_rows(path)
     elif path.is_file():
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield f"{path}:{number}", line
+                    yield number, line
     else:
         problem = "is a folder" if path.is_dir() else "file not found"
         raise DataError(
@@ -40,14 +46,27 @@ def read_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:
         )
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
+def _first_character(path: Path) -> bytes:
+    with path.open("rb") as opened:
+        return opened.read(1_024).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+
+
+def _array_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    try:
+        rows: list[Any] = json.loads(path.read_text("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: invalid JSON: {error}", key=str(path)) from error
+    yield from enumerate(rows, start=1)
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Row]]:
     parquet = _package("pyarrow.parquet", f"{path}: parquet files")
     number = 0
     try:
         for batch in parquet.ParquetFile(path).iter_batches(batch_size=_BATCH):
             for row in batch.to_pylist():
                 number += 1
-                yield f"{path}:{number}", row
+                yield number, row
     except (OSError, ValueError) as error:  # pyarrow's errors are subclasses
         reason = str(error).splitlines()[0]
         raise DataError(
@@ -55,21 +74,28 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
         ) from error
 
 
-def _dataset_rows(config: DataConfig) -> Iterator[tuple[str, Row]]:
+def _dataset_rows(config: DataConfig) -> Iterator[tuple[int, Row]]:
     datasets = _package("datasets", f"data.split: dataset {config.prompts}")
     name = config.prompts
+    number = 0
     try:
         if (name / "dataset_dict.json").is_file():
             rows: Any = datasets.load_from_disk(str(name))[config.split]
+        elif (name / "state.json").is_file():  # one split, saved without its name
+            rows = datasets.load_from_disk(str(name))
         else:
             rows = datasets.load_dataset(str(name), config.subset, split=config.split)
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        media = [key for key, feature in rows.features.items() if _MEDIA.match(repr(feature))]
+        rows = rows.with_format(None, columns=[key for key in rows.features if key not in media])
+        for number, row in enumerate(rows, start=1):
+            yield number, {**row, **dict.fromkeys(media, "not loaded")}
+    except (OSError, ValueError, KeyError, ImportError, datasets.exceptions.DatasetsError) as error:
+        cause = error.__cause__ or error
+        reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+        after = f" after row {number}" if number else ""
         raise DataError(
-            f"{name}: split {config.split!r} cannot be loaded: {reason}", key=str(name)
+            f"{name}: split {config.split!r} cannot be loaded{after}: {reason}", key=str(name)
         ) from error
-    for number, row in enumerate(rows, start=1):
-        yield f"{name}:{number}", dict(row)
 
 
 def _package(module: str, subject: str) -> Any:

@@ -73,10 +73,11 @@ def _read(name: str, config: EvaluationSetConfig) -> EvaluationSet:
         split=config.split,
         subset=config.subset,
         question_key=config.question_key,
+        ignored_keys=config.ignored_keys,
         source=_REFERENCES if config.answer_key is None and not function else _ROLLOUT,
     )
     try:
-        prompts = read_prompts(data, (), keep_lines=True)[: config.limit]
+        prompts = read_prompts(data, (), keep_rows=True, section=key)[: config.limit]
     except DataError as error:
         raise DataError(f"{key}: {error}", key=error.key) from error
     references = [_reference(prompt, config, required=not function) for prompt in prompts]

@@ -1,7 +1,7 @@
 """Resolved plan of a run: student, teachers with their hashes, losses, data and volume."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Group
 from rich.table import Table
@@ -10,6 +10,7 @@ from rich.text import Text
 from mopd_losses.config import AutoConfig, described
 from mopd_protocol.samples import Prompt
 from mopd_trainer.config.run import RunConfig, StudentConfig
+from mopd_trainer.data.formats import FORMATS, LAST_MESSAGE
 from mopd_trainer.run_folder.disk_space import checkpoint_size, kept_checkpoints, peak_space
 from mopd_trainer.student.identity import StudentIdentity
 from mopd_trainer.teachers.connect import Teacher
@@ -29,6 +30,7 @@ def describe_plan(
     return Group(
         _student_line(config, student),
         *table,
+        *_data_lines(config, prompts),
         _source_line(config),
         _volume_line(config, prompts),
         _disk_line(config, student),
@@ -109,6 +111,38 @@ def _teacher_facts(teacher: Teacher, student: StudentIdentity, prompts: int) -> 
         f"{described(settings.loss)}{temperature} on {support}, "
         f"weight {settings.weight:g}, {prompts:,} prompts{control}"
     )
+
+
+def _data_lines(config: RunConfig, prompts: Sequence[Prompt]) -> list[Text]:
+    """Return the recognised formats, what their reference answers are for, and a warning."""
+    formats, lines = Counter(prompt.format for prompt in prompts if prompt.format), list[Text]()
+    if formats:
+        counts = [f"{count:,} of format {name}" for name, count in formats.items()]
+        lines.append(Text(f"data {config.data.prompts}: {', '.join(counts)}"))
+    references = sum(bool(prompt.metadata) for prompt in prompts)
+    if formats and references and not config.data.uses_reference_answers:
+        lines[0].append(
+            f"; the reference answers of {references:,} prompts "
+            f"({_references(config, formats)}) are logged, not trained on (data.source: answers "
+            "trains on them)"
+        )
+    per_step = config.rollout.prompts_per_step
+    if per_step > len(prompts):
+        lines.append(
+            Text(
+                f"warning: prompts repeat within a step (found {len(prompts):,} prompts, expected "
+                f"at least rollout.prompts_per_step {per_step:,}). Set rollout.prompts_per_step="
+                f"{len(prompts)}, and rollout.samples_per_prompt for more completions."
+            )
+        )
+    return lines
+
+
+def _references(config: RunConfig, formats: Iterable[str]) -> str:
+    if config.data.answer_key is not None:
+        return repr(config.data.answer_key)
+    references = {each.name: each.reference for each in FORMATS}
+    return ", ".join(sorted({references.get(name, LAST_MESSAGE) for name in formats}))
 
 
 def _source_line(config: RunConfig) -> Text:
