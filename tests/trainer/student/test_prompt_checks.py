@@ -67,3 +67,16 @@ def test_a_run_without_room_for_any_completion_is_rejected(tmp_path: Path) -> No
         check_prompts(run(room + 1), two_prompts, student)
     assert caught.value.key == "rollout.max_new_tokens"
     check_prompts(run(room + 1, source="answers"), two_prompts, student)  # samples nothing
+
+
+@pytest.mark.parametrize("source", ["rollout", "answers"])
+def test_prompts_longer_than_the_model_are_reported_as_such(tmp_path: Path, source: str) -> None:
+    student = identity()
+    assert student.max_length is not None
+    content = "3 + 4 = " * student.max_length
+    prompt = Prompt(0, (Message(role="user", content=content),), {"math": 1.0})
+    values = run_values(tmp_path)
+    values["data"] |= {"source": source}
+    with pytest.raises(DataError, match=f"supports {student.max_length}") as caught:
+        check_prompts(RunConfig.model_validate(values), [prompt], student)
+    assert caught.value.key == "data.prompts"

@@ -16,11 +16,19 @@ def check_prompts(config: RunConfig, prompts: Sequence[Prompt], student: Student
     """Render the first ``RENDERED`` prompts and check that one leaves room for a completion.
 
     Raises:
-        DataError: for the first prompt that the template rejects, with the file's name.
-        ConfigError: when all prompts would be dropped.
+        DataError: for the first prompt that the template rejects, with the file's name; if all
+            prompts are longer than the student supports.
+        ConfigError: if ``rollout.max_new_tokens`` leaves no prompt room.
     """
     lengths = rendered_lengths(prompts, student, source=config.data.prompts)
     shortest, limit, longest = min(lengths), student.max_length, config.rollout.max_new_tokens
+    if limit is not None and shortest >= limit:
+        raise DataError(
+            f"{config.data.prompts}: no prompt leaves room for a completion (found {shortest:,} "
+            f"tokens in the shortest of the first {len(lengths):,} prompts, and the student "
+            f"supports {limit:,}). Shorten the prompts, or use a student with a longer context.",
+            key="data.prompts",
+        )
     if config.samples_rollouts and limit is not None and shortest + longest > limit:
         raise ConfigError(
             f"rollout.max_new_tokens: no prompt leaves room for a completion (found {longest:,}, "
