@@ -110,6 +110,11 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"answer_key": "output"},
     ),
     (
+        "instruction (Alpaca)",
+        {"instruction": "", "context": USER, "response": REFERENCE, "system": SYSTEM},
+        {},
+    ),
+    (
         "data.question_key=question",
         {"question": USER, "answer": REFERENCE, "system": SYSTEM},
         {"question_key": "question", "answer_key": "answer"},
@@ -238,6 +243,23 @@ REJECTED: list[tuple[dict[str, Any], str, str]] = [
         {"problem": USER, "solution": REFERENCE, "level": 3},
         "problem",
         "data.question_key=problem data.answer_key=solution data.ignored_keys=[level]",
+    ),
+    (
+        {"messages": turns("user", "?", "assistant", "!"), "problem": "?", "solution": "!"},
+        "problem, solution",
+        "data.ignored_keys=[problem,solution]",
+    ),
+    (
+        {"conversations": turns("user", "?"), "solution": "!", "id": 1},
+        "solution",
+        "data.answer_key=solution data.ignored_keys=[id]",
+    ),
+    ({"mesages": CHAT}, "mesages", "data.question_key=mesages"),
+    ({"id": 7, "body": "?"}, "body", "data.question_key=body data.ignored_keys=[id]"),
+    (
+        {"body": "?", "response": "!", "id": 1},
+        "body",
+        "data.answer_key=response data.question_key=body data.ignored_keys=[id]",
     ),
     ({"text": "plain"}, "text", "data.question_key=text"),
     ({"prompt": USER, "answer": REFERENCE}, "answer", "data.answer_key=answer"),

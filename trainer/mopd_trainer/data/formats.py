@@ -19,6 +19,7 @@ from mopd_trainer.data.messages import (
     EmptyPromptError,
     LineError,
     conversation,
+    role_of,
     unicode_text,
     unsupported,
 )
@@ -124,13 +125,22 @@ def require_known_keys(row: JSON, spelling: Format, config: DataConfig, *, keep_
         raise LineError(f"{name} are not supported (found key {', '.join(unknown)})")
     if not {"chosen", "rejected"}.isdisjoint(unknown):
         name = "preference pairs"
-    settings = {} if name or config.answer_key else _usual("answer_key", unknown)
+    complete = name or config.answer_key or _has_reference(row, spelling)
+    settings = {} if complete else _usual("answer_key", unknown)
     rest = [key for key in unknown if key not in settings.values()]
     guesses = get_close_matches(unknown[0], sorted(filter(None, used)), n=1, cutoff=0.7)
     hint = f", did you mean {guesses[0]!r}" if guesses else ""
     problem = f"{name} are not supported" if name else "unknown keys"
     settings |= {"ignored_keys": rest} if rest else {}
     raise LineError(f"{problem} (found {', '.join(unknown)}{hint})", **settings)
+
+
+def _has_reference(row: JSON, spelling: Format) -> bool:
+    """Return True if the format has a reference answer without a setting."""
+    value: Any = row.get(spelling.keys[0])
+    last: Any = value[-1] if isinstance(value, list) and value else None
+    is_assistant = isinstance(last, dict) and role_of(last) == "assistant"  # pyright: ignore[reportUnknownArgumentType]
+    return is_assistant or spelling.reference != LAST_MESSAGE
 
 
 def _no_format(row: JSON, config: DataConfig) -> LineError:
@@ -141,12 +151,18 @@ def _no_format(row: JSON, config: DataConfig) -> LineError:
     name = unsupported(keys)
     if "chosen" in keys and not isinstance(row["chosen"], list):
         name = "preference pairs of plain text"
+    if name:
+        return LineError(f"{name} are not supported, and there is {problem}")
     settings = _usual("question_key", keys)
-    if name or not settings:
-        return LineError(f"{name} are not supported, and there is {problem}" if name else problem)
     if not config.answer_key:
         settings |= _usual("answer_key", keys)
     known = {*TEACHER_KEYS, *SYSTEM_KEYS, config.teacher_key, config.answer_key}
+    if "question_key" not in settings:
+        other = [key for key in keys if key not in known and key not in settings.values()]
+        texts = [key for key in other if isinstance(row[key], str | list)]
+        if len(texts) != 1:
+            return LineError(problem, **({"question_key": "KEY"} if texts else {}))
+        settings["question_key"] = texts[0]
     rest = [key for key in keys if key not in known and key not in settings.values()]
     if rest and config.ignored_keys != "all":
         settings["ignored_keys"] = rest
@@ -211,9 +227,11 @@ def completion(row: JSON, key: str, config: DataConfig) -> str | None:
 
 def _read_instruction(row: JSON, config: DataConfig) -> Turns:
     """Join instruction and input, if it is not empty, with a blank line."""
-    texts = [unicode_text(row.get(key) or "", repr(key)) for key in ("instruction", "input")]
+    keys = ("instruction", "input", "context")
+    texts = [unicode_text(row.get(key) or "", repr(key)) for key in keys]
     content = "\n\n".join(text for text in texts if text.strip())
-    return [Message(role="user", content=content)], completion(row, "output", config)
+    reference = completion(row, "output", config) or completion(row, "response", config)
+    return [Message(role="user", content=content)], reference
 
 
 FORMATS = (
@@ -223,11 +241,11 @@ FORMATS = (
     _chat("prompt", text=True),
     _chat("conversations", text=False, name="conversations (ShareGPT)"),
     _chat("conversation", text=False, name="conversation (ShareGPT)"),
-    # The first Alpaca data repeats its other keys, rendered, as ``text``.
+    # Dolly has context and response; the first Alpaca data repeats its keys, rendered, as ``text``.
     Format(
         "instruction (Alpaca)",
         ("instruction",),
-        ("input", "output", "text"),
+        ("input", "output", "context", "response", "text"),
         "'output'",
         _read_instruction,
     ),

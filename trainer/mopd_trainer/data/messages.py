@@ -86,6 +86,12 @@ def unsupported(keys: Collection[str]) -> str:
     return "tools" if any(key in TOOLS for key in keys) else ""
 
 
+def role_of(turn: JSON) -> str:
+    """Return the role of a message as chat templates spell it; empty if it has none."""
+    role = turn.get("from") or turn.get("role") or ""
+    return _ROLES.get(str(role).lower(), str(role))
+
+
 def _rows(columns: dict[str, Any]) -> Any:
     """Return the rows of a mapping of lists of one length; None for other mappings."""
     lengths = {len(each) if isinstance(each, list) else -1 for each in columns.values()}

@@ -103,7 +103,9 @@ def _fix(error: LineError, config: DataConfig, section: str) -> str:
 def _listed(numbers: Collection[int]) -> str:
     text = ", ".join(map(str, islice(numbers, _LISTED)))
     more = len(numbers) - _LISTED
-    return f"lines {text}" + (f" and {more:,} more" if more > 0 else "")
+    return f"{'line' if len(numbers) == 1 else 'lines'} {text}" + (
+        f" and {more:,} more" if more > 0 else ""
+    )
 
 
 class PromptOrder:
