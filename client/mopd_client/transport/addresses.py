@@ -1,8 +1,8 @@
 """``names_addresses``: every error of a client names its teacher and the teacher's addresses."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from mopd_client.transport.replica import Replica
 from mopd_protocol.errors import MopdError
@@ -22,8 +22,8 @@ C = TypeVar("C", bound=_Client)
 
 
 def names_addresses(
-    method: Callable[Concatenate[C, P], Awaitable[T]],
-) -> Callable[Concatenate[C, P], Awaitable[T]]:
+    method: Callable[Concatenate[C, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[C, P], Coroutine[Any, Any, T]]:
     """Decorate a method of a client: its errors without an address name those of all replicas."""
 
     @wraps(method)
