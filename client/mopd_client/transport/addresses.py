@@ -1,33 +1,19 @@
 """``names_addresses``: every error of a client names its teacher and the teacher's addresses."""
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
-from mopd_client.transport.replica import Replica
 from mopd_protocol.errors import MopdError
 
-P = ParamSpec("P")
-T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 
-class _Client(Protocol):
-    name: str
-
-    @property
-    def replicas(self) -> Sequence[Replica]: ...
-
-
-C = TypeVar("C", bound=_Client)
-
-
-def names_addresses(
-    method: Callable[Concatenate[C, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[C, P], Coroutine[Any, Any, T]]:
+def names_addresses(method: Method) -> Method:
     """Decorate a method of a client: its errors without an address name those of all replicas."""
 
     @wraps(method)
-    async def named(client: C, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def named(client: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return await method(client, *args, **kwargs)
         except MopdError as error:
@@ -38,4 +24,4 @@ def names_addresses(
                 error.args = (f"{teacher} at {', '.join(urls)}{rest}",)
             raise
 
-    return named
+    return cast("Method", named)
