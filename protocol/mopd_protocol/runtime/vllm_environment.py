@@ -8,8 +8,12 @@ from mopd_protocol.runtime.vllm_log_filter import StartupFilter
 
 #: Configuration of vLLM's log, with ``StartupFilter``.
 LOGGING_CONFIG = Path(__file__).with_name("vllm_logging.json")
-#: A message of PyTorch's at the import of vLLM in each of its processes.
-_IGNORED_WARNING = "ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"
+#: Python's tracker of shared memory removes that of a crashed engine and reports a leak, below the
+#: reason for the end of the run; PyTorch warns at the import of vLLM in each of its processes.
+_IGNORED_WARNINGS = (
+    "ignore:resource_tracker:UserWarning",
+    "ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning",
+)
 #: Loggers of vLLM that log before its log is configured.
 _EARLY_LOGGERS = ("vllm.triton_utils.importing",)
 
@@ -21,9 +25,10 @@ def prepare_environment() -> None:
         os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(LOGGING_CONFIG))
         for name in _EARLY_LOGGERS:
             logging.getLogger(name).addFilter(StartupFilter())
-        ignored = [_IGNORED_WARNING, os.environ.get("PYTHONWARNINGS", "")]
-        if _IGNORED_WARNING not in ignored[1]:
-            os.environ["PYTHONWARNINGS"] = ",".join(filter(None, ignored))
+    own = os.environ.get("PYTHONWARNINGS", "").split(",")
+    ignored = [each for each in _IGNORED_WARNINGS if each not in own]
+    # Of several filters that match, the last one decides: the user's.
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [*ignored, *own]))
     for name, value in {
         # A fork of a process with threads (torch's, a web server's) may hang.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
