@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from mopd_protocol.samples import Message, Prompt
-from mopd_trainer.reporting.plan import describe_plan
+from mopd_trainer.reporting.plan import describe_plan, size_text
 from mopd_trainer.run_folder.disk_space import checkpoint_size, kept_checkpoints, peak_space
 from tests.trainer.run_folder.test_checkpoint import config_of, manager, stepped
 from tests.trainer.students import student_of
@@ -50,4 +50,5 @@ def test_the_plan_has_the_disk_space(tmp_path: Path) -> None:
     message = Message(role="user", content="?")
     prompt, output = Prompt(0, (message,), {"math": 1.0}), StringIO()
     Console(file=output, width=300).print(describe_plan(config, [prompt], student, {}))
-    assert f"{peak_space(config, student.trained) / 1e9:,.3g} GB" in output.getvalue()
+    assert size_text(peak_space(config, student.trained)) in output.getvalue()
+    assert [size_text(size) for size in (4_500_000_000, 593_000)] == ["4.5 GB", "0.593 MB"]

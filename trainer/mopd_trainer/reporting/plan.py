@@ -169,12 +169,17 @@ def _source_line(config: RunConfig) -> Text:
     return Text(line)
 
 
+def size_text(size: int) -> str:
+    """Return bytes as ``4.5 GB`` or ``12 MB``."""
+    return f"{size / 1e9:,.3g} GB" if size >= 1e9 else f"{size / 1e6:,.3g} MB"
+
+
 def _disk_line(config: RunConfig, student: StudentIdentity) -> Text:
     kept, size = kept_checkpoints(config), checkpoint_size(student.trained)
     return Text(
-        f"disk: {kept:,} checkpoint{'' if kept == 1 else 's'} of {size / 1e9:,.3g} GB "
+        f"disk: {kept:,} checkpoint{'' if kept == 1 else 's'} of {size_text(size)} "
         f"(keep_checkpoints, save_steps); with the trained model at most "
-        f"{peak_space(config, student.trained) / 1e9:,.3g} GB while saving, without logs"
+        f"{size_text(peak_space(config, student.trained))} while saving, without logs"
     )
 
 
