@@ -27,7 +27,7 @@ def prepare_environment() -> None:
             logging.getLogger(name).addFilter(StartupFilter())
     own = os.environ.get("PYTHONWARNINGS", "").split(",")
     ignored = [each for each in _IGNORED_WARNINGS if each not in own]
-    # Of several filters that match, the last one decides: the user's.
+    # The last filter that matches decides, so that the user's own take precedence.
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [*ignored, *own]))
     for name, value in {
         # A fork of a process with threads (torch's, a web server's) may hang.
