@@ -158,15 +158,20 @@ def test_a_capped_scaled_head_with_a_bias(config: LossConfig, device: torch.devi
     tokenizer = teacher_tokenizer(TOKENIZERS["code"])
     pairs, offsets, positions = comparisons("code")
     hidden, weight, weights = drawn(positions, torch.float32)
-    bias = torch.linspace(-1, 1, len(weight))
-    results: list[list[Tensor]] = []
-    for where, dtype in ((CPU, torch.float64), (device, torch.float32)):
+    tensors = (hidden, weight, torch.linspace(-1, 1, len(weight)))
+
+    def terms(where: torch.device) -> list[LossTerm]:
         loss = build_loss(config, IDENTITY, tokenizer, where)
-        term = LossTerm(loss, loss.targets(pairs, offsets).to(where), weights.to(where))
-        leaves = [each.to(where, dtype).requires_grad_() for each in (hidden, weight, bias)]
-        head = Head(leaves[1], real_ids().to(where), leaves[2], scale=0.5, soft_cap=3.0)
-        total, _ = blockwise_head(leaves[0], head, [term], rows_per_block=ROWS_PER_BLOCK)
-        results.append([total.detach(), *torch.autograd.grad(total, leaves)])
-    for expected, actual in zip(*results, strict=True):
-        error = (actual.cpu().double() - expected).norm()
-        assert float(error) <= GRADIENT[torch.float32] * float(expected.norm())
+        return [LossTerm(loss, loss.targets(pairs, offsets).to(where), weights.to(where))]
+
+    exact = [each.double().requires_grad_() for each in tensors]
+    logits = 3 * torch.tanh(0.5 * (exact[0] @ exact[1].T + exact[2]) / 3)
+    expected, _ = dense_head(logits, real_ids(), terms(CPU))
+    leaves = [each.to(device).requires_grad_() for each in tensors]
+    head = Head(leaves[1], real_ids().to(device), leaves[2], scale=0.5, soft_cap=3.0)
+    total, _ = blockwise_head(leaves[0], head, terms(device), rows_per_block=ROWS_PER_BLOCK)
+    assert float(total.detach()) == pytest.approx(float(expected.detach()), rel=VALUE)
+    gradients = torch.autograd.grad(total, leaves), torch.autograd.grad(expected, exact)
+    for gradient, reference in zip(*gradients, strict=True):
+        error = (gradient.cpu().double() - reference).norm()
+        assert float(error) <= GRADIENT[torch.float32] * float(reference.norm())
