@@ -2,9 +2,11 @@
 
 vLLM computes prompt log-probabilities from the logits of every token of a step, in addition to the
 memory that its own profile run measures. The budget limits the tokens of a step, and is subtracted
+import math
 from the share of the accelerator that vLLM plans with.
 """
 
+import math
 from dataclasses import dataclass
 
 from mopd_protocol.errors import ConfigError
@@ -66,7 +68,8 @@ def derive_limits(
     if tokens < 1:
         raise ConfigError(
             f"--logits-mebibytes: too small for the {logit_width} logits of one token (found "
-            f"{settings.logits_budget_bytes} bytes, expected at least {bytes_per_token})",
+            f"{settings.logits_budget_bytes} bytes, expected at least {bytes_per_token}). Set "
+            f"--logits-mebibytes {math.ceil(bytes_per_token / _MEBIBYTE)} or more",
             key="logits_budget_bytes",
         )
     tokens = min(tokens, settings.max_batch_tokens)
@@ -110,14 +113,18 @@ def _engine_length(requested: int | None, positions: int) -> int:
 def _utilization(settings: TeacherSettings, accelerator_bytes: int | None) -> float | None:
     if accelerator_bytes is None:
         return None
-    share = settings.gpu_memory_utilization / max(settings.pool_resident, 1)
-    share -= settings.logits_budget_bytes / accelerator_bytes
+    available = settings.gpu_memory_utilization / max(settings.pool_resident, 1)
+    share = available - settings.logits_budget_bytes / accelerator_bytes
     if share < _MIN_UTILIZATION:
+        most = int((available - _MIN_UTILIZATION) * accelerator_bytes / _MEBIBYTE)
+        fix = "Raise --gpu-memory-utilization, or reduce the resident teachers of the pool"
+        if most >= 1:
+            fix = f"Set --logits-mebibytes {most} or less, or raise --gpu-memory-utilization"
         raise ConfigError(
             f"--logits-mebibytes: leaves too little of the accelerator's "
-            f"{accelerator_bytes // _MEBIBYTE} MiB for vLLM (found a share of {share:.2f} with "
-            f"{settings.logits_budget_bytes // _MEBIBYTE} MiB, expected at least "
-            f"{_MIN_UTILIZATION}). Lower --logits-mebibytes or raise --gpu-memory-utilization.",
+            f"{accelerator_bytes // _MEBIBYTE} MiB for vLLM (found a share of "
+            f"{max(share, 0):.2f} with {settings.logits_budget_bytes // _MEBIBYTE} MiB, expected "
+            f"at least {_MIN_UTILIZATION}). {fix}.",
             key="logits_budget_bytes",
         )
     return share

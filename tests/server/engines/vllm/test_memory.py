@@ -56,11 +56,20 @@ def test_limits(settings: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("settings", "key", "numbers"),
     [
-        ({"logits_budget_bytes": 899_999}, "logits_budget_bytes", ("150000", "900000")),
+        (
+            {"logits_budget_bytes": 899_999},
+            "logits_budget_bytes",
+            ("150000", "900000", "mebibytes 1 "),
+        ),
         (
             {"logits_budget_bytes": 8 * GIB, "accelerator_bytes": 9 * GIB},
             "logits_budget_bytes",
-            ("9216", "8192", "0.01", "0.05"),
+            ("9216", "8192", "0.01", "0.05", "mebibytes 7833 "),
+        ),
+        (  # not a negative share, and no budget that helps
+            {"logits_budget_bytes": GIB, "accelerator_bytes": 9 * GIB, "pool_resident": 20},
+            "logits_budget_bytes",
+            ("0.00", "0.05", "resident"),
         ),
         ({"max_model_len": 32_768}, "max_model_len", ("32768", "32767")),
     ],
