@@ -145,6 +145,7 @@ async def _open_inputs(
 async def _connect(config: RunConfig, inputs: _Inputs, student: Student, console: Console) -> None:
     """Connect to the teachers, or load a replay, and print the plan."""
     check_prompts(config, inputs.prompts, student.identity)
+    student.identity.tokenizer_files.require_reloadable()
     require_space(config, student.identity.trained)
     expected = inputs.checkpoint.manifest_ids if inputs.checkpoint else {}
     with console.status(f"waiting for {len(config.contacted_teachers)} teachers"):

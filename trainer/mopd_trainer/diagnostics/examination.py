@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 from mopd_losses.projection.cache import ProjectionCache
 from mopd_protocol.errors import MopdError
@@ -40,7 +39,7 @@ def cheap_findings(
     """Yield the findings that need no weights."""
     yield from check_templates(prompts, student)
     yield from check_agreement_of_templates(prompts, student, teachers)
-    yield from check_tokenizer(prompts, Path(config.student.model), student)
+    yield from check_tokenizer(prompts, config.student, student)
     yield from check_identity(teachers)
 
 

@@ -46,6 +46,7 @@ async def check_run(
     expected = checkpoint.manifest_ids if checkpoint else {}
     student = StudentIdentity.read(config.student)
     check_prompts(config, prompts, student)
+    student.tokenizer_files.require_reloadable()
     if config.resources is None:  # else the devices are those of other machines
         device = device_of(config.student.device)
         for name, teacher in config.contacted_teachers.items():

@@ -26,6 +26,7 @@ from mopd_trainer.config.loading import write_resolved
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.run_folder.disk_errors import disk_errors
 from mopd_trainer.student.student import Student
+from mopd_trainer.student.tokenizer_files import warn_about_reload
 
 CHECKPOINTS = "checkpoints"
 FINAL = "final"
@@ -200,6 +201,8 @@ def save_checkpoint(
 def save_student(student: Student, folder: Path, dtype: torch.dtype | None = None) -> Path:
     """Save the student without optimizer, completely or not at all; return the folder.
 
+    A tokenizer that reloads as another one is a warning: the weights are saved.
+
     Args:
         dtype: see ``Student.save``.
 
@@ -213,6 +216,7 @@ def save_student(student: Student, folder: Path, dtype: torch.dtype | None = Non
         replacing_folder(folder) as temporary,
     ):
         student.save(temporary, dtype)
+    warn_about_reload(student.tokenizer, folder)
     return folder
 
 

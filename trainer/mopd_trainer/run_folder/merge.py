@@ -28,7 +28,8 @@ def merge(run: Path, output: Path, *, dtype: Literal["float32", "bfloat16"] = "f
 
     Raises:
         ConfigError: if ``run`` has no LoRA student, the base model cannot be loaded or differs from
-            the one in training, or ``output`` already exists.
+            the one in training, ``output`` already exists, or its tokenizer would reload as
+            another one.
         WeightsError: if weights of the base model are missing or unexpected.
         DiskError: if saving fails.
     """
@@ -62,7 +63,9 @@ def merge(run: Path, output: Path, *, dtype: Literal["float32", "bfloat16"] = "f
             key="student.model",
         ) from error
     model.to(getattr(torch, dtype))
-    return save_student(Student(model, load_tokenizer(config), torch.device("cpu")), output)
+    student = Student(model, load_tokenizer(config), torch.device("cpu"))
+    student.identity.tokenizer_files.require_reloadable()
+    return save_student(student, output)
 
 
 def _adapter_folder(run: Path) -> Path:

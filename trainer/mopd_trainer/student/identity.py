@@ -13,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -33,6 +34,7 @@ from mopd_protocol.tokenizers.tokenizer_file import naming_tokenizer, tokenizer_
 from mopd_protocol.tokenizers.tokenizer_roles import roles_of
 from mopd_trainer.config.run import StudentConfig
 from mopd_trainer.student.lora import ADAPTER_CONFIG, add_adapters
+from mopd_trainer.student.tokenizer_files import TokenizerFiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +55,7 @@ class StudentIdentity:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     dropout: Mapping[str, float] = field(default_factory=dict[str, float])
     """Name -> value of the dropout probabilities in the model's configuration, above 0."""
+    model_config: PretrainedConfig = field(default_factory=PretrainedConfig)
 
     def __post_init__(self) -> None:
         if not self.table.roles.ending:
@@ -97,6 +100,7 @@ class StudentIdentity:
             max_length=max_positions(model.config),
             chat_template_kwargs=dict(chat_template_kwargs),
             dropout=dropout_values(model.config),
+            model_config=model.config,
         )
 
     @property
@@ -108,6 +112,11 @@ class StudentIdentity:
     def _encoder(self) -> TextEncoder:
         backend: Any = self.tokenizer
         return TextEncoder(backend.backend_tokenizer, self.table)
+
+    @cached_property
+    def tokenizer_files(self) -> TokenizerFiles:
+        """Files of the tokenizer in a folder of the model; saved and reloaded on first use."""
+        return TokenizerFiles.of(self.tokenizer, self.model_config)
 
     def prompt_token_ids(self, messages: Sequence[Message]) -> list[int]:
         """Return the prompt in the student's chat template, with the generation prompt.

@@ -307,7 +307,7 @@ class Student:
         self._files.write(self.full_model(), folder, dtype)
         # As published: transformers loads some settings that it does not save.
         self._published_generation.to_json_file(folder / "generation_config.json")
-        self.tokenizer.save_pretrained(folder)
+        self.identity.tokenizer_files.write(folder)
 
     def save_weights(self, folder: Path) -> None:
         """Save the trained weights and their config, in the precision of the weights."""
