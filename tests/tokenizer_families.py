@@ -46,7 +46,7 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class Family:
-    """How a family publishes its tokenizer."""
+    """A published tokenizer: model type, class, steps and special tokens."""
 
     model_type: str
     class_name: str

@@ -21,7 +21,7 @@ _CONFIG = "tokenizer_config.json"
 _STEPS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 #: Numbers, spaces, decomposed characters and several scripts, which families encode differently.
 _TEXT = "1234567 don't  \n\t nai\u0308ve , 漢字 🙂 "
-#: Settings beside the file that change prompts and batches.
+#: Settings in other files that change prompts and batches.
 _SETTINGS = ("special_tokens_map", "chat_template", "padding_side")
 
 _GENERIC = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -29,7 +29,7 @@ _MODULE = "exact_tokenizer"
 _CLASS = '''"""The tokenizer of tokenizer.json, with trust_remote_code.
 
 transformers replaces the class in tokenizer_config.json by that of the model type, unless that file
-names code of its own, with or without trust_remote_code.
+names code in the folder, whether or not that code is trusted.
 """
 
 from transformers import PreTrainedTokenizerFast
@@ -203,10 +203,9 @@ def _changed_steps(loaded: Any, expected: Any) -> list[str]:
     """
     first, second = (tokenizer_json(each.backend_tokenizer) for each in (loaded, expected))
     changed = [step for step in _STEPS if first.get(step) != second.get(step)]
-    if not changed:
-        ids, expected_ids = _ids(loaded, _TEXT), _ids(expected, _TEXT)
-        if ids != expected_ids:
-            changed.append("post_processor")
-        elif loaded.decode(ids) != expected.decode(ids):
-            changed.append("decoder")
-    return changed
+    if changed:
+        return changed
+    ids, expected_ids = _ids(loaded, _TEXT), _ids(expected, _TEXT)
+    if ids != expected_ids:
+        return ["post_processor"]
+    return ["decoder"] if loaded.decode(ids) != expected.decode(ids) else []

@@ -21,13 +21,13 @@ class TokenizerFiles:
     contents: Mapping[str, bytes]
     """Path in the folder -> content."""
     differences: tuple[str, ...]
-    """What differs after reloading, see ``reload_differences``; empty for the same tokenizer."""
+    """Result of ``reload_differences``; empty for the same tokenizer."""
 
     @classmethod
     def of(
         cls, tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
     ) -> "TokenizerFiles":
-        """Save a tokenizer beside the config of a model in a temporary folder, and reload it."""
+        """Save a tokenizer with the config of a model in a temporary folder, and reload it."""
         with TemporaryDirectory() as name:
             folder = Path(name)
             model_config.save_pretrained(folder)
