@@ -131,7 +131,7 @@ PLAIN = {
     "openchat": _OPENCHAT,
     "harmony": _HARMONY,
 }
-#: Families that add a system prompt of their own, or a date.
+#: Families that add a default system prompt or a date.
 ADDING = {"qwen_2": _QWEN_2, "llama_3_1": _LLAMA_3_1}
 TEMPLATES = PLAIN | ADDING
 

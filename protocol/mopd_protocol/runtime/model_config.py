@@ -39,8 +39,8 @@ def text_config(config: Any) -> Any:
 
 def max_positions(config: Any) -> int | None:
     """Return the most tokens of a sequence; None without a limit."""
-    found = (_number(text_config(config), name) for name in _POSITIONS)
-    return next((int(value) for value in found if value is not None and value > 0), None)
+    limits = (_number(text_config(config), name) for name in _POSITIONS)
+    return next((int(limit) for limit in limits if limit is not None and limit > 0), None)
 
 
 def vocabulary_size(config: Any) -> int | None:
@@ -109,7 +109,7 @@ def explaining_config(subject: str, key: str, config: Any = None) -> Generator[N
         yield
     except MopdError:
         raise
-    except Exception as error:  # a configuration's validation has a base class of its own
+    except Exception as error:  # a failed validation derives from Exception only
         nulls = [] if config is None else _unset_values(text_config(config))
         if config is not None and not nulls:
             raise

@@ -10,15 +10,15 @@ from mopd_trainer.diagnostics.renderings import Difference, Side, first_differen
 from tests.chat_templates import ADDING, PLAIN, TEMPLATES, chat_tokenizer
 
 USER = {"role": "user", "content": "What is 3 + 4?"}
-SYSTEM = {"role": "system", "content": "Answer briefly, in a system of numbers."}
+SYSTEM = {"role": "system", "content": "Reply briefly, in a system of numbers."}
 THINKING = {"role": "assistant", "content": "<think>\nsmall numbers\n</think>\n\nIt is 7."}
-ANSWER = {"role": "assistant", "content": "It is 7."}
+REPLY = {"role": "assistant", "content": "It is 7."}
 AGAIN = {"role": "user", "content": "user"}  # also the name of a role
 CONVERSATIONS = {
     "one turn": [USER],
     "system": [SYSTEM, USER],
-    "turns": [USER, ANSWER, AGAIN, ANSWER, USER],
-    "system and turns": [SYSTEM, USER, ANSWER, AGAIN],
+    "turns": [USER, REPLY, AGAIN, REPLY, USER],
+    "system and turns": [SYSTEM, USER, REPLY, AGAIN],
 }
 
 
@@ -87,8 +87,8 @@ def changed(name: str, messages: list[dict[str, str]], **options: Any) -> Differ
 @pytest.mark.parametrize(
     ("name", "messages", "kind", "excerpts"),
     [
-        ("last turn only", "system and turns", "message", ("Answer", "user<|im_end|>")),
-        ("no system", "system", "message", ("Answer briefly", "What is 3")),
+        ("last turn only", "system and turns", "message", ("Reply", "user<|im_end|>")),
+        ("no system", "system", "message", ("Reply briefly", "What is 3")),
         ("stripped", [{"role": "user", "content": "4 + 4\n"}], "message", ("4 + 4\n", "4 + 4<")),
         ("stripped left", SPACED, "message", ("2 + 2", "2 + 2")),
         ("lower case", "one turn", "message", ("What", "what")),
@@ -137,4 +137,4 @@ def test_texts_that_look_like_markup_or_repeat_are_no_difference() -> None:
     for text in texts[2:]:
         turn = {"role": "user", "content": text.strip()}
         for first, second in combinations(("chatml", "llama_3", "gemma", "phi_3"), 2):
-            assert compare([turn, ANSWER, turn], first, second) is None, (text, first, second)
+            assert compare([turn, REPLY, turn], first, second) is None, (text, first, second)

@@ -78,10 +78,10 @@ async def test_settings_that_agree_are_offered(
     student: str, teacher: str, messages: Any, fix: str, agreeing: dict[str, Any]
 ) -> None:
     prompts = [prompt(0, ("user", "2")), prompt(6, *messages)]
-    given = {"enable_thinking": False} if agreeing else {}
-    if given or messages is ONE:
+    variables = {"enable_thinking": False} if agreeing else {}
+    if variables or messages is ONE:
         prompts = prompts[1:]
-    (finding,) = await findings_of(student, teacher, prompts, **given)
+    (finding,) = await findings_of(student, teacher, prompts, **variables)
     assert finding.status == "warning"
     assert finding.numbers["prompt"] == 7
     assert fix in finding.fix

@@ -78,7 +78,7 @@ def load_service(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("folder", [n for n, each in FAMILIES.items() if each[2]], indirect=True)
-def test_a_null_is_an_absent_value(folder: Path) -> None:
+def test_a_null_is_a_missing_value(folder: Path) -> None:
     student = load_student(folder)
     assert student.max_length == 256
     head = student._head

@@ -1,7 +1,7 @@
 """Chat templates of two sides: what each shows of a conversation besides its own markup.
 
 A conversation is rendered with the texts of its messages replaced by words that occur nowhere else.
-Between these are role headers and control tokens, which differ between families, and whatever else
+Between these are role headers and control tokens, which differ between families, and text that
 the template adds (a default system prompt, a date). A text that is not found was dropped.
 """
 
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-#: Message text with the thinking of an assistant's turn: tags, thinking, answer.
+#: Message text with the thinking of an assistant's turn: tags, thinking, and the rest.
 _THINKING = re.compile(
     r"(?P<open>\s*<(?P<tag>\w*think\w*|reasoning|thought)>\s*)(?P<thinking>.*?)"
-    r"(?P<close>\s*</(?P=tag)>\s*)(?P<answer>.*)",
+    r"(?P<close>\s*</(?P=tag)>\s*)(?P<rest>.*)",
     re.DOTALL,
 )
 #: Markup that is not listed among the control tokens (``[INST]``, ``<<SYS>>``, ``<|user|>``).
@@ -79,13 +79,13 @@ class Side:
             parts += self._added(gap, start)
             start += len(gap)
             if not exact:
-                found = rendering.find(text.strip(), start)
-                if found < 0:  # changed by the template
+                position = rendering.find(text.strip(), start)
+                if position < 0:  # changed by the template
                     start = min(start, len(rendering))
                     parts.append(Rendered("changed text", word.group(), start, start))
                     end = word.end()
                     continue
-                start = found
+                start = position
             kind = "thinking" if word.group()[-2] == "t" else "message"
             index = int(word.group()[len("mopdpart") : -2])
             spaces = self._spaces(messages, index) if kind == "message" else ""
@@ -182,15 +182,15 @@ def first_difference(
     if renderings[0] == renderings[1]:
         return None
     parts = [side.parts(messages) for side in sides]
-    alone = [_alone(parts[0], parts[1]), _alone(parts[1], parts[0])]
-    if any(alone):
-        ranks = [_rank(each, own) for each, own in zip(alone, parts, strict=True)]
+    unmatched = [_unmatched(parts[0], parts[1]), _unmatched(parts[1], parts[0])]
+    if any(unmatched):
+        ranks = [_rank(each, own) for each, own in zip(unmatched, parts, strict=True)]
         earliest = 0 if ranks[0] <= ranks[1] else 1
-        part = alone[earliest][0]
+        part = unmatched[earliest][0]
         other = 1 - earliest
         starts = {earliest: part.start}
         if ranks[0] == ranks[1]:
-            starts[other] = alone[other][0].start
+            starts[other] = unmatched[other][0].start
         else:
             starts[other] = _same_place(part, parts[earliest], parts[other])
         kind = part.kind
@@ -208,31 +208,31 @@ def first_difference(
     )
 
 
-def _rank(alone: Sequence[Rendered], parts: Sequence[Rendered]) -> float:
-    """Return how many parts of both sides are before the first one of a side alone."""
-    return parts.index(alone[0]) if alone else float("inf")
+def _rank(unmatched: Sequence[Rendered], parts: Sequence[Rendered]) -> float:
+    """Return how many parts of both sides are before the first unmatched one."""
+    return parts.index(unmatched[0]) if unmatched else float("inf")
 
 
 def without_thinking(messages: Messages) -> Messages:
     """Return the conversation without the thinking of assistant turns."""
     matches = (_THINKING.fullmatch(message["content"]) for message in messages)
     return [
-        {**message, "content": match["answer"]} if match else message
+        {**message, "content": match["rest"]} if match else message
         for message, match in zip(messages, matches, strict=True)
     ]
 
 
-def _alone(own: Sequence[Rendered], other: Sequence[Rendered]) -> list[Rendered]:
+def _unmatched(own: Sequence[Rendered], other: Sequence[Rendered]) -> list[Rendered]:
     """Return the parts that the other side does not have, or has fewer times."""
     rest = Counter((part.kind, part.value) for part in other)
-    alone: list[Rendered] = []
+    unmatched: list[Rendered] = []
     for part in own:
         key = part.kind, part.value
         if rest[key]:
             rest[key] -= 1
         else:
-            alone.append(part)
-    return alone
+            unmatched.append(part)
+    return unmatched
 
 
 def _same_place(part: Rendered, parts: Sequence[Rendered], other: Sequence[Rendered]) -> int:
@@ -256,7 +256,7 @@ def _replaced(content: str, index: int, texts: dict[str, str]) -> str:
     if match is None:
         return word("a", content)
     opening, closing = match["open"], match["close"]
-    return opening + word("t", match["thinking"]) + closing + word("a", match["answer"])
+    return opening + word("t", match["thinking"]) + closing + word("a", match["rest"])
 
 
 def _words_of(text: str) -> list[str]:

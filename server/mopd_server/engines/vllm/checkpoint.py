@@ -33,7 +33,7 @@ def require_complete_checkpoint(settings: TeacherSettings) -> None:
         load_complete(subject, load, settings.model, all_values=False, dtype="auto", **source)
     except WeightsError:
         raise
-    except Exception as error:  # of transformers, whose validation has a base class of its own
+    except Exception as error:  # a failed validation derives from Exception only
         logger.warning(
             "%s: only vLLM checks its tensors, transformers cannot load the model: %s",
             subject,

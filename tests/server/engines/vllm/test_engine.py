@@ -243,7 +243,7 @@ def ids_without_token(pair: Pair) -> list[int]:
 
 
 @pytest.mark.parametrize("field", ["prompt_token_ids", "completion_token_ids", "candidate_ids"])
-def test_ids_without_token_are_rejected_alike(field: str, pair: Pair) -> None:
+def test_ids_without_token_are_rejected_by_both(field: str, pair: Pair) -> None:
     plain = {"prompt_token_ids": [5, 6], "completion_token_ids": [7], "candidate_ids": [[8, 9]]}
     for token in [*ids_without_token(pair), pair.vllm.manifest.logit_width, -1]:
         ids: Any = [[8, token]] if field == "candidate_ids" else [token]
@@ -257,8 +257,8 @@ def test_ids_without_token_are_rejected_alike(field: str, pair: Pair) -> None:
         assert first == second
 
 
-def test_engines_score_ids_without_token_alike(pair: Pair) -> None:
-    """They have no probability, in any place; as input they have an embedding."""
+def test_ids_without_token_have_equal_scores(pair: Pair) -> None:
+    """Such ids have no probability; as input they have an embedding."""
     without = ids_without_token(pair)
     prompt = np.array([5, without[0], 6, without[1]], np.int32)
     completion = np.array([7, without[0], 8, without[1], 9], np.int32)
