@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.runtime.model_config import NOISE
 
-#: Part of the names of peft's modules, whose dropout is a setting of its own.
+#: Part of the names of peft's modules, whose dropout is a separate setting.
 _ADAPTER = "lora_dropout"
 
 
