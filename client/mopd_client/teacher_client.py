@@ -18,6 +18,7 @@ from mopd_client.score_store import ScoreKey, ScoreStore
 from mopd_client.services.base import Service
 from mopd_client.services.expectation import Expectation, changed_teacher, summary
 from mopd_client.services.mopd import MopdService
+from mopd_client.spot_checks import SpotChecks
 from mopd_client.transport.addresses import names_addresses
 from mopd_client.transport.clock import Clock
 from mopd_client.transport.concurrency import gather_or_cancel
@@ -33,12 +34,16 @@ from mopd_protocol.errors import (
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.request_tokenizer import TeacherTokenizer
 from mopd_protocol.requests import LogprobsDtype, LogprobsRequest, SequenceRequest
+from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.samples import TeacherScore
+from mopd_protocol.tokenizers.token_table import TokenTable
 
 logger = logging.getLogger(__name__)
 
 #: Deadline of a handshake with a replica that is not required.
 _OPTIONAL_REPLICA_SECONDS = 5.0
+#: Default share of the tokens that is scored again.
+DEFAULT_VERIFY = 0.001
 
 
 class ClientOptions(TypedDict, total=False):
@@ -49,7 +54,9 @@ class ClientOptions(TypedDict, total=False):
     one attempt, ``deadline_seconds`` a request with all its retries; at most ``max_concurrency``
     requests are in flight, and waiting for a free slot counts towards neither limit. With
     ``require_all_replicas=False`` one available replica is enough for a handshake. ``cache`` stores
-    scores on disk. ``transport`` and ``clock`` replace the network and the time in tests.
+    scores on disk. ``verify`` is the share of completion tokens that is scored again to verify a
+    response (0: none, see ``SpotChecks``), chosen by ``seed``. ``transport`` and ``clock`` replace
+    the network and the time in tests.
     """
 
     service: Service | None
@@ -60,6 +67,8 @@ class ClientOptions(TypedDict, total=False):
     max_concurrency: int
     require_all_replicas: bool
     cache: ScoreStore | None
+    verify: float
+    seed: int
     transport: httpx.AsyncBaseTransport | None
     clock: Clock | None
 
@@ -94,6 +103,9 @@ class TeacherClient:
         )
         self._require_all_replicas = options.get("require_all_replicas", True)
         self._cache = options.get("cache")
+        self._spot_checks = SpotChecks(
+            name, share=options.get("verify", DEFAULT_VERIFY), seed=options.get("seed", 0)
+        )
         self._manifest: Manifest | None = None
         self._tokenizer: TeacherTokenizer | None = None
         self._handshake_lock = asyncio.Lock()
@@ -194,6 +206,7 @@ class TeacherClient:
             TeacherError: if the teacher is unavailable, rejects the request, or returns an invalid
                 response.
             DataError: if the teacher has changed since the handshake.
+            VerificationError: if a second score contradicts the first.
         """
         if not sequences:
             return []
@@ -219,6 +232,10 @@ class TeacherClient:
         traceback: TracebackType | None,
     ) -> None:
         await self.aclose()
+
+    @property
+    def _table(self) -> TokenTable | None:
+        return None if self._tokenizer is None else self._tokenizer.table
 
     async def _ready(self, replica: Replica, deadline_seconds: float) -> None:
         response = await self._connection.send_to_replica(
@@ -280,25 +297,40 @@ class TeacherClient:
     async def _request_scores(
         self, request: LogprobsRequest, manifest: Manifest
     ) -> list[TeacherScore]:
-        """Request, check and count the scores.
+        """Request, check, verify and count the scores."""
+
+        async def score_again(request: LogprobsRequest, avoided_url: str) -> LogprobsResponse:
+            connection = self._connection.for_spot_checks(avoided_url)
+            response = await self._checked_response(connection, request, manifest)
+            self.counters.spot_checks += connection.counters.requests
+            self.counters.spot_check_tokens += sum(len(s.completion) for s in response.scores)
+            return response
+
+        succeeded = False
+        try:
+            response = await self._checked_response(self._connection, request, manifest)
+            await self._spot_checks.verify(request, response, manifest, self._table, score_again)
+            succeeded = True
+        finally:
+            self.counters.failures += not succeeded
+        self.counters.tokens_scored += sum(len(score.completion) for score in response.scores)
+        return list(response.scores)
+
+    async def _checked_response(
+        self, connection: Connection, request: LogprobsRequest, manifest: Manifest
+    ) -> LogprobsResponse:
+        """Send a request and check the response.
 
         Every sequence is sent with a random id, so that the response to another request is
         rejected.
         """
         numbered = [s.model_copy(update={"id": token_hex(8)}) for s in request.sequences]
         request = request.model_copy(update={"sequences": numbered})
-        succeeded = False
-        try:
-            response = await self._service.score(self._connection, request, manifest)
-            if response.manifest_id != manifest.manifest_id:
-                raise changed_teacher(self.name, response.manifest_id, manifest)
-            table = None if self._tokenizer is None else self._tokenizer.table
-            check_response(self.name, response, request, manifest, table)
-            succeeded = True
-        finally:
-            self.counters.failures += not succeeded
-        self.counters.tokens_scored += sum(len(score.completion) for score in response.scores)
-        return list(response.scores)
+        response = await self._service.score(connection, request, manifest)
+        if response.manifest_id != manifest.manifest_id:
+            raise changed_teacher(self.name, response.manifest_id, manifest)
+        check_response(self.name, response, request, manifest, self._table)
+        return response
 
 
 async def _first_success(polls: Sequence["asyncio.Task[None]"]) -> None:

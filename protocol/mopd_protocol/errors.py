@@ -10,6 +10,7 @@ Every class has a ``code`` that a program can test; a ``key`` names the setting,
     │   ├── TokenizerError             invalid_tokenizer
     │   ├── WireFormatError            invalid_wire_format
     │   ├── WeightsError               incomplete_weights     key: the tensor
+    │   ├── VerificationError          contradicting_scores   key: the kind of request
     │   └── CheckpointError            damaged_checkpoint     key: the file
     ├── TeacherError (RuntimeError)    teacher_failed         status: HTTP status or None
     │   ├── TeacherUnavailableError    teacher_unavailable
@@ -77,6 +78,15 @@ class WeightsError(DataError):
     """The weights of a model are incomplete, or those of another architecture."""
 
     code = "incomplete_weights"
+
+
+class VerificationError(DataError):
+    """A teacher's second score of a sequence contradicts the first.
+
+    Not a TeacherError: ``on_error: drop`` must not continue a run with a wrong signal.
+    """
+
+    code = "contradicting_scores"
 
 
 class CheckpointError(DataError):

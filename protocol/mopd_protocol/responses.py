@@ -21,6 +21,7 @@ class LogprobsResponse:
     scores: tuple[TeacherScore, ...]
     timings: Mapping[str, float] = field(default_factory=dict[str, float])  # phase -> seconds
     logprobs_dtype: LogprobsDtype = "float32"  # precision in which the top-k was received
+    urls: tuple[str, ...] = ()  # addresses that computed the scores, added by the client
 
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.scores):

@@ -136,7 +136,7 @@ async def _open_inputs(
     lock = TeacherLock()
     device = config.student.device
     teachers = config.contacted_teachers
-    pool = teacher_pool(teachers, config.score_cache, lock=lock, device=device)
+    pool = teacher_pool(teachers, config.score_cache, lock=lock, device=device, seed=config.seed)
     await stack.enter_async_context(pool)
     projections = ProjectionCache(config.projection_folder)
     return _Inputs(prompts, identity, checkpoint, pool, lock, projections, None, {}, sets)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import httpx
 from pydantic import ValidationError
@@ -113,13 +114,14 @@ class MopdService:
                 key="content-type",
             )
         try:
-            return _DECODERS[media_type](response.content)
+            decoded = _DECODERS[media_type](response.content)
         except (ValueError, RecursionError) as error:  # DataError, or not JSON
             raise InvalidResponseError(
                 f"teacher {teacher!r} at {response.url}: invalid response: {error}",
                 status=response.status_code,
                 key=getattr(error, "key", None) or "body",
             ) from error
+        return replace(decoded, urls=(response.extensions["url"],) * len(decoded.scores))
 
 
 def _require_manifest(teacher: str, response: httpx.Response, manifest: Manifest) -> None:

@@ -139,14 +139,16 @@ class VllmService:
             tokens = [tokenizer.tokenize(sequence) for sequence in request.sequences]
             for sequence in tokens:
                 sequence.require_length(manifest.max_model_len)
-        scores = await gather_or_cancel(
+        results = await gather_or_cancel(
             [self._score(connection, tokenizer, t, request.top_k, manifest) for t in tokens]
         )
+        scores, urls = zip(*results, strict=True)
         changed = [s.manifest_id for s in scores if s.manifest_id != manifest.manifest_id]
         return LogprobsResponse(
             manifest_id=changed[0] if changed else manifest.manifest_id,
             ids=tuple(sequence.id for sequence in request.sequences),
-            scores=tuple(scores),
+            scores=scores,
+            urls=urls,
         )
 
     async def _load_tokenizer(self) -> RequestTokenizer:
@@ -224,7 +226,7 @@ class VllmService:
         tokens: TokenizedSequence,
         top_k: int,
         manifest: Manifest,
-    ) -> TeacherScore:
+    ) -> tuple[TeacherScore, str]:
         token_ids = tokens.token_ids
         body = json.dumps(_completion_request(manifest.model, token_ids, top_k)).encode()
         response = await connection.post(_COMPLETIONS, body)
@@ -246,7 +248,8 @@ class VllmService:
                 status=response.status_code,
                 key="prompt_logprobs",
             ) from error
-        return TeacherScore(self._manifest_id(document, manifest), tokens.completion, topk)
+        score = TeacherScore(self._manifest_id(document, manifest), tokens.completion, topk)
+        return score, response.extensions["url"]
 
     def _manifest_id(self, document: dict[str, Any], manifest: Manifest) -> str:
         """Return the manifest id of the responding server, by its model and fingerprint."""

@@ -1,9 +1,11 @@
 """``Connection``: sends all requests to one teacher's replicas."""
 
 import asyncio
+import copy
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,7 @@ class Connection:
         self._clock = clock
         self._slots = asyncio.Semaphore(max_concurrency)
         self._attempts = Attempts(teacher, timeout_seconds, clock, self.counters)
+        self._avoided: Replica | None = None
         # Requests about the teacher are not counted.
         self._uncounted = Attempts(teacher, timeout_seconds, clock, Counters())
         self._http = HttpPools(
@@ -66,6 +69,14 @@ class Connection:
             transport=transport,
             ca_file=ca_file,
         )
+
+    def for_spot_checks(self, avoided_url: str) -> "Connection":
+        """Return this connection with counters of its own, which prefers other replicas."""
+        other = copy.copy(self)
+        other.counters = Counters()
+        other._attempts = replace(self._attempts, counters=other.counters)
+        other._avoided = next((r for r in self.replicas if r.url == avoided_url), None)
+        return other
 
     async def send_to_replica(
         self,
@@ -121,6 +132,9 @@ class Connection:
             headers: further headers.
             check: called with every response, retried ones included; raises to reject it.
 
+        Returns:
+            The response; its extension ``url`` is the address of the replica.
+
         Raises:
             TeacherError: without a response, or on another status than 200.
         """
@@ -130,6 +144,7 @@ class Connection:
                 "POST", replica.url + path, content=body, headers=all_headers
             )
             check(response)
+            response.extensions["url"] = replica.url
             return response
 
         all_headers = {"content-type": "application/json", **(headers or {})}
@@ -142,6 +157,7 @@ class Connection:
                     send,
                     attempts=self._attempts,
                     deadline_seconds=self.deadline_seconds,
+                    avoided=self._avoided,
                 )
             )
             self.counters.received_bytes += len(response.content)

@@ -30,6 +30,8 @@ class Counters:
     cache_unwritten: int = 0  # scores not saved because of a disk error
     waits: int = 0  # repeated waits after a failed call (``on_error: wait``)
     fallbacks: int = 0  # samples scored by another teacher (``on_error: fallback:…``)
+    spot_checks: int = 0  # requests that verify scores; the fields above do not count them
+    spot_check_tokens: int = 0  # completion tokens that were scored again
 
     def pop(self) -> "Counters":
         """Return the totals and reset them."""

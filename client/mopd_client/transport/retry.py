@@ -91,11 +91,17 @@ class Attempts:
 
 
 async def send_with_retries(
-    replicas: Sequence[Replica], send: Send, *, attempts: Attempts, deadline_seconds: float
+    replicas: Sequence[Replica],
+    send: Send,
+    *,
+    attempts: Attempts,
+    deadline_seconds: float,
+    avoided: Replica | None = None,
 ) -> httpx.Response:
     """Return the first final response; each attempt may go to another replica.
 
     ``deadline_seconds`` limits all attempts, pauses and waiting for an available replica together.
+    The first attempt does not go to the ``avoided`` replica if another one is available.
 
     Raises:
         TeacherUnavailableError: at the deadline, with the last failure.
@@ -104,7 +110,7 @@ async def send_with_retries(
     clock = attempts.clock
     deadline = clock.now() + deadline_seconds
     last = _LastFailure(attempts.teacher, deadline_seconds)
-    failed: Replica | None = None
+    failed = avoided
     while True:
         replica = await _available_replica(replicas, failed, deadline, clock, last)
         outcome = await attempts.attempt(replica, send, deadline)

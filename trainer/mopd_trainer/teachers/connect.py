@@ -59,12 +59,14 @@ def teacher_pool(
     *,
     lock: TeacherLock | None = None,
     device: str = "auto",
+    seed: int = 0,
 ) -> TeacherPool:
     """Create a client per teacher, without sending a request or loading a model.
 
     Args:
         lock: of the local teachers; receives their models later.
         device: the student's.
+        seed: of the sequences that are scored again to verify them.
 
     Raises:
         ConfigError: when the environment variable of an API key is not set, or the cache folder is
@@ -78,13 +80,13 @@ def teacher_pool(
         {
             name: LocalTeacher(name, config, lock, device=device_kind(config.device or device))
             if config.local
-            else _client(name, config, cache)
+            else _client(name, config, cache, seed)
             for name, config in configs.items()
         }
     )
 
 
-def _client(name: str, config: TeacherConfig, cache: ScoreStore | None) -> ScoringClient:
+def _client(name: str, config: TeacherConfig, cache: ScoreStore | None, seed: int) -> ScoringClient:
     return TeacherClient(
         name,
         config.url,
@@ -96,6 +98,8 @@ def _client(name: str, config: TeacherConfig, cache: ScoreStore | None) -> Scori
         max_concurrency=config.max_concurrency,
         require_all_replicas=config.require_all_replicas,
         cache=cache,
+        verify=config.verify,
+        seed=seed,
     )
 
 
