@@ -14,7 +14,7 @@ from mopd_protocol.samples import TeacherScore
 #: a tenth more per nat of the entry. Batches of other shapes changed rows of random models of 2 to
 #: 24 layers, whose log-probabilities reach -100, by at most 1.7e-4 (float32), 0.23 (float16) and
 #: 1.7 (bfloat16: the spacing of logits from 64 to 128 is 0.5). float32 may use TF32 kernels.
-_TOLERANCES = {"float32": 1e-2, "float16": 0.15, "bfloat16": 1.0}
+_TOLERANCES = {"float32": 1e-2, "float16": 0.2, "bfloat16": 1.0}
 #: The mean over at least so many rows has to be smaller than the largest difference.
 _MEAN_ROWS, _MEAN_SHARE = 8, 0.25
 #: Lowest finite entry in float16, in which a response may be encoded.

@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from mopd_protocol.codec import BINARY_MEDIA_TYPE, decode_binary, encode_json
 from mopd_protocol.manifest import MANIFEST_HEADER
-from mopd_protocol.requests import REQUEST_HEADER
+from mopd_protocol.requests import REQUEST_HEADER, body_hash
 
 Document = dict[str, Any]
 Sequence = dict[str, Any]
@@ -295,7 +295,7 @@ class LyingProxy:
     upstream: str
     lie: Callable[[Document], object] | None = None
     forged: bool = False
-    """Compute the checksum of the changed response."""
+    """Compute the checksum of the changed response and the hash of the received request."""
     binary: bool = True
     raw: Callable[[httpx.Response], Response] | None = None
     """Replaces the response of any status instead."""
@@ -322,6 +322,8 @@ class LyingProxy:
             for name, value in true.headers.items()
             if name in ("content-type", MANIFEST_HEADER.lower(), REQUEST_HEADER.lower())
         }
+        if self.forged and REQUEST_HEADER in true.headers:
+            kept[REQUEST_HEADER.lower()] = body_hash(await request.body())
         if request.url.path == "/v1/logprobs" and self.raw is not None:
             return self.raw(true)
         body = true.content

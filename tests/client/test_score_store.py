@@ -41,6 +41,7 @@ def client_of(teacher: ScriptedTeacher, cache: ScoreStore | None) -> TeacherClie
         transport=network(math=teacher),
         clock=StillClock().clock,
         cache=cache,
+        verify=0,
     )
 
 
@@ -432,7 +433,8 @@ def test_a_stored_score_is_loaded_bit_for_bit(served, batch, top_k, temperature,
 
     async def score(kept: ScoreStore | None) -> tuple[list[TeacherScore], int]:
         transport = httpx.ASGITransport(create_app(served.teacher.service))
-        async with TeacherClient("math", ["http://math"], transport=transport, cache=kept) as math:
+        client = TeacherClient("math", ["http://math"], transport=transport, cache=kept, verify=0)
+        async with client as math:
             scores = await math.score(
                 batch, top_k=top_k, temperature=temperature, logprobs_dtype=dtype
             )

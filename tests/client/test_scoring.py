@@ -22,7 +22,11 @@ pytestmark = pytest.mark.anyio
 def client_of(teacher: ScriptedTeacher, **settings: Any) -> TeacherClient:
     still = StillClock()
     return TeacherClient(
-        "math", ["http://math"], transport=network(math=teacher), clock=still.clock, **settings
+        "math",
+        ["http://math"],
+        transport=network(math=teacher),
+        clock=still.clock,
+        **{"verify": 0, **settings},
     )
 
 
@@ -152,7 +156,10 @@ async def test_calls_spread_evenly_over_replicas():
     for teacher in teachers.values():
         teacher.pause = gate.wait
     client = TeacherClient(
-        "math", [f"http://{host}" for host in teachers], transport=network(**teachers)
+        "math",
+        [f"http://{host}" for host in teachers],
+        transport=network(**teachers),
+        verify=0,
     )
     async with client:
         await client.handshake()

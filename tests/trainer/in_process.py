@@ -62,7 +62,7 @@ def serve_in_process(monkeypatch: pytest.MonkeyPatch, transports: Mapping[str, R
     def pool(configs: Mapping[str, TeacherConfig], _: object, **_others: object) -> TeacherPool:
         return TeacherPool(
             {
-                name: TeacherClient(name, config.url, transport=transports[name])
+                name: TeacherClient(name, config.url, transport=transports[name], verify=0)
                 for name, config in configs.items()
             }
         )
@@ -84,6 +84,7 @@ async def scorer_of(
             transport=transport,
             deadline_seconds=config.deadline_seconds,
             clock=clock,
+            verify=config.verify if "verify" in config.model_fields_set else 0,
         )
         for name, (transport, config) in teachers.items()
     }

@@ -44,7 +44,7 @@ def client_of(*teachers: ScriptedTeacher, **settings: Any) -> TeacherClient:
         [f"http://{host}/" for host in hosts],
         transport=network(**hosts),
         clock=StillClock().clock,
-        **settings,
+        **{"verify": 0, **settings},
     )
 
 

@@ -24,7 +24,7 @@ teachers.api_key_env teachers.ca_file
 teachers.deadline_seconds teachers.device teachers.dtype teachers.max_concurrency teachers.model
 teachers.on_error
 teachers.placement teachers.require_all_replicas teachers.revision teachers.serve
-teachers.timeout_seconds teachers.tokenizer teachers.url
+teachers.timeout_seconds teachers.tokenizer teachers.url teachers.verify
 """
 
 

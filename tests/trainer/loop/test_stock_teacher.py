@@ -30,7 +30,9 @@ async def test_a_stock_server_scores_sampled_completions(tmp_path: Path, loss: s
     server = ScriptedVllm(tokenizer.tokenizer, width=tokenizer.table.size)
     config = teacher_config(kind="openai", tokenizer=str(tmp_path), loss={"type": loss})
     service = VllmService(str(tmp_path))
-    client = TeacherClient("math", config.url, service=service, transport=server.transport)
+    client = TeacherClient(
+        "math", config.url, service=service, transport=server.transport, verify=0
+    )
     rollouts = [
         rollout("digit", ids_of("digit", "12 + 30 = 42", "<|end|>"), index=0),
         rollout("digit", ids_of("digit", "x9" * 200), index=1),

@@ -6,15 +6,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
-from mopd_protocol.errors import ConfigError, TeacherError, TeacherMismatchError
+from mopd_protocol.errors import (
+    ConfigError,
+    TeacherError,
+    TeacherMismatchError,
+    VerificationError,
+)
+from mopd_protocol.requests import SequenceRequest
 from mopd_protocol.samples import Message, Rollout
 from mopd_trainer.config.run import TeacherConfig
 from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.student.identity import StudentIdentity
+from mopd_trainer.teachers.connect import teacher_pool
 from mopd_trainer.teachers.scoring import RolloutScorer
 from tests import tiny_models
+from tests.client.lying_proxy import serving
 from tests.reference.teacher_scores import completion_logprobs
 from tests.server.tiny_teachers import TinyTeacher, teacher_of
 from tests.trainer.in_process import Recorded, scorer_of, teacher_config
@@ -174,6 +183,42 @@ async def test_only_the_rejected_sample_is_dropped_with_on_error_drop() -> None:
     assert scorer.dropped == {"code/refused": 1, "total": 1}
     with pytest.raises(TeacherError, match=r"teacher 'code' at .* status 422: .*no system"):
         await scored({"code": picky("fail")}, rollouts)
+
+
+def changing(**settings: Any) -> tuple[Recorded, TeacherConfig]:
+    """Return a teacher whose temperature changes with every request."""
+    model = tiny_models.gpt_neox(tokenizer("whole_number"))
+    teacher = teacher_of(model, tokenizer("whole_number"))
+
+    def change() -> None:
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(1.3)
+
+    return Recorded(teacher.app, on_scoring=change), teacher_config(**settings)
+
+
+@pytest.mark.parametrize("on_error", ["drop", "wait", "fail"])
+async def test_contradicting_scores_end_the_run(on_error: str) -> None:
+    rollouts = [written("a fox", 0, code=1.0), written("a dog", 1, code=1.0)]
+    examples, _ = await scored({"code": changing(on_error=on_error, verify=0)}, rollouts)
+    assert len(examples) == 2
+    with pytest.raises(VerificationError) as caught:
+        await scored({"code": changing(on_error=on_error, verify=1e-9)}, rollouts)
+    assert caught.value.code == "contradicting_scores"
+
+
+async def test_the_settings_of_verification_reach_the_client() -> None:
+    sequences = [SequenceRequest(prompt="the", completion="fox" + i) for i in "0123456789"]
+    with serving(service("digit").app) as url:
+        counts: list[tuple[int, int]] = []
+        for verify, seed in ((0, 0), (0.3, 0), (0.3, 0), (0.3, 1)):
+            configs = {"math": teacher_config(url=url, verify=verify)}
+            async with teacher_pool(configs, seed=seed) as pool:
+                await pool.score("math", sequences, top_k=4)
+                counters = pool.client("math").counters
+                counts.append((counters.spot_checks, counters.spot_check_tokens))
+    assert counts[0] == (0, 0)
+    assert counts[1] == counts[2] != counts[3]
 
 
 async def test_samples_of_an_unavailable_teacher_are_dropped_or_end_the_run() -> None:
