@@ -23,7 +23,7 @@ _LOWEST = float(np.finfo(np.float16).min)
 
 @dataclass(frozen=True)
 class KnownRow:
-    """What a score reveals of the distribution of one row, in nats."""
+    """The part of one row's distribution that a score contains, in nats."""
 
     entries: dict[int, float]
     token: tuple[int, float]
@@ -67,7 +67,7 @@ class Disagreement:
 
     row: int
     subject: str
-    found: float
+    second: float
     expected: float
     tolerance: float
 
@@ -135,21 +135,21 @@ class Agreement:
         self,
         row: int,
         subject: str,
-        found: float,
+        second: float,
         lowest: float,
         highest: float,
         *,
         is_common: bool = False,
     ) -> Disagreement | None:
         """Compare a value with an interval."""
-        expected = min(max(found, lowest), highest)
-        excess = abs(found - expected)
-        tolerance = self._tolerance(found, expected)
+        expected = min(max(second, lowest), highest)
+        excess = abs(second - expected)
+        tolerance = self._tolerance(second, expected)
         if is_common:
             self._excesses.append(excess)
             self._tolerances.append(tolerance)
         return (
-            None if excess <= tolerance else Disagreement(row, subject, found, expected, tolerance)
+            None if excess <= tolerance else Disagreement(row, subject, second, expected, tolerance)
         )
 
     def _uneven(
@@ -160,9 +160,9 @@ class Agreement:
             return None
         middle = float(np.median([*shifts.values()]))
         for token_id, shift in shifts.items():
-            expected = self.factor * before[token_id] + middle
-            found = expected - middle + shift
-            outcome = self._outside(row, f"token id {token_id}", found, expected, expected)
+            value = self.factor * before[token_id]
+            expected = value + middle
+            outcome = self._outside(row, f"token id {token_id}", value + shift, expected, expected)
             if outcome is not None:
                 return outcome
         return None
@@ -175,5 +175,5 @@ class Agreement:
             return None
         return Disagreement(row, "the mean difference", float(mean), 0.0, float(limit))
 
-    def _tolerance(self, found: float, expected: float) -> float:
-        return self._nats * (1 + max(abs(found), abs(expected)) / 10)
+    def _tolerance(self, second: float, expected: float) -> float:
+        return self._nats * (1 + max(abs(second), abs(expected)) / 10)

@@ -16,11 +16,11 @@ kind               second request                      detects
 =================  ==================================  ============================================
 
 All kinds also detect what was altered in some responses or by one replica: the second request goes
-to another replica if there is one. A teacher that alters its logits for every request alike serves
-another model, which no request shows.
+to another replica if there is one. A server that alters the logits of
+all requests in the same way serves another model, which no request shows.
 
 The first response of each replica is verified with all kinds on at most 64 tokens, later ones with
-one kind. The choices depend on the seed and on the sequence alone, not on the order of responses.
+one kind. The choices depend on the seed and the sequence, not on the order of responses.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -177,7 +177,7 @@ class SpotChecks:
     ) -> VerificationError:
         return VerificationError(
             f"teacher {self._teacher!r}: two scores of one sequence contradict each other in row "
-            f"{disagreement.row}, {disagreement.subject} (found {disagreement.found:.6g} nats at "
+            f"{disagreement.row}, {disagreement.subject} (found {disagreement.second:.6g} nats at "
             f"{second_url} by a second request of kind {kind}, expected {disagreement.expected:.6g}"
             f" within {disagreement.tolerance:.3g} by the score of {url}). Check that these "
             "addresses serve one model without changes of requests and responses on their way, or "

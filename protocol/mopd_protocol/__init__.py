@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         TeacherUnavailableError,
         TokenizerError,
         TrainingError,
+        VerificationError,
         WeightsError,
         WireFormatError,
     )
@@ -74,6 +75,7 @@ __all__ = [
     "TokenizerError",
     "TopKLogprobs",
     "TrainingError",
+    "VerificationError",
     "WeightsError",
     "WireFormatError",
     "control_tokens",

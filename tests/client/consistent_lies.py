@@ -49,7 +49,7 @@ def at_temperature(temperature: float) -> Change:
 
 
 def sharpened(power: float) -> Change:
-    """Scale all entries, and add to the tail what they lose."""
+    """Scale all entries, and add the lost probability to the tail."""
 
     def change(sequence: Sequence) -> None:
         _arrays(sequence)

@@ -1,5 +1,6 @@
 """Second requests: altered responses contradict them, honest ones never do."""
 
+import asyncio
 import copy
 import json
 import random
@@ -62,7 +63,7 @@ def sequences(seed: int = 0, count: int = 3) -> list[SequenceRequest]:
 
 
 def peaked(family: str, factor: float = 30, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return a model with probabilities as far apart as a language model's."""
+    """Return a model with as wide a range of probabilities as a language model."""
     make_model, make_tokenizer = FAMILIES[family]
     model = make_model(make_tokenizer())
     with torch.no_grad():
@@ -152,10 +153,21 @@ async def test_a_lying_replica_is_detected(
     assert url in str(caught.value)
 
 
+async def test_the_first_response_of_each_replica_is_verified(
+    teachers: tuple[str, LyingProxy, str], proxy: LyingProxy
+) -> None:
+    urls = [teachers[0], teachers[2]]
+    async with TeacherClient("math", urls, verify=FIRST_ONLY) as client:
+        for _ in range(2):
+            calls = [client.score(sequences(call), top_k=TOP_K) for call in range(2)]
+            await asyncio.gather(*calls)
+        assert client.counters.spot_checks == 6  # three kinds
+
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize(("family", "dtype"), zip(FAMILIES, DTYPES, strict=True))
+@pytest.mark.parametrize(("family", "dtype"), [*zip(FAMILIES, DTYPES, strict=True)])
 async def test_honest_teachers_agree(family: str, dtype: torch.dtype) -> None:
     await require_agreement(family, dtype, calls=4)
 

@@ -71,7 +71,7 @@ class Connection:
         )
 
     def for_spot_checks(self, avoided_url: str) -> "Connection":
-        """Return this connection with counters of its own, which prefers other replicas."""
+        """Return this connection with separate counters, which prefers other replicas."""
         other = copy.copy(self)
         other.counters = Counters()
         other._attempts = replace(self._attempts, counters=other.counters)

@@ -119,7 +119,7 @@ class TeacherConfig(Settings):
     verify: Incidental[float] = Field(default=0.001, ge=0, le=1)
     """Largest share of the tokens that is scored again, in requests that only the teacher's true
     distributions agree with. The first response of each replica is always verified, unless this is
-    0. A contradiction ends the run, whatever ``on_error`` is. ``local`` teachers and stored scores
+    0. A contradiction ends the run for every ``on_error``. ``local`` teachers and stored scores
     are not verified."""
     on_error: Incidental[str] = "fail"
     """If the teacher stays unavailable: ``fail`` ends the run; ``wait`` retries until the teacher
