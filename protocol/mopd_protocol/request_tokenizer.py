@@ -6,7 +6,7 @@ and completion are tokenized separately, so that a token boundary lies between t
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from itertools import chain, groupby
@@ -147,11 +147,14 @@ class RequestTokenizer(TeacherTokenizer):
     chat: Any  # PreTrainedTokenizerFast; transformers is imported only where it is used
 
     @classmethod
-    def wrap(cls, chat: Any, tokenizer_file: str | None = None) -> "RequestTokenizer":
+    def wrap(
+        cls, chat: Any, tokenizer_file: str | None = None, *, ends: Collection[int] = ()
+    ) -> "RequestTokenizer":
         """Wrap a ``PreTrainedTokenizerFast``.
 
         Args:
             tokenizer_file: its ``tokenizer.json``, if that is at hand.
+            ends: the ids of ``published_ends``.
 
         Raises:
             ConfigError: if the chat template fails to render a user and an assistant message.
@@ -163,7 +166,7 @@ class RequestTokenizer(TeacherTokenizer):
         tokenizer.no_truncation()
         controls = control_tokens(tokenizer_json(tokenizer))
         try:
-            roles = roles_of(chat, controls)
+            roles = roles_of(chat, controls, ends)
         except Exception as error:  # a template may raise any
             raise ConfigError(
                 f"chat template: rendering a conversation failed: {error} (expected a template for "

@@ -9,6 +9,7 @@ from mopd_protocol.errors import ConfigError, MissingPackageError, first_line
 from mopd_protocol.request_tokenizer import RequestTokenizer
 from mopd_protocol.runtime.model_revision import is_missing_folder
 from mopd_protocol.tokenizers.pretrained import load_exact
+from mopd_protocol.tokenizers.published_ends import published_ends
 
 _FILE = "tokenizer.json"
 
@@ -55,4 +56,4 @@ def load_tokenizer(source: str, revision: str | None = None) -> RequestTokenizer
             f"tokenizer with a {_FILE})",
             key="tokenizer",
         )
-    return RequestTokenizer.wrap(chat)
+    return RequestTokenizer.wrap(chat, ends=published_ends(source, revision))

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_serializer
 from tokenizers import Tokenizer
 
 from mopd_protocol.arrays import ArrayLike, frozen_array
@@ -40,7 +40,10 @@ _CHARACTERS_OR_BYTES = re.compile("[\udc80-\udcff]+|[^\udc80-\udcff]+")
 
 
 class TokenRoles(BaseModel):
-    """Ids of the control tokens that model families name differently."""
+    """Ids of the control tokens that model families name differently.
+
+    Serialized without ``other_ends`` if there are none.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -48,12 +51,25 @@ class TokenRoles(BaseModel):
     eos: int | None = None
     end_of_turn: int | None = None
     pad: int | None = None
+    other_ends: tuple[int, ...] = ()
+    """Further ids that end a completion, of the model's generation settings."""
 
     @property
     def ending(self) -> tuple[int, ...]:
-        """Ids that end a completion: end of turn first, then end of text; may be empty."""
+        """Ids that end a completion: end of turn first, then end of text, then all others; may be
+        empty."""
         ending = (role for role in (self.end_of_turn, self.eos) if role is not None)
-        return tuple(dict.fromkeys(ending))
+        return tuple(dict.fromkeys((*ending, *self.other_ends)))
+
+    @property
+    def single(self) -> dict[str, int | None]:
+        """Role -> id, of the roles that one token has."""
+        return {"bos": self.bos, "eos": self.eos, "end_of_turn": self.end_of_turn, "pad": self.pad}
+
+    @model_serializer
+    def _serialized(self) -> dict[str, int | list[int] | None]:
+        ends = {"other_ends": [*self.other_ends]} if self.other_ends else {}
+        return {**self.single, **ends}
 
 
 def control_tokens(description: JSON) -> dict[str, int]:
@@ -155,6 +171,11 @@ class TokenTable:
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of one token; empty for control tokens and holes."""
         return self.data[self.offsets[token_id] : self.offsets[token_id + 1]].tobytes()
+
+    def name_of(self, token_id: int) -> str:
+        """The literal text of a control token, or of another token as far as it is text."""
+        names = (name for name, control_id in self.controls.items() if control_id == token_id)
+        return next(names, self.bytes_of(token_id).decode(errors="replace") or f"id {token_id}")
 
     @cached_property
     def all_bytes(self) -> list[bytes]:
@@ -360,7 +381,8 @@ def _spell_byte_level(surface: str) -> bytes:
 
 
 def _check_roles(roles: TokenRoles, size: int) -> None:
-    for name, token_id in roles.model_dump().items():
+    others = (("other_ends", token_id) for token_id in roles.other_ends)
+    for name, token_id in (*roles.single.items(), *others):
         if token_id is not None and not 0 <= token_id < size:
             raise DataError(
                 f"role {name} names token id {token_id}, but the tokenizer has ids 0 to {size - 1}"

@@ -96,9 +96,9 @@ class TeacherPool:
             engine.close()
 
     def _load(self, name: str, settings: TeacherSettings) -> TeacherService:
-        from mopd_server.scoring.tokenizer_loading import ServedTokenizer, load_tokenizer
+        from mopd_server.scoring.tokenizer_loading import ServedTokenizer
 
-        tokenizer = ServedTokenizer.of(load_tokenizer(settings))
+        tokenizer = ServedTokenizer.read(settings)
         table = tokenizer.requests.table
         engine = self._engines[name] = ReloadableEngine(
             lambda: cast(ReleasableEngine | AsyncEngine, load_engine(settings, table))

@@ -108,9 +108,9 @@ class TeacherService:
             DataError: if the tokenizer is unsupported, or wider than the head of the model.
         """
         # transformers and torch: probes get responses during the import
-        from mopd_server.scoring.tokenizer_loading import ServedTokenizer, load_tokenizer
+        from mopd_server.scoring.tokenizer_loading import ServedTokenizer
 
-        tokenizer = ServedTokenizer.of(load_tokenizer(settings))
+        tokenizer = ServedTokenizer.read(settings)
         return cls(tokenizer, load_engine(settings, tokenizer.requests.table), settings)
 
     @property

@@ -1,7 +1,7 @@
 """Loading of a model's tokenizer, and the files from which the client loads the same one."""
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from mopd_protocol.errors import ConfigError, first_line
 from mopd_protocol.request_tokenizer import RequestTokenizer
 from mopd_protocol.tokenizers.pretrained import load_exact
+from mopd_protocol.tokenizers.published_ends import published_ends
 from mopd_server.settings import TeacherSettings
 
 _TOKENIZER_FILE = "tokenizer.json"
@@ -28,15 +29,29 @@ class ServedTokenizer:
     files: Mapping[str, str]
 
     @classmethod
-    def of(cls, chat: PreTrainedTokenizerFast) -> "ServedTokenizer":
+    def read(cls, settings: TeacherSettings) -> "ServedTokenizer":
+        """Load the tokenizer of a model, and which of its tokens end a completion.
+
+        Raises:
+            ConfigError: as ``load_tokenizer`` and ``of``.
+            TokenizerError: as ``of``.
+        """
+        chat = load_tokenizer(settings)
+        return cls.of(chat, published_ends(settings.model, settings.revision))
+
+    @classmethod
+    def of(cls, chat: PreTrainedTokenizerFast, ends: Collection[int] = ()) -> "ServedTokenizer":
         """Use the served ``tokenizer.json`` for requests, too.
+
+        Args:
+            ends: the ids of ``published_ends``.
 
         Raises:
             ConfigError: if the chat template cannot render a user and an assistant message.
             TokenizerError: if single tokens of the tokenizer have no bytes.
         """
         files = _files(chat)
-        return cls(RequestTokenizer.wrap(chat, files[_TOKENIZER_FILE]), files)
+        return cls(RequestTokenizer.wrap(chat, files[_TOKENIZER_FILE], ends=ends), files)
 
 
 def load_tokenizer(settings: TeacherSettings) -> PreTrainedTokenizerFast:

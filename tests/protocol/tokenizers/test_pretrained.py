@@ -9,7 +9,9 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mopd_client.tokenizers import pretrained
+from mopd_protocol.errors import ConfigError
 from mopd_protocol.tokenizers.pretrained import load_exact
+from mopd_protocol.tokenizers.published_ends import published_ends
 from mopd_protocol.tokenizers.tokenizer_file import fingerprint, tokenizer_json
 from mopd_server.scoring.tokenizer_loading import ServedTokenizer, load_tokenizer
 from mopd_server.settings import TeacherSettings
@@ -65,3 +67,30 @@ def test_transformers_itself_splits_other_tokens(tmp_path: Path) -> None:
     )
     assert loaded(TEXT, add_special_tokens=False)["input_ids"] == ids
     assert (loaded.eos_token, bool(loaded.chat_template)) == ("<|im_end|>", True)
+
+
+@pytest.mark.parametrize(
+    ("generation", "model", "expected"),
+    [
+        ({"eos_token_id": [1, 106]}, {"eos_token_id": 1}, (1, 106)),
+        ({"eos_token_id": 7}, {}, (7,)),
+        ({}, {"eos_token_id": 3}, ()),
+        (None, {"eos_token_id": [3, 4]}, (3, 4)),
+        (None, {"eos_token_id": None}, ()),
+        (None, None, ()),
+    ],
+)
+def test_the_generation_settings_name_the_ends(
+    tmp_path: Path, generation: object, model: object, expected: tuple[int, ...]
+) -> None:
+    for name, settings in (("generation_config.json", generation), ("config.json", model)):
+        if settings is not None:
+            (tmp_path / name).write_text(json.dumps(settings))
+    assert published_ends(str(tmp_path)) == expected
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_unreadable_generation_settings_are_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        published_ends(str(tmp_path))

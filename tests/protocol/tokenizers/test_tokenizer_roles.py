@@ -3,6 +3,9 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from mopd_protocol.errors import DataError
+from mopd_protocol.tokenizers.token_sequence import END_OF_TURN
+from mopd_protocol.tokenizers.token_table import TokenRoles, TokenTable
 from mopd_protocol.tokenizers.tokenizer_roles import roles_of
 from tests import tiny_models
 
@@ -82,3 +85,43 @@ def test_roles_are_ids_of_the_tokens_that_the_tokenizer_names(make, begin, end, 
     role_ids = [roles.bos, roles.end_of_turn, roles.pad]
     named = [None if role is None else tokenizer.convert_ids_to_tokens(role) for role in role_ids]
     assert named == [begin, end, pad]
+
+
+@pytest.mark.parametrize(
+    ("published", "expected"),
+    [
+        ((), ["<|im_end|>", "<|endoftext|>"]),
+        (("<|endoftext|>", "<|user|>"), ["<|im_end|>", "<|endoftext|>", "<|user|>"]),
+        (("<|user|>", "<|system|>"), ["<|im_end|>", "<|endoftext|>", "<|system|>", "<|user|>"]),
+        (("the", "<|im_end|>"), ["<|im_end|>", "<|endoftext|>"]),  # of another tokenizer
+    ],
+)
+def test_generation_settings_add_control_tokens_that_end(published, expected):
+    tokenizer = with_template(turns("<|im_end|>"))
+    ends = tokenizer.convert_tokens_to_ids([*published])
+    roles = roles_of(tokenizer, controls_of(tokenizer), ends)
+    assert tokenizer.convert_ids_to_tokens([*roles.ending]) == expected
+    table = TokenTable.from_tokenizer(tokenizer.backend_tokenizer, roles)
+    assert {table.marks[token_id] for token_id in roles.ending} == {END_OF_TURN}
+    assert TokenRoles.model_validate_json(roles.model_dump_json()) == roles
+
+
+def test_a_beginning_of_text_is_no_end():
+    tokenizer = tiny_models.sentencepiece_tokenizer()
+    roles = roles_of(tokenizer, controls_of(tokenizer), [tokenizer.bos_token_id])
+    assert roles.ending == (tokenizer.eos_token_id,)
+
+
+def test_roles_without_further_ends_are_serialized_as_before_there_were_any():
+    assert TokenRoles(eos=1, pad=1).model_dump() == {
+        "bos": None,
+        "eos": 1,
+        "end_of_turn": None,
+        "pad": 1,
+    }
+
+
+def test_an_end_outside_the_vocabulary_is_rejected():
+    tokenizer = tiny_models.digit_tokenizer().backend_tokenizer
+    with pytest.raises(DataError, match="other_ends"):
+        TokenTable.from_tokenizer(tokenizer, TokenRoles(eos=0, other_ends=(10_000,)))

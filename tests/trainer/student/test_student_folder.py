@@ -8,9 +8,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from mopd_client.tokenizers.pretrained import load_tokenizer
 from mopd_protocol.errors import ConfigError, DataError
 from mopd_protocol.samples import Message
-from mopd_trainer.config.run import StudentConfig
+from mopd_protocol.tokenizers.published_ends import published_ends
+from mopd_server.scoring.tokenizer_loading import ServedTokenizer
+from mopd_server.settings import TeacherSettings
+from mopd_trainer.config.run import RolloutConfig, StudentConfig
 from mopd_trainer.run_folder.checkpoint import save_student
 from mopd_trainer.student.identity import StudentIdentity
 from mopd_trainer.student.student import Student
@@ -80,6 +84,56 @@ def test_an_identity_read_without_weights_is_that_of_the_loaded_model(tmp_path: 
     assert read.table.fingerprint == loaded.table.fingerprint
     assert (read.logit_width, read.parameters) == (loaded.logit_width, loaded.parameters)
     assert read.logit_width > read.table.size
+
+
+@pytest.mark.parametrize(
+    ("published", "expected"),
+    [
+        (["<|pad|>", "<|end|>"], ["<|end|>", "<|pad|>"]),
+        ("<|user|>", ["<|end|>", "<|user|>"]),
+        (None, ["<|end|>"]),
+        ("7", ["<|end|>"]),  # a token of text: the settings are of another tokenizer
+    ],
+)
+def test_what_ends_a_completion_is_the_same_wherever_it_is_read(
+    tmp_path: Path, published: str | list[str] | None, expected: list[str]
+) -> None:
+    own = tokenizer("digit")
+    folder = tiny_models.save(model_of("qwen"), own, tmp_path / "published")
+    ids = None if published is None else own.convert_tokens_to_ids(published)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    config = StudentConfig(model=str(folder), device="cpu")
+    student = Student.load(config)
+    ends = tuple(own.convert_tokens_to_ids(expected))
+    settings = TeacherSettings(model=str(folder), name="math")
+    found = {
+        "loaded": student.identity.table,
+        "read": StudentIdentity.read(config).table,
+        "copied": student.copy().table,
+        "served": ServedTokenizer.read(settings).requests.table,
+        "local": load_tokenizer(str(folder)).table,
+    }
+    assert {name: each.roles.ending for name, each in found.items()} == dict.fromkeys(found, ends)
+    student.save(tmp_path / "final")
+    assert {*published_ends(str(tmp_path / "final"))} == {*ends}
+    saved = GenerationConfig.from_pretrained(tmp_path / "final").eos_token_id
+    assert saved == ([*ends] if ends[1:] else ends[0]) or {*saved} == {*ends}
+    reloaded = Student.load(StudentConfig(model=str(tmp_path / "final"), device="cpu"))
+    assert reloaded.table.roles == student.table.roles
+
+
+def test_generation_stops_at_every_end() -> None:
+    model = model_of("qwen")
+    model.generation_config.eos_token_id = [0, 1]
+    with torch.no_grad():
+        model.get_output_embeddings().weight.zero_()  # every id is equally likely
+    student = Student(model, tokenizer("digit"), CPU)
+    settings = RolloutConfig(max_new_tokens=200)
+    prompts = [student.prompt_token_ids(MESSAGES)] * 32
+    generations = student.generate(prompts, settings, seed=0)
+    last = {each.token_ids[-1] for each in generations if len(each.token_ids) < 200}
+    assert last == {0, 1}
+    assert not any({0, 1} & {*each.token_ids[:-1]} for each in generations)
 
 
 def test_the_text_encoder_is_built_on_first_use() -> None:

@@ -76,7 +76,7 @@ def token_facts(
     worst = sorted(shares, key=lambda token: (shares[token], -len(student_bytes[token]), token))
     unsupported = matrix.unsupported_ids.tolist()
     controls = [teacher_name(token) for token in unsupported if token in teacher.marks]
-    teacher_roles = teacher.roles.model_dump()
+    teacher_roles = teacher.roles.single
 
     def row(token: int) -> dict[str, Any]:
         entries = range(*np.searchsorted(students, [token, token + 1]).tolist())
@@ -109,7 +109,7 @@ def token_facts(
                 "teacher": teacher_name(teacher_roles[role]),
                 "target": teacher_name(first[token]) if token in first else None,
             }
-            for role, token in student.roles.model_dump().items()
+            for role, token in student.roles.single.items()
             if token is not None or teacher_roles[role] is not None
         ],
         "worst": [row(token) for token in worst[:rows]],

@@ -1,5 +1,6 @@
 """Sampling from the student's logits: the distribution, the drawn ids and their logprobs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, TopPLogitsWarper
 
 from mopd_protocol.errors import TrainingError
+from mopd_protocol.tokenizers.published_ends import end_ids
 from mopd_trainer.config.run import RolloutConfig
 
 
@@ -90,3 +92,10 @@ class BehaviourPolicy(LogitsProcessor):
         if self._temperature == 0:
             return scores.argmax(dim=-1, keepdim=True)
         return torch.multinomial(scores.softmax(dim=-1), 1, generator=self._draws)
+
+
+def with_ends(settings: Any, ending: Sequence[int]) -> Any:
+    """Set the ids that end a completion in a model's generation settings, if these have others."""
+    if {*end_ids(settings.eos_token_id)} != {*ending}:
+        settings.eos_token_id = [*ending] if ending[1:] else ending[0]
+    return settings

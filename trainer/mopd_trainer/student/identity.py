@@ -29,6 +29,7 @@ from mopd_protocol.runtime.model_config import (
 from mopd_protocol.runtime.model_revision import is_missing_folder
 from mopd_protocol.samples import Message
 from mopd_protocol.tokenizers.pretrained import load_exact
+from mopd_protocol.tokenizers.published_ends import end_ids, published_ends
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable, control_tokens
 from mopd_protocol.tokenizers.tokenizer_file import naming_tokenizer, tokenizer_json
 from mopd_protocol.tokenizers.tokenizer_roles import roles_of
@@ -71,8 +72,14 @@ class StudentIdentity:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        ends: Sequence[int] | None = None,
     ) -> "StudentIdentity":
         """Return the identity of a model, which may be on the meta device.
+
+        Args:
+            ends: ids that end a completion besides the tokenizer's; default: those of the model's
+                generation settings.
 
         Raises:
             ConfigError: when the chat template does not support user and assistant.
@@ -81,7 +88,9 @@ class StudentIdentity:
         backend: Any = tokenizer
         description = tokenizer_json(backend.backend_tokenizer)
         try:
-            roles = roles_of(backend, control_tokens(description))
+            settings: Any = model.generation_config
+            ends = end_ids(settings and settings.eos_token_id) if ends is None else ends
+            roles = roles_of(backend, control_tokens(description), ends)
         except Exception as error:  # a template may raise any
             raise ConfigError(
                 "student.model: the chat template cannot render messages of the roles user and "
@@ -162,7 +171,8 @@ class StudentIdentity:
                 )
         with torch.device("meta"):
             add_adapters(model, config)
-        return cls.of(model, tokenizer, config.chat_template_kwargs)
+        ends = published_ends(config.model, config.revision)
+        return cls.of(model, tokenizer, config.chat_template_kwargs, ends=ends)
 
 
 def load_tokenizer(config: StudentConfig) -> PreTrainedTokenizerBase:

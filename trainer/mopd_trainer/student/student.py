@@ -31,7 +31,7 @@ from mopd_trainer.distributed.full_copy import UnshardedCopy
 from mopd_trainer.distributed.process_group import Ranks
 from mopd_trainer.distributed.sharding import shard, shard_like, unsharded
 from mopd_trainer.student.devices import device_of
-from mopd_trainer.student.generation import BehaviourPolicy, Generation
+from mopd_trainer.student.generation import BehaviourPolicy, Generation, with_ends
 from mopd_trainer.student.identity import (
     StudentIdentity,
     explained,
@@ -82,9 +82,8 @@ class Student:
         self.identity = StudentIdentity.of(model, tokenizer, chat_template_kwargs)
         self.table = self.identity.table
         real_ids = torch.tensor(self.table.real_ids(self.identity.logit_width))
-        # The publisher's generation settings (top-k, repetition penalty) would silently change the
-        # sampled distribution; they are restored when the model is saved.
-        self._published_generation: Any = model.generation_config
+        # A published top-k or repetition penalty would silently change the sampled distribution.
+        self._published_generation = with_ends(model.generation_config, self.table.roles.ending)
         model.generation_config = GenerationConfig()
         self._real_ids = real_ids.to(self.model.device)
         self._head = output_head(self.model, self.table, self._real_ids)
@@ -270,6 +269,7 @@ class Student:
         model = self.full_model()
         frozen: dict[int, Any] = {id(p): p for p in model.parameters() if not p.requires_grad}
         copied: Any = deepcopy(model, frozen)
+        copied.generation_config = self._published_generation
         return Student(
             copied,
             self.tokenizer,
