@@ -25,6 +25,8 @@ from mopd_losses.config import (
 )
 from mopd_losses.core.loss import Loss
 from mopd_losses.core.valid_text import ValidTextLoss
+from mopd_losses.ends.end_event import EndEvent
+from mopd_losses.ends.one_end_loss import OneEndLoss
 from mopd_losses.prefix.loss import PrefixKlLoss
 from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.preparation import Preparation
@@ -48,6 +50,8 @@ from mopd_protocol.errors import ConfigError
 
 #: Published forms, kept as they are for comparison.
 _LITERAL = (HklConfig, PklParityConfig)
+#: Compare equal ids of both sides, or none, where these have one tokenizer.
+_ONE_VOCABULARY = (TopKKlConfig, PolicyGradientConfig, K2Config, K3Config)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +79,14 @@ class LossContext:
     def has_one_tokenizer(self) -> bool:
         """True if the teacher has the student's own tokenizer."""
         return self.student.table.fingerprint == self.teacher.table.fingerprint
+
+    @property
+    def ends(self) -> EndEvent | None:
+        """The end of a turn; of prefix KL, whose cells are text, it is one event in any case."""
+        one_vocabulary = self.has_one_tokenizer and isinstance(self.config, _ONE_VOCABULARY)
+        return EndEvent.between(
+            self.student.table, self.teacher.table, one_vocabulary=one_vocabulary
+        )
 
     def require_temperature_one(self) -> None:
         """Raise ConfigError for a teacher that scores at another temperature."""
@@ -117,6 +129,8 @@ def build_loss(
         config, student, teacher, torch.device(device), cache or ProjectionCache(), temperature
     )
     loss = _BUILDERS[type(config)](config, context)
+    if context.ends is not None and not isinstance(config, PrefixKlConfig):
+        loss = OneEndLoss(loss, context.ends)
     if context.has_one_tokenizer or isinstance(config, _LITERAL):
         return loss
     return ValidTextLoss(loss)

@@ -48,11 +48,25 @@ def _weights(pieces: int, settings: ProjectionSettings) -> list[float]:
 def _control(token_id: int, student: TokenTable, teacher: TokenTable) -> int | None:
     if student.marks[token_id] == END_OF_TURN:
         turn, text = teacher.roles.end_of_turn, teacher.roles.eos
-        if token_id == student.roles.end_of_turn:
-            return text if turn is None else turn
-        return turn if text is None else text
+        if token_id == student.roles.eos != student.roles.end_of_turn is not None:
+            return turn if text is None else text
+        return text if turn is None else turn
     name = next(name for name, control_id in student.controls.items() if control_id == token_id)
-    return teacher.controls.get(name)
+    match = teacher.controls.get(name)
+    if match not in teacher.roles.ending:
+        return match
+    # The n-th ordinary token that the teacher ends with is the n-th one that the student ends with.
+    mine = [
+        v
+        for other, v in student.controls.items()
+        if teacher.controls.get(other) in teacher.roles.ending and v not in student.roles.ending
+    ]
+    theirs = [
+        j
+        for other, j in teacher.controls.items()
+        if student.controls.get(other) in student.roles.ending and j not in teacher.roles.ending
+    ]
+    return dict(zip(sorted(mine), sorted(theirs), strict=False)).get(token_id)
 
 
 def _spelled_exactly(spelled: bytes, teacher: TokenTable, encoder: TextEncoder) -> int | None:

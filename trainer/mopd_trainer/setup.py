@@ -12,6 +12,7 @@ from mopd_client.transport.counters import Counters
 from mopd_losses.build import build_loss
 from mopd_losses.config import PolicyGradientConfig, TopKKlConfig
 from mopd_losses.core.loss import Loss
+from mopd_losses.ends.end_event import EndEvent
 from mopd_losses.projection.cache import ProjectionCache
 from mopd_losses.topk.full_vocabulary import FullVocabularyLoss
 from mopd_protocol.samples import Prompt
@@ -215,7 +216,9 @@ def teacher_loss(
     if settings.support == "full":
         assert isinstance(settings.loss, TopKKlConfig)  # checked with the settings
         head = local_teachers.head(teacher.name, student.device)
-        return FullVocabularyLoss(head, settings.loss, settings.temperature)
+        tables = student.table, teacher.tokenizer.table
+        ends = EndEvent.between(*tables, one_vocabulary=True)
+        return FullVocabularyLoss(head, settings.loss, settings.temperature, ends)
     return build_loss(
         settings.loss,
         student.identity,
@@ -260,7 +263,8 @@ async def _open_coordinator(
         _open_pipeline(config, inputs, student, workers, timer, first_step)
     )
     past = past_metrics(config.output_dir, first_step) if first_step else ()
-    monitor = DegradationMonitor(config.degradation, past)
+    recommended = all(teacher.has_recommended_loss for teacher in inputs.teachers.values())
+    monitor = DegradationMonitor(config.degradation, past, recommended=recommended)
     log = stack.enter_context(_step_log(config, console, inputs, student, workers, first_step))
     evaluation = RunEvaluation(
         config,

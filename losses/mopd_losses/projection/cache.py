@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from mopd_losses.projection.control_tokens import ControlTokens
 from mopd_losses.projection.matrix import (
     BUILDER_VERSION,
     ProjectionMatrix,
@@ -119,6 +120,7 @@ def cache_key(
         "builder_version": BUILDER_VERSION,
         "student": [student.fingerprint, student.roles.model_dump(), student_width],
         "teacher": [teacher.fingerprint, teacher.roles.model_dump()],
+        "controls": sorted(ControlTokens.of(student, teacher).ordinary.items()),
         "settings": settings.model_dump(),
     }
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:32]

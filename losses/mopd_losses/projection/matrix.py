@@ -2,7 +2,7 @@
 
 A row contains a student id's weights on teacher ids and sums to one, or is empty: a student token
 whose exact bytes the teacher has goes to that id; any other goes to the pieces that the teacher
-spells it with; a control token goes to the teacher's control token of the same role or name.
+spells it with; a control token goes to the one that ``control_tokens`` pairs it with.
 Stored by columns (CSC), because losses look up which student ids feed the teacher ids of a top-k.
 """
 
@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from mopd_losses.config import ProjectionSettings
+from mopd_losses.projection.control_tokens import ControlTokens
 from mopd_losses.projection.segmentation import Segmentation, as_text
 from mopd_protocol.arrays import FloatArray, IntArray, frozen_array
 from mopd_protocol.errors import DataError
@@ -218,18 +219,15 @@ Row = Mapping[int, float]  # teacher id -> weight
 
 
 def _control_rows(student: TokenTable, teacher: TokenTable) -> Iterator[tuple[int, Row]]:
-    """Match endings by role, every other control token by its literal name."""
-    ending = set(student.roles.ending)
-    for name, student_id in student.controls.items():
-        if student_id not in ending and name in teacher.controls:
-            yield student_id, {teacher.controls[name]: 1.0}
-    teacher_end, teacher_eos = teacher.roles.end_of_turn, teacher.roles.eos
-    for student_id in student.roles.ending:
-        is_turn = student_id == student.roles.end_of_turn
-        target = teacher_end if is_turn or teacher_eos is None else teacher_eos
-        target = teacher_eos if target is None else target
-        if target is not None:
-            yield student_id, {target: 1.0}
+    controls = ControlTokens.of(student, teacher)
+    for student_id, teacher_id in controls.ordinary.items():
+        yield student_id, {teacher_id: 1.0}
+    if controls.teacher_ends:
+        end = controls.teacher_ends[0]
+        eos = end if teacher.roles.eos is None else teacher.roles.eos
+        for number, student_id in enumerate(controls.student_ends):
+            is_eos = number > 0 and student_id == student.roles.eos
+            yield student_id, {eos if is_eos else end: 1.0}
 
 
 def _text_rows(

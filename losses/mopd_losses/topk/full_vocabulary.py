@@ -20,6 +20,8 @@ from mopd_losses.core.loss import AlignedPair, LossOutput
 from mopd_losses.core.student_rows import StudentLogprobs
 from mopd_losses.core.targets import RowTargets
 from mopd_losses.divergences.divergences import divergence_of
+from mopd_losses.ends.end_event import EndEvent
+from mopd_losses.ends.one_end_rows import OneEndRows
 from mopd_protocol.errors import DataError
 from mopd_protocol.samples import TeacherScore
 
@@ -63,6 +65,7 @@ class FullVocabularyLoss:
     head: Head  # the teacher's, on the student's device
     settings: TopKKlConfig
     teacher_temperature: float = 1.0  # if the settings contain none
+    ends: EndEvent | None = None  # if the sides end with other tokens
 
     def targets(self, comparisons: Sequence[AlignedPair], offsets: Sequence[int]) -> HiddenTargets:
         """See ``Loss``.
@@ -91,9 +94,11 @@ class FullVocabularyLoss:
     def __call__(self, student: StudentLogprobs, targets: HiddenTargets) -> LossOutput:
         """See ``Loss``."""
         temperature = self.settings.kd_temperature or self.teacher_temperature
-        logprobs = student.whole_rows(targets.positions, temperature=temperature)
+        rows = student if self.ends is None else OneEndRows(student, self.ends.student_ids)
+        logprobs = rows.whole_rows(targets.positions, temperature=temperature)
         logits = _padded(self.head.logits(targets.hidden), student.width) / temperature
         teacher = logits.log_softmax(dim=1).to(logprobs.dtype)
+        teacher = teacher if self.ends is None else self.ends.teacher_rows(teacher)
         values = divergence_of(self.settings)(logprobs, teacher)
         per_token = student.zeros().index_add(0, targets.positions, values * temperature**2)
         ones = torch.ones_like(values.detach())

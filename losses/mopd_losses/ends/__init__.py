@@ -1,0 +1,1 @@
+"""The end of a turn as one event, whatever tokens say it."""
