@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -171,6 +172,19 @@ def test_a_completion_may_end_earlier_or_later() -> None:
     later = corrected(example(written, likely, [None, None, (0.01, "3", 0.9)]))
     assert later is not None
     assert later.token_ids == ids_of(STUDENT, "12", "3")
+
+
+def test_an_end_does_not_give_way_to_another_end_of_the_teacher() -> None:
+    own = table(TEACHER)
+    roles = own.roles.model_copy(update={"other_ends": (own.controls["<|pad|>"],)})
+    end = table(STUDENT).roles.ending[0]
+    item = example(
+        [*ids_of(STUDENT, "12"), end], [[end], [end]], [None, None, (0.01, "<|pad|>", 0.9)]
+    )
+    tables = {"one end": own, "two ends": replace(own, roles=roles)}
+    for each in tables.values():
+        arguments = {"least_ratio": RATIO, "significance": ALWAYS}
+        assert correction_of(item, table(STUDENT), lambda _, each=each: each, **arguments) is None
 
 
 def test_a_reference_answer_stays() -> None:

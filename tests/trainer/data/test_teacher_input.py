@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mopd_losses.projection.control_tokens import ControlTokens
+from mopd_protocol.request_tokenizer import TeacherTokenizer
 from mopd_protocol.requests import ControlToken
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenRoles
 from mopd_trainer.data.teacher_input import TeacherInput, text_view, token_view
@@ -193,3 +195,31 @@ def test_a_teacher_with_the_same_tokenizer_gets_the_ids_without_their_ending() -
     assert unfinished.request.completion_token_ids == ids[:-1]
     assert not unfinished.request.finished
     assert len(finished.completion) == len(ids)
+
+
+def test_an_ordinary_token_that_ends_for_the_teacher_is_sent_as_one_that_does_not() -> None:
+    """Base student and instruct teacher: each has the other's end as an ordinary token."""
+    own = table("digit")
+    end, pad = own.controls["<|end|>"], own.controls["<|pad|>"]
+    teacher = replace(own, roles=TokenRoles(eos=pad, end_of_turn=pad, pad=end))
+    ids = ids_of("digit", "7", "<|pad|>", "<|end|>")
+    controls = ControlTokens.of(own, teacher)
+    view = token_view(rollout("digit", ids), controls)
+    assert view.request.completion_token_ids == [*ids_of("digit", "7"), end]
+    assert view.request.finished
+    cut = token_view(rollout("digit", ids[:-1]), controls)
+    assert cut.request.completion_token_ids == [*ids_of("digit", "7"), end]
+    assert not cut.request.finished
+
+
+def test_an_end_of_the_teacher_before_the_students_is_sent_with_an_explicit_end() -> None:
+    """A service appends no end behind one."""
+    own = table("digit")
+    end, pad = own.controls["<|end|>"], own.controls["<|pad|>"]
+    teacher = replace(own, roles=TokenRoles(eos=end, end_of_turn=end, other_ends=(pad,)))
+    ids = ids_of("digit", "7", "<|pad|>", "<|end|>")
+    view = token_view(rollout("digit", ids), ControlTokens.of(own, teacher))
+    assert view.request.completion_token_ids == ids
+    assert not view.request.finished
+    receiver = TeacherTokenizer(tokenizer("digit").backend_tokenizer, teacher, encoder("digit"))
+    assert receiver.completion(view.request).token_ids.tolist() == ids

@@ -164,6 +164,8 @@ class _Sides:
         ending = self.student.roles.ending
         if teacher_id not in self.teacher.roles.ending or not ending:
             return None
+        if {*self.rollout.completion.token_ids[kept : kept + 1].tolist()} & {*ending}:
+            return None  # the teacher prefers another of its ends
         return Correction(self.rollout, kept, ending[0])
 
     def _agreeing(

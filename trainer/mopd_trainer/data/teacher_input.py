@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mopd_losses.projection.control_tokens import ControlTokens
 from mopd_protocol.requests import ControlToken, SequenceRequest
 from mopd_protocol.samples import Rollout
 from mopd_protocol.tokenizers.token_sequence import END_OF_TURN, TokenSequence, valid_utf8
@@ -73,10 +74,19 @@ def text_view(rollout: Rollout, student: TokenTable, teacher: TextEncoder) -> Te
     )
 
 
-def token_view(rollout: Rollout) -> TeacherInput:
-    """Return the completion as the sampled ids, for a teacher with the same tokenizer."""
+def token_view(rollout: Rollout, controls: ControlTokens | None = None) -> TeacherInput:
+    """Return the completion as the sampled ids, for a teacher with the same tokenizer.
+
+    Args:
+        controls: of student and teacher; default: both have the same roles.
+    """
     finished = rollout.finish_reason == "stop"
     ids = rollout.completion.token_ids.tolist()
+    if controls is not None:
+        ids = controls.sent(ids)
+        if finished and {*ids[-2:-1]} & {*controls.teacher_ends}:
+            # An ordinary token of the student is before its own: no service appends an end there.
+            finished, ids = False, [*ids[:-1], controls.teacher_ends[0]]
     return TeacherInput(
         request=SequenceRequest(
             messages=list(rollout.prompt.messages),

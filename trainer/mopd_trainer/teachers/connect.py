@@ -2,8 +2,9 @@
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 
 from mopd_client.pool import ScoringClient, TeacherPool
@@ -15,6 +16,7 @@ from mopd_client.services.vllm import VllmService
 from mopd_client.teacher_client import TeacherClient
 from mopd_losses.config import AutoConfig, PrefixKlConfig
 from mopd_losses.projection.cache import ProjectionCache
+from mopd_losses.projection.control_tokens import ControlTokens
 from mopd_losses.projection.matrix import ProjectionMatrix
 from mopd_losses.projection.sides import find_projection, resolve_loss
 from mopd_protocol.errors import ConfigError, TeacherMismatchError
@@ -39,6 +41,33 @@ class Teacher:
     student: StudentIdentity
     path: str | None = None
     """Path of the scoring route; None without a server, as in a replay."""
+
+    @cached_property
+    def controls(self) -> ControlTokens:
+        """The control tokens of both sides in pairs."""
+        return ControlTokens.of(self.student.table, self.tokenizer.table)
+
+    @property
+    def has_one_tokenizer(self) -> bool:
+        """True if the tokenizer is the student's."""
+        return self.tokenizer.table.fingerprint == self.student.table.fingerprint
+
+    @property
+    def has_recommended_loss(self) -> bool:
+        """True if the loss is of the type that ``auto`` selects."""
+        selected = AutoConfig().resolved(same_tokenizer=self.has_one_tokenizer)
+        return self.config.loss.type == selected.type
+
+    def differing_ends(self) -> str | None:
+        """Name the tokens that end completions of either side; None if these are the same."""
+        sides = self.student.table, self.tokenizer.table
+        own, others = ([*map(table.name_of, table.roles.ending)] for table in sides)
+        if {*own} == {*others}:
+            return None
+        return (
+            f"student ends with {_listed(own)}, teacher {self.name!r} with {_listed(others)}: "
+            "compared as one event"
+        )
 
     @property
     def lookaheads(self) -> int:
@@ -223,3 +252,7 @@ def _api_key(name: str, config: TeacherConfig) -> str | None:
             key=f"teachers.{name}.api_key_env",
         )
     return key
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " or ".join(names) or "no token"

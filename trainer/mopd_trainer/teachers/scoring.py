@@ -318,7 +318,7 @@ def _merge_by_teacher(scores: Sequence[AlignedScore]) -> tuple[AlignedScore, ...
 def input_for(teacher: Teacher, rollout: Rollout, student: TokenTable) -> TeacherInput:
     """Return the request that the teacher's loss needs: token ids or text."""
     if teacher.config.sends_token_ids:
-        view = token_view(rollout)
+        view = token_view(rollout, teacher.controls)
     else:
         view = text_view(rollout, student, teacher.tokenizer.encoder)
     if not teacher.config.chat_template_kwargs:

@@ -55,7 +55,11 @@ def with_student_support(
             f"(found none in the rollout of prompt {rollout.prompt.index})"
         )
     if teacher.config.sends_token_ids:
-        rows = [_present(row) for row in student_ids[:, :top_k]]
+        of = teacher.controls.teacher_ids
+        rows = [
+            _first_distinct((t for s in _present(row) for t in of(s)), top_k)
+            for row in student_ids[:, :top_k]
+        ]
     else:
         rows = _projected_rows(teacher_input, student_ids[:, :top_k], teacher, counterparts)
     request = teacher_input.request.model_copy(update={"candidate_ids": rows})
@@ -75,10 +79,15 @@ def _projected_rows(
         return []  # the teacher rejects the request with the same reason
     alignment = align_text(teacher_input.completion, completion, teacher.tokenizer.encoder)
     rows: list[list[int]] = [[] for _ in range(len(completion))]
+    own_ends, ends = teacher.controls.student_ends, teacher.controls.teacher_ends
     for student_row, teacher_row in zip(
         alignment.student_starts.tolist(), alignment.teacher_starts.tolist(), strict=True
     ):
-        ids = (int(t) for s in _present(student_ids[student_row]) for t in counterparts.of(s))
+        ids = (
+            t
+            for s in _present(student_ids[student_row])
+            for t in (ends if s in own_ends else counterparts.of(s).tolist())
+        )
         rows[teacher_row] = _first_distinct(ids, teacher.config.top_k)
     return rows
 
