@@ -13,6 +13,7 @@ from mopd_trainer.training.degradation import (
     INVALID,
     LENGTH,
     TEACHER_ENTROPY,
+    TRUNCATED,
     DegradationMonitor,
     Finding,
 )
@@ -154,3 +155,31 @@ def test_noise_within_the_thresholds_is_no_fault() -> None:
     monitor = DegradationMonitor(DegradationConfig(window=4))
     rows = [{SHARE: values[step % 4], INVALID: step % 2 * 0.01} for step in range(80)]
     assert not [f for step, row in enumerate(rows, 1) for f in monitor.observe(step, row)]
+
+
+def _advice(course: Course, *, recommended: bool) -> str:
+    monitor = DegradationMonitor(DegradationConfig(window=5), recommended=recommended)
+    for step in range(1, 41):
+        share = min(max((step - 10) / 20, 0), 1)
+        row = {key: before + (after - before) * share for key, (before, after) in course.items()}
+        for finding in monitor.observe(step, row):
+            if finding.is_grave:
+                return finding.advice
+    raise AssertionError
+
+
+def test_advice_is_possible() -> None:
+    course: Course = {DIVERGES: (4.2, 14.7)}
+    assert "loss 'auto'" in _advice(course, recommended=False)
+    assert "'auto'" not in _advice(course, recommended=True)
+    assert "student.learning_rate" in _advice(course, recommended=True)
+
+
+@pytest.mark.parametrize("recommended", [False, True])
+def test_samples_without_an_end_are_the_advice_where_they_became_many(recommended: bool) -> None:
+    course: Course = {DIVERGES: (4.2, 14.7), TRUNCATED: (0.1, 0.94)}
+    advice = _advice(course, recommended=recommended)
+    assert "rollout.max_new_tokens" in advice
+    assert "'auto'" not in advice
+    always: Course = {DIVERGES: (4.2, 14.7), TRUNCATED: (0.9, 0.94)}
+    assert "rollout.max_new_tokens" not in _advice(always, recommended=recommended)

@@ -9,6 +9,7 @@ from mopd_protocol.errors import MopdError
 from mopd_protocol.samples import Prompt
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.diagnostics.case import Case, open_case
+from mopd_trainer.diagnostics.ends import check_ends
 from mopd_trainer.diagnostics.finding import Finding
 from mopd_trainer.diagnostics.identity import check_identity
 from mopd_trainer.diagnostics.learnability import check_learnability
@@ -82,6 +83,8 @@ async def examine(config: RunConfig, prompts: Sequence[Prompt]) -> AsyncIterator
         for finding in cheap_findings(config, prompts, student.identity, teachers):
             yield finding
         losses = {n: teacher_loss(t, student, local, cache) for n, t in teachers.items()}
+        for finding in check_ends(teachers, losses):
+            yield finding
         try:
             case = await open_case(config, prompts, student, pool, teachers, losses)
         except (MopdError, BaseExceptionGroup) as error:

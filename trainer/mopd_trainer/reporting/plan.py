@@ -102,6 +102,8 @@ def _teacher_facts(teacher: Teacher, student: StudentIdentity, prompts: int) -> 
         "student_topk": f"the student's top {settings.top_k}",
         "full": "all ids",
     }[settings.support]
+    ends = teacher.differing_ends()
+    ends = "" if ends is None else f"\n{ends}"
     control = "" if settings.control is None else f"\nCONTROL ARM: {settings.control} scores"
     return (
         f"{manifest.model} at {where}, manifest {manifest.manifest_id[:12]}\n"
@@ -109,7 +111,7 @@ def _teacher_facts(teacher: Teacher, student: StudentIdentity, prompts: int) -> 
         f"{manifest.tokenizer_fingerprint[:12]} {sharing}; "
         f"{reached:.0%} of {manifest.tokenizer_size:,} teacher ids map to student ids\n"
         f"{described(settings.loss)}{temperature} on {support}, "
-        f"weight {settings.weight:g}, {prompts:,} prompts{control}"
+        f"weight {settings.weight:g}, {prompts:,} prompts{ends}{control}"
     )
 
 

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 INVALID = "rollout/invalid_byte_share"
 LENGTH = "rollout/completion_tokens_mean"
 END = "rollout/teacher_end_surprisal"
+TRUNCATED = "rollout/truncated_share"
 ENTROPY = "rollout/entropy_per_byte"
 TEACHER_ENTROPY = "rollout/teacher_entropy_per_byte"
 DIVERGENCE = "reverse_kl_estimate"  # of each teacher
@@ -32,6 +33,8 @@ _TEACHERS = {LENGTH: END, ENTROPY: TEACHER_ENTROPY}
 
 #: Teachers that give an end of a completion less than this are surprised by it.
 _LIKELY_END = 0.1
+#: A share of truncated completions above which, and an increase by which, samples do not end.
+_TRUNCATED, _INCREASE = 0.5, 0.25
 #: Below this entropy, in nats per byte, teachers are sure of the text, and so may the student be.
 _UNSURE = 0.02
 #: A divergence that is higher by less than this, in nats per token, is not reported.
@@ -39,19 +42,17 @@ _LEAST_EXCESS = {"warn": 0.25, "stop": 1.0}
 
 _LEAVING = (
     "The student leaves the text on which the loss is defined, so that the loss falls without "
-    "learning. Use loss 'auto', or lower student.learning_rate"
+    "learning"
 )
-_ADVICE = {
+_REASONS = {
     COMPARED_SHARE: _LEAVING,
     INVALID: _LEAVING,
     DIVERGENCE: "The student's samples became less likely under this teacher, which a loss that "
-    "compares a part of the text or of the distribution does not show. Use loss 'auto', or lower "
-    "student.learning_rate",
-    LENGTH: "The student ends completions where the teachers would continue. Use loss 'auto', "
-    "or lower student.learning_rate",
-    ENTROPY: "The student is certain where the teachers are not. Use divergence 'forward_kl', or "
-    "lower student.learning_rate",
+    "compares a part of the text or of the distribution does not show",
+    LENGTH: "The student ends completions where the teachers would continue",
+    ENTROPY: "The student is certain where the teachers are not",
 }
+_LOWER = "lower student.learning_rate"
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,18 @@ class DegradationMonitor:
 
     Args:
         past: step (from 1) and metrics of the steps before a resumption, from the journal.
+        recommended: every teacher has the loss that 'auto' selects, which is no advice then.
     """
 
-    def __init__(self, config: DegradationConfig, past: Iterable[tuple[int, Metrics]] = ()) -> None:
+    def __init__(
+        self,
+        config: DegradationConfig,
+        past: Iterable[tuple[int, Metrics]] = (),
+        *,
+        recommended: bool = False,
+    ) -> None:
         self._config = config
+        self._recommended = recommended
         self._values: dict[str, list[float]] = defaultdict(list)  # of the last window
         self._best: dict[str, _Window] = {}
         self._sound_steps: dict[str, int] = {}
@@ -128,7 +137,7 @@ class DegradationMonitor:
         return findings
 
     def _find(self, step: int, metrics: Metrics) -> list[Finding]:
-        watched = (INVALID, *_TEACHERS, *_TEACHERS.values())
+        watched = (INVALID, TRUNCATED, *_TEACHERS, *_TEACHERS.values())
         size = self._config.window
         for key, value in metrics.items():
             is_watched = key in watched or key.endswith(COMPARED_SHARE)
@@ -141,7 +150,7 @@ class DegradationMonitor:
         means = {key: _Mean.of(v) for key, v in self._values.items() if len(v) == size}
         now = _Window(means, step)
         teachers = [key for key in means if key.endswith(f"/{COMPARED_SHARE}")]
-        unchecked = (*_TEACHERS.values(), *(teachers if len(teachers) == 1 else ()))
+        unchecked = (TRUNCATED, *_TEACHERS.values(), *(teachers if len(teachers) == 1 else ()))
         findings = [self._check(key, now) for key in means if key not in unchecked]
         return [finding for finding in findings if finding is not None]
 
@@ -160,9 +169,26 @@ class DegradationMonitor:
         return Finding(
             metric=key,
             message=self._message(key, now, best),
-            advice=next(advice for name, advice in _ADVICE.items() if key.endswith(name)),
+            advice=self._advice(key),
             is_grave=is_grave,
             sound_steps=max(0, self._sound_steps.get(key, 0) - self._config.window),
+        )
+
+    def _advice(self, key: str) -> str:
+        """Return the reason and what can be changed."""
+        reason = next(reason for name, reason in _REASONS.items() if key.endswith(name))
+        truncated = mean(self._values.get(TRUNCATED, ()))
+        before = self._best[TRUNCATED].value(TRUNCATED) if TRUNCATED in self._best else 0.0
+        if truncated > max(_TRUNCATED, before + _INCREASE):
+            return (
+                f"{reason}. {truncated:.0%} of the completions have no end, {before:.0%} before: "
+                "compare the tokens that end completions by `mopd check`, raise "
+                f"rollout.max_new_tokens, or {_LOWER}"
+            )
+        if key.endswith(ENTROPY):
+            return f"{reason}. Use divergence 'forward_kl', or {_LOWER}"
+        return f"{reason}. " + (
+            f"L{_LOWER[1:]}" if self._recommended else f"Use loss 'auto', or {_LOWER}"
         )
 
     def _is_below(self, key: str, now: _Window, best: _Window, limit: str) -> bool:
