@@ -52,7 +52,8 @@ ONE_TOKENIZER_LOSSES: tuple[str, ...] = ("policy_gradient", *_ONE_TOKENIZER)
 def loss_settings(name: str) -> LossConfig:
     """Return the settings of a loss by its name here: the defaults, except for those in it."""
     adapter: TypeAdapter[LossConfig] = TypeAdapter(LossConfig)
-    return adapter.validate_python((_SETTINGS | _ONE_TOKENIZER).get(name, _SETTINGS["ctkd"]))
+    known = _SETTINGS | _ONE_TOKENIZER | {"auto": {"type": "auto"}}
+    return adapter.validate_python(known.get(name, _SETTINGS["ctkd"]))
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from bench.tasks.task_tokenizers import (
     chinese_tokenizer,
     digit_tokenizer,
     free_tokenizer,
+    instruct_tokenizer,
     phrase_tokenizer,
     student_tokenizer,
     syllable_tokenizer,
@@ -57,7 +58,7 @@ _MAX_NEW_TOKENS: Mapping[str, int] = {
     "times": 48,
 }
 _ANY_TOKENIZER = ("prefix_kl", "ctkd", "gold_bayesian", "simct", "alm", CEILING, SFT)
-LOSSES = (*_ANY_TOKENIZER, *ONE_TOKENIZER_LOSSES)
+LOSSES = (*_ANY_TOKENIZER, *ONE_TOKENIZER_LOSSES, "auto")
 
 
 def _teacher(
@@ -199,6 +200,17 @@ _PAIRS = (
         name="dates_own_tokenizer",
         teachers={"dates": _own(_TEACHERS["dates"], _SHORT)},
         losses=(*ONE_TOKENIZER_LOSSES, CEILING),
+    ),
+    replace(
+        _pair(
+            _student(64, 2e-3, "dates"),
+            "dates",
+            name="dates_from_instruct",
+            teachers={"dates": replace(_TEACHERS["dates"], tokenizer=instruct_tokenizer)},
+            losses=("auto",),
+        ),
+        title="dates, base student and instruct teacher",
+        corrections=None,
     ),
     _pair(_CHINESE, "chinese_dates", name="chinese_from_bytes", teachers=_BYTES),
     _pair(_CHINESE_BYTES, "chinese_dates", name="chinese_from_characters", teachers=_CHARACTERS),

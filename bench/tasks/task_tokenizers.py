@@ -21,6 +21,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from random import Random
 
@@ -58,6 +59,14 @@ _WORD_COUNT = 50
 def student_tokenizer() -> PreTrainedTokenizerFast:
     """Return a byte-level BPE with whole months and all numbers of one to three digits."""
     return _byte_level(rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}", 1_800, 3, STUDENT_NAMES)
+
+
+@cache
+def instruct_tokenizer() -> PreTrainedTokenizerFast:
+    """Return ``student_tokenizer`` for a model that ends with the student's padding token."""
+    names = replace(STUDENT_NAMES, end=STUDENT_NAMES.padding, padding=STUDENT_NAMES.end)
+    tokenizer = Tokenizer.from_str(student_tokenizer().backend_tokenizer.to_str())
+    return with_chat_template(tokenizer, names)
 
 
 @cache
