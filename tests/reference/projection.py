@@ -56,17 +56,17 @@ def _control(token_id: int, student: TokenTable, teacher: TokenTable) -> int | N
     if match not in teacher.roles.ending:
         return match
     # The n-th ordinary token that the teacher ends with is the n-th one that the student ends with.
-    mine = [
+    of_student = [
         v
         for other, v in student.controls.items()
         if teacher.controls.get(other) in teacher.roles.ending and v not in student.roles.ending
     ]
-    theirs = [
+    of_teacher = [
         j
         for other, j in teacher.controls.items()
         if student.controls.get(other) in student.roles.ending and j not in teacher.roles.ending
     ]
-    return dict(zip(sorted(mine), sorted(theirs), strict=False)).get(token_id)
+    return dict(zip(sorted(of_student), sorted(of_teacher), strict=False)).get(token_id)
 
 
 def _spelled_exactly(spelled: bytes, teacher: TokenTable, encoder: TextEncoder) -> int | None:

@@ -34,6 +34,7 @@ def load_tokenizer(source: str, revision: str | None = None) -> RequestTokenizer
         )
     try:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
+        from transformers.utils.hub import cached_file
     except ImportError as error:
         raise MissingPackageError(
             f"loading the tokenizer of {source!r} needs transformers. Run pip install transformers",
@@ -56,4 +57,4 @@ def load_tokenizer(source: str, revision: str | None = None) -> RequestTokenizer
             f"tokenizer with a {_FILE})",
             key="tokenizer",
         )
-    return RequestTokenizer.wrap(chat, ends=published_ends(source, revision))
+    return RequestTokenizer.wrap(chat, ends=published_ends(cached_file, source, revision))

@@ -1,1 +1,1 @@
-"""The end of a turn as one event, whatever tokens say it."""
+"""The end of a turn as one event for all tokens that end a completion."""

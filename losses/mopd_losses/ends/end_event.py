@@ -1,4 +1,4 @@
-"""``EndEvent``: the end of a turn as one event of a student and a teacher, whatever its tokens.
+"""``EndEvent``: the end of a turn as one event of a student and a teacher.
 
 A base model ends with ``<|endoftext|>`` and an instruct model of the same vocabulary with
 ``<|im_end|>``; Llama 3, Gemma and Qwen have several such tokens each. Losses compare ids, and would

@@ -90,7 +90,7 @@ def _with_sampled_ends(
     the sampled token: the sampled probability of the event is unknown."""
     at = ends.sampled_ids >= 0
     positions, ids = ends.positions[at], ends.sampled_ids[at]
-    # Not without gradients: rows keep what they compute.
+    # With gradients: rows keep their normalisers for later readings.
     added = rows.logprobs(positions, torch.full_like(ids, end)) - student.logprobs(positions, ids)
     added = added.detach()
     sampled = targets.sampled_logprobs.index_add(

@@ -1,4 +1,4 @@
-"""Tokenizers of transformers, as their ``tokenizer.json`` defines them, and the tokens that end.
+"""Tokenizers of transformers, as their ``tokenizer.json`` defines them.
 
 For several model types, ``AutoTokenizer`` replaces steps of the file (pre-tokenizer, normalizer) by
 those of a Python class, so that a text becomes other tokens than the model was trained on.

@@ -1,8 +1,9 @@
 """``published_ends``: the tokens that end a completion by a model's published settings."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from mopd_protocol.errors import ConfigError
 
@@ -10,18 +11,19 @@ from mopd_protocol.errors import ConfigError
 _SETTINGS = ("generation_config.json", "config.json")
 
 
-def published_ends(model: str, revision: str | None = None) -> tuple[int, ...]:
+def published_ends(
+    cached_file: Callable[..., Any], model: str, revision: str | None = None
+) -> tuple[int, ...]:
     """Return the ids that end a completion by a model's generation settings; empty if unknown.
 
     Args:
+        cached_file: of ``transformers.utils.hub``.
         model: folder or hub id.
         revision: hub commit, branch or tag.
 
     Raises:
         ConfigError: if the settings are no JSON object.
     """
-    from transformers.utils.hub import cached_file  # the protocol is imported without it
-
     for name in _SETTINGS:
         path = cached_file(
             str(Path(model).expanduser()),

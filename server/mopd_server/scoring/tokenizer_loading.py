@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils.hub import cached_file
 
 from mopd_protocol.errors import ConfigError, first_line
 from mopd_protocol.request_tokenizer import RequestTokenizer
@@ -37,7 +38,7 @@ class ServedTokenizer:
             TokenizerError: as ``of``.
         """
         chat = load_tokenizer(settings)
-        return cls.of(chat, published_ends(settings.model, settings.revision))
+        return cls.of(chat, published_ends(cached_file, settings.model, settings.revision))
 
     @classmethod
     def of(cls, chat: PreTrainedTokenizerFast, ends: Collection[int] = ()) -> "ServedTokenizer":

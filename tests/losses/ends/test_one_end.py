@@ -1,4 +1,4 @@
-"""The end of a turn is one event in every loss, whatever tokens end the completions of a side."""
+"""The end of a turn is one event in every loss, for all tokens that end a completion."""
 
 import math
 from collections.abc import Sequence
@@ -110,16 +110,16 @@ def test_value_and_gradient_are_those_of_pooled_distributions(case: str, name: s
     pair = pair_of(ends, logits, others, k=420)
     nats, gradient = outcome(built(SAME_IDS[name], ends), logits, pair)
 
-    one = EQUAL["one token"]
+    single = EQUAL["one token"]
     leaf = logits.clone().requires_grad_()
     student = one_end(leaf, ends.own)
     teacher = [in_ids_of_student(p, ends.own, ends.others) for p in others.softmax(1).tolist()]
     teacher_ids = torch.tensor(teacher, dtype=torch.float64).log()
-    # With the end of ``one``, which is the first id of each of these students.
-    expected_pair = pair_of(one, student.detach(), teacher_ids, k=sum(p > 0 for p in teacher[0]))
+    # With the end of ``single``, which is the first id of each of these students.
+    expected_pair = pair_of(single, student.detach(), teacher_ids, k=sum(p > 0 for p in teacher[0]))
     if name.startswith("policy"):  # the ratio of the token that was sampled is one
         expected_pair = replace(expected_pair, sampled_logprobs=_sampled(student, ends))
-    loss = built(SAME_IDS[name], one)
+    loss = built(SAME_IDS[name], single)
     output = loss(rows_of(student), loss.targets([expected_pair], [0]))
     (expected,) = torch.autograd.grad(output.per_token.sum(), leaf)
     assert nats == pytest.approx(float(output.per_token.detach().abs().mean()), abs=1e-5)
@@ -146,7 +146,7 @@ def test_an_ordinary_token_that_ends_for_the_teacher_is_not_taught() -> None:
     ends = EQUAL["other tokens"]
     logits = torch.full((len(text_ids()) + 1, ends.student.table.size), -9.0, dtype=torch.float64)
     logits[torch.arange(len(logits) - 1), torch.tensor(text_ids())] = 9.0
-    logits[-1, SECOND] = 9.0  # the student says what ends the teacher's completions
+    logits[-1, SECOND] = 9.0  # ends completions of the teacher only
     pair = pair_of(ends, logits, logits.clone(), k=16)
     for name in ("topk_kl", "topk_kl reverse", "k2", "policy_gradient", "alm", "ctkd", "simct"):
         _, gradient = outcome(built((SAME_IDS | PROJECTED)[name], ends), logits, pair)
@@ -157,7 +157,6 @@ def test_an_ordinary_token_that_ends_for_the_teacher_is_not_taught() -> None:
 
 
 def test_a_sampled_token_that_ends_for_the_teacher_only_has_no_likelihood() -> None:
-    """Its probability under the teacher is that of another event."""
     ends = Ends((FIRST,), (FIRST, SECOND), {})
     ordinary = (SECOND,)
     logits = random_logits(len(text_ids(ordinary)) + 1, seed=3)
@@ -247,7 +246,7 @@ def test_a_renamed_row_has_the_mass_of_all_ends_once(
     logits = random_logits(len(text_ids()) + 1, seed=3)
     pair = pair_of(ends, logits, logits, k=4)
     topk = TopKLogprobs(np.array([ids]), np.log(masses)[None], np.log([own]), np.log([0.1]))
-    one = TokenSequence(np.array([token]), np.zeros(1), b"", {0: "end_of_turn"})  # type: ignore[arg-type]
+    end = TokenSequence(np.array([token]), np.zeros(1), b"", {0: "end_of_turn"})  # type: ignore[arg-type]
     spans = replace(
         pair.alignment,
         **{
@@ -255,18 +254,18 @@ def test_a_renamed_row_has_the_mass_of_all_ends_once(
             for name in ("student_starts", "student_ends", "teacher_starts", "teacher_ends")
         },
     )
-    score = replace(pair.score, completion=one, topk=topk, hidden=torch.zeros(1, 1))
-    renamed, known = event.of(replace(pair, student=one, score=score, alignment=spans))
+    score = replace(pair.score, completion=end, topk=topk, hidden=torch.zeros(1, 1))
+    renamed, known = event.of(replace(pair, student=end, score=score, alignment=spans))
     row = renamed.score.topk
     kept = row.ids[0] >= 0
     nats = row.logprobs[0][kept].tolist()
-    found = dict(zip(row.ids[0][kept].tolist(), map(math.exp, nats), strict=True))
-    assert found == pytest.approx(expected, rel=1e-5)
-    total = sum(found.values()) + math.exp(row.tail_logprobs[0])
+    masses_by_id = dict(zip(row.ids[0][kept].tolist(), map(math.exp, nats), strict=True))
+    assert masses_by_id == pytest.approx(expected, rel=1e-5)
+    total = sum(masses_by_id.values()) + math.exp(row.tail_logprobs[0])
     assert total == pytest.approx(1, rel=1e-5)
-    in_entries = FIRST in found
+    in_entries = FIRST in masses_by_id
     assert math.exp(row.token_logprobs[0]) == pytest.approx(
-        found[FIRST] if in_entries else 0.05, rel=1e-5
+        masses_by_id[FIRST] if in_entries else 0.05, rel=1e-5
     )
     # An end that is not among the entries is no likelier than the last one.
     assert math.exp(known.most[0]) == pytest.approx(0.0 if in_entries else 0.1, rel=1e-5)
@@ -281,7 +280,7 @@ def test_what_the_tail_may_have_of_the_end_is_not_compared() -> None:
     pair = pair_of(replace(ends, own=(FIRST, SECOND)), logits, logits, k=4)
     nats, _ = outcome(built(config.TopKKlConfig(), ends), logits, pair)
     assert nats < 1e-6
-    # But what it cannot have is: a student that prefers the other end to be likelier.
+    # A student whose other end is likelier than any token in the tail.
     other = logits.clone()
     other[:, SECOND] += 12
     nats, _ = outcome(built(config.TopKKlConfig(), ends), other, pair)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils.hub import cached_file
 
 from mopd_client.tokenizers import pretrained
 from mopd_protocol.errors import ConfigError
@@ -86,11 +87,11 @@ def test_the_generation_settings_name_the_ends(
     for name, settings in (("generation_config.json", generation), ("config.json", model)):
         if settings is not None:
             (tmp_path / name).write_text(json.dumps(settings))
-    assert published_ends(str(tmp_path)) == expected
+    assert published_ends(cached_file, str(tmp_path)) == expected
 
 
 @pytest.mark.parametrize("text", ["{", "[1]"])
 def test_unreadable_generation_settings_are_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"generation_config\.json"):
-        published_ends(str(tmp_path))
+        published_ends(cached_file, str(tmp_path))

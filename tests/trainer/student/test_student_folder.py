@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils.hub import cached_file
 
 from mopd_client.tokenizers.pretrained import load_tokenizer
 from mopd_protocol.errors import ConfigError, DataError
@@ -106,16 +107,16 @@ def test_what_ends_a_completion_is_the_same_wherever_it_is_read(
     student = Student.load(config)
     ends = tuple(own.convert_tokens_to_ids(expected))
     settings = TeacherSettings(model=str(folder), name="math")
-    found = {
+    tables = {
         "loaded": student.identity.table,
         "read": StudentIdentity.read(config).table,
         "copied": student.copy().table,
         "served": ServedTokenizer.read(settings).requests.table,
         "local": load_tokenizer(str(folder)).table,
     }
-    assert {name: each.roles.ending for name, each in found.items()} == dict.fromkeys(found, ends)
+    assert {name: each.roles.ending for name, each in tables.items()} == dict.fromkeys(tables, ends)
     student.save(tmp_path / "final")
-    assert {*published_ends(str(tmp_path / "final"))} == {*ends}
+    assert {*published_ends(cached_file, str(tmp_path / "final"))} == {*ends}
     saved = GenerationConfig.from_pretrained(tmp_path / "final").eos_token_id
     assert saved == ([*ends] if ends[1:] else ends[0]) or {*saved} == {*ends}
     reloaded = Student.load(StudentConfig(model=str(tmp_path / "final"), device="cpu"))

@@ -85,7 +85,7 @@ def token_view(rollout: Rollout, controls: ControlTokens | None = None) -> Teach
     if controls is not None:
         ids = controls.sent(ids)
         if finished and {*ids[-2:-1]} & {*controls.teacher_ends}:
-            # An ordinary token of the student is before its own: no service appends an end there.
+            # An ordinary token of the student is before its own: no service appends an end.
             finished, ids = False, [*ids[:-1], controls.teacher_ends[0]]
     return TeacherInput(
         request=SequenceRequest(

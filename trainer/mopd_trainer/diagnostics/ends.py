@@ -1,4 +1,4 @@
-"""The end of a turn is one event for each loss, whatever tokens student and teacher end with."""
+"""The end of a turn is one event for each loss, of all tokens that student and teacher end with."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -42,7 +42,7 @@ def check_ends(teachers: Mapping[str, Teacher], losses: Mapping[str, Loss]) -> I
         compares_ids = isinstance(teacher.config.loss, TopKKlConfig)
         ordinary = {*others} - {*own} if compares_ids else set[int]()
         wrong = min((_loss(loss, teacher, each, each) for each in ordinary), default=math.inf)
-        text += f"; equal models differ by at most {equal:.2g} nats there."
+        text += f"; equal models differ by at most {equal:.2g} nats at the end."
         status = "ok" if equal <= _LIMIT and wrong >= _LEAST else "failed"
         fix = "Use another loss: this one teaches a token that does not end completions."
         yield Finding("ends", status, text, fix, {"nats": equal})

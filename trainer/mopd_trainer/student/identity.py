@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.utils.hub import cached_file
 
 from mopd_protocol.errors import ConfigError, DataError
 from mopd_protocol.runtime.model_config import (
@@ -171,7 +172,7 @@ class StudentIdentity:
                 )
         with torch.device("meta"):
             add_adapters(model, config)
-        ends = published_ends(config.model, config.revision)
+        ends = published_ends(cached_file, config.model, config.revision)
         return cls.of(model, tokenizer, config.chat_template_kwargs, ends=ends)
 
 
