@@ -67,6 +67,20 @@ def sampled(student: Student, *pieces: str) -> Rollout:
     return rollout("digit", ids, teachers={"math": 1.0}, topk_ids=rows.topk(TOP_K).indices.numpy())
 
 
+async def test_a_likely_end_of_the_student_is_scored_as_the_teachers() -> None:
+    student = student_of()
+    (example,), _ = await scored(
+        student, teacher_config(**LOSSES["student's ids"]), [sampled(student, "7 + 4 = 11", END)]
+    )
+    own, other = ids_of("digit", END, PAD)
+    likely = example.rollout.student_topk_ids
+    assert likely is not None
+    ids = example.scores[0].score.topk.ids
+    assert (likely == own).any()
+    assert ((likely == own).any(axis=1) == (ids == other).any(axis=1)).all()
+    assert ((likely == other).any(axis=1) == (ids == own).any(axis=1)).all()
+
+
 async def scored(
     student: Student, config: TeacherConfig, rollouts: Sequence[Rollout]
 ) -> tuple[list[TrainingExample], Teacher]:
