@@ -83,6 +83,7 @@ def test_the_help_of_the_command_line_does_not_load_torch() -> None:
 #: Benchmarks of internal parts, which have no public API.
 INTERNAL = {
     "bench/event_loop.py": "measures the service's event loop with an engine that computes nothing",
+    "bench/head_ratios.py": "gives the head a teacher's hidden states without a run",
     "bench/language_model/__main__.py": "measures a run that a signal has stopped",
     "bench/loop_stalls.py": "measures the service's event loop from inside",
     "bench/response_checks.py": "measures decoding and checking without a network",

@@ -82,9 +82,8 @@ def load_exact(
     other = _encoding_difference(tokenizer, exact, [_TEXT])
     logger.log(
         logging.WARNING if other else logging.INFO,
-        "tokenizer of %s: loaded from its %s, because %s of transformers changes %s%s",
+        "tokenizer of %s: loaded from its tokenizer.json, because %s of transformers changes %s%s",
         model,
-        _FILE,
         type(tokenizer).__name__,
         ", ".join(changed),
         f" and encodes {other}" if other else "",

@@ -100,7 +100,7 @@ def log_record(message: str, **fields: Any) -> logging.LogRecord:
 def test_work_in_threads_has_the_request_id(
     padding: int, qwen_teacher: TinyTeacher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of bodies on either side of the size above which a thread parses them."""
+    """Bodies are on either side of the size above which a thread parses them."""
     seen: list[tuple[str, bool]] = []
 
     def observed(work: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from mopd_trainer.diagnostics.finding import Finding
 from mopd_trainer.diagnostics.template_agreement import check_agreement_of_templates
 from mopd_trainer.student.student import Student
 from mopd_trainer.teachers.connect import connect_teachers
+from tests import tiny_models
 from tests.chat_templates import TEMPLATES, chat_tokenizer
 from tests.server.tiny_teachers import teacher_of
 from tests.trainer.in_process import Recorded, teacher_config
@@ -129,6 +130,7 @@ async def test_the_doctor_and_the_check_compare_templates(tmp_path: Path) -> Non
         teachers = await connect_teachers(
             pool, {"math": config}, student.identity, ProjectionCache(), {}, wait_seconds=60.0
         )
+    tiny_models.save(student.model, chat_tokenizer("chatml"), tmp_path / "student")
     run = parse_run(run_values(tmp_path), source="run")
     findings = [*cheap_findings(run, [prompt(0, *ONE)], student.identity, teachers)]
     warnings = [each for each in findings if each.status == "warning" and each.check == "templates"]
