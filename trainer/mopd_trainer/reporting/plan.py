@@ -81,14 +81,15 @@ def _teacher_table(
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for name, teacher in teachers.items():
-        facts = _teacher_facts(teacher, student, lines[name])
-        if name in config.teachers and isinstance(config.teachers[name].loss, AutoConfig):
-            facts += ", selected by loss 'auto'"
+        automatic = name in config.teachers and isinstance(config.teachers[name].loss, AutoConfig)
+        facts = _teacher_facts(teacher, student, lines[name], automatic=automatic)
         table.add_row(Text(f"teacher {name}"), Text(facts))  # Text: names are not markup
     return table
 
 
-def _teacher_facts(teacher: Teacher, student: StudentIdentity, prompts: int) -> str:
+def _teacher_facts(
+    teacher: Teacher, student: StudentIdentity, prompts: int, *, automatic: bool
+) -> str:
     manifest, settings = teacher.manifest, teacher.config
     same = manifest.tokenizer_fingerprint == student.table.fingerprint
     sharing = "shared with the student" if same else "different from the student's"
@@ -102,6 +103,7 @@ def _teacher_facts(teacher: Teacher, student: StudentIdentity, prompts: int) -> 
         "student_topk": f"the student's top {settings.top_k}",
         "full": "all ids",
     }[settings.support]
+    selected = ", selected by loss 'auto'" if automatic else ""
     ends = teacher.differing_ends()
     ends = "" if ends is None else f"\n{ends}"
     control = "" if settings.control is None else f"\nCONTROL ARM: {settings.control} scores"
@@ -111,7 +113,7 @@ def _teacher_facts(teacher: Teacher, student: StudentIdentity, prompts: int) -> 
         f"{manifest.tokenizer_fingerprint[:12]} {sharing}; "
         f"{reached:.0%} of {manifest.tokenizer_size:,} teacher ids map to student ids\n"
         f"{described(settings.loss)}{temperature} on {support}, "
-        f"weight {settings.weight:g}, {prompts:,} prompts{ends}{control}"
+        f"weight {settings.weight:g}, {prompts:,} prompts{selected}{ends}{control}"
     )
 
 
