@@ -51,6 +51,7 @@ RESERVED_TEMPLATE_KEYS = frozenset(
         "return_assistant_tokens_mask",
         "return_dict",
         "return_tensors",
+        "sanitize_control_tokens",
         "self",
         "strftime_now",
         "tokenize",

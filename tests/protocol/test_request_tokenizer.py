@@ -328,6 +328,7 @@ def test_variables_reach_the_chat_template_and_no_other_argument() -> None:
             SequenceRequest.model_validate({**sequence, "completion": "!"})
 
 
+@pytest.mark.nightly  # a release of transformers may add names
 def test_names_that_the_rendering_functions_have_are_reserved() -> None:
     functions = (
         PreTrainedTokenizerBase.apply_chat_template,
