@@ -141,15 +141,24 @@ def write(folder: Path, kind: str, rows: list[dict[str, Any]]) -> dict[str, Any]
         path = folder / "data.parquet"
         pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), path)
         return {"prompts": path}
-    datasets = pytest.importorskip("datasets")
     if kind == "saved":
         path = folder / "saved"
-        datasets.Dataset.from_list(rows).with_format("numpy").save_to_disk(str(path))
+        dataset_of(rows).with_format("numpy").save_to_disk(str(path))
         return {"prompts": path, "split": "train"}
+    pytest.importorskip("datasets")
     path = folder / "dataset"
     path.mkdir()
     jsonl.rename(path / "data.jsonl")
     return {"prompts": path, "split": "train"}
+
+
+def dataset_of(rows: list[dict[str, Any]], features: Any = None) -> Any:
+    """Return a dataset; with a fingerprint, because not every pyarrow table can be hashed."""
+    datasets, pyarrow = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
+    schema = None if features is None else features.arrow_schema
+    table = datasets.table.InMemoryTable(pyarrow.Table.from_pylist(rows, schema=schema))
+    info = datasets.DatasetInfo(features=features)
+    return datasets.Dataset(table, info=info, fingerprint="tests")
 
 
 def texts(prompt: Prompt) -> list[tuple[str, str]]:
@@ -372,7 +381,7 @@ def test_media_of_a_dataset_are_not_decoded(tmp_path: Path) -> None:
     broken = {"bytes": b"no image", "path": None}
     row = {"prompt": USER, "picture": broken, "images": [broken]}
     path = tmp_path / "saved"
-    datasets.Dataset.from_list([row], features=features).save_to_disk(str(path))
+    dataset_of([row], features).save_to_disk(str(path))
     config = DataConfig(prompts=path, split="train")
     with pytest.raises(DataError, match="images are not supported"):
         read_prompts(config, ["math"])
