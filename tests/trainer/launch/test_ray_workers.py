@@ -187,6 +187,7 @@ def sentence(error: BaseException) -> str:
 
 def test_workers_have_separate_devices(values: dict[str, Any]) -> None:
     resources = {"device": "cuda", "student": 2, "rollout_workers": 3}
+    values["student"]["sharding"] = "ddp"
     config = RunConfig.model_validate({**values, "resources": resources})
     assert config.resources is not None
     assert device_counts(config.resources, config.teachers) == [1] * 5

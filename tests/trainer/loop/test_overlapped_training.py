@@ -86,10 +86,13 @@ def test_examples_and_scores_of_earlier_steps_are_released(
     values: dict[str, Any], max_staleness: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     update, alive, sizes = Learner.update, [], []
+    kinds = (TrainingExample, TopKLogprobs)
+    others = [each for each in gc.get_objects() if type(each) in kinds]  # of other tests
 
     def counted(self: Learner, *batches: Any, **options: Any) -> Any:
         gc.collect()
-        kept = [each for each in gc.get_objects() if type(each) in (TrainingExample, TopKLogprobs)]
+        known = {id(each) for each in others}
+        kept = [e for e in gc.get_objects() if type(e) in kinds and id(e) not in known]
         alive.append(sum(isinstance(each, TrainingExample) for each in kept))
         sizes.append(sum(each.ids.nbytes for each in kept if isinstance(each, TopKLogprobs)))
         return update(self, *batches, **options)

@@ -458,7 +458,9 @@ def test_cancelled_request_is_aborted_in_vllm(pair: Pair, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(llm, "abort", recorded_abort)
     body = {"prompt_token_ids": [1] * 200, "completion_token_ids": [2] * 50}
-    request = LogprobsRequest.model_validate({"sequences": [body] * 20, "top_k": 400})
+    request = LogprobsRequest.model_validate(
+        {"sequences": [body] * 20, "top_k": pair.vllm.manifest.max_top_k}
+    )
 
     async def scenario() -> None:
         cancelled = asyncio.create_task(pair.vllm.score(request))
