@@ -236,7 +236,13 @@ def _service(
         source = baseline if before else None
         async with _process(command, log, source) as process:
             address = await _announced(process, log)
-            client = TeacherClient("teacher", [address], max_concurrency=MAX_CONCURRENCY)
+            client = TeacherClient(
+                "teacher",
+                [address],
+                max_concurrency=MAX_CONCURRENCY,
+                timeout_seconds=START_SECONDS,
+                deadline_seconds=START_SECONDS,
+            )
             async with client:
                 await client.wait_until_ready(START_SECONDS)
                 yield {name: Service(client, psutil.Process(process.pid), address)}

@@ -110,9 +110,10 @@ class TeacherConfig(Settings):
     """Environment variable with this teacher's API key."""
     ca_file: Incidental[Path | None] = None
     """PEM file with the certificate authorities of an https address, instead of the public ones."""
-    timeout_seconds: Incidental[float] = Field(default=120.0, gt=0)
-    """Timeout of one attempt."""
-    deadline_seconds: Incidental[float] = Field(default=600.0, gt=0)
+    timeout_seconds: Incidental[float] = Field(default=300.0, gt=0)
+    """Timeout of one attempt, time in the teacher's queue included: all requests of a step may wait
+    there."""
+    deadline_seconds: Incidental[float] = Field(default=1200.0, gt=0)
     """Timeout of a request, including all retries."""
     max_concurrency: Incidental[int] = Field(default=32, ge=1)
     """Maximum number of concurrent requests; further requests are queued."""
