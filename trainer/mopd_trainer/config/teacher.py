@@ -111,8 +111,8 @@ class TeacherConfig(Settings):
     ca_file: Incidental[Path | None] = None
     """PEM file with the certificate authorities of an https address, instead of the public ones."""
     timeout_seconds: Incidental[float] = Field(default=300.0, gt=0)
-    """Timeout of one attempt, time in the teacher's queue included, where all requests of a step may
-    wait."""
+    """Timeout of one attempt, time in the teacher's queue included, in which all requests of a step
+    may wait."""
     deadline_seconds: Incidental[float] = Field(default=1200.0, gt=0)
     """Timeout of a request, including all retries."""
     max_concurrency: Incidental[int] = Field(default=32, ge=1)
