@@ -55,8 +55,6 @@ class StudentIdentity:
     max_length: int | None = None
     """Longest prompt plus completion in tokens; None without a limit."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    dropout: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Name -> value of the dropout probabilities in the model's configuration, above 0."""
     model_config: PretrainedConfig = field(default_factory=PretrainedConfig)
 
     def __post_init__(self) -> None:
@@ -109,9 +107,13 @@ class StudentIdentity:
             trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
             max_length=max_positions(model.config),
             chat_template_kwargs=dict(chat_template_kwargs),
-            dropout=dropout_values(model.config),
             model_config=model.config,
         )
+
+    @property
+    def dropout(self) -> dict[str, float]:
+        """Name -> value of the dropout probabilities in the model's configuration, above 0."""
+        return dropout_values(self.model_config)
 
     @property
     def encoder(self) -> TextEncoder:
