@@ -193,6 +193,28 @@ class DenseRows:
         return self._log_normalisers[temperature]
 
 
+class DerivedRows:
+    """Width, device and precision of rows that are computed from a student's."""
+
+    def __init__(self, student: StudentLogprobs) -> None:
+        self._student = student
+
+    @property
+    def width(self) -> int:
+        """See ``StudentLogprobs``."""
+        return self._student.width
+
+    @property
+    def device(self) -> torch.device:
+        """See ``StudentLogprobs``."""
+        return self._student.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See ``StudentLogprobs``."""
+        return self._student.dtype
+
+
 def range_logmasses(
     student: StudentLogprobs,
     positions: Int64[Tensor, "n"],

@@ -7,10 +7,10 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from mopd_losses.core.segments import segment_logsumexp
-from mopd_losses.core.student_rows import StudentLogprobs, range_logmasses
+from mopd_losses.core.student_rows import DerivedRows, StudentLogprobs, range_logmasses
 
 
-class OneEndRows:
+class OneEndRows(DerivedRows):
     """The probability of all ids that end, under the first of them; the others have none.
 
     Args:
@@ -28,7 +28,7 @@ class OneEndRows:
         known: Float[Tensor, "positions"] | None = None,
         most: Float[Tensor, "positions"] | None = None,
     ) -> None:
-        self._student = student
+        super().__init__(student)
         self._ends = torch.tensor(ends, device=student.device)
         self._known = known
         self._most = most
@@ -37,21 +37,6 @@ class OneEndRows:
     def positions(self) -> int:
         """See ``StudentLogprobs``."""
         return self._student.positions
-
-    @property
-    def width(self) -> int:
-        """See ``StudentLogprobs``."""
-        return self._student.width
-
-    @property
-    def device(self) -> torch.device:
-        """See ``StudentLogprobs``."""
-        return self._student.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See ``StudentLogprobs``."""
-        return self._student.dtype
 
     def logprobs(
         self, positions: Int64[Tensor, "n"], ids: Int64[Tensor, "n"], *, temperature: float = 1.0

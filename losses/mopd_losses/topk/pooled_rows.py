@@ -6,10 +6,10 @@ from torch import Tensor
 
 from mopd_losses.alignment.span_members import span_members
 from mopd_losses.core.segments import segment_logsumexp
-from mopd_losses.core.student_rows import StudentLogprobs, range_logmasses
+from mopd_losses.core.student_rows import DerivedRows, StudentLogprobs, range_logmasses
 
 
-class PooledRows:
+class PooledRows(DerivedRows):
     """``p(span)``, the arithmetic mean of the probabilities at the positions of the span.
 
     A projection is linear, so the projection of the mean is the mean of projections: a loss on
@@ -23,7 +23,7 @@ class PooledRows:
     def __init__(
         self, student: StudentLogprobs, starts: Int64[Tensor, "spans"], ends: Int64[Tensor, "spans"]
     ) -> None:
-        self._student = student
+        super().__init__(student)
         self._starts = starts
         self._ends = ends
 
@@ -31,21 +31,6 @@ class PooledRows:
     def positions(self) -> int:
         """Number of spans."""
         return len(self._starts)
-
-    @property
-    def width(self) -> int:
-        """See ``StudentLogprobs``."""
-        return self._student.width
-
-    @property
-    def device(self) -> torch.device:
-        """See ``StudentLogprobs``."""
-        return self._student.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See ``StudentLogprobs``."""
-        return self._student.dtype
 
     def logprobs(
         self, positions: Int64[Tensor, "n"], ids: Int64[Tensor, "n"], *, temperature: float = 1.0
