@@ -1,13 +1,11 @@
 """HTTP routes of a teacher, joined by ``create_app``."""
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
@@ -16,28 +14,37 @@ from mopd_protocol.codec import BINARY_MEDIA_TYPE, encode_binary_buffer, encode_
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.requests import LogprobsDtype, LogprobsRequest
 from mopd_protocol.responses import LogprobsResponse
+from mopd_server.compatible.routes import router as compatible_router
+from mopd_server.http.dependencies import Adapter, Life, Service, lifecycle_of
 from mopd_server.http.documentation import documentation_page
 from mopd_server.http.lifecycle import Lifecycle, LifecycleMiddleware
-from mopd_server.http.middleware.adapter_path import AdapterPathMiddleware, adapter_of
+from mopd_server.http.middleware.adapter_path import AdapterPathMiddleware
 from mopd_server.http.middleware.authentication import ApiKeyMiddleware, ApiKeys
 from mopd_server.http.middleware.body_limit import BodyLimitMiddleware
-from mopd_server.http.middleware.disconnects import cancel_on_disconnect
 from mopd_server.http.middleware.observation import ObservationMiddleware
 from mopd_server.http.middleware.quotas import KeyQuota, Quotas
-from mopd_server.http.middleware.response_limit import ResponseLimit
+from mopd_server.http.middleware.response_limit import BINARY, JSON, ResponseLimit
 from mopd_server.http.parted_response import PartedResponse
 from mopd_server.http.problems import install_problem_handlers
 from mopd_server.http.request_body import scoring_request
-from mopd_server.http.request_record import current_record
-from mopd_server.openapi import PROBLEM_CONTENT, REQUEST_BODY, Scores, install_openapi, reference
+from mopd_server.http.scoring_response import (
+    Admit,
+    RequestSize,
+    encode_response,
+    respond_within_limits,
+)
+from mopd_server.openapi import (
+    SCORING_PROBLEMS,
+    Scores,
+    install_openapi,
+    json_body,
+    problem_responses,
+    reference,
+)
 from mopd_server.scoring.service import TeacherService
-from mopd_server.service_error import ServiceError
 from mopd_server.settings import ListenSettings
 
 router = APIRouter()
-
-#: Entries (id and logprob) above which responses are encoded one at a time: half a MiB in binary.
-LARGE_RESPONSE_ENTRIES = 64 * 1024
 
 
 class TokenizerFiles(BaseModel):
@@ -101,6 +108,7 @@ def create_app(
     app.state.response_limit = ResponseLimit()
     app.state.request_timeout_seconds = request_timeout_seconds
     app.include_router(router)
+    app.include_router(compatible_router)
     install_problem_handlers(app)
     install_openapi(app)
     # The last one added is the outermost.
@@ -122,46 +130,6 @@ async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
     service.close()
 
 
-def lifecycle_of(app: FastAPI) -> Lifecycle:
-    """Return the state of the teacher behind ``app``."""
-    return app.state.lifecycle
-
-
-# Coroutines: FastAPI calls other functions in a thread.
-
-
-async def _lifecycle(request: Request) -> Lifecycle:
-    return lifecycle_of(request.app)
-
-
-async def _service(request: Request) -> TeacherService:
-    return lifecycle_of(request.app).require_loaded()
-
-
-async def _adapter(request: Request) -> str | None:
-    service = lifecycle_of(request.app).require_loaded()
-    name, known = adapter_of(request.scope), service.manifests
-    if name not in known:
-        names = ", ".join(str(each) for each in known if each) or "none"
-        raise ServiceError(
-            HTTPStatus.NOT_FOUND, f"adapter not found (found {name!r}, expected one of {names})"
-        )
-    return name
-
-
-Service = Annotated[TeacherService, Depends(_service)]
-Adapter = Annotated[str | None, Depends(_adapter)]
-Life = Annotated[Lifecycle, Depends(_lifecycle)]
-
-
-def _problems(*statuses: HTTPStatus) -> dict[int | str, dict[str, Any]]:
-    """Return the error responses of a route for the OpenAPI page."""
-    return {
-        int(status): {"description": status.phrase, "content": PROBLEM_CONTENT}
-        for status in statuses
-    }
-
-
 @router.post(
     "/v1/logprobs",
     summary="Score completions",
@@ -174,19 +142,9 @@ def _problems(*statuses: HTTPStatus) -> dict[int | str, dict[str, Any]]:
                 BINARY_MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}},
             },
         },
-        **_problems(
-            HTTPStatus.BAD_REQUEST,
-            HTTPStatus.UNAUTHORIZED,
-            HTTPStatus.REQUEST_TIMEOUT,
-            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            HTTPStatus.UNPROCESSABLE_ENTITY,
-            HTTPStatus.TOO_MANY_REQUESTS,
-            HTTPStatus.INTERNAL_SERVER_ERROR,
-            HTTPStatus.SERVICE_UNAVAILABLE,
-            HTTPStatus.GATEWAY_TIMEOUT,
-        ),
+        **SCORING_PROBLEMS,
     },
-    openapi_extra=REQUEST_BODY,
+    openapi_extra=json_body(LogprobsRequest),
 )
 async def score_completions(
     request: Request, life: Life, service: Service, adapter: Adapter
@@ -198,66 +156,35 @@ async def score_completions(
     service.require_ready()
     body = await scoring_request(request, service)
     binary = BINARY_MEDIA_TYPE in request.headers.get("accept", "")
-    state = request.app.state
-    try:
-        with (
-            state.response_limit.reservation(binary=binary) as reserve,
-            life.abort_signal() as abort,
-        ):
-            async with asyncio.timeout(state.request_timeout_seconds):
-                scoring = _score(service, adapter, body, state.quotas, reserve)
-                response = await cancel_on_disconnect(request, scoring, abort)
-            return await _encode(service, response, body.logprobs_dtype, binary=binary)
-    except TimeoutError as error:
-        raise ServiceError(
-            HTTPStatus.GATEWAY_TIMEOUT,
-            f"no response within {state.request_timeout_seconds:g} s. Send fewer or shorter "
-            "sequences per request.",
-        ) from error
 
-
-async def _score(
-    service: TeacherService,
-    adapter: str | None,
-    body: LogprobsRequest,
-    quotas: Quotas,
-    reserve: Callable[[int], None],
-) -> LogprobsResponse:
-    """Score within the quota of the API key and the memory limit of responses."""
-    record = current_record()
-
-    def admit(prompt_tokens: int, completion_tokens: int) -> None:
+    async def score(admit: Admit, key: str) -> LogprobsResponse:
         candidates = (len(row) for item in body.sequences for row in item.candidate_ids or ())
-        reserve(completion_tokens * max(body.top_k, max(candidates, default=0)))
-        if record is not None:
-            if record.key_name is not None:
-                quotas.charge(record.key_name, prompt_tokens + completion_tokens)
-            record.sequences, record.top_k = len(body.sequences), body.top_k
-            record.prompt_tokens, record.completion_tokens = prompt_tokens, completion_tokens
+        width = max(body.top_k, max(candidates, default=0))
 
-    try:
-        key = record.key_name if record is not None else None
-        return await service.score(body, adapter=adapter, admit=admit, key=key or "")
-    except BaseException:  # a client that disconnects or times out cancels this task
-        if record is not None and record.key_name is not None:
-            quotas.refund(record.key_name, record.prompt_tokens + record.completion_tokens)
-        raise
+        def admit_tokens(prompt_tokens: int, completion_tokens: int) -> None:
+            entries, sequences = completion_tokens * width, len(body.sequences)
+            admit(RequestSize(sequences, body.top_k, prompt_tokens, completion_tokens, entries))
+
+        return await service.score(body, adapter=adapter, admit=admit_tokens, key=key)
+
+    return await respond_within_limits(
+        request,
+        life,
+        score,
+        lambda response: _encode(service, response, body.logprobs_dtype, binary=binary),
+        BINARY if binary else JSON,
+    )
 
 
 async def _encode(
     service: TeacherService, response: LogprobsResponse, dtype: LogprobsDtype, *, binary: bool
 ) -> Response:
-    started = time.monotonic()
-    entries = sum(score.topk.ids.size for score in response.scores)
-    encoded = await service.run_in_thread(
+    return await encode_response(
+        service,
         lambda: _as_binary(response, dtype) if binary else _as_json(response),
-        large=entries > LARGE_RESPONSE_ENTRIES,
+        response.timings,
+        entries=sum(score.topk.ids.size for score in response.scores),
     )
-    seconds = time.monotonic() - started
-    service.metrics.phase_seconds.labels("encode").observe(seconds)
-    if record := current_record():
-        record.phase_seconds = {**response.timings, "encode": seconds}
-    return encoded
 
 
 @router.get("/v1/manifest", summary="Identity of the teacher")
@@ -289,7 +216,7 @@ async def models(service: Service) -> ModelList:
 @router.get(
     "/healthz",
     summary="Liveness probe",
-    responses=_problems(HTTPStatus.SERVICE_UNAVAILABLE),
+    responses=problem_responses(HTTPStatus.SERVICE_UNAVAILABLE),
 )
 async def health(life: Life) -> State:
     """503 after a permanent failure or a long hang of the engine; 200 while the model loads."""
@@ -301,7 +228,7 @@ async def health(life: Life) -> State:
 @router.get(
     "/readyz",
     summary="Readiness probe",
-    responses=_problems(HTTPStatus.SERVICE_UNAVAILABLE),
+    responses=problem_responses(HTTPStatus.SERVICE_UNAVAILABLE),
 )
 async def readiness(life: Life) -> State:
     """503 before the warm-up has succeeded, and while the teacher is shutting down."""

@@ -1,11 +1,11 @@
 """Parts of the OpenAPI page unknown to FastAPI: the body is parsed without its models."""
 
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict
 
-from mopd_protocol.requests import LogprobsRequest
 from mopd_server.http.problems import PROBLEM_MEDIA_TYPE, Problem
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -56,7 +56,7 @@ def install_openapi(app: FastAPI) -> None:
     def with_schemas() -> dict[str, Any]:
         page = generate()
         schemas = page.setdefault("components", {}).setdefault("schemas", {})
-        for model in (LogprobsRequest, Scores, Problem):
+        for model in (*DOCUMENTED_BODIES.values(), Scores, Problem):
             schema = model.model_json_schema(ref_template=_REFERENCE)
             schemas |= schema.pop("$defs", {})
             schemas[model.__name__] = schema
@@ -65,10 +65,38 @@ def install_openapi(app: FastAPI) -> None:
     app.openapi = with_schemas
 
 
-REQUEST_BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": reference(LogprobsRequest)}},
-    }
-}
+#: Models of the bodies of routes, by name.
+DOCUMENTED_BODIES: dict[str, type[BaseModel]] = {}
+
+
+def json_body(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the part of the page about a route's body, whose schema is added to the page."""
+    DOCUMENTED_BODIES[model.__name__] = model
+    content = {"application/json": {"schema": reference(model)}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
 PROBLEM_CONTENT: dict[str, Any] = {PROBLEM_MEDIA_TYPE: {"schema": reference(Problem)}}
+
+
+def problem_responses(*statuses: HTTPStatus) -> dict[int | str, dict[str, Any]]:
+    """Return the error responses of a route for the OpenAPI page."""
+    return {
+        int(status): {"description": status.phrase, "content": PROBLEM_CONTENT}
+        for status in statuses
+    }
+
+
+#: Error responses of routes that score.
+SCORING_PROBLEMS = problem_responses(
+    HTTPStatus.BAD_REQUEST,
+    HTTPStatus.UNAUTHORIZED,
+    HTTPStatus.NOT_FOUND,
+    HTTPStatus.REQUEST_TIMEOUT,
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    HTTPStatus.UNPROCESSABLE_ENTITY,
+    HTTPStatus.TOO_MANY_REQUESTS,
+    HTTPStatus.INTERNAL_SERVER_ERROR,
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    HTTPStatus.GATEWAY_TIMEOUT,
+)

@@ -5,16 +5,19 @@ seconds, on any thread. The same is true of a regular expression, of a collectio
 objects as garbage, and of the end of their request: a body of too many values is rejected.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from mopd_protocol.requests import MOST_SEQUENCES, LogprobsRequest, SequenceRequest
 from mopd_server.http.json_scan import after_separator, tokens
 from mopd_server.service_error import ServiceError
+
+Parsed = TypeVar("Parsed")
+Model = TypeVar("Model", bound=BaseModel)
 
 #: Above this number of errors (a body of unknown keys) only the number is reported: a list of
 #: millions would exhaust the memory.
@@ -90,11 +93,22 @@ def parse_in_parts(body: bytes) -> LogprobsRequest:
     return request.model_copy(update={"sequences": parsed})
 
 
-def _parse(model: Any, body: bytes, *location: str | int, offset: int = 0) -> Any:
-    """Parse with pydantic; ``offset`` is added to the index in the list of a sequence."""
+def _parse(model: type[Model], body: bytes, *location: str | int, offset: int = 0) -> Model:
+    return parse_with(model.model_validate_json, body, *location, offset=offset)
+
+
+def parse_with(
+    validate: Callable[[bytes], Parsed], body: bytes, *location: str | int, offset: int = 0
+) -> Parsed:
+    """Parse with a function of pydantic; ``offset`` is added to the first index in the location.
+
+    Raises:
+        InvalidBodyError: if the body is invalid.
+        ServiceError: 413 if the call would take too long.
+    """
     _require_light(body, location)
     try:
-        return model.model_validate_json(body)
+        return validate(body)
     except ValidationError as error:
         count = error.error_count()
         errors = error.errors(include_url=False) if count <= MAX_ERRORS else []
@@ -172,7 +186,7 @@ def _long_lists(body: bytes) -> dict[str, list[slice]]:
         elif kind in b"]}":
             depth -= 1
             if depth == 1 and parts is not None and name is not None:
-                parts += _number_parts(body, start, position, plain=last <= start)
+                parts += number_parts(body, start, position, plain=last <= start)
                 if len(parts) > 1:
                     if name in lists:
                         return {}
@@ -190,7 +204,7 @@ def _long_lists(body: bytes) -> dict[str, list[slice]]:
     return lists
 
 
-def _number_parts(body: bytes, start: int, end: int, *, plain: bool) -> Iterator[slice]:
+def number_parts(body: bytes, start: int, end: int, *, plain: bool) -> Iterator[slice]:
     """Yield the rest of a list, in parts if it is ``plain``: without strings and brackets."""
     while plain and end - start > _PART_BYTES:
         comma = body.find(b",", start + _PART_BYTES, end)

@@ -21,10 +21,10 @@ from mopd_server.service_error import CLIENT_CLOSED_REQUEST, default_code
 
 #: Label of all unknown paths: clients must not be able to create new time series.
 _OTHER_PATH = "other"
-SCORING_PATH = "/v1/logprobs"
+SCORING_PATHS = frozenset({"/v1/logprobs", "/v1/completions", "/generate"})
 _PATHS = frozenset(
     {
-        SCORING_PATH,
+        *SCORING_PATHS,
         "/v1/manifest",
         "/v1/models",
         "/v1/tokenizer",
@@ -34,6 +34,11 @@ _PATHS = frozenset(
         "/metrics",
     }
 )
+
+
+def requires_key(path: str) -> bool:
+    """Return whether a path reveals the teacher or uses its engine."""
+    return path.startswith("/v1/") or path in SCORING_PATHS
 
 
 class HttpMetrics:
@@ -93,7 +98,7 @@ class HttpMetrics:
     def count(self, path: str, status: int, record: RequestRecord, seconds: float) -> None:
         """Count one finished request."""
         self._requests.labels(path if path in _PATHS else _OTHER_PATH, str(status)).inc()
-        if path == SCORING_PATH and (key := record.key_name):
+        if path in SCORING_PATHS and (key := record.key_name):
             self._key_requests.labels(key, str(status)).inc()
             if status < HTTPStatus.BAD_REQUEST:
                 self._key_tokens.labels(key, "prompt").inc(record.prompt_tokens)
@@ -102,7 +107,7 @@ class HttpMetrics:
             self._cancelled.inc()
         elif status >= HTTPStatus.BAD_REQUEST:
             self._errors.labels(record.reason or default_code(status)).inc()
-        elif path == SCORING_PATH:
+        elif path in SCORING_PATHS:
             self._seconds.observe(seconds)
 
     def exposition(self) -> bytes:

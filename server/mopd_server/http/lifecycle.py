@@ -12,7 +12,7 @@ from http import HTTPStatus
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mopd_protocol.manifest import MANIFEST_HEADER
-from mopd_server.http.http_metrics import SCORING_PATH, HttpMetrics
+from mopd_server.http.http_metrics import SCORING_PATHS, HttpMetrics
 from mopd_server.http.problems import error_response
 from mopd_server.scoring.service import TeacherService
 from mopd_server.service_error import ServiceError
@@ -177,7 +177,7 @@ class LifecycleMiddleware:
             await error_response(error)(scope, receive, send)
             return
         in_flight = self._lifecycle.metrics.in_flight
-        scoring = scope["path"] == SCORING_PATH
+        scoring = scope["path"] in SCORING_PATHS
         in_flight.inc(scoring)
         try:
             with self._lifecycle.request():

@@ -2,7 +2,7 @@
 
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from http import HTTPStatus
 from typing import Any
 
@@ -36,6 +36,14 @@ class FieldProblem(BaseModel):
     field: str
     found: str
     expected: str
+
+
+class MalformedBodyError(RequestValidationError):
+    """The body of a request does not have the form of ``model``."""
+
+    def __init__(self, errors: Sequence[Any], model: type[BaseModel] = LogprobsRequest) -> None:
+        super().__init__(errors)
+        self.model = model
 
 
 class Problem(BaseModel):
@@ -106,7 +114,8 @@ async def _on_service_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_malformed_body(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    problems = [_field_problem(details) for details in error.errors()[:_MAX_FIELDS]]
+    model = error.model if isinstance(error, MalformedBodyError) else LogprobsRequest
+    problems = [_field_problem(details, model) for details in error.errors()[:_MAX_FIELDS]]
     messages = [f"{p.field}: found {p.found}, expected {p.expected}" for p in problems]
     return problem_response(HTTPStatus.BAD_REQUEST, ". ".join(messages), errors=problems)
 
@@ -130,18 +139,19 @@ _MODELS: tuple[type[BaseModel], ...] = (LogprobsRequest, SequenceRequest, Messag
 _FIELDS = frozenset(name for model in _MODELS for name in model.model_fields)
 
 
-def _field_problem(error: Mapping[str, Any]) -> FieldProblem:
+def _field_problem(error: Mapping[str, Any], model: type[BaseModel]) -> FieldProblem:
     location: tuple[int | str, ...] = tuple(error["loc"])
-    value, expected = _found_and_expected(location, error)
+    value, expected = _found_and_expected(location, error, model)
+    inner = location[:-1] if error["type"] == "extra_forbidden" else location
     return FieldProblem(
-        field=_path(location[:-1] if error["type"] == "extra_forbidden" else location),
+        field=_path(inner, _FIELDS | set(_fields_of(model))),
         found=_shorten(value, _MAX_QUOTE),
         expected=_shorten(expected, _MAX_QUOTE),
     )
 
 
 def _found_and_expected(
-    location: tuple[int | str, ...], error: Mapping[str, Any]
+    location: tuple[int | str, ...], error: Mapping[str, Any], model: type[BaseModel]
 ) -> tuple[str, str]:
     context: Mapping[str, Any] = error.get("ctx", {})
     match error["type"]:
@@ -152,12 +162,16 @@ def _found_and_expected(
         case "too_many":
             return f"{context['found']} errors", "a scoring request as documented at /docs"
         case "extra_forbidden":
-            return f"the unknown key {location[-1]!r}", f"only {', '.join(_known_keys(location))}"
+            return (
+                f"the unknown key {location[-1]!r}",
+                f"only {', '.join(_known_keys(location, model))}",
+            )
         case "too_long":  # not quoted
             limit = context["max_length"]
             return f"more than {limit}", f"at most {limit}. Split the request"
         case "missing":
-            return "nothing", "a value"
+            field = model.model_fields.get(str(location[-1]))
+            return "nothing", (field and field.description) or "a value"
         case "value_error":
             if message := _FOUND_EXPECTED.fullmatch(str(context["error"])):
                 return message[1], message[2]
@@ -175,21 +189,35 @@ def _shorten(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
-def _known_keys(location: tuple[int | str, ...]) -> list[str]:
+def _fields_of(model: type[BaseModel]) -> Iterator[str]:
+    """Yield the names of a model's fields, and of the fields of models in them."""
+    for name, field in model.model_fields.items():
+        yield name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _fields_of(field.annotation)
+
+
+def _known_keys(location: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
     """Return the valid keys of the object with an unknown key."""
-    if "messages" in location:
-        return list(Message.model_fields)
-    if "completion" in location:
-        return list(ControlToken.model_fields)
-    return list((SequenceRequest if "sequences" in location else LogprobsRequest).model_fields)
+    if model is LogprobsRequest:
+        if "messages" in location:
+            return list(Message.model_fields)
+        if "completion" in location:
+            return list(ControlToken.model_fields)
+        return list((SequenceRequest if "sequences" in location else model).model_fields)
+    for step in location[:-1]:
+        inner = model.model_fields[str(step)].annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            model = inner
+    return list(model.model_fields)
 
 
-def _path(location: Sequence[int | str]) -> str:
+def _path(location: Sequence[int | str], fields: Set[str]) -> str:
     """Return ``sequences[0].completion``, without pydantic's names of the branches of a union."""
     path = ""
     for step in location:
         if isinstance(step, int):
             path += f"[{step}]"
-        elif step in _FIELDS:
+        elif step in fields:
             path += f".{step}" if path else step
     return path or "body"

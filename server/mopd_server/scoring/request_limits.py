@@ -25,8 +25,15 @@ def require_within_limits(request: LogprobsRequest, manifest: Manifest) -> None:
             f"found {request.top_k}, expected at most {limit} (max_top_k in the "
             "manifest of this teacher)",
         )
+    require_temperature(request.temperature, manifest)
+    for index, sequence in enumerate(request.sequences):
+        _require_valid_candidates(f"sequences[{index}].candidate_ids", sequence, manifest)
+
+
+def require_temperature(temperature: float, manifest: Manifest) -> None:
+    """Raise ServiceError 400 unless the teacher supports a temperature."""
     lowest, highest = TEMPERATURE_RANGE if manifest.features.temperature else (1.0, 1.0)
-    if not lowest <= request.temperature <= highest:
+    if not lowest <= temperature <= highest:
         expected = (
             f"{lowest:g} to {highest:g}"
             if manifest.features.temperature
@@ -34,10 +41,8 @@ def require_within_limits(request: LogprobsRequest, manifest: Manifest) -> None:
         )
         raise invalid_field(
             "temperature",
-            f"found {request.temperature}, expected {expected}",
+            f"found {temperature}, expected {expected}",
         )
-    for index, sequence in enumerate(request.sequences):
-        _require_valid_candidates(f"sequences[{index}].candidate_ids", sequence, manifest)
 
 
 def text_size(request: LogprobsRequest) -> int:

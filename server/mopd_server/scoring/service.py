@@ -8,7 +8,7 @@ import contextvars
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,7 +21,8 @@ from mopd_protocol.request_tokenizer import RequestTokenizer, TokenizedSequence
 from mopd_protocol.requests import LogprobsRequest, SequenceRequest
 from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.samples import TeacherScore
-from mopd_server.engines.base import AsyncEngine, Engine, EngineTimes, ScoringTask
+from mopd_protocol.topk_logprobs import TopKLogprobs
+from mopd_server.engines.base import AsyncEngine, Engine, ScoringTask
 from mopd_server.engines.registry import load_engine
 from mopd_server.scoring.batching import Batcher, Lease
 from mopd_server.scoring.direct_scoring import DirectScorer
@@ -225,31 +226,64 @@ class TeacherService:
         large = text_size(request) > LARGE_TEXT
         sequences = await self.run_in_thread(lambda: self._tokenize(request), large=large)
         tokenize_seconds = time.monotonic() - started
-        prompt_tokens = sum(len(sequence.prompt_ids) for sequence in sequences)
-        completion_tokens = sum(len(sequence.completion) for sequence in sequences)
-        if admit is not None:
-            admit(prompt_tokens, completion_tokens)
-        results = await self._scorer.score(
+        results, timings = await self.score_tasks(
             [_task(sequence, adapter) for sequence in sequences],
             top_k=request.top_k,
             temperature=request.temperature,
+            admit=admit,
             key=key,
         )
-        timings = _timings(tokenize_seconds, [times for _, times in results])
-        self.metrics.tokens_scored.inc(completion_tokens)
-        self.metrics.prompt_tokens.inc(prompt_tokens)
-        for phase, seconds in timings.items():
-            self.metrics.phase_seconds.labels(phase).observe(seconds)
+        timings = {"tokenize": tokenize_seconds, **timings}
+        self.metrics.phase_seconds.labels("tokenize").observe(tokenize_seconds)
         manifest_id = self.manifests[adapter].manifest_id
         return LogprobsResponse(
             manifest_id=manifest_id,
             ids=tuple(sequence.id for sequence in request.sequences),
             scores=tuple(
                 TeacherScore(manifest_id, sequence.completion, topk)
-                for sequence, (topk, _) in zip(sequences, results, strict=True)
+                for sequence, topk in zip(sequences, results, strict=True)
             ),
             timings=timings,
         )
+
+    async def score_tasks(
+        self,
+        tasks: Sequence[ScoringTask],
+        *,
+        top_k: int,
+        temperature: float,
+        admit: Callable[[int, int], None] | None = None,
+        key: str = "",
+    ) -> tuple[list[TopKLogprobs], dict[str, float]]:
+        """Score valid tasks; return their distributions and the seconds by phase.
+
+        ``admit`` and ``key`` are those of ``score``. Ids of the prompt and the completion are
+        below ``logit_width``; those without a token have no probability.
+
+        Raises:
+            ServiceError: if any task cannot be scored.
+        """
+        self.require_ready()
+        prompt_tokens = sum(len(task.prompt_ids) for task in tasks)
+        completion_tokens = sum(len(task.completion_ids) for task in tasks)
+        if admit is not None:
+            admit(prompt_tokens, completion_tokens)
+        results = await self._scorer.score(tasks, top_k=top_k, temperature=temperature, key=key)
+        times = [each for _, each in results]
+        # Of several batches, the longest wait and the slowest batch.
+        timings = {
+            "queue": max(time.queue_seconds for time in times),
+            "prefill": max(time.prefill_seconds for time in times),
+        }
+        self.metrics.tokens_scored.inc(completion_tokens)
+        self.metrics.prompt_tokens.inc(prompt_tokens)
+        for phase, seconds in timings.items():
+            self.metrics.phase_seconds.labels(phase).observe(seconds)
+        return [topk for topk, _ in results], timings
+
+    def tokenize(self, sequence: SequenceRequest) -> TokenizedSequence:
+        """Return the tokens of a sequence; blocks."""
+        return self._tokenizer.tokenize(sequence, max_tokens=self.manifest.max_model_len)
 
     async def run_in_thread(self, work: Callable[[], Result], *, large: bool) -> Result:
         """Run ``work`` off the event loop, in the caller's context; ``large`` work one at a time.
@@ -337,15 +371,6 @@ def _task(sequence: TokenizedSequence, adapter: str | None) -> ScoringTask:
     return ScoringTask(
         sequence.prompt_ids, sequence.completion.token_ids, sequence.candidate_ids, adapter
     )
-
-
-def _timings(tokenize_seconds: float, times: list[EngineTimes]) -> dict[str, float]:
-    """Return seconds by phase: of several batches, the longest wait and the slowest batch."""
-    return {
-        "tokenize": tokenize_seconds,
-        "queue": max(time.queue_seconds for time in times),
-        "prefill": max(time.prefill_seconds for time in times),
-    }
 
 
 def _with_class(error: Exception) -> str:

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mopd_protocol.errors import ConfigError
-from mopd_server.http.http_metrics import SCORING_PATH
+from mopd_server.http.http_metrics import SCORING_PATHS, requires_key
 from mopd_server.http.middleware.quotas import Quotas
 from mopd_server.http.problems import error_response, problem_response
 from mopd_server.http.request_record import current_record
@@ -109,7 +109,7 @@ class ApiKeys:
 
 
 class ApiKeyMiddleware:
-    """ASGI middleware: ``/v1/`` requires a valid key, checked before any of the body is read.
+    """ASGI middleware: scoring and ``/v1/`` need a valid key, checked before the body is read.
 
     Health, metrics and documentation need no key: probes have none, and these routes reveal
     nothing about the training.
@@ -122,7 +122,7 @@ class ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond with 401 without a valid key, and with 429 above the quota of a key."""
-        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+        if scope["type"] != "http" or not requires_key(scope["path"]):
             await self._app(scope, receive, send)
             return
         kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
@@ -140,7 +140,7 @@ class ApiKeyMiddleware:
         if record := current_record():
             record.key_name = name
         with ExitStack() as stack:
-            if scope["path"] == SCORING_PATH:
+            if scope["path"] in SCORING_PATHS:
                 try:
                     stack.enter_context(self._quotas.request(name))
                 except ServiceError as error:

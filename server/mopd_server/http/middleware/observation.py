@@ -8,7 +8,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mopd_protocol.requests import REQUEST_HEADER
-from mopd_server.http.http_metrics import SCORING_PATH
+from mopd_server.http.http_metrics import SCORING_PATHS, requires_key
 from mopd_server.http.lifecycle import Lifecycle
 from mopd_server.http.logs import FIELDS
 from mopd_server.http.middleware.adapter_path import adapter_of
@@ -67,14 +67,14 @@ class ObservationMiddleware:
     def _finish(self, path: str, status: int, record: RequestRecord) -> None:
         seconds = time.monotonic() - record.started
         self._lifecycle.metrics.count(path, status, record, seconds)
-        if path == SCORING_PATH:
+        if path in SCORING_PATHS:
             message = "scored" if status < 400 else "failed"
             logger.info(message, extra={FIELDS: _log_fields(status, record, seconds)})
 
 
 def _identifies_teacher(path: str, status: int) -> bool:
     """Return whether the response names the teacher: not to callers without a valid key."""
-    return path.startswith("/v1/") and status != HTTPStatus.UNAUTHORIZED
+    return requires_key(path) and status != HTTPStatus.UNAUTHORIZED
 
 
 def _log_fields(status: int, record: RequestRecord, seconds: float) -> dict[str, object]:

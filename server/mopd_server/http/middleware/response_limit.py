@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
 
 from mopd_server.service_error import ServiceError
@@ -14,6 +15,23 @@ MAX_JSON_ENTRIES = 2 * 2**20
 MAX_TOTAL_ENTRIES = 8 * MAX_BINARY_ENTRIES
 
 
+@dataclass(frozen=True)
+class ResponseForm:
+    """Form of a response, and the fix of a too large one."""
+
+    binary: bool
+    fix: str = "Send fewer sequences per request, or request a smaller top_k."
+
+
+BINARY = ResponseForm(binary=True)
+JSON = ResponseForm(
+    binary=False,
+    fix="Send fewer sequences per request, or request a smaller top_k, or a binary response.",
+)
+#: JSON of a route without a binary form.
+JSON_ONLY = ResponseForm(binary=False)
+
+
 class ResponseLimit:
     """Counts the entries of all responses in progress."""
 
@@ -21,7 +39,7 @@ class ResponseLimit:
         self._total = 0
 
     @contextmanager
-    def reservation(self, *, binary: bool) -> Generator[Callable[[int], None]]:
+    def reservation(self, form: ResponseForm) -> Generator[Callable[[int], None]]:
         """Yield a function that reserves the entries of one response until the block ends.
 
         The function raises ServiceError: 413 if the response is too large, 503 if others leave no
@@ -31,14 +49,13 @@ class ResponseLimit:
 
         def reserve(entries: int) -> None:
             nonlocal reserved
-            limit = MAX_BINARY_ENTRIES if binary else MAX_JSON_ENTRIES
+            limit = MAX_BINARY_ENTRIES if form.binary else MAX_JSON_ENTRIES
             if entries > limit:
                 raise ServiceError(
                     HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                     f"the response is too large (found {entries} entries, completion tokens times "
-                    f"top_k, expected at most {limit} {'in binary' if binary else 'as JSON'}). "
-                    "Send fewer sequences per request, or request a smaller top_k"
-                    + ("." if binary else ", or a binary response."),
+                    f"top_k, expected at most {limit} {'in binary' if form.binary else 'as JSON'}). "
+                    f"{form.fix}",
                 )
             if self._total + entries > MAX_TOTAL_ENTRIES:
                 raise ServiceError(

@@ -1,0 +1,1 @@
+"""Routes of other servers, for the teacher clients of other trainers."""

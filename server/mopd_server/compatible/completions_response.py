@@ -1,0 +1,77 @@
+"""The response of ``POST /v1/completions``, as vLLM writes it."""
+
+import json
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from mopd_protocol.arrays import IntArray
+from mopd_protocol.topk_logprobs import TopKLogprobs
+from mopd_server.compatible.json_entries import (
+    Texts,
+    blank,
+    join_columns,
+    join_rows,
+    logprob_texts,
+    number_texts,
+)
+
+
+def encode_completions(
+    name: str,
+    request_id: str,
+    prompts: Sequence[IntArray],
+    scores: Sequence[TopKLogprobs],
+    *,
+    token_ids: bool,
+) -> bytearray:
+    """Encode the distributions of prompts as JSON.
+
+    Args:
+        name: of the teacher.
+        request_id: id of the request.
+        prompts: ids of each prompt, [n].
+        scores: row r of each predicts token r + 1 of its prompt, [n - 1, k].
+        token_ids: add the ids of the prompts.
+    """
+    total = sum(map(len, prompts))
+    body = bytearray()
+    header = {
+        "id": f"cmpl-{request_id}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": name,
+        "usage": {"prompt_tokens": total, "completion_tokens": 0, "total_tokens": total},
+    }
+    body += json.dumps(header)[:-1].encode() + b',"choices":['
+    for index, (prompt, topk) in enumerate(zip(prompts, scores, strict=True)):
+        choice = {"index": index, "text": "", "finish_reason": "length", "logprobs": None}
+        if token_ids:
+            choice["prompt_token_ids"] = prompt.tolist()
+        body += b"," if index else b""
+        body += json.dumps(choice)[:-1].encode() + b',"prompt_logprobs":[null'
+        body += _rows(prompt[1:], topk).tobytes()
+        body += b"]}"
+    body += b"]}"
+    return body
+
+
+def _rows(tokens: IntArray, topk: TopKLogprobs) -> Texts:
+    """Return the object of each row, [rows, 1], after a comma: k entries and the realised token."""
+    ids = np.concatenate([topk.ids, tokens[:, None]], axis=1)
+    logprobs = np.concatenate([topk.logprobs, topk.token_logprobs[:, None]], axis=1)
+    columns = ids.shape[1]
+    entries = join_columns(
+        ids.shape,
+        [
+            np.array([b" "] + [b","] * (columns - 1)),
+            number_texts(ids, b'"', b'":{"logprob":'),
+            *logprob_texts(logprobs),
+            number_texts(np.arange(1, columns + 1), b',"rank":', b"}"),
+        ],
+    )
+    missing = ids < 0
+    missing[:, -1] = (topk.ids == tokens[:, None]).any(axis=1)
+    blank(entries, missing)
+    return join_columns((len(tokens), 1), [b",{", join_rows(entries), b"}"])
