@@ -200,18 +200,28 @@ async def tokenizer(service: Service) -> TokenizerFiles:
 
 
 @router.get("/v1/models", summary="Name of the teacher, as in an OpenAI list of models")
-async def models(service: Service) -> ModelList:
-    """The teacher's name, its model and the maximum length; then those of its adapters."""
+async def models(service: Service, adapter: Adapter) -> ModelList:
+    """The teacher's name, its model and the maximum length; then those of its adapters.
+
+    Below the path of an adapter, only the adapter: many clients use the first one.
+    """
+    addressed = None if adapter is None else {adapter: service.manifests[adapter]}
     return ModelList(
         data=[
             ModelCard(id=each.service, root=each.model, max_model_len=each.max_model_len)
-            for each in service.manifests.values()
+            for each in (addressed or service.manifests).values()
         ]
     )
 
 
 @router.head("/health", include_in_schema=False)
-@router.get("/health", include_in_schema=False)  # the name in other servers
+@router.get("/health", include_in_schema=False)
+async def started(life: Life) -> State:
+    """503 as ``/healthz``, and until the warm-up: other servers open their port only after it."""
+    life.require_started()
+    return State(status="alive")
+
+
 @router.head("/healthz", include_in_schema=False)
 @router.get(
     "/healthz",

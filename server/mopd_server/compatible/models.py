@@ -1,4 +1,4 @@
-"""The teacher that a request names in its field ``model``."""
+"""The teacher that a request names in its field ``model`` or ``lora_path``."""
 
 from http import HTTPStatus
 
@@ -6,10 +6,18 @@ from mopd_server.scoring.service import TeacherService
 from mopd_server.service_error import ServiceError
 
 
-def require_model(service: TeacherService, adapter: str | None, model: str | None) -> str | None:
+def require_model(
+    service: TeacherService, adapter: str | None, model: str | None, *, field: str = "model"
+) -> str | None:
     """Return the name of the adapter to score with, None for the base model.
 
-    ``adapter`` is that of the path. A model has the name of ``GET /v1/models``, or its ``root``.
+    A model has the name of ``GET /v1/models``, or its ``root``.
+
+    Args:
+        service: the teacher.
+        adapter: of the path.
+        model: value of the field.
+        field: name of the field.
 
     Raises:
         ServiceError: 404 if the model is unknown, or not that of the path.
@@ -24,6 +32,6 @@ def require_model(service: TeacherService, adapter: str | None, model: str | Non
     names = ", ".join(manifest.service for manifest in known.values())
     raise ServiceError(
         HTTPStatus.NOT_FOUND,
-        f"model: not found (found {model!r}, expected one of {names}). See /v1/models.",
-        key="model",
+        f"{field}: not found (found {model!r}, expected one of {names}). See /v1/models.",
+        key=field,
     )

@@ -148,13 +148,18 @@ def prompts_of(asked: PromptsToScore, scorer: PromptScorer) -> list[IntArray]:
         return [_require_valid(field, scorer.encode(prompts), limits)]
     texts = [each for each in prompts if isinstance(each, str)]
     lists = [each for each in prompts if isinstance(each, list)]
-    if not texts and not lists:
-        numbers = [each for each in prompts if isinstance(each, int)]
-        return [_require_valid(field, numbers, limits)]
+    if not is_batch(prompts) or not prompts:
+        ids = [each for each in prompts if isinstance(each, int)]
+        return [_require_valid(field, ids, limits)]
     return [
         _require_valid(f"{field}[{index}]", ids, limits)
         for index, ids in enumerate(lists or map(scorer.encode, texts))
     ]
+
+
+def is_batch(prompts: Prompts) -> bool:
+    """Return whether a request has a list of prompts, else only one."""
+    return not isinstance(prompts, str) and not (prompts and isinstance(prompts[0], int))
 
 
 def is_large(prompts: Prompts) -> bool:

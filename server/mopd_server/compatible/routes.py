@@ -11,12 +11,16 @@ from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_server.compatible.body import Body, parse_large
 from mopd_server.compatible.completions_request import CompletionsRequest
 from mopd_server.compatible.completions_response import encode_completions
+from mopd_server.compatible.generate_request import GenerateRequest
+from mopd_server.compatible.generate_response import encode_generate, require_start
 from mopd_server.compatible.models import require_model
 from mopd_server.compatible.prompt_scorer import (
+    Prompts,
     PromptScorer,
     PromptScores,
     PromptsToScore,
     TeacherPromptScorer,
+    is_batch,
     is_large,
     prompts_of,
 )
@@ -68,6 +72,42 @@ async def completions(request: Request, life: Life, service: Service, adapter: A
     )
 
 
+@router.post(
+    "/generate",
+    summary="Score prompts, as SGLang does",
+    response_class=Response,
+    responses=SCORING_PROBLEMS,
+    openapi_extra=json_body(GenerateRequest),
+)
+async def generate(request: Request, life: Life, service: Service, adapter: Adapter) -> Response:
+    """``input_token_logprobs`` has the log-probability of every token of the prompt."""
+    service.require_ready()
+    body = await _body(request, service, GenerateRequest, "input_ids")
+    adapter = require_model(service, adapter, body.lora_path, field="lora_path")
+    field = "text" if body.input_ids is None else "input_ids"
+    prompts: Prompts = body.text if body.input_ids is None else body.input_ids  # pyright: ignore[reportAssignmentType]
+
+    def encode(ids: Sequence[IntArray], topk: Sequence[TopKLogprobs]) -> bytearray:
+        return encode_generate(
+            body.rid or _request_id(),
+            ids,
+            topk,
+            start=body.logprob_start_len,
+            top_k=body.top_k,
+            batch=is_batch(prompts),
+        )
+
+    return await _respond(
+        request,
+        life,
+        service,
+        TeacherPromptScorer(service, adapter),
+        PromptsToScore(field, prompts, "top_logprobs_num", max(body.top_k, 1), 1.0),
+        encode,
+        lambda ids: require_start(body.logprob_start_len, ids),
+    )
+
+
 async def _body(request: Request, service: TeacherService, model: type[Body], field: str) -> Body:
     """Return the body, whose ``field`` may be a long list."""
     return await parsed_body(
@@ -86,11 +126,13 @@ async def _respond(
     scorer: PromptScorer,
     asked: PromptsToScore,
     encode: Callable[[Sequence[IntArray], Sequence[TopKLogprobs]], bytearray],
+    validate: Callable[[Sequence[IntArray]], None] = lambda prompts: None,
 ) -> Response:
     """Score and encode within the limits of the scorer and of the service."""
     prompts = await service.run_in_thread(
         lambda: prompts_of(asked, scorer), large=is_large(asked.prompts)
     )
+    validate(prompts)
     entries = asked.top_k + 1  # the realised token
 
     async def score(admit: Admit, key: str) -> PromptScores:

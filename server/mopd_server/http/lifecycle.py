@@ -110,6 +110,13 @@ class Lifecycle:
         if self.service.silent_seconds > self._liveness_seconds:
             raise unavailable("stalled")
 
+    def require_started(self) -> None:
+        """Raise ServiceError 503 as ``require_alive``, and before a successful warm-up."""
+        service = self.require_loaded()
+        self.require_alive()
+        if not service.warm:
+            raise unavailable("warming_up")
+
     def require_loaded(self) -> TeacherService:
         """Return the service, or raise ServiceError 503 while it loads."""
         if self.service is None:

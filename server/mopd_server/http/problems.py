@@ -116,8 +116,10 @@ async def _on_malformed_body(request: Request, error: Exception) -> JSONResponse
     assert isinstance(error, RequestValidationError)
     model = error.model if isinstance(error, MalformedBodyError) else LogprobsRequest
     problems = [_field_problem(details, model) for details in error.errors()[:_MAX_FIELDS]]
-    messages = [f"{p.field}: found {p.found}, expected {p.expected}" for p in problems]
-    return problem_response(HTTPStatus.BAD_REQUEST, ". ".join(messages), errors=problems)
+    # The branches of a union may expect the same.
+    messages = {f"{p.field}: found {p.found}, expected {p.expected}": p for p in problems}
+    errors = list(messages.values())
+    return problem_response(HTTPStatus.BAD_REQUEST, ". ".join(messages), errors=errors)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:

@@ -212,9 +212,7 @@ class TeacherService:
     ) -> LogprobsResponse:
         """Score every completion of ``request``, for the API key of this name.
 
-        ``adapter`` is a name of ``manifests``.
-
-        ``admit`` is called with the number of prompt and completion tokens before the sequences
+        ``adapter`` is a name of ``manifests``. ``admit`` is called with the number of prompt and completion tokens before the sequences
         are queued, and may raise ServiceError.
 
         Raises:
@@ -257,11 +255,7 @@ class TeacherService:
     ) -> tuple[list[TopKLogprobs], dict[str, float]]:
         """Score valid tasks; return their distributions and the seconds by phase.
 
-        ``admit`` and ``key`` are those of ``score``. Ids of the prompt and the completion are
-        below ``logit_width``; those without a token have no probability.
-
-        Raises:
-            ServiceError: if any task cannot be scored.
+        See ``score``. Ids are below ``logit_width``; those without a token have no probability.
         """
         self.require_ready()
         prompt_tokens = sum(len(task.prompt_ids) for task in tasks)

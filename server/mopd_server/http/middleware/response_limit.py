@@ -50,12 +50,12 @@ class ResponseLimit:
         def reserve(entries: int) -> None:
             nonlocal reserved
             limit = MAX_BINARY_ENTRIES if form.binary else MAX_JSON_ENTRIES
+            name = "in binary" if form.binary else "as JSON"
             if entries > limit:
                 raise ServiceError(
                     HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                     f"the response is too large (found {entries} entries, completion tokens times "
-                    f"top_k, expected at most {limit} {'in binary' if form.binary else 'as JSON'}). "
-                    f"{form.fix}",
+                    f"top_k, expected at most {limit} {name}). {form.fix}",
                 )
             if self._total + entries > MAX_TOTAL_ENTRIES:
                 raise ServiceError(
