@@ -30,11 +30,16 @@ class TopKLogprobs:
     logprobs: FloatArray  # [rows, k], nats
     token_logprobs: FloatArray  # [rows], nats: of the completion's token
     tail_logprobs: FloatArray  # [rows], nats: log of the mass outside the k entries
+    # [rows], 1 + number of likelier ids than the completion's token; None where not computed, and
+    # in responses
+    token_ranks: IntArray | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", frozen_array(self.ids, "int32"))
         for name in ("logprobs", "token_logprobs", "tail_logprobs"):
             object.__setattr__(self, name, frozen_array(getattr(self, name), "float32"))
+        if self.token_ranks is not None:
+            object.__setattr__(self, "token_ranks", frozen_array(self.token_ranks, "int32"))
         self._check_shapes()
         self._check_values()
 
@@ -54,6 +59,7 @@ class TopKLogprobs:
             self.logprobs[part],
             self.token_logprobs[part],
             self.tail_logprobs[part],
+            None if self.token_ranks is None else self.token_ranks[part],
         )
 
     def _check_shapes(self) -> None:
@@ -64,7 +70,8 @@ class TopKLogprobs:
                 f"{self.logprobs.shape}: expected one shape [rows, k]",
                 key="topk_ids",
             )
-        for name in ("token_logprobs", "tail_logprobs"):
+        ranks = () if self.token_ranks is None else ("token_ranks",)
+        for name in ("token_logprobs", "tail_logprobs", *ranks):
             if getattr(self, name).shape != rows:
                 raise DataError(
                     f"{name} has shape {getattr(self, name).shape}, expected {rows}: one a row",

@@ -83,7 +83,8 @@ def _lists(body: bytes, name: bytes) -> tuple[slice, list[slice]] | None:
         elif inside:
             return None
         if depth == 1 and kind == b'"'[0]:
-            named = body[position:end] == name
+            following = body[end : end + 32].lstrip()[:1]
+            named = following == b":" and body[position:end] == name
             if named and whole is not None:
                 return None
     return None if whole is None else (whole, inner)

@@ -32,7 +32,8 @@ def encode_completions(
         name: of the teacher.
         request_id: id of the request.
         prompts: ids of each prompt, [n].
-        scores: row r of each predicts token r + 1 of its prompt, [n - 1, k].
+        scores: row r of each predicts token r + 1 of its prompt, [n - 1, k]. Without ranks, that
+            of a token outside the k entries is written as k + 1, the lowest possible.
         token_ids: add the ids of the prompts.
     """
     total = sum(map(len, prompts))
@@ -62,13 +63,16 @@ def _rows(tokens: IntArray, topk: TopKLogprobs) -> Texts:
     ids = np.concatenate([topk.ids, tokens[:, None]], axis=1)
     logprobs = np.concatenate([topk.logprobs, topk.token_logprobs[:, None]], axis=1)
     columns = ids.shape[1]
+    ranks = np.broadcast_to(np.arange(1, columns + 1), ids.shape).copy()
+    if topk.token_ranks is not None:  # equal ones are in order
+        ranks[:, -1] = np.maximum(topk.token_ranks, columns)
     entries = join_columns(
         ids.shape,
         [
             np.array([b" "] + [b","] * (columns - 1)),
             number_texts(ids, b'"', b'":{"logprob":'),
             *logprob_texts(logprobs),
-            number_texts(np.arange(1, columns + 1), b',"rank":', b"}"),
+            number_texts(ranks, b',"rank":', b"}"),
         ],
     )
     missing = ids < 0

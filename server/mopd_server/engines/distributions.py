@@ -37,6 +37,7 @@ class TruncatedRows:
     logprobs: Tensor  # [rows, k], nats, -inf where missing
     token_logprobs: Tensor  # [rows], nats
     tail_logprobs: Tensor  # [rows], nats
+    token_ranks: Tensor | None = None  # [rows], 1 + number of likelier ids; None for candidates
 
 
 def truncated_rows(
@@ -97,6 +98,7 @@ def select_top_k(logits: Tensor, tokens: Tensor, top_k: int) -> TruncatedRows:
     """
     token = logits.gather(1, tokens[:, None])
     top, ids = top_entries(logits, top_k)
+    ranks = _token_ranks(logits, token, top)
     largest = top[:, :1]
     rest = logits.scatter_(1, ids, -torch.inf)
     # Finite, so that a row without a tail is not NaN.
@@ -112,7 +114,22 @@ def select_top_k(logits: Tensor, tokens: Tensor, top_k: int) -> TruncatedRows:
         top,
         token.sub_(largest).sub_(total)[:, 0],
         tail.sub_(total)[:, 0],
+        ranks,
     )
+
+
+def _token_ranks(logits: Tensor, token: Tensor, top: Tensor) -> Tensor:
+    """Return 1 + the number of logits above ``token`` ``[rows, 1]``.
+
+    On a CPU, only the rows whose token is not among the largest are counted in full.
+    """
+    if logits.device.type != "cpu":
+        return (logits > token).sum(dim=1) + 1
+    ranks = (top > token).sum(dim=1) + 1
+    outside = (token < top[:, -1:])[:, 0].nonzero()[:, 0]
+    if len(outside):
+        ranks[outside] = (logits[outside] > token[outside]).sum(dim=1) + 1
+    return ranks
 
 
 def select_candidates(logits: Tensor, tokens: Tensor, candidates: Tensor) -> TruncatedRows:
@@ -190,11 +207,13 @@ def concatenate(chunks: list[TruncatedRows]) -> TopKLogprobs:
     def column(name: str) -> Tensor:
         return torch.cat([getattr(chunk, name) for chunk in chunks]).cpu()
 
+    ranked = all(chunk.token_ranks is not None for chunk in chunks)
     return TopKLogprobs(
         ids=column("ids").numpy(),
         logprobs=column("logprobs").numpy(),
         token_logprobs=column("token_logprobs").numpy(),
         tail_logprobs=column("tail_logprobs").numpy(),
+        token_ranks=column("token_ranks").int().numpy() if ranked else None,
     )
 
 

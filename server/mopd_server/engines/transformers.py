@@ -271,6 +271,7 @@ def _split(joined: TopKLogprobs, tasks: Sequence[ScoringTask], top_k: int) -> li
                 logprobs=joined.logprobs[rows, :width],
                 token_logprobs=joined.token_logprobs[rows],
                 tail_logprobs=joined.tail_logprobs[rows],
+                token_ranks=None if joined.token_ranks is None else joined.token_ranks[rows],
             )
         )
         start = rows.stop

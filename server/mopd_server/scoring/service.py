@@ -212,8 +212,8 @@ class TeacherService:
     ) -> LogprobsResponse:
         """Score every completion of ``request``, for the API key of this name.
 
-        ``adapter`` is a name of ``manifests``. ``admit`` is called with the number of prompt and completion tokens before the sequences
-        are queued, and may raise ServiceError.
+        ``adapter`` is a name of ``manifests``. ``admit`` is called with the number of prompt and
+        completion tokens before the sequences are queued, and may raise ServiceError.
 
         Raises:
             ServiceError: if any sequence cannot be scored; there are no partial results.

@@ -24,6 +24,10 @@ ARGUMENT = "mopd_rows"
 Head = Callable[[Tensor], Tensor | None]
 
 
+#: Ids ``[rows, k]``, log-probabilities ``[rows, k + 2]`` and ranks ``[rows]``, see ``pop``.
+Arrays = tuple[Tensor, Tensor, Tensor]
+
+
 @dataclass(frozen=True, eq=False)
 class RowRequest:
     """Rows of one sequence: its last ``len(tokens)`` tokens are scored."""
@@ -72,7 +76,7 @@ class ScheduledTokens:
 class _Progress:
     request: RowRequest
     rows: int = 0  # computed, or missing, so far
-    parts: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
+    parts: list[Arrays] = field(default_factory=list[Arrays])
 
     def next_rows(self, tokens: ScheduledTokens) -> range:
         """Return the rows that a step computes, without those of positions that a preempted
@@ -129,17 +133,19 @@ class CompletionRows:
         for members in groups.values():
             self._compute_group(hidden_states, members)
 
-    def pop(self, request_id: str) -> tuple[Tensor, Tensor]:
-        """Remove a sequence; return its ids ``[rows, k]`` and log-probabilities ``[rows, k + 2]``.
+    def pop(self, request_id: str) -> Arrays:
+        """Remove a sequence; return its arrays.
 
-        The columns are those of the completion token, of the ids, and the tail. There are fewer
-        rows than tokens if a cached prefix contained some of their positions.
+        The columns of the log-probabilities are those of the completion token, of the ids, and the
+        tail. The ranks of completion tokens are 0 with candidates. There are fewer rows than tokens
+        if a cached prefix contained some of their positions.
         """
         parts = self._progress.pop(request_id).parts
         if not parts:
-            return torch.empty((0, 0), dtype=torch.int32), torch.empty((0, 2))
-        ids, logprobs = zip(*parts, strict=True)
-        return torch.cat(ids), torch.cat(logprobs)
+            none = torch.empty((0, 0), dtype=torch.int32)
+            return none, torch.empty((0, 2)), none.view(-1)
+        ids, logprobs, ranks = zip(*parts, strict=True)
+        return torch.cat(ids), torch.cat(logprobs), torch.cat(ranks)
 
     def _compute_group(
         self, hidden_states: Tensor, members: Sequence[tuple[ScheduledTokens, range]]
@@ -169,11 +175,12 @@ class CompletionRows:
             self._progress[tokens.request_id].rows = rows.stop
         if not chunks:  # this worker does not receive logits
             return
-        ids, logprobs = _pack(chunks)
+        packed = _pack(chunks)
         start = 0
         for tokens, rows in members:
             part = slice(start, start + len(rows))
-            self._progress[tokens.request_id].parts.append((ids[part], logprobs[part]))
+            ids, logprobs, ranks = (each[part] for each in packed)
+            self._progress[tokens.request_id].parts.append((ids, logprobs, ranks))
             start = part.stop
 
     def _tensor(self, ids: NDArray[np.integer]) -> Tensor:
@@ -184,10 +191,15 @@ def _slice(rows: range) -> slice:
     return slice(rows.start, rows.stop)
 
 
-def _pack(chunks: Sequence[TruncatedRows]) -> tuple[Tensor, Tensor]:
+def _pack(chunks: Sequence[TruncatedRows]) -> Arrays:
     columns = [
         (rows.token_logprobs[:, None], rows.logprobs, rows.tail_logprobs[:, None])
         for rows in chunks
     ]
     ids = torch.cat([rows.ids.to(torch.int32) for rows in chunks])
-    return ids, torch.cat([torch.cat(row, dim=1) for row in columns])
+    ranks = [
+        torch.zeros_like(rows.tail_logprobs) if rows.token_ranks is None else rows.token_ranks
+        for rows in chunks
+    ]
+    logprobs = torch.cat([torch.cat(row, dim=1) for row in columns])
+    return ids, logprobs, torch.cat(ranks).to(torch.int32)

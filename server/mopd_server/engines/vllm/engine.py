@@ -275,7 +275,11 @@ def _keep_arrays() -> bool:
 
     def keep(self: LogprobsProcessor, prompt_logprobs_tensors: LogprobsTensors) -> None:
         tensors = prompt_logprobs_tensors
-        arrays = CompletionArrays(tensors.logprob_token_ids.numpy(), tensors.logprobs.numpy())
+        arrays = CompletionArrays(
+            tensors.logprob_token_ids.numpy(),
+            tensors.logprobs.numpy(),
+            tensors.selected_token_ranks.numpy(),
+        )
         vars(self)["prompt_logprobs"] = arrays
 
     LogprobsProcessor._update_prompt_logprobs = keep  # pyright: ignore[reportPrivateUsage]

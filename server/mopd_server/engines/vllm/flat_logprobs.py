@@ -71,6 +71,7 @@ class CompletionArrays:
 
     ids: Int32  # [rows, k]
     logprobs: Float32  # [rows, k + 2], nats: completion token, ids, tail
+    ranks: Int32  # [rows]: of the completion token; 0 with candidates
 
     def scores(self, rows: int) -> TopKLogprobs | None:
         """Return the scores of ``rows`` completion tokens, None if some were not computed.
@@ -92,6 +93,7 @@ class CompletionArrays:
             logprobs=self.logprobs[:, 1:-1],
             token_logprobs=self.logprobs[:, 0],
             tail_logprobs=self.logprobs[:, -1],
+            token_ranks=self.ranks if self.ranks.all() else None,
         )
 
 

@@ -176,7 +176,7 @@ def _has_parameters(owner: object, method: str, names: list[str]) -> bool:
     return function is not None and [*signature(function).parameters] == names
 
 
-def _output(ids: Tensor, logprobs: Tensor) -> Any:
+def _output(ids: Tensor, logprobs: Tensor, ranks: Tensor) -> Any:
     from vllm.v1.outputs import LogprobsTensors  # pyright: ignore[reportMissingImports]
 
-    return LogprobsTensors(ids, logprobs, torch.empty(0, dtype=torch.int32))  # no ranks
+    return LogprobsTensors(ids, logprobs, ranks)

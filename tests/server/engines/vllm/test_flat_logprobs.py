@@ -141,16 +141,24 @@ def test_invalid_lists_are_an_error(completion: list[int], top_k: int, problem: 
     ],
 )
 def test_invalid_arrays_are_an_error(logprobs: np.ndarray, problem: str) -> None:
-    arrays = CompletionArrays(np.ones((2, 1), np.int32), logprobs.astype(np.float32))
+    arrays = CompletionArrays(
+        np.ones((2, 1), np.int32), logprobs.astype(np.float32), np.ones(2, np.int32)
+    )
     with pytest.raises(ValueError, match=problem):
         arrays.scores(2)
 
 
 def test_arrays_contain_token_entries_and_tail() -> None:
     logprobs = np.array([[-3.0, -0.5, -1.5, -2.0]], dtype=np.float32)
-    arrays = CompletionArrays(np.array([[3, 4]], dtype=np.int32), logprobs)
+    ids, ranks = np.array([[3, 4]], dtype=np.int32), np.array([9], dtype=np.int32)
+    arrays = CompletionArrays(ids, logprobs, ranks)
+    unranked = CompletionArrays(ids, logprobs, np.zeros(1, dtype=np.int32)).scores(1)
+    assert unranked is not None
+    assert unranked.token_ranks is None
     scores = arrays.scores(1)
     assert scores is not None
     assert scores.logprobs.tolist() == [[-0.5, -1.5]]
     assert (scores.token_logprobs[0], scores.tail_logprobs[0]) == (-3.0, -2.0)
+    assert scores.token_ranks is not None
+    assert scores.token_ranks.tolist() == [9]
     assert arrays.scores(2) is None  # a row was not computed
