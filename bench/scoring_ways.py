@@ -52,7 +52,7 @@ class Way(Protocol):
 
 
 class StockServer:
-    """vLLM's server: ``/v1/completions`` with ``prompt_logprobs``, JSON parsed."""
+    """vLLM's server, or a service with its route: ``/v1/completions`` with ``prompt_logprobs``."""
 
     def __init__(self, url: str, http: httpx.AsyncClient, process: psutil.Process) -> None:
         self._url, self._http, self._process = url, http, process
@@ -218,9 +218,10 @@ async def _engine(folder: Path, _: Path, __: Path | None) -> AsyncIterator[dict[
 
 
 def _service(
-    engine: str, *, before: bool = False
+    engine: str, *, before: bool = False, completions: bool = False
 ) -> Callable[[Path, Path, Path | None], AbstractAsyncContextManager[dict[str, Way]]]:
-    name = f"this service with {engine}{', before' if before else ''}"
+    suffix = ", before" if before else ", JSON parsed" if completions else ""
+    name = f"this service with {engine}{suffix}"
 
     @asynccontextmanager
     async def start(
@@ -245,7 +246,13 @@ def _service(
             )
             async with client:
                 await client.wait_until_ready(START_SECONDS)
-                yield {name: Service(client, psutil.Process(process.pid), address)}
+                server = psutil.Process(process.pid)
+                if not completions:
+                    yield {name: Service(client, server, address)}
+                    return
+                limits = httpx.Limits(max_connections=None)
+                async with httpx.AsyncClient(timeout=None, limits=limits) as http:
+                    yield {name: StockServer(address, http, server)}
 
     return start
 
@@ -258,6 +265,8 @@ WAYS: dict[
     "flat": _engine,
     "vllm": _service("vllm"),
     "transformers": _service("transformers"),
+    "vllm-completions": _service("vllm", completions=True),
+    "transformers-completions": _service("transformers", completions=True),
     "vllm-before": _service("vllm", before=True),
     "transformers-before": _service("transformers", before=True),
 }

@@ -6,7 +6,7 @@ longer than other requests may wait.
 
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from mopd_protocol.requests import MOST_SEQUENCES, TokenIds
 from mopd_server.http.body_parts import number_parts, parse_with
@@ -14,7 +14,7 @@ from mopd_server.http.json_scan import tokens
 
 Body = TypeVar("Body", bound=BaseModel)
 
-_IDS: TypeAdapter[list[int]] = TypeAdapter(TokenIds)
+_IDS: TypeAdapter[list[int]] = TypeAdapter(TokenIds, config=ConfigDict(strict=True))
 
 
 def parse_large(model: type[Body], field: str, body: bytes) -> Body:

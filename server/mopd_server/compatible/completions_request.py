@@ -1,15 +1,20 @@
 """The body of ``POST /v1/completions``: vLLM's request for the log-probabilities of prompts."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from mopd_protocol.requests import MOST_SEQUENCES, TokenIds
 from mopd_server.compatible.neutral_fields import (
+    AllTokens,
     EmptyList,
     EmptyObject,
+    IntegerOne,
+    IntegerZero,
     MaxTokens,
+    Null,
     Off,
+    On,
     One,
     Zero,
 )
@@ -24,6 +29,7 @@ class CompletionsRequest(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
+        strict=True,
         json_schema_extra={
             "examples": [{"prompt": [[1, 2, 3]], "max_tokens": 1, "prompt_logprobs": 8}]
         },
@@ -56,31 +62,31 @@ class CompletionsRequest(BaseModel):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
 
-    n: Literal[1] | None = None
-    best_of: Literal[1] | None = None
+    n: IntegerOne = None
+    best_of: IntegerOne = None
     echo: Off = None
     stream: Off = None
-    stream_options: Literal[None] = None
-    logprobs: Literal[None] = None
+    stream_options: Null = None
+    logprobs: Null = None
     stop: EmptyList = None
     stop_token_ids: EmptyList = None
     bad_words: EmptyList = None
     include_stop_str_in_output: Off = None
     logit_bias: EmptyObject = None
-    allowed_token_ids: Literal[None] = None
-    suffix: Literal[None] = None
+    allowed_token_ids: Null = None
+    suffix: Null = None
     top_p: One = None
-    top_k: Literal[-1, 0] | None = None
+    top_k: AllTokens = None
     min_p: Zero = None
-    min_tokens: Literal[0] | None = None
+    min_tokens: IntegerZero = None
     frequency_penalty: Zero = None
     presence_penalty: Zero = None
     repetition_penalty: One = None
     length_penalty: One = None
     use_beam_search: Off = None
-    truncate_prompt_tokens: Literal[None] = None
-    add_special_tokens: Literal[True] | None = None
-    priority: Literal[0] | None = None
-    response_format: Literal[None] = None
-    structured_outputs: Literal[None] = None
+    truncate_prompt_tokens: Null = None
+    add_special_tokens: On | None = None
+    priority: IntegerZero = None
+    response_format: Null = None
+    structured_outputs: Null = None
     return_tokens_as_token_ids: Off = None

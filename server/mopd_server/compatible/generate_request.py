@@ -1,17 +1,28 @@
 """The body of ``POST /generate``: SGLang's request for the log-probabilities of prompts."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mopd_protocol.requests import MOST_SEQUENCES, TokenIds
-from mopd_server.compatible.neutral_fields import EmptyList, MaxTokens, Off, One, Zero
+from mopd_server.compatible.neutral_fields import (
+    AllTokens,
+    EmptyList,
+    IntegerOne,
+    IntegerZero,
+    MaxTokens,
+    Null,
+    Off,
+    On,
+    One,
+    Zero,
+)
 
 
 class SamplingParams(BaseModel):
     """Options of sampling, at the values that have no effect: nothing is generated."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     max_new_tokens: MaxTokens = Field(description="0 or 1: this server scores prompts only")
 
@@ -24,12 +35,12 @@ class SamplingParams(BaseModel):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
 
-    n: Literal[1] | None = None
-    min_new_tokens: Literal[0] | None = None
+    n: IntegerOne = None
+    min_new_tokens: IntegerZero = None
     stop: EmptyList = None
     stop_token_ids: EmptyList = None
     top_p: One = None
-    top_k: Literal[-1] | None = None
+    top_k: AllTokens = None
     min_p: Zero = None
     frequency_penalty: Zero = None
     presence_penalty: Zero = None
@@ -42,6 +53,7 @@ class GenerateRequest(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
+        strict=True,
         json_schema_extra={
             "examples": [
                 {
@@ -62,7 +74,7 @@ class GenerateRequest(BaseModel):
     """The ids of a text, or those of several."""
     text: str | Annotated[list[str], Field(fail_fast=True, max_length=MOST_SEQUENCES)] | None = None
     sampling_params: SamplingParams = Field(description="an object with max_new_tokens 0")
-    return_logprob: Literal[True] = Field(description="true: this server scores prompts only")
+    return_logprob: On = Field(description="true: this server scores prompts only")
     logprob_start_len: int = Field(ge=0, description="the first position to return, such as 0")
     top_logprobs_num: int | None = Field(default=None, ge=0)
     """Most likely tokens per position, in ``input_top_logprobs``."""
@@ -73,9 +85,9 @@ class GenerateRequest(BaseModel):
     log_metrics: bool | None = None
     return_text_in_logprobs: Off = None
     stream: Off = None
-    token_ids_logprob: Literal[None] = None
+    token_ids_logprob: Null = None
     return_hidden_states: Off = None
-    image_data: Literal[None] = None
+    image_data: Null = None
 
     @model_validator(mode="after")
     def _one_prompt(self) -> "GenerateRequest":
