@@ -23,6 +23,7 @@ from mopd_server.engines.base import ScoringTask
 from mopd_server.scoring.service import TeacherService
 from mopd_server.settings import TeacherSettings
 from tests import tiny_models
+from tests.server.compatible.expected_rows import send
 from tests.server.tiny_teachers import get, problem
 
 peft = pytest.importorskip("peft")
@@ -136,10 +137,44 @@ def test_each_adapter_is_a_teacher_at_its_own_address(service: TeacherService) -
     assert len({*ids.values()}) == 3
     cards = get(app, "/v1/models", headers).json()["data"]
     assert [card["id"] for card in cards] == ["base", *(f"teacher.{n}" for n in range(NUMBER))]
+    own = get(app, "/adapters/teacher.1/v1/models", headers).json()["data"]
+    assert [card["id"] for card in own] == ["teacher.1"]
     for path in ("/adapters/teacher.0/v1/manifest", "/adapters/no/v1/manifest"):
         problem(get(app, path), 401, "unauthorized")
     problem(get(app, "/adapters/no/v1/manifest", headers), 404, "not_found")
     problem(get(app, "/adapters/no", headers), 404, "not_found")
+
+
+def test_compatible_routes_score_the_adapter_of_the_path_or_the_field(
+    service: TeacherService,
+) -> None:
+    app = create_app(service)
+    completions = {"prompt": [5, 6, 7], "max_tokens": 1, "prompt_logprobs": 3}
+    generate = {
+        "input_ids": [5, 6, 7],
+        "sampling_params": {"max_new_tokens": 0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    for path, body, field in (
+        ("/v1/completions", completions, "model"),
+        ("/generate", generate, "lora_path"),
+    ):
+
+        def rows(prefix: str = "", path: str = path, **fields: Any) -> Any:
+            response = send(app, prefix + path, fields)
+            assert response.status_code == 200, response.text
+            document = response.json()
+            first = document.get("choices", [document])[0]
+            return first.get("prompt_logprobs") or first["meta_info"]["input_token_logprobs"]
+
+        base, name = rows(**body), "teacher.1"
+        by_path = rows(f"/adapters/{name}", **body)
+        assert by_path != base == rows(**body, **{field: "base"})
+        assert by_path == rows(**body, **{field: name})
+        assert by_path == rows(f"/adapters/{name}", **body, **{field: name})
+        other = send(app, f"/adapters/{name}{path}", {**body, field: "teacher.0"})
+        problem(other, 404, "not_found")
 
 
 @pytest.mark.parametrize("change", ["peft_type", "r", None])

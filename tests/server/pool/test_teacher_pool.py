@@ -22,6 +22,7 @@ from mopd_server.scoring.batching import Batcher
 from mopd_server.scoring.service import TeacherService
 from mopd_server.settings import PoolSettings, TeacherSettings
 from tests import tiny_models
+from tests.server.compatible.expected_rows import send
 from tests.server.tiny_teachers import FAMILIES, get, post_async, problem
 
 BODY: dict[str, Any] = {
@@ -95,6 +96,18 @@ def test_scores_and_manifests_equal_those_of_single_services(
     assert f'mopd_pool_resident{{teacher="{next(iter(folders))}"}}' in metrics
     assert get(app, "/readyz").status_code == 200  # type: ignore[arg-type]
     problem(get(app, "/teachers/none/v1/manifest"), 404, "not_found")  # type: ignore[arg-type]
+
+
+def test_compatible_routes_are_below_the_path_of_each_teacher(folders: dict[str, Path]) -> None:
+    _, app = pooled(folders, 1)
+    body = {"prompt": [5, 6, 7], "max_tokens": 1, "prompt_logprobs": 3}
+    for name in folders:
+        [card] = get(app, f"/teachers/{name}/v1/models").json()["data"]  # type: ignore[arg-type]
+        assert card["id"] == name
+        response = send(app, f"/teachers/{name}/v1/completions", {**body, "model": name})
+        assert response.status_code == 200, response.text
+        assert response.json()["model"] == name
+    problem(send(app, "/v1/completions", body), 404, "not_found")
 
 
 def test_queues_are_emptied_before_a_swap(

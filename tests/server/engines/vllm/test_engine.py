@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ from mopd_server.scoring.tokenizer_loading import ServedTokenizer, load_tokenize
 from mopd_server.settings import TeacherSettings
 from tests import tiny_models
 from tests.reference.flat_logprobs_by_hand import Flat
+from tests.server.compatible.expected_rows import send
 from tests.server.tiny_teachers import get, post, problem, scores_of
 from tests.vllm_marks import needs_vllm
 
@@ -177,6 +179,24 @@ def outputs(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> "list[RequestOutput]
 
 
 @pytest.mark.parametrize("top_k", [1, 4, 64, None])
+def test_compatible_routes_equal_those_of_transformers(pair: Pair) -> None:
+    """Ids without a token are input and scored, and ranks are exact."""
+    rows: list[Any] = []
+    without = np.flatnonzero(~np.isin(np.arange(len(pair.vllm_engine._real_ids)), pair.real_ids))
+    prompts = [[*map(int, pair.real_ids[:70])], [5, int(without[0]), int(without[-1]), 6], [7]]
+    body = {"prompt": prompts, "max_tokens": 1, "prompt_logprobs": 3, "temperature": 0.5}
+    for service in (pair.vllm, pair.transformers):
+        response = send(create_app(service), "/v1/completions", body)
+        assert response.status_code == 200, response.text
+        rows.append([c["prompt_logprobs"] for c in response.json()["choices"]])
+    assert [*map(len, rows[0])] == [70, 4, 1]
+    for ours, expected in zip(*map(chain.from_iterable, rows), strict=True):
+        assert (ours or {}).keys() == (expected or {}).keys()
+        for token, entry in (ours or {}).items():
+            assert entry["rank"] == expected[token]["rank"]
+            assert abs(entry["logprob"] - expected[token]["logprob"]) < 1e-4
+
+
 def test_ragged_sequences_have_equal_scores(top_k: int | None, pair: Pair) -> None:
     tasks = pair.tasks((1, 1), (1, 30), (40, 3), (5, 5), (100, 154), (3, 0), (64, 64), (63, 1))
     k = len(pair.real_ids) if top_k is None else top_k
