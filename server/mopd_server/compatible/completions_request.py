@@ -54,7 +54,7 @@ class CompletionsRequest(BaseModel):
     return_token_ids: bool | None = None
     """Adds ``prompt_token_ids`` to every choice."""
 
-    # Of no effect at any value, because nothing is sampled.
+    # Any value is without an effect, because nothing is sampled.
     user: str | None = None
     request_id: str | None = None
     seed: int | None = None

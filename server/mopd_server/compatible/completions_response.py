@@ -1,4 +1,4 @@
-"""The response of ``POST /v1/completions``, as vLLM writes it."""
+"""The response of ``POST /v1/completions``, in vLLM's form."""
 
 import json
 import time

@@ -26,7 +26,7 @@ class SamplingParams(BaseModel):
 
     max_new_tokens: MaxTokens = Field(description="0 or 1: this server scores prompts only")
 
-    # Of no effect at any value, because nothing is sampled.
+    # Any value is without an effect, because nothing is sampled.
     temperature: float | None = Field(default=None, ge=0)
     """Ignored: the log-probabilities of prompts are those of temperature 1, as in SGLang."""
     sampling_seed: int | None = None
@@ -92,8 +92,8 @@ class GenerateRequest(BaseModel):
     @model_validator(mode="after")
     def _one_prompt(self) -> "GenerateRequest":
         if (self.input_ids is None) == (self.text is None):
-            found = "neither" if self.text is None else "both"
-            raise ValueError(f"found {found}; expected input_ids or text")
+            fields = "neither" if self.text is None else "both"
+            raise ValueError(f"found {fields}; expected input_ids or text")
         return self
 
     @property

@@ -1,4 +1,4 @@
-"""The response of ``POST /generate``, as SGLang writes it."""
+"""The response of ``POST /generate``, in SGLang's form."""
 
 import json
 from collections.abc import Sequence

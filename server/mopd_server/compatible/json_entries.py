@@ -1,6 +1,6 @@
 """JSON of ids and log-probabilities, built as arrays of bytes.
 
-An object for every entry would cost more than the scores, and hold the interpreter's lock while it
+An object for every entry would cost more than the scores, and keep the interpreter's lock while it
 is encoded. Here every entry has the same number of bytes: its parts are columns of an array, and
 shorter numbers follow spaces, which JSON allows between tokens. NumPy fills the columns without the
 lock.

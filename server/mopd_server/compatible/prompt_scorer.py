@@ -29,7 +29,7 @@ AdmitTokens = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class PromptsToScore:
-    """What a request asks for, and the names of its fields for errors."""
+    """Settings of a request, and the names of its fields for errors."""
 
     field: str
     prompts: Prompts
@@ -130,19 +130,19 @@ class TeacherPromptScorer:
         )
 
 
-def prompts_of(asked: PromptsToScore, scorer: PromptScorer) -> list[IntArray]:
+def prompts_of(settings: PromptsToScore, scorer: PromptScorer) -> list[IntArray]:
     """Return the ids of every prompt of a request, each ``[at least 1]``.
 
     Raises:
         ServiceError: 400 for too many entries, no prompts, an empty one or an id outside the
             vocabulary; 413 for a prompt that is too long.
     """
-    limits, field, prompts = scorer.limits, asked.field, asked.prompts
-    if asked.top_k > limits.max_top_k:
+    limits, field, prompts = scorer.limits, settings.field, settings.prompts
+    if settings.top_k > limits.max_top_k:
         raise invalid_field(
-            asked.top_k_field,
-            f"found {asked.top_k}, expected at most {limits.max_top_k} (max_top_k in the manifest "
-            "of this teacher)",
+            settings.top_k_field,
+            f"found {settings.top_k}, expected at most {limits.max_top_k} (max_top_k in the "
+            "manifest of this teacher)",
         )
     if isinstance(prompts, str):
         return [_require_valid(field, scorer.encode(prompts), limits)]

@@ -124,22 +124,22 @@ async def _respond(
     life: Lifecycle,
     service: TeacherService,
     scorer: PromptScorer,
-    asked: PromptsToScore,
+    settings: PromptsToScore,
     encode: Callable[[Sequence[IntArray], Sequence[TopKLogprobs]], bytearray],
     validate: Callable[[Sequence[IntArray]], None] = lambda prompts: None,
 ) -> Response:
     """Score and encode within the limits of the scorer and of the service."""
     prompts = await service.run_in_thread(
-        lambda: prompts_of(asked, scorer), large=is_large(asked.prompts)
+        lambda: prompts_of(settings, scorer), large=is_large(settings.prompts)
     )
     validate(prompts)
-    entries = asked.top_k + 1  # the realised token
+    entries = settings.top_k + 1  # the realised token
 
     async def score(admit: Admit, key: str) -> PromptScores:
         def admit_tokens(prompt_tokens: int, completion_tokens: int) -> None:
             size = RequestSize(
                 len(prompts),
-                asked.top_k,
+                settings.top_k,
                 prompt_tokens,
                 completion_tokens,
                 completion_tokens * entries,
@@ -148,8 +148,8 @@ async def _respond(
 
         return await scorer.score(
             prompts,
-            top_k=asked.top_k,
-            temperature=asked.temperature,
+            top_k=settings.top_k,
+            temperature=settings.temperature,
             admit=admit_tokens,
             key=key,
         )

@@ -55,6 +55,8 @@ class Problem(BaseModel):
     code: str
     """Stable name of the error: ``queue_full``, ``warming_up``, ``malformed``."""
     detail: str
+    message: str
+    """The detail again, for the exceptions of the ``openai`` client."""
     instance: str | None = None
     """Id of the request, as in the header X-Request-Id and in the teacher's log."""
     errors: list[FieldProblem] | None = None
@@ -79,6 +81,7 @@ def problem_response(
         status=status,
         code=code,
         detail=_shorten(detail, _MAX_DETAIL),
+        message=_shorten(detail, _MAX_DETAIL),
         instance=record.id if record else None,
         errors=list(errors) if errors else None,
     )
