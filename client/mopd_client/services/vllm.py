@@ -1,22 +1,25 @@
 """``VllmService``: a teacher served by a stock ``vllm serve``.
 
-Such a server accepts token ids and returns ``prompt_logprobs`` through ``/v1/completions``. Tokens,
-chat template and manifest are made by this client. It supports neither ``candidate_ids`` nor a
-temperature, and its weights are known only by the model's name and the server's version.
+Such a server accepts token ids and returns ``prompt_logprobs`` through ``/v1/completions``, and the
+log-probabilities of chosen ids where it has the route of ``vllm_candidates``. Tokens, chat template
+and manifest are made by this client. It supports no temperature, and its weights are known only by
+the model's name and the server's version.
 """
 
 import asyncio
 import itertools
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
 import httpx
 
+from mopd_client.services import vllm_candidates
 from mopd_client.services.expectation import Expectation
+from mopd_client.services.vllm_handshake import KIND, Handshake, model_card
 from mopd_client.services.vllm_logprobs import topk_of_prompt_logprobs
 from mopd_client.tokenizers.pretrained import load_tokenizer
 from mopd_client.tokenizers.teacher import rejections_of
@@ -43,7 +46,6 @@ from mopd_protocol.samples import TeacherScore
 
 logger = logging.getLogger(__name__)
 
-_KIND = "vLLM server"
 _COMPLETIONS = "/v1/completions"
 
 #: Texts that tokenizers of one family split differently: various scripts, numbers, spaces.
@@ -89,15 +91,28 @@ class VllmService:
     ) -> Manifest:
         """See ``Service``; made from the server's facts and the tokenizer's files.
 
-        Probes check that the server has this tokenizer and accepts this ``top_k``.
+        Probes check that the server has this tokenizer, accepts this ``top_k``, and scores chosen
+        ids.
         """
         tokenizer = await self._load_tokenizer()
-        handshake = _Handshake(connection, replica, deadline_seconds)
-        card = _model_card(connection.teacher, await handshake.get("/v1/models"), self._model)
+        handshake = Handshake(connection, replica, deadline_seconds)
+        card = model_card(connection.teacher, await handshake.get("/v1/models"), self._model)
         version = str((await handshake.get("/version")).get("version", "unknown"))
         top_k = max(self._top_k, 1 if expectation is None else expectation.top_k)
         fingerprint = await self._probe(handshake, card["id"], tokenizer, top_k)
         await self._compare_templates(handshake, card["id"], tokenizer)
+        needs_candidates = expectation is not None and expectation.candidate_ids
+        width = 1 + top_k if needs_candidates else 1  # 1: the completion's token
+        probe = tokenizer.tokenizer.encode(PROBES[0], add_special_tokens=False).ids
+        reason = await vllm_candidates.problem_with_candidates(handshake, card["id"], probe, width)
+        if reason is not None and needs_candidates:
+            raise ConfigError(
+                f"{handshake.subject}: candidate_ids are unsupported (found vLLM {version}: "
+                f"{reason}; expected vLLM 0.32 or later with --enable-scale-out, --max-logprobs "
+                f"{width} or more and its V2 model runner). Start it with these options, use the "
+                "teacher's own top-k, or serve the model with mopd-teacher",
+                key="candidate_ids",
+            )
         self._top_k = top_k
         manifest = Manifest(
             service=connection.teacher,
@@ -114,7 +129,7 @@ class VllmService:
             max_model_len=int(card["max_model_len"]) - 1,  # the server always generates one token
             max_top_k=top_k,
             features=Features(
-                candidate_ids=False,
+                candidate_ids=reason is None,
                 temperature=False,
                 messages=tokenizer.has_chat_template,
                 exact_tails=False,
@@ -133,7 +148,7 @@ class VllmService:
     ) -> LogprobsResponse:
         """See ``Service``; one concurrent HTTP request per sequence."""
         teacher = connection.teacher
-        _require_supported(teacher, request)
+        _require_supported(teacher, request, manifest)
         tokenizer = await self._load_tokenizer()
         with rejections_of(teacher):
             tokens = [tokenizer.tokenize(sequence) for sequence in request.sequences]
@@ -160,7 +175,7 @@ class VllmService:
         return self._tokenizer
 
     async def _probe(
-        self, handshake: "_Handshake", model: str, tokenizer: RequestTokenizer, top_k: int
+        self, handshake: Handshake, model: str, tokenizer: RequestTokenizer, top_k: int
     ) -> str | None:
         """Compare the server's tokenization of ``PROBES``; return its ``system_fingerprint``."""
         body = {
@@ -201,7 +216,7 @@ class VllmService:
         return document.get("system_fingerprint")
 
     async def _compare_templates(
-        self, handshake: "_Handshake", model: str, tokenizer: RequestTokenizer
+        self, handshake: Handshake, model: str, tokenizer: RequestTokenizer
     ) -> None:
         """Warn if the server renders messages differently, which may be intended."""
         if not tokenizer.has_chat_template:
@@ -227,12 +242,12 @@ class VllmService:
         top_k: int,
         manifest: Manifest,
     ) -> tuple[TeacherScore, str]:
+        if tokens.candidate_ids:
+            return await self._score_candidates(connection, tokenizer, tokens, manifest)
         token_ids = tokens.token_ids
-        body = json.dumps(_completion_request(manifest.model, token_ids, top_k)).encode()
-        response = await connection.post(_COMPLETIONS, body)
-        # In a thread, because the JSON has megabytes and would block other requests.
-        document = await asyncio.to_thread(connection.json_object, response, kind=_KIND)
-        try:
+        body = _completion_request(manifest.model, token_ids, top_k)
+        response, document = await _post(connection, _COMPLETIONS, body)
+        with _invalid_responses(connection, response, "prompt_logprobs"):
             [choice] = document["choices"]
             topk = await asyncio.to_thread(
                 topk_of_prompt_logprobs,
@@ -242,55 +257,66 @@ class VllmService:
                 k=top_k,
                 known=tokenizer.table.present,
             )
-        except (DataError, KeyError, TypeError, ValueError) as error:
-            raise InvalidResponseError(
-                f"teacher {connection.teacher!r} at {response.url}: invalid response: {error}",
-                status=response.status_code,
-                key="prompt_logprobs",
-            ) from error
-        score = TeacherScore(self._manifest_id(document, manifest), tokens.completion, topk)
-        return score, response.extensions["url"]
+        known = self._manifests.get(document.get("system_fingerprint"))
+        manifest_id = _manifest_id(document, known, manifest)
+        return TeacherScore(manifest_id, tokens.completion, topk), response.extensions["url"]
 
-    def _manifest_id(self, document: dict[str, Any], manifest: Manifest) -> str:
-        """Return the manifest id of the responding server, by its model and fingerprint."""
-        model, fingerprint = document.get("model"), document.get("system_fingerprint")
-        known = self._manifests.get(fingerprint)
-        if known is not None and model == known.model:
-            return known.manifest_id
-        changes = {"model": str(model), "engine_version": str(fingerprint)}
-        return manifest.model_copy(update=changes).manifest_id
-
-
-@dataclass(frozen=True)
-class _Handshake:
-    """Requests of a handshake with one replica."""
-
-    connection: Connection
-    replica: Replica
-    deadline_seconds: float | None
-
-    @property
-    def subject(self) -> str:
-        """Subject of error messages."""
-        return f"teacher {self.connection.teacher!r} at {self.replica.url}"
-
-    async def get(self, path: str) -> dict[str, Any]:
-        """Return the JSON object at a path."""
-        return self.document(
-            await self.connection.send_to_replica(
-                self.replica, path, deadline_seconds=self.deadline_seconds
+    async def _score_candidates(
+        self,
+        connection: Connection,
+        tokenizer: RequestTokenizer,
+        tokens: TokenizedSequence,
+        manifest: Manifest,
+    ) -> tuple[TeacherScore, str]:
+        """Score the candidates, again without the server's cache if it has the completion."""
+        assert tokens.candidate_ids is not None
+        ids = vllm_candidates.scored_ids(tokens.completion.token_ids, tokens.candidate_ids)
+        for read_cache in (True, False):
+            body = vllm_candidates.candidates_request(
+                manifest.model, tokens.token_ids, ids, read_cache=read_cache
             )
-        )
+            response, document = await _post(connection, vllm_candidates.PATH, body)
+            if document.get(vllm_candidates.MATRIX) is not None:
+                break
+        with _invalid_responses(connection, response, vllm_candidates.MATRIX):
+            topk = vllm_candidates.topk_of_matrix(
+                document[vllm_candidates.MATRIX], ids, all_ids=int(tokenizer.table.present.sum())
+            )
+        # These responses have no fingerprint.
+        manifest_id = _manifest_id(document, manifest, manifest)
+        return TeacherScore(manifest_id, tokens.completion, topk), response.extensions["url"]
 
-    async def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        """Send a POST of JSON and return the response, 200 or not."""
-        return await self.connection.send_to_replica(
-            self.replica, path, body=body, deadline_seconds=self.deadline_seconds
-        )
 
-    def document(self, response: httpx.Response) -> dict[str, Any]:
-        """Return the JSON object of a successful response."""
-        return self.connection.json_object(self.connection.require_ok(response), kind=_KIND)
+async def _post(
+    connection: Connection, path: str, body: dict[str, Any]
+) -> tuple[httpx.Response, dict[str, Any]]:
+    response = await connection.post(path, json.dumps(body).encode())
+    # In a thread, because the JSON has megabytes and would block other requests.
+    return response, await asyncio.to_thread(connection.json_object, response, kind=KIND)
+
+
+@contextmanager
+def _invalid_responses(
+    connection: Connection, response: httpx.Response, key: str
+) -> Generator[None]:
+    try:
+        yield
+    except (DataError, KeyError, TypeError, ValueError) as error:
+        raise InvalidResponseError(
+            f"teacher {connection.teacher!r} at {response.url}: invalid response: {error}",
+            status=response.status_code,
+            key=key,
+        ) from error
+
+
+def _manifest_id(document: dict[str, Any], known: Manifest | None, expected: Manifest) -> str:
+    """Return the manifest id of the responding server, by its model and fingerprint."""
+    model = document.get("model")
+    if known is not None and model == known.model:
+        return known.manifest_id
+    fingerprint = document.get("system_fingerprint")
+    changes = {"model": str(model), "engine_version": str(fingerprint)}
+    return expected.model_copy(update=changes).manifest_id
 
 
 def _completion_request(model: str, prompt: Sequence[int | str], top_k: int) -> dict[str, Any]:
@@ -303,36 +329,14 @@ def _completion_request(model: str, prompt: Sequence[int | str], top_k: int) -> 
     }
 
 
-def _model_card(teacher: str, models: dict[str, Any], name: str | None) -> dict[str, Any]:
-    """Return the server's entry of the model."""
-    try:
-        cards = {str(card["id"]): card for card in models["data"]}
-        name = next(iter(cards)) if name is None and len(cards) == 1 else name
-        if name in cards and int(cards[name]["max_model_len"]) > 1:
-            return cards[name]
-    except (KeyError, TypeError, ValueError) as error:
-        raise InvalidResponseError(
-            f"teacher {teacher!r}: max_model_len not found in the list of models ({error!r}). "
-            f"Check that this address is a {_KIND}",
-            status=HTTPStatus.OK,
-            key="max_model_len",
-        ) from error
-    expected = "one model, or a name" if name is None else repr(name)
-    raise ConfigError(
-        f"teacher {teacher!r}: model not found on the server (found "
-        f"{', '.join(sorted(cards)) or 'none'}, expected {expected}). Set the teacher's model to a "
-        "served name",
-        key="model",
-    )
-
-
-def _require_supported(teacher: str, request: LogprobsRequest) -> None:
-    """Raise TeacherError on ``candidate_ids`` or a temperature other than 1."""
+def _require_supported(teacher: str, request: LogprobsRequest, manifest: Manifest) -> None:
+    """Raise TeacherError on a temperature other than 1, or on unsupported ``candidate_ids``."""
     candidates = any(sequence.candidate_ids is not None for sequence in request.sequences)
-    if request.temperature != 1.0 or candidates:
-        feature = "candidate_ids" if candidates else f"temperature {request.temperature:g}"
+    unsupported = candidates and not manifest.features.candidate_ids
+    if request.temperature != 1.0 or unsupported:
+        feature = "candidate_ids" if unsupported else f"temperature {request.temperature:g}"
         raise TeacherError(
-            f"teacher {teacher!r}: unsupported {feature} on a {_KIND}. Serve the model with "
+            f"teacher {teacher!r}: unsupported {feature} on this {KIND}. Serve the model with "
             "mopd-teacher",
             status=HTTPStatus.BAD_REQUEST,
             key=feature.partition(" ")[0],

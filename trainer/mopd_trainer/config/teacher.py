@@ -59,7 +59,8 @@ class TeacherConfig(Settings):
     """The service to start, for ``placement: ray``."""
     kind: Literal["mopd", "openai"] = "mopd"
     """``mopd``: a ``mopd-teacher serve``; ``openai``: a stock ``vllm serve`` (start it with
-    ``--max-logprobs`` of at least ``top_k``)."""
+    ``--max-logprobs`` of at least ``top_k``; for ``support: student_topk``, ``top_k`` + 1, and with
+    ``--enable-scale-out``)."""
     tokenizer: Incidental[str | None] = None
     """``openai``: folder or hub name of the served model's tokenizer."""
     model: Incidental[str | None] = None
@@ -257,12 +258,6 @@ class TeacherConfig(Settings):
                 "support",
                 f"loss '{loss.type}' uses rows without a student top-k (found 'student_topk', "
                 "expected loss topk_kl, or ctkd with span_rows 'first')",
-            )
-        if self.kind == "openai":
-            raise invalid(
-                "support",
-                "a stock vLLM server returns its top-k only (found 'student_topk'). Set it to "
-                "'teacher_topk', or serve the model with mopd-teacher.",
             )
         return self
 
