@@ -1,11 +1,14 @@
-"""Stock vLLM server without a model, with the routes and JSON of vLLM 0.32.
+"""Stock vLLM server without a model, with the routes and JSON of vLLM 0.32 and 0.33.
 
-Its distributions are random, normalised, and depend on all preceding tokens.
+Its distributions are random, normalised, and depend on all preceding tokens, or are those of
+``distribution``. ``test_stock_vllm`` compares its errors with a vLLM's.
 """
 
+import base64
+import io
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +18,10 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 COMPLETIONS = "/v1/completions"
+GENERATE = "/inference/v1/generate"
 FINGERPRINT = "vllm-0.32.0-c24d2e65"
+#: Tokens of one entry of the prefix cache.
+BLOCK = 16
 
 
 @dataclass
@@ -29,6 +35,10 @@ class ScriptedVllm:
     max_logprobs: int = 20
     fingerprint: str | None = FINGERPRINT
     returns_token_ids: bool = True
+    scale_out: bool = False  # --enable-scale-out
+    v2_runner: bool = True  # needs Triton
+    distribution: Callable[[Sequence[int]], NDArray[np.floating]] | None = None
+    cached: set[tuple[int, ...]] = field(default_factory=set[tuple[int, ...]])  # prefixes
     template: tuple[str, str] = ("<|user|>", "<|assistant|>")  # before and after a user's message
     scripts: dict[str, deque[httpx.Response]] = field(
         default_factory=dict[str, deque[httpx.Response]]
@@ -61,11 +71,14 @@ class ScriptedVllm:
             "/v1/models": self._models,
             "/tokenize": lambda: self._tokenize(body),
             COMPLETIONS: lambda: self._complete(body),
+            GENERATE: lambda: self._generate(body),
         }
         return routes[path]() if path in routes else _error(404, "Not Found")
 
     def row(self, before: Sequence[int]) -> NDArray[np.float64]:
         """Return log-probabilities of the token after ``before``, [width]."""
+        if self.distribution is not None:
+            return self.distribution(before).astype(np.float64)
         logits = np.random.default_rng([1, *before]).normal(size=self.width) * 3
         return logits - np.log(np.exp(logits).sum())
 
@@ -121,6 +134,68 @@ class ScriptedVllm:
             },
         )
 
+    def _generate(self, body: Any) -> httpx.Response:
+        """Score ids as vLLM's V2 model runner; positions of the prefix cache are not computed."""
+        if not self.scale_out:
+            return _error(
+                403,
+                "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to "
+                "enable them.",
+            )
+        if body["model"] != self.model:
+            return _error(404, f"The model `{body['model']}` does not exist.")
+        prompt, sampling = body["token_ids"], body["sampling_params"]
+        ids, start = sampling["prompt_logprob_token_ids"], sampling["prompt_logprob_start"]
+        if problem := self._problem(prompt, ids, start):
+            return _error(400, problem)
+        ends = [len(prompt) // BLOCK * BLOCK - BLOCK * n for n in range(len(prompt) // BLOCK)]
+        hits = [end for end in ends if end < len(prompt) and tuple(prompt[:end]) in self.cached]
+        self.cached |= {tuple(prompt[:end]) for end in ends}
+        matrix = None
+        if sampling["skip_reading_prefix_cache"] or max(hits, default=0) <= start:
+            values = np.full((len(ids), max(map(len, ids))), -np.inf, dtype=np.float32)
+            for row, chosen in enumerate(ids):
+                distribution = self.row(prompt[: start + 1 + row])
+                for column, token_id in enumerate(chosen):
+                    if token_id >= 0:
+                        values[row, column] = distribution[token_id]
+            matrix = encoded(values)
+        document = {"model": self.model, "prompt_logprobs": None, "choices": []}
+        return httpx.Response(200, json={**document, "prompt_token_id_logprobs": matrix})
+
+    def _problem(self, prompt: list[int], ids: list[list[int]], start: int) -> str | None:
+        width, rows = max(map(len, ids), default=0), len(prompt) - 1 - start
+        highest = max((token_id for row in ids for token_id in row), default=0)
+        if not self.v2_runner:
+            return (
+                "prompt_logprob_token_ids requires the V2 model runner "
+                "(VLLM_USE_V2_MODEL_RUNNER=1). (parameter=prompt_logprob_token_ids)"
+            )
+        if not width:
+            return (
+                "prompt_logprob_token_ids must be a non-empty integer array of shape "
+                "[num_rows, num_ids]. (parameter=prompt_logprob_token_ids, value=list)"
+            )
+        if width > self.max_logprobs:
+            return (
+                f"Requested {width} token ids per row in prompt_logprob_token_ids, which is "
+                f"greater than max allowed: {self.max_logprobs}. Set max_logprobs "
+                f"(--max-logprobs) to at least {width}. "
+                f"(parameter=prompt_logprob_token_ids, value={width})"
+            )
+        if highest >= self.width:
+            return (
+                "prompt_logprob_token_ids contain out-of-vocab token ids (-1 pads a row). "
+                f"Vocabulary size: {self.width}"
+            )
+        if len(ids) != rows:
+            return (
+                f"prompt_logprob_token_ids has {len(ids)} rows, but the prompt has {rows} scored "
+                "rows (prompt_len - 1 - prompt_logprob_start). "
+                f"(parameter=prompt_logprob_token_ids, value={len(ids)})"
+            )
+        return None
+
     def _prompt_logprobs(self, prompt: Sequence[int], k: int) -> list[Any]:
         """Return the prompt's token and the k most likely, without duplicates, per position."""
         entries: list[Any] = [None]
@@ -142,6 +217,13 @@ class ScriptedVllm:
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def encoded(matrix: NDArray[Any]) -> str:
+    """Return the field of a response with these log-probabilities."""
+    file = io.BytesIO()
+    np.save(file, matrix)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def _error(status: int, message: str) -> httpx.Response:

@@ -53,7 +53,6 @@ def test_error_policies(policy: str) -> None:
         ({"tokenizer": "x"}, "tokenizer"),
         ({"kind": "openai"}, "tokenizer"),
         ({**STOCK, "temperature": 0.5}, "temperature"),
-        ({**STOCK, "support": "student_topk"}, "support"),
         ({"support": "student_topk", "loss": {"type": "alm"}}, "support"),
         ({"support": "full", "loss": {"type": "topk_kl"}}, "support"),
         ({"placement": "ray"}, "serve"),
