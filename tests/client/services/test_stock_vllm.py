@@ -1,7 +1,8 @@
 """A stock vLLM server and a mopd service return the same scores of one model."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from mopd_protocol.requests import ControlToken, SequenceRequest
 from mopd_protocol.samples import Message
 from mopd_server.app import create_app
 from tests import tiny_models
+from tests.client.scripted_vllm import GENERATE, ScriptedVllm
+from tests.interpreted_triton import interpreting_environment
 from tests.ports import free_port
 from tests.processes import interpreter, line_with
 from tests.server.tiny_teachers import teacher_of
@@ -66,13 +69,28 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
     """A running ``vllm serve`` of the model."""
+    with serving(folder) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def scale_out_url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A running ``vllm serve`` that scores chosen ids, with 32 tokens in a block of its cache."""
+    pytest.importorskip("triton")
+    environment = interpreting_environment(tmp_path_factory.mktemp("triton"))
+    with serving(folder, "--enable-scale-out", "--block-size", "32", **environment) as address:
+        yield address
+
+
+@contextmanager
+def serving(folder: Path, *more_options: str, **environment: str) -> Generator[str]:
     port = free_port()
     options = (
         f"--model {folder} --served-model-name tiny --host 127.0.0.1 --port {port} "
         f"--dtype float32 --enforce-eager --max-model-len 128 --max-logprobs {TOP_K}"
     )
-    server = ["vllm.entrypoints.openai.api_server", *options.split()]
-    with interpreter(*server, VLLM_CPU_KVCACHE_SPACE="1") as process:
+    server = ["vllm.entrypoints.openai.api_server", *options.split(), *more_options]
+    with interpreter(*server, VLLM_CPU_KVCACHE_SPACE="1", **environment) as process:
         line_with(process, "Application startup complete")
         assert process.stdout is not None
         threading.Thread(target=process.stdout.read, daemon=True).start()  # or the pipe fills
@@ -140,3 +158,84 @@ async def test_a_stock_server_renders_messages_like_the_client(url, folder, capl
     async with stock(url, folder) as client:
         await client.handshake()
     assert "chat template differs" not in caplog.text
+
+
+async def test_a_stock_server_without_the_option_does_not_score_chosen_ids(url, folder):
+    async with stock(url, folder) as client:
+        assert not (await client.handshake()).features.candidate_ids
+        with pytest.raises(ConfigError, match="--enable-scale-out") as caught:
+            await client.handshake(Expectation(top_k=4, candidate_ids=True))
+    assert caught.value.key == "candidate_ids"
+
+
+@pytest.mark.nightly
+async def test_chosen_ids_have_the_scores_of_a_mopd_service(scale_out_url, folder):
+    """Twice, as the second time a part of each sequence is in the server's prefix cache."""
+    draw = np.random.default_rng(0)
+    prompt = draw.integers(100, 400, 65).tolist()
+    sequences = [
+        SequenceRequest(
+            prompt_token_ids=prompt,
+            completion_token_ids=draw.integers(100, 400, 40).tolist(),
+            candidate_ids=[
+                draw.choice(419, size, replace=False).tolist()
+                for size in draw.integers(0, TOP_K, 40)
+            ],
+        )
+        for _ in range(2)
+    ]
+    teacher = teacher_of(model(), tiny_models.digit_tokenizer())
+    transport = httpx.ASGITransport(create_app(teacher.service))
+    service = VllmService(str(folder))
+    async with (
+        TeacherClient("math", [scale_out_url], service=service, verify=1) as vllm,
+        TeacherClient("math", ["http://mopd"], transport=transport) as mopd,
+        httpx.AsyncClient(base_url=scale_out_url) as http,
+    ):
+        await vllm.handshake(Expectation(top_k=TOP_K - 1, candidate_ids=True))
+        expected_scores = await mopd.score(sequences, top_k=1)
+        for _ in range(2):
+            scores = [s for each in sequences for s in await vllm.score([each], top_k=1)]
+            for score, expected in zip(scores, expected_scores, strict=True):
+                width = score.topk.k
+                assert score.topk.ids.tolist() == expected.topk.ids[:, :width].tolist()
+                np.testing.assert_allclose(
+                    score.topk.logprobs, expected.topk.logprobs[:, :width], atol=1e-5
+                )
+                np.testing.assert_allclose(
+                    score.topk.token_logprobs, expected.topk.token_logprobs, atol=1e-5
+                )
+                np.testing.assert_allclose(
+                    np.exp(score.topk.tail_logprobs), np.exp(expected.topk.tail_logprobs), atol=1e-5
+                )
+        hits = (await http.get("/metrics")).text.partition("vllm:prefix_cache_hits_total{")[2]
+    assert vllm.counters.spot_checks >= 4
+    assert float(hits.split()[1]) >= 64  # of the second completion's prompt
+
+
+@pytest.mark.nightly
+async def test_the_scripted_server_has_the_errors_of_a_stock_server(scale_out_url, folder):
+    tokenizer = tiny_models.digit_tokenizer()
+    scripted = ScriptedVllm(
+        tokenizer.backend_tokenizer, width=len(tokenizer), model="tiny", scale_out=True
+    )
+    rows: dict[str, Any] = {
+        "rows": [[8]],
+        "width": [[8] * (TOP_K + 1)] * 2,
+        "empty": [[], []],
+        "none": [[8], [9, -1]],
+    }
+    async with httpx.AsyncClient(base_url=scale_out_url) as http:
+        for name, ids in rows.items():
+            sampling = {
+                "max_tokens": 1,
+                "prompt_logprob_token_ids": ids,
+                "prompt_logprob_start": 2,
+                "skip_reading_prefix_cache": True,
+            }
+            body = {"model": "tiny", "token_ids": [5, 6, 7, 8, 9], "sampling_params": sampling}
+            actual = await http.post(GENERATE, json=body)
+            expected = scripted.respond(httpx.Request("POST", f"http://x{GENERATE}", json=body))
+            assert actual.status_code == expected.status_code == (200 if name == "none" else 400)
+            if name != "none":
+                assert actual.json()["error"]["message"] == expected.json()["error"]["message"]
