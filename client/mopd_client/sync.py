@@ -1,23 +1,19 @@
 """``SyncTeacherClient``: a teacher client for scripts and notebooks, without ``await``."""
 
-import asyncio
-import threading
-import weakref
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Self, Unpack
 
 from pydantic import ValidationError
 
 from mopd_client.services.expectation import Expectation
 from mopd_client.teacher_client import ClientOptions, TeacherClient
+from mopd_client.transport.background_loop import BackgroundLoop
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.request_tokenizer import TeacherTokenizer
 from mopd_protocol.requests import ControlToken, LogprobsDtype, SequenceRequest
 from mopd_protocol.samples import Message, TeacherScore
-
-T = TypeVar("T")
 
 
 class SyncTeacherClient:
@@ -40,12 +36,7 @@ class SyncTeacherClient:
         self, url: str | Sequence[str], *, name: str = "teacher", **options: Unpack[ClientOptions]
     ) -> None:
         self._client = TeacherClient(name, [url] if isinstance(url, str) else url, **options)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=_run_loop, args=(self._loop, self._client), name=f"teacher {name}", daemon=True
-        )
-        self._thread.start()
-        self._stop = weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+        self._loop = BackgroundLoop(f"teacher {name}", self._client.aclose)
 
     def wait_until_ready(self, deadline_seconds: float) -> None:
         """Wait until every replica is ready to score.
@@ -53,15 +44,15 @@ class SyncTeacherClient:
         Raises:
             TeacherError: if a replica is not ready within ``deadline_seconds``.
         """
-        self._run(self._client.wait_until_ready(deadline_seconds))
+        self._loop.run(self._client.wait_until_ready(deadline_seconds))
 
     def handshake(self, expectation: Expectation | None = None) -> Manifest:
         """Return the teacher's manifest; see ``TeacherClient.handshake``."""
-        return self._run(self._client.handshake(expectation))
+        return self._loop.run(self._client.handshake(expectation))
 
     def tokenizer(self) -> TeacherTokenizer:
         """Return the teacher's tokenizer; see ``TeacherClient.tokenizer``."""
-        return self._run(self._client.tokenizer())
+        return self._loop.run(self._client.tokenizer())
 
     def score(
         self,
@@ -113,7 +104,7 @@ class SyncTeacherClient:
         logprobs_dtype: LogprobsDtype = "float32",
     ) -> list[TeacherScore]:
         """Score several completions in one request; see ``TeacherClient.score``."""
-        return self._run(
+        return self._loop.run(
             self._client.score(
                 sequences, top_k=top_k, temperature=temperature, logprobs_dtype=logprobs_dtype
             )
@@ -121,9 +112,7 @@ class SyncTeacherClient:
 
     def close(self) -> None:
         """Close the connections and stop the thread; a second call has no effect."""
-        self._stop()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._loop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -135,19 +124,3 @@ class SyncTeacherClient:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _run(self, call: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(call, self._loop)
-        try:
-            return future.result()
-        finally:
-            future.cancel()  # after a KeyboardInterrupt; no effect on a finished call
-
-
-def _run_loop(loop: asyncio.AbstractEventLoop, client: TeacherClient) -> None:
-    """Serve the loop until stopped, then close the client and the loop."""
-    try:
-        loop.run_forever()
-        loop.run_until_complete(client.aclose())
-    finally:
-        loop.close()
