@@ -13,6 +13,10 @@ LogprobsDtype = Literal["float32", "float16"]
 #: Header of responses to scoring requests: ``body_hash`` of the body that was scored.
 REQUEST_HEADER = "Mopd-Request"
 
+#: Header of scoring requests of other trainers: ``tail`` if the loss counts the mass outside the
+#: entries, ``token`` if it uses the sampled tokens' log-probabilities only, else the loss's name.
+LOSS_HEADER = "Mopd-Loss"
+
 
 def body_hash(body: bytes | bytearray) -> str:
     """Return 32 hex digits over the body of a request; detects changes on its way, not forgery."""

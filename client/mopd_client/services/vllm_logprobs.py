@@ -27,7 +27,7 @@ def topk_of_prompt_logprobs(
     *,
     first: int,
     k: int,
-    known: NDArray[np.bool_],
+    known: NDArray[np.bool_] | None,
 ) -> TopKLogprobs:
     """Return the rows that predict ``token_ids[first:]``.
 
@@ -37,7 +37,7 @@ def topk_of_prompt_logprobs(
         entries: one per token of ``token_ids``.
         first: position of the first completion token, at least 1.
         k: requested number of entries.
-        known: bool [ids], True for ids with a token.
+        known: bool [ids], True for ids with a token; None if all have one.
 
     Raises:
         DataError: on missing entries or invalid numbers.
@@ -58,7 +58,7 @@ def topk_of_prompt_logprobs(
         best = _most_likely(candidates, token_id, k, known)
         ids[row, : len(best)] = [best_id for best_id, _ in best]
         logprobs[row, : len(best)] = [logprob for _, logprob in best]
-    tails = tail_logprobs(logprobs, all_ids=int(known.sum()))
+    tails = tail_logprobs(logprobs, all_ids=None if known is None else int(known.sum()))
     return TopKLogprobs(
         ids,
         logprobs.astype(np.float32),
@@ -67,17 +67,17 @@ def topk_of_prompt_logprobs(
     )
 
 
-def tail_logprobs(logprobs: NDArray[np.float64], *, all_ids: int) -> NDArray[np.float64]:
+def tail_logprobs(logprobs: NDArray[np.float64], *, all_ids: int | None) -> NDArray[np.float64]:
     """Return the log of the mass outside the entries [rows, k] in nats, [rows], in float64.
 
     The entries are float32, which does not resolve a smaller tail: a tail with ids is at least the
     resolution, because no id is impossible.
 
     Args:
-        all_ids: number of ids.
+        all_ids: number of ids; None if unknown, and more than k.
     """
     outside = 1.0 - np.exp(logprobs).sum(axis=1)
-    complete = (logprobs > -np.inf).sum(axis=1) >= all_ids
+    complete = (logprobs > -np.inf).sum(axis=1) >= (all_ids or np.inf)
     with np.errstate(divide="ignore"):
         return np.log(np.where(complete, 0.0, np.clip(outside, _RESOLUTION, 1.0)))
 
@@ -102,7 +102,7 @@ def _number(value: Any) -> float:
 
 
 def _most_likely(
-    candidates: Mapping[int, float], token_id: int, k: int, known: NDArray[np.bool_]
+    candidates: Mapping[int, float], token_id: int, k: int, known: NDArray[np.bool_] | None
 ) -> list[tuple[int, float]]:
     """Return the k most likely entries, without the prompt's token if it is the (k + 1)-th."""
     if len(candidates) > k + 1:
@@ -114,5 +114,5 @@ def _most_likely(
     return [
         (entry, logprob)
         for entry, logprob in ranked
-        if logprob > -inf and 0 <= entry < len(known) and known[entry]
+        if logprob > -inf and (known is None or (0 <= entry < len(known) and known[entry]))
     ]

@@ -1,0 +1,1 @@
+"""Teacher services for the trainers of other projects: ``trl`` and ``verl``."""
