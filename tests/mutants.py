@@ -33,8 +33,8 @@ TABLE = ROOT / "tests" / "mutants.toml"
 IMPORT_FOLDERS = ("", "protocol", "server", "client", "losses", "trainer")
 # The tests that each tier runs, as a mark expression (see the Makefile).
 TIERS = {
-    "test": "smoke or not (process or slow or vllm or nightly or packaging or gpu or npu)",
-    "test-all": "not (nightly or packaging or gpu or npu)",
+    "test": "smoke or not (process or slow or vllm or nightly or packaging or gpu or npu or doors)",
+    "test-all": "not (nightly or packaging or gpu or npu or doors)",
 }
 # Only ends a test that hangs because of its fault.
 TIMEOUT_SECONDS = 240

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 #: Marks of tests that may start a Python process.
-_PROCESS_MARKS = frozenset({"process", "smoke", "slow", "vllm", "packaging", "nightly"})
+_PROCESS_MARKS = frozenset({"process", "smoke", "slow", "vllm", "packaging", "nightly", "doors"})
 _PROCESS_FIXTURES = frozenset({"broker"})
 _PYTHON_PROGRAMS = ("python", "mopd", "torchrun", "ray")
 
