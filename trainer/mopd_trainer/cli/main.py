@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
 from mopd_protocol.errors import MopdError, message_of
-from mopd_trainer.cli import align, doctor, projection, results, run
+from mopd_trainer.cli import align, doctor, projection, results, run, score
 from mopd_trainer.interruption import Interrupted
 
 EXAMPLES = """\
@@ -20,6 +20,7 @@ examples:
   mopd train run.yaml max_steps=10 teachers.math.top_k=32
   mopd train run.yaml resume_from_checkpoint=true
   torchrun --nproc-per-node 2 -m mopd train run.yaml student.sharding=fsdp
+  mopd score data.jsonl --teacher http://localhost:8101 --output scores
   mopd evaluate runs/two-families/final run.yaml
   mopd watch runs/two-families               live curves and completions in a browser
   mopd report runs/two-families runs/other   the same page as a file; two runs side by side
@@ -76,6 +77,7 @@ def _parser(extend: Callable[[AddCommand], None] | None) -> argparse.ArgumentPar
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     run.add_parsers(commands)
     doctor.add_parser(commands)
+    score.add_parser(commands)
     results.add_parsers(commands)
     if extend is not None:
         extend(commands.add_parser)

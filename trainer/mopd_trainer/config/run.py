@@ -25,6 +25,7 @@ from mopd_trainer.config.student import LoraConfig, StudentConfig
 from mopd_trainer.config.teacher import (
     ScoreCacheConfig,
     TeacherConfig,
+    require_reference_answers,
     require_revisions,
     require_valid_fallbacks,
     student_topk,
@@ -146,6 +147,7 @@ class RunConfig(Settings):
                 "data.source to 'answers' and student.distill_loss_weight to 0.",
             )
         require_valid_fallbacks(self.teachers)
+        require_reference_answers(self.teachers, self.data.rollout_share)
         if self.score_cache is not None:
             require_revisions(self.teachers)
         return self
@@ -298,10 +300,12 @@ class RunConfig(Settings):
                     known = ", ".join(sorted(self.contacted_teachers)) or "no teacher"
                     problem = f"unknown teacher (found {teacher!r}, expected {known})"
                     raise invalid(key, problem)
-                if self.teachers[teacher].support == "full":
+                settings = self.teachers[teacher]
+                if settings.support == "full" or settings.placement == "stored":
+                    cause = "support 'full'" if settings.support == "full" else "stored scores"
                     raise invalid(
                         key,
-                        f"teacher {teacher!r} has support 'full' and cannot generate. Name the "
+                        f"teacher {teacher!r} has {cause} and cannot generate. Name the "
                         "other teachers in evaluation.teachers, or set it to false.",
                     )
         return self
@@ -370,7 +374,8 @@ class RunConfig(Settings):
         """Return the teachers that are evaluated on a set of ``evaluation.sets``."""
         if self.evaluation is None:
             return ()
-        return self.evaluation.teachers_of(name, tuple(self.contacted_teachers))
+        running = (n for n, each in self.contacted_teachers.items() if each.placement != "stored")
+        return self.evaluation.teachers_of(name, tuple(running))
 
     @property
     def maximizes_best_metric(self) -> bool:

@@ -24,6 +24,8 @@ _FALLBACK = "fallback:"
 _NOT_STARTED = "http://not-started-yet"
 #: URL of a teacher in the trainer's process.
 _IN_THIS_PROCESS = "http://in-this-process"
+#: URL of a teacher whose scores are stored.
+_STORED = "http://stored-scores"
 
 
 class ServeConfig(Settings):
@@ -50,11 +52,15 @@ class TeacherConfig(Settings):
 
     url: Incidental[tuple[str, ...]] = Field(min_length=1)
     """URL of the service, or a list of the URLs of its replicas."""
-    placement: Incidental[Literal["url", "ray", "local"]] = "url"
+    placement: Incidental[Literal["url", "ray", "local", "stored"]] = "url"
     """``url``: a running service. ``ray``: a service that the run starts with ``serve``, restarts
     after a crash, and stops at the end. ``local``: ``model`` in the trainer's process, with a copy
     on each rank; it is offloaded to the CPU during sampling and training, and loaded on ``device``
-    for scoring, one local teacher at a time; needs ``rollout.scoring: after_rollout``."""
+    for scoring, one local teacher at a time; needs ``rollout.scoring: after_rollout``. ``stored``:
+    no teacher; its scores of the reference answers are read from ``scores``."""
+    scores: Incidental[Path | None] = None
+    """Folder of ``mopd score``, for ``placement: stored``, which it implies. A ``url`` is then not
+    contacted."""
     serve: Incidental[ServeConfig | None] = None
     """The service to start, for ``placement: ray``."""
     kind: Literal["mopd", "openai"] = "mopd"
@@ -138,9 +144,10 @@ class TeacherConfig(Settings):
             return values
         if isinstance(values.get("loss"), str):
             values = {**values, "loss": {"type": values["loss"]}}
-        placeholder = {"ray": _NOT_STARTED, "local": _IN_THIS_PROCESS}.get(
-            str(values.get("placement"))
-        )
+        if values.get("scores") is not None:
+            values = {"placement": "stored", **values}
+        placements = {"ray": _NOT_STARTED, "local": _IN_THIS_PROCESS, "stored": _STORED}
+        placeholder = placements.get(str(values.get("placement")))
         if placeholder is not None:
             values = {"url": [placeholder], **values}
         if isinstance(values.get("url"), str):
@@ -164,6 +171,18 @@ class TeacherConfig(Settings):
                 "serve",
                 f"must be set if and only if placement is 'ray' (found placement "
                 f"{self.placement!r}, serve {'not set' if self.serve is None else 'set'})",
+            )
+        if (self.placement == "stored") != (self.scores is not None):
+            raise invalid(
+                "scores",
+                f"must be set if and only if placement is 'stored' (found placement "
+                f"{self.placement!r}, scores {'not set' if self.scores is None else 'set'})",
+            )
+        if self.placement == "stored" and self.control is not None:
+            raise invalid(
+                "control",
+                f"not available with stored scores, which are of the data's own prompts (found "
+                f"{self.control!r}). Remove it, or use a running teacher.",
             )
         if self.support == "full" and not (self.local and isinstance(self.loss, TopKKlConfig)):
             raise invalid(
@@ -329,6 +348,22 @@ def require_revisions(teachers: Mapping[str, TeacherConfig]) -> None:
                 f"teachers.{name}.revision",
                 "required with score_cache, because a stock vLLM server does not identify its "
                 "weights. Set a name for the weights.",
+            )
+
+
+def require_reference_answers(teachers: Mapping[str, TeacherConfig], rollout_share: float) -> None:
+    """Check that stored scores are used for reference answers only.
+
+    Raises:
+        ConfigError: for a share of prompts that the student completes.
+    """
+    for name, teacher in teachers.items():
+        if teacher.placement == "stored" and rollout_share > 0:
+            raise invalid(
+                f"teachers.{name}.placement",
+                "'stored' has scores of reference answers, not of the student's samples (found an "
+                f"on-policy fraction of {rollout_share:g}, expected 0). Set data.source to "
+                "'answers', or use a running teacher.",
             )
 
 

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from math import inf
 from sys import float_info
@@ -51,19 +51,19 @@ def read_prompts(
             one. ``key`` is ``file`` or ``file:row``. Empty prompts are counted first.
         MissingPackageError: as ``read_rows``.
     """
-    path, known = config.prompts, sorted(teachers)
+    path = config.prompts
     bad: dict[int, str] = {}
     empty = 0
     prompts: list[Prompt] = []
-    for number, row in read_rows(config):
-        try:
-            prompts.append(_prompt(row, len(prompts), config, known, keep_rows))
-        except LineError as error:
-            bad[number] = f"{path}:{number}: {error}. {_fix(error, config, section)}"
-            if isinstance(error, EmptyPromptError):
-                empty += 1
-            elif config.on_bad_line == "fail":
-                raise DataError(bad[number], key=f"{path}:{number}") from error
+    for number, each in _prompts_or_errors(config, teachers, keep_rows=keep_rows):
+        if isinstance(each, Prompt):
+            prompts.append(each)
+            continue
+        bad[number] = f"{path}:{number}: {each}. {_fix(each, config, section)}"
+        if isinstance(each, EmptyPromptError):
+            empty += 1
+        elif config.on_bad_line == "fail":
+            raise DataError(bad[number], key=f"{path}:{number}") from each
     if bad and config.on_bad_line == "fail":
         first = next(iter(bad))
         skip = f", or set {section}.on_bad_line=skip" if section == "data" else ""
@@ -86,6 +86,38 @@ def read_prompts(
             f"{path}: no prompts found, expected one JSON object per line", key=str(path)
         )
     return prompts
+
+
+def stream_prompts(config: DataConfig, teachers: Iterable[str]) -> Iterator[tuple[int, Prompt]]:
+    """Yield the number of each row, from 1, and its prompt, without loading the data at once.
+
+    With ``on_bad_line: skip``, invalid rows are not yielded. Arguments as ``read_prompts``.
+
+    Raises:
+        DataError: for a missing file, and for the first invalid row.
+        MissingPackageError: as ``read_rows``.
+    """
+    path = config.prompts
+    for number, each in _prompts_or_errors(config, teachers):
+        if isinstance(each, Prompt):
+            yield number, each
+        elif config.on_bad_line == "fail":
+            fix = _fix(each, config, "data")
+            raise DataError(f"{path}:{number}: {each}. {fix}", key=f"{path}:{number}") from each
+
+
+def _prompts_or_errors(
+    config: DataConfig, teachers: Iterable[str], *, keep_rows: bool = False
+) -> Iterator[tuple[int, Prompt | LineError]]:
+    known, index = sorted(teachers), 0
+    for number, row in read_rows(config):
+        try:
+            prompt = _prompt(row, index, config, known, keep_rows)
+        except LineError as error:
+            yield number, error
+        else:
+            index += 1
+            yield number, prompt
 
 
 def _fix(error: LineError, config: DataConfig, section: str) -> str:

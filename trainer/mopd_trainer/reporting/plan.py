@@ -98,6 +98,8 @@ def _teacher_facts(
     where = ", ".join(settings.url) + ("" if teacher.path is None else f" through {teacher.path}")
     if settings.local:
         where = f"{settings.model} in this process, offloaded during sampling and training"
+    if settings.placement == "stored":
+        where = f"{settings.scores}, stored scores"
     support = {
         "teacher_topk": f"the teacher's top {settings.top_k}",
         "student_topk": f"the student's top {settings.top_k}",
@@ -195,7 +197,9 @@ def _volume_line(config: RunConfig, prompts: Sequence[Prompt]) -> Text:
     # An estimate: teachers may need more or fewer tokens than the student.
     shares = Counter(name for prompt in prompts for name in prompt.teachers)
     services = {
-        name: teacher for name, teacher in config.scoring_teachers.items() if not teacher.local
+        name: teacher
+        for name, teacher in config.scoring_teachers.items()
+        if teacher.placement in ("url", "ray")
     }
     wire = sum(
         scored

@@ -1,6 +1,7 @@
 """Connect to the teachers of a run: handshakes, tokenizers, projections."""
 
 import asyncio
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,9 @@ from mopd_trainer.config.teacher import ScoreCacheConfig, TeacherConfig
 from mopd_trainer.student.identity import StudentIdentity
 from mopd_trainer.teachers.local.client import LocalTeacher, TeacherLock
 from mopd_trainer.teachers.local.manifest import device_kind
+from mopd_trainer.teachers.stored.client import StoredTeacher
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +113,8 @@ def teacher_pool(
         {
             name: LocalTeacher(name, config, lock, device=device_kind(config.device or device))
             if config.local
+            else StoredTeacher(name, config)
+            if config.placement == "stored"
             else _client(name, config, cache, seed)
             for name, config in configs.items()
         }
@@ -168,15 +174,29 @@ async def connect_teachers(
     for name, config in configs.items():
         _require_model(name, config, manifests[name])
     tokenizers = await asyncio.gather(*[pool.client(name).tokenizer() for name in configs])
-    return {
-        name: replace(
-            teacher_of(
-                name, config, manifests[name], tokenizer, student, cache, loss=losses.get(name)
-            ),
-            path=pool.client(name).path,
+    teachers: dict[str, Teacher] = {}
+    for (name, config), tokenizer in zip(configs.items(), tokenizers, strict=True):
+        client = pool.client(name)
+        teacher = teacher_of(
+            name, config, manifests[name], tokenizer, student, cache, loss=losses.get(name)
         )
-        for (name, config), tokenizer in zip(configs.items(), tokenizers, strict=True)
-    }
+        if isinstance(client, StoredTeacher) and client.student != student.table.fingerprint:
+            teacher = _without_lookaheads(teacher)
+        teachers[name] = replace(teacher, path=client.path)
+    return teachers
+
+
+def _without_lookaheads(teacher: Teacher) -> Teacher:
+    """Return a teacher whose stored scores have no lookaheads for this student."""
+    if not teacher.lookaheads:
+        return teacher
+    logger.warning(
+        "teacher %r: the stored scores have no lookaheads for this student, so that loss "
+        "'prefix_kl' is computed without; mopd score --student stores them",
+        teacher.name,
+    )
+    loss = teacher.config.loss.model_copy(update={"lookaheads": 0})
+    return replace(teacher, config=teacher.config.model_copy(update={"loss": loss}))
 
 
 def teacher_of(
@@ -216,7 +236,7 @@ def _require_model(name: str, config: TeacherConfig, manifest: Manifest) -> None
     Raises:
         TeacherMismatchError: if another model is served; ``key`` is the setting.
     """
-    if config.local or config.kind != "mopd":
+    if config.placement in ("local", "stored") or config.kind != "mopd":
         return
     expected = {"model": config.model, "revision": config.revision}
     matches = {

@@ -19,11 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from mopd_client.score_store import ScoreKey, Shard, load_shard
-from mopd_client.tokenizers.teacher import teacher_tokenizer
 from mopd_losses.core.loss import Lookahead
 from mopd_protocol.errors import CheckpointError
-from mopd_protocol.manifest import Manifest
-from mopd_protocol.request_tokenizer import TeacherTokenizer
 from mopd_protocol.requests import LogprobsRequest
 from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.runtime.atomic_file import remove_leftovers, replacing
@@ -31,11 +28,11 @@ from mopd_protocol.samples import Prompt, Rollout, TeacherScore
 from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_trainer.config.fingerprint import RunIdentity
 from mopd_trainer.config.run import RunConfig
-from mopd_trainer.config.teacher import TeacherConfig
 from mopd_trainer.data.examples import AlignedScore, TrainingExample
 from mopd_trainer.run_folder.disk_errors import disk_errors
 from mopd_trainer.run_folder.recordings.recorded_lookaheads import load_lookaheads, lookahead_arrays
 from mopd_trainer.teachers.connect import Teacher
+from mopd_trainer.teachers.stored.facts import TeacherFacts, scoring_options
 
 logger = logging.getLogger(__name__)
 
@@ -235,22 +232,9 @@ class Recording:
         """Names of the teachers."""
         return list(self._facts["teachers"])
 
-    def scoring_options(self, teacher: str) -> JSON:
-        """Return the options with which a teacher scored."""
-        return self._facts["teachers"][teacher]["options"]
-
-    def manifest(self, teacher: str) -> Manifest:
-        """Return a teacher's manifest."""
-        return Manifest.parse(self._facts["teachers"][teacher]["manifest"])
-
-    def tokenizer(self, teacher: str) -> TeacherTokenizer:
-        """Return a teacher's tokenizer.
-
-        Raises:
-            TeacherError: if it is not the manifest's.
-        """
-        text = self._facts["teachers"][teacher]["tokenizer"]
-        return teacher_tokenizer(teacher, self.manifest(teacher), text)
+    def teacher(self, name: str) -> TeacherFacts:
+        """Return a teacher's manifest, tokenizer and scoring options."""
+        return TeacherFacts.parse(self._facts["teachers"][name])
 
     def read(
         self, step: int, prompts: Sequence[Prompt], student: TokenTable
@@ -283,26 +267,14 @@ class Recording:
         ]
 
 
-def scoring_options(config: TeacherConfig) -> JSON:
-    """Return the teacher's settings that affect its scores."""
-    return {
-        "top_k": config.top_k,
-        "support": config.support,
-        "temperature": config.scored_temperature,
-    }
-
-
 def step_path(folder: Path, step: int) -> Path:
     """Return the file of a step, counted from 1."""
     return folder / f"step-{step:08d}.safetensors"
 
 
 def _teacher_facts(teacher: Teacher) -> JSON:
-    return {
-        "manifest": teacher.manifest.model_dump(mode="json"),
-        "tokenizer": teacher.tokenizer.tokenizer.to_str(),
-        "options": scoring_options(teacher.config),
-    }
+    text = teacher.tokenizer.tokenizer.to_str()
+    return TeacherFacts(teacher.manifest, text, scoring_options(teacher.config)).plain()
 
 
 def _sample(key: str, example: TrainingExample, arrays: Arrays) -> JSON:

@@ -10,10 +10,11 @@ from mopd_trainer.config.run import RunConfig
 from mopd_trainer.data.examples import AlignedScore, TrainingExample
 from mopd_trainer.metrics.step_metrics import Metrics
 from mopd_trainer.metrics.timers import StepTimer
-from mopd_trainer.run_folder.recordings.recording import RecordedScore, Recording, scoring_options
+from mopd_trainer.run_folder.recordings.recording import RecordedScore, Recording
 from mopd_trainer.student.identity import StudentIdentity
 from mopd_trainer.teachers.connect import Teacher, teacher_of
 from mopd_trainer.teachers.scoring import aligned, input_for
+from mopd_trainer.teachers.stored.facts import scoring_options
 
 
 class Replay:
@@ -99,17 +100,9 @@ class Replay:
                 key=f"teachers.{name}",
             )
         settings = config.scoring_teachers[name]
-        recorded = self._recording.scoring_options(name)
-        for key, value in scoring_options(settings).items():
-            if recorded[key] != value:
-                raise ConfigError(
-                    f"teachers.{name}.{key} differs from the recording (found {value!r}, expected "
-                    f"{recorded[key]!r}). Set the recorded value, or record again",
-                    key=f"teachers.{name}.{key}",
-                )
-        manifest = self._recording.manifest(name)
-        tokenizer = self._recording.tokenizer(name)
-        return teacher_of(name, settings, manifest, tokenizer, student, cache)
+        facts = self._recording.teacher(name)
+        facts.require_options(name, scoring_options(settings), "the recording")
+        return teacher_of(name, settings, facts.manifest, facts.tokenizer(name), student, cache)
 
     def _align(self, recorded: RecordedScore, rollout: Rollout) -> AlignedScore | None:
         teacher, score = self.teachers[recorded.teacher], recorded.score

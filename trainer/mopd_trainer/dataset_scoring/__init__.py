@@ -1,0 +1,1 @@
+"""Score a data set once: ``mopd score``."""
