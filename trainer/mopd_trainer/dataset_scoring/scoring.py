@@ -153,6 +153,7 @@ class DatasetScorer:
         self.progress = Progress()
         self._waiting: deque[tuple[_Block, asyncio.Task[Captured]]] = deque()
         self._pending: set[str] = set()  # digests of blocks that are not stored
+        self._read = 0  # rows
         self._stored: set[str] = set()  # of blocks that were stored after the last look-up
 
     async def run(self, show: Callable[[Progress], object] = lambda progress: None) -> Progress:
@@ -184,6 +185,7 @@ class DatasetScorer:
                 await start(block)
             while self._waiting:
                 await self._store_first(show)
+        self.progress.rows = self._read
         show(self.progress)
         return self.progress
 
@@ -194,6 +196,7 @@ class DatasetScorer:
             self._stored.clear()
             known = self._folder.stored([key for row in rows for key in row.keys.values()])
             for row in rows:
+                self._read = row.number
                 if not self._pending:
                     self.progress.rows = row.number
                 new = {

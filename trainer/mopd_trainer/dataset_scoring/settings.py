@@ -99,6 +99,7 @@ def _run(
         "max_steps": 1,
         "data": {"prompts": str(data), "source": "answers"},
         "student": {"model": "none"},
+        "rollout": {"max_new_tokens": 1},
         "teachers": teachers,
     }
     return load_run(parse_run(values, source="mopd score"), overrides)
