@@ -25,6 +25,9 @@ from mopd_trainer.teachers.stored.folder import ScoreFolder
 from tests.client.scripted_teacher import ENCODER, TABLE, TOKENIZER_JSON, manifest
 
 URL = "http://127.0.0.1:9"
+MANIFEST = manifest()
+MANIFEST_ID = MANIFEST.manifest_id
+TOKENIZER = TeacherTokenizer(Tokenizer.from_str(TOKENIZER_JSON), TABLE, ENCODER)
 
 
 class FakeTeacher:
@@ -52,10 +55,10 @@ class FakeTeacher:
         pass
 
     async def handshake(self, expectation: Expectation | None = None) -> Manifest:
-        return manifest()
+        return MANIFEST
 
     async def tokenizer(self) -> TeacherTokenizer:
-        return TeacherTokenizer(Tokenizer.from_str(TOKENIZER_JSON), TABLE, ENCODER)
+        return TOKENIZER
 
     async def score(
         self,
@@ -73,26 +76,22 @@ class FakeTeacher:
             if status is not None:
                 raise TeacherError(f"teacher: refused with {status}", status=status)
         self.sent += sequences
-        tokenizer = await self.tokenizer()
-        return [_score(tokenizer, each, top_k) for each in sequences]
+        return [self.score_of(each, top_k) for each in sequences]
+
+    def score_of(self, sequence: SequenceRequest, top_k: int) -> TeacherScore:
+        """Return the score of one sequence."""
+        completion = TOKENIZER.completion(sequence)
+        text = sequence.model_dump_json().encode()
+        seed = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest())
+        rows = len(completion)
+        logits = np.sin(np.arange(rows * (top_k + 1)) * 0.7 + seed).reshape(rows, -1)
+        logprobs = np.sort(logits - np.log(np.exp(logits).sum(1, keepdims=True)))[:, ::-1]
+        ids = np.tile(np.arange(10, 10 + top_k), (rows, 1))
+        topk = TopKLogprobs(ids, logprobs[:, :-1], logprobs[:, -1] - 1, logprobs[:, -1])
+        return TeacherScore(MANIFEST_ID, completion, topk)
 
     async def aclose(self) -> None:
         pass
-
-
-def _score(tokenizer: TeacherTokenizer, sequence: SequenceRequest, top_k: int) -> TeacherScore:
-    completion = tokenizer.completion(sequence)
-    text = sequence.model_dump_json().encode()
-    seed = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest())
-    rows = len(completion)
-    logits = np.sin(np.arange(rows * (top_k + 1)) * 0.7 + seed).reshape(rows, -1)
-    logprobs = np.sort(logits - np.log(np.exp(logits).sum(1, keepdims=True)))[:, ::-1]
-    ids = np.tile(np.arange(10, 10 + top_k), (rows, 1))
-    return TeacherScore(
-        manifest().manifest_id,
-        completion,
-        TopKLogprobs(ids, logprobs[:, :-1], logprobs[:, -1] - 1, logprobs[:, -1]),
-    )
 
 
 def job_of(data: Path, output: Path, *overrides: str, **options: Any) -> ScoringJob:
@@ -102,7 +101,7 @@ def job_of(data: Path, output: Path, *overrides: str, **options: Any) -> Scoring
 
 def facts_of(job: ScoringJob) -> dict[str, TeacherFacts]:
     return {
-        name: TeacherFacts(manifest(), TOKENIZER_JSON, request_options(each))
+        name: TeacherFacts(MANIFEST, TOKENIZER_JSON, request_options(each))
         for name, each in job.teachers.items()
     }
 
@@ -110,13 +109,11 @@ def facts_of(job: ScoringJob) -> dict[str, TeacherFacts]:
 async def score(job: ScoringJob, teacher: FakeTeacher, *, concurrency: int = 3) -> Progress:
     """Score all rows with one teacher."""
     folder = ScoreFolder.create(job.output, facts_of(job), None)
-    clients = {name: CapturingClient(name, teacher, manifest()) for name in job.teachers}
+    clients = {name: CapturingClient(name, teacher, MANIFEST) for name in job.teachers}
     for client in clients.values():
         client.folder = folder
-    manifests = {name: manifest() for name in job.teachers}
-    scorer = DatasetScorer(
-        job, TeacherPool(clients), manifests, folder, concurrency=concurrency
-    )
+    manifests = dict.fromkeys(job.teachers, MANIFEST)
+    scorer = DatasetScorer(job, TeacherPool(clients), manifests, folder, concurrency=concurrency)
     try:
         return await scorer.run()
     finally:

@@ -5,18 +5,23 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+from mopd_protocol.requests import SequenceRequest
 from mopd_trainer.dataset_scoring.requests import count_rows
 from tests.trainer.dataset_scoring.fake_teacher import FakeTeacher, job_of, score
 
+SCORE = FakeTeacher().score_of(SequenceRequest(prompt="1 + 1 =", completion="2"), 4)
 
-class ForgetfulTeacher(FakeTeacher):
-    """A teacher that does not keep what it was sent."""
 
-    def __setattr__(self, name: str, value: object) -> None:
-        super().__setattr__(name, [] if name == "sent" else value)
+class FastTeacher(FakeTeacher):
+    """A teacher with one score, which does not keep what it was sent."""
+
+    async def score(self, sequences: Sequence[SequenceRequest], **options: Any) -> Any:
+        return [SCORE] * len(sequences)
 
 
 def peak_bytes(rows: int, folder: Path) -> int:
@@ -28,8 +33,9 @@ def peak_bytes(rows: int, folder: Path) -> int:
             file.write(json.dumps({"prompt": f"{at} + 1 =", "completion": f"{at + 1}"}) + "\n")
     job = job_of(path, folder / "scores")
     assert count_rows(job) == rows
-    done = asyncio.run(score(job, ForgetfulTeacher(), concurrency=8))
-    assert done.rows == rows and done.scored == rows - rows // 10
+    done = asyncio.run(score(job, FastTeacher(), concurrency=8))
+    assert done.rows == rows
+    assert done.scored == rows - rows // 10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

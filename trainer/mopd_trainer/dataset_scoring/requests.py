@@ -39,6 +39,7 @@ def read_rows(
         DataError: for an invalid row; ``key`` is ``file:row``.
     """
     options = {name: _options(each) for name, each in job.teachers.items()}
+    manifest_ids = {name: manifests[name].manifest_id for name in job.teachers}
     weights = {} if job.routes else dict.fromkeys(job.teachers, 1.0)
     for number, prompt in stream_prompts(job.data, job.routes):
         if weights:
@@ -55,7 +56,7 @@ def read_rows(
                 request = request.model_copy(update={"chat_template_kwargs": variables})
             requests[name] = request
         keys = {
-            name: ScoreKey.of(manifests[name].manifest_id, options[name], request)
+            name: ScoreKey.of(manifest_ids[name], options[name], request)
             for name, request in requests.items()
         }
         yield Row(number, prompt, requests, keys, rollout)
