@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,13 @@ class Accesses:
     """The number of an access, and the signal that the process sends itself before it."""
     alarm_seconds: float
     """The time after which an alarm ends the process; 0 for never."""
+    prepare: Callable[[], object] | None = None
+    """Called in the process."""
 
     def __call__(self) -> None:
         """Install the audit hook and the alarm in this process."""
+        if self.prepare is not None:
+            self.prepare()
         self._count = 0
         self._descriptor = os.open(self.counter, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         sys.addaudithook(self._audit)
@@ -55,6 +59,7 @@ def run_mopd(
     kill_before: int | None = None,
     alarm_seconds: float = 0.0,
     signal_before: tuple[int, int] | None = None,
+    prepare: Callable[[], object] | None = None,
 ) -> Ended:
     """Run ``mopd`` to its end.
 
@@ -63,6 +68,7 @@ def run_mopd(
         kill_before: the number of the access before which the process kills itself.
         alarm_seconds: the time after which an alarm ends it; 0 for never.
         signal_before: the number of an access, and the signal that it sends itself then.
+        prepare: called in the process before it starts; a function of a module.
     """
     if kill_before is not None:
         signal_before = (kill_before, signal.SIGKILL)
@@ -73,7 +79,7 @@ def run_mopd(
         *arguments,
         stdout=log.with_suffix(".stdout"),
         stderr=log,
-        before=Accesses(str(folder), counter, signal_before, alarm_seconds),
+        before=Accesses(str(folder), counter, signal_before, alarm_seconds, prepare),
     )
     try:
         status = program.wait()

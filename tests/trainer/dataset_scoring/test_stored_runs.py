@@ -1,18 +1,21 @@
 """Runs on stored scores, ``mopd score`` killed at random moments, its check and its exports."""
 
-import json
+import shutil
 import signal
+import sqlite3
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mopd_client.request_parts import LIMITS
 from mopd_client.score_store import Shard, load_shard
 from mopd_trainer.cli.main import main
 from tests.trainer.dataset_scoring.fake_teacher import shards
-from tests.trainer.forked_runs import run_mopd
+from tests.trainer.forked_runs import Ended, run_mopd
 from tests.trainer.runs import run_values, write_lines
 from tests.trainer.whole_runs import assert_same_weights, journal, run_here
 
@@ -79,22 +82,33 @@ def test_training_on_stored_scores_is_training_on_live_ones_bit_for_bit(
     assert recorded[0] == recorded[1]
 
 
+def small_blocks() -> None:
+    """Four rows a shard."""
+    LIMITS["sequences"] = 4
+
+
 def test_a_job_killed_at_random_moments_writes_the_same_shards(
     tmp_path: Path, scored: Callable[..., list[str]]
 ) -> None:
-    whole = tmp_path / "whole" / "scores"
-    ended = run_mopd(scored(whole), folder=whole)
+    def run(output: Path, **how: Any) -> Ended:
+        output.parent.mkdir(exist_ok=True)
+        return run_mopd(scored(output), folder=output, prepare=small_blocks, **how)
+
+    whole, output = (tmp_path / name / "scores" for name in ("whole", "killed"))
+    ended = run(whole)
     assert ended.status == 0, ended.output
+    assert len(shards(whole)) > 10
     random = np.random.default_rng(53)
-    output = tmp_path / "killed" / "scores"
-    output.parent.mkdir()
     kills = 0
-    for before in random.integers(1, ended.touches, 5):
-        killed = run_mopd(scored(output), folder=output, kill_before=int(before))
-        kills += killed.status == -signal.SIGKILL
-    resumed = run_mopd(scored(output), folder=output)
+    while kills < 5:  # what is left to do, and thus to kill, becomes less and less
+        killed = run(output, kill_before=int(random.integers(10, ended.touches // 3)))
+        if killed.status == 0:
+            shutil.rmtree(output)
+            continue
+        assert killed.status == -signal.SIGKILL, killed.output
+        kills += 1
+    resumed = run(output)
     assert resumed.status == 0, resumed.output
-    assert kills
     assert shards(output) == shards(whole)
 
 
@@ -115,9 +129,6 @@ def test_the_check_agrees_until_a_score_is_changed(
 
 def change_a_score(output: Path) -> None:
     """Add one nat to the likeliest entry of a stored row."""
-    import sqlite3
-    from dataclasses import replace
-
     path = next((output / "scores").rglob("*.safetensors"))
     shard = load_shard(path)
     score = shard.scores[0]
@@ -149,7 +160,3 @@ def test_an_export_is_refused_for_another_vocabulary(
     assert ended.value.code == 2
     assert str(models["student"]) in capsys.readouterr().err
     assert not (output / f"{form}.jsonl").exists()
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
