@@ -34,17 +34,17 @@ class FakeTeacher:
     """A ``ScoringClient`` whose distributions are a function of the text.
 
     Args:
-        refused: completion -> HTTP status of the requests that have it.
+        rejected: completion -> HTTP status of the requests that have it.
         fail_after: sequences after which the teacher fails.
     """
 
     def __init__(
-        self, *, refused: dict[str, int] | None = None, fail_after: int | None = None
+        self, *, rejected: dict[str, int] | None = None, fail_after: int | None = None
     ) -> None:
         self.sent: list[SequenceRequest] = []
         self.requests = 0
         self.counters = Counters()
-        self._refused = refused or {}
+        self._rejected = rejected or {}
         self._fail_after = fail_after
 
     @property
@@ -72,9 +72,9 @@ class FakeTeacher:
         if self._fail_after is not None and len(self.sent) + len(sequences) > self._fail_after:
             raise TeacherError("teacher: it fell silent")
         for each in sequences:
-            status = self._refused.get(str(each.completion))
+            status = self._rejected.get(str(each.completion))
             if status is not None:
-                raise TeacherError(f"teacher: refused with {status}", status=status)
+                raise TeacherError(f"teacher: rejected with {status}", status=status)
         self.sent += sequences
         return [self.score_of(each, top_k) for each in sequences]
 

@@ -18,7 +18,7 @@ SCORE = FakeTeacher().score_of(SequenceRequest(prompt="1 + 1 =", completion="2")
 
 
 class FastTeacher(FakeTeacher):
-    """A teacher with one score, which does not keep what it was sent."""
+    """A teacher with one score, without a list of requests."""
 
     async def score(self, sequences: Sequence[SequenceRequest], **options: Any) -> Any:
         return [SCORE] * len(sequences)

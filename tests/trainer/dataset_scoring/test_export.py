@@ -45,7 +45,7 @@ def exported(tmp_path: Path, student: str) -> Callable[..., Any]:
 
 
 def scores_of(tmp_path: Path) -> list[Any]:
-    """Return what the teacher says about each row."""
+    """Return the teacher's score of each row."""
     job = job_of(tmp_path / "data.jsonl", tmp_path / "scores", top_k=K)
     rows = read_rows(job, {"teacher": MANIFEST})
     return [FakeTeacher().score_of(row.requests["teacher"], K) for row in rows]
@@ -95,17 +95,17 @@ async def test_trl_compares_a_position_with_its_own_token(
             assert ids[prompt + at, :K].tolist() == expected.topk.ids[at].tolist()
 
 
-async def test_refused_rows_are_left_out_and_unscored_ones_are_an_error(
+async def test_rejected_rows_are_skipped_and_unscored_ones_are_an_error(
     tmp_path: Path, exported: Callable[..., Any], student: str
 ) -> None:
-    assert len(await exported("trl", refused={"4": 413})) == 2
+    assert len(await exported("trl", rejected={"4": 413})) == 2
     data = write_lines(tmp_path / "more.jsonl", [*LINES, {"prompt": "?", "completion": "new"}])
     with pytest.raises(DataError) as caught:
         export(data, tmp_path / "scores", "trl", student)
     assert caught.value.key == f"{data}:5"
 
 
-async def test_a_student_of_another_vocabulary_is_refused(
+async def test_a_student_of_another_vocabulary_is_rejected(
     tmp_path: Path, exported: Callable[..., Any]
 ) -> None:
     await exported("axolotl")

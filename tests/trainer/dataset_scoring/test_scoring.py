@@ -106,19 +106,19 @@ async def test_shards_that_were_not_indexed_are_removed(tmp_path: Path) -> None:
     assert str(caught.value.key).endswith(next(iter(before)))
 
 
-async def test_a_refused_completion_names_its_row_and_one_too_long_is_left_out(
+async def test_a_rejected_completion_names_its_row_and_one_too_long_is_skipped(
     tmp_path: Path,
 ) -> None:
     data = write_lines(tmp_path / "data.jsonl", lines(5))
     job = job_of(data, tmp_path / "scores")
     with pytest.raises(ExceptionGroup) as caught:
-        await score(job, FakeTeacher(refused={"4": 422}))
-    found = caught.value.subgroup(DataError)
-    assert found is not None
-    [error] = found.exceptions
+        await score(job, FakeTeacher(rejected={"4": 422}))
+    group = caught.value.subgroup(DataError)
+    assert group is not None
+    [error] = group.exceptions
     assert error.key == f"{data}:4"  # type: ignore[attr-defined]
     skipping = job_of(data, tmp_path / "scores", "data.on_bad_line=skip")
-    teacher = FakeTeacher(refused={"4": 422, "5": 413})
+    teacher = FakeTeacher(rejected={"4": 422, "5": 413})
     done = await score(skipping, teacher)
     assert (done.scored, done.too_long) == (3, 1)
     again = FakeTeacher()
@@ -181,10 +181,10 @@ def test_rows_choose_between_named_teachers(tmp_path: Path) -> None:
     assert [sorted(row.keys) for row in read_rows(job, manifests)] == [["math"], ["code", "math"]]
 
 
-async def test_a_stored_teacher_answers_as_the_teacher_did(tmp_path: Path) -> None:
+async def test_a_stored_teacher_returns_the_scores_of_the_teacher(tmp_path: Path) -> None:
     data = write_lines(tmp_path / "data.jsonl", lines(5))
     job = job_of(data, tmp_path / "scores")
-    await score(job, FakeTeacher(refused={"5": 413}))
+    await score(job, FakeTeacher(rejected={"5": 413}))
     config = TeacherConfig.model_validate({"scores": job.output, "top_k": 4})
     stored = StoredTeacher("math", config)
     await stored.wait_until_ready(1)
@@ -193,17 +193,17 @@ async def test_a_stored_teacher_answers_as_the_teacher_did(tmp_path: Path) -> No
     ids = (await FakeTeacher().score(texts[:1], top_k=4))[0].token_ids[:-1].tolist()
     as_ids = texts[0].model_copy(update={"completion": None, "completion_token_ids": ids})
     for request in (texts[0], as_ids):
-        [found] = await stored.score([request], top_k=4)
-        assert found.topk.ids.tolist() == FakeTeacher().score_of(texts[0], 4).topk.ids.tolist()
+        [result] = await stored.score([request], top_k=4)
+        assert result.topk.ids.tolist() == FakeTeacher().score_of(texts[0], 4).topk.ids.tolist()
     wrong = as_ids.model_copy(update={"completion_token_ids": [*ids, *ids]})
     unknown = texts[0].model_copy(update={"completion": "other"})
     for request in (wrong, unknown):
         with pytest.raises(DataError) as caught:
             await stored.score([request], top_k=4)
         assert caught.value.key == "teachers.math.scores"
-    with pytest.raises(TeacherError) as refused:
+    with pytest.raises(TeacherError) as rejected:
         await stored.score(texts, top_k=4)
-    assert refused.value.status == 413
+    assert rejected.value.status == 413
     await stored.aclose()
     changed = StoredTeacher("math", config.model_copy(update={"top_k": 5}))
     with pytest.raises(ConfigError) as differs:

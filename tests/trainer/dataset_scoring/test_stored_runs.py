@@ -144,7 +144,7 @@ def change_a_score(output: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["axolotl", "trl"])
-def test_an_export_is_refused_for_another_vocabulary(
+def test_an_export_is_rejected_for_another_vocabulary(
     tmp_path: Path,
     data: Path,
     scored: Callable[..., list[str]],

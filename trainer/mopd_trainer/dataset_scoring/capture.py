@@ -1,4 +1,4 @@
-"""``CapturingClient``: a teacher's client that keeps what it scores until the block is stored."""
+"""``CapturingClient``: a teacher's client that keeps new scores until the block is stored."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from mopd_protocol.manifest import Manifest
 from mopd_protocol.request_tokenizer import TeacherTokenizer
 from mopd_protocol.requests import LogprobsDtype, LogprobsRequest, SequenceRequest
 from mopd_protocol.samples import TeacherScore
-from mopd_trainer.teachers.stored.folder import Refusal, ScoreFolder
+from mopd_trainer.teachers.stored.folder import Rejection, ScoreFolder
 
 #: Scores of one block, by teacher.
-Captured = dict[str, dict[ScoreKey, TeacherScore | Refusal]]
+Captured = dict[str, dict[ScoreKey, TeacherScore | Rejection]]
 
 #: Of the block that the running task scores.
 captured: ContextVar[Captured] = ContextVar("captured")
 
-_REFUSED = (
+_REJECTING = (
     HTTPStatus.BAD_REQUEST,
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     HTTPStatus.UNPROCESSABLE_ENTITY,
@@ -75,7 +75,7 @@ class CapturingClient:
         """Return the scores; those of earlier blocks are read.
 
         Raises:
-            TeacherError: if the teacher fails or refuses a sequence; all others are captured.
+            TeacherError: if the teacher fails or rejects a sequence; all others are captured.
         """
         if not sequences:
             return []
@@ -101,13 +101,13 @@ class CapturingClient:
             known |= received
         scores = [known[key] for key in keys]
         for score in scores:
-            if isinstance(score, Refusal):
+            if isinstance(score, Rejection):
                 raise TeacherError(score.reason, status=score.status)
         return [score for score in scores if isinstance(score, TeacherScore)]
 
     async def _request(
         self, sequences: dict[ScoreKey, SequenceRequest], options: LogprobsRequest
-    ) -> dict[ScoreKey, TeacherScore | Refusal]:
+    ) -> dict[ScoreKey, TeacherScore | Rejection]:
         try:
             scores = await self._client.score(
                 [*sequences.values()],
@@ -116,10 +116,10 @@ class CapturingClient:
                 logprobs_dtype=options.logprobs_dtype,
             )
         except TeacherError as error:
-            if error.status is None or error.status not in _REFUSED:
+            if error.status is None or error.status not in _REJECTING:
                 raise
             if len(sequences) == 1:
-                return {key: Refusal(error.status, str(error)) for key in sequences}
+                return {key: Rejection(error.status, str(error)) for key in sequences}
             parts = [await self._request({k: each}, options) for k, each in sequences.items()]
             return {key: score for part in parts for key, score in part.items()}
         return dict(zip(sequences, scores, strict=True))

@@ -39,7 +39,7 @@ class Comparison:
 
     @property
     def differences(self) -> list[str]:
-        """What differs by more than rounding."""
+        """Return the differences above rounding."""
         return [f"teacher {n}: {text}" for n, t in self.teachers.items() for text in t.differences]
 
     def lines(self) -> list[str]:
@@ -173,10 +173,11 @@ def _add(
     exact = manifest.features.exact_tails
     for row in range(len(stored.completion)):
         first, second = (KnownRow.of(s, row, None, exact_tails=exact) for s in (stored, live))
-        found = agreement.disagreement(row, first, second)
-        if found is not None:
+        disagreement = agreement.disagreement(row, first, second)
+        if disagreement is not None:
             result.differences.append(
-                f"row {number}, token {row}: {found.subject} (found {found.second:.4f}, expected "
-                f"{found.expected:.4f} ± {found.tolerance:.4f} nats)"
+                f"row {number}, token {row}: {disagreement.subject} (found "
+                f"{disagreement.second:.4f}, expected {disagreement.expected:.4f} ± "
+                f"{disagreement.tolerance:.4f} nats)"
             )
             return

@@ -23,7 +23,7 @@ from mopd_trainer.dataset_scoring.requests import Row, read_rows
 from mopd_trainer.dataset_scoring.settings import ScoringJob
 from mopd_trainer.dataset_scoring.student_texts import StudentTexts, read_student
 from mopd_trainer.student.identity import StudentIdentity
-from mopd_trainer.teachers.stored.folder import Refusal, ScoreFolder
+from mopd_trainer.teachers.stored.folder import Rejection, ScoreFolder
 
 JSON = dict[str, Any]
 #: Label of a token that is not trained.
@@ -37,7 +37,7 @@ def export(
 ) -> tuple[Path, int]:
     """Write ``FORM.jsonl`` into the folder of the scores, one line for each row and teacher.
 
-    Rows that a teacher refused are left out.
+    Rows that a teacher rejected are skipped.
 
     Args:
         data: what was scored.
@@ -160,11 +160,11 @@ def _lines(
         texts = StudentTexts(identity, encoders)
     for row in read_rows(job, manifests, texts):
         prompt_ids = identity.prompt_token_ids(row.prompt.messages)
-        found = scores.read([*row.keys.values()])
-        for name, score in zip(row.keys, found, strict=True):
+        row_scores = scores.read([*row.keys.values()])
+        for name, score in zip(row.keys, row_scores, strict=True):
             if score is None:
                 raise _unscored(job, row, name)
-            if not isinstance(score, Refusal):
+            if not isinstance(score, Rejection):
                 yield form(name, row.prompt, prompt_ids, score)
 
 

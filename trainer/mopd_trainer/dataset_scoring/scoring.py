@@ -28,7 +28,7 @@ from mopd_trainer.dataset_scoring.student_texts import (
 )
 from mopd_trainer.teachers.connect import teacher_pool
 from mopd_trainer.teachers.stored.facts import TeacherFacts, request_options
-from mopd_trainer.teachers.stored.folder import Refusal, ScoredPart, ScoreFolder
+from mopd_trainer.teachers.stored.folder import Rejection, ScoredPart, ScoreFolder
 
 #: Rows whose keys are looked up together.
 _LOOKED_UP = 256
@@ -36,7 +36,7 @@ _LOOKED_UP = 256
 
 @dataclass
 class Progress:
-    """What ``DatasetScorer`` has done so far."""
+    """Counts of a ``DatasetScorer`` so far."""
 
     rows: int = 0  # of the data, with those that were stored before
     scored: int = 0  # completions and lookaheads, each by one teacher
@@ -164,7 +164,7 @@ class DatasetScorer:
 
         Raises:
             TeacherError: if a teacher fails.
-            DataError: for an invalid row, or one that a teacher refuses; ``key`` is ``file:row``.
+            DataError: for an invalid row, or one that a teacher rejects; ``key`` is ``file:row``.
             DiskError: if the disk is full; what was stored before is complete.
         """
         block = _Block()
@@ -228,7 +228,7 @@ class DatasetScorer:
                     logprobs_dtype=teacher.logprobs_dtype,
                 )
             except TeacherError:
-                if not any(isinstance(each, Refusal) for each in scores[name].values()):
+                if not any(isinstance(each, Rejection) for each in scores[name].values()):
                     raise
         self._require_accepted(block, scores)
         if self._lookaheads is not None:
@@ -237,18 +237,18 @@ class DatasetScorer:
         return scores
 
     def _require_accepted(self, block: _Block, scores: Captured) -> None:
-        """Raise the first refusal, unless the completion is only too long, or rows are skipped."""
+        """Raise the first rejection that is not of a long completion, unless rows are skipped."""
         for row, needed in zip(block.rows, block.needed, strict=True):
             for name in needed:
                 score = scores[name].get(row.keys[name])
-                if not isinstance(score, Refusal):
+                if not isinstance(score, Rejection):
                     continue
                 if score.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
                     self.progress.too_long += 1
                 elif self._job.data.on_bad_line == "fail":
                     path = f"{self._job.data.prompts}:{row.number}"
                     raise DataError(
-                        f"{path}: refused by teacher {name!r}: {score.reason}. Fix the line, or "
+                        f"{path}: rejected by teacher {name!r}: {score.reason}. Fix the line, or "
                         "set data.on_bad_line=skip.",
                         key=path,
                     )
@@ -274,7 +274,7 @@ class DatasetScorer:
             len(score.completion)
             for part in parts
             for score in part.scores.values()
-            if not isinstance(score, Refusal)
+            if not isinstance(score, Rejection)
         )
         show(progress)
 

@@ -3,21 +3,24 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from mopd_protocol.errors import ConfigError
+from mopd_protocol.samples import Source
 from mopd_trainer.config.loading import load_run, parse_run
 from mopd_trainer.config.run import DataConfig, RunConfig
 from mopd_trainer.config.teacher import TeacherConfig
 from mopd_trainer.teachers.stored.folder import ScoreFolder
 
+#: ``data.source`` of a run on reference completions.
+_, REFERENCES = get_args(Source)
 #: Name of the only teacher, if it is given without one.
 ONLY_TEACHER = "teacher"
 
 
 @dataclass(frozen=True)
 class ScoringJob:
-    """What to score: the same settings as in a run that trains on the scores."""
+    """Data and teachers: the same settings as in a run that trains on the scores."""
 
     data: DataConfig
     teachers: Mapping[str, TeacherConfig]
@@ -97,7 +100,7 @@ def _run(
     values = {
         "output_dir": str(output),
         "max_steps": 1,
-        "data": {"prompts": str(data), "source": "answers"},
+        "data": {"prompts": str(data), "source": REFERENCES},
         "student": {"model": "none"},
         "rollout": {"max_new_tokens": 1},
         "teachers": teachers,

@@ -32,11 +32,11 @@ class StudentTexts:
     def __init__(self, identity: StudentIdentity, encoders: Mapping[str, TextEncoder]) -> None:
         self.identity = identity
         self._encoders = encoders
-        self._answers = ReferenceCompletions(identity, _ANY_LENGTH, max_length=None, scored=True)
+        self._references = ReferenceCompletions(identity, _ANY_LENGTH, max_length=None, scored=True)
 
     def rollout(self, prompt: Prompt) -> Rollout:
         """Return a reference answer in the student's tokens."""
-        [rollout] = self._answers.rollouts([prompt], step=0)
+        [rollout] = self._references.rollouts([prompt], step=0)
         return rollout
 
     def request(self, rollout: Rollout, teacher: str) -> SequenceRequest:

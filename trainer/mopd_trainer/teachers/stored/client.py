@@ -13,7 +13,7 @@ from mopd_protocol.requests import LogprobsDtype, LogprobsRequest, SequenceReque
 from mopd_protocol.samples import TeacherScore
 from mopd_trainer.config.teacher import TeacherConfig
 from mopd_trainer.teachers.stored.facts import TeacherFacts, request_options
-from mopd_trainer.teachers.stored.folder import Refusal, ScoreFolder
+from mopd_trainer.teachers.stored.folder import Rejection, ScoreFolder
 
 
 class StoredTeacher:
@@ -91,7 +91,7 @@ class StoredTeacher:
         Token ids of the teacher are found by their text, if the teacher tokenized it to these ids.
 
         Raises:
-            TeacherError: if the teacher refused one.
+            TeacherError: if the teacher rejected one.
             DataError: if one is not stored.
             CheckpointError: if a file is damaged.
         """
@@ -108,9 +108,9 @@ class StoredTeacher:
         manifest_id = self._facts.manifest.manifest_id
         keys = [ScoreKey.of(manifest_id, request, sequence) for sequence in as_text]
         scores: list[TeacherScore] = []
-        found = await asyncio.to_thread(self.folder.read, keys)
-        for sequence, score in zip(sequences, found, strict=True):
-            if isinstance(score, Refusal):
+        results = await asyncio.to_thread(self.folder.read, keys)
+        for sequence, score in zip(sequences, results, strict=True):
+            if isinstance(score, Rejection):
                 raise TeacherError(score.reason, status=score.status)
             if score is None or not _has_ids(score, sequence):
                 raise self._missing(sequence, score)

@@ -1,4 +1,4 @@
-"""What a recording or a folder of scores has to know about its teachers."""
+"""``TeacherFacts``: the teachers of a recording or of a folder of scores."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -30,7 +30,7 @@ CREATE TABLE IF NOT EXISTS shards (id INTEGER PRIMARY KEY, name TEXT NOT NULL UN
 CREATE TABLE IF NOT EXISTS scores (
     key BLOB PRIMARY KEY, shard INTEGER NOT NULL, row INTEGER NOT NULL
 ) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS refusals (
+CREATE TABLE IF NOT EXISTS rejections (
     key BLOB PRIMARY KEY, status INTEGER NOT NULL, reason TEXT NOT NULL
 ) WITHOUT ROWID;
 """
@@ -41,7 +41,7 @@ _LOADED = 4
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Rejection:
     """A completion that a teacher does not score, because it is too long or invalid."""
 
     status: int  # of HTTP
@@ -53,9 +53,9 @@ Scores = dict[ScoreKey, TeacherScore]
 
 @dataclass(frozen=True, eq=False)
 class ScoredPart:
-    """What one teacher scored, in the order of the rows of a shard."""
+    """Scores of one teacher, in the order of the rows of a shard."""
 
-    scores: Mapping[ScoreKey, TeacherScore | Refusal]
+    scores: Mapping[ScoreKey, TeacherScore | Rejection]
     dtype: LogprobsDtype = "float32"
 
 
@@ -138,25 +138,23 @@ class ScoreFolder:
         return self.teachers.get(teacher) or next(iter(self.teachers.values()))
 
     def stored(self, keys: Iterable[ScoreKey]) -> set[str]:
-        """Return the digests of the keys that have a score, or were refused by the teacher."""
+        """Return the digests of the keys that have a score, or were rejected by the teacher."""
         digests = [key.digest for key in keys]
-        return {*self._positions(digests), *self._refusals(digests)}
+        return {*self._positions(digests), *self._rejections(digests)}
 
-    def read(self, keys: Sequence[ScoreKey]) -> list[TeacherScore | Refusal | None]:
+    def read(self, keys: Sequence[ScoreKey]) -> list[TeacherScore | Rejection | None]:
         """Load the score of each key, or the reason why there is none; None if it is not stored.
 
         Raises:
             CheckpointError: if a shard is missing or damaged.
         """
         positions = self._positions([key.digest for key in keys])
-        refusals = self._refusals([key.digest for key in keys])
-        scores: list[TeacherScore | Refusal | None] = [refusals.get(key.digest) for key in keys]
+        rejections = self._rejections([key.digest for key in keys])
+        scores: list[TeacherScore | Rejection | None] = [rejections.get(key.digest) for key in keys]
         with self._lock:
             # By shard, so that each is loaded once.
-            found = [
-                (positions[k.digest], at) for at, k in enumerate(keys) if k.digest in positions
-            ]
-            for (name, row), at in sorted(found):
+            rows = [(positions[k.digest], at) for at, k in enumerate(keys) if k.digest in positions]
+            for (name, row), at in sorted(rows):
                 scores[at] = self._shard(name).scores[row]
         return scores
 
@@ -169,7 +167,7 @@ class ScoreFolder:
             OSError: if the disk is full or not writable; earlier scores are complete.
         """
         shards: list[tuple[Shard, list[str]]] = []
-        refusals: list[tuple[bytes, int, str]] = []
+        rejections: list[tuple[bytes, int, str]] = []
         for part in parts:
             stored = self.stored(part.scores)
             widths: dict[tuple[str, int], Scores] = {}
@@ -179,7 +177,7 @@ class ScoreFolder:
                 if isinstance(score, TeacherScore):
                     widths.setdefault((key.manifest_id, score.topk.k), {})[key] = score
                 else:
-                    refusals.append((bytes.fromhex(key.digest), score.status, score.reason))
+                    rejections.append((bytes.fromhex(key.digest), score.status, score.reason))
             for (manifest_id, _), scores in widths.items():
                 digests = [key.digest for key in scores]
                 shard = Shard.of(manifest_id, digests, [*scores.values()], part.dtype)
@@ -187,7 +185,7 @@ class ScoreFolder:
         for shard, _ in shards:
             shard.save(self.folder / SHARDS, durable=True)
         with self._lock, self._index:
-            self._index.executemany("INSERT INTO refusals VALUES (?, ?, ?)", refusals)
+            self._index.executemany("INSERT INTO rejections VALUES (?, ?, ?)", rejections)
             for shard, digests in shards:
                 number = self._index.execute(
                     "INSERT INTO shards (name) VALUES (?)", (shard.name,)
@@ -202,7 +200,7 @@ class ScoreFolder:
 
     def _positions(self, digests: Sequence[str]) -> dict[str, tuple[str, int]]:
         """Return digest -> shard and row."""
-        found: dict[str, tuple[str, int]] = {}
+        entries: dict[str, tuple[str, int]] = {}
         with self._lock:
             for start in range(0, len(digests), _KEYS):
                 part = digests[start : start + _KEYS]
@@ -213,19 +211,19 @@ class ScoreFolder:
                 )
                 keys = [bytes.fromhex(each) for each in part]
                 for key, name, row in self._index.execute(query, keys):
-                    found[key.hex()] = (name, row)
-        return found
+                    entries[key.hex()] = (name, row)
+        return entries
 
-    def _refusals(self, digests: Sequence[str]) -> dict[str, Refusal]:
-        if self._index.execute("SELECT 1 FROM refusals LIMIT 1").fetchone() is None:
+    def _rejections(self, digests: Sequence[str]) -> dict[str, Rejection]:
+        if self._index.execute("SELECT 1 FROM rejections LIMIT 1").fetchone() is None:
             return {}
-        found: dict[str, Refusal] = {}
+        rejections: dict[str, Rejection] = {}
         with self._lock:
             for digest in digests:
-                query = "SELECT status, reason FROM refusals WHERE key = ?"
+                query = "SELECT status, reason FROM rejections WHERE key = ?"
                 for row in self._index.execute(query, (bytes.fromhex(digest),)):
-                    found[digest] = Refusal(*row)
-        return found
+                    rejections[digest] = Rejection(*row)
+        return rejections
 
     def _shard(self, name: str) -> LogprobsResponse:
         if name in self._loaded:
