@@ -17,6 +17,7 @@ from mopd_trainer.teachers.stored.client import StoredTeacher
 from mopd_trainer.teachers.stored.folder import ScoreFolder
 from tests.trainer.dataset_scoring.fake_teacher import (
     MANIFEST,
+    TOKENIZER,
     FakeTeacher,
     job_of,
     score,
@@ -182,7 +183,9 @@ def test_rows_choose_between_named_teachers(tmp_path: Path) -> None:
 
 
 async def test_a_stored_teacher_returns_the_scores_of_the_teacher(tmp_path: Path) -> None:
-    data = write_lines(tmp_path / "data.jsonl", lines(5))
+    data = write_lines(
+        tmp_path / "data.jsonl", [{"prompt": "an article", "completion": "the"}, *lines(5)]
+    )
     job = job_of(data, tmp_path / "scores")
     await score(job, FakeTeacher(rejected={"5": 413}))
     config = TeacherConfig.model_validate({"scores": job.output, "top_k": 4})
@@ -195,7 +198,8 @@ async def test_a_stored_teacher_returns_the_scores_of_the_teacher(tmp_path: Path
     for request in (texts[0], as_ids):
         [result] = await stored.score([request], top_k=4)
         assert result.topk.ids.tolist() == FakeTeacher().score_of(texts[0], 4).topk.ids.tolist()
-    wrong = as_ids.model_copy(update={"completion_token_ids": [*ids, *ids]})
+    as_bytes = [TOKENIZER.table.all_bytes.index(bytes([each])) for each in b"the"]
+    wrong = as_ids.model_copy(update={"completion_token_ids": as_bytes})
     unknown = texts[0].model_copy(update={"completion": "other"})
     for request in (wrong, unknown):
         with pytest.raises(DataError) as caught:

@@ -80,7 +80,7 @@ class ScoreFolder:
         self.teachers = dict(teachers)
         self.student = student
         self._index = index
-        self._lock = threading.Lock()  # reads may come from several threads
+        self._lock = threading.Lock()  # a connection of SQLite is used by one thread at a time
         self._loaded: OrderedDict[str, LogprobsResponse] = OrderedDict()
 
     @classmethod
@@ -195,8 +195,9 @@ class ScoreFolder:
         return sum(len(digests) for _, digests in shards)
 
     def close(self) -> None:
-        """Close the index."""
-        self._index.close()
+        """Close the index, once no thread uses it."""
+        with self._lock:
+            self._index.close()
 
     def _positions(self, digests: Sequence[str]) -> dict[str, tuple[str, int]]:
         """Return digest -> shard and row."""
@@ -215,10 +216,10 @@ class ScoreFolder:
         return entries
 
     def _rejections(self, digests: Sequence[str]) -> dict[str, Rejection]:
-        if self._index.execute("SELECT 1 FROM rejections LIMIT 1").fetchone() is None:
-            return {}
         rejections: dict[str, Rejection] = {}
         with self._lock:
+            if self._index.execute("SELECT 1 FROM rejections LIMIT 1").fetchone() is None:
+                return {}
             for digest in digests:
                 query = "SELECT status, reason FROM rejections WHERE key = ?"
                 for row in self._index.execute(query, (bytes.fromhex(digest),)):
