@@ -27,7 +27,7 @@ from tests.losses.prefix_pairs import (
 from tests.reference.text_model import TokenModel, markov_texts
 
 #: Log-probabilities of the student are clamped here: -inf has no gradient.
-_LOWEST = -60
+LOWEST = -60
 
 
 def main() -> None:
@@ -69,7 +69,7 @@ def merged_tokens(side: Tongue) -> list[str]:
 
 
 def false_loss(
-    pair: Pair, texts: Mapping[str, float], *, top_k: int, lowest: float = _LOWEST
+    pair: Pair, texts: Mapping[str, float], *, top_k: int, lowest: float = LOWEST
 ) -> float:
     """Prefix KL in nats per student token, in expectation over the texts.
 

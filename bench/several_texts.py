@@ -12,7 +12,8 @@ at other places. ``bench.equal_belief`` has one text only, of which every token 
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -62,7 +63,7 @@ TEXTS = {
 }
 
 #: Nats of the student's tokens that continue no text.
-_LOWEST = -20.0
+LOWEST = -20.0
 
 
 def main() -> None:
@@ -70,40 +71,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--pairs", default=PAIRS, metavar="STUDENT:TEACHER,…", help="tokenizers")
-    parser.add_argument(
-        "--texts", action="append", metavar="A|B|C", help="these texts, in place of all kinds"
-    )
-    parser.add_argument(
-        "--random", type=int, default=0, metavar="N", help="N random sets a pair, in place of these"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of random sets")
+    add_text_options(parser)
     parser.add_argument("--top-k", type=int, default=64, help="of the teacher's rows")
     parser.add_argument("--json", type=Path, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
-    if options.random and options.texts:
-        parser.error("found --random and --texts, expected one of them")
-    pairs = pairs_of(parser, options.pairs)
-    kinds = {text: tuple(text.split("|")) for text in options.texts or ()} or TEXTS
-    for kind, texts in kinds.items():
-        if len(set(texts)) < max(len(texts), 2) or "" in texts:
-            parser.error(f"--texts: found {kind!r}, expected at least two different texts: 'A|B'")
     table = Table("student", "teacher", "texts", "nats/token", box=box.SIMPLE, padding=0)
     values: dict[str, float] = {}
-    drawn = None
-    if options.random:
-        words = words_of(tokenizer_of(name)[0] for name in sorted({*chain(*pairs)}))
-        drawn = RandomTexts(words, options.seed)
-    shorts = short_names(chain(*pairs))
-    for student, teacher in track(pairs, "pairs", console=Console(stderr=True), transient=True):
-        if drawn:
-            sets = (drawn.next() for _ in range(options.random))
-            kinds = {"|".join(texts): texts for texts in sets}
-        for kind, texts in kinds.items():
-            value = measure(student, teacher, texts, top_k=options.top_k)
-            values[f"{student}:{teacher}:{kind}"] = value
-            shown = repr(kind)[1:-1]
-            table.add_row(shorts[student], shorts[teacher], shown, f"{value:.4f}")
+    for sets in text_sets(parser, options):
+        value = measure(sets.student, sets.teacher, sets.texts, top_k=options.top_k)
+        values[sets.name] = value
+        table.add_row(*sets.shown, f"{value:.4f}")
     console = Console()
     console.print(table)
     above = sum(value > 0.01 for value in values.values())
@@ -116,11 +93,67 @@ def main() -> None:
         options.json.write_text(json.dumps(values, indent=1))
 
 
+@dataclass(frozen=True)
+class TextSet:
+    """Texts for a student's and a teacher's tokenizer."""
+
+    student: str
+    teacher: str
+    kind: str
+    texts: tuple[str, ...]
+    shown: tuple[str, str, str]  # tokenizers and kind, short
+
+    @property
+    def name(self) -> str:
+        """A key of results."""
+        return f"{self.student}:{self.teacher}:{self.kind}"
+
+
+def add_text_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that ``text_sets`` reads."""
+    parser.add_argument("--pairs", default=PAIRS, metavar="STUDENT:TEACHER,…", help="tokenizers")
+    parser.add_argument(
+        "--texts", action="append", metavar="A|B|C", help="these texts, in place of all kinds"
+    )
+    parser.add_argument(
+        "--random", type=int, default=0, metavar="N", help="N random sets a pair, in place of these"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of random sets")
+
+
+def text_sets(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Iterator[TextSet]:
+    """Yield the sets of each pair; invalid options end the program."""
+    if options.random and options.texts:
+        parser.error("found --random and --texts, expected one of them")
+    pairs = pairs_of(parser, options.pairs)
+    kinds = {text: tuple(text.split("|")) for text in options.texts or ()} or TEXTS
+    for kind, texts in kinds.items():
+        if len(set(texts)) < max(len(texts), 2) or "" in texts:
+            parser.error(f"--texts: found {kind!r}, expected at least two different texts: 'A|B'")
+    drawn = None
+    if options.random:
+        words = words_of(tokenizer_of(name)[0] for name in sorted({*chain(*pairs)}))
+        drawn = RandomTexts(words, options.seed)
+    shorts = short_names(chain(*pairs))
+    for student, teacher in track(pairs, "pairs", console=Console(stderr=True), transient=True):
+        if drawn:
+            sets = (drawn.next() for _ in range(options.random))
+            kinds = {"|".join(texts): texts for texts in sets}
+        for kind, texts in kinds.items():
+            shown = shorts[student], shorts[teacher], repr(kind)[1:-1]
+            yield TextSet(student, teacher, kind, texts, shown)
+
+
 def measure(student: str, teacher: str, texts: Sequence[str], *, top_k: int = 64) -> float:
     """Prefix KL in nats per student token, of two models of the same different texts."""
-    pair = Pair(_tongue(student, "<over>"), _tongue(teacher, "<stop>"))
     masses = dict.fromkeys(texts, 1 / len(texts))
-    return false_loss(pair, masses, top_k=top_k, lowest=_LOWEST)
+    return false_loss(named_pair(student, teacher), masses, top_k=top_k, lowest=LOWEST)
+
+
+@cache
+def named_pair(student: str, teacher: str) -> Pair:
+    """Two tokenizers by name, file or folder."""
+    return Pair(_tongue(student, "<over>"), _tongue(teacher, "<stop>"))
 
 
 @cache

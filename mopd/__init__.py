@@ -10,6 +10,7 @@ from mopd_protocol.runtime.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from mopd.scoring import score
+    from mopd.translation import translate
     from mopd_client import SyncTeacherClient as TeacherClient
     from mopd_client import TeacherPool
     from mopd_losses import build_loss
@@ -43,4 +44,5 @@ __all__ = [
     "report",
     "score",
     "train",
+    "translate",
 ]

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from mopd_losses.topk.pooled_ctkd import PooledCtkdLoss
     from mopd_losses.topk.topk_divergence import TopKDivergenceLoss
     from mopd_losses.topk.topk_targets import TopKTargets
+    from mopd_losses.translation.translation import Coverage, ExtraRow, Translation
+    from mopd_losses.translation.translator import Translator
     from mopd_losses.xtoken.hkl import HklLoss
     from mopd_losses.xtoken.pkl_parity import PklParityLoss
 else:
@@ -53,9 +55,11 @@ __all__ = [
     "AlmConfig",
     "AlmLoss",
     "AutoConfig",
+    "Coverage",
     "CtkdConfig",
     "DenseRows",
     "DeviceProjection",
+    "ExtraRow",
     "FullVocabularyLoss",
     "GoldConfig",
     "GoldLoss",
@@ -86,6 +90,8 @@ __all__ = [
     "TopKDivergenceLoss",
     "TopKKlConfig",
     "TopKTargets",
+    "Translation",
+    "Translator",
     "UldConfig",
     "UldLoss",
     "align",

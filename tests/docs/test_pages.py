@@ -32,7 +32,7 @@ REST = {
     "rollout": {"max_new_tokens": 8},
 }
 #: Options of other programs than ``mopd-teacher``.
-OTHERS = {"--strict", "--max-logprobs", "--enable-scale-out", "--text"}
+OTHERS = {"--strict", "--max-logprobs", "--enable-scale-out", "--text", "--rm-url"}
 #: ``section.key``, ``section.key: value`` or ``key: value``.
 SETTING = re.compile(r"(?=.*[.:])([a-z_]+(?:\.\w+)*)(?:: (.+))?")
 LOSS: TypeAdapter[LossConfig] = TypeAdapter(LossConfig)

@@ -132,9 +132,9 @@ class EndEvent:
         ids, nats = _with_one_end(self._renamed(topk.ids), logprobs, is_end, known)
         tails = np.where(lacks, left, tails)
         own = np.where(ends_turn, np.minimum(known, 0.0), own)
-        columns = (each.astype(np.float32) for each in (nats, own, tails))
         most = _most(nats, tails, np.where(np.isneginf(known), 0, missing))
-        return TopKLogprobs(ids, *columns), KnownEnds(known, most)
+        nats, own, tails = (each.astype(np.float32) for each in (nats, own, tails))
+        return TopKLogprobs(ids, nats, own, tails), KnownEnds(known, most)
 
     def _renamed(self, ids: IntArray) -> IntArray:
         renamed = ids.copy()

@@ -102,12 +102,16 @@ class BoundedConnection(H11Protocol):
         self.transport.close()
 
     def _send_timeout_response(self) -> None:
+        detail = (
+            f"the headers of the request are incomplete after {HEADER_SECONDS:g} s. Send the "
+            "request faster."
+        )
         problem = Problem(
             title="Request Timeout",
             status=408,
             code="slow_headers",
-            detail=f"the headers of the request are incomplete after {HEADER_SECONDS:g} s. Send "
-            "the request faster.",
+            detail=detail,
+            message=detail,
         )
         body = problem.model_dump_json(exclude_none=True).encode()
         headers = [

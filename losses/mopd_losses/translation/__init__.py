@@ -1,0 +1,1 @@
+"""A teacher's scores in the student's ids, for losses of one vocabulary."""
