@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from mopd_losses.projection.control_tokens import ControlTokens
 from mopd_protocol.request_tokenizer import TeacherTokenizer
 from mopd_protocol.requests import ControlToken
+from mopd_protocol.teacher_input import TeacherInput
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenRoles
-from mopd_trainer.data.teacher_input import TeacherInput, text_view, token_view
+from mopd_trainer.data.teacher_input import text_view, token_view
 from tests.trainer.students import (
     MESSAGES,
     encoder,

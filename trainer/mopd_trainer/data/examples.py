@@ -6,7 +6,7 @@ from mopd_losses.alignment.byte_alignment import Alignment
 from mopd_losses.core.loss import Lookahead
 from mopd_protocol.errors import DataError
 from mopd_protocol.samples import Rollout, TeacherScore
-from mopd_trainer.data.teacher_input import TeacherInput
+from mopd_protocol.teacher_input import TeacherInput
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,9 +19,10 @@ from mopd_losses.projection.matrix import ProjectionMatrix
 from mopd_protocol.errors import DataError, TeacherError, TeacherUnavailableError
 from mopd_protocol.requests import SequenceRequest
 from mopd_protocol.samples import Rollout, TeacherScore
+from mopd_protocol.teacher_input import TeacherInput
 from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_trainer.data.examples import AlignedScore, TrainingExample
-from mopd_trainer.data.teacher_input import TeacherInput, text_view, token_view
+from mopd_trainer.data.teacher_input import text_view, token_view
 from mopd_trainer.teachers.connect import Teacher
 from mopd_trainer.teachers.control import Controls
 from mopd_trainer.teachers.lookaheads import (

@@ -16,7 +16,7 @@ from mopd_losses.alignment.text_offsets import align_text
 from mopd_losses.projection.matrix import ProjectionMatrix
 from mopd_protocol.errors import DataError, TeacherError
 from mopd_protocol.samples import Rollout
-from mopd_trainer.data.teacher_input import TeacherInput
+from mopd_protocol.teacher_input import TeacherInput
 from mopd_trainer.teachers.connect import Teacher
 
 
