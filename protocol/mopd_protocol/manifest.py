@@ -2,8 +2,16 @@
 
 import hashlib
 import json
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, computed_field
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    computed_field,
+    model_serializer,
+)
 
 from mopd_protocol.tokenizers.token_table import TokenRoles
 
@@ -29,6 +37,25 @@ class Features(BaseModel):
     """Tails are computed from the logits: the entries and the tail of a row add up to one."""
     exact_text: bool = False
     """The tokens of a text spell its bytes, up to Unicode normalization (NFC)."""
+
+
+class TranslationFacts(BaseModel):
+    """A service that also returns scores in the ids of a student, and its fitness for that.
+
+    For pairs that share most words. The trainer of mopd needs no translation and is exact.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    student: str
+    """Folder or hub id of the student's tokenizer."""
+    student_fingerprint: str
+    verdict: str
+    """``fit``, ``partly fit`` or ``unfit``."""
+    vocabulary: float
+    """Share of the teacher's tokens that are one token of the student."""
+    texts: dict[str, float]
+    """Name of a sample text -> the same share among its tokens."""
 
 
 class Manifest(BaseModel):
@@ -61,16 +88,26 @@ class Manifest(BaseModel):
     """Longest prompt plus completion, in the teacher's tokens."""
     max_top_k: int = Field(gt=0)
     features: Features
+    translation: TranslationFacts | None = None
+    """Of a service with a student; missing from the JSON without one."""
 
     @computed_field
     @property
     def manifest_id(self) -> str:
         """32 hex digits over everything that affects scores."""
         decisive = self.model_dump(
-            mode="json", exclude={"service", "max_top_k", "max_model_len", "manifest_id"}
+            mode="json",
+            exclude={"service", "max_top_k", "max_model_len", "manifest_id", "translation"},
         )
         canonical = json.dumps(decisive, sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()[:32]
+
+    @model_serializer(mode="wrap")
+    def _without_missing_translation(self, serialize: SerializerFunctionWrapHandler) -> Any:
+        fields: dict[str, Any] = serialize(self)
+        if fields.get("translation") is None:
+            fields.pop("translation", None)
+        return fields
 
     @classmethod
     def parse(cls, body: dict[str, object]) -> "Manifest":

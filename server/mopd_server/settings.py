@@ -82,6 +82,55 @@ class PoolSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TranslationSettings:
+    """Scores in the ids of a student with another tokenizer."""
+
+    student: str | None = None
+    """Folder or hub id of the student's tokenizer and chat template; None: no translation."""
+    student_revision: str | None = None
+    """Hub commit, branch or tag."""
+    prompts: Path | None = None
+    """JSON lines with the messages of prompts that requests contain as ids."""
+    student_template_arg: tuple[str, ...] = ()
+    """Variables of the student's chat template, ``KEY=VALUE``."""
+    teacher_template_arg: tuple[str, ...] = ()
+    """Variables of the teacher's chat template, ``KEY=VALUE``."""
+    teacher_top_k: int = 64
+    """Teacher tokens per row from which the student's are derived."""
+    extra_rounds: int = 2
+    """Rounds of extra rows, each of which continues the last one's; 0: none."""
+    extra_rows: int = 64
+    """Maximum extra rows of one completion."""
+
+
+ServiceKind = Literal["mopd", "vllm"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewaySettings:
+    """A teacher at another address."""
+
+    teacher: str
+    """Address of the teacher's service."""
+    name: str | None = None
+    """Name of the teacher in responses and logs; default: that of the service."""
+    teacher_kind: ServiceKind = "mopd"
+    """A mopd teacher, or a stock vLLM server."""
+    tokenizer: str | None = None
+    """Tokenizer of a vLLM server's model; default: the name of the model."""
+    teacher_key_file: Path | None = None
+    """File with the API key of the teacher; default: none."""
+    teacher_timeout_seconds: float = 300.0
+    """For one response of the teacher."""
+    teacher_wait_seconds: float = 600.0
+    """For the teacher to become ready at the start."""
+    max_concurrency: int = 64
+    """Concurrent requests to the teacher."""
+    max_queue_tokens: int = TeacherSettings.max_queue_tokens
+    """Tokens in the queue; requests beyond the limit get 429."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ListenSettings:
     """Address, authentication, and limits of a request."""
 

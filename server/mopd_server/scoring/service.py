@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from mopd_protocol.errors import TeacherError
-from mopd_protocol.manifest import Features, Manifest
+from mopd_protocol.manifest import Manifest, TranslationFacts
 from mopd_protocol.request_tokenizer import RequestTokenizer, TokenizedSequence
 from mopd_protocol.requests import LogprobsRequest, SequenceRequest
 from mopd_protocol.responses import LogprobsResponse
@@ -26,10 +26,12 @@ from mopd_server.engines.base import AsyncEngine, Engine, ScoringTask
 from mopd_server.engines.registry import load_engine
 from mopd_server.scoring.batching import Batcher, Lease
 from mopd_server.scoring.direct_scoring import DirectScorer
+from mopd_server.scoring.manifests import manifests_of
 from mopd_server.scoring.metrics import ServiceMetrics
 from mopd_server.scoring.request_limits import LARGE_TEXT, require_within_limits, text_size
 from mopd_server.scoring.scorer import Scorer
 from mopd_server.scoring.self_check import check_engine
+from mopd_server.scoring.translation import Translation
 from mopd_server.service_error import ServiceError
 from mopd_server.settings import TeacherSettings
 
@@ -66,20 +68,12 @@ class TeacherService:
     ) -> None:
         self.tokenizer_files = tokenizer.files
         """File name -> text, for ``AutoTokenizer.from_pretrained`` on the student's side."""
-        self._tokenizer = tokenizer.requests
+        self.tokenizer: RequestTokenizer = tokenizer.requests
         self._engine = engine
-        self.manifest = _manifest(self._tokenizer, engine, settings)
-        self.manifests: dict[str | None, Manifest] = {None: self.manifest} | {
-            adapter.name: self.manifest.model_copy(
-                update={
-                    "service": adapter.name,
-                    "model": adapter.model(self.manifest.model),
-                    "revision": adapter.revision(self.manifest.revision),
-                }
-            )
-            for adapter in engine.description.adapters
-        }
+        self.manifests = manifests_of(self.tokenizer, engine.description, settings)
         """Name of an adapter, None for the base model -> manifest."""
+        self.translation: Translation | None = None
+        """Scores in the ids of a student, if there is one; set by ``translate``."""
         self.metrics = ServiceMetrics(
             queued_sequences=lambda: self._scorer.queued_sequences,
             queued_tokens=lambda: self._scorer.queued_tokens,
@@ -113,6 +107,19 @@ class TeacherService:
 
         tokenizer = ServedTokenizer.read(settings)
         return cls(tokenizer, load_engine(settings, tokenizer.requests.table), settings)
+
+    @property
+    def manifest(self) -> Manifest:
+        """Manifest of the base model."""
+        return self.manifests[None]
+
+    def translate(self, translation: Translation, facts: TranslationFacts) -> None:
+        """Also return scores in the ids of a student; the manifests get ``facts``."""
+        self.translation = translation
+        self.manifests = {
+            name: each.model_copy(update={"translation": facts})
+            for name, each in self.manifests.items()
+        }
 
     @property
     def ready(self) -> bool:
@@ -162,7 +169,7 @@ class TeacherService:
         process keeps running.
         """
         started = time.monotonic()
-        ids = np.flatnonzero(self._tokenizer.table.present).astype(np.int32)
+        ids = np.flatnonzero(self.tokenizer.table.present).astype(np.int32)
         check = check_engine(
             self._scorer, self._engine.description, ids, max_top_k=self.manifest.max_top_k
         )
@@ -277,7 +284,7 @@ class TeacherService:
 
     def tokenize(self, sequence: SequenceRequest) -> TokenizedSequence:
         """Return the tokens of a sequence; blocks."""
-        return self._tokenizer.tokenize(sequence, max_tokens=self.manifest.max_model_len)
+        return self.tokenizer.tokenize(sequence, max_tokens=self.manifest.max_model_len)
 
     async def run_in_thread(self, work: Callable[[], Result], *, large: bool) -> Result:
         """Run ``work`` off the event loop, in the caller's context; ``large`` work one at a time.
@@ -340,7 +347,7 @@ class TeacherService:
             previous = sequence
             try:
                 longest = self.manifest.max_model_len
-                tokens = self._tokenizer.tokenize(
+                tokens = self.tokenizer.tokenize(
                     sequence, prompt_ids=prompt_ids, max_tokens=longest
                 )
                 tokens.require_length(longest)
@@ -369,31 +376,3 @@ def _task(sequence: TokenizedSequence, adapter: str | None) -> ScoringTask:
 
 def _with_class(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _manifest(
-    tokenizer: RequestTokenizer, engine: Engine | AsyncEngine, settings: TeacherSettings
-) -> Manifest:
-    description, table = engine.description, tokenizer.table
-    return Manifest(
-        service=settings.service_name,
-        model=description.model,
-        revision=description.revision,
-        engine=description.engine,
-        engine_version=description.engine_version,
-        dtype=description.dtype,
-        logit_width=description.logit_width,
-        tokenizer_fingerprint=table.fingerprint,
-        tokenizer_size=table.size,
-        roles=table.roles,
-        chat_template_hash=tokenizer.chat_template_hash,
-        max_model_len=description.max_model_len,
-        max_top_k=min(settings.top_k_max, int(table.present.sum())),
-        features=Features(
-            candidate_ids=description.candidate_ids,
-            temperature=description.temperature,
-            messages=tokenizer.has_chat_template,
-            exact_tails=description.exact_tails,
-            exact_text=table.exact_text,
-        ),
-    )
