@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from mopd_protocol.requests import MOST_SEQUENCES, TokenIds
+from mopd_protocol.samples import Message
 from mopd_server.compatible.neutral_fields import (
     AllTokens,
     EmptyList,
@@ -51,6 +52,9 @@ class CompletionsRequest(BaseModel):
     temperature: float | None = Field(default=None, ge=0)
     """Softmax temperature of the returned distributions; 0 is that of greedy decoding, which does
     not scale, as 1."""
+    messages: list[Message] | list[list[Message]] | None = None
+    """Messages of the prompt, or of each prompt, without the completion: only for a service with
+    a student, which otherwise derives these from the ids."""
     return_token_ids: bool | None = None
     """Adds ``prompt_token_ids`` to every choice."""
 
@@ -65,6 +69,7 @@ class CompletionsRequest(BaseModel):
     n: IntegerOne = None
     best_of: IntegerOne = None
     echo: Off = None
+    detokenize: Off = None
     stream: Off = None
     stream_options: Null = None
     logprobs: Null = None

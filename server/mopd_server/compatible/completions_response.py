@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mopd_protocol.arrays import IntArray
 from mopd_protocol.topk_logprobs import TopKLogprobs
@@ -16,13 +17,14 @@ from mopd_server.compatible.json_entries import (
     logprob_texts,
     number_texts,
 )
+from mopd_server.compatible.prompt_scorer import PromptScores
 
 
 def encode_completions(
     name: str,
     request_id: str,
     prompts: Sequence[IntArray],
-    scores: Sequence[TopKLogprobs],
+    scores: PromptScores,
     *,
     token_ids: bool,
 ) -> bytearray:
@@ -32,8 +34,8 @@ def encode_completions(
         name: of the teacher.
         request_id: id of the request.
         prompts: ids of each prompt, [n].
-        scores: row r of each predicts token r + 1 of its prompt, [n - 1, k]. Without ranks, that
-            of a token outside the k entries is written as k + 1, the lowest possible.
+        scores: of the prompts. Without ranks, that of a token outside the k entries is written as
+            k + 1, the lowest possible.
         token_ids: add the ids of the prompts.
     """
     total = sum(map(len, prompts))
@@ -46,20 +48,33 @@ def encode_completions(
         "usage": {"prompt_tokens": total, "completion_tokens": 0, "total_tokens": total},
     }
     body += json.dumps(header)[:-1].encode() + b',"choices":['
-    for index, (prompt, topk) in enumerate(zip(prompts, scores, strict=True)):
-        choice = {"index": index, "text": "", "finish_reason": "length", "logprobs": None}
+    for index, (prompt, topk) in enumerate(zip(prompts, scores.topk, strict=True)):
+        choice: dict[str, object] = {
+            "index": index,
+            "text": "",
+            "finish_reason": "length",
+            "logprobs": None,
+        }
         if token_ids:
             choice["prompt_token_ids"] = prompt.tolist()
+        if scores.fields is not None:
+            choice.update(scores.fields[index])
+        unknown = None if scores.unknown is None else scores.unknown[index]
         body += b"," if index else b""
         body += json.dumps(choice)[:-1].encode() + b',"prompt_logprobs":[null'
-        body += _rows(prompt[1:], topk).tobytes()
+        body += _rows(prompt[1:], topk, unknown).tobytes()
         body += b"]}"
     body += b"]}"
     return body
 
 
-def _rows(tokens: IntArray, topk: TopKLogprobs) -> Texts:
-    """Return the object of each row, [rows, 1], after a comma: k entries and the realised token."""
+def _rows(tokens: IntArray, topk: TopKLogprobs, unknown: NDArray[np.bool_] | None) -> Texts:
+    """Return the object of each row, [rows, 1], after a comma: k entries and the realised token.
+
+    Args:
+        unknown: rows that are null, of a translation. Its other rows have at least one entry, and
+            none for a realised token of unknown probability.
+    """
     ids = np.concatenate([topk.ids, tokens[:, None]], axis=1)
     logprobs = np.concatenate([topk.logprobs, topk.token_logprobs[:, None]], axis=1)
     columns = ids.shape[1]
@@ -77,5 +92,10 @@ def _rows(tokens: IntArray, topk: TopKLogprobs) -> Texts:
     )
     missing = ids < 0
     missing[:, -1] = (topk.ids == tokens[:, None]).any(axis=1)
+    if unknown is not None:
+        missing[:, -1] |= np.isneginf(topk.token_logprobs)
     blank(entries, missing)
-    return join_columns((len(tokens), 1), [b",{", join_rows(entries), b"}"])
+    rows = join_columns((len(tokens), 1), [b",{", join_rows(entries), b"}"])
+    if unknown is not None:
+        rows[unknown] = b",null".ljust(rows.dtype.itemsize)
+    return rows

@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mopd_protocol.requests import MOST_SEQUENCES, TokenIds
+from mopd_protocol.samples import Message
 from mopd_server.compatible.neutral_fields import (
     AllTokens,
     EmptyList,
@@ -80,6 +81,8 @@ class GenerateRequest(BaseModel):
     """Most likely tokens per position, in ``input_top_logprobs``."""
     lora_path: str | None = None
     """Name of the teacher or of one of its adapters, as in ``GET /v1/models``."""
+    messages: list[Message] | list[list[Message]] | None = None
+    """See ``CompletionsRequest.messages``."""
     rid: str | None = None
     """Id of the request, repeated in the response."""
     log_metrics: bool | None = None

@@ -15,6 +15,7 @@ from mopd_server.compatible.json_entries import (
     logprob_texts,
     number_texts,
 )
+from mopd_server.compatible.prompt_scorer import PromptScores
 from mopd_server.service_error import invalid_field
 
 
@@ -31,7 +32,7 @@ def require_start(start: int, prompts: Sequence[IntArray]) -> None:
 def encode_generate(
     request_id: str,
     prompts: Sequence[IntArray],
-    scores: Sequence[TopKLogprobs],
+    scores: PromptScores,
     *,
     start: int,
     top_k: int,
@@ -42,14 +43,15 @@ def encode_generate(
     Args:
         request_id: id of the request.
         prompts: ids of each prompt, [n].
-        scores: row r of each predicts token r + 1 of its prompt, [n - 1, k].
+        scores: of the prompts. In a translation, a realised token of unknown probability has that
+            of the tail, an upper bound: clients expect a number.
         start: first position to return. Its token has no log-probability.
         top_k: entries of ``input_top_logprobs``; 0 for none.
         batch: encode a list, else the object of the only prompt.
     """
     body = bytearray(b"[" if batch else b"")
-    for index, (prompt, topk) in enumerate(zip(prompts, scores, strict=True)):
-        meta = {
+    for index, (prompt, topk) in enumerate(zip(prompts, scores.topk, strict=True)):
+        meta: dict[str, object] = {
             "id": f"{request_id}-{index}" if batch else request_id,
             "finish_reason": {"type": "length", "length": 0},
             "prompt_tokens": len(prompt),
@@ -59,11 +61,16 @@ def encode_generate(
         }
         if top_k:
             meta["output_top_logprobs"] = []
+        if scores.fields is not None:
+            meta.update(scores.fields[index])
         body += b"," if index else b""
         body += b'{"text":"","output_ids":[],"meta_info":' + json.dumps(meta)[:-1].encode()
         body += b',"input_token_logprobs":[[null,%d,null]' % prompt[start]
         rows = topk.rows(start, len(topk))
-        body += _entries(b",[", rows.token_logprobs, prompt[start + 1 :]).tobytes() + b"]"
+        logprobs = rows.token_logprobs
+        if scores.unknown is not None:
+            logprobs = np.where(np.isneginf(logprobs), rows.tail_logprobs, logprobs)
+        body += _entries(b",[", logprobs, prompt[start + 1 :]).tobytes() + b"]"
         if top_k:
             body += b',"input_top_logprobs":[null' + _top_rows(rows).tobytes() + b"]"
         body += b"}}"

@@ -10,6 +10,7 @@ from http import HTTPStatus
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mopd_protocol.arrays import IntArray
 from mopd_protocol.errors import TeacherError
@@ -44,6 +45,8 @@ class PromptScores:
 
     topk: Sequence[TopKLogprobs]  # of each prompt: row r predicts token r + 1, [n - 1, k]
     timings: Mapping[str, float]
+    unknown: Sequence[NDArray[np.bool_]] | None = None  # of each prompt: rows that are null
+    fields: Sequence[Mapping[str, object]] | None = None  # of each prompt: more fields
 
 
 @dataclass(frozen=True)

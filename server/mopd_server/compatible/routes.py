@@ -7,7 +7,7 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 
 from mopd_protocol.arrays import IntArray
-from mopd_protocol.topk_logprobs import TopKLogprobs
+from mopd_protocol.requests import LOSS_HEADER
 from mopd_server.compatible.body import Body, parse_large
 from mopd_server.compatible.completions_request import CompletionsRequest
 from mopd_server.compatible.completions_response import encode_completions
@@ -19,11 +19,11 @@ from mopd_server.compatible.prompt_scorer import (
     PromptScorer,
     PromptScores,
     PromptsToScore,
-    TeacherPromptScorer,
     is_batch,
     is_large,
     prompts_of,
 )
+from mopd_server.compatible.translated_scorer import scorer_of
 from mopd_server.http.body_parts import parse_with
 from mopd_server.http.dependencies import Adapter, Life, Service
 from mopd_server.http.lifecycle import Lifecycle
@@ -55,16 +55,19 @@ async def completions(request: Request, life: Life, service: Service, adapter: A
     service.require_ready()
     body = await _body(request, service, CompletionsRequest, "prompt")
     adapter = require_model(service, adapter, body.model)
+    # verl's own client sends detokenize, and no header.
+    sender = None if body.detokenize is None else "forward_kl_topk"
+    loss = request.headers.get(LOSS_HEADER, sender)
 
-    def encode(prompts: Sequence[IntArray], topk: Sequence[TopKLogprobs]) -> bytearray:
+    def encode(prompts: Sequence[IntArray], scores: PromptScores) -> bytearray:
         name, ids = service.manifests[adapter].service, bool(body.return_token_ids)
-        return encode_completions(name, _request_id(), prompts, topk, token_ids=ids)
+        return encode_completions(name, _request_id(), prompts, scores, token_ids=ids)
 
     return await _respond(
         request,
         life,
         service,
-        TeacherPromptScorer(service, adapter),
+        scorer_of(service, adapter, "prompt", body.messages, loss),
         PromptsToScore(
             "prompt", body.prompt, "prompt_logprobs", body.prompt_logprobs, body.temperature or 1.0
         ),
@@ -84,14 +87,15 @@ async def generate(request: Request, life: Life, service: Service, adapter: Adap
     service.require_ready()
     body = await _body(request, service, GenerateRequest, "input_ids")
     adapter = require_model(service, adapter, body.lora_path, field="lora_path")
+    loss = request.headers.get(LOSS_HEADER)
     field = "text" if body.input_ids is None else "input_ids"
     prompts: Prompts = body.text if body.input_ids is None else body.input_ids  # pyright: ignore[reportAssignmentType]
 
-    def encode(ids: Sequence[IntArray], topk: Sequence[TopKLogprobs]) -> bytearray:
+    def encode(ids: Sequence[IntArray], scores: PromptScores) -> bytearray:
         return encode_generate(
             body.rid or _request_id(),
             ids,
-            topk,
+            scores,
             start=body.logprob_start_len,
             top_k=body.top_k,
             batch=is_batch(prompts),
@@ -101,7 +105,7 @@ async def generate(request: Request, life: Life, service: Service, adapter: Adap
         request,
         life,
         service,
-        TeacherPromptScorer(service, adapter),
+        scorer_of(service, adapter, field, body.messages, loss),
         PromptsToScore(field, prompts, "top_logprobs_num", max(body.top_k, 1), 1.0),
         encode,
         lambda ids: require_start(body.logprob_start_len, ids),
@@ -125,7 +129,7 @@ async def _respond(
     service: TeacherService,
     scorer: PromptScorer,
     settings: PromptsToScore,
-    encode: Callable[[Sequence[IntArray], Sequence[TopKLogprobs]], bytearray],
+    encode: Callable[[Sequence[IntArray], PromptScores], bytearray],
     validate: Callable[[Sequence[IntArray]], None] = lambda prompts: None,
 ) -> Response:
     """Score and encode within the limits of the scorer and of the service."""
@@ -158,7 +162,7 @@ async def _respond(
         return await encode_response(
             service,
             lambda: PartedResponse(
-                memoryview(encode(prompts, scores.topk)), media_type="application/json"
+                memoryview(encode(prompts, scores)), media_type="application/json"
             ),
             scores.timings,
             entries=sum(map(len, scores.topk)) * entries,
