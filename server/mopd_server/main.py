@@ -4,40 +4,48 @@ Arguments are parsed before any heavy import, so that ``--help`` is immediate.
 """
 
 import argparse
-import math
-import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import TypeVar, get_args
 
 from mopd_protocol.errors import MopdError
 from mopd_server.engines.registry import AUTO, ENGINES
 from mopd_server.exit_status import CRASH_STATUS, INTERRUPTED_STATUS
 from mopd_server.http.logs import configure_logs
+from mopd_server.options import (
+    MAX_SECONDS,
+    Append,
+    OptionGroup,
+    mebibytes,
+    named_model,
+    pair,
+    port,
+    positive,
+    weights,
+)
 from mopd_server.process.listening import bound_socket
 from mopd_server.settings import (
     DtypeName,
+    GatewaySettings,
     ListenSettings,
     LogFormat,
     PoolSettings,
     TeacherSettings,
+    TranslationSettings,
+)
+from mopd_server.translation_options import (
+    TRANSLATE_EXAMPLE,
+    add_gateway_options,
+    add_translation_options,
 )
 
-Number = TypeVar("Number", int, float)
-Settings = TypeVar("Settings", TeacherSettings, ListenSettings, PoolSettings)
-
-#: One year: the system's clocks accept no infinite timeouts.
-_MAX_SECONDS = 31_536_000
-
-_MEBIBYTE = 1024 * 1024
-_MAX_WEIGHT = 1000
-
-#: Name of a teacher of a pool, a part of its address.
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
+Settings = TypeVar(
+    "Settings", TeacherSettings, ListenSettings, PoolSettings, TranslationSettings, GatewaySettings
+)
 
 _EXAMPLE = """\
 example: serve a local model as the teacher "math", and request its top 8 per token
@@ -60,17 +68,23 @@ option, 3 if its engine has crashed: restart it. The last line on stderr is the 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status, explained on stderr unless it is 0."""
     parsed = parser().parse_args(arguments)
-    teacher, listen = settings_of(parsed)
-    pool = pool_settings_of(parsed)
-    if bool(teacher.model) == bool(pool.models):
-        parser().error("expected either MODEL or --models")
+    listen, translation = _settings(ListenSettings, parsed), translation_settings_of(parsed)
+    if parsed.command == "translate":
+        gateway = gateway_settings_of(parsed)
+        teacher = TeacherSettings(model=gateway.teacher, name=gateway.name or "teacher")
+        pool = None
+    else:
+        gateway, pool = None, pool_settings_of(parsed)
+        teacher, _ = settings_of(parsed)
+        if bool(teacher.model) == bool(pool.models):
+            parser().error("expected either MODEL or --models")
     configure_logs(listen.log_level, listen.log_format)
     try:
         with bound_socket(listen.host, listen.port) as bound:
             # The web framework; torch and transformers are imported once HTTP responds.
             from mopd_server.process.serving import serve
 
-            received = serve(teacher, listen, bound, pool)
+            received = serve(teacher, listen, bound, pool, translation, gateway)
     except MopdError as error:
         from mopd_server.engines.base import EngineCrashError
 
@@ -91,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     root.add_argument("--version", action="version", version=f"mopd {_version()}")
-    commands = root.add_subparsers(dest="command", required=True, metavar="serve")
+    commands = root.add_subparsers(dest="command", required=True, metavar="serve | translate")
     serve = commands.add_parser(
         "serve",
         help="load a model and serve requests until SIGTERM",
@@ -103,8 +117,22 @@ def parser() -> argparse.ArgumentParser:
     _add_pool_options(serve)
     _add_vllm_options(serve)
     _add_limit_options(serve)
+    _add_request_options(serve)
+    add_translation_options(serve, required=False)
     _add_listen_options(serve)
     serve.set_defaults(pool_resident=TeacherSettings.pool_resident)
+    translate = commands.add_parser(
+        "translate",
+        help="serve the scores of a teacher at another address in the ids of a student",
+        description="Serve the scores of the teacher at URL in the ids of a student with another "
+        "tokenizer, until SIGTERM or Ctrl-C.",
+        epilog=TRANSLATE_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_gateway_options(translate)
+    add_translation_options(translate, required=True)
+    _add_request_options(translate)
+    _add_listen_options(translate)
     return root
 
 
@@ -126,31 +154,22 @@ def pool_settings_of(parsed: argparse.Namespace) -> PoolSettings:
     return _settings(PoolSettings, parsed)
 
 
+def translation_settings_of(parsed: argparse.Namespace) -> TranslationSettings:
+    """Return the settings of a translation; without a student, there is none."""
+    return _settings(TranslationSettings, parsed)
+
+
+def gateway_settings_of(parsed: argparse.Namespace) -> GatewaySettings:
+    """Return the settings of a parsed ``translate`` command."""
+    return _settings(GatewaySettings, parsed)
+
+
 def _settings(kind: type[Settings], parsed: argparse.Namespace) -> Settings:
     return kind(**{field.name: getattr(parsed, field.name) for field in fields(kind)})
 
 
-class _Group:
-    """A group of options with the defaults of a settings class."""
-
-    def __init__(self, parent: argparse.ArgumentParser, title: str, defaults: type[Any]) -> None:
-        self.group = parent.add_argument_group(title)
-        self._defaults = defaults
-
-    def add(self, flag: str, meaning: str, dest: str = "", **options: Any) -> None:
-        """Add an option; its default, if any, is appended to ``meaning``."""
-        dest = dest or flag.removeprefix("--").replace("-", "_")
-        default = getattr(self._defaults, dest)
-        if options.get("type") is _mebibytes:
-            default = str(default // _MEBIBYTE)  # parsed by argparse
-        if default is not None and not isinstance(default, bool | tuple):
-            shown = "%(default)g" if isinstance(default, float) else "%(default)s"
-            meaning = f"{meaning} (default: {shown})"
-        self.group.add_argument(flag, dest=dest, default=default, help=meaning, **options)
-
-
 def _add_model_options(serve: argparse.ArgumentParser) -> None:
-    model = _Group(serve, "model", TeacherSettings)
+    model = OptionGroup(serve, "model", TeacherSettings)
     model.group.add_argument(
         "model", metavar="MODEL", nargs="?", default="", help="model folder or hub id"
     )
@@ -166,8 +185,8 @@ def _add_model_options(serve: argparse.ArgumentParser) -> None:
         "--adapter",
         "serve a LoRA adapter of MODEL as another teacher, at the address ending in "
         "/adapters/NAME; repeatable",
-        action=_Append,
-        type=_pair("NAME=FOLDER"),
+        action=Append,
+        type=pair("NAME=FOLDER"),
         metavar="NAME=FOLDER",
     )
     model.add(
@@ -186,12 +205,12 @@ def _add_model_options(serve: argparse.ArgumentParser) -> None:
 
 
 def _add_pool_options(serve: argparse.ArgumentParser) -> None:
-    pool = _Group(serve, "several teachers", PoolSettings)
+    pool = OptionGroup(serve, "several teachers", PoolSettings)
     pool.group.add_argument(
         "--models",
         nargs="+",
         default=(),
-        type=_named_model,
+        type=named_model,
         metavar="NAME=MODEL",
         help="serve several teachers, each at /teachers/NAME, instead of MODEL (engine "
         "transformers, or --engine vllm)",
@@ -200,26 +219,26 @@ def _add_pool_options(serve: argparse.ArgumentParser) -> None:
         "--resident",
         "teachers with their weights in memory, which they share; the others are loaded when they "
         "are needed",
-        type=_positive(int),
+        type=positive(int),
         metavar="N",
     )
     pool.add(
         "--max-wait",
         "a batch that has waited longer, and longer than four swaps take, replaces a busy teacher",
         dest="max_wait_seconds",
-        type=_positive(float, at_most=_MAX_SECONDS),
+        type=positive(float, at_most=MAX_SECONDS),
         metavar="SECONDS",
     )
 
 
 def _add_vllm_options(serve: argparse.ArgumentParser) -> None:
-    vllm = _Group(serve, "vLLM", TeacherSettings)
+    vllm = OptionGroup(serve, "vLLM", TeacherSettings)
     for name, meaning in (
         ("tensor", "accelerators that share each layer"),
         ("pipeline", "groups of accelerators, each with a part of the layers"),
         ("data", "copies of the model that share the requests"),
     ):
-        vllm.add(f"--{name}-parallel-size", meaning, type=_positive(int), metavar="N")
+        vllm.add(f"--{name}-parallel-size", meaning, type=positive(int), metavar="N")
     vllm.add(
         "--quantization",
         "quantize the weights on loading, such as fp8 (default: that of the checkpoint)",
@@ -228,48 +247,51 @@ def _add_vllm_options(serve: argparse.ArgumentParser) -> None:
     vllm.add(
         "--gpu-memory-utilization",
         "share of each accelerator's memory",
-        type=_positive(float, at_most=1),
+        type=positive(float, at_most=1),
         metavar="SHARE",
     )
     vllm.add(
         "--logits-mebibytes",
         "part of that share for the logits of one forward pass; limits its tokens",
         dest="logits_budget_bytes",
-        type=_mebibytes,
+        type=mebibytes,
         metavar="MIB",
     )
     vllm.add(
         "--vllm-arg",
         "any other engine argument of vLLM, such as kv_cache_dtype=fp8 or enforce_eager=true; "
         "repeatable",
-        action=_Append,
-        type=_pair("KEY=VALUE"),
+        action=Append,
+        type=pair("KEY=VALUE"),
         metavar="KEY=VALUE",
     )
 
 
 def _add_limit_options(serve: argparse.ArgumentParser) -> None:
-    limits = _Group(serve, "limits", TeacherSettings)
+    limits = OptionGroup(serve, "limits", TeacherSettings)
     for flag, metavar, meaning in (
         ("--max-model-len", "TOKENS", "maximum prompt plus completion (default: model's limit)"),
         ("--top-k-max", "K", "maximum top_k of a request"),
         ("--max-batch-tokens", "TOKENS", "tokens in one forward pass; lower if out of memory"),
         ("--max-queue-tokens", "TOKENS", "tokens in the queue; requests beyond get 429"),
     ):
-        limits.add(flag, meaning, type=_positive(int), metavar=metavar)
+        limits.add(flag, meaning, type=positive(int), metavar=metavar)
     limits.add(
         "--key-weights",
         "shares of the engine by the name of the API key, such as alice=2,bob=0.5, while several "
         "have queued requests; 1 for all others (default: equal)",
-        type=_weights,
+        type=weights,
         metavar="NAME=WEIGHT,...",
     )
-    requests = _Group(serve, "requests", ListenSettings)
+
+
+def _add_request_options(serve: argparse.ArgumentParser) -> None:
+    requests = OptionGroup(serve, "requests", ListenSettings)
     requests.add(
         "--max-body-mebibytes",
         "maximum request body",
         dest="max_body_bytes",
-        type=_mebibytes,
+        type=mebibytes,
         metavar="MIB",
     )
     for flag, dest, meaning in (
@@ -288,20 +310,20 @@ def _add_limit_options(serve: argparse.ArgumentParser) -> None:
             "supervisor restarts the teacher",
         ),
     ):
-        seconds = _positive(float, at_most=_MAX_SECONDS)
+        seconds = positive(float, at_most=MAX_SECONDS)
         requests.add(flag, meaning, dest=dest, type=seconds, metavar="SECONDS")
     for flag, metavar, meaning in (
         ("--key-tokens-per-minute", "TOKENS", "prompt and completion tokens per API key"),
         ("--key-requests-in-flight", "REQUESTS", "concurrent requests per API key"),
     ):
         meaning = f"{meaning}; requests beyond get 429 (default: unlimited)"
-        requests.add(flag, meaning, type=_positive(int), metavar=metavar)
+        requests.add(flag, meaning, type=positive(int), metavar=metavar)
 
 
 def _add_listen_options(serve: argparse.ArgumentParser) -> None:
-    listen = _Group(serve, "address", ListenSettings)
+    listen = OptionGroup(serve, "address", ListenSettings)
     listen.add("--host", "address to listen on; 0.0.0.0: all network interfaces")
-    listen.add("--port", "0 binds any free port and prints it", type=_port)
+    listen.add("--port", "0 binds any free port and prints it", type=port)
     listen.add(
         "--api-key-file",
         "require one of these keys, one per line: KEY, or NAME KEY to log the name. Reloaded on "
@@ -315,70 +337,6 @@ def _add_listen_options(serve: argparse.ArgumentParser) -> None:
     listen.add(
         "--log-format", "json logs one object per line to stderr", choices=get_args(LogFormat)
     )
-
-
-class _Append(argparse.Action):
-    """Collect the values of a repeated option in a tuple."""
-
-    def __call__(
-        self, _: object, namespace: argparse.Namespace, value: object, __: str | None = None
-    ) -> None:
-        setattr(namespace, self.dest, (*getattr(namespace, self.dest), value))
-
-
-def _pair(form: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        key, separator, value = text.partition("=")
-        if not (key and separator and value):
-            raise argparse.ArgumentTypeError(f"found {text!r}, expected {form}")
-        return text
-
-    return parse
-
-
-def _named_model(text: str) -> tuple[str, str]:
-    name, _, model = text.partition("=")
-    if not (_NAME.fullmatch(name) and model):
-        raise argparse.ArgumentTypeError(
-            f"found {text!r}, expected NAME=MODEL, the name of letters, digits, '_', '.' and '-'"
-        )
-    return name, model
-
-
-def _weights(text: str) -> tuple[tuple[str, float], ...]:
-    weights: list[tuple[str, float]] = []
-    for part in text.split(","):
-        name, _, number = part.partition("=")
-        try:
-            weights.append((name.strip(), _positive(float, at_most=_MAX_WEIGHT)(number)))
-        except (ValueError, argparse.ArgumentTypeError) as error:
-            raise argparse.ArgumentTypeError(
-                f"found {part!r}, expected NAME=WEIGHT with a number above 0, up to {_MAX_WEIGHT}"
-            ) from error
-    return tuple(weights)
-
-
-def _positive(
-    kind: Callable[[str], Number], at_most: float = math.inf, factor: int = 1
-) -> Callable[[str], Number]:
-    def parse(text: str) -> Number:
-        number = kind(text)
-        if not 0 < number <= at_most:
-            limit = "" if at_most == math.inf else f", up to {at_most}"
-            raise argparse.ArgumentTypeError(f"found {text}, expected a number above 0{limit}")
-        return number * factor
-
-    parse.__name__ = "number"  # shown in argparse's own message
-    return parse
-
-
-_mebibytes = _positive(int, factor=_MEBIBYTE)
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"found {text}, expected 0 to 65535")
-    return int(text)
 
 
 if __name__ == "__main__":

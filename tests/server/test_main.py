@@ -15,10 +15,23 @@ import httpx
 import pytest
 
 from mopd_protocol.codec import decode_json
-from mopd_server.main import main, parser, pool_settings_of, settings_of
+from mopd_server.main import (
+    gateway_settings_of,
+    main,
+    parser,
+    pool_settings_of,
+    settings_of,
+    translation_settings_of,
+)
 from mopd_server.process import serving
 from mopd_server.process.listening import bound_socket
-from mopd_server.settings import ListenSettings, PoolSettings, TeacherSettings
+from mopd_server.settings import (
+    GatewaySettings,
+    ListenSettings,
+    PoolSettings,
+    TeacherSettings,
+    TranslationSettings,
+)
 from tests import tiny_models
 from tests.processes import interpreter, line_with
 
@@ -111,6 +124,62 @@ def test_each_option_sets_its_setting() -> None:
         log_level="debug",
         log_format="json",
     )
+
+
+def test_each_option_of_a_translation_sets_its_setting() -> None:
+    line = (
+        "--student s --student-revision r --prompts p --student-template-arg a=1 "
+        "--student-template-arg b=x --teacher-template-arg c=2 --teacher-top-k 9 --extra-rounds 3 "
+        "--extra-rows 8"
+    )
+    expected = TranslationSettings(
+        student="s",
+        student_revision="r",
+        prompts=Path("p"),
+        student_template_arg=("a=1", "b=x"),
+        teacher_template_arg=("c=2",),
+        teacher_top_k=9,
+        extra_rounds=3,
+        extra_rows=8,
+    )
+    serve = parser().parse_args(["serve", "m", *line.split()])
+    assert translation_settings_of(serve) == expected
+    assert translation_settings_of(parser().parse_args(["serve", "m"])) == TranslationSettings()
+    own = (
+        "--teacher http://t --name n --teacher-kind vllm --tokenizer t --teacher-key-file k "
+        "--teacher-timeout 1.5 --teacher-wait 2.5 --max-concurrency 5 --max-queue-tokens 6"
+    )
+    translate = parser().parse_args(["translate", *own.split(), *line.split(), "--port", "7"])
+    assert translation_settings_of(translate) == expected
+    assert gateway_settings_of(translate) == GatewaySettings(
+        teacher="http://t",
+        name="n",
+        teacher_kind="vllm",
+        tokenizer="t",
+        teacher_key_file=Path("k"),
+        teacher_timeout_seconds=1.5,
+        teacher_wait_seconds=2.5,
+        max_concurrency=5,
+        max_queue_tokens=6,
+    )
+    minimal = parser().parse_args(["translate", "--teacher", "http://t", "--student", "s"])
+    assert gateway_settings_of(minimal) == GatewaySettings(teacher="http://t")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["translate --teacher http://t", "translate --student s", "serve m --student s --models a=b"],
+)
+def test_a_translation_needs_one_teacher_and_a_student(line: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(line.split())
+    assert caught.value.code == 2
+
+
+def test_several_teachers_have_no_student(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "serve --models a=./missing --student s --port 0"
+    assert main(line.split()) == 1
+    assert "--student" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,13 @@ from mopd_server.pool.app import PREFIX, LifecycleGroup, PoolApp
 from mopd_server.process.http_server import HttpServer
 from mopd_server.process.listening import address_of
 from mopd_server.scoring.service import TeacherService
-from mopd_server.settings import ListenSettings, PoolSettings, TeacherSettings
+from mopd_server.settings import (
+    GatewaySettings,
+    ListenSettings,
+    PoolSettings,
+    TeacherSettings,
+    TranslationSettings,
+)
 
 if TYPE_CHECKING:
     from mopd_server.pool.teacher_pool import TeacherPool
@@ -74,11 +80,15 @@ def serve(
     listen: ListenSettings,
     bound: socket.socket,
     pool: PoolSettings | None = None,
+    translation: TranslationSettings | None = None,
+    gateway: GatewaySettings | None = None,
 ) -> signal.Signals:
     """Load the teacher and serve until SIGTERM or Ctrl-C; requests in flight are finished.
 
     Probes get responses on ``bound`` while torch is imported and the model loads. With the models
-    of ``pool``, ``teacher`` has the settings that all share. Returns the signal.
+    of ``pool``, ``teacher`` has the settings that all share. With a student of ``translation``,
+    scores are returned in its ids, too; with ``gateway``, the teacher is at another address.
+    Returns the signal.
 
     Raises:
         EngineCrashError: if the engine or the HTTP server stops.
@@ -87,7 +97,13 @@ def serve(
     _require_tls_pair(listen)
     keys = ApiKeys.load(listen.api_key_file)
     _require_known_names(teacher, keys)
-    loading = _Pooled(teacher, pool) if pool and pool.models else _Single(teacher)
+    student = translation if translation and translation.student else None
+    if pool and pool.models:
+        if student is not None:
+            raise ConfigError("--student: not supported with --models", key="student")
+        loading = _Pooled(teacher, pool)
+    else:
+        loading = _Single(teacher, student, gateway)
     lifecycles = {
         name: Lifecycle(liveness_seconds=listen.liveness_seconds) for name in loading.settings
     }
@@ -139,8 +155,15 @@ def serve(
 class _Single:
     """One teacher, at the root of the address."""
 
-    def __init__(self, teacher: TeacherSettings) -> None:
+    def __init__(
+        self,
+        teacher: TeacherSettings,
+        translation: TranslationSettings | None,
+        gateway: GatewaySettings | None,
+    ) -> None:
         self.settings = {teacher.service_name: teacher}
+        self._translation = translation
+        self._gateway = gateway
         self._service: TeacherService | None = None
 
     def path(self, name: str) -> str:
@@ -151,9 +174,19 @@ class _Single:
         return app
 
     def load(self) -> Iterator[tuple[str, TeacherService]]:
-        for name, each in self.settings.items():
-            self._service = TeacherService.load(each)
-            yield name, self._service
+        [(name, teacher)] = self.settings.items()
+        if self._translation is None:
+            self._service = TeacherService.load(teacher)
+        else:
+            from mopd_server.translation.loading import Student, add_translation, load_gateway
+
+            student = Student.load(self._translation)  # takes a moment, the model may take minutes
+            if self._gateway is None:
+                self._service = TeacherService.load(teacher)
+            else:
+                self._service = load_gateway(self._gateway, self._translation)
+            add_translation(self._service, student, self._translation)
+        yield name, self._service
 
     def close(self) -> None:
         if self._service is not None:
@@ -334,6 +367,12 @@ def start_message(
         for name, each in manifests.items()
         if name is not None
     ]
+    if translation := manifest.translation:
+        texts = ", ".join(f"{name} {share:.0%}" for name, share in translation.texts.items())
+        lines += [
+            f"  student    {translation.student}: {translation.verdict} for translation",
+            f"             single tokens of the student: {texts}",
+        ]
     if not api_keys and host not in LOOPBACK_HOSTS:
         lines.append("  warning    open to the network without API keys; see --api-key-file")
     return "\n".join(lines) + "\n"
