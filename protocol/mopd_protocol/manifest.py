@@ -89,7 +89,7 @@ class Manifest(BaseModel):
     max_top_k: int = Field(gt=0)
     features: Features
     translation: TranslationFacts | None = None
-    """Of a service with a student; missing from the JSON without one."""
+    """Set for a service with a student; missing from the JSON without one."""
 
     @computed_field
     @property

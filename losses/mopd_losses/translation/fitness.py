@@ -21,7 +21,7 @@ SAMPLES: Mapping[str, str] = MappingProxyType(
         'ValueError("no values")\n    return sum(values) / len(values)\n',
         "numbers": "On 2024-03-17 the total was 1,284.50 for 36 items: 12 * 3 = 36, 7 + 95 = 102.",
         "German": "Die Verkehrsverbindungen zwischen den Nachbargemeinden wurden überraschend "
-        "eingestellt; größere Änderungen kündigte die Geschäftsführung für Frühjahr an.",
+        "eingestellt; größere Änderungen folgen im Frühjahr.",
         "Russian": "Вчера вечером учёные представили результаты исследования, которое продолжалось "
         "почти десять лет и объединило несколько университетов.",
         "Hebrew": "אתמול בערב הציגו החוקרים את תוצאות המחקר שנמשך כמעט עשר שנים.",
@@ -35,7 +35,7 @@ _FIT, _PARTLY_FIT = 0.95, 0.8
 
 @dataclass(frozen=True)
 class Fitness:
-    """How far a translation of this teacher's scores can name the student's tokens.
+    """Share of a teacher's tokens that a translation can name directly.
 
     A teacher's token that is one token of the student can be named from one row. All others need
     extra rows, or are in the tail.
@@ -54,7 +54,7 @@ class Fitness:
 
     @property
     def summary(self) -> str:
-        """Verdict and shares in one sentence."""
+        """Verdict and shares as text."""
         texts = ", ".join(f"{name} {share:.1%}" for name, share in self.texts.items())
         return (
             f"{self.verdict} for translation: one student token each for {self.vocabulary:.0%} of "

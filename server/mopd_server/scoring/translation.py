@@ -14,7 +14,7 @@ from mopd_protocol.topk_logprobs import TopKLogprobs
 
 @dataclass(frozen=True)
 class CoverageReport:
-    """What the distributions of one sequence are worth; the field ``mopd_coverage`` of a choice."""
+    """Coverage of one sequence's distributions; the field ``mopd_coverage`` of a choice."""
 
     prompt_tokens: int
     """Positions of the prompt. Their distributions are unknown."""

@@ -106,8 +106,8 @@ class PromptResolver:
     def _known(self, ids: Sequence[int]) -> ParsedPrompt | None:
         """Return the longest registered prompt that these ids begin with."""
         lengths = (each for each in self._lengths if each <= len(ids))
-        found = (self._registered.get(_key(ids[:length])) for length in lengths)
-        return next((each for each in found if each is not None), None)
+        matches = (self._registered.get(_key(ids[:length])) for length in lengths)
+        return next((each for each in matches if each is not None), None)
 
 
 def read_prompts(path: Path) -> Iterator[list[Message]]:

@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 
 class RemoteEngine(AsyncEngine):
-    """Scores with a ``TeacherClient``, in an event loop of its own.
+    """Scores with a ``TeacherClient``, in a separate event loop.
 
     Args:
         settings: address of the teacher.

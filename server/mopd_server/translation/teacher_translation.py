@@ -119,16 +119,16 @@ class TeacherTranslation:
             for each, topk in zip(prepared, rows, strict=True)
         ]
         known: dict[ExtraRow, TopKLogprobs] = {}
-        wanted_rows = partial(self._wanted, completions, scores, known)
+        next_rows = partial(self._next_rows, completions, scores, known)
         for _ in range(self._settings.extra_rounds):
-            wanted = await run(wanted_rows, large=True)
-            if not wanted:
+            selected = await run(next_rows, large=True)
+            if not selected:
                 break
-            extra_tasks = [self._extra_task(prepared, each, adapter) for each in wanted]
+            extra_tasks = [self._extra_task(prepared, each, adapter) for each in selected]
             extra, _ = await service.score_tasks(
                 extra_tasks, top_k=teacher_top_k, temperature=1.0, key=key
             )
-            known |= zip(wanted, extra, strict=True)
+            known |= zip(selected, extra, strict=True)
         translated = await run(
             lambda: self._translated(prepared, completions, scores, known, top_k), large=True
         )
@@ -143,10 +143,10 @@ class TeacherTranslation:
         field: str,
     ) -> list[_Prepared]:
         prepared: list[_Prepared] = []
-        for index, (ids, given) in enumerate(zip(sequences, messages, strict=True)):
+        for index, (ids, conversation) in enumerate(zip(sequences, messages, strict=True)):
             name = f"{field}[{index}]"
             try:
-                prepared.append(self._prepare_one(ids, given, name))
+                prepared.append(self._prepare_one(ids, conversation, name))
             except ServiceError:
                 raise
             except TeacherError as error:
@@ -172,7 +172,7 @@ class TeacherTranslation:
         sent = first_tokens(teacher_input.completion, teacher_input.sent_tokens)
         return _Prepared(ids, completion, sent, tokens)
 
-    def _wanted(
+    def _next_rows(
         self,
         completions: Sequence[TokenSequence],
         scores: Sequence[TeacherScore],
@@ -182,12 +182,12 @@ class TeacherTranslation:
         counts = np.zeros(len(completions), dtype=np.int64)
         for each in known:
             counts[each.completion] += 1
-        wanted: list[ExtraRow] = []
+        selected: list[ExtraRow] = []
         for each in self._translator.extra_rows(completions, scores, known):
             if each not in known and counts[each.completion] < self._settings.extra_rows:
                 counts[each.completion] += 1
-                wanted.append(each)
-        return wanted
+                selected.append(each)
+        return selected
 
     def _extra_task(
         self, prepared: Sequence[_Prepared], row: ExtraRow, adapter: str | None

@@ -43,8 +43,8 @@ class _Separators:
 
     head: bytes  # before the first user message
     generation: bytes  # behind the last user message
-    answer: bytes | None  # between a user message and the answer in the conversation
-    next_user: bytes | None  # between an answer and the next user message
+    completion: bytes | None  # between a user message and the completion in the conversation
+    next_user: bytes | None  # between an completion and the next user message
     system_head: bytes | None  # before the system message
     system_end: bytes | None  # between the system message and the first user message
 
@@ -121,13 +121,15 @@ class TemplateParser:
                 "the beginning is not that of the chat template", common_prefix(text, head)
             )
         start = len(text) - len(separators.generation) - len(rest)
-        while separators.answer is not None and separators.next_user is not None:
-            user, found, behind = rest.partition(separators.answer)
-            answer, found_next, behind = behind.partition(separators.next_user)
-            if not (found and found_next):
+        while separators.completion is not None and separators.next_user is not None:
+            user, separator, behind = rest.partition(separators.completion)
+            completion, next_separator, behind = behind.partition(separators.next_user)
+            if not (separator and next_separator):
                 break
             messages.append(_message("user", user, start))
-            messages.append(_message("assistant", answer, start + len(user + separators.answer)))
+            messages.append(
+                _message("assistant", completion, start + len(user + separators.completion))
+            )
             start += len(rest) - len(behind)
             rest = behind
         messages.append(_message("user", rest, start))
@@ -144,18 +146,18 @@ class TemplateParser:
 
     def _probe(self) -> _Separators | None:
         """Return the separators; None if a conversation does not contain each message once."""
-        one, two, three = _PROBES
-        plain = self._parts([("user", one)])
+        first, second, third = _PROBES
+        plain = self._parts([("user", first)])
         if plain is None:
             return None
-        system = self._parts([("system", one), ("user", two)])
-        turns = self._parts([("user", one), ("assistant", two), ("user", three)])
+        system = self._parts([("system", first), ("user", second)])
+        turns = self._parts([("user", first), ("assistant", second), ("user", third)])
         if turns is not None and (turns[0], turns[3]) != (plain[0], plain[1]):
             turns = None
         return _Separators(
             head=plain[0],
             generation=plain[1],
-            answer=None if turns is None else turns[1],
+            completion=None if turns is None else turns[1],
             next_user=None if turns is None else turns[2],
             system_head=None if system is None else system[0],
             system_end=None if system is None else system[1],
@@ -170,8 +172,8 @@ class TemplateParser:
             return None
         parts: list[bytes] = []
         for message in messages:
-            before, found, rest = rest.partition(message.content.encode())
-            if not found:
+            before, separator, rest = rest.partition(message.content.encode())
+            if not separator:
                 return None
             parts.append(before)
         return [*parts, rest] if rest else None

@@ -63,7 +63,7 @@ def test_messages_follow_from_the_ids_of_well_known_templates(family: str, messa
     completion=st.text(max_size=12),
     family=st.sampled_from(["chatml", "qwen_2", "phi_3"]),
 )
-def test_whatever_is_parsed_renders_to_the_same_ids(texts, completion, family) -> None:
+def test_parsed_messages_render_to_the_same_ids(texts, completion, family) -> None:
     roles = ["user", "assistant"] * len(texts)
     messages = [Message(role=r, content=t) for r, t in zip(roles, texts, strict=False)]
     prompt = resolver(family).render(messages)
@@ -175,7 +175,7 @@ def test_prompts_are_read_from_messages_and_texts(tmp_path: Path) -> None:
     path.write_text("\n\n".join(map(json.dumps, rows)))
     assert [*read_prompts(path)] == [SYSTEM, TURNS, USER]
 
-    path.write_text('{"prompt": "a"}\n{"question": "b"}')
+    path.write_text('{"prompt": "a"}\n{"other": "b"}')
     with pytest.raises(DataError) as caught:
         [*read_prompts(path)]
     assert caught.value.key == "prompts"

@@ -165,15 +165,15 @@ async def metrics_of(translated: TranslatedTeacher) -> dict[str, float]:
 async def test_extra_rows_are_those_of_the_extended_text(translated) -> None:
     start, ids = translated.ids(USER, "the lazy dog", translated.end)
     other = translated.teacher.tokenizer.encoder.encode(" quick")
-    wanted = [ExtraRow(0, 2, tuple(other)), ExtraRow(0, 0, ())]
-    translated.translator.wanted = wanted
+    requested = [ExtraRow(0, 2, tuple(other)), ExtraRow(0, 0, ())]
+    translated.translator.requested = requested
     try:
         response = await completions(translated.app, [ids], k=2)
     finally:
-        translated.translator.wanted = []
+        translated.translator.requested = []
 
     assert response.json()["choices"][0]["mopd_coverage"]["extra_rows"] == 2
-    assert set(translated.translator.known) == set(wanted)
+    assert set(translated.translator.known) == set(requested)
     for row, topk in translated.translator.known.items():
         context = [*ids[: start + row.teacher_tokens], *row.token_ids]
         task = ScoringTask(np.array(context, dtype=np.int32), np.array(ids[:1], dtype=np.int32))
@@ -203,9 +203,9 @@ async def test_messages_of_the_request_need_no_known_prompt(translated) -> None:
     start, ids = translated.ids(USER, "7")
     messages = [message.model_dump() for message in USER]
 
-    one = await completions(translated.app, ids, messages=messages)
+    single = await completions(translated.app, ids, messages=messages)
     several = await completions(translated.app, [ids, ids], messages=[messages, messages])
-    assert one.json()["choices"][0]["mopd_coverage"]["prompt_tokens"] == start
+    assert single.json()["choices"][0]["mopd_coverage"]["prompt_tokens"] == start
     assert len(several.json()["choices"]) == 2
 
     problem(await completions(translated.app, [ids, ids], messages=messages), 400, "malformed")

@@ -32,11 +32,11 @@ FACTS = TranslationFacts(
 class IdentityTranslator:
     """Exact between equal tokenizers: every entry is a token of the student.
 
-    ``wanted`` rows are requested first; ``known`` is what was received. ``lost`` and ``unknown``
+    ``requested`` rows are requested first; ``known`` is what was received. ``lost`` and ``unknown``
     are the rows of each completion with such a coverage.
     """
 
-    wanted: list[ExtraRow] = field(default_factory=list)
+    requested: list[ExtraRow] = field(default_factory=list)
     known: dict[ExtraRow, TopKLogprobs] = field(default_factory=dict)
     completions: list[TokenSequence] = field(default_factory=list)
     lost: tuple[int, ...] = ()
@@ -48,7 +48,7 @@ class IdentityTranslator:
         scores: Sequence[TeacherScore],
         known: Mapping[ExtraRow, TopKLogprobs],
     ) -> list[ExtraRow]:
-        return self.wanted
+        return self.requested
 
     def translate(
         self,

@@ -23,6 +23,7 @@ from mopd_trainer.diagnostics.self_distillation import (
 from mopd_trainer.diagnostics.teachers import check_agreement, check_coverage, check_row_shift
 from mopd_trainer.diagnostics.template_agreement import check_agreement_of_templates
 from mopd_trainer.diagnostics.templates import check_templates, check_tokenizer
+from mopd_trainer.diagnostics.translation import check_translation
 from mopd_trainer.setup import teacher_loss
 from mopd_trainer.student.identity import StudentIdentity
 from mopd_trainer.student.student import Student
@@ -42,6 +43,7 @@ def cheap_findings(
     yield from check_agreement_of_templates(prompts, student, teachers)
     yield from check_tokenizer(prompts, config.student, student)
     yield from check_identity(teachers)
+    yield from check_translation(student, teachers)
 
 
 async def examine(config: RunConfig, prompts: Sequence[Prompt]) -> AsyncIterator[Finding]:
