@@ -15,12 +15,12 @@ Verdict = Literal["fit", "partly fit", "unfit"]
 SAMPLES: Mapping[str, str] = MappingProxyType(
     {
         "English": "The committee decided on Thursday that the old bridge would stay open, because "
-        "nobody had explained how the farmers on the other side should reach the market. A small "
-        "koala watched them from a tree and held a purple umbrella.",
+        "it was not clear how the farmers on the other side should reach the market. A small "
+        "koala watched them from a tree and carried a purple umbrella.",
         "code": "def mean(values: list[float]) -> float:\n    if not values:\n        raise "
         'ValueError("no values")\n    return sum(values) / len(values)\n',
         "numbers": "On 2024-03-17 the total was 1,284.50 for 36 items: 12 * 3 = 36, 7 + 95 = 102.",
-        "German": "Die Verkehrsverbindungen zwischen den Nachbargemeinden wurden überraschend "
+        "German": "Alle Verkehrsverbindungen zwischen den Nachbargemeinden wurden überraschend "
         "eingestellt; größere Änderungen folgen im Frühjahr.",
         "Russian": "Вчера вечером учёные представили результаты исследования, которое продолжалось "
         "почти десять лет и объединило несколько университетов.",

@@ -39,7 +39,7 @@ class UnknownPromptError(TeacherError):
 
 @dataclass(frozen=True)
 class _Separators:
-    """What a template writes before, between and behind messages, in marked bytes."""
+    """Text of a template before, between and behind messages, in marked bytes."""
 
     head: bytes  # before the first user message
     generation: bytes  # behind the last user message

@@ -51,7 +51,7 @@ def assert_near(actual: object, expected: object) -> None:
 
 @pytest.mark.parametrize("messages", [USER, TURNS], ids=["one turn", "several turns"])
 async def test_equal_tokenizers_get_the_teachers_own_values(translated, messages) -> None:
-    start, ids = translated.ids(messages, "the answer is 7", translated.end)
+    start, ids = translated.ids(messages, "the sum is 7", translated.end)
 
     rows = await rows_of(translated.app, ids)
     own = await rows_of(translated.plain, ids)
@@ -101,7 +101,7 @@ async def test_ids_behind_the_end_and_without_a_token_have_no_text(translated) -
     choice = response.json()["choices"][0]
     rows = choice["prompt_logprobs"]
 
-    # What follows the text before the padded id, which has no probability there.
+    # The text before the padded id has the same continuations without that id.
     following = rows[ids.index(padded) + 1]
     entries = rows[ids.index(padded)]
     assert len(entries) == K
