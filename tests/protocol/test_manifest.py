@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from mopd_protocol.manifest import SCHEMA_VERSION, Features, Manifest
+from mopd_protocol.manifest import SCHEMA_VERSION, Features, Manifest, TranslationFacts
 from mopd_protocol.tokenizers.token_table import TokenRoles
 
 
@@ -43,7 +43,19 @@ DECISIVE: dict[str, Any] = {
     "chat_template_hash": None,
     "features": Features(candidate_ids=True, temperature=False, messages=True),
 }
-FREE: dict[str, Any] = {"service": "code", "max_model_len": 512, "max_top_k": 8}
+TRANSLATION = TranslationFacts(
+    student="org/student",
+    student_fingerprint="d" * 32,
+    verdict="fit",
+    vocabulary=0.9,
+    texts={"English": 0.99},
+)
+FREE: dict[str, Any] = {
+    "service": "code",
+    "max_model_len": 512,
+    "max_top_k": 8,
+    "translation": TRANSLATION,
+}
 
 
 @pytest.mark.parametrize("field", DECISIVE)
@@ -66,6 +78,13 @@ def test_a_manifest_is_read_back_from_its_json_with_the_same_id():
     assert Manifest.parse(written) == manifest()
     assert written["manifest_id"] == manifest().manifest_id
     assert len(written["manifest_id"]) == 32
+
+
+def test_only_a_service_with_a_student_has_a_translation_in_its_json():
+    translated = manifest(translation=TRANSLATION).model_dump(mode="json")
+
+    assert "translation" not in manifest().model_dump(mode="json")
+    assert Manifest.parse(translated).translation == TRANSLATION
 
 
 def test_unknown_fields_are_refused():
