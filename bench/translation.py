@@ -37,8 +37,7 @@ from bench import byte_models
 from bench.named_tokenizers import pairs_of, short_names
 from bench.several_texts import LOWEST, add_text_options, named_pair, text_sets
 from mopd.demo.tasks import WORDS
-from mopd_losses.translation.translation import Translation
-from mopd_losses.translation.translator import Translator
+from mopd_losses import Translation, Translator
 from tests.losses.prefix_pairs import Pair
 from tests.reference.text_model import markov_texts
 from tests.reference.translation import SharedTexts, Translates

@@ -1,28 +1,37 @@
 """Translate a teacher's scores into the ids of a student."""
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from mopd_client.tokenizers.pretrained import load_tokenizer
 from mopd_losses import ExtraRow, Translation, Translator
 from mopd_protocol import TeacherScore, TopKLogprobs
 from mopd_protocol.errors import DataError
-from mopd_protocol.request_tokenizer import TeacherTokenizer
-
-Tokenizer = str | TeacherTokenizer
+from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
 
 #: Extra rows depend on each other: of a word of many tokens, the second follows the first.
 _MOST_ROUNDS = 8
+
+
+class LoadedTokenizer(Protocol):
+    """A tokenizer's table and encoder, such as ``TeacherClient.tokenizer`` returns."""
+
+    @property
+    def table(self) -> TokenTable: ...
+
+    @property
+    def encoder(self) -> TextEncoder: ...
 
 
 def translate(
     scores: Sequence[TeacherScore],
     completions: Sequence[Sequence[int]],
     *,
-    student: Tokenizer,
-    teacher: Tokenizer,
+    student: str | LoadedTokenizer,
+    teacher: str | LoadedTokenizer,
     request_rows: Callable[[Sequence[ExtraRow]], Sequence[TopKLogprobs]] | None = None,
 ) -> list[Translation]:
-    """Return what a teacher's scores say about the student's next tokens, for each completion.
+    """Return a teacher's distributions over the student's next tokens, for each completion.
 
     For pairs of tokenizers that share most words: a word that is one token of the student and
     several of the teacher needs extra rows, and what remains undecided is in the tail. Losses of
@@ -52,8 +61,8 @@ def translate(
     sequences = [own.table.sequence(list(ids)) for ids in completions]
     known: dict[ExtraRow, TopKLogprobs] = {}
     for _ in range(_MOST_ROUNDS if request_rows else 0):
-        wanted = translator.extra_rows(sequences, scores, known)
-        if not wanted or request_rows is None:
+        missing = translator.extra_rows(sequences, scores, known)
+        if not missing or request_rows is None:
             break
-        known |= zip(wanted, request_rows(wanted), strict=True)
+        known |= zip(missing, request_rows(missing), strict=True)
     return translator.translate(sequences, scores, known)

@@ -31,13 +31,15 @@ def topk_of_prompt_logprobs(
 ) -> TopKLogprobs:
     """Return the rows that predict ``token_ids[first:]``.
 
-    Ids without a token (rows of a padded head) are skipped; their mass is part of the tail.
+    Ids without a token (rows of a padded head) are skipped; their mass is part of the tail. A
+    service that translates may know nothing of a position, or nothing of its token.
 
     Args:
         entries: one per token of ``token_ids``.
         first: position of the first completion token, at least 1.
         k: requested number of entries.
-        known: bool [ids], True for ids with a token; None if all have one.
+        known: bool [ids], True for ids with a token; None for a service of mopd, all of whose ids
+            have one, and which may translate.
 
     Raises:
         DataError: on missing entries or invalid numbers.
@@ -51,10 +53,10 @@ def topk_of_prompt_logprobs(
     logprobs = np.full((rows, k), -np.inf, dtype=np.float64)
     token_logprobs = np.empty(rows, dtype=np.float64)
     for row, (token_id, entry) in enumerate(zip(token_ids[first:], entries[first:], strict=True)):
-        candidates = _row(entry, first + row)
-        if token_id not in candidates:
+        candidates = {} if entry is None and known is None else _row(entry, first + row)
+        if token_id not in candidates and known is not None:
             raise DataError(f"prompt_logprobs[{first + row}]: the prompt's token is missing")
-        token_logprobs[row] = candidates[token_id]
+        token_logprobs[row] = candidates.get(token_id, -np.inf)
         best = _most_likely(candidates, token_id, k, known)
         ids[row, : len(best)] = [best_id for best_id, _ in best]
         logprobs[row, : len(best)] = [logprob for _, logprob in best]

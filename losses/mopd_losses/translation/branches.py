@@ -17,7 +17,7 @@ class Branch:
     position: "Position"
     row: int  # the tokens before it are the realised ones
     ids: tuple[int, ...]  # behind these
-    text: str  # from the position on; empty if the tokens end before it, or there
+    text: str  # from the position on; empty if the tokens end at or before it
     missing: str  # text between the end of the tokens and the position
     mass: float
     tokens: frozenset[int] = frozenset()  # that the student may write first
@@ -51,7 +51,7 @@ class Position:
 
     @cached_property
     def offset(self) -> int:
-        """Where the position is in the text."""
+        """The position's first character in the text."""
         return self.text.start_of(self.number)
 
     @property

@@ -25,11 +25,11 @@ _LONGER_TOKENS = 32
 #: How many continuations of a text are tried.
 NONE, SOME, MANY = range(3)
 
-#: Answers in memory; beyond, all are discarded and computed again.
-_MOST_ANSWERS = 500_000
+#: Results in memory; beyond, all are discarded and computed again.
+_MOST_RESULTS = 500_000
 
 Key = TypeVar("Key", bound=Hashable)
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 class Beginning(NamedTuple):
@@ -48,7 +48,7 @@ class Division(NamedTuple):
 
 
 class FirstTokens:
-    """Answers about two tokenizers, remembered."""
+    """Cached results of two tokenizers."""
 
     def __init__(self, student: Vocabulary, teacher: Vocabulary) -> None:
         self._student, self._teacher = student, teacher
@@ -57,15 +57,15 @@ class FirstTokens:
         self._divisions: dict[Division, bool] = {}
 
     def of(
-        self, questions: Iterable[tuple[Beginning, int]]
+        self, trials: Iterable[tuple[Beginning, int]]
     ) -> dict[tuple[Beginning, int], frozenset[int]]:
         """Return the tokens that the student may write first, and ``INCOMPATIBLE`` or ``ANY``.
 
         Args:
-            questions: beginnings, and how many continuations are tried.
+            trials: beginnings, and how many continuations are tried.
         """
-        missing = _missing(self._sets, questions)
-        self._answer_alone(missing)
+        missing = _missing(self._sets, trials)
+        self._decide_without_continuations(missing)
         trials = {each: self._trials(*each) for each in missing if each not in self._sets}
         pairs = [pair for tried in trials.values() for pair in tried]
         student = _written(self._student, (own for own, _ in pairs))
@@ -84,11 +84,10 @@ class FirstTokens:
             self._sets[beginning, effort] = frozenset(first or {ANY})
         return self._sets
 
-    def _answer_alone(self, questions: Sequence[tuple[Beginning, int]]) -> None:
-        """Answer what the text shows without continuations: nothing can follow it, or what follows
-        does not matter to the first token, or to anybody."""
+    def _decide_without_continuations(self, beginnings: Sequence[tuple[Beginning, int]]) -> None:
+        """Decide texts that nothing can follow, or whose first token no continuation changes."""
         texts: dict[tuple[Beginning, int], str] = {}
-        for beginning, effort in questions:
+        for beginning, effort in beginnings:
             string = self._student.spelled(beginning.student_ids) + beginning.text
             ended = is_control(string[-1])
             text = text_of(string[:-1] if ended else string)
@@ -107,7 +106,7 @@ class FirstTokens:
                 self._sets[beginning, effort] = frozenset({token})
 
     def _is_decided(self, beginning: Beginning, token: int) -> bool:
-        """Return whether text is divided behind the first token, whatever follows."""
+        """Return whether text is divided behind the first token before any continuation."""
         if token < 0:
             return False
         text = beginning.text
@@ -139,7 +138,7 @@ class FirstTokens:
         return divided
 
     def may_write(self, divisions: Iterable[Division]) -> dict[Division, bool]:
-        """Return whether the teacher's tokenizer may write tokens before text, whatever follows."""
+        """Return whether the teacher's tokenizer may write tokens before text, with some continuation."""
         missing = _missing(self._divisions, divisions)
         trials: dict[Division, list[str]] = {}
         for each in missing:
@@ -181,10 +180,10 @@ class FirstTokens:
         return self._student.control_ids.get(beginning.text[-1], ANY)
 
 
-def _missing(known: dict[Key, Answer], keys: Iterable[Key]) -> list[Key]:
-    """Return keys without an answer, once each."""
+def _missing(known: dict[Key, Result], keys: Iterable[Key]) -> list[Key]:
+    """Return the keys that are not cached, once each."""
     keys = dict.fromkeys(keys)
-    if len(known) + len(keys) > _MOST_ANSWERS:
+    if len(known) + len(keys) > _MOST_RESULTS:
         known.clear()
     return [key for key in keys if key not in known]
 

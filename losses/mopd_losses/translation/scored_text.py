@@ -150,4 +150,4 @@ def _common(first: str, second: str) -> str:
     """Return the beginning that two strings share."""
     pairs = enumerate(zip(first, second, strict=False))
     shortest = min(len(first), len(second))
-    return first[: next((at for at, (one, other) in pairs if one != other), shortest)]
+    return first[: next((at for at, (own, other) in pairs if own != other), shortest)]

@@ -1,4 +1,4 @@
-"""``Translation``: what a teacher's scores say about the student's next tokens, and how much."""
+"""``Translation``: a teacher's scores in the student's ids, and their coverage."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class ExtraRow:
 
 @dataclass(frozen=True, eq=False)
 class Coverage:
-    """How much of a teacher's distribution has a name in the student's vocabulary."""
+    """The parts of a teacher's distribution that have a name in the student's vocabulary."""
 
     named_mass: NDArray[np.float32]  # [rows], probability of all named entries
     lost_top1: NDArray[np.bool_]  # [rows], the teacher's likeliest text is in the tail

@@ -31,7 +31,7 @@ _MOST_TOKENS = 8
 
 
 class Translator:
-    """Translate between two tokenizers; what they were called for is remembered."""
+    """Translate between two tokenizers, whose results are cached."""
 
     def __init__(
         self,
@@ -57,14 +57,14 @@ class Translator:
             completions: in the student's tokens, one for each score.
             known: rows that were requested before, one row each.
         """
-        wanted: dict[ExtraRow, None] = {}
+        missing: dict[ExtraRow, None] = {}
         for position in chain(*self._positions(completions, scores, known)):
             for branch in position.undecided:
                 likely = branch.mass >= EXTRA_ROW_SHARE * position.total
                 possible = 0 < len(branch.ids) <= _MOST_TOKENS
                 if likely and possible and branch.extra_row not in known:
-                    wanted[branch.extra_row] = None
-        return [*wanted]
+                    missing[branch.extra_row] = None
+        return [*missing]
 
     def translate(
         self,
@@ -105,7 +105,7 @@ class Translator:
         return positions
 
     def _roots(self, position: Position) -> Iterator[Branch]:
-        """Yield what may follow a student's prefix, from all rows that are open there."""
+        """Yield what may follow a student's prefix, from all rows that are open at it."""
         text, offset = position.text, position.offset
         last = text.covering_row(offset)
         if last is None:
@@ -147,7 +147,7 @@ class Translator:
     def _possible(self, branches: Sequence[Branch]) -> Iterator[Branch]:
         """Yield branches that the teacher's tokenizer may write, with what the student may write
         first."""
-        questions: list[tuple[Branch, tuple[Beginning, int]]] = []
+        trials: list[tuple[Branch, tuple[Beginning, int]]] = []
         divisions: list[tuple[Branch, Division]] = []
         for branch in branches:
             position, text = branch.position, branch.position.text
@@ -161,10 +161,10 @@ class Translator:
             written = text.written(branch.row, branch.ids, position.offset, branch.text)
             before = text.student_before(position.number, branch.text[0])
             beginning = Beginning(before, branch.text, written if effort else ())
-            questions.append((branch, (beginning, effort)))
-        tokens = self._first_tokens.of(question for _, question in questions)
-        for branch, question in questions:
-            branch.tokens = tokens[question]
+            trials.append((branch, (beginning, effort)))
+        tokens = self._first_tokens.of(trial for _, trial in trials)
+        for branch, trial in trials:
+            branch.tokens = tokens[trial]
             yield branch
         possible = self._first_tokens.may_write(key for _, key in divisions)
         yield from (branch for branch, division in divisions if possible[division])

@@ -65,7 +65,7 @@ class Vocabulary:
             self.strings[token_id] = controls[name]
         self._controls = controls
         self._encoder = encoder
-        # Of several tokens that end the turn, the first names the event.
+        # The first of several tokens that end the turn names the event.
         self.control_ids = {controls[name]: token_id for token_id, name in table.marks.items()}
         self.control_ids |= {
             self.strings[token_id]: token_id for token_id in table.roles.ending[:1]

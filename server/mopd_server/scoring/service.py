@@ -271,7 +271,7 @@ class TeacherService:
             admit(prompt_tokens, completion_tokens)
         results = await self._scorer.score(tasks, top_k=top_k, temperature=temperature, key=key)
         times = [each for _, each in results]
-        # Of several batches, the longest wait and the slowest batch.
+        # The longest wait and the slowest batch, if there were several.
         timings = {
             "queue": max(time.queue_seconds for time in times),
             "prefill": max(time.prefill_seconds for time in times),

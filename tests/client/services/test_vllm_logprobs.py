@@ -46,6 +46,19 @@ def entry(**logprobs: Any) -> dict[str, Any]:
     return {name[1:]: {"logprob": value} for name, value in logprobs.items()}
 
 
+def test_a_translating_service_may_name_nothing_or_not_the_token():
+    entries = [None, entry(_7=-1.0, _8=-2.0), None]
+
+    topk = convert(entries, [5, 9, 7], known=None)
+
+    assert topk.ids.tolist() == [[7, 8, -1], [-1, -1, -1]]
+    assert np.isneginf(topk.token_logprobs).all()
+    np.testing.assert_allclose(np.exp(topk.tail_logprobs[1]), 1.0)
+    for invalid in ([None, entry(_7=-1.0), entry(_7=-1.0)], [None, None, entry(_7=-1.0)]):
+        with pytest.raises(DataError):
+            convert(invalid, [5, 9, 7])
+
+
 def test_a_recorded_response():
     topk = convert(RECORDED, [5, 100, 101, 102, 0], first=3)
 

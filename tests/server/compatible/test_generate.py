@@ -75,8 +75,8 @@ def test_several_prompts_and_texts(qwen_teacher: TinyTeacher) -> None:
     both = generated(qwen_teacher, input_ids=[[1, 2, 3], [4]], rid="r")
     assert [each["meta_info"]["id"] for each in both] == ["r-0", "r-1"]
     assert both[1]["meta_info"]["input_token_logprobs"] == [[None, 4, None]]
-    alone = generated(qwen_teacher)["meta_info"]["input_token_logprobs"]
-    assert both[0]["meta_info"]["input_token_logprobs"] == alone
+    single = generated(qwen_teacher)["meta_info"]["input_token_logprobs"]
+    assert both[0]["meta_info"]["input_token_logprobs"] == single
     text = generated(qwen_teacher, text="the quick", input_ids=None)
     ids = [entry[1] for entry in text["meta_info"]["input_token_logprobs"]]
     assert qwen_teacher.tokenizer.tokenizer.decode(ids) == "the quick"

@@ -189,9 +189,9 @@ def test_compatible_routes_equal_those_of_transformers(pair: Pair) -> None:
         assert response.status_code == 200, response.text
         rows.append([c["prompt_logprobs"] for c in response.json()["choices"]])
     assert [*map(len, rows[0])] == [70, 4, 1]
-    for ours, expected in zip(*map(chain.from_iterable, rows), strict=True):
-        assert (ours or {}).keys() == (expected or {}).keys()
-        for token, entry in (ours or {}).items():
+    for entries, expected in zip(*map(chain.from_iterable, rows), strict=True):
+        assert (entries or {}).keys() == (expected or {}).keys()
+        for token, entry in (entries or {}).items():
             assert entry["rank"] == expected[token]["rank"]
             assert abs(entry["logprob"] - expected[token]["logprob"]) < 1e-4
 
