@@ -138,7 +138,7 @@ class FirstTokens:
         return divided
 
     def may_write(self, divisions: Iterable[Division]) -> dict[Division, bool]:
-        """Return whether the teacher's tokenizer writes tokens before text, if some text follows."""
+        """Return whether the teacher's tokenizer may write these tokens before the text."""
         missing = _missing(self._divisions, divisions)
         trials: dict[Division, list[str]] = {}
         for each in missing:

@@ -14,6 +14,9 @@ from mopd_protocol.topk_logprobs import TopKLogprobs
 #: Candidates of less are part of the rest: they matter to no token.
 _LEAST_NATS = np.log(3e-5)
 
+#: A realised token has at least this: the probability of several is divided by.
+_LEAST_REALISED_NATS = -80.0
+
 #: Tokens before a place that may depend on what follows it.
 _MOST_TOKENS_BEFORE = 6
 
@@ -63,7 +66,7 @@ class ScoredText:
         self._length = len(other)
         self._topk = score.topk
         self._rows: dict[int, Row] = {}
-        logprobs = score.topk.token_logprobs.astype(np.float64)
+        logprobs = np.maximum(score.topk.token_logprobs.astype(np.float64), _LEAST_REALISED_NATS)
         self.nats_before: list[float] = np.concatenate([[0.0], np.cumsum(logprobs)]).tolist()
         """[rows + 1], nats of the realised tokens before each row."""
         self._canonical = self._canonical_tokens(own)

@@ -278,3 +278,13 @@ class Faulty:
         elif self.fault == "lost":
             coverage = replace(coverage, lost_top1=~coverage.lost_top1)
         return [Translation(topk, coverage), *others]
+
+
+def test_realised_tokens_without_probability_are_no_error() -> None:
+    shared, completion = hand_made((), "abab", "x")
+    score = shared.score(completion)
+    for nats in (-np.inf, -9999.0):
+        topk = replace(score.topk, token_logprobs=np.full_like(score.topk.token_logprobs, nats))
+        impossible = TeacherScore("teacher", score.completion, topk)
+        [translation] = translator_of(shared.pair).translate([completion], [impossible], {})
+        check_form(Problem(shared, [completion]), [translation])
