@@ -59,10 +59,10 @@ def translate(
     own, other = (load_tokenizer(t) if isinstance(t, str) else t for t in (student, teacher))
     translator = Translator(own.table, own.encoder, other.table, other.encoder)
     sequences = [own.table.sequence(list(ids)) for ids in completions]
-    known: dict[ExtraRow, TopKLogprobs] = {}
+    pending = translator.begin(sequences, scores)
     for _ in range(_MOST_ROUNDS if request_rows else 0):
-        missing = translator.extra_rows(sequences, scores, known)
+        missing = pending.extra_rows
         if not missing or request_rows is None:
             break
-        known |= zip(missing, request_rows(missing), strict=True)
-    return translator.translate(sequences, scores, known)
+        pending.add(dict(zip(missing, request_rows(missing), strict=True)))
+    return pending.translations()

@@ -44,10 +44,8 @@ class Position:
     masses: defaultdict[int, float] = field(default_factory=lambda: defaultdict[int, float](float))
     """Student token, or ``INCOMPATIBLE`` -> mass that is certain to begin with it."""
     undecided: list[Branch] = field(default_factory=list[Branch])
-    unknown: float = 0.0
-    """Mass of text before the position that the teacher may have written with other tokens."""
     tail: float = 0.0  # of the row that begins here
-    reached: float = 0.0  # all of these, but for what is unknown
+    reached: float = 0.0  # of all text that continues the realised one
 
     @cached_property
     def offset(self) -> int:
@@ -64,8 +62,9 @@ class Position:
         total = self.total
         if total <= 0:
             return {}
-        unknown = self.unknown + sum(
-            each.mass for each in self.undecided if INCOMPATIBLE in each.tokens
+        # Text before the position may have been written with other tokens, by either side.
+        unknown = sum(
+            each.mass for each in self.undecided if INCOMPATIBLE in each.tokens or not each.text
         )
         undecided: defaultdict[int, float] = defaultdict(float)
         for each in self.undecided:
@@ -89,5 +88,5 @@ class Position:
 
     def is_lost(self, named: Mapping[int, float]) -> bool:
         """Return whether the likeliest text has no name."""
-        likeliest = max((each.mass for each in self.undecided), default=0.0)
+        likeliest = max((each.mass for each in self.undecided if each.text), default=0.0)
         return likeliest > max(named.values(), default=0.0) * self.total

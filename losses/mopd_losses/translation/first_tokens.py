@@ -8,6 +8,7 @@ student's tokenizer would write. If it is always one, the teacher's mass is the 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property
+from threading import Lock
 from typing import NamedTuple, TypeVar
 
 from mopd_losses.translation.continuations import Continuations
@@ -21,9 +22,6 @@ ANY = -2
 
 #: Longer tokens of the student that are tried behind each beginning.
 _LONGER_TOKENS = 32
-
-#: How many continuations of a text are tried.
-NONE, SOME, MANY = range(3)
 
 #: Results in memory; beyond, all are discarded and computed again.
 _MOST_RESULTS = 500_000
@@ -53,24 +51,30 @@ class FirstTokens:
     def __init__(self, student: Vocabulary, teacher: Vocabulary) -> None:
         self._student, self._teacher = student, teacher
         self._continuations = Continuations((student, teacher))
-        self._sets: dict[tuple[Beginning, int], frozenset[int]] = {}
+        self._sets: dict[tuple[Beginning, bool], frozenset[int]] = {}
         self._divisions: dict[Division, bool] = {}
+        self._lock = Lock()  # services translate in several threads
 
     def of(
-        self, trials: Iterable[tuple[Beginning, int]]
-    ) -> dict[tuple[Beginning, int], frozenset[int]]:
+        self, trials: Iterable[tuple[Beginning, bool]]
+    ) -> dict[tuple[Beginning, bool], frozenset[int]]:
         """Return the tokens that the student may write first, and ``INCOMPATIBLE`` or ``ANY``.
 
         Args:
-            trials: beginnings, and how many continuations are tried.
+            trials: beginnings, and whether many continuations are tried.
         """
-        missing = _missing(self._sets, trials)
+        trials = [*trials]
+        with self._lock:
+            self._compute_sets(_missing(self._sets, trials))
+            return {each: self._sets[each] for each in trials}
+
+    def _compute_sets(self, missing: Sequence[tuple[Beginning, bool]]) -> None:
         self._decide_without_continuations(missing)
-        trials = {each: self._trials(*each) for each in missing if each not in self._sets}
-        pairs = [pair for tried in trials.values() for pair in tried]
+        untried = {each: self._trials(*each) for each in missing if each not in self._sets}
+        pairs = [pair for tried in untried.values() for pair in tried]
         student = _written(self._student, (own for own, _ in pairs))
         teacher = _written(self._teacher, (other for _, other in pairs))
-        for (beginning, effort), tried in trials.items():
+        for (beginning, thorough), tried in untried.items():
             count = len(beginning.teacher_ids)
             same = [
                 own
@@ -81,29 +85,24 @@ class FirstTokens:
             texts = same or [own for own, _ in tried]
             first = {self._next_token(beginning, student[own]) for own in texts}
             first |= self._longer_tokens(beginning)
-            self._sets[beginning, effort] = frozenset(first or {ANY})
-        return self._sets
+            self._sets[beginning, thorough] = frozenset(first or {ANY})
 
-    def _decide_without_continuations(self, beginnings: Sequence[tuple[Beginning, int]]) -> None:
+    def _decide_without_continuations(self, beginnings: Sequence[tuple[Beginning, bool]]) -> None:
         """Decide texts that nothing can follow, or whose first token no continuation changes."""
-        texts: dict[tuple[Beginning, int], str] = {}
-        for beginning, effort in beginnings:
+        texts: dict[tuple[Beginning, bool], str] = {}
+        for beginning, thorough in beginnings:
             string = self._student.spelled(beginning.student_ids) + beginning.text
             ended = is_control(string[-1])
             text = text_of(string[:-1] if ended else string)
             if text is not None:
-                texts[beginning, effort] = text
-            elif ended or effort == NONE:
-                self._sets[beginning, effort] = frozenset({ANY})
+                texts[beginning, thorough] = text
+            elif ended:
+                self._sets[beginning, thorough] = frozenset({ANY})
         written = _written(self._student, texts.values())
-        for (beginning, effort), text in texts.items():
+        for (beginning, thorough), text in texts.items():
             token = self._next_token(beginning, written[text])
-            if (
-                effort == NONE
-                or is_control(beginning.text[-1])
-                or self._is_decided(beginning, token)
-            ):
-                self._sets[beginning, effort] = frozenset({token})
+            if is_control(beginning.text[-1]) or self._is_decided(beginning, token):
+                self._sets[beginning, thorough] = frozenset({token})
 
     def _is_decided(self, beginning: Beginning, token: int) -> bool:
         """Return whether text is divided behind the first token before any continuation."""
@@ -139,7 +138,12 @@ class FirstTokens:
 
     def may_write(self, divisions: Iterable[Division]) -> dict[Division, bool]:
         """Return whether the teacher's tokenizer may write these tokens before the text."""
-        missing = _missing(self._divisions, divisions)
+        divisions = [*divisions]
+        with self._lock:
+            self._compute_divisions(_missing(self._divisions, divisions))
+            return {each: self._divisions[each] for each in divisions}
+
+    def _compute_divisions(self, missing: Sequence[Division]) -> None:
         trials: dict[Division, list[str]] = {}
         for each in missing:
             string = self._teacher.spelled(each.teacher_ids) + each.text
@@ -151,20 +155,19 @@ class FirstTokens:
             self._divisions[division] = any(
                 tuple(written[text][:count]) == division.teacher_ids for text in texts
             )
-        return self._divisions
 
-    def _trials(self, beginning: Beginning, effort: int) -> list[tuple[str, str]]:
+    def _trials(self, beginning: Beginning, thorough: bool) -> list[tuple[str, str]]:
         """Return a student's and a teacher's text for each continuation."""
         student = self._student.spelled(beginning.student_ids) + beginning.text
         teacher = self._teacher.spelled(beginning.teacher_ids)
-        ends = dict.fromkeys(self._continuations.behind(student, thorough=effort >= MANY))
+        ends = dict.fromkeys(self._continuations.behind(student, thorough=thorough))
         start = len(student) - len(beginning.text)
         for token in (None, *reversed(beginning.student_ids)):
             start -= len(self._student.strings[token]) if token is not None else 0
             string = student[start:]
             for longer in self._student.longer_tokens(string, _LONGER_TOKENS):
                 spelled = self._student.strings[longer]
-                further = self._continuations.likeliest(spelled) if effort >= MANY else ()
+                further = self._continuations.likeliest(spelled) if thorough else ()
                 for end in ("", *further):
                     ends[spelled[len(string) :] + end] = None
         pairs = ((text_of(student + end), text_of(teacher + end)) for end in ends)

@@ -1,8 +1,9 @@
 """``Translator``: the scores of one teacher in the ids of one student."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 
 import numpy as np
 
@@ -19,9 +20,9 @@ from mopd_protocol.topk_logprobs import ABSENT_ID, TopKLogprobs
 #: Probability by which a named entry may be wrong.
 TOLERANCE = 1e-4
 
-#: Shares of a position's mass: below the first, text is divided as if nothing followed it; from the
-#: second on, many continuations are tried; from the third on, an extra row is requested.
-SOME_EFFORT, MANY_EFFORT, EXTRA_ROW_SHARE = 1e-4, 0.02, 0.05
+#: Shares of a position's mass: text below the first is part of the tail; from the second on, many
+#: continuations are tried; from the third on, an extra row is requested.
+LEAST_SHARE, MANY_SHARE, EXTRA_ROW_SHARE = 3e-5, 0.02, 0.05
 
 #: Rows before a position whose tokens may reach beyond it.
 _MOST_ROWS_BEFORE = 8
@@ -51,20 +52,9 @@ class Translator:
         scores: Sequence[TeacherScore],
         known: Mapping[ExtraRow, TopKLogprobs],
     ) -> list[ExtraRow]:
-        """Return rows without which likely text stays in the tail; none if nothing is missing.
-
-        Args:
-            completions: in the student's tokens, one for each score.
-            known: rows that were requested before, one row each.
-        """
-        missing: dict[ExtraRow, None] = {}
-        for position in chain(*self._positions(completions, scores, known)):
-            for branch in position.undecided:
-                likely = branch.mass >= EXTRA_ROW_SHARE * position.total
-                possible = 0 < len(branch.ids) <= _MOST_TOKENS
-                if likely and possible and branch.extra_row not in known:
-                    missing[branch.extra_row] = None
-        return [*missing]
+        """Return rows without which likely text stays in the tail; the arguments are those of
+        ``begin``."""
+        return self.begin(completions, scores, known).extra_rows
 
     def translate(
         self,
@@ -72,22 +62,33 @@ class Translator:
         scores: Sequence[TeacherScore],
         known: Mapping[ExtraRow, TopKLogprobs],
     ) -> list[Translation]:
-        """Translate scores; the arguments are those of ``extra_rows``."""
-        return [*map(_translation, self._positions(completions, scores, known))]
+        """Translate scores; the arguments are those of ``begin``."""
+        return self.begin(completions, scores, known).translations()
 
-    def _positions(
+    def begin(
         self,
         completions: Sequence[TokenSequence],
         scores: Sequence[TeacherScore],
-        known: Mapping[ExtraRow, TopKLogprobs],
-    ) -> list[list[Position]]:
-        """Return the positions of each completion."""
+        known: Mapping[ExtraRow, TopKLogprobs] = MappingProxyType({}),
+    ) -> "PendingTranslation":
+        """Translate scores as far as the known rows decide them.
+
+        Args:
+            completions: in the student's tokens, one for each score.
+            known: extra rows, one ``TopKLogprobs`` of one row for each.
+        """
         sides = self._student, self._teacher
         positions: list[list[Position]] = []
         for index, (completion, score) in enumerate(zip(completions, scores, strict=True)):
             text = ScoredText(index, sides, completion, score)
             positions.append([Position(text, number) for number in range(len(completion))])
-        branches = [each for position in chain(*positions) for each in self._roots(position)]
+        roots = [each for position in chain(*positions) for each in self._roots(position)]
+        self._decide(roots, known)
+        return PendingTranslation(positions, self._decide)
+
+    def _decide(self, branches: Sequence[Branch], known: Mapping[ExtraRow, TopKLogprobs]) -> None:
+        """Add branches to their positions: to the mass of a token where it is certain, and where it
+        is not, what follows them, as far as rows are known."""
         while branches:
             following: list[Branch] = []
             for branch in self._possible(branches):
@@ -96,13 +97,11 @@ class Translator:
                     position.masses[branch.token] += branch.mass
                     continue
                 row = _row_behind(branch, known)
-                if row is None or branch.mass < SOME_EFFORT * position.reached:
+                if row is None:
                     position.undecided.append(branch)
-                    position.unknown += 0.0 if branch.text else branch.mass
                     continue
                 following += self._children(branch, row)
             branches = following
-        return positions
 
     def _roots(self, position: Position) -> Iterator[Branch]:
         """Yield what may follow a student's prefix, from all rows that are open at it."""
@@ -147,21 +146,19 @@ class Translator:
     def _possible(self, branches: Sequence[Branch]) -> Iterator[Branch]:
         """Yield branches that the teacher's tokenizer may write, with what the student may write
         first."""
-        trials: list[tuple[Branch, tuple[Beginning, int]]] = []
+        trials: list[tuple[Branch, tuple[Beginning, bool]]] = []
         divisions: list[tuple[Branch, Division]] = []
         for branch in branches:
             position, text = branch.position, branch.position.text
-            share = branch.mass / max(position.reached, branch.mass)
-            if not branch.text:
-                if share >= SOME_EFFORT:
-                    written = text.written(branch.row, branch.ids, position.offset, "")
-                    divisions.append((branch, Division(written, branch.missing)))
-                continue
-            effort = (share >= SOME_EFFORT) + (share >= MANY_EFFORT)
+            if branch.mass < LEAST_SHARE * position.reached:
+                continue  # part of the tail
             written = text.written(branch.row, branch.ids, position.offset, branch.text)
-            before = text.student_before(position.number, branch.text[0])
-            beginning = Beginning(before, branch.text, written if effort else ())
-            trials.append((branch, (beginning, effort)))
+            if branch.text:
+                before = text.student_before(position.number, branch.text[0])
+                beginning = Beginning(before, branch.text, written)
+                trials.append((branch, (beginning, branch.mass >= MANY_SHARE * position.reached)))
+            else:
+                divisions.append((branch, Division(written, branch.missing)))
         tokens = self._first_tokens.of(trial for _, trial in trials)
         for branch, trial in trials:
             branch.tokens = tokens[trial]
@@ -187,6 +184,43 @@ class Translator:
                 if behind and not branch.text:
                     position.reached += mass
                 yield Branch(position, *at, behind, missing[len(string) :], mass)
+
+
+class PendingTranslation:
+    """Scores whose translation continues with the rows that it requests."""
+
+    def __init__(
+        self,
+        positions: Sequence[Sequence[Position]],
+        decide: Callable[[Sequence[Branch], Mapping[ExtraRow, TopKLogprobs]], None],
+    ) -> None:
+        self._positions = positions
+        self._decide = decide
+
+    @property
+    def extra_rows(self) -> list[ExtraRow]:
+        """Rows without which likely text stays in the tail; empty if nothing is missing."""
+        missing = (
+            branch.extra_row
+            for position in chain(*self._positions)
+            for branch in position.undecided
+            if branch.mass >= EXTRA_ROW_SHARE * position.total
+            and 0 < len(branch.ids) <= _MOST_TOKENS
+        )
+        return [*dict.fromkeys(missing)]
+
+    def add(self, rows: Mapping[ExtraRow, TopKLogprobs]) -> None:
+        """Continue with requested rows, one ``TopKLogprobs`` of one row for each."""
+        branches: list[Branch] = []
+        for position in chain(*self._positions):
+            undecided = position.undecided
+            position.undecided = [each for each in undecided if each.extra_row not in rows]
+            branches += [each for each in undecided if each.extra_row in rows]
+        self._decide(branches, rows)
+
+    def translations(self) -> list[Translation]:
+        """Return the translation of each completion."""
+        return [*map(_translation, self._positions)]
 
 
 def _row_behind(branch: Branch, known: Mapping[ExtraRow, TopKLogprobs]) -> Row | None:

@@ -29,25 +29,30 @@ from mopd_server.translation.coverage import TranslationMetrics, report_of
 from mopd_server.translation.prompts import PromptResolver
 
 
+class PendingScores(Protocol):
+    """The interface of ``mopd_losses.translation.translator.PendingTranslation``."""
+
+    @property
+    def extra_rows(self) -> list[ExtraRow]:
+        """Rows without which likely text stays in the tail."""
+        ...
+
+    def add(self, rows: Mapping[ExtraRow, TopKLogprobs]) -> None:
+        """Continue with requested rows."""
+        ...
+
+    def translations(self) -> list[Translation]:
+        """Return the translation of each completion."""
+        ...
+
+
 class TextTranslator(Protocol):
     """The interface of ``mopd_losses.translation.translator.Translator``."""
 
-    def extra_rows(
-        self,
-        completions: Sequence[TokenSequence],
-        scores: Sequence[TeacherScore],
-        known: Mapping[ExtraRow, TopKLogprobs],
-    ) -> list[ExtraRow]:
-        """Return rows without which likely text stays in the tail."""
-        ...
-
-    def translate(
-        self,
-        completions: Sequence[TokenSequence],
-        scores: Sequence[TeacherScore],
-        known: Mapping[ExtraRow, TopKLogprobs],
-    ) -> list[Translation]:
-        """Translate scores."""
+    def begin(
+        self, completions: Sequence[TokenSequence], scores: Sequence[TeacherScore]
+    ) -> PendingScores:
+        """Translate scores as far as they go."""
         ...
 
 
@@ -118,19 +123,26 @@ class TeacherTranslation:
             TeacherScore(manifest_id, each.tokens.completion, topk)
             for each, topk in zip(prepared, rows, strict=True)
         ]
-        known: dict[ExtraRow, TopKLogprobs] = {}
-        next_rows = partial(self._next_rows, completions, scores, known)
+        pending = await run(lambda: self._translator.begin(completions, scores), large=True)
+        counts = [0] * len(prepared)
         for _ in range(self._settings.extra_rounds):
-            selected = await run(next_rows, large=True)
+            selected = self._next_rows(pending, counts)
             if not selected:
                 break
             extra_tasks = [self._extra_task(prepared, each, adapter) for each in selected]
             extra, _ = await service.score_tasks(
                 extra_tasks, top_k=teacher_top_k, temperature=1.0, key=key
             )
-            known |= zip(selected, extra, strict=True)
+            received = dict(zip(selected, extra, strict=True))
+            await run(partial(pending.add, received), large=True)
         translated = await run(
-            lambda: self._translated(prepared, completions, scores, known, top_k), large=True
+            lambda: [
+                _at_positions(each, translation, top_k, count)
+                for each, translation, count in zip(
+                    prepared, pending.translations(), counts, strict=True
+                )
+            ],
+            large=True,
         )
         for each in translated:
             self._metrics.add(each.coverage)
@@ -172,19 +184,11 @@ class TeacherTranslation:
         sent = first_tokens(teacher_input.completion, teacher_input.sent_tokens)
         return _Prepared(ids, completion, sent, tokens)
 
-    def _next_rows(
-        self,
-        completions: Sequence[TokenSequence],
-        scores: Sequence[TeacherScore],
-        known: Mapping[ExtraRow, TopKLogprobs],
-    ) -> list[ExtraRow]:
-        """Return the next extra rows, within the limit of each completion."""
-        counts = np.zeros(len(completions), dtype=np.int64)
-        for each in known:
-            counts[each.completion] += 1
+    def _next_rows(self, pending: PendingScores, counts: list[int]) -> list[ExtraRow]:
+        """Return the next extra rows, within the limit of each completion, and count them."""
         selected: list[ExtraRow] = []
-        for each in self._translator.extra_rows(completions, scores, known):
-            if each not in known and counts[each.completion] < self._settings.extra_rows:
+        for each in pending.extra_rows:
+            if counts[each.completion] < self._settings.extra_rows:
                 counts[each.completion] += 1
                 selected.append(each)
         return selected
@@ -200,21 +204,6 @@ class TeacherTranslation:
         ]
         prompt = np.concatenate([tokens.prompt_ids, np.array(behind, dtype=np.int32)])
         return ScoringTask(prompt, tokens.prompt_ids[:1], adapter=adapter)
-
-    def _translated(
-        self,
-        prepared: Sequence[_Prepared],
-        completions: Sequence[TokenSequence],
-        scores: Sequence[TeacherScore],
-        known: Mapping[ExtraRow, TopKLogprobs],
-        top_k: int,
-    ) -> list[TranslatedPrompt]:
-        counts = np.bincount([each.completion for each in known], minlength=len(prepared)).tolist()
-        translations = self._translator.translate(completions, scores, known)
-        return [
-            _at_positions(each, translation, top_k, extra_rows)
-            for each, translation, extra_rows in zip(prepared, translations, counts, strict=True)
-        ]
 
 
 def _at_positions(

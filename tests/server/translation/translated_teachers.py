@@ -39,28 +39,27 @@ class IdentityTranslator:
     requested: list[ExtraRow] = field(default_factory=list)
     known: dict[ExtraRow, TopKLogprobs] = field(default_factory=dict)
     completions: list[TokenSequence] = field(default_factory=list)
+    scores: list[TeacherScore] = field(default_factory=list)
     lost: tuple[int, ...] = ()
     unknown: tuple[int, ...] = ()
 
-    def extra_rows(
-        self,
-        completions: Sequence[TokenSequence],
-        scores: Sequence[TeacherScore],
-        known: Mapping[ExtraRow, TopKLogprobs],
-    ) -> list[ExtraRow]:
-        return self.requested
+    def begin(
+        self, completions: Sequence[TokenSequence], scores: Sequence[TeacherScore]
+    ) -> "IdentityTranslator":
+        self.completions, self.scores, self.known = list(completions), list(scores), {}
+        return self
 
-    def translate(
-        self,
-        completions: Sequence[TokenSequence],
-        scores: Sequence[TeacherScore],
-        known: Mapping[ExtraRow, TopKLogprobs],
-    ) -> list[Translation]:
-        self.known = dict(known)
-        self.completions = list(completions)
-        for completion, score in zip(completions, scores, strict=True):
+    @property
+    def extra_rows(self) -> list[ExtraRow]:
+        return [each for each in self.requested if each not in self.known]
+
+    def add(self, rows: Mapping[ExtraRow, TopKLogprobs]) -> None:
+        self.known |= rows
+
+    def translations(self) -> list[Translation]:
+        for completion, score in zip(self.completions, self.scores, strict=True):
             assert completion.token_ids.tolist() == score.token_ids.tolist()
-        return [self._translation(score.topk) for score in scores]
+        return [self._translation(score.topk) for score in self.scores]
 
     def _translation(self, topk: TopKLogprobs) -> Translation:
         def rows(chosen: tuple[int, ...]) -> NDArray[np.bool_]:
