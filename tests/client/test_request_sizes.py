@@ -19,10 +19,11 @@ from mopd_client.request_parts import parts_of
 from mopd_client.teacher_client import TeacherClient
 from mopd_protocol.requests import SequenceRequest
 from mopd_protocol.samples import Message, TeacherScore
-from mopd_server.app import LARGE_RESPONSE_ENTRIES, create_app
+from mopd_server.app import create_app
 from mopd_server.http.body_parts import MOST_LISTS
 from mopd_server.http.lifecycle import Lifecycle
 from mopd_server.http.request_body import LARGE_BYTES
+from mopd_server.http.scoring_response import LARGE_RESPONSE_ENTRIES
 from mopd_server.pool.app import LifecycleGroup, PoolApp
 from mopd_server.pool.teacher_pool import TeacherPool
 from mopd_server.scoring.service import TeacherService

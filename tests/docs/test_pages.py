@@ -32,7 +32,14 @@ REST = {
     "rollout": {"max_new_tokens": 8},
 }
 #: Options of other programs than ``mopd-teacher``.
-OTHERS = {"--strict", "--max-logprobs", "--enable-scale-out", "--text", "--rm-url"}
+OTHERS = {
+    "--strict",
+    "--max-logprobs",
+    "--enable-scale-out",
+    "--text",
+    "--rm-url",
+    "--logprobs-mode",
+}
 #: ``section.key``, ``section.key: value`` or ``key: value``.
 SETTING = re.compile(r"(?=.*[.:])([a-z_]+(?:\.\w+)*)(?:: (.+))?")
 LOSS: TypeAdapter[LossConfig] = TypeAdapter(LossConfig)

@@ -229,7 +229,6 @@ async def test_a_teacher_that_scores_no_chosen_ids_is_refused(monkeypatch: Any) 
     plain = service("digit").service
     features = Features(candidate_ids=False, temperature=True, messages=True)
     manifest = plain.manifest.model_copy(update={"features": features})
-    monkeypatch.setattr(plain, "manifest", manifest)
     monkeypatch.setitem(plain.manifests, None, manifest)
     teachers = {"math": (Recorded(service("digit").app), teacher_config(**SAME))}
     with pytest.raises(ConfigError, match=r"teacher 'math' at .*: unsupported candidate_ids"):
