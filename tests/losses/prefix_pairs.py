@@ -1,7 +1,9 @@
 """Pairs of tiny vocabularies that write by longest match, and completions scored in float64."""
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -144,8 +146,14 @@ class Tongue:
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:
-        """Ids by spelling: of two, the later one, as the tokens of bytes come first."""
-        return {spelled: token for token, spelled in enumerate(self.table.all_bytes)}
+        """Ids by spelling: of two, the one that the tokenizer writes."""
+        ids = {spelled: token for token, spelled in enumerate(self.table.all_bytes)}
+        counts = Counter(filter(None, self.table.all_bytes))
+        for spelled in (spelled for spelled, count in counts.items() if count > 1):
+            with suppress(UnicodeDecodeError):
+                written = self.encode_bytes(spelled.decode().encode())
+                ids[spelled] = written[0] if len(written) == 1 else ids[spelled]
+        return ids
 
     def encode_bytes(self, data: bytes) -> list[int]:
         """Ids of bytes; half characters only by longest match."""
