@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from http import HTTPStatus
 from pathlib import Path
@@ -20,7 +20,9 @@ _POLL_SECONDS = 0.02
 
 
 @contextmanager
-def teacher_services(models: Mapping[str, Path], log_folder: Path) -> Generator[dict[str, str]]:
+def teacher_services(
+    models: Mapping[str, Path], log_folder: Path, options: Sequence[str] = ()
+) -> Generator[dict[str, str]]:
     """Start one ``mopd-teacher serve`` per model on free ports; yield teacher name -> address.
 
     All services are ready to score inside the block and stopped on exit.
@@ -33,7 +35,7 @@ def teacher_services(models: Mapping[str, Path], log_folder: Path) -> Generator[
     with ExitStack() as stack:
         # Start all before waiting: loading a model takes seconds.
         processes = {
-            name: stack.enter_context(_process(name, folder, logs[name]))
+            name: stack.enter_context(_process(name, folder, logs[name], options))
             for name, folder in models.items()
         }
         addresses = {
@@ -45,8 +47,10 @@ def teacher_services(models: Mapping[str, Path], log_folder: Path) -> Generator[
 
 
 @contextmanager
-def _process(name: str, folder: Path, log: Path) -> Generator[subprocess.Popen[str]]:
-    command = [str(_executable()), "serve", str(folder), "--name", name, "--port", "0"]
+def _process(
+    name: str, folder: Path, log: Path, options: Sequence[str]
+) -> Generator[subprocess.Popen[str]]:
+    command = [str(_executable()), "serve", str(folder), "--name", name, "--port", "0", *options]
     with (
         log.open("w", encoding="utf-8") as errors,
         subprocess.Popen(
