@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from mopd_losses.translation.first_tokens import ANY, INCOMPATIBLE
+from mopd_losses.translation.first_tokens import ANY, INCOMPATIBLE, NO_TOKEN
 from mopd_losses.translation.scored_text import ScoredText
 from mopd_losses.translation.translation import ExtraRow
 
@@ -24,7 +24,7 @@ class Branch:
 
     @property
     def token(self) -> int | None:
-        """The student's first token, if it is certain."""
+        """The student's first token, or ``NO_TOKEN``, if it is certain."""
         if len(self.tokens) != 1 or ANY in self.tokens:
             return None
         return next(iter(self.tokens))
@@ -42,7 +42,7 @@ class Position:
     text: ScoredText
     number: int  # of the student's token
     masses: defaultdict[int, float] = field(default_factory=lambda: defaultdict[int, float](float))
-    """Student token, or ``INCOMPATIBLE`` -> mass that is certain to begin with it."""
+    """Student token, ``INCOMPATIBLE`` or ``NO_TOKEN`` -> mass that is certain to begin with it."""
     undecided: list[Branch] = field(default_factory=list[Branch])
     tail: float = 0.0  # of the row that begins here
     reached: float = 0.0  # of all text that continues the realised one
@@ -88,5 +88,6 @@ class Position:
 
     def is_lost(self, named: Mapping[int, float]) -> bool:
         """Return whether the likeliest text has no name."""
-        likeliest = max((each.mass for each in self.undecided if each.text), default=0.0)
-        return likeliest > max(named.values(), default=0.0) * self.total
+        texts = (each.mass for each in self.undecided if each.text)
+        nameless = (self.masses.get(NO_TOKEN, 0.0), *texts)
+        return max(nameless) > max(named.values(), default=0.0) * self.total

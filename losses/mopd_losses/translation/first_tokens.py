@@ -20,6 +20,9 @@ INCOMPATIBLE = -1
 #: In a set of tokens: any token is possible.
 ANY = -2
 
+#: In a set of tokens: none, because the text is a control token of the teacher only.
+NO_TOKEN = -3
+
 #: Longer tokens of the student that are tried behind each beginning.
 _LONGER_TOKENS = 32
 
@@ -58,7 +61,8 @@ class FirstTokens:
     def of(
         self, trials: Iterable[tuple[Beginning, bool]]
     ) -> dict[tuple[Beginning, bool], frozenset[int]]:
-        """Return the tokens that the student may write first, and ``INCOMPATIBLE`` or ``ANY``.
+        """Return the tokens that the student may write first, and ``INCOMPATIBLE``, ``ANY`` or
+        ``NO_TOKEN``.
 
         Args:
             trials: beginnings, and whether many continuations are tried.
@@ -180,7 +184,8 @@ class FirstTokens:
             return INCOMPATIBLE
         if len(ids) > len(before):
             return ids[len(before)]
-        return self._student.control_ids.get(beginning.text[-1], ANY)
+        last = beginning.text[-1]
+        return self._student.control_ids.get(last, NO_TOKEN if is_control(last) else ANY)
 
 
 def _missing(known: dict[Key, Result], keys: Iterable[Key]) -> list[Key]:

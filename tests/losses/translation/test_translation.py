@@ -11,10 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.byte_models import merging_pair, merging_tokenizer
+from mopd.demo.demo_tokenizers import student_tokenizer, words_teacher_tokenizer
+from mopd.demo.examples import Encoder
 from mopd_losses.translation.translation import ExtraRow, Translation
 from mopd_losses.translation.translator import Translator
 from mopd_protocol.samples import TeacherScore
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
+from mopd_protocol.tokenizers.token_table import TextEncoder
+from mopd_protocol.topk_logprobs import TopKLogprobs
 from tests.losses.prefix_pairs import Pair, gapped_pair, random_pair
 from tests.losses.translation.truth import TrueTranslator
 from tests.reference.text_model import markov_texts
@@ -230,6 +234,31 @@ def test_a_longer_student_token_is_found_with_an_extra_row() -> None:
     names = dict(zip(translation.topk.ids[0], np.exp(translation.topk.logprobs[0]), strict=True))
     x, a, ab = shared.pair.student.ids(["x", "a", "ab"])
     assert [names[each] for each in (x, a, ab)] == pytest.approx([0.25, 0.25, 0.5], abs=EXACT)
+
+
+@pytest.mark.parametrize("control_mass", [0.005, 0.6])
+def test_control_tokens_of_the_teacher_only_are_tail(control_mass: float) -> None:
+    """They begin no text of the student, so that they make no entry uncertain."""
+    student, teacher = (Encoder(make()) for make in (student_tokenizer, words_teacher_tokenizer))
+    encoders = [TextEncoder(e.tokenizer.backend_tokenizer, e.table) for e in (student, teacher)]
+    translator = Translator(student.table, encoders[0], teacher.table, encoders[1])
+    [cat], ids = student.part("cat"), [*teacher.part("cat"), teacher.end_of_turn]
+    controls = teacher.tokenizer.convert_tokens_to_ids(["[INST]", "[/INST]"])
+    masses = np.log([1 - control_mass, control_mass / 2, control_mass / 2])
+    logprobs = np.stack([masses, [0.0, -np.inf, -np.inf]]).astype(np.float32)
+    topk = TopKLogprobs(
+        np.array([[ids[0], *controls], [ids[1], -1, -1]], dtype=np.int32),
+        logprobs,
+        logprobs[:, 0],
+        np.full(2, -np.inf, dtype=np.float32),
+    )
+    score = TeacherScore("teacher", teacher.table.sequence(ids), topk)
+    completion = student.table.sequence([cat, student.end_of_turn])
+    [translation] = translator.translate([completion], [score], {})
+    assert translation.topk.ids[0, 0] == cat
+    named = translation.coverage.named_mass
+    np.testing.assert_allclose(named, [1 - control_mass, 1], atol=EXACT)
+    assert translation.coverage.lost_top1.tolist() == [control_mass > 0.5, False]
 
 
 @settings(max_examples=15)
