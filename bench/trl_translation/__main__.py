@@ -84,7 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run_seed(seed: int, options: argparse.Namespace, console: Console) -> list[Result]:
     folder: Path = options.runs / f"{options.task}-{seed}"
-    recipes = [_TEACHERS[options.task], replace(STUDENT, seed=seed)]
+    recipes = [
+        replace(recipe, steps=min(recipe.steps, options.model_steps or recipe.steps))
+        for recipe in (_TEACHERS[options.task], replace(STUDENT, seed=seed))
+    ]
     models = [
         train_models([recipe], options.runs / "models" / str(recipe.seed), console, processes=1)
         for recipe in recipes
@@ -193,6 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=120, help="of 64 completions (default: 120)")
     parser.add_argument("--every", type=int, default=20, help="steps between evaluations")
     parser.add_argument("--exercises", type=int, default=400, help="held out (default: 400)")
+    parser.add_argument("--model-steps", type=int, help="upper bound, to test the program")
     parser.add_argument("--runs", type=Path, default=Path("runs/trl_translation"))
     return parser
 

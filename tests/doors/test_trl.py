@@ -1,5 +1,6 @@
 """TRL's scorers and trainers against a teacher service."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.doors.conftest import ROUNDING, TOP_K, Teacher
+from bench.trl_translation.__main__ import ARMS, main
+from tests.doors.conftest import ENVIRONMENTS, ROUNDING, TOP_K, Teacher
 
 pytestmark = pytest.mark.doors
 
@@ -48,3 +50,14 @@ def test_trainers_take_a_service(run_script: Callable[..., Any], student: Path) 
     for name, values in losses.items():
         assert len(values) == 3, name
         assert all(value > 0 for value in values), name
+
+
+def test_comparison_of_trainers_on_translated_scores(tmp_path: Path) -> None:
+    python = str(ENVIRONMENTS / "trl" / "bin" / "python")
+    few = ["--seeds", "1", "--steps", "2", "--every", "1", "--exercises", "4", "--model-steps", "2"]
+    main(["--trl-python", python, "--runs", str(tmp_path), *few])
+    results = json.loads((tmp_path / "words.json").read_text())["results"]
+    assert [each["arm"] for each in results] == list(ARMS)
+    for each in results:
+        assert [*each["curve"]] == ["0", "1", "2"]
+        assert (each["coverage"]["positions"] > 0) == each["arm"].startswith("trl")
