@@ -1,7 +1,7 @@
 """Train one student by mopd's trainer and by TRL's, whose teacher has another tokenizer.
 
     python -m bench.trl_translation --trl-python .doors/trl/bin/python
-    python -m bench.trl_translation --task sums --seeds 1 --arms mopd,trl_server
+    python -m bench.trl_translation --task sums --seeds 0 --arms mopd,trl_server
 
 The teacher of the demo's task is served with translation to the student's ids. All runs have the
 same student, prompts, completions per step, optimizer, learning rate of every step, divergence
@@ -68,9 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     torch.set_num_threads(1)
     console = Console()
-    results = [
-        result for seed in range(options.seeds) for result in _run_seed(seed, options, console)
-    ]
+    results = [result for seed in options.seeds for result in _run_seed(seed, options, console)]
     table = result_table("arm", "seed", *map(str, results[0].curve), "named", "lost", "seconds")
     for each in results:
         positions = each.coverage["positions"] - each.coverage["positions_without_signal"]
@@ -192,8 +190,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trl-python", type=Path, default=Path(".doors/trl/bin/python"))
     parser.add_argument("--task", choices=tuple(_TEACHERS), default="words")
     parser.add_argument("--arms", type=lambda text: text.split(","), default=list(ARMS))
-    parser.add_argument("--seeds", type=int, default=3, help="of student, prompts and samples")
-    parser.add_argument("--steps", type=int, default=120, help="of 64 completions (default: 120)")
+    parser.add_argument(
+        "--seeds",
+        type=lambda text: [int(seed) for seed in text.split(",")],
+        default=[0, 1, 2],
+        help="of student, prompts and samples (default: 0,1,2)",
+    )
+    parser.add_argument("--steps", type=int, default=200, help="of 64 completions (default: 200)")
     parser.add_argument("--every", type=int, default=20, help="steps between evaluations")
     parser.add_argument("--exercises", type=int, default=400, help="held out (default: 400)")
     parser.add_argument("--model-steps", type=int, help="upper bound, to test the program")
