@@ -238,7 +238,7 @@ def test_a_longer_student_token_is_found_with_an_extra_row() -> None:
 
 @pytest.mark.parametrize("control_mass", [0.005, 0.6])
 def test_control_tokens_of_the_teacher_only_are_tail(control_mass: float) -> None:
-    """They begin no text of the student, so that they make no entry uncertain."""
+    """The student has no token for them, so that no entry is uncertain because of them."""
     student, teacher = (Encoder(make()) for make in (student_tokenizer, words_teacher_tokenizer))
     encoders = [TextEncoder(e.tokenizer.backend_tokenizer, e.table) for e in (student, teacher)]
     translator = Translator(student.table, encoders[0], teacher.table, encoders[1])
