@@ -64,17 +64,17 @@ class Result:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run every arm for every seed, and print a table."""
+    """Run every arm for every seed, and print curves and a table."""
     options = _parser().parse_args(arguments)
     torch.set_num_threads(1)
     console = Console()
     results = [result for seed in options.seeds for result in _run_seed(seed, options, console)]
-    table = result_table("arm", "seed", *map(str, results[0].curve), "named", "lost", "seconds")
+    table = result_table("arm", "seed", "before", "after", "named", "lost", "seconds")
     for each in results:
         positions = each.coverage["positions"] - each.coverage["positions_without_signal"]
         shares = (each.coverage[name] / max(positions, 1) for name in ("named_mass", "lost_top1"))
         translated = [f"{share:.2%}" if positions else "" for share in shares]
-        accuracy = [f"{value:.1%}" for value in each.curve.values()]
+        accuracy = [f"{each.curve[step]:.1%}" for step in (0, max(each.curve))]
         table.add_row(each.arm, str(each.seed), *accuracy, *translated, f"{each.seconds:.0f}")
     console.print(table)
     write_json(options.runs / f"{options.task}.json", {"results": [vars(each) for each in results]})
