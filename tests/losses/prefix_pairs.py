@@ -76,6 +76,7 @@ class ExactTopK:
     logprobs: np.ndarray
     token_logprobs: np.ndarray
     tail_logprobs: np.ndarray
+    token_ranks: None = None
 
     @property
     def k(self) -> int:

@@ -204,9 +204,9 @@ def _fields_of(model: type[BaseModel]) -> Iterator[str]:
 
 def _known_keys(location: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
     """Return the valid keys of the object with an unknown key."""
+    if "messages" in location:
+        return list(Message.model_fields)
     if model is LogprobsRequest:
-        if "messages" in location:
-            return list(Message.model_fields)
         if "completion" in location:
             return list(ControlToken.model_fields)
         return list((SequenceRequest if "sequences" in location else model).model_fields)

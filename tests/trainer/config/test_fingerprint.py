@@ -23,8 +23,8 @@ student.tokens_per_micro_batch student.trust_remote_code teacher_wait_seconds
 teachers.api_key_env teachers.ca_file
 teachers.deadline_seconds teachers.device teachers.dtype teachers.max_concurrency teachers.model
 teachers.on_error
-teachers.placement teachers.require_all_replicas teachers.revision teachers.serve
-teachers.timeout_seconds teachers.tokenizer teachers.url teachers.verify
+teachers.placement teachers.require_all_replicas teachers.revision teachers.scores
+teachers.serve teachers.timeout_seconds teachers.tokenizer teachers.url teachers.verify
 """
 
 
