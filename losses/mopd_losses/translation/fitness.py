@@ -20,7 +20,7 @@ SAMPLES: Mapping[str, str] = MappingProxyType(
         "code": "def mean(values: list[float]) -> float:\n    if not values:\n        raise "
         'ValueError("no values")\n    return sum(values) / len(values)\n',
         "numbers": "On 2024-03-17 the total was 1,284.50 for 36 items: 12 * 3 = 36, 7 + 95 = 102.",
-        "German": "Sämtliche Verkehrsverbindungen zwischen den Nachbargemeinden wurden überraschend "
+        "German": "Viele Verkehrsverbindungen zwischen den Nachbargemeinden wurden überraschend "
         "eingestellt; größere Änderungen folgen im Frühjahr.",
         "Russian": "Вчера вечером учёные представили результаты исследования, которое продолжалось "
         "почти десять лет и объединило несколько университетов.",
