@@ -87,7 +87,7 @@ class Position:
         return min(mass / self.total, 1.0) if self.total > 0 else 0.0
 
     def is_lost(self, named: Mapping[int, float]) -> bool:
-        """Return whether the likeliest text has no name."""
-        texts = (each.mass for each in self.undecided if each.text)
-        nameless = (self.masses.get(NO_TOKEN, 0.0), *texts)
-        return max(nameless) > max(named.values(), default=0.0) * self.total
+        """Return whether text without a name is likelier than each token with one."""
+        nameless = sum(each.mass for each in self.undecided if each.text)
+        nameless += self.masses.get(NO_TOKEN, 0.0)
+        return nameless > max(named.values(), default=0.0) * self.total

@@ -19,7 +19,7 @@ from mopd_protocol.samples import TeacherScore
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.tokenizers.token_table import TextEncoder
 from mopd_protocol.topk_logprobs import TopKLogprobs
-from tests.losses.prefix_pairs import Pair, gapped_pair, random_pair
+from tests.losses.prefix_pairs import Pair, random_pair
 from tests.losses.translation.truth import TrueTranslator
 from tests.reference.text_model import markov_texts
 from tests.reference.translation import Known, SharedTexts, Translates
@@ -31,14 +31,14 @@ PAIRS = 16
 LETTERS, LONGEST = "ab", 5
 
 seeds = st.integers(0, PAIRS - 1)
-kinds = st.sampled_from(("merging", "prefix_closed", "gapped"))
+kinds = st.sampled_from(("merging", "prefix_closed"))
 
 
 @cache
 def pair_of(kind: str, seed: int) -> Pair:
     if kind == "merging":
         return merging_pair(seed, LETTERS, 6)
-    return (random_pair if kind == "prefix_closed" else gapped_pair)(seed, LETTERS)
+    return random_pair(seed, LETTERS)
 
 
 @cache
