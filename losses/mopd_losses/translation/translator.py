@@ -45,6 +45,7 @@ class Translator:
         self._student = Vocabulary(student, student_encoder, controls)
         self._teacher = Vocabulary(teacher, teacher_encoder, controls)
         self._first_tokens = FirstTokens(self._student, self._teacher)
+        self._is_one_tokenizer = student.fingerprint == teacher.fingerprint
 
     def extra_rows(
         self,
@@ -79,12 +80,17 @@ class Translator:
         """
         sides = self._student, self._teacher
         positions: list[list[Position]] = []
+        own: dict[int, Translation] = {}
         for index, (completion, score) in enumerate(zip(completions, scores, strict=True)):
+            if self._is_one_tokenizer and np.array_equal(completion.token_ids, score.token_ids):
+                own[index] = _own_score(score.topk)
+                positions.append([])
+                continue
             text = ScoredText(index, sides, completion, score)
             positions.append([Position(text, number) for number in range(len(completion))])
         roots = [each for position in chain(*positions) for each in self._roots(position)]
         self._decide(roots, known)
-        return PendingTranslation(positions, self._decide)
+        return PendingTranslation(positions, own, self._decide)
 
     def _decide(self, branches: Sequence[Branch], known: Mapping[ExtraRow, TopKLogprobs]) -> None:
         """Add branches to their positions: to the mass of a token where it is certain, and where it
@@ -194,9 +200,11 @@ class PendingTranslation:
     def __init__(
         self,
         positions: Sequence[Sequence[Position]],
+        own: Mapping[int, Translation],
         decide: Callable[[Sequence[Branch], Mapping[ExtraRow, TopKLogprobs]], None],
     ) -> None:
         self._positions = positions
+        self._own = own  # completion -> a score that is in the student's tokens already
         self._decide = decide
 
     @property
@@ -222,7 +230,10 @@ class PendingTranslation:
 
     def translations(self) -> list[Translation]:
         """Return the translation of each completion."""
-        return [*map(_translation, self._positions)]
+        return [
+            self._own[index] if index in self._own else _translation(positions)
+            for index, positions in enumerate(self._positions)
+        ]
 
 
 def _row_behind(branch: Branch, known: Mapping[ExtraRow, TopKLogprobs]) -> Row | None:
@@ -230,6 +241,12 @@ def _row_behind(branch: Branch, known: Mapping[ExtraRow, TopKLogprobs]) -> Row |
         return branch.position.text.row(branch.row)
     row = known.get(branch.extra_row)
     return None if row is None else Row.of(row, 0)
+
+
+def _own_score(topk: TopKLogprobs) -> Translation:
+    masses = np.exp(topk.logprobs.astype(np.float64)).sum(axis=1).astype(np.float32)
+    none = np.zeros(len(topk), dtype=np.bool_)
+    return Translation(topk, Coverage(masses, none, ~none))
 
 
 def _translation(positions: Sequence[Position]) -> Translation:
