@@ -66,8 +66,6 @@ class ScoredText:
         self._length = len(other)
         self._topk = score.topk
         self._rows: dict[int, Row] = {}
-        self._before: dict[tuple[int, str], tuple[int, ...]] = {}  # see student_before
-        self._written: dict[tuple[int, int, str], tuple[int, ...]] = {}  # of realised tokens
         logprobs = np.maximum(score.topk.token_logprobs.astype(np.float64), _LEAST_REALISED_NATS)
         self.nats_before: list[float] = np.concatenate([[0.0], np.cumsum(logprobs)]).tolist()
         """[rows + 1], nats of the realised tokens before each row."""
@@ -104,13 +102,10 @@ class ScoredText:
     def student_before(self, position: int, following: str) -> tuple[int, ...]:
         """Return the student's tokens before a position that may depend on the character behind
         them; none if its tokenizer divides the text otherwise."""
-        key = position, following
-        if key not in self._before:
-            starts = self._student_starts
-            first = self._first_dependent(self._student, starts, position, following)
-            canonical = bool(self._canonical[first:position].all())
-            self._before[key] = tuple(self.student_ids[first:position]) if canonical else ()
-        return self._before[key]
+        first = self._first_dependent(self._student, self._student_starts, position, following)
+        if not self._canonical[first:position].all():
+            return ()
+        return tuple(self.student_ids[first:position])
 
     def written(self, row: int, ids: tuple[int, ...], offset: int, text: str) -> tuple[int, ...]:
         """Return the teacher's tokens up to the end of a text that begins at an offset, from where
@@ -119,11 +114,8 @@ class ScoredText:
         first = row if covering is None else min(row, covering)
         start = self.teacher_starts[first]
         following = self.string[start] if start < offset else text[0]
-        key = first, row, following
-        if key not in self._written:
-            first = self._first_dependent(self._teacher, self.teacher_starts, first, following)
-            self._written[key] = tuple(self.teacher_ids[first:row])
-        return (*self._written[key], *ids)
+        first = self._first_dependent(self._teacher, self.teacher_starts, first, following)
+        return (*self.teacher_ids[first:row], *ids)
 
     def _first_dependent(
         self, side: Vocabulary, starts: list[int], number: int, following: str

@@ -179,8 +179,6 @@ class Translator:
         for token, probability in zip(row.ids, row.probabilities, strict=True):
             string = self._teacher.string(token)
             mass = branch.mass * probability
-            if mass < LEAST_SHARE * position.reached:
-                continue  # part of the tail
             missing = branch.missing
             if string and (string.startswith(missing) or missing.startswith(string)):
                 at = (
