@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
+from mopd_losses.alignment.byte_strings import control_characters
 from mopd_losses.prefix.detours import Detours
 from mopd_losses.prefix.naming.cuts import Cuts
 from mopd_losses.prefix.naming.decisions import Decisions
@@ -18,7 +19,7 @@ from mopd_losses.prefix.naming.separate_tokens import SeparateTokens
 from mopd_losses.prefix.vocabulary.marked_ranges import MarkedRanges
 from mopd_losses.prefix.vocabulary.marks import Marks, MarksTable
 from mopd_losses.prefix.vocabulary.merges import Merges
-from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, control_characters
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 from mopd_protocol.runtime.atomic_file import replacing
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
 

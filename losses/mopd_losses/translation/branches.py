@@ -44,7 +44,6 @@ class Position:
     masses: defaultdict[int, float] = field(default_factory=lambda: defaultdict[int, float](float))
     """Student token, ``INCOMPATIBLE`` or ``NO_TOKEN`` -> mass that is certain to begin with it."""
     undecided: list[Branch] = field(default_factory=list[Branch])
-    tail: float = 0.0  # of the row that begins here
     reached: float = 0.0  # of all text that continues the realised one
 
     @cached_property

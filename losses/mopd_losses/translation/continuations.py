@@ -3,7 +3,8 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
-from mopd_losses.translation.vocabulary import Vocabulary, text_of
+from mopd_losses.alignment.byte_strings import utf8_text
+from mopd_losses.translation.vocabulary import Vocabulary
 
 #: Behind any text: its end, white space, punctuation, letters and digits; and more kinds of words
 #: that tokenizers divide in another way (numbers of several digits, contractions).
@@ -52,9 +53,9 @@ class Continuations:
             return self._completions[begun]
         end = len(string)
         start = max(end - 8, 0)
-        while start < end and text_of(string[start:end]) is None:
+        while start < end and utf8_text(string[start:end]) is None:
             start += 1
-        last = (text_of(string[start:end]) or " ")[-2:]
+        last = (utf8_text(string[start:end]) or " ")[-2:]
         if (last, thorough) not in self._known:
             texts = [*_GENERAL, *(_MORE_GENERAL if thorough else ())]
             counts = _MANY if thorough else _FEW
@@ -94,19 +95,23 @@ def _incomplete_character(string: str) -> str:
     for length in range(1, min(4, len(string) + 1)):
         byte = ord(string[-length])
         if byte >= 0xC0:
-            needed = 2 + (byte >= 0xE0) + (byte >= 0xF0)
-            return string[-length:] if length < needed else ""
+            return string[-length:] if length < _character_length(byte) else ""
         if byte < 0x80:
             return ""
     return ""
 
 
+def _character_length(first: int) -> int:
+    """Return the number of bytes of a character of several, by its first byte."""
+    return 2 + (first >= 0xE0) + (first >= 0xF0)
+
+
 def _any_completions(begun: str) -> Iterator[str]:
     """Yield some ends of the characters that begin with some bytes, from all over their range."""
-    missing = 2 + (begun[0] >= "\xe0") + (begun[0] >= "\xf0") - len(begun)
+    missing = _character_length(ord(begun[0])) - len(begun)
     count = 64**missing
     for number in range(0, count, max(count // 64, 1)):
         codes = (0x80 + (number >> 6 * at) % 64 for at in reversed(range(missing)))
         end = "".join(map(chr, codes))
-        if text_of(begun + end) is not None:
+        if utf8_text(begun + end) is not None:
             yield end

@@ -11,8 +11,9 @@ from functools import cached_property
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
+from mopd_losses.alignment.byte_strings import utf8_text
 from mopd_losses.translation.continuations import Continuations
-from mopd_losses.translation.vocabulary import Vocabulary, is_control, text_of
+from mopd_losses.translation.vocabulary import Vocabulary, is_control
 
 #: In a set of tokens: the text may be divided so that the tokens before it are others.
 INCOMPATIBLE = -1
@@ -97,7 +98,7 @@ class FirstTokens:
         for beginning, thorough in beginnings:
             string = self._student.spelled(beginning.student_ids) + beginning.text
             ended = is_control(string[-1])
-            text = text_of(string[:-1] if ended else string)
+            text = utf8_text(string[:-1] if ended else string)
             if text is not None:
                 texts[beginning, thorough] = text
             elif ended:
@@ -131,7 +132,7 @@ class FirstTokens:
     @cached_property
     def _divided(self) -> dict[int, set[int]]:
         """Teacher's token -> longer tokens of the student that the teacher begins with it."""
-        texts = {token: text_of(string) for token, string in enumerate(self._student.strings)}
+        texts = {token: utf8_text(string) for token, string in enumerate(self._student.strings)}
         known = [(token, text) for token, text in texts.items() if text]
         divided: defaultdict[int, set[int]] = defaultdict(set)
         written = self._teacher.encode([text for _, text in known])
@@ -151,7 +152,7 @@ class FirstTokens:
         trials: dict[Division, list[str]] = {}
         for each in missing:
             string = self._teacher.spelled(each.teacher_ids) + each.text
-            texts = (text_of(string + end) for end in self._continuations.behind(string))
+            texts = (utf8_text(string + end) for end in self._continuations.behind(string))
             trials[each] = [text for text in texts if text is not None]
         written = _written(self._teacher, (text for each in trials.values() for text in each))
         for division, texts in trials.items():
@@ -174,7 +175,7 @@ class FirstTokens:
                 further = self._continuations.likeliest(spelled) if thorough else ()
                 for end in ("", *further):
                     ends[spelled[len(string) :] + end] = None
-        pairs = ((text_of(student + end), text_of(teacher + end)) for end in ends)
+        pairs = ((utf8_text(student + end), utf8_text(teacher + end)) for end in ends)
         return [(own, other) for own, other in pairs if own is not None and other is not None]
 
     def _next_token(self, beginning: Beginning, ids: Sequence[int]) -> int:

@@ -6,7 +6,8 @@ from re import split
 
 import numpy as np
 
-from mopd_losses.translation.vocabulary import CONTROLS, Vocabulary, is_continuation, text_of
+from mopd_losses.alignment.byte_strings import is_continuation, utf8_text
+from mopd_losses.translation.vocabulary import CONTROLS, Vocabulary
 from mopd_protocol.samples import TeacherScore
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
@@ -124,7 +125,7 @@ class ScoredText:
         first = number
         while first and side.joins(self.string[starts[first] - 1], following):
             # Half a character is not text.
-            if number - first >= _MOST_TOKENS_BEFORE and not is_continuation(following):
+            if number - first >= _MOST_TOKENS_BEFORE and not is_continuation(ord(following)):
                 break
             first -= 1
             following = self.string[starts[first]]
@@ -135,11 +136,11 @@ class ScoredText:
         canonical: set[tuple[int, int]] = set()
         start = 0
         for part in split(CONTROLS, string):
-            text = text_of(part)
+            text = utf8_text(part)
             end = len(part)
             while text is None and end > max(len(part) - 4, 0):
                 end -= 1
-                text = text_of(part[:end])
+                text = utf8_text(part[:end])
             at = start
             for token in self._student.encode([text])[0] if text else ():
                 canonical.add((at, token))

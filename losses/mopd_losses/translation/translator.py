@@ -7,11 +7,12 @@ from types import MappingProxyType
 
 import numpy as np
 
+from mopd_losses.alignment.byte_strings import control_characters
 from mopd_losses.translation.branches import Branch, Position
 from mopd_losses.translation.first_tokens import Beginning, Division, FirstTokens
 from mopd_losses.translation.scored_text import Row, ScoredText
 from mopd_losses.translation.translation import Coverage, ExtraRow, Translation
-from mopd_losses.translation.vocabulary import Vocabulary, control_characters
+from mopd_losses.translation.vocabulary import Vocabulary
 from mopd_protocol.samples import TeacherScore
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
@@ -122,14 +123,12 @@ class Translator:
             candidates = text.row(row)
             assert candidates is not None
             if start == offset:
-                position.tail += path * candidates.tail
                 position.reached += path * candidates.tail
             for token, probability in zip(candidates.ids, candidates.probabilities, strict=True):
                 string = self._teacher.string(token)
                 realised = token == text.teacher_ids[row]
                 mass = path * probability
                 if not string and start == offset:
-                    position.tail += mass
                     position.reached += mass
                 elif len(string) > len(before):
                     if string.startswith(before):

@@ -1,8 +1,4 @@
-"""``Vocabulary``: the strings of one side's tokens, and how its tokenizer divides text.
-
-Strings are bytes as Latin-1 characters; a control token is one private character above them, the
-same on both sides for one name.
-"""
+"""``Vocabulary``: the strings of one side's tokens, and how its tokenizer divides text."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,41 +9,20 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from mopd_losses.alignment.byte_strings import FIRST_CONTROL, is_continuation, utf8_text
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
 
-#: The private character of the first control token.
-_FIRST_CONTROL = 0x100
-
 #: A control token of a string.
-CONTROLS = f"[{chr(_FIRST_CONTROL)}-\U0010ffff]"
+CONTROLS = f"[{chr(FIRST_CONTROL)}-\U0010ffff]"
 
 #: Sorts behind every character of a string.
 _HIGHEST = "\U0010ffff"
 
 
-def control_characters(*tables: TokenTable) -> dict[str, str]:
-    """Return the private character of each control token's name."""
-    names = sorted({name for table in tables for name in table.marks.values()})
-    return {name: chr(_FIRST_CONTROL + number) for number, name in enumerate(names)}
-
-
 def is_control(character: str) -> bool:
     """Return whether a character of a string is a control token."""
-    return ord(character) >= _FIRST_CONTROL
-
-
-def is_continuation(character: str) -> bool:
-    """Return whether a byte of a string continues a character of UTF-8."""
-    return "\x80" <= character < "\xc0"
-
-
-def text_of(string: str) -> str | None:
-    """Return the text of a string of bytes; None for half a character or a control token."""
-    try:
-        return string.encode("latin-1").decode()
-    except UnicodeError:
-        return None
+    return ord(character) >= FIRST_CONTROL
 
 
 class Vocabulary:
@@ -119,14 +94,14 @@ class Vocabulary:
         """Return whether a token may contain two neighbouring characters of a string: if not,
         text is divided between them, and both parts independently of each other."""
         first, second = ord(before), ord(after)
-        if max(first, second) >= _FIRST_CONTROL:
+        if max(first, second) >= FIRST_CONTROL:
             return False
         # Half a character is not text.
-        return is_continuation(after) or bool(self._contained[first, second])
+        return is_continuation(second) or bool(self._contained[first, second])
 
     def texts(self) -> Iterator[str]:
         """Yield the tokens that are text."""
-        return (text for text in map(text_of, self.strings) if text)
+        return (text for text in map(utf8_text, self.strings) if text)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mopd_losses.alignment import byte_strings
 from mopd_losses.alignment.byte_alignment import align
 from mopd_losses.config import PrefixKlConfig
 from mopd_losses.core import blockwise_head as head_module
@@ -165,7 +166,7 @@ def with_names(*names: str) -> Family:
 def test_control_tokens_are_matched_by_role_or_name() -> None:
     sides = with_names("<over>", "<tool>", "<first>"), with_names("<stop>", "<tool>", "<second>")
     tables = [side.table for side in sides]
-    characters = sorted_vocabulary.control_characters(*tables)
+    characters = byte_strings.control_characters(*tables)
     student, teacher = (sorted_vocabulary.SortedVocabulary(table, characters) for table in tables)
 
     def strings(first: str, second: str) -> tuple[str, str]:

@@ -6,9 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mopd_losses.alignment.byte_strings import control_characters
 from mopd_losses.prefix.vocabulary.hashed_strings import codes_of
 from mopd_losses.prefix.vocabulary.marked_ranges import MarkedCell, ranges_of
-from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, control_characters
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 from tests.losses.families import family
 
 _TABLE = family("digit").table

@@ -9,8 +9,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bench.byte_models import merging_tokenizer
+from mopd_losses.alignment.byte_strings import control_characters
 from mopd_losses.prefix.vocabulary.merges import Merges
-from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, control_characters
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 from tests.losses.prefix_pairs import Tongue
 from tests.real_vocabularies import real
 from tests.reference import prefix_kl as slow

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mopd_losses.alignment.byte_strings import control_characters
 from mopd_losses.prefix.text.boundaries import TokenizedText
 from mopd_losses.prefix.text.strings import Strings
 from mopd_losses.prefix.vocabulary.first_ends import NOT_TEXT, FirstEnds
@@ -19,7 +20,7 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
     string_hashes,
 )
 from mopd_losses.prefix.vocabulary.key_table import MISSING, KeyTable
-from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, control_characters
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 from mopd_losses.prefix.vocabulary.spellings import Spellings
 from mopd_protocol.tokenizers.joined_texts import TextTokens
 from mopd_protocol.tokenizers.token_table import TextEncoder

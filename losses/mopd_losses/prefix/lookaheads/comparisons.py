@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from mopd_losses.alignment.byte_strings import utf8_text
 from mopd_losses.core.loss import AlignedPair
 from mopd_losses.prefix.cells import DETOUR_SHARE
 from mopd_losses.prefix.lookaheads.joined_targets import joined
@@ -32,7 +33,6 @@ from mopd_losses.prefix.unknown_mass import other_texts
 from mopd_losses.prefix.vocabulary.hashed_strings import string_hashes
 from mopd_losses.prefix.vocabulary.marks import UNMARKED
 from mopd_losses.prefix.vocabulary.shorter_tokens import TRIED
-from mopd_losses.prefix.vocabulary.sorted_vocabulary import utf8_text
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
 

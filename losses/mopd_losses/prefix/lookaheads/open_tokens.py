@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_losses.alignment.byte_alignment import Alignment, common_prefix
+from mopd_losses.alignment.byte_strings import utf8_text
 from mopd_losses.prefix.naming.separate_tokens import FEW, TRIED, Place
 from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers, indices_in_runs
 from mopd_losses.prefix.vocabulary.marked_ranges import MarkedCell, ranges_of
-from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, utf8_text
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 from mopd_protocol.samples import TeacherScore
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_losses.alignment.byte_alignment import Block, common_blocks
+from mopd_losses.alignment.byte_strings import control_character
 from mopd_losses.prefix.vocabulary.hashed_strings import (
     SEPARATOR,
     Codes,
@@ -27,7 +28,6 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import (
     SortedVocabulary,
     are_continuations,
-    control_character,
 )
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 

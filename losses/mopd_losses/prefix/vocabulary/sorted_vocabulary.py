@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mopd_losses.alignment.byte_strings import is_continuation, utf8_text
 from mopd_losses.prefix.vocabulary.hashed_strings import (
     Codes,
     Hashes,
@@ -45,23 +46,9 @@ class PrefixRange(NamedTuple):
     stop: int
 
 
-def utf8_text(string: str) -> str | None:
-    """Return the text of a string of bytes; None for a control token or half a character, which no
-    tokenizer takes as text."""
-    try:
-        return string.encode("latin-1").decode()
-    except UnicodeError:
-        return None
-
-
 def _pair_numbers(first: Codes, second: Codes) -> Codes:
     """Number pairs of bytes."""
     return (first << np.uint16(8)) | second
-
-
-def is_continuation(byte: int) -> bool:
-    """Return whether a byte continues a character of UTF-8."""
-    return 0x80 <= byte < 0xC0
 
 
 def are_continuations(codes: Codes) -> NDArray[np.bool_]:
@@ -86,17 +73,6 @@ def _characters_from(begun: str) -> Iterator[str]:
         character = begun + "".join(ends)
         if utf8_text(character) is not None:
             yield character
-
-
-def control_characters(*tables: TokenTable) -> dict[str, str]:
-    """Return the private character of each control token's name."""
-    names = sorted({name for table in tables for name in table.marks.values()})
-    return {name: control_character(number) for number, name in enumerate(names)}
-
-
-def control_character(number: int) -> str:
-    """Return the character of the control token with this number, above every byte."""
-    return chr(0x100 + number)
 
 
 class SortedVocabulary:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mopd_losses.alignment.byte_strings import utf8_text
 from mopd_losses.prefix.vocabulary.hashed_strings import (
     SEPARATOR,
     Integers,
@@ -14,7 +15,7 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
     ranks_in_runs,
     slice_hashes,
 )
-from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, utf8_text
+from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 from mopd_protocol.tokenizers.token_table import TextEncoder
 
 
