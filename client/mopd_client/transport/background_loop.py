@@ -4,6 +4,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -29,11 +30,15 @@ class BackgroundLoop:
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         """Return the result of a call in the loop."""
-        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        future = self.submit(call)
         try:
             return future.result()
         finally:
             future.cancel()  # after a KeyboardInterrupt; no effect on a finished call
+
+    def submit(self, call: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a call in the loop, for callers in another loop."""
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def close(self) -> None:
         """Stop the loop and its thread; a second call has no effect."""

@@ -2,18 +2,17 @@
 
 import asyncio
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, TypeVar
 
 from mopd_client.services.expectation import Expectation
 from mopd_client.services.vllm import VllmService
 from mopd_client.teacher_client import ClientOptions, TeacherClient
 from mopd_client.tokenizers.pretrained import load_tokenizer
 from mopd_client.tokenizers.teacher import DownloadedTokenizer
+from mopd_client.transport.background_loop import BackgroundLoop
 from mopd_protocol.errors import ConfigError, DataError, TeacherError, TeacherUnavailableError
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.request_tokenizer import RequestTokenizer, TeacherTokenizer
@@ -31,8 +30,6 @@ from mopd_server.scoring.tokenizer_loading import ServedTokenizer
 from mopd_server.service_error import ServiceError
 from mopd_server.settings import GatewaySettings
 
-Result = TypeVar("Result")
-
 
 class RemoteEngine(AsyncEngine):
     """Scores with a ``TeacherClient``, in a separate event loop.
@@ -49,17 +46,16 @@ class RemoteEngine(AsyncEngine):
     def __init__(
         self, settings: GatewaySettings, *, top_k: int, options: ClientOptions | None = None
     ) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="teacher", daemon=True)
-        self._thread.start()
+        self._client: TeacherClient | None = None
+        self._loop = BackgroundLoop("teacher", self._close_client)
         self._crashed: list[str] = []
         self._on_crash: Callable[[str], None] | None = None
         try:
-            self._client = self._call(_create(settings, options or {}))
-            self._call(self._client.wait_until_ready(settings.teacher_wait_seconds))
+            self._client = client = self._loop.run(_create(settings, options or {}))
+            self._loop.run(client.wait_until_ready(settings.teacher_wait_seconds))
             expectation = Expectation(top_k=top_k, messages=True)
-            self.manifest: Manifest = self._call(self._client.handshake(expectation))
-            tokenizer = self._call(self._client.tokenizer())
+            self.manifest: Manifest = self._loop.run(client.handshake(expectation))
+            tokenizer = self._loop.run(client.tokenizer())
             self.tokenizer = _served(tokenizer, self.manifest)
         except BaseException:
             self.close()
@@ -98,9 +94,10 @@ class RemoteEngine(AsyncEngine):
             completion_token_ids=task.completion_ids.tolist(),
         )
         started = time.monotonic()
+        assert self._client is not None
         call = self._client.score([sequence], top_k=top_k, temperature=temperature)
         try:
-            [score] = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
+            [score] = await asyncio.wrap_future(self._loop.submit(call))
         except TeacherUnavailableError as error:
             status = HTTPStatus.SERVICE_UNAVAILABLE
             raise ServiceError(
@@ -124,12 +121,6 @@ class RemoteEngine(AsyncEngine):
 
     def close(self) -> None:
         """Close the connections."""
-        if self._loop.is_closed() or not self._thread.is_alive():
-            return
-        if client := getattr(self, "_client", None):
-            self._call(client.aclose())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
         self._loop.close()
 
     def _crash(self, cause: str) -> None:
@@ -138,8 +129,9 @@ class RemoteEngine(AsyncEngine):
             if self._on_crash is not None:
                 self._on_crash(cause)
 
-    def _call(self, call: Coroutine[Any, Any, Result]) -> Result:
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+    async def _close_client(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
 
 
 async def _create(settings: GatewaySettings, options: ClientOptions) -> TeacherClient:
