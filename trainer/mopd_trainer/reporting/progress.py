@@ -26,7 +26,25 @@ LEGEND = (
 )
 
 
-class RunProgress:
+class ProgressBar:
+    """A progress bar that is shown within ``with``."""
+
+    _progress: Progress
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+
+class RunProgress(ProgressBar):
     """Progress bar over the steps of a run, at the bottom of a terminal."""
 
     def __init__(self, console: Console, *, name: str, done: int, total: int) -> None:
@@ -55,18 +73,6 @@ class RunProgress:
             self._console.print(
                 step_line(step, self._total, metrics), highlight=False, markup=False, soft_wrap=True
             )
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
 
 
 def step_line(step: int, total: int, metrics: Metrics) -> str:

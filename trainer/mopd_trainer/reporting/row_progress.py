@@ -2,8 +2,6 @@
 
 import time
 from datetime import timedelta
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console
 from rich.progress import (
@@ -17,11 +15,13 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from mopd_trainer.reporting.progress import ProgressBar
+
 #: Between two lines without a terminal.
 _SECONDS = 10.0
 
 
-class RowProgress:
+class RowProgress(ProgressBar):
     """A progress bar; without a terminal, a line every ten seconds."""
 
     def __init__(self, console: Console, *, total: int) -> None:
@@ -56,18 +56,6 @@ class RowProgress:
                 highlight=False,
                 soft_wrap=True,
             )
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
 
 
 class _RowsPerSecond(ProgressColumn):
