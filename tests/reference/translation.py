@@ -22,22 +22,23 @@ from tests.reference.text_model import TokenModel
 Known = Mapping[ExtraRow, TopKLogprobs]
 
 
+class Pending(Protocol):
+    """The interface of ``PendingTranslation``."""
+
+    @property
+    def extra_rows(self) -> list[ExtraRow]: ...
+
+    def add(self, rows: Known) -> None: ...
+
+    def translations(self) -> list[Translation]: ...
+
+
 class Translates(Protocol):
     """The interface of ``Translator``."""
 
-    def extra_rows(
-        self,
-        completions: Sequence[TokenSequence],
-        scores: Sequence[TeacherScore],
-        known: Known,
-    ) -> list[ExtraRow]: ...
-
-    def translate(
-        self,
-        completions: Sequence[TokenSequence],
-        scores: Sequence[TeacherScore],
-        known: Known,
-    ) -> list[Translation]: ...
+    def begin(
+        self, completions: Sequence[TokenSequence], scores: Sequence[TeacherScore]
+    ) -> Pending: ...
 
 
 class SharedTexts:
@@ -107,8 +108,11 @@ class SharedTexts:
         """Translate with all rows that the translator requests; the rows are returned, too."""
         scores = [self.score(completion) for completion in completions]
         known: dict[ExtraRow, TopKLogprobs] = {}
-        while requests := translator.extra_rows(completions, scores, known):
+        pending = translator.begin(completions, scores)
+        while requests := pending.extra_rows:
             assert known.keys().isdisjoint(requests), "requested again"
             assert len({*requests}) == len(requests), "requested twice"
-            known |= {request: self.extra_row(request, scores) for request in requests}
-        return translator.translate(completions, scores, known), known
+            rows = {request: self.extra_row(request, scores) for request in requests}
+            pending.add(rows)
+            known |= rows
+        return pending.translations(), known

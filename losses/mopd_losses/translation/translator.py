@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from types import MappingProxyType
 
 import numpy as np
 
@@ -48,36 +47,13 @@ class Translator:
         self._first_tokens = FirstTokens(self._student, self._teacher)
         self._is_one_tokenizer = student.fingerprint == teacher.fingerprint
 
-    def extra_rows(
-        self,
-        completions: Sequence[TokenSequence],
-        scores: Sequence[TeacherScore],
-        known: Mapping[ExtraRow, TopKLogprobs],
-    ) -> list[ExtraRow]:
-        """Return rows without which likely text stays in the tail; the arguments are those of
-        ``begin``."""
-        return self.begin(completions, scores, known).extra_rows
-
-    def translate(
-        self,
-        completions: Sequence[TokenSequence],
-        scores: Sequence[TeacherScore],
-        known: Mapping[ExtraRow, TopKLogprobs],
-    ) -> list[Translation]:
-        """Translate scores; the arguments are those of ``begin``."""
-        return self.begin(completions, scores, known).translations()
-
     def begin(
-        self,
-        completions: Sequence[TokenSequence],
-        scores: Sequence[TeacherScore],
-        known: Mapping[ExtraRow, TopKLogprobs] = MappingProxyType({}),
+        self, completions: Sequence[TokenSequence], scores: Sequence[TeacherScore]
     ) -> "PendingTranslation":
-        """Translate scores as far as the known rows decide them.
+        """Translate scores as far as their own rows decide them.
 
         Args:
             completions: in the student's tokens, one for each score.
-            known: extra rows, one ``TopKLogprobs`` of one row for each.
         """
         sides = self._student, self._teacher
         positions: list[list[Position]] = []
@@ -90,7 +66,7 @@ class Translator:
             text = ScoredText(index, sides, completion, score)
             positions.append([Position(text, number) for number in range(len(completion))])
         roots = [each for position in chain(*positions) for each in self._roots(position)]
-        self._decide(roots, known)
+        self._decide(roots, {})
         return PendingTranslation(positions, own, self._decide)
 
     def _decide(self, branches: Sequence[Branch], known: Mapping[ExtraRow, TopKLogprobs]) -> None:

@@ -20,9 +20,9 @@ from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.tokenizers.token_table import TextEncoder
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from tests.losses.prefix_pairs import Pair, random_pair
-from tests.losses.translation.truth import TrueTranslator
+from tests.losses.translation.truth import TruePending, TrueTranslator
 from tests.reference.text_model import markov_texts
-from tests.reference.translation import Known, SharedTexts, Translates
+from tests.reference.translation import SharedTexts, Translates
 
 EXACT = 1e-4
 
@@ -205,8 +205,9 @@ def test_completions_of_a_batch_are_independent(problem: Problem) -> None:
 
 def test_no_completions_have_no_translations() -> None:
     translator = translator_of(pair_of("merging", 0))
-    assert translator.extra_rows([], [], {}) == []
-    assert translator.translate([], [], {}) == []
+    pending = translator.begin([], [])
+    assert pending.extra_rows == []
+    assert pending.translations() == []
 
 
 def hand_made(teacher_tokens: Sequence[str], *texts: str) -> tuple[SharedTexts, TokenSequence]:
@@ -255,7 +256,7 @@ def test_control_tokens_of_the_teacher_only_are_tail(control_mass: float) -> Non
     )
     score = TeacherScore("teacher", teacher.table.sequence(ids), topk)
     completion = student.table.sequence([cat, student.end_of_turn])
-    [translation] = translator.translate([completion], [score], {})
+    [translation] = translator.begin([completion], [score]).translations()
     assert translation.topk.ids[0, 0] == cat
     named = translation.coverage.named_mass
     np.testing.assert_allclose(named, [1 - control_mass, 1], atol=EXACT)
@@ -289,15 +290,10 @@ class Faulty:
     translator: TrueTranslator
     fault: str
 
-    def extra_rows(
-        self, completions: Sequence[TokenSequence], scores: Sequence[TeacherScore], known: Known
-    ) -> list[ExtraRow]:
-        return self.translator.extra_rows(completions, scores, known)
-
-    def translate(
-        self, completions: Sequence[TokenSequence], scores: Sequence[TeacherScore], known: Known
-    ) -> list[Translation]:
-        first, *others = self.translator.translate(completions, scores, known)
+    def begin(
+        self, completions: Sequence[TokenSequence], scores: Sequence[TeacherScore]
+    ) -> TruePending:
+        first, *others = self.translator.begin(completions, scores).translations()
         topk, coverage = first.topk, first.coverage
         if self.fault == "entry":
             topk = replace(topk, logprobs=topk.logprobs - 0.5)
@@ -307,7 +303,7 @@ class Faulty:
             coverage = replace(coverage, named_mass=coverage.named_mass - 0.01)
         elif self.fault == "lost":
             coverage = replace(coverage, lost_top1=~coverage.lost_top1)
-        return [Translation(topk, coverage), *others]
+        return TruePending([Translation(topk, coverage), *others])
 
 
 def test_realised_tokens_without_probability_are_no_error() -> None:
@@ -316,5 +312,6 @@ def test_realised_tokens_without_probability_are_no_error() -> None:
     for nats in (-np.inf, -9999.0):
         topk = replace(score.topk, token_logprobs=np.full_like(score.topk.token_logprobs, nats))
         impossible = TeacherScore("teacher", score.completion, topk)
-        [translation] = translator_of(shared.pair).translate([completion], [impossible], {})
+        pending = translator_of(shared.pair).begin([completion], [impossible])
+        [translation] = pending.translations()
         check_form(Problem(shared, [completion]), [translation])

@@ -19,24 +19,11 @@ class TrueTranslator:
     shared: SharedTexts
     names: int = 8  # entries a row
 
-    def extra_rows(
-        self,
-        completions: Sequence[TokenSequence],
-        scores: Sequence[TeacherScore],
-        known: Known,
-    ) -> list[ExtraRow]:
-        """Return a row of each completion that its score has, once."""
-        rows = [ExtraRow(number, 0, ()) for number in range(len(completions))]
-        return [row for row in rows if row not in known]
-
-    def translate(
-        self,
-        completions: Sequence[TokenSequence],
-        scores: Sequence[TeacherScore],
-        known: Known,
-    ) -> list[Translation]:
+    def begin(
+        self, completions: Sequence[TokenSequence], scores: Sequence[TeacherScore]
+    ) -> "TruePending":
         """Name the likeliest student tokens of each row."""
-        return [self._translated(completion) for completion in completions]
+        return TruePending([self._translated(completion) for completion in completions])
 
     def _translated(self, completion: TokenSequence) -> Translation:
         rows = self.shared.truth(completion)
@@ -48,3 +35,17 @@ class TrueTranslator:
         mass = logprobs.exp().sum(dim=1).numpy().astype(np.float32)
         lost = np.zeros(len(rows), dtype=np.bool_)
         return Translation(TopKLogprobs(*columns), Coverage(mass, lost, ~lost))
+
+
+class TruePending:
+    """The truth, once a row of each completion that its score has was requested."""
+
+    def __init__(self, translations: Sequence[Translation]) -> None:
+        self._translations = translations
+        self.extra_rows = [ExtraRow(number, 0, ()) for number in range(len(translations))]
+
+    def add(self, rows: Known) -> None:
+        self.extra_rows = [row for row in self.extra_rows if row not in rows]
+
+    def translations(self) -> list[Translation]:
+        return [*self._translations]

@@ -68,7 +68,7 @@ async def test_rows_are_those_of_the_translator(
     [scored] = teacher.engine.score([task], top_k=64, temperature=1.0)
     translator = Translator(own.table, own.encoder, other.table, other.encoder)
     score = TeacherScore("", tokens, scored)
-    [expected] = translator.translate([own.table.sequence(ids)], [score], {})
+    [expected] = translator.begin([own.table.sequence(ids)], [score]).translations()
     assert expected.coverage.has_signal.any()
     for row, (token, actual) in enumerate(zip(ids, rows, strict=True)):
         if not expected.coverage.has_signal[row]:
