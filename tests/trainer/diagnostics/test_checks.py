@@ -15,6 +15,7 @@ from mopd_client.services.expectation import Expectation
 from mopd_client.teacher_client import TeacherClient
 from mopd_losses.build import build_loss
 from mopd_losses.projection.cache import ProjectionCache
+from mopd_losses.translation.fitness import fitness
 from mopd_protocol.requests import SequenceRequest
 from mopd_protocol.samples import Message, Prompt, TeacherScore
 from mopd_protocol.topk_logprobs import TopKLogprobs
@@ -30,6 +31,7 @@ from mopd_trainer.diagnostics.resources import check_resources
 from mopd_trainer.diagnostics.self_distillation import check_gradient
 from mopd_trainer.diagnostics.teachers import check_agreement, check_coverage, check_row_shift
 from mopd_trainer.diagnostics.templates import check_templates, check_tokenizer
+from mopd_trainer.diagnostics.translation import check_translation
 from mopd_trainer.student.student import Student
 from mopd_trainer.teachers.connect import connect_teachers
 from tests import tiny_models
@@ -130,6 +132,18 @@ async def test_coverage(tmp_path: Path, fault: str, expected: str) -> None:
         assert statuses(list(check_coverage(case))) == [expected]
         nothing = replace(case, examples=())
         assert statuses(list(check_coverage(nothing))) == ["failed"]
+
+
+@pytest.mark.parametrize("other", ["digit", "whole_number", "sentencepiece"])
+async def test_translation(tmp_path: Path, other: str) -> None:
+    async with case_of(tmp_path) as case:
+        student = replace(case.student.identity, table=table(other), logit_width=table(other).size)
+        findings = list(check_translation(student, case.teachers))
+    assert statuses(findings) == ([] if other == "digit" else ["ok"])
+    for finding in findings:
+        expected = fitness(table(other), encoder("digit"))
+        assert finding.numbers == {"vocabulary": expected.vocabulary, **expected.texts}
+        assert expected.verdict in finding.text
 
 
 async def test_losses_are_measured_as_in_training(tmp_path: Path) -> None:
