@@ -41,9 +41,13 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     answer: str | None = None  # reference completion, if the run trains on the data's
     format: str = ""  # of the line, for reports
+    # teacher name -> messages that this teacher sees instead of the student's
+    teacher_messages: Mapping[str, tuple[Message, ...]] = field(
+        default_factory=dict[str, tuple[Message, ...]]
+    )
 
     def __post_init__(self) -> None:
-        if not self.messages:
+        if not self.messages or not all(self.teacher_messages.values()):
             raise DataError(f"prompt {self.index} has no messages")
         if any(not 0 < weight < inf for weight in self.teachers.values()):
             raise DataError(
@@ -54,6 +58,13 @@ class Prompt:
         weights = {name: weight / total for name, weight in self.teachers.items()}
         object.__setattr__(self, "teachers", MappingProxyType(weights))
         object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
+        own = MappingProxyType(dict(self.teacher_messages))
+        object.__setattr__(self, "teacher_messages", own)
+
+
+def messages_for(prompt: Prompt, teacher: str) -> tuple[Message, ...]:
+    """Return the messages behind which a teacher scores completions of a prompt."""
+    return prompt.teacher_messages.get(teacher, prompt.messages)
 
 
 @dataclass(frozen=True, eq=False)

@@ -188,10 +188,10 @@ def _load(
     require_trainer_extra()
     from mopd_trainer.config.loading import load_run
     from mopd_trainer.data.prompts import read_prompts
-    from mopd_trainer.evaluation.sets import read_sets
+    from mopd_trainer.evaluation.sets import read_run_sets
 
     config = load_run(run, overrides, **settings)
-    read_sets(config.evaluation)
+    read_run_sets(config)
     return config, read_prompts(config.data, config.scoring_teachers)
 
 

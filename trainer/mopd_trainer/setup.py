@@ -29,7 +29,7 @@ from mopd_trainer.data.prompts import PromptOrder, read_prompts
 from mopd_trainer.distributed.process_group import Ranks
 from mopd_trainer.evaluation.models import StudentModel
 from mopd_trainer.evaluation.schedule import RunEvaluation
-from mopd_trainer.evaluation.sets import EvaluationSet, read_sets
+from mopd_trainer.evaluation.sets import EvaluationSet, read_run_sets
 from mopd_trainer.evaluation.teacher_model import TeacherModel
 from mopd_trainer.interruption import Interruption
 from mopd_trainer.metrics.timers import StepTimer
@@ -130,7 +130,7 @@ async def _open_inputs(
 ) -> _Inputs:
     prompts = read_prompts(config.data, config.scoring_teachers) if prompts is None else prompts
     require_packages(config)
-    sets = read_sets(config.evaluation)
+    sets = read_run_sets(config)
     identity = RunIdentity.of(config, prompts)
     stack.enter_context(run_lock(config.output_dir))
     checkpoint = starting_checkpoint(config, identity)
@@ -369,6 +369,7 @@ def _evaluated_teachers(config: RunConfig, inputs: _Inputs) -> dict[str, Teacher
             inputs.teachers[name].tokenizer.table,
             max_top_k=inputs.teachers[name].manifest.max_top_k,
             chat_template_kwargs=inputs.teachers[name].config.chat_template_kwargs,
+            name=name,
         )
         for name in sorted(names)
     }

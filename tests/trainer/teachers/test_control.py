@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mopd_protocol.errors import ConfigError
-from mopd_protocol.samples import Message, Prompt
+from mopd_protocol.samples import Message, Prompt, messages_for
 from mopd_trainer.config.run import TeacherConfig
 from mopd_trainer.student.student import Student
 from mopd_trainer.teachers.control import Controls, constant_negative_score, random_score
@@ -131,7 +131,7 @@ def test_shuffled_prompts_are_others_of_the_teacher() -> None:
         assert messages in own.values()
         assert messages != own[index]
         sampled = rollout("digit", ids_of("digit", "7"), index=index, messages=own[index])
-        assert controls.scored_rollout("a", sampled).prompt.messages == messages
+        assert messages_for(controls.scored_rollout("a", sampled).prompt, "a") == messages
         assert controls.scored_rollout("b", sampled) is sampled
     assert Controls.of({"a": config}, prompts, seed=1) == controls
     with pytest.raises(ConfigError) as caught:

@@ -130,6 +130,9 @@ def _data_fingerprint(prompts: Sequence[Prompt]) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
         messages = [message.model_dump() for message in prompt.messages]
-        line = [messages, sorted(prompt.teachers.items()), prompt.answer]
+        line: list[Any] = [messages, sorted(prompt.teachers.items()), prompt.answer]
+        if prompt.teacher_messages:
+            own = sorted(prompt.teacher_messages.items())
+            line.append([(name, [each.model_dump() for each in texts]) for name, texts in own])
         digest.update(json.dumps(line).encode() + b"\n")
     return digest.hexdigest()

@@ -20,6 +20,8 @@ from mopd_trainer.config.settings import Incidental, Settings, invalid
 #: Losses that compare distributions at any two temperatures.
 _SOFTENED = (AutoConfig, TopKKlConfig, CtkdConfig, PrefixKlConfig)
 _FALLBACK = "fallback:"
+#: Settings of a teacher's own prompt.
+PROMPT_SETTINGS = ("system_prompt", "prompt_key", "append_key")
 #: URL of a teacher that the run will start.
 _NOT_STARTED = "http://not-started-yet"
 #: URL of a teacher in the trainer's process.
@@ -108,6 +110,16 @@ class TeacherConfig(Settings):
     the student learns a sharper distribution than the teacher's. Default: ``temperature``."""
     chat_template_kwargs: ChatTemplateKwargs = Field(default_factory=dict)
     """Variables of the teacher's chat template (``{enable_thinking: false}``)."""
+    system_prompt: str | None = None
+    """System message of this teacher, instead of the student's or before its messages. The student
+    does not see it. Lines of the data may have other messages for teachers: ``teacher_messages``, a
+    list for all teachers of the line, or a mapping of names to lists."""
+    prompt_key: str | None = None
+    """Key of the messages, or of the user message, that this teacher sees in place of the
+    student's."""
+    append_key: str | None = None
+    """Key of a text that is appended to the last user message of this teacher behind a blank line,
+    for instance the reference answer."""
     loss: LossConfig = AutoConfig()
     """Loss between student and teacher; a name is short for ``{type: NAME}``. ``auto`` selects by
     the tokenizers; ``mopd check`` prints the selection."""

@@ -99,11 +99,19 @@ def read_turns(row: JSON, spelling: Format, config: DataConfig) -> Turns:
     return messages, reference
 
 
-def require_known_keys(row: JSON, spelling: Format, config: DataConfig, *, keep_row: bool) -> None:
+def require_known_keys(
+    row: JSON,
+    spelling: Format,
+    config: DataConfig,
+    *,
+    keep_row: bool,
+    others: Collection[str] = (),
+) -> None:
     """Reject keys that nothing reads; a key without a value does not count.
 
     Args:
         row: without ignored keys.
+        others: more keys that are read.
         keep_row: only keys of other programs that change the rendered prompt are unknown.
 
     Raises:
@@ -112,7 +120,7 @@ def require_known_keys(row: JSON, spelling: Format, config: DataConfig, *, keep_
     if config.ignored_keys == "all":
         return
     configured = (config.question_key, config.answer_key, config.teacher_key)
-    used = {*spelling.keys, *spelling.others, *configured, *SYSTEM_KEYS, *TEACHER_KEYS}
+    used = {*spelling.keys, *spelling.others, *configured, *SYSTEM_KEYS, *TEACHER_KEYS, *others}
     unknown = sorted(key for key in row if key not in used and row[key] is not None)
     # Datasets of texts and images have an empty list for a text.
     unknown = [key for key in unknown if key not in MEDIA or row[key] != []]

@@ -2,17 +2,19 @@
 
 import json
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from math import inf
 from sys import float_info
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from mopd_protocol.errors import DataError
 from mopd_protocol.samples import Prompt
-from mopd_trainer.config.run import DataConfig
+from mopd_trainer.config.run import DataConfig, TeacherConfig
 from mopd_trainer.data.formats import (
     TEACHER_KEYS,
     Format,
@@ -23,24 +25,30 @@ from mopd_trainer.data.formats import (
 )
 from mopd_trainer.data.messages import JSON, EmptyPromptError, LineError
 from mopd_trainer.data.rows import Row, read_rows
+from mopd_trainer.data.teacher_prompts import TEACHER_MESSAGES, prompt_keys, teacher_prompts
 
 logger = logging.getLogger(__name__)
 
 #: Line numbers in a message.
 _LISTED = 8
+#: Settings of no teacher.
+_NONE: Mapping[str, TeacherConfig] = MappingProxyType({})
 
 
 def read_prompts(
     config: DataConfig,
-    teachers: Iterable[str],
+    teachers: Iterable[str] | Mapping[str, TeacherConfig],
     *,
+    unrouted: Mapping[str, TeacherConfig] = _NONE,
     keep_rows: bool = False,
     section: str = "data",
 ) -> list[Prompt]:
     """Load the prompts of a data file; with ``on_bad_line: skip``, invalid rows are dropped.
 
     Args:
-        teachers: names of the scoring teachers; empty for plain SFT.
+        teachers: names of the scoring teachers, or their settings by name, which their own
+            prompts need; empty for plain SFT.
+        unrouted: teachers of every row, which the rows do not name.
         keep_rows: keep each complete row as the prompt's metadata; unknown keys are valid, except
             those that would change the rendered prompt.
         section: of the settings that errors name.
@@ -55,7 +63,7 @@ def read_prompts(
     bad: dict[int, str] = {}
     empty = 0
     prompts: list[Prompt] = []
-    for number, each in _prompts_or_errors(config, teachers, keep_rows=keep_rows):
+    for number, each in _prompts_or_errors(config, teachers, unrouted, keep_rows=keep_rows):
         if isinstance(each, Prompt):
             prompts.append(each)
             continue
@@ -88,7 +96,12 @@ def read_prompts(
     return prompts
 
 
-def stream_prompts(config: DataConfig, teachers: Iterable[str]) -> Iterator[tuple[int, Prompt]]:
+def stream_prompts(
+    config: DataConfig,
+    teachers: Iterable[str] | Mapping[str, TeacherConfig],
+    *,
+    unrouted: Mapping[str, TeacherConfig] = _NONE,
+) -> Iterator[tuple[int, Prompt]]:
     """Yield the number of each row, from 1, and its prompt, without loading the data at once.
 
     With ``on_bad_line: skip``, invalid rows are not yielded. Arguments as ``read_prompts``.
@@ -98,7 +111,7 @@ def stream_prompts(config: DataConfig, teachers: Iterable[str]) -> Iterator[tupl
         MissingPackageError: as ``read_rows``.
     """
     path = config.prompts
-    for number, each in _prompts_or_errors(config, teachers):
+    for number, each in _prompts_or_errors(config, teachers, unrouted):
         if isinstance(each, Prompt):
             yield number, each
         elif config.on_bad_line == "fail":
@@ -107,12 +120,21 @@ def stream_prompts(config: DataConfig, teachers: Iterable[str]) -> Iterator[tupl
 
 
 def _prompts_or_errors(
-    config: DataConfig, teachers: Iterable[str], *, keep_rows: bool = False
+    config: DataConfig,
+    teachers: Iterable[str] | Mapping[str, TeacherConfig],
+    unrouted: Mapping[str, TeacherConfig],
+    *,
+    keep_rows: bool = False,
 ) -> Iterator[tuple[int, Prompt | LineError]]:
     known, index = sorted(teachers), 0
+    settings = {**unrouted, **(teachers if isinstance(teachers, Mapping) else {})}
+    others = prompt_keys(settings)
     for number, row in read_rows(config):
         try:
-            prompt = _prompt(row, index, config, known, keep_rows)
+            prompt, columns = _prompt(row, index, config, known, others, keep_rows)
+            names = [*prompt.teachers, *unrouted]
+            own = teacher_prompts(columns, prompt.messages, names, settings, config.ignores)
+            prompt = replace(prompt, teacher_messages=own) if own else prompt
         except LineError as error:
             yield number, error
         else:
@@ -170,8 +192,18 @@ class PromptOrder:
 
 
 def _prompt(
-    row: Row, index: int, config: DataConfig, known: Sequence[str], keep_row: bool
-) -> Prompt:
+    row: Row,
+    index: int,
+    config: DataConfig,
+    known: Sequence[str],
+    others: Collection[str],
+    keep_row: bool,
+) -> tuple[Prompt, JSON]:
+    """Return the student's prompt and the columns of a row.
+
+    Args:
+        others: keys that are read besides those of the format, even if they are ignored.
+    """
     columns = _parse(row) if isinstance(row, bytes) else row
     if not isinstance(columns, dict):  # pyright: ignore[reportUnnecessaryIsInstance]  # of an array
         raise LineError(f"found a {type(columns).__name__}, expected a JSON object")
@@ -181,13 +213,13 @@ def _prompt(
         values = {k: v for k, v in columns.items() if k in read or k not in config.ignored_keys}
     spelling = format_of(values, config)
     try:
-        require_known_keys(values, spelling, config, keep_row=keep_row)
+        require_known_keys(values, spelling, config, keep_row=keep_row, others=others)
         messages, reference = read_turns(values, spelling, config)
         reference, metadata = _reference(values, reference, spelling, config)
     except LineError as error:
         error.args = (f"format {spelling.name}: {error}",)
         raise
-    return Prompt(
+    prompt = Prompt(
         index=index,
         messages=tuple(messages),
         teachers=_teachers(values, config, known) if known else {},
@@ -195,6 +227,8 @@ def _prompt(
         answer=reference,
         format=spelling.name,
     )
+    ignored = TEACHER_MESSAGES in columns and TEACHER_MESSAGES not in values
+    return prompt, {**columns, TEACHER_MESSAGES: None} if ignored else columns
 
 
 def _parse(line: bytes) -> JSON:

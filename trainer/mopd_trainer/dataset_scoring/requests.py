@@ -8,7 +8,7 @@ from mopd_client.score_store import ScoreKey
 from mopd_protocol.errors import DataError
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.requests import LogprobsRequest, SequenceRequest
-from mopd_protocol.samples import Prompt, Rollout
+from mopd_protocol.samples import Prompt, Rollout, messages_for
 from mopd_trainer.config.teacher import TeacherConfig
 from mopd_trainer.data.prompts import stream_prompts
 from mopd_trainer.dataset_scoring.settings import ScoringJob
@@ -41,14 +41,14 @@ def read_rows(
     options = {name: _options(each) for name, each in job.teachers.items()}
     manifest_ids = {name: manifests[name].manifest_id for name in job.teachers}
     weights = {} if job.routes else dict.fromkeys(job.teachers, 1.0)
-    for number, prompt in stream_prompts(job.data, job.routes):
+    for number, prompt in _prompts(job):
         if weights:
             prompt = replace(prompt, teachers=MappingProxyType(weights))
         rollout = None if student is None else student.rollout(prompt)
         requests: dict[str, SequenceRequest] = {}
         for name in prompt.teachers:
             if student is None or rollout is None:
-                request = _request(prompt)
+                request = _request(prompt, name)
             else:
                 request = student.request(rollout, name)
             variables = job.teachers[name].chat_template_kwargs
@@ -68,7 +68,7 @@ def count_rows(job: ScoringJob) -> int:
     Raises:
         DataError: as ``read_rows``, and if there is no row.
     """
-    count = sum(1 for _ in stream_prompts(job.data, job.routes))
+    count = sum(1 for _ in _prompts(job))
     if not count:
         raise DataError(
             f"{job.data.prompts}: no prompts found, expected one JSON object per line",
@@ -77,9 +77,15 @@ def count_rows(job: ScoringJob) -> int:
     return count
 
 
-def _request(prompt: Prompt) -> SequenceRequest:
+def _prompts(job: ScoringJob) -> Iterator[tuple[int, Prompt]]:
+    routed = job.teachers if job.routes else {}
+    return stream_prompts(job.data, routed, unrouted={} if job.routes else job.teachers)
+
+
+def _request(prompt: Prompt, teacher: str) -> SequenceRequest:
     """Return the request that training sends for a reference answer."""
-    return SequenceRequest(messages=list(prompt.messages), completion=prompt.answer, finished=True)
+    messages = list(messages_for(prompt, teacher))
+    return SequenceRequest(messages=messages, completion=prompt.answer, finished=True)
 
 
 def _options(teacher: TeacherConfig) -> LogprobsRequest:

@@ -41,7 +41,8 @@ class StudentTexts:
 
     def request(self, rollout: Rollout, teacher: str) -> SequenceRequest:
         """Return the request with the text of these tokens."""
-        return text_view(rollout, self.identity.table, self._encoders[teacher]).request
+        encoder = self._encoders[teacher]
+        return text_view(rollout, self.identity.table, encoder, teacher).request
 
 
 class StudentLookaheads:

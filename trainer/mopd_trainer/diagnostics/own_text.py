@@ -11,7 +11,7 @@ import numpy as np
 
 from mopd_client.pool import ScoringClient
 from mopd_protocol.requests import SequenceRequest
-from mopd_protocol.samples import Prompt
+from mopd_protocol.samples import Prompt, messages_for
 from mopd_protocol.tokenizers.token_sequence import valid_utf8
 from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_trainer.diagnostics.case import Case
@@ -47,7 +47,11 @@ async def _finding(
     check, name, table = "own text", f"teacher {teacher.name!r}", teacher.tokenizer.table
     variables = teacher.config.chat_template_kwargs or None
     model = TeacherModel(
-        client, table, max_top_k=teacher.manifest.max_top_k, chat_template_kwargs=variables
+        client,
+        table,
+        max_top_k=teacher.manifest.max_top_k,
+        chat_template_kwargs=variables,
+        name=teacher.name,
     )
     generated = await model.greedy_token_ids(prompts, limit)
     written = [_text_of(table, ids) for ids in generated]
@@ -55,7 +59,7 @@ async def _finding(
     for prompt, (ids, text) in zip(prompts, written, strict=True):
         if ids:
             request = SequenceRequest(
-                messages=list(prompt.messages),
+                messages=list(messages_for(prompt, teacher.name)),
                 chat_template_kwargs=variables,
                 completion_token_ids=ids,
             )

@@ -61,7 +61,7 @@ def _request(example: TrainingExample) -> SequenceRequest:
     """Return the completion in the teacher's tokens, so that only the service is compared."""
     (score,) = example.scores
     return SequenceRequest(
-        messages=list(example.rollout.prompt.messages),
+        messages=score.teacher_input.request.messages,
         chat_template_kwargs=score.teacher_input.request.chat_template_kwargs,
         completion_token_ids=score.score.completion.token_ids.tolist(),
     )

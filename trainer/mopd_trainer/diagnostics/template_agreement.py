@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from mopd_client.tokenizers.teacher import DownloadedTokenizer
 from mopd_protocol.request_tokenizer import RequestTokenizer
 from mopd_protocol.requests import RESERVED_TEMPLATE_KEYS
-from mopd_protocol.samples import Prompt
+from mopd_protocol.samples import Prompt, messages_for
 from mopd_trainer.diagnostics.finding import Finding
 from mopd_trainer.diagnostics.renderings import (
     Difference,
@@ -54,7 +54,8 @@ def check_agreement_of_templates(
 ) -> Iterator[Finding]:
     """Yield a finding per teacher whose chat template is known: the first difference of a prompt.
 
-    Two equal models have a loss where their templates show them different texts.
+    Two equal models have a loss where their templates show them different texts. If the teacher has
+    a prompt of its own, both templates render this prompt.
     """
     own = Side(student.tokenizer, student.chat_template_kwargs)
     for name, teacher in teachers.items():
@@ -71,12 +72,12 @@ def _finding(
     name: str, prompts: Sequence[Prompt], student: Side, teacher: Side, *, same_tokens: bool
 ) -> Finding:
     for prompt in prompts:
-        messages = [message.model_dump() for message in prompt.messages]
+        messages = [message.model_dump() for message in messages_for(prompt, name)]
         subject = f"teacher {name!r}: prompt {prompt.index + 1}"
         try:
             difference = first_difference(messages, student, teacher, same_tokens=same_tokens)
         except Exception as error:  # a template may raise any
-            roles = ", ".join(message.role for message in prompt.messages)
+            roles = ", ".join(message.role for message in messages_for(prompt, name))
             return Finding(
                 "templates",
                 "warning",

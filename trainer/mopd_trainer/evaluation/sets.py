@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, get_args
 
 from mopd_protocol.errors import DataError
 from mopd_protocol.samples import Prompt, Source
 from mopd_trainer.config.data import DataConfig
 from mopd_trainer.config.evaluation import EvaluationConfig, EvaluationSetConfig
+from mopd_trainer.config.run import RunConfig
+from mopd_trainer.config.teacher import TeacherConfig
 from mopd_trainer.data.prompts import read_prompts
 from mopd_trainer.evaluation.graders import Grade, grader_of
 
@@ -54,18 +57,40 @@ class EvaluationSet:
         return [str(next((line[k] for k in keys if line.get(k) is not None), "")) for line in lines]
 
 
-def read_sets(config: EvaluationConfig | None) -> list[EvaluationSet]:
+def read_run_sets(config: RunConfig) -> list[EvaluationSet]:
+    """Load the sets of a run with the prompts of the teachers that are evaluated on each.
+
+    Raises:
+        MopdError: as ``read_sets``.
+    """
+    sets = {} if config.evaluation is None else config.evaluation.sets
+    teachers = {
+        name: {each: config.teachers[each] for each in config.evaluated_teachers(name)}
+        for name in sets
+    }
+    return read_sets(config.evaluation, teachers)
+
+
+def read_sets(
+    config: EvaluationConfig | None,
+    teachers: Mapping[str, Mapping[str, TeacherConfig]] = MappingProxyType({}),
+) -> list[EvaluationSet]:
     """Load the sets of an evaluation.
+
+    Args:
+        teachers: set -> teachers that are evaluated on it, whose own prompts its lines have.
 
     Raises:
         DataError: for a missing or empty file, and for an invalid line; ``key`` is the setting.
         ConfigError: if a user's grader cannot be imported.
     """
     sets: Mapping[str, EvaluationSetConfig] = {} if config is None else config.sets
-    return [_read(name, each) for name, each in sets.items()]
+    return [_read(name, each, teachers.get(name, {})) for name, each in sets.items()]
 
 
-def _read(name: str, config: EvaluationSetConfig) -> EvaluationSet:
+def _read(
+    name: str, config: EvaluationSetConfig, teachers: Mapping[str, TeacherConfig]
+) -> EvaluationSet:
     key = f"evaluation.sets.{name}"
     likelihood, function = config.grader == "log_likelihood", config.grader.startswith("python:")
     data = DataConfig(
@@ -77,9 +102,10 @@ def _read(name: str, config: EvaluationSetConfig) -> EvaluationSet:
         source=_REFERENCES if config.answer_key is None and not function else _ROLLOUT,
     )
     try:
-        prompts = read_prompts(data, (), keep_rows=True, section=key)[: config.limit]
+        prompts = read_prompts(data, (), unrouted=teachers, keep_rows=True, section=key)
     except DataError as error:
         raise DataError(f"{key}: {error}", key=error.key) from error
+    prompts = prompts[: config.limit]
     references = [_reference(prompt, config, required=not function) for prompt in prompts]
     for prompt, reference in zip(prompts, references, strict=True):
         invalid = reference is None and not function

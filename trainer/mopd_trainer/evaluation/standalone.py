@@ -35,7 +35,8 @@ async def evaluate_model(model: str, config: RunConfig) -> dict[str, Metrics]:
             "evaluation: not set, so that there is nothing to evaluate. Add sets to the run.",
             key="evaluation",
         )
-    sets = read_sets(config.evaluation)
+    teachers = {model: config.teachers[model]} if model in config.teachers else {}
+    sets = read_sets(config.evaluation, dict.fromkeys(config.evaluation.sets, teachers))
     async with _open(model, config) as evaluated:
         results = {
             each.name: await evaluate_set(evaluated, each, config.rollout, seed=config.seed)
@@ -77,7 +78,13 @@ async def _teacher(
     manifest = await client.handshake()
     table = (await client.tokenizer()).table
     variables = config.teachers[name].chat_template_kwargs if name is not None else None
-    return TeacherModel(client, table, max_top_k=manifest.max_top_k, chat_template_kwargs=variables)
+    return TeacherModel(
+        client,
+        table,
+        max_top_k=manifest.max_top_k,
+        chat_template_kwargs=variables,
+        name=name or "",
+    )
 
 
 def _require_model(model: str, config: RunConfig) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mopd_client.pool import ScoringClient
 from mopd_protocol.requests import ChatTemplateKwargs, SequenceRequest
-from mopd_protocol.samples import Prompt, TeacherScore
+from mopd_protocol.samples import Prompt, TeacherScore, messages_for
 from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_trainer.config.run import RolloutConfig
 from mopd_trainer.evaluation.models import Completion, completion_of
@@ -30,6 +30,7 @@ class TeacherModel:
     Args:
         table: of the teacher's tokenizer.
         max_top_k: of the teacher's manifest.
+        name: of the teacher in the run, whose messages are sent; default: the student's.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class TeacherModel:
         *,
         max_top_k: int,
         chat_template_kwargs: ChatTemplateKwargs | None = None,
+        name: str = "",
     ) -> None:
         self._client = client
+        self._name = name
         self._table = table
         self._variables = chat_template_kwargs or None
         self._top_k = min(_CANDIDATES, max_top_k)
@@ -94,7 +97,7 @@ class TeacherModel:
             TeacherError: if the teacher is unavailable or rejects the text.
         """
         sequence = SequenceRequest(
-            messages=list(prompt.messages),
+            messages=list(messages_for(prompt, self._name)),
             chat_template_kwargs=self._variables,
             completion=text,
         )
@@ -107,7 +110,7 @@ class TeacherModel:
         """Return the ids [k] and logprobs [k] of the token after each prefix."""
         sequences = [
             SequenceRequest(
-                messages=list(prompt.messages),
+                messages=list(messages_for(prompt, self._name)),
                 chat_template_kwargs=self._variables,
                 completion_token_ids=[*ids, self._any_id],
             )

@@ -16,7 +16,7 @@ from mopd_trainer.data.prompts import read_prompts
 from mopd_trainer.diagnostics.examination import cheap_findings
 from mopd_trainer.diagnostics.finding import Finding
 from mopd_trainer.diagnostics.resources import check_resources
-from mopd_trainer.evaluation.sets import read_sets
+from mopd_trainer.evaluation.sets import read_run_sets
 from mopd_trainer.reporting.plan import describe_plan
 from mopd_trainer.run_folder.recordings.replay import Replay
 from mopd_trainer.run_folder.retention import starting_checkpoint
@@ -40,7 +40,7 @@ async def check_run(
     """
     prompts = read_prompts(config.data, config.scoring_teachers) if prompts is None else prompts
     require_packages(config)
-    read_sets(config.evaluation)
+    read_run_sets(config)
     identity = RunIdentity.of(config, prompts)
     checkpoint = starting_checkpoint(config, identity)
     expected = checkpoint.manifest_ids if checkpoint else {}

@@ -10,6 +10,7 @@ from rich.text import Text
 from mopd_losses.config import AutoConfig, described
 from mopd_protocol.samples import Prompt
 from mopd_trainer.config.run import RunConfig, StudentConfig
+from mopd_trainer.config.teacher import PROMPT_SETTINGS
 from mopd_trainer.data.formats import FORMATS, LAST_MESSAGE
 from mopd_trainer.run_folder.disk_space import checkpoint_size, kept_checkpoints, peak_space
 from mopd_trainer.student.identity import StudentIdentity
@@ -83,6 +84,7 @@ def _teacher_table(
     for name, teacher in teachers.items():
         automatic = name in config.teachers and isinstance(config.teachers[name].loss, AutoConfig)
         facts = _teacher_facts(teacher, student, lines[name], automatic=automatic)
+        facts += _own_prompt(name, teacher, prompts)
         table.add_row(Text(f"teacher {name}"), Text(facts))  # Text: names are not markup
     return table
 
@@ -116,6 +118,17 @@ def _teacher_facts(
         f"{reached:.0%} of {manifest.tokenizer_size:,} teacher ids map to student ids\n"
         f"{described(settings.loss)}{temperature} on {support}, "
         f"weight {settings.weight:g}, {prompts:,} prompts{selected}{ends}{control}"
+    )
+
+
+def _own_prompt(name: str, teacher: Teacher, prompts: Sequence[Prompt]) -> str:
+    """Return a line on the prompts that a teacher does not share with the student; may be empty."""
+    count = sum(name in prompt.teacher_messages for prompt in prompts)
+    settings = {key: getattr(teacher.config, key) for key in PROMPT_SETTINGS}
+    named = [f"{key} {value!r:.60}" for key, value in settings.items() if value is not None]
+    described = f" ({', '.join(named)})" if named else ""
+    return f"\nown prompt, which the student does not see, in {count:,} lines{described}" * (
+        count > 0
     )
 
 

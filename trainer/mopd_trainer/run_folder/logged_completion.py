@@ -56,6 +56,10 @@ def logged_completion(
         "finish_reason": rollout.finish_reason,
         "corrected_tokens": rollout.corrected_tokens,
         "teachers": dict(rollout.prompt.teachers),
+        "teacher_prompts": {
+            name: [message.model_dump() for message in messages]
+            for name, messages in rollout.prompt.teacher_messages.items()
+        },
         "metadata": dict(rollout.prompt.metadata),
         "tokens": tokens,
         "nats": {

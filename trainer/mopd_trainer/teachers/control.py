@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mopd_losses.alignment.byte_alignment import identity_alignment
 from mopd_protocol.errors import ConfigError, DataError
-from mopd_protocol.samples import Message, Prompt, Rollout, TeacherScore
+from mopd_protocol.samples import Message, Prompt, Rollout, TeacherScore, messages_for
 from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_protocol.topk_logprobs import ABSENT_ID, TopKLogprobs
 from mopd_trainer.config.teacher import TeacherConfig
@@ -66,7 +66,7 @@ class Controls:
                 f"{prompt.index}, which is not in the data",
                 key="control",
             )
-        return replace(rollout, prompt=replace(prompt, messages=other))
+        return replace(rollout, prompt=replace(prompt, teacher_messages={teacher: other}))
 
     def aligned(self, aligned: AlignedScore, rollout: Rollout, table: TokenTable) -> AlignedScore:
         """Return the score of the control arm in place of a teacher's."""
@@ -142,8 +142,9 @@ def _other_prompts(
     order = [prompts[n] for n in np.random.default_rng(seed).permutation(len(prompts))]
     others: dict[int, tuple[Message, ...]] = {}
     for place, prompt in enumerate(order):
-        cycle = (order[(place + step) % len(order)].messages for step in range(1, len(order)))
-        other = next((each for each in cycle if each != prompt.messages), None)
+        following = (order[(place + step) % len(order)] for step in range(1, len(order)))
+        cycle = (messages_for(each, name) for each in following)
+        other = next((each for each in cycle if each != messages_for(prompt, name)), None)
         if other is None:
             raise ConfigError(
                 f"teachers.{name}.control: 'shuffled' needs different prompts of this teacher "

@@ -319,9 +319,9 @@ def _merge_by_teacher(scores: Sequence[AlignedScore]) -> tuple[AlignedScore, ...
 def input_for(teacher: Teacher, rollout: Rollout, student: TokenTable) -> TeacherInput:
     """Return the request that the teacher's loss needs: token ids or text."""
     if teacher.config.sends_token_ids:
-        view = token_view(rollout, teacher.controls)
+        view = token_view(rollout, teacher.controls, teacher.name)
     else:
-        view = text_view(rollout, student, teacher.tokenizer.encoder)
+        view = text_view(rollout, student, teacher.tokenizer.encoder, teacher.name)
     if not teacher.config.chat_template_kwargs:
         return view
     variables = {"chat_template_kwargs": teacher.config.chat_template_kwargs}

@@ -8,7 +8,7 @@ from mopd_client.tokenizers.teacher import teacher_tokenizer
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.request_tokenizer import TeacherTokenizer
-from mopd_trainer.config.teacher import TeacherConfig
+from mopd_trainer.config.teacher import PROMPT_SETTINGS, TeacherConfig
 
 JSON = dict[str, Any]
 
@@ -28,6 +28,7 @@ def request_options(config: TeacherConfig) -> JSON:
         **scoring_options(config),
         "chat_template_kwargs": dict(config.chat_template_kwargs),
         "logprobs_dtype": config.logprobs_dtype,
+        **{name: getattr(config, name) for name in PROMPT_SETTINGS},
     }
 
 
@@ -70,9 +71,9 @@ class TeacherFacts:
             ConfigError: if one differs; ``key`` is the setting.
         """
         for key, value in options.items():
-            if self.options[key] != value:
+            if self.options.get(key) != value:  # a setting may be later than the scores
                 raise ConfigError(
                     f"teachers.{teacher}.{key} differs from {source} (found {value!r}, expected "
-                    f"{self.options[key]!r}). Set that value, or score again",
+                    f"{self.options.get(key)!r}). Set that value, or score again",
                     key=f"teachers.{teacher}.{key}",
                 )
