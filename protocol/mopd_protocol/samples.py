@@ -92,9 +92,11 @@ class Rollout:
     # corrections
     student_topk_ids: IntArray | None = None
     corrected_tokens: tuple[int, ...] = ()  # positions of tokens that a teacher's text determined
+    rewards: Mapping[str, float] = field(default_factory=dict[str, float])  # by name, 0 to 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", frozen_array(self.prompt_token_ids, "int32"))
+        object.__setattr__(self, "rewards", MappingProxyType(dict(self.rewards)))
         if self.sampled_logprobs is not None:
             sampled = frozen_array(self.sampled_logprobs, "float32")
             object.__setattr__(self, "sampled_logprobs", sampled)

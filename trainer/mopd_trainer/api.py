@@ -187,12 +187,12 @@ def _load(
 ) -> "tuple[RunConfig, list[Prompt]]":
     require_trainer_extra()
     from mopd_trainer.config.loading import load_run
-    from mopd_trainer.data.prompts import read_prompts
+    from mopd_trainer.data.prompts import training_prompts
     from mopd_trainer.evaluation.sets import read_run_sets
 
     config = load_run(run, overrides, **settings)
     read_run_sets(config)
-    return config, read_prompts(config.data, config.scoring_teachers)
+    return config, training_prompts(config)
 
 
 def _wait(work: Coroutine[Any, Any, T]) -> T:

@@ -1,4 +1,4 @@
-"""Collect the examples of a step: sample completions, score them, align tokens, correct them."""
+"""Collect the examples of a step: sample completions, grade and score them, align, correct them."""
 
 import asyncio
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ from typing import Literal
 from mopd_protocol.samples import Prompt, Rollout
 from mopd_trainer.corrections import Corrector
 from mopd_trainer.data.examples import TrainingExample
+from mopd_trainer.evaluation.rewards import RolloutGrader
 from mopd_trainer.metrics.step_metrics import Metrics
 from mopd_trainer.metrics.timers import StepTimer
 from mopd_trainer.rollouts.source import CompletionBatch, CompletionSource
@@ -21,6 +22,7 @@ async def collect(
     step: int,
     *,
     corrector: Corrector | None = None,
+    grader: RolloutGrader | None = None,
     scoring: Literal["stream", "after_rollout"] = "stream",
     drop_truncated: bool = False,
     timer: StepTimer | None = None,
@@ -33,12 +35,14 @@ async def collect(
 
     Args:
         corrector: of scored completions, batch by batch.
+        grader: of sampled completions, before they are scored; default: no rewards.
         scoring: score batches while others are sampled, or after the last one.
         drop_truncated: drop sampled completions without an end, before they are scored, and
             corrected ones without an end.
         sampled: set after the last completion, while some may still be scored.
     """
     timer, sampled = timer or StepTimer(), sampled or asyncio.Event()
+    grader = grader or RolloutGrader({})
     dropped_truncated = 0
     scores: list[tuple[int, asyncio.Task[list[TrainingExample]]]] = []
 
@@ -50,7 +54,8 @@ async def collect(
         async def scored(batch: CompletionBatch) -> list[TrainingExample]:
             nonlocal dropped_truncated
             rollouts = [each for each in batch.rollouts if not is_dropped(each)]
-            examples = await _score(scorer, rollouts, timer, sampled)
+            graded = await asyncio.to_thread(grader.graded, rollouts)
+            examples = await _score(scorer, grader.gated(graded), timer, sampled)
             if corrector is not None:
                 examples = await corrector.corrected(examples, step=step, place=batch.place)
             kept = [each for each in examples if not is_dropped(each.rollout)]

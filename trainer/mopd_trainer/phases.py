@@ -17,6 +17,7 @@ from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.data.importance import ImportanceWeights
 from mopd_trainer.data.packing import MicroBatch, pack, split
 from mopd_trainer.distributed.process_group import Ranks
+from mopd_trainer.evaluation.rewards import RolloutGrader
 from mopd_trainer.evaluation.schedule import RunEvaluation
 from mopd_trainer.interruption import Interruption, Stopped
 from mopd_trainer.metrics.step_metrics import LossMeasurements, Metrics
@@ -48,6 +49,7 @@ class Coordinator:
     evaluation: RunEvaluation
     monitor: DegradationMonitor
     importance: ImportanceWeights
+    grader: RolloutGrader
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +85,7 @@ class Run:
                 collected = await self.interruption.cancel_on_signal(
                     pipeline.collect(step) if replay is None else replay.collect(step, self.timer)
                 )
+                collected = await _with_advantages(collected, self.coordinator.grader)
             except Stopped:
                 outcome = "stopped"
             except (MopdError, ExceptionGroup) as error:
@@ -300,6 +303,14 @@ class Run:
             await self.save_checkpoint(steps)
         if self.coordinator is not None:
             self.coordinator.log.flush()
+
+
+async def _with_advantages(collected: Collected, grader: RolloutGrader) -> Collected:
+    """Add the advantages of the step's rewards, and their metrics."""
+    examples, metrics = collected
+    examples, changes = await asyncio.to_thread(grader.with_advantages, examples)
+    total = metrics.get("dropped/total", 0.0) + changes.get("dropped/total", 0.0)
+    return examples, {**metrics, **changes, **({"dropped/total": total} if total else {})}
 
 
 def _lost_rank(error: Exception) -> bool:

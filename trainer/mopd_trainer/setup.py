@@ -14,6 +14,7 @@ from mopd_losses.config import PolicyGradientConfig, TopKKlConfig
 from mopd_losses.core.loss import Loss
 from mopd_losses.ends.end_event import EndEvent
 from mopd_losses.projection.cache import ProjectionCache
+from mopd_losses.sampled.clipped_ratio import ClippedRatioLoss
 from mopd_losses.topk.full_vocabulary import FullVocabularyLoss
 from mopd_protocol.samples import Prompt
 from mopd_protocol.tokenizers.token_table import TokenTable
@@ -25,9 +26,10 @@ from mopd_trainer.config.run import RunConfig
 from mopd_trainer.config.teacher import student_topk
 from mopd_trainer.corrections import Corrector
 from mopd_trainer.data.importance import ImportanceWeights
-from mopd_trainer.data.prompts import PromptOrder, read_prompts
+from mopd_trainer.data.prompts import PromptOrder, training_prompts
 from mopd_trainer.distributed.process_group import Ranks
 from mopd_trainer.evaluation.models import StudentModel
+from mopd_trainer.evaluation.rewards import RolloutGrader
 from mopd_trainer.evaluation.schedule import RunEvaluation
 from mopd_trainer.evaluation.sets import EvaluationSet, read_run_sets
 from mopd_trainer.evaluation.teacher_model import TeacherModel
@@ -128,7 +130,7 @@ async def open_run(
 async def _open_inputs(
     config: RunConfig, prompts: Sequence[Prompt] | None, stack: AsyncExitStack
 ) -> _Inputs:
-    prompts = read_prompts(config.data, config.scoring_teachers) if prompts is None else prompts
+    prompts = training_prompts(config) if prompts is None else prompts
     require_packages(config)
     sets = read_run_sets(config)
     identity = RunIdentity.of(config, prompts)
@@ -202,6 +204,7 @@ def _learner(
         teacher_weights=weights,
         max_steps=config.max_steps,
         seed=config.seed,
+        reward_loss=ClippedRatioLoss(config.reinforcement.clip, config.rollout.temperature),
     )
 
 
@@ -259,8 +262,9 @@ async def _open_coordinator(
     checkpoints = CheckpointManager(config, inputs.identity, manifests, losses, done=first_step)
     recorder = recorder_of(config, inputs.teachers, student.table, inputs.identity, done=first_step)
     write_resolved(config, config.output_dir / "config.yaml", selected_losses(inputs.teachers))
+    grader = RolloutGrader(config.rewards, config.reinforcement)
     pipeline, generator = await stack.enter_async_context(
-        _open_pipeline(config, inputs, student, workers, timer, first_step)
+        _open_pipeline(config, inputs, student, grader, workers, timer, first_step)
     )
     past = past_metrics(config.output_dir, first_step) if first_step else ()
     recommended = all(teacher.has_recommended_loss for teacher in inputs.teachers.values())
@@ -277,7 +281,7 @@ async def _open_coordinator(
         config.importance, config.rollout.temperature, _tables(inputs.teachers)
     )
     return Coordinator(
-        pipeline, inputs.replay, recorder, log, checkpoints, evaluation, monitor, importance
+        pipeline, inputs.replay, recorder, log, checkpoints, evaluation, monitor, importance, grader
     )
 
 
@@ -286,6 +290,7 @@ async def _open_pipeline(
     config: RunConfig,
     inputs: _Inputs,
     student: Student,
+    grader: RolloutGrader,
     workers: RolloutWorkers | None,
     timer: StepTimer,
     first_step: int,
@@ -320,6 +325,7 @@ async def _open_pipeline(
                 scorer,
                 step,
                 corrector=corrector,
+                grader=grader,
                 scoring=config.rollout.scoring,
                 drop_truncated=config.rollout.truncated == "drop",
                 timer=timer,

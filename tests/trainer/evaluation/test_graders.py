@@ -7,7 +7,8 @@ import pytest
 
 from mopd_protocol.errors import ConfigError, DataError
 from mopd_protocol.samples import Message, Prompt
-from mopd_trainer.config.evaluation import EvaluationSetConfig, GraderName
+from mopd_trainer.config.evaluation import EvaluationSetConfig
+from mopd_trainer.config.grading import GraderName
 from mopd_trainer.evaluation.graders import GRADERS, grader_of
 
 PROMPT = Prompt(index=0, messages=(Message(role="user", content="?"),), teachers={})

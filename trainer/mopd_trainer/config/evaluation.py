@@ -1,23 +1,19 @@
 """``EvaluationConfig``: held-out prompts that are completed and graded during a run."""
 
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
+from mopd_trainer.config.grading import GraderConfig
 from mopd_trainer.config.settings import Settings, invalid
+from mopd_trainer.config.teacher import TeacherConfig
 
-#: Graders with a name; ``evaluation.graders`` has a row for each, except ``log_likelihood``.
-GraderName = Literal[
-    "exact", "normalized", "regex", "last_number", "choice", "json_equal", "log_likelihood"
-]
-#: A user's function: ``python:module:function``.
-_FUNCTION = re.compile(r"python:[\w.]+:\w+")
 _SET_NAME = re.compile(r"[\w.-]+")
 
 
-class EvaluationSetConfig(Settings):
+class EvaluationSetConfig(GraderConfig):
     """Held-out prompts with reference answers, and how completions are graded."""
 
     prompts: Path
@@ -28,23 +24,12 @@ class EvaluationSetConfig(Settings):
     """Configuration of the dataset on the hub, as ``data.subset``."""
     question_key: str | None = None
     """Key of the user message, or of a list of messages, as ``data.question_key``."""
-    answer_key: str | None = None
-    """Key of the reference answer. Default: as ``data.answer_key``."""
     ignored_keys: tuple[str, ...] = ()
     """Keys that change prompts (``tools``, ``images``, ``system``) and that the set does not use.
     Other keys are never invalid."""
     source_key: str | None = None
     """Key of a line's data source, for results by source. Default: the first of ``data_source``,
     ``dataset``, ``tag`` in the line."""
-    grader: str = "exact"
-    """``exact`` (same text), ``normalized`` (without case, punctuation, articles, repeated
-    spaces), ``regex`` (last match of ``pattern``), ``last_number``, ``choice`` (a letter),
-    ``json_equal``, ``python:module:function`` (a function of prompt and completion that returns a
-    score from 0 to 1), or ``log_likelihood``: bits per byte of the reference answer, without
-    generation."""
-    pattern: str | None = None
-    """Regular expression of grader ``regex``: its last match in the completion, or its first group,
-    is compared with the reference answer."""
     greedy: bool = True
     """Complete each prompt greedily."""
     samples: int = Field(default=1, ge=0)
@@ -61,24 +46,8 @@ class EvaluationSetConfig(Settings):
     teachers: tuple[str, ...] | None = None
     """Teachers that are evaluated on this set. Default: those of ``evaluation.teachers``."""
 
-    @field_validator("grader")
-    @classmethod
-    def _validate_grader(cls, grader: str) -> str:
-        if grader not in get_args(GraderName) and not _FUNCTION.fullmatch(grader):
-            raise ValueError(
-                f"unknown grader, expected {', '.join(get_args(GraderName))} or "
-                "python:module:function"
-            )
-        return grader
-
     @model_validator(mode="after")
-    def _validate_pattern(self) -> "EvaluationSetConfig":
-        if (self.grader == "regex") != (self.pattern is not None):
-            raise invalid("pattern", "must be set if and only if grader is 'regex'")
-        try:
-            re.compile(self.pattern or "")
-        except re.error as error:
-            raise invalid("pattern", f"invalid regular expression: {error}") from error
+    def _validate_generation(self) -> "EvaluationSetConfig":
         if not self.greedy and not self.samples:
             raise invalid("samples", "nothing is generated (found greedy false and samples 0)")
         return self
@@ -118,3 +87,38 @@ class EvaluationConfig(Settings):
         if chosen is None:
             chosen = self.teachers if isinstance(self.teachers, tuple) else known
         return chosen if self.teachers else ()
+
+
+def require_valid_evaluation(
+    sets: Mapping[str, Sequence[str]], teachers: Mapping[str, TeacherConfig], metric: str
+) -> None:
+    """Check the sets that settings name, and the teachers that are evaluated on them.
+
+    Args:
+        sets: set -> teachers that are evaluated on it.
+        teachers: those that receive requests.
+        metric: ``best_checkpoint_metric``.
+
+    Raises:
+        ConfigError: for an unknown set or teacher, and for a teacher that cannot generate.
+    """
+    if metric.startswith("evaluation/") and metric.split("/")[1] not in sets:
+        raise invalid(
+            "best_checkpoint_metric",
+            f"unknown evaluation set (found {metric.split('/')[1]!r}, expected "
+            f"{' or '.join(sorted(sets)) or 'an evaluation section'})",
+        )
+    for name, evaluated in sets.items():
+        for teacher in evaluated:
+            key = f"evaluation.sets.{name}.teachers"
+            if teacher not in teachers:
+                known = ", ".join(sorted(teachers)) or "no teacher"
+                raise invalid(key, f"unknown teacher (found {teacher!r}, expected {known})")
+            settings = teachers[teacher]
+            if settings.support == "full" or settings.placement == "stored":
+                cause = "support 'full'" if settings.support == "full" else "stored scores"
+                raise invalid(
+                    key,
+                    f"teacher {teacher!r} has {cause} and cannot generate. Name the "
+                    "other teachers in evaluation.teachers, or set it to false.",
+                )

@@ -40,6 +40,10 @@ class RunIdentity:
     def of(cls, config: RunConfig, prompts: Sequence[Prompt]) -> "RunIdentity":
         """Compute the identity of a run with these prompts."""
         settings = _fingerprinted(config, config.model_dump(mode="json"), "")
+        if config.rewards:
+            references = json.dumps([dict(each.metadata) for each in prompts], default=str)
+            digest = hashlib.sha256(references.encode()).hexdigest()
+            settings["rewards"] = [sorted(config.rewards), digest]
         return cls(settings, _data_fingerprint(prompts), len(prompts))
 
     def require_same(self, saved: "RunIdentity", *, source: str) -> None:
@@ -101,7 +105,7 @@ def _fingerprinted(section: BaseModel, plain: Mapping[str, Any], prefix: str) ->
             continue
         if isinstance(value, BaseModel):
             settings |= _fingerprinted(value, plain[name], f"{key}.")
-        elif isinstance(value, dict):  # teachers
+        elif isinstance(value, dict):  # teachers, rewards
             for each, teacher in value.items():
                 settings |= _fingerprinted(teacher, plain[name][each], f"{key}.{each}.")
         else:

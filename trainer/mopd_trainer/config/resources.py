@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from mopd_trainer.config.settings import Settings
+from mopd_trainer.config.settings import Settings, invalid
 from mopd_trainer.config.teacher import TeacherConfig
 
 
@@ -54,3 +54,51 @@ def device_counts(
     ]
     workers = [worker_devices] * resources.rollout_workers
     return [1] * resources.student + sizes + workers
+
+
+def require_valid_resources(
+    resources: ResourcesConfig | None,
+    teachers: Mapping[str, TeacherConfig],
+    *,
+    sharding: str,
+    sampled: bool,
+) -> None:
+    """Check that every teacher and rank of a run has its devices.
+
+    Args:
+        sharding: ``student.sharding``.
+        sampled: the student samples completions.
+
+    Raises:
+        ConfigError: for a teacher on Ray without resources, ranks without a strategy, or workers
+            without work.
+    """
+    for name, teacher in teachers.items():
+        if teacher.serve is None:
+            continue
+        if resources is None:
+            raise invalid(
+                f"teachers.{name}.placement",
+                "'ray' needs a resources section. Add one, or use placement 'url'.",
+            )
+        other = teacher.serve.shares_with
+        host = teachers[other].serve if other is not None and other in teachers else None
+        if other is not None and (host is None or host.shares_with is not None):
+            raise invalid(
+                f"teachers.{name}.serve.shares_with",
+                f"teacher {other!r} has no devices to share. Name a teacher with a serve "
+                "section and without shares_with.",
+            )
+    ranks = 1 if resources is None else resources.student
+    if ranks > 1 and sharding == "none":
+        raise invalid(
+            "student.sharding",
+            f"several ranks need a strategy (found 'none' and resources.student {ranks}). Set "
+            "it to 'ddp' or 'fsdp', or resources.student to 1.",
+        )
+    workers = 0 if resources is None else resources.rollout_workers
+    if workers and not sampled:
+        raise invalid(
+            "resources.rollout_workers",
+            f"this run samples no completions (found {workers}, expected 0). Remove the setting.",
+        )

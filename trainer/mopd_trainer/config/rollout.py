@@ -49,8 +49,8 @@ class RolloutConfig(Settings):
     counts them before they are scored, so that no token of an unfinished completion is trained."""
     temperature: float = Field(default=0.6, ge=0)
     """Sampling temperature; 0 is greedy. Values other than 1 change the sampling distribution, but
-    not the trained one. Default: 0.6, or 1 in a run with a loss of the sampled tokens
-    (``policy_gradient``, ``k2``, ``k3``)."""
+    not the trained one. Default: 0.6, or 1 in a run with rewards or a loss of the sampled
+    tokens (``policy_gradient``, ``k2``, ``k3``)."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling threshold."""
     corrections: int = Field(default=1, ge=0)
@@ -58,7 +58,7 @@ class RolloutConfig(Settings):
     implausible is replaced by one that agrees with the teacher's text, the student continues behind
     it, and the changed completion is scored again. They save a weak student steps. 0: plain
     on-policy samples. Default: 1, or 0 with the vLLM engine, ``scoring: after_rollout``, a control
-    arm, or a loss of the sampled tokens (``policy_gradient``, ``k2``, ``k3``)."""
+    arm, rewards, or a loss of the sampled tokens (``policy_gradient``, ``k2``, ``k3``)."""
     correction_ratio: float = Field(default=0.01, gt=0, lt=1)
     """A token is implausible if it is less than this times as likely as the teacher's likeliest
     one. Larger values correct more."""

@@ -8,10 +8,19 @@ from pydantic import Field, model_validator
 from mopd_losses.config import ON_SAMPLES
 from mopd_trainer.config.data import DataConfig
 from mopd_trainer.config.degradation import DegradationConfig
-from mopd_trainer.config.evaluation import EvaluationConfig, EvaluationSetConfig
+from mopd_trainer.config.evaluation import (
+    EvaluationConfig,
+    EvaluationSetConfig,
+    require_valid_evaluation,
+)
 from mopd_trainer.config.logs import LoggingConfig
 from mopd_trainer.config.loss_samples import require_valid_samples
-from mopd_trainer.config.resources import ResourcesConfig
+from mopd_trainer.config.resources import ResourcesConfig, require_valid_resources
+from mopd_trainer.config.rewards import (
+    ReinforcementConfig,
+    RewardConfig,
+    require_valid_rewards,
+)
 from mopd_trainer.config.rollout import RolloutConfig, VllmConfig
 from mopd_trainer.config.settings import (
     UNWEIGHTED,
@@ -38,7 +47,9 @@ __all__ = [
     "EvaluationSetConfig",
     "LoggingConfig",
     "LoraConfig",
+    "ReinforcementConfig",
     "ResourcesConfig",
+    "RewardConfig",
     "RolloutConfig",
     "RunConfig",
     "ScoreCacheConfig",
@@ -105,7 +116,12 @@ class RunConfig(Settings):
     rollout: RolloutConfig
     """Sampling."""
     teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
-    """Teachers by name. Default: none, for plain SFT."""
+    """Teachers by name. Default: none, for plain SFT, or for ``rewards`` only."""
+    rewards: dict[str, RewardConfig] = Field(default_factory=dict)
+    """Rewards of sampled completions by name, trained with the teachers' losses, or without
+    teachers; they grade what ``rollout.samples_per_prompt`` samples. Default: none."""
+    reinforcement: ReinforcementConfig = ReinforcementConfig()
+    """Estimator of the gradient of ``rewards``."""
     evaluation: Incidental[EvaluationConfig | None] = None
     """Held-out prompts that the student completes during the run. Default: no evaluation."""
     loss_average: LossAverage = "tokens"
@@ -143,8 +159,8 @@ class RunConfig(Settings):
         if self.needs_teachers and not self.teachers:
             raise invalid(
                 "teachers",
-                "no teacher to score completions. Add a teacher, or, for plain SFT, set "
-                "data.source to 'answers' and student.distill_loss_weight to 0.",
+                "no teacher to score completions. Add a teacher or rewards, or, for plain SFT, "
+                "set data.source to 'answers' and student.distill_loss_weight to 0.",
             )
         require_valid_fallbacks(self.teachers)
         require_reference_answers(self.teachers, self.data.rollout_share)
@@ -154,36 +170,12 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _validate_resources(self) -> "RunConfig":
-        for name, teacher in self.teachers.items():
-            if teacher.serve is None:
-                continue
-            if self.resources is None:
-                raise invalid(
-                    f"teachers.{name}.placement",
-                    "'ray' needs a resources section. Add one, or use placement 'url'.",
-                )
-            other = teacher.serve.shares_with
-            host = self.teachers[other].serve if other in self.teachers else None
-            if other is not None and (host is None or host.shares_with is not None):
-                raise invalid(
-                    f"teachers.{name}.serve.shares_with",
-                    f"teacher {other!r} has no devices to share. Name a teacher with a serve "
-                    "section and without shares_with.",
-                )
-        ranks = 1 if self.resources is None else self.resources.student
-        if ranks > 1 and self.student.sharding == "none":
-            raise invalid(
-                "student.sharding",
-                f"several ranks need a strategy (found 'none' and resources.student {ranks}). Set "
-                "it to 'ddp' or 'fsdp', or resources.student to 1.",
-            )
-        workers = 0 if self.resources is None else self.resources.rollout_workers
-        if workers and not self.samples_rollouts:
-            raise invalid(
-                "resources.rollout_workers",
-                f"this run samples no completions (found {workers}, expected 0). Remove the "
-                "setting.",
-            )
+        require_valid_resources(
+            self.resources,
+            self.teachers,
+            sharding=self.student.sharding,
+            sampled=self.samples_rollouts,
+        )
         return self
 
     @model_validator(mode="after")
@@ -233,6 +225,16 @@ class RunConfig(Settings):
                 f"{self.student.distill_loss_weight:g} and data.source 'rollout'). Set "
                 "data.source to 'answers', or the weight to 1.",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _validate_rewards(self) -> "RunConfig":
+        require_valid_rewards(
+            self.rewards,
+            self.rollout,
+            sampled=self.data.rollout_share > 0,
+            taught=bool(self.teachers),
+        )
         return self
 
     @model_validator(mode="after")
@@ -286,28 +288,11 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _validate_evaluation(self) -> "RunConfig":
         sets = {} if self.evaluation is None else self.evaluation.sets
-        metric = self.best_checkpoint_metric or ""
-        if metric.startswith("evaluation/") and metric.split("/")[1] not in sets:
-            raise invalid(
-                "best_checkpoint_metric",
-                f"unknown evaluation set (found {metric.split('/')[1]!r}, expected "
-                f"{' or '.join(sorted(sets)) or 'an evaluation section'})",
-            )
-        for name in sets:
-            for teacher in self.evaluated_teachers(name):
-                key = f"evaluation.sets.{name}.teachers"
-                if teacher not in self.contacted_teachers:
-                    known = ", ".join(sorted(self.contacted_teachers)) or "no teacher"
-                    problem = f"unknown teacher (found {teacher!r}, expected {known})"
-                    raise invalid(key, problem)
-                settings = self.teachers[teacher]
-                if settings.support == "full" or settings.placement == "stored":
-                    cause = "support 'full'" if settings.support == "full" else "stored scores"
-                    raise invalid(
-                        key,
-                        f"teacher {teacher!r} has {cause} and cannot generate. Name the "
-                        "other teachers in evaluation.teachers, or set it to false.",
-                    )
+        require_valid_evaluation(
+            {name: self.evaluated_teachers(name) for name in sets},
+            self.contacted_teachers,
+            self.best_checkpoint_metric or "",
+        )
         return self
 
     @model_validator(mode="after")
@@ -322,11 +307,16 @@ class RunConfig(Settings):
     def importance(self) -> ImportanceConfig:
         """The importance weights, or none by default with a loss of the sampled tokens."""
         weights = self.importance_weights
-        return UNWEIGHTED if self._trains_on_samples and weights.least is None else weights
+        return UNWEIGHTED if self._distills_samples and weights.least is None else weights
 
     @property
     def _trains_on_samples(self) -> bool:
-        """True if a loss is an estimate by the tokens that the student sampled."""
+        """True if a loss or a reward is an estimate by the tokens that the student sampled."""
+        return bool(self.rewards) or self._distills_samples
+
+    @property
+    def _distills_samples(self) -> bool:
+        """True if the loss of a teacher is an estimate by the sampled tokens."""
         return any(
             isinstance(teacher.loss, ON_SAMPLES) or teacher.control == "constant_negative"
             for teacher in self.teachers.values()
@@ -358,7 +348,13 @@ class RunConfig(Settings):
     @property
     def needs_teachers(self) -> bool:
         """True if any completion is scored."""
-        return self.data.rollout_share > 0 or self.scores_reference_answers
+        scores_rollouts = bool(self.teachers) or not self.rewards
+        return (self.data.rollout_share > 0 and scores_rollouts) or self.scores_reference_answers
+
+    @property
+    def reward_keys(self) -> tuple[str, ...]:
+        """Keys of the data that only rewards read."""
+        return tuple(each.answer_key for each in self.rewards.values() if each.answer_key)
 
     @property
     def scoring_teachers(self) -> dict[str, TeacherConfig]:

@@ -1,15 +1,17 @@
 """Weights of the tokens of a step in the average of its loss: ``loss_average``.
 
-With ``w(i, t)`` the share of teacher ``t`` in sample ``i`` of ``n(i)`` tokens, each token
-of the sample has for the loss of the teacher the weight
+With ``w(i, t)`` the share of teacher ``t`` in sample ``i``, of which it scores ``n(i, t)`` selected
+tokens (all, without ``tokens``), each selected token has for the loss of the teacher the weight
 
-    tokens      w(i, t) / sum of n                          every token counts the same
-    samples     w(i, t) / (samples * n(i))                  every sample counts the same
-    teachers    w(i, t) / (teachers * sum over j of w(j, t) n(j))    every teacher counts the same
+    tokens      w(i, t) / sum over j, u of w(j, u) n(j, u)           every token counts the same
+    samples     w(i, t) / (samples * n(i, t))                        every sample counts the same
+    teachers    w(i, t) / (teachers * sum over j of w(j, t) n(j, t)) every teacher counts the same
 
-and cross entropy the sum over the teachers. All weights of a step sum to one over tokens and
-teachers. They depend on the complete step and are computed once, before it is split: so the
-gradient depends neither on micro-batches nor on ranks.
+and cross entropy the sum over the teachers. All weights of a step sum to one over selected tokens
+and teachers: what no teacher scores, or is not selected, does not dilute the rest. The reward term
+has a separate average, over the tokens of the completions with an advantage or, with
+``samples``, over these completions. Weights depend on the complete step and are computed once,
+before it is split: so the gradient depends neither on micro-batches nor on ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,27 +31,54 @@ class SampleWeights:
     teachers: Mapping[str, float]
     labels: float
     """Weight of cross entropy: the sum over the teachers."""
+    reward: float = 0.0
+    """Weight of the reward term; 0 without an advantage."""
 
 
 def sample_weights(
     examples: Sequence[TrainingExample], average: LossAverage
 ) -> list[SampleWeights]:
     """Return the weights of each sample of a step."""
-    lengths = [len(example.rollout.completion) for example in examples]
-    shares = [{s.teacher: s.weight for s in e.scores} or {_NONE: 1.0} for e in examples]
-    tokens, samples = sum(lengths), sum(length > 0 for length in lengths)
+    tokens = sum(len(example.rollout.completion) for example in examples)
+    parts = [_parts(example) for example in examples]
+    sizes = [_tokens(each) for each in parts]
+    distilled, samples = sum(sizes), sum(size > 0 for size in sizes)
     by_teacher: dict[str, float] = {}
-    for length, each in zip(lengths, shares, strict=True):
-        for name, share in each.items():
-            by_teacher[name] = by_teacher.get(name, 0.0) + share * length
+    for each in parts:
+        for name, (share, count) in each.items():
+            by_teacher[name] = by_teacher.get(name, 0.0) + share * count
+    rewarded = [len(e.rollout.completion) for e in examples if e.advantage is not None]
     weights: list[SampleWeights] = []
-    for length, each in zip(lengths, shares, strict=True):
-        factors = dict.fromkeys(each, 1.0)
-        if average == "samples" and length:
-            factors = dict.fromkeys(each, tokens / (samples * length))
-        elif average == "teachers" and length:
-            factors = {name: tokens / (len(by_teacher) * by_teacher[name]) for name in each}
-        weighted = {name: share * factors[name] for name, share in each.items()}
-        labels = 1.0 if average == "tokens" else sum(weighted.values())
-        weights.append(SampleWeights(weighted, labels))
+    for example, each in zip(examples, parts, strict=True):
+        factors = {name: tokens / distilled for name, (_, count) in each.items() if count}
+        if average == "samples":
+            factors = {name: tokens / (samples * each[name][1]) for name in factors}
+        elif average == "teachers":
+            factors = {name: tokens / (len(by_teacher) * by_teacher[name]) for name in factors}
+        weighted = {name: each[name][0] * factors.get(name, 0.0) for name in each}
+        labels = max(factors.values(), default=0.0)
+        labels = labels if average == "tokens" else sum(weighted.values())
+        reward, length = 0.0, len(example.rollout.completion)
+        if example.advantage is not None and length:
+            equal = average == "samples"
+            reward = tokens / (sum(map(bool, rewarded)) * length if equal else sum(rewarded))
+        weights.append(SampleWeights(weighted, labels, reward))
     return weights
+
+
+def _parts(example: TrainingExample) -> dict[str, tuple[float, int]]:
+    """Return the share and the selected tokens of each teacher of a sample."""
+    length = len(example.rollout.completion)
+    if not example.scores and example.rollout.source != "rollout":
+        return {_NONE: (1.0, length)}
+    return {
+        score.teacher: (score.weight, score.selected_tokens(length)) for score in example.scores
+    }
+
+
+def _tokens(parts: Mapping[str, tuple[float, int]]) -> float:
+    """Return the tokens of a sample, each divided among its teachers."""
+    counts = {count for _, count in parts.values()}
+    if len(counts) == 1:  # exact: the shares sum to one
+        return counts.pop()
+    return sum(share * count for share, count in parts.values())

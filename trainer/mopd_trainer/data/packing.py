@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mopd_losses.core.cross_entropy import IGNORED
 from mopd_losses.core.loss import AlignedPair
+from mopd_losses.sampled.clipped_ratio import AdvantageTargets
 from mopd_trainer.config.settings import LossAverage
 from mopd_trainer.data.averaging import SampleWeights, sample_weights
 from mopd_trainer.data.examples import AlignedScore, TrainingExample
@@ -30,6 +31,14 @@ class TeacherPart:
 
 
 @dataclass(frozen=True, eq=False)
+class RewardPart:
+    """The sampled tokens of a micro-batch with an advantage."""
+
+    targets: AdvantageTargets
+    slot_weights: Tensor  # float32 [slots]: as the micro-batch's, of the reward term; else 0
+
+
+@dataclass(frozen=True, eq=False)
 class MicroBatch:
     """Rows of tokens, and the positions whose output rows predict completion tokens.
 
@@ -44,6 +53,7 @@ class MicroBatch:
     slot_weights: Tensor  # float32 [slots]: weight in the step's average, times the step's tokens
     teachers: dict[str, TeacherPart]
     examples: tuple[int, ...] = ()  # index of each row's example in the step
+    rewards: RewardPart | None = None
 
     @property
     def slots(self) -> int:
@@ -187,6 +197,7 @@ def micro_batch(
         ),
         teachers=_teacher_parts(examples, slot_offsets, slots, weights, importance),
         examples=tuple(range(len(examples)) if indices is None else indices),
+        rewards=_reward_part(examples, slot_offsets, slots, weights),
     )
 
 
@@ -219,8 +230,12 @@ def _teacher_parts(
         weights, importance = torch.zeros((2, slots))
         for example, score, offset, weight in scored[teacher]:
             part = slice(offset, offset + len(example.rollout.completion))
-            weights[part] = weight
-            importance[part] = (
+            selected = torch.zeros(part.stop - offset)
+            selected[: len(score.teacher_input.completion)] = (
+                1.0 if score.selected is None else torch.from_numpy(score.selected).float()
+            )
+            weights[part] = weight * selected
+            importance[part] = selected * (
                 1.0
                 if importance_weights is None
                 else torch.from_numpy(importance_weights.of(example.rollout, score))
@@ -234,10 +249,36 @@ def _teacher_parts(
     return parts
 
 
+def _reward_part(
+    examples: Sequence[TrainingExample],
+    slot_offsets: Sequence[int],
+    slots: int,
+    sample_weights: Sequence[SampleWeights],
+) -> RewardPart | None:
+    weights = torch.zeros(slots)
+    positions: list[Tensor] = []
+    columns: list[tuple[Tensor, Tensor, Tensor]] = []
+    for example, offset, each in zip(examples, slot_offsets, sample_weights, strict=True):
+        sampled = example.rollout.sampled_logprobs
+        if example.advantage is None or sampled is None:
+            continue
+        tokens = len(sampled)
+        weights[offset : offset + tokens] = each.reward
+        positions.append(torch.arange(offset, offset + tokens))
+        ids = torch.tensor(example.rollout.completion.token_ids, dtype=torch.int64)
+        columns.append((ids, torch.tensor(sampled), torch.full((tokens,), example.advantage)))
+    if not positions:
+        return None
+    ids, logprobs, advantages = map(torch.cat, zip(*columns, strict=True))
+    targets = AdvantageTargets(torch.cat(positions), ids, logprobs, advantages)
+    return RewardPart(targets, weights)
+
+
 def _aligned_pair(example: TrainingExample, score: AlignedScore) -> AlignedPair:
+    completion, sampled = score.teacher_input.completion, example.rollout.sampled_logprobs
     return AlignedPair(
-        student=score.teacher_input.completion,
-        sampled_logprobs=example.rollout.sampled_logprobs,
+        student=completion,
+        sampled_logprobs=None if sampled is None else sampled[: len(completion)],
         score=score.score,
         alignment=score.alignment,
         lookaheads=score.lookaheads,

@@ -14,7 +14,7 @@ import numpy as np
 
 from mopd_protocol.errors import DataError
 from mopd_protocol.samples import Prompt
-from mopd_trainer.config.run import DataConfig, TeacherConfig
+from mopd_trainer.config.run import DataConfig, RewardConfig, RunConfig, TeacherConfig
 from mopd_trainer.data.formats import (
     TEACHER_KEYS,
     Format,
@@ -33,6 +33,35 @@ logger = logging.getLogger(__name__)
 _LISTED = 8
 #: Settings of no teacher.
 _NONE: Mapping[str, TeacherConfig] = MappingProxyType({})
+#: Key of the logged reference answer in a prompt's metadata.
+_REFERENCE = "answer"
+
+
+def training_prompts(config: RunConfig) -> list[Prompt]:
+    """Load the prompts of a run, with the reference answers of its rewards.
+
+    Raises:
+        DataError: as ``read_prompts``, and for a prompt without the reference answer of a reward.
+        MissingPackageError: as ``read_rows``.
+    """
+    prompts = read_prompts(config.data, config.scoring_teachers, kept_keys=config.reward_keys)
+    for name, reward in config.rewards.items():
+        missing = [p.index for p in prompts if reward_reference(p, reward) is None]
+        if missing and not reward.is_function:
+            raise DataError(
+                f"rewards.{name}: {config.data.prompts}: prompt {missing[0]} has no reference "
+                f"answer (found none for {len(missing):,} of {len(prompts):,} prompts). Set "
+                f"rewards.{name}.answer_key.",
+                key=f"rewards.{name}.answer_key",
+            )
+    return prompts
+
+
+def reward_reference(prompt: Prompt, reward: RewardConfig) -> Any:
+    """Return the reference of a prompt for a reward; None without one."""
+    if reward.answer_key is not None:
+        return prompt.metadata.get(reward.answer_key)
+    return prompt.metadata.get(_REFERENCE, prompt.answer)
 
 
 def read_prompts(
@@ -41,6 +70,7 @@ def read_prompts(
     *,
     unrouted: Mapping[str, TeacherConfig] = _NONE,
     keep_rows: bool = False,
+    kept_keys: Collection[str] = (),
     section: str = "data",
 ) -> list[Prompt]:
     """Load the prompts of a data file; with ``on_bad_line: skip``, invalid rows are dropped.
@@ -51,6 +81,7 @@ def read_prompts(
         unrouted: teachers of every row, which the rows do not name.
         keep_rows: keep each complete row as the prompt's metadata; unknown keys are valid, except
             those that would change the rendered prompt.
+        kept_keys: keys to keep in the prompt's metadata.
         section: of the settings that errors name.
 
     Raises:
@@ -63,7 +94,9 @@ def read_prompts(
     bad: dict[int, str] = {}
     empty = 0
     prompts: list[Prompt] = []
-    for number, each in _prompts_or_errors(config, teachers, unrouted, keep_rows=keep_rows):
+    for number, each in _prompts_or_errors(
+        config, teachers, unrouted, kept_keys, keep_rows=keep_rows
+    ):
         if isinstance(each, Prompt):
             prompts.append(each)
             continue
@@ -123,6 +156,7 @@ def _prompts_or_errors(
     config: DataConfig,
     teachers: Iterable[str] | Mapping[str, TeacherConfig],
     unrouted: Mapping[str, TeacherConfig],
+    kept_keys: Collection[str] = (),
     *,
     keep_rows: bool = False,
 ) -> Iterator[tuple[int, Prompt | LineError]]:
@@ -131,7 +165,7 @@ def _prompts_or_errors(
     others = prompt_keys(settings)
     for number, row in read_rows(config):
         try:
-            prompt, columns = _prompt(row, index, config, known, others, keep_rows)
+            prompt, columns = _prompt(row, index, config, known, others, keep_rows, kept_keys)
             names = [*prompt.teachers, *unrouted]
             own = teacher_prompts(columns, prompt.messages, names, settings, config.ignores)
             prompt = replace(prompt, teacher_messages=own) if own else prompt
@@ -198,6 +232,7 @@ def _prompt(
     known: Sequence[str],
     others: Collection[str],
     keep_row: bool,
+    kept_keys: Collection[str],
 ) -> tuple[Prompt, JSON]:
     """Return the student's prompt and the columns of a row.
 
@@ -207,12 +242,13 @@ def _prompt(
     columns = _parse(row) if isinstance(row, bytes) else row
     if not isinstance(columns, dict):  # pyright: ignore[reportUnnecessaryIsInstance]  # of an array
         raise LineError(f"found a {type(columns).__name__}, expected a JSON object")
-    values = columns
+    values, kept = columns, {key: columns[key] for key in kept_keys if key in columns}
     if config.ignored_keys and config.ignored_keys != "all":
         read = (config.question_key, config.answer_key, config.teacher_key)
         values = {k: v for k, v in columns.items() if k in read or k not in config.ignored_keys}
     spelling = format_of(values, config)
     try:
+        others = {*others, *kept_keys}
         require_known_keys(values, spelling, config, keep_row=keep_row, others=others)
         messages, reference = read_turns(values, spelling, config)
         reference, metadata = _reference(values, reference, spelling, config)
@@ -223,7 +259,7 @@ def _prompt(
         index=index,
         messages=tuple(messages),
         teachers=_teachers(values, config, known) if known else {},
-        metadata=columns if keep_row else metadata,
+        metadata=columns if keep_row else metadata | kept,
         answer=reference,
         format=spelling.name,
     )
@@ -248,7 +284,7 @@ def _reference(
     """Return the reference answer, if the run trains on it, and what is logged."""
     key = config.answer_key
     logged = reference if key is None else values.get(key)
-    metadata: JSON = {} if logged is None else {"answer": logged}
+    metadata: JSON = {} if logged is None else {_REFERENCE: logged}
     if not config.uses_reference_answers:
         return None, metadata
     if key is not None:

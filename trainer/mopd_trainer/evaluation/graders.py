@@ -13,7 +13,7 @@ from typing import Any
 
 from mopd_protocol.errors import ConfigError, DataError
 from mopd_protocol.samples import Prompt
-from mopd_trainer.config.evaluation import EvaluationSetConfig
+from mopd_trainer.config.grading import GraderConfig
 
 #: (prompt, reference answer, completion, finished) -> score from 0 to 1.
 Grade = Callable[[Prompt, Any, str, bool], float]
@@ -103,16 +103,16 @@ GRADERS: Mapping[str, Grader] = {
 }
 
 
-def grader_of(config: EvaluationSetConfig, *, key: str) -> Grade:
-    """Return the grader of a set.
+def grader_of(config: GraderConfig, *, key: str) -> Grade:
+    """Return the grader of a set or a reward.
 
     Args:
-        key: setting of the set in error messages.
+        key: setting of the section in error messages.
 
     Raises:
         ConfigError: if a user's function cannot be imported.
     """
-    if config.grader.startswith("python:"):
+    if config.is_function:
         return _function(config.grader, key=f"{key}.grader")
     pattern = config.pattern
     if pattern is not None:

@@ -92,7 +92,7 @@ def _read(
     name: str, config: EvaluationSetConfig, teachers: Mapping[str, TeacherConfig]
 ) -> EvaluationSet:
     key = f"evaluation.sets.{name}"
-    likelihood, function = config.grader == "log_likelihood", config.grader.startswith("python:")
+    likelihood, function = config.grader == "log_likelihood", config.is_function
     data = DataConfig(
         prompts=config.prompts,
         split=config.split,

@@ -12,7 +12,7 @@ from mopd_protocol.samples import Prompt
 from mopd_trainer.config.extras import require_packages
 from mopd_trainer.config.fingerprint import RunIdentity
 from mopd_trainer.config.run import RunConfig
-from mopd_trainer.data.prompts import read_prompts
+from mopd_trainer.data.prompts import training_prompts
 from mopd_trainer.diagnostics.examination import cheap_findings
 from mopd_trainer.diagnostics.finding import Finding
 from mopd_trainer.diagnostics.resources import check_resources
@@ -38,7 +38,7 @@ async def check_run(
     Raises:
         MopdError: any error that would end the run before its first step.
     """
-    prompts = read_prompts(config.data, config.scoring_teachers) if prompts is None else prompts
+    prompts = training_prompts(config) if prompts is None else prompts
     require_packages(config)
     read_run_sets(config)
     identity = RunIdentity.of(config, prompts)

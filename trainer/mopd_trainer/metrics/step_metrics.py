@@ -50,9 +50,11 @@ class LossMeasurements:
 
     @torch.no_grad()
     def add(self, output: LossOutput, importance: Tensor) -> None:
-        """Add the unweighted loss of a micro-batch, and its importance weights [slots]."""
-        self.nats += float(output.per_token.double().sum())
-        self.compared += float(output.compared.double().sum())
+        """Add the unweighted loss of a micro-batch, and its importance weights [slots], which are
+        zero where no token is selected."""
+        selected = importance.to(output.per_token.device) > 0
+        self.nats += float(output.per_token.double().where(selected, 0.0).sum())
+        self.compared += float(output.compared.double().where(selected, 0.0).sum())
         self.importance += float(importance.double().sum())
         for name, vector in output.measured.items():
             self.vectors.setdefault(name, []).append(vector.detach().float().cpu().numpy())
@@ -90,6 +92,37 @@ class LabelMeasurements:
 
 
 @dataclass
+class RewardMeasurements:
+    """Importance ratios of the tokens with an advantage over the micro-batches of a step."""
+
+    tokens: int = 0
+    clipped: float = 0.0
+    ratios: float = 0.0
+
+    @torch.no_grad()
+    def add(self, output: LossOutput) -> None:
+        """Add the reward term of a micro-batch."""
+        self.tokens += len(output.measured["clipped"])
+        self.clipped += float(output.measured["clipped"].double().sum())
+        self.ratios += float(output.measured["importance_ratio"].double().sum())
+
+    def merge(self, other: "RewardMeasurements") -> None:
+        """Add the measurements of another rank."""
+        self.tokens += other.tokens
+        self.clipped += other.clipped
+        self.ratios += other.ratios
+
+    def metrics(self) -> Metrics:
+        """Return the share of clipped ratios, and their mean; no metric without any."""
+        if not self.tokens:
+            return {}
+        return {
+            "reinforcement/clipped_share": self.clipped / self.tokens,
+            "reinforcement/importance_ratio_mean": self.ratios / self.tokens,
+        }
+
+
+@dataclass
 class StepMeasurements:
     """Losses of the micro-batches of a step."""
 
@@ -98,6 +131,9 @@ class StepMeasurements:
     compared: float = 0.0  # share of the step's tokens that are compared, with the same weights
     teachers: dict[str, LossMeasurements] = field(default_factory=dict[str, LossMeasurements])
     labels: LabelMeasurements = field(default_factory=LabelMeasurements)
+    rewards: RewardMeasurements = field(default_factory=RewardMeasurements)
+    is_compared: bool = False
+    """True if any token has a teacher or a label."""
 
     @torch.no_grad()
     def add(self, output: LossOutput, weights: Tensor, factor: float = 1.0) -> None:
@@ -108,6 +144,7 @@ class StepMeasurements:
             factor: of the loss, which changes its share in the step's but not what is compared.
         """
         weights = weights.double()
+        self.is_compared |= bool(weights.any())
         self.nats += float((output.per_token.double() * weights).sum())
         self.compared += float((output.compared.double() * weights).sum()) / factor
 
@@ -118,6 +155,8 @@ class StepMeasurements:
         self.compared += other.compared
         self.labels.nats += other.labels.nats
         self.labels.tokens += other.labels.tokens
+        self.rewards.merge(other.rewards)
+        self.is_compared |= other.is_compared
         for name, loss in other.teachers.items():
             self.teachers.setdefault(name, LossMeasurements()).merge(loss)
 
@@ -125,9 +164,10 @@ class StepMeasurements:
         """Return the loss of the run."""
         return {
             "loss": ratio(self.nats, self.compared),
-            "compared_share": self.compared,
+            "compared_share": self.compared if self.is_compared else math.nan,
             "objective": self.total,
             **self.labels.metrics(),
+            **self.rewards.metrics(),
         }
 
 
@@ -150,8 +190,9 @@ def teacher_metrics(
     for name, counter in counters.items():
         scored = [(e, score) for e in examples for score in e.scores if score.teacher == name]
         inputs = [score.teacher_input for _, score in scored]
-        tokens = sum(len(example.rollout.completion) for example, _ in scored)
-        weighted_tokens = sum(score.weight * len(e.rollout.completion) for e, score in scored)
+        selected = [s.selected_tokens(len(e.rollout.completion)) for e, s in scored]
+        tokens = sum(selected)
+        weighted_tokens = sum(s.weight * n for (_, s), n in zip(scored, selected, strict=True))
         text_bytes = sum(len(each.completion.text) for each in inputs)
         aligned_bytes = sum(
             score.alignment.aligned_bytes(score.teacher_input.completion) for _, score in scored

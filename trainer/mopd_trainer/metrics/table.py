@@ -60,6 +60,16 @@ _RUN = {
     "learning_rate": ("", "learning rate of the step"),
     "tokens/trained": ("tokens", "completion tokens of the step"),
     "sft/loss_per_token": (_NATS, "cross entropy of the reference answers"),
+    "reward/{reward}": (_SHARE, "mean of a reward over the graded completions"),
+    "reinforcement/spread_share": (
+        _SHARE,
+        "groups of a prompt whose completions differ in a reward; the others have no advantage",
+    ),
+    "reinforcement/clipped_share": (_SHARE, "tokens whose importance ratio is clipped"),
+    "reinforcement/importance_ratio_mean": (
+        "",
+        "probability now over probability when sampled, of the tokens with an advantage",
+    ),
     "update/skipped_nonfinite": ("0/1", "step skipped: loss or gradient is not finite"),
     "update/skipped_grad_norm": ("0/1", "step skipped: gradient norm above the limit"),
     "update/skipped_empty": ("0/1", "step skipped: no samples"),
@@ -102,6 +112,14 @@ _RUN = {
     "dropped/total": ("samples", "samples dropped, each counted once"),
     "dropped/stale": ("samples", "samples dropped as older than max_staleness"),
     "dropped/truncated": ("samples", "samples that reached max_new_tokens (rollout.truncated)"),
+    "dropped/not_distilled": (
+        "samples",
+        "samples that rewards.NAME.distill excludes, without a reward that has a weight",
+    ),
+    "dropped/no_spread": (
+        "samples",
+        "samples without a score, of groups without spread (reinforcement.filter_groups)",
+    ),
     "dropped/prompt_too_long": ("samples", "prompts without room for a completion"),
     "dropped/answer_too_long": ("samples", "reference answers too long for the student"),
     "dropped/nothing_aligned": ("samples", "replayed samples without an aligned token"),

@@ -139,7 +139,8 @@ def _data_lines(config: RunConfig, prompts: Sequence[Prompt]) -> list[Text]:
         counts = [f"{count:,} of format {name}" for name, count in formats.items()]
         lines.append(Text(f"data {config.data.prompts}: {', '.join(counts)}"))
     references = sum(bool(prompt.metadata) for prompt in prompts)
-    if formats and references and not config.data.uses_reference_answers:
+    is_used = config.data.uses_reference_answers or config.rewards
+    if formats and references and not is_used:
         lines[0].append(
             f"; the reference answers of {references:,} prompts "
             f"({_references(config, formats)}) are logged, not trained on (data.source: answers "
@@ -174,6 +175,8 @@ def _source_line(config: RunConfig) -> Text:
     details += f", corrected at most {times} by teachers" if rounds else ""
     least = config.importance.least_weight
     details += f", importance weights of at least {least:g}" if least < 1 else ""
+    names = ", ".join(f"{name} {each.weight:g}" for name, each in config.rewards.items())
+    details += f", rewards: {names}" if names else ""
     if share == 1:
         return Text(f"100 % on-policy{details}")
     objective = f"cross entropy {1 - weight:g}, distillation {weight:g}"

@@ -79,16 +79,11 @@ def step_line(step: int, total: int, metrics: Metrics) -> str:
     """Return one line: nats per compared token, also by teacher (``sft`` for cross entropy), the
     estimated KL(student, teacher) in nats per token, the share of compared tokens, tokens, and
     seconds by phase."""
-    losses = _by_teacher(metrics, ("/loss", "sft/loss_per_token"), decimals=4)
-    divergences = _divergences(metrics)
     dropped = metrics.get("dropped/total", 0.0)
+    trained = _trained(metrics) if metrics["tokens/trained"] else ["step skipped: no samples"]
     parts = [
         f"step {step:>{len(str(total))}}/{total}",
-        f"loss {metrics['loss']:.4f} nats ({losses})  "
-        + (f"KL of samples ({divergences})  " if divergences else "")
-        + f"{metrics['compared_share']:.0%} of tokens compared"
-        if metrics["tokens/trained"]
-        else "step skipped: no samples",
+        *trained,
         f"{metrics['tokens/trained']:.0f} tokens in {metrics['time/step']:.2f} s",
         f"sample {metrics['time/sample']:.2f}, wait for teachers {metrics['time/wait']:.2f}, "
         f"train {metrics['time/train']:.2f}",
@@ -98,6 +93,22 @@ def step_line(step: int, total: int, metrics: Metrics) -> str:
     if dropped:
         parts.append(f"{dropped:.0f} samples dropped")
     return "  ".join(parts)
+
+
+def _trained(metrics: Metrics) -> list[str]:
+    """Return rewards and losses, those that were measured."""
+    losses = _by_teacher(metrics, ("/loss", "sft/loss_per_token"), decimals=4)
+    parts: list[str] = []
+    rewards = [f"{key[7:]} {each:.3f}" for key, each in metrics.items() if key[:7] == "reward/"]
+    if rewards:
+        parts.append(f"reward ({', '.join(rewards)})")
+    if math.isfinite(metrics["loss"]) or not rewards:
+        parts.append(f"loss {metrics['loss']:.4f} nats ({losses})")
+    if divergences := _divergences(metrics):
+        parts.append(f"KL of samples ({divergences})")
+    if math.isfinite(metrics["compared_share"]) or not rewards:
+        parts.append(f"{metrics['compared_share']:.0%} of tokens compared")
+    return parts
 
 
 def _divergences(metrics: Metrics) -> str:

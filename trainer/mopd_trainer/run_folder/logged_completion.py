@@ -55,6 +55,8 @@ def logged_completion(
         "policy_version": rollout.policy_version,
         "finish_reason": rollout.finish_reason,
         "corrected_tokens": rollout.corrected_tokens,
+        "rewards": dict(rollout.rewards),
+        "advantage": example.advantage,
         "teachers": dict(rollout.prompt.teachers),
         "teacher_prompts": {
             name: [message.model_dump() for message in messages]

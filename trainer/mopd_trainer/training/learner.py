@@ -10,6 +10,7 @@ import torch
 from mopd_losses.core.blockwise_head import LossTerm
 from mopd_losses.core.cross_entropy import IGNORED, SftLoss, label_targets, mixed_terms
 from mopd_losses.core.loss import Loss
+from mopd_losses.sampled.clipped_ratio import ClippedRatioLoss
 from mopd_trainer.config.run import StudentConfig
 from mopd_trainer.data.packing import MicroBatch
 from mopd_trainer.data.seeds import derived_seed
@@ -25,7 +26,8 @@ class Learner:
     """AdamW on the student; the only place that divides a loss by the step's token count.
 
     The weight of a reference answer's tokens is split between cross entropy and the teachers by
-    ``distill_loss_weight``; the weight of sampled tokens is the teachers'.
+    ``distill_loss_weight``; the weight of sampled tokens is the teachers'. The reward term is added
+    to both, in the same backward pass.
 
     Dropout is seeded by the step and the learning rate is a function of the step, so that the
     optimizer's moments are the complete state.
@@ -43,6 +45,7 @@ class Learner:
         teacher_weights: Mapping[str, float],
         max_steps: int,
         seed: int,
+        reward_loss: ClippedRatioLoss | None = None,
     ) -> None:
         self._student = student
         self._config = config
@@ -50,6 +53,7 @@ class Learner:
         self._teacher_weights = teacher_weights
         self._max_steps = max_steps
         self._seed = seed
+        self._reward_loss = reward_loss or ClippedRatioLoss()
         self._ranks = student.ranks
         self._guard = UpdateGuard(config)
         self.optimizer = FullStateAdamW(
@@ -141,15 +145,18 @@ class Learner:
         """Add the gradient of a micro-batch, and its loss in nats per token of the step."""
         device = self._student.device
         sft, *distillation = terms
+        rewards = [] if batch.rewards is None else [distillation.pop()]
         important = [
             replace(term, position_weights=term.position_weights * part.importance.to(device))
             for term, part in zip(distillation, batch.teachers.values(), strict=True)
         ]
         total, outputs = self._student.losses(
             batch,
-            [*important, sft] if batch.has_labels else important,
+            [*important, *([sft] if batch.has_labels else []), *rewards],
             rows_per_block=self._config.rows_per_block,
         )
+        if rewards:
+            measured.rewards.add(outputs.pop())
         if batch.has_labels:
             measured.labels.add(outputs[-1], batch.labels)
             measured.add(outputs.pop(), sft.position_weights)
@@ -162,7 +169,8 @@ class Learner:
         measured.total += float(total.detach())
 
     def _terms(self, batch: MicroBatch, tokens: int) -> list[LossTerm]:
-        """Return cross entropy on the reference answers, then every teacher's loss."""
+        """Return cross entropy on the reference answers, every teacher's loss, then the reward
+        term if the micro-batch has one."""
         device = self._student.device
         labels = batch.labels.to(device)
         token_weights = batch.slot_weights.to(device) / tokens
@@ -174,8 +182,13 @@ class Learner:
             )
             for name, part in batch.teachers.items()
         ]
-        return mixed_terms(
+        mixed = mixed_terms(
             LossTerm(SftLoss(), label_targets(labels), token_weights),
             distillation,
             distill_weights=torch.where(labels == IGNORED, 1.0, self._config.distill_loss_weight),
         )
+        if batch.rewards is None:
+            return mixed
+        weights = batch.rewards.slot_weights.to(device) / tokens
+        targets = batch.rewards.targets.to(device)
+        return [*mixed, LossTerm(self._reward_loss, targets, weights)]

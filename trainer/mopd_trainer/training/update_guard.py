@@ -63,7 +63,8 @@ class UpdateGuard:
         Raises:
             TrainingError: when too many steps were skipped in a row.
         """
-        reasons = ", ".join(f"{key.partition('/')[2]} {n:.0f}" for key, n in dropped.items())
+        counts = {k.removeprefix("dropped/"): n for k, n in dropped.items() if "dropped/" in k}
+        reasons = ", ".join(f"{reason} {n:.0f}" for reason, n in counts.items())
         self._skip(
             f"step {step + 1}: every sample was dropped ({reasons})",
             "Fix the cause, or raise student.max_skipped_in_a_row to wait longer.",

@@ -286,12 +286,14 @@ def _sample(key: str, example: TrainingExample, arrays: Arrays) -> JSON:
         arrays[f"{key}.sampled_logprobs"] = rollout.sampled_logprobs
     if rollout.student_topk_ids is not None:
         arrays[f"{key}.student_topk_ids"] = rollout.student_topk_ids
+    rewards = {"rewards": dict(rollout.rewards)} if rollout.rewards else {}
     return {
         "prompt": rollout.prompt.index,
         "teachers": dict(rollout.prompt.teachers),
         "finish_reason": rollout.finish_reason,
         "policy_version": rollout.policy_version,
         "corrected_tokens": rollout.corrected_tokens,
+        **rewards,
         "scores": [],
     }
 
@@ -342,4 +344,5 @@ def _load_rollout(
         policy_version=sample["policy_version"],
         student_topk_ids=arrays.get(f"{key}.student_topk_ids"),
         corrected_tokens=tuple(sample.get("corrected_tokens", ())),
+        rewards=sample.get("rewards", {}),
     )

@@ -1,0 +1,81 @@
+"""``RolloutGrader``: the rewards of sampled completions, and which of them teachers score."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from mopd_protocol.samples import Rollout
+from mopd_trainer.config.rewards import ReinforcementConfig, RewardConfig
+from mopd_trainer.data.advantages import with_advantages
+from mopd_trainer.data.examples import TrainingExample
+from mopd_trainer.data.prompts import reward_reference
+from mopd_trainer.evaluation.graders import grader_of
+
+_DEFAULTS = ReinforcementConfig()
+
+
+class RolloutGrader:
+    """Grade sampled completions with the rewards of a run.
+
+    Raises:
+        ConfigError: if a user's function cannot be imported.
+    """
+
+    def __init__(
+        self,
+        rewards: Mapping[str, RewardConfig],
+        reinforcement: ReinforcementConfig = _DEFAULTS,
+    ) -> None:
+        self._rewards = rewards
+        self._reinforcement = reinforcement
+        self._graders = {
+            name: grader_of(config, key=f"rewards.{name}") for name, config in rewards.items()
+        }
+
+    def graded(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Return the rollouts with the rewards that they do not have; reference answers have none.
+
+        Raises:
+            DataError: for a score of a user's function outside of 0 to 1.
+        """
+        if not self._rewards:
+            return list(rollouts)
+        return [self._graded(each) if each.source == "rollout" else each for each in rollouts]
+
+    def gated(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Return the rollouts, without teachers where ``distill`` excludes a completion."""
+        return [
+            replace(each, prompt=replace(each.prompt, teachers={}))
+            if self._excludes(each)
+            else each
+            for each in rollouts
+        ]
+
+    def with_advantages(
+        self, examples: Sequence[TrainingExample]
+    ) -> tuple[list[TrainingExample], dict[str, float]]:
+        """Grade the completions of a recording that lacks rewards; see ``with_advantages``."""
+        if not self._rewards:
+            return list(examples), {}
+        graded = self.graded([each.rollout for each in examples])
+        changed = [replace(e, rollout=r) for e, r in zip(examples, graded, strict=True)]
+        return with_advantages(changed, self._rewards, self._reinforcement)
+
+    def _graded(self, rollout: Rollout) -> Rollout:
+        text = rollout.completion.text.decode("utf-8", "replace")
+        finished = rollout.finish_reason == "stop"
+        prompt = rollout.prompt
+        rewards = {
+            name: grade(prompt, reward_reference(prompt, self._rewards[name]), text, finished)
+            for name, grade in self._graders.items()
+            if name not in rollout.rewards
+        }
+        known = {name: value for name, value in rollout.rewards.items() if name in self._rewards}
+        return replace(rollout, rewards=known | rewards)
+
+    def _excludes(self, rollout: Rollout) -> bool:
+        excluding = {"failed": True, "passed": False}
+        return bool(rollout.rewards) and any(
+            (rollout.rewards[name] == 1) == excluding[config.distill]
+            for name, config in self._rewards.items()
+            if config.distill != "all"
+        )
