@@ -1,6 +1,7 @@
 """Score one completion with one teacher."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mopd_client import SyncTeacherClient
 from mopd_protocol import Message, TeacherScore
@@ -9,7 +10,8 @@ from mopd_protocol import Message, TeacherScore
 def score(
     url: str | Sequence[str],
     *,
-    messages: Sequence[Message | Mapping[str, str]] | None = None,
+    messages: Sequence[Message | Mapping[str, Any]] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
     prompt: str | None = None,
     completion: str,
     finished: bool = False,
@@ -25,6 +27,7 @@ def score(
     with SyncTeacherClient(url, api_key=api_key) as teacher:
         return teacher.score(
             messages=messages,
+            tools=tools,
             prompt=prompt,
             completion=completion,
             finished=finished,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from mopd_protocol.messages import json_text
 from mopd_protocol.requests import SequenceRequest
 
 #: Largest size of a request, a quarter or less of the service's limits. Smaller requests cost no
@@ -42,6 +43,13 @@ def size_of(sequence: SequenceRequest, top_k: int) -> dict[str, int]:
     return {
         "sequences": 1,
         "bytes": len(sequence.model_dump_json(exclude_none=True).encode()) + _ID_BYTES,
-        "lists": 4 + 2 * len(sequence.messages or ()) + len(candidates),
+        "lists": 4 + 2 * len(sequence.messages or ()) + len(candidates) + _tool_lists(sequence),
         "entries": rows * max(top_k, max(map(len, candidates), default=0)),
     }
+
+
+def _tool_lists(sequence: SequenceRequest) -> int:
+    """Return an upper bound of the lists and objects of tools and tool calls."""
+    calls = [call for each in sequence.messages or () for call in each.tool_calls or ()]
+    texts = map(json_text, [*(call.model_dump() for call in calls), *(sequence.tools or ())])
+    return sum(text.count("{") + text.count("[") + 1 for text in texts)

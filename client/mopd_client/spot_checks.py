@@ -138,7 +138,8 @@ class SpotChecks:
                 raise
 
     def _generator(self, sequence: SequenceRequest, score: TeacherScore) -> np.random.Generator:
-        prompt = (self._seed, sequence.messages, sequence.prompt, sequence.prompt_token_ids)
+        messages = [message.model_dump() for message in sequence.messages or ()]
+        prompt = (self._seed, messages, sequence.tools, sequence.prompt, sequence.prompt_token_ids)
         content = repr(prompt).encode(errors="replace") + score.token_ids.tobytes()
         return np.random.default_rng(int.from_bytes(blake2b(content, digest_size=16).digest()))
 

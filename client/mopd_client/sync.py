@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 from pydantic import ValidationError
 
@@ -57,7 +57,8 @@ class SyncTeacherClient:
     def score(
         self,
         *,
-        messages: Sequence[Message | Mapping[str, str]] | None = None,
+        messages: Sequence[Message | Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         prompt: str | None = None,
         completion: str | Sequence[str | ControlToken] | None = None,
         completion_token_ids: Sequence[int] | None = None,
@@ -69,6 +70,7 @@ class SyncTeacherClient:
 
         Args:
             messages: the conversation, rendered with the teacher's chat template.
+            tools: JSON schemas of tools, shown by the chat template.
             prompt: plain text in place of ``messages``.
             completion: text, or a list of texts and control tokens.
             completion_token_ids: the teacher's token ids in place of ``completion``.
@@ -83,6 +85,7 @@ class SyncTeacherClient:
         """
         fields = {
             "messages": messages,
+            "tools": tools,
             "prompt": prompt,
             "completion": completion,
             "completion_token_ids": completion_token_ids,

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from mopd_protocol.arrays import IntArray
 from mopd_protocol.errors import ConfigError, DataError, TeacherError
+from mopd_protocol.messages import Message, Tool, template_messages, template_tools
 from mopd_protocol.requests import ControlToken, SequenceRequest
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.tokenizers.token_table import (
@@ -233,8 +234,7 @@ class RequestTokenizer(TeacherTokenizer):
         for ids in (sequence.prompt_token_ids, sequence.completion_token_ids):
             if ids is not None and len(ids) > max_tokens:
                 raise _too_long(f"found {len(ids)} tokens", max_tokens)
-        messages = [message.content for message in sequence.messages or ()]
-        for texts in ([sequence.prompt or ""], messages, sequence.completion_texts):
+        for texts in (sequence.prompt_texts, sequence.completion_texts):
             if sum(map(len, texts)) > _LONG_CHARACTERS:
                 self._require_text(texts, max_tokens)
 
@@ -251,13 +251,15 @@ class RequestTokenizer(TeacherTokenizer):
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Message],
         variables: Mapping[str, Any] = MappingProxyType({}),
+        tools: Sequence[Tool] = (),
     ) -> str:
         """Render messages with the chat template, up to the start of the assistant's turn.
 
         Args:
             variables: of the template.
+            tools: JSON schemas.
 
         Raises:
             TeacherError: if there is no chat template, or it rejects the messages.
@@ -269,17 +271,19 @@ class RequestTokenizer(TeacherTokenizer):
                 HTTPStatus.UNPROCESSABLE_ENTITY,
             )
         try:
+            template = self.chat.chat_template
             return self.chat.apply_chat_template(
-                [dict(message) for message in messages],
+                template_messages(messages, template),
                 tokenize=False,
                 add_generation_prompt=True,
-                **variables,
+                **{**template_tools(tools, template), **variables},
             )
         except Exception as error:  # a template may raise any
-            roles = ", ".join(str(message.get("role")) for message in messages)
+            roles = ", ".join(message.role for message in messages)
             raise _invalid(
                 "messages",
-                f"this teacher's chat template does not support the roles {roles}: {error}",
+                "this teacher's chat template does not support the roles "
+                f"{roles}{' with tools' if tools else ''}: {error}",
                 HTTPStatus.UNPROCESSABLE_ENTITY,
             ) from error
 
@@ -288,13 +292,11 @@ class RequestTokenizer(TeacherTokenizer):
             self._require_known("prompt_token_ids", sequence.prompt_token_ids)
             return sequence.prompt_token_ids
         if sequence.messages is not None:
-            for message in sequence.messages:
-                _require_unicode("messages", message.role + message.content)
+            for text in sequence.prompt_texts:
+                _require_unicode("messages", text)
             # The rendered text contains the special tokens.
-            rendered = self.render(
-                [message.model_dump() for message in sequence.messages],
-                sequence.chat_template_kwargs or {},
-            )
+            variables = sequence.chat_template_kwargs or {}
+            rendered = self.render(sequence.messages, variables, sequence.tools or ())
             return encode_text(self.tokenizer, rendered)
         assert sequence.prompt is not None
         _require_unicode("prompt", sequence.prompt)

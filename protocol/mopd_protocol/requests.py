@@ -5,7 +5,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from mopd_protocol.samples import Message
+from mopd_protocol.messages import Message, Tool, json_text
 
 LogprobsDtype = Literal["float32", "float16"]
 """Precision of log-probabilities in a response."""
@@ -110,6 +110,10 @@ class SequenceRequest(BaseModel):
     )
     chat_template_kwargs: ChatTemplateKwargs | None = None
     """Variables of the chat template that renders ``messages``."""
+    tools: Annotated[
+        Annotated[list[Tool], Field(fail_fast=True)] | None, AfterValidator(lambda v: v or None)
+    ] = None
+    """JSON schemas of tools that the chat template shows with ``messages``."""
     prompt: str | None = None
     prompt_token_ids: TokenIds | None = None
     completion: str | Annotated[list[str | ControlToken], Field(fail_fast=True)] | None = None
@@ -119,6 +123,12 @@ class SequenceRequest(BaseModel):
     candidate_ids: Annotated[list[TokenIds], Field(fail_fast=True)] | None = None
     """Per completion token (the end-of-turn token included), the teacher ids to score instead of
     the teacher's own top-k."""
+
+    @property
+    def prompt_texts(self) -> list[str]:
+        """The texts of the prompt; tools and tool calls as JSON."""
+        messages = [text for message in self.messages or () for text in message.texts]
+        return [self.prompt or "", *messages, *map(json_text, self.tools or ())]
 
     @property
     def completion_parts(self) -> list[str | ControlToken]:
@@ -148,6 +158,8 @@ class SequenceRequest(BaseModel):
             )
         if self.chat_template_kwargs and self.messages is None:
             raise ValueError("found chat_template_kwargs without messages; expected messages")
+        if self.tools and self.messages is None:
+            raise ValueError("found tools without messages; expected messages")
         return self
 
     def _given(self, name: str) -> bool:

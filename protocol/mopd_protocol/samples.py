@@ -7,10 +7,9 @@ from math import inf
 from types import MappingProxyType
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from mopd_protocol.arrays import FloatArray, IntArray, frozen_array
 from mopd_protocol.errors import DataError
+from mopd_protocol.messages import Message, Tool
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.topk_logprobs import TopKLogprobs
 
@@ -18,18 +17,12 @@ FinishReason = Literal["stop", "length"]
 Source = Literal["rollout", "answers"]
 
 
-class Message(BaseModel):
-    """One turn of a conversation, as chat templates take it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    role: str
-    content: str
-
-
 @dataclass(frozen=True)
 class Prompt:
-    """One line of the user's data, and the teachers that score it (none for plain SFT).
+    """A conversation to continue, and the teachers that score what follows (none for plain SFT).
+
+    It is one line of the user's data, or the part of a conversation before one of the student's
+    turns, of which each is a prompt.
 
     Raises:
         DataError: when there is no message, or a weight not positive and finite.
@@ -45,6 +38,12 @@ class Prompt:
     teacher_messages: Mapping[str, tuple[Message, ...]] = field(
         default_factory=dict[str, tuple[Message, ...]]
     )
+    tools: tuple[Tool, ...] = ()  # JSON schemas, which chat templates show
+    # Reference message that the student's template renders as the completion, in place of
+    # ``answer``: with tool calls or thinking, or one of several turns.
+    reply: Message | None = None
+    turn: int = 0  # number of the student's turns before this one
+    conversation: int = -1  # index of the first turn's prompt, which all turns share
 
     def __post_init__(self) -> None:
         if not self.messages or not all(self.teacher_messages.values()):
@@ -54,6 +53,8 @@ class Prompt:
                 f"prompt {self.index} is routed to {dict(self.teachers)}; "
                 "expected teachers each with a finite weight above 0"
             )
+        if self.conversation < 0:
+            object.__setattr__(self, "conversation", self.index)
         total = sum(self.teachers.values())
         weights = {name: weight / total for name, weight in self.teachers.items()}
         object.__setattr__(self, "teachers", MappingProxyType(weights))
@@ -93,6 +94,7 @@ class Rollout:
     student_topk_ids: IntArray | None = None
     corrected_tokens: tuple[int, ...] = ()  # positions of tokens that a teacher's text determined
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])  # by name, 0 to 1
+    sample: int = 0  # number of its trajectory in the step: the turns of one share it
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", frozen_array(self.prompt_token_ids, "int32"))
@@ -124,6 +126,11 @@ class Rollout:
     def source(self) -> Source:
         """``rollout`` for the student's completions, ``answers`` for the data's reference ones."""
         return "answers" if self.sampled_logprobs is None else "rollout"
+
+    @property
+    def turn(self) -> int:
+        """Number of the student's turn in its trajectory, from 0."""
+        return self.prompt.turn
 
     @property
     def invalid_bytes(self) -> int:

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from mopd_protocol.messages import Message, Tool
 from mopd_protocol.requests import ControlToken, SequenceRequest
-from mopd_protocol.samples import Message
 from mopd_protocol.tokenizers.token_sequence import END_OF_TURN, TokenSequence, valid_utf8
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
 
@@ -42,6 +42,7 @@ def text_input(
     completion: TokenSequence,
     student: TokenTable,
     teacher: TextEncoder,
+    tools: Sequence[Tool] = (),
 ) -> TeacherInput:
     """Return the completion as text, with control tokens that the teacher has by name; as ids of
     the teacher's tokens if it is not UTF-8.
@@ -51,6 +52,7 @@ def text_input(
         completion: in the student's tokens.
         student: the student's tokens.
         teacher: encoder of the teacher's tokenizer.
+        tools: of the prompt.
     """
     names = {token_id: name for name, token_id in student.controls.items()}
     literal: dict[int, str] = {}  # token position -> text
@@ -72,6 +74,7 @@ def text_input(
     return TeacherInput(
         request=SequenceRequest(
             messages=list(messages),
+            tools=list(tools),
             finished=finished and not invalid_bytes,
             **fields,
         ),

@@ -35,6 +35,7 @@ from mopd_protocol.errors import (
     TeacherMismatchError,
 )
 from mopd_protocol.manifest import Features, Manifest
+from mopd_protocol.messages import Message
 from mopd_protocol.request_tokenizer import (
     RequestTokenizer,
     TeacherTokenizer,
@@ -55,7 +56,7 @@ PROBES = (
     "Grüße, où, привет, γειά, 的漢字かな, 안녕하세요, שלום, नमस्ते, สวัสดี",
     "🙂 👨\u200d👩\u200d👧 ∑≤—…¿ \u0301e\u0301 \x00\x1b\u2028",
 )
-_MESSAGES = ({"role": "user", "content": "3 + 4 ="},)
+_MESSAGES = (Message(role="user", content="3 + 4 ="),)
 
 
 class VllmService:
@@ -221,7 +222,8 @@ class VllmService:
         """Warn if the server renders messages differently, which may be intended."""
         if not tokenizer.has_chat_template:
             return
-        response = await handshake.post("/tokenize", {"model": model, "messages": list(_MESSAGES)})
+        messages = [message.model_dump() for message in _MESSAGES]
+        response = await handshake.post("/tokenize", {"model": model, "messages": messages})
         if response.status_code != HTTPStatus.OK:
             return  # an optional route, needed for this comparison only
         rendered = tokenizer.render(_MESSAGES)

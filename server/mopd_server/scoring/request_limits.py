@@ -48,8 +48,7 @@ def require_temperature(temperature: float, manifest: Manifest) -> None:
 def text_size(request: LogprobsRequest) -> int:
     """Return the number of characters to tokenize, and of ids to convert."""
     return sum(
-        len(sequence.prompt or "")
-        + sum(len(message.content) for message in sequence.messages or ())
+        sum(map(len, sequence.prompt_texts))
         + sum(map(len, sequence.completion_texts))
         + len(sequence.prompt_token_ids or ())
         + len(sequence.completion_token_ids or ())

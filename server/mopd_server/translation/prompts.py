@@ -66,7 +66,7 @@ class PromptResolver:
         Raises:
             TeacherError: if the chat template rejects the messages.
         """
-        text = self._student.render([each.model_dump() for each in messages], self._variables)
+        text = self._student.render(messages, self._variables)
         return encode_text(self._student.tokenizer, text)
 
     def resolve(

@@ -227,7 +227,7 @@ REJECTED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": USER, "tools": ["x"]}, "tools", "data.ignored_keys=[tools]"),
     (
         {"messages": [{"role": "user", "content": USER, "tool_calls": [1]}]},
-        "tools",
+        "tool_calls",
         "data.ignored_keys=[tool_calls]",
     ),
     ({"messages": [*CHAT], "system": "be long"}, "system", "data.ignored_keys=[system]"),

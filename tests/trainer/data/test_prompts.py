@@ -243,7 +243,7 @@ def test_invalid_lines_can_be_skipped_and_are_counted(
 @pytest.mark.parametrize(
     ("line", "config"),
     [
-        ({"tools": []}, {}),
+        ({"functions": []}, {}),
         ({"id": 7}, {}),
         ({"id": 7, "level": 1}, {"ignored_keys": ["id"]}),
         ({"answer": "5"}, {"answer_key": "solution"}),

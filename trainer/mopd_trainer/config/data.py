@@ -12,8 +12,8 @@ from mopd_trainer.config.settings import Incidental, Settings, invalid
 class DataConfig(Settings):
     """Prompts, source of the completions, and the teacher of each line.
 
-    Rejected: an ``on_policy_fraction`` that never uses ``source``, and ``subset`` without
-    ``split``.
+    Rejected: an ``on_policy_fraction`` that never uses ``source``, ``subset`` without ``split``,
+    and ``turns: all`` with ``answer_key``.
     """
 
     prompts: Incidental[Path]
@@ -27,8 +27,13 @@ class DataConfig(Settings):
     """Configuration of the dataset on the hub (``main``), if it has several."""
     ignored_keys: Incidental[Literal["all"] | tuple[str, ...]] = ()
     """Keys of rows and messages that are read as if the data had none. Other unknown keys are
-    invalid, so that nothing that should change a prompt (``tools``, ``images``) is lost; ``all``
-    accepts every unknown key."""
+    invalid, so that nothing that should change a prompt (``images``) is lost; ``all`` accepts every
+    unknown key."""
+    turns: Incidental[Literal["last", "all"]] = "last"
+    """Turns of a conversation that are trained: ``last`` completes the last message; ``all`` also
+    completes the conversation before each earlier message of the assistant. With reference answers
+    a turn's completion is what the student's template makes of the message, tool calls and thinking
+    included. ``teacher`` in a message is the teacher of its turn."""
     source: Source = "rollout"
     """Source of completions: ``rollout`` (sampled from the student) or ``answers`` (each line's
     reference answer)."""
@@ -63,6 +68,12 @@ class DataConfig(Settings):
             )
         if self.subset is not None and self.split is None:
             raise invalid("subset", "only a dataset has subsets. Set data.split, or remove it.")
+        if self.turns == "all" and self.answer_key is not None:
+            raise invalid(
+                "turns",
+                "'all' takes the reference answers from the conversation (found data.answer_key "
+                f"{self.answer_key!r}). Remove it, or set data.turns to 'last'.",
+            )
         return self
 
     @property
@@ -71,6 +82,10 @@ class DataConfig(Settings):
         if self.on_policy_fraction is None:
             return 1.0 if self.source == "rollout" else 0.0
         return self.on_policy_fraction
+
+    def drops(self, key: str) -> bool:
+        """Return True for a key that is named in ``ignored_keys``."""
+        return self.ignored_keys != "all" and key in self.ignored_keys
 
     def ignores(self, key: str) -> bool:
         """Return True for a key that the run does not use."""

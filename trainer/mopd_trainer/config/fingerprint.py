@@ -138,5 +138,7 @@ def _data_fingerprint(prompts: Sequence[Prompt]) -> str:
         if prompt.teacher_messages:
             own = sorted(prompt.teacher_messages.items())
             line.append([(name, [each.model_dump() for each in texts]) for name, texts in own])
+        if prompt.tools or prompt.reply is not None:
+            line += [prompt.tools, prompt.reply and prompt.reply.model_dump(), prompt.turn]
         digest.update(json.dumps(line).encode() + b"\n")
     return digest.hexdigest()

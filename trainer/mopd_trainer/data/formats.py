@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from mopd_protocol.samples import Message
+from mopd_protocol.messages import Message
 from mopd_trainer.config.data import DataConfig
 from mopd_trainer.data.messages import (
     JSON,
     MEDIA,
     TOOLS,
+    TOOLS_KEY,
     EmptyPromptError,
     LineError,
     conversation,
@@ -39,8 +40,8 @@ _USUAL_KEYS = {
 #: What the reference answer of a conversation is.
 LAST_MESSAGE = "the last assistant message"
 
-#: Messages of a row, and its reference answer.
-Turns = tuple[list[Message], str | None]
+#: Messages of a row, and its reference answer, a message of the assistant.
+Turns = tuple[list[Message], Message | None]
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def read_turns(row: JSON, spelling: Format, config: DataConfig) -> Turns:
     if not messages or messages[-1].role == "assistant":
         problem = "the prompt ends with an assistant message" if messages else "no user message"
         raise LineError(f"{problem}, expected a message to complete")
-    if not messages[-1].content.strip():
+    if not messages[-1].content.strip() and messages[-1].role != "tool":
         raise EmptyPromptError("empty prompt")
     return messages, reference
 
@@ -120,7 +121,8 @@ def require_known_keys(
     if config.ignored_keys == "all":
         return
     configured = (config.question_key, config.answer_key, config.teacher_key)
-    used = {*spelling.keys, *spelling.others, *configured, *SYSTEM_KEYS, *TEACHER_KEYS, *others}
+    used = {*spelling.keys, *spelling.others, *configured, *SYSTEM_KEYS, *TEACHER_KEYS, TOOLS_KEY}
+    used |= {*others}
     unknown = sorted(key for key in row if key not in used and row[key] is not None)
     # Datasets of texts and images have an empty list for a text.
     unknown = [key for key in unknown if key not in MEDIA or row[key] != []]
@@ -164,7 +166,7 @@ def _no_format(row: JSON, config: DataConfig) -> LineError:
     settings = _usual("question_key", keys)
     if not config.answer_key:
         settings |= _usual("answer_key", keys)
-    known = {*TEACHER_KEYS, *SYSTEM_KEYS, config.teacher_key, config.answer_key}
+    known = {*TEACHER_KEYS, *SYSTEM_KEYS, TOOLS_KEY, config.teacher_key, config.answer_key}
     if "question_key" not in settings:
         other = [key for key in keys if key not in known and key not in settings.values()]
         texts = [key for key in other if isinstance(row[key], str | list)]
@@ -193,11 +195,9 @@ def _chat(key: str, *, text: bool, others: tuple[str, ...] = (), name: str = "")
     """
 
     def read(row: JSON, config: DataConfig) -> Turns:
-        messages = (
-            _prompt(row, key, config) if text else conversation(row[key], key, config.ignores)
-        )
+        messages = _prompt(row, key, config) if text else conversation(row[key], key, config)
         if messages[-1].role == "assistant":
-            return messages[:-1], messages[-1].content or None
+            return messages[:-1], _unless_empty(messages[-1])
         return messages, None
 
     return Format(name or key, (key,), others, LAST_MESSAGE, read)
@@ -207,17 +207,17 @@ def _read_completion(row: JSON, config: DataConfig) -> Turns:
     return _prompt(row, "prompt", config), completion(row, "completion", config)
 
 
-def _messages(row: JSON, key: str, config: DataConfig) -> list[Message]:
-    return conversation(row[key], key, config.ignores)
+def _unless_empty(message: Message) -> Message | None:
+    return message if message.content or message.tool_calls else None
 
 
 def _prompt(row: JSON, key: str, config: DataConfig) -> list[Message]:
     if isinstance(row.get(key), list | dict):
-        return _messages(row, key, config)
+        return conversation(row[key], key, config)
     return [Message(role="user", content=unicode_text(row.get(key), repr(key)))]
 
 
-def completion(row: JSON, key: str, config: DataConfig) -> str | None:
+def completion(row: JSON, key: str, config: DataConfig) -> Message | None:
     """Return a reference answer: a text, or a list of one assistant message; None if empty.
 
     Raises:
@@ -225,12 +225,13 @@ def completion(row: JSON, key: str, config: DataConfig) -> str | None:
     """
     value: Any = row.get(key)
     if value is None or isinstance(value, str):
-        return unicode_text(value, repr(key)) if value else None
-    messages = conversation(value, key, config.ignores)
+        text = unicode_text(value or "", repr(key))
+        return Message(role="assistant", content=text) if text else None
+    messages = conversation(value, key, config)
     if len(messages) != 1 or messages[0].role != "assistant":
         roles = ", ".join(each.role for each in messages)
         raise LineError(f"{key!r}: found messages of {roles}, expected one of role assistant")
-    return messages[0].content or None
+    return _unless_empty(messages[0])
 
 
 def _read_instruction(row: JSON, config: DataConfig) -> Turns:

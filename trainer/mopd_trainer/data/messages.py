@@ -1,9 +1,13 @@
-"""Conversations of a row: roles, texts and content parts, as other programs spell them."""
+"""Conversations of a row: roles, texts, parts and tool calls, as other programs spell them."""
 
-from collections.abc import Callable, Collection
+import json
+from collections.abc import Collection
 from typing import Any
 
-from mopd_protocol.samples import Message
+from pydantic import Field, ValidationError
+
+from mopd_protocol.messages import Message, Tool, ToolCall
+from mopd_trainer.config.data import DataConfig
 
 JSON = dict[str, Any]
 
@@ -13,8 +17,14 @@ MEDIA = {
     **dict.fromkeys(("audio", "audios", "audio_url", "input_audio"), "audio"),
     **dict.fromkeys(("video", "videos", "video_url", "input_video"), "video"),
 }
-#: Keys of rows and messages that belong to tool calls.
+#: Keys of rows and messages that belong to tool calls, in places or spellings that nothing reads.
 TOOLS = ("tools", "functions", "tool_calls", "tool_call_id", "function_call")
+#: Key of a row's tools.
+TOOLS_KEY = "tools"
+#: Optional keys of a message, besides ``name`` in a tool's.
+_OPTIONAL = ("tool_calls", "tool_call_id", "thinking", "reasoning_content")
+#: Key of a message with the teacher of this turn (``data.turns: all``).
+_TEACHER = "teacher"
 
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 #: Roles of ShareGPT and its relatives.
@@ -37,19 +47,27 @@ class EmptyPromptError(LineError):
     """The message to complete is empty or blank."""
 
 
-def conversation(value: Any, key: str, ignores: Callable[[str], bool]) -> list[Message]:
+class RoutedMessage(Message):
+    """A message with the teacher of its turn: a name, or names with weights."""
+
+    teacher: Any = Field(exclude=True)
+
+
+def conversation(value: Any, key: str, config: DataConfig) -> list[Message]:
     """Read a list of messages.
 
     A message is ``{role, content}``, or ShareGPT's ``{from, value}``; its content is a text or a
-    list of OpenAI's parts of type text. Keys without a value do not count.
+    list of OpenAI's parts of type text. It may have ``tool_calls``, ``tool_call_id`` and
+    ``thinking`` (or ``reasoning_content``), and with ``data.turns: all`` a ``teacher``. Keys
+    without a value do not count.
 
     Args:
         value: of the row's ``key``; a mapping of lists, as ``datasets`` returns a sequence of
             structs, is a list of messages too.
-        ignores: True for other keys that messages may have.
+        config: names other keys that messages may have.
 
     Raises:
-        LineError: for everything else; images, audio and tool calls are named.
+        LineError: for everything else; images and audio are named.
         EmptyPromptError: for an empty list.
     """
     turns = _rows(value) if isinstance(value, dict) else value  # pyright: ignore[reportUnknownArgumentType]
@@ -58,7 +76,7 @@ def conversation(value: Any, key: str, ignores: Callable[[str], bool]) -> list[M
     if not isinstance(turns, list):
         raise LineError(f"{key!r}: found {_short(value)}, expected a list of messages")
     return [
-        _message(turn, f"message {number} of {key!r}", ignores)
+        _message(turn, f"message {number} of {key!r}", config)
         for number, turn in enumerate(turns, 1)
     ]
 
@@ -86,6 +104,26 @@ def unsupported(keys: Collection[str]) -> str:
     return "tools" if any(key in TOOLS for key in keys) else ""
 
 
+def tools_of(row: JSON) -> tuple[Tool, ...]:
+    """Return the JSON schemas of a row's tools: a list, or JSON text of one.
+
+    Raises:
+        LineError: for other values.
+    """
+    value = row.get(TOOLS_KEY)
+    if isinstance(value, str):
+        try:
+            value = json.loads(unicode_text(value, repr(TOOLS_KEY)) or "[]")
+        except (ValueError, RecursionError) as error:
+            raise LineError(f"{TOOLS_KEY!r}: text that is no JSON ({error})") from error
+    if not isinstance(value or [], list) or not all(isinstance(each, dict) for each in value or []):
+        raise LineError(
+            f"{TOOLS_KEY!r}: found {_short(value)}, expected a list of JSON schemas",
+            ignored_keys=[TOOLS_KEY],
+        )
+    return tuple(value or [])
+
+
 def role_of(turn: JSON) -> str:
     """Return the role of a message as chat templates spell it; empty if it has none."""
     role = turn.get("from") or turn.get("role") or ""
@@ -101,13 +139,21 @@ def _rows(columns: dict[str, Any]) -> Any:
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def _message(turn: Any, subject: str, ignores: Callable[[str], bool]) -> Message:
+def _message(turn: Any, subject: str, config: DataConfig) -> Message:
     if not isinstance(turn, dict):
         raise LineError(f"{subject}: found {_short(turn)}, expected {{role, content}}")
     values: JSON = turn  # pyright: ignore[reportUnknownVariableType]
     spelling = ("from", "value") if values.get("from") is not None else ("role", "content")
-    unknown = [k for k, v in values.items() if k not in spelling and v not in (None, "", [])]
-    unknown = sorted(key for key in unknown if not ignores(key))
+    is_tool = str(values.get("role")).lower() == "tool"
+    known_keys = {*spelling, *_OPTIONAL} | ({"name"} if is_tool else set())
+    if config.turns == "all" and role_of(values) == "assistant":
+        known_keys.add(_TEACHER)
+    values = {
+        key: value
+        for key, value in values.items()
+        if key in spelling or (value not in (None, "", []) and not config.drops(key))
+    }
+    unknown = sorted(key for key in values if key not in known_keys and not config.ignores(key))
     if unknown:
         name = unsupported(unknown)
         problem = f"{name} are not supported" if name else "unknown keys"
@@ -119,7 +165,38 @@ def _message(turn: Any, subject: str, ignores: Callable[[str], bool]) -> Message
     known = _ROLES.get(role.lower())
     if known is None and spelling[0] == "from":
         raise LineError(f"{subject}: role {role!r} is not supported, expected {', '.join(_ROLES)}")
-    return Message(role=known or role, content=_content(values.get(spelling[1]), subject))
+    fields: JSON = {"role": known or role}
+    if "tool_calls" in values:
+        fields["tool_calls"] = _tool_calls(values["tool_calls"], subject)
+    for key in ("tool_call_id", "name", "thinking", "reasoning_content"):
+        if key in values and key in known_keys:
+            name = "thinking" if key == "reasoning_content" else key
+            fields[name] = unicode_text(values[key], f"{subject}, {key}")
+    content = values.get(spelling[1])
+    if content is not None or "tool_calls" not in fields:
+        fields["content"] = _content(content, subject)
+    if _TEACHER in known_keys and _TEACHER in values:
+        return RoutedMessage(**fields, teacher=values[_TEACHER])
+    return Message(**fields)
+
+
+def _tool_calls(value: Any, subject: str) -> list[ToolCall]:
+    """Read calls ``{id, type, function: {name, arguments}}``, or ``{name, arguments}`` alone."""
+    try:
+        return [
+            ToolCall.model_validate(
+                {key: each[key] for key in ("id", "type", "function") if each.get(key) is not None}
+                if "function" in each
+                else {"function": each}
+            )
+            for each in value
+        ]
+    except (ValidationError, TypeError, AttributeError) as error:
+        raise LineError(
+            f"{subject}: tool_calls: found {_short(value)}, expected a list of {{function: {{name, "
+            "arguments}}, with arguments as an object or its JSON",
+            ignored_keys=["tool_calls"],
+        ) from error
 
 
 def _content(value: Any, subject: str) -> str:

@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 from sys import float_info
@@ -17,15 +17,19 @@ from mopd_protocol.samples import Prompt
 from mopd_trainer.config.run import DataConfig, RewardConfig, RunConfig, TeacherConfig
 from mopd_trainer.data.formats import (
     TEACHER_KEYS,
-    Format,
-    completion,
     format_of,
     read_turns,
     require_known_keys,
 )
-from mopd_trainer.data.messages import JSON, EmptyPromptError, LineError
+from mopd_trainer.data.messages import (
+    JSON,
+    EmptyPromptError,
+    LineError,
+    tools_of,
+)
 from mopd_trainer.data.rows import Row, read_rows
 from mopd_trainer.data.teacher_prompts import TEACHER_MESSAGES, prompt_keys, teacher_prompts
+from mopd_trainer.data.turns import Turn, all_turns, last_turn
 
 logger = logging.getLogger(__name__)
 
@@ -160,20 +164,17 @@ def _prompts_or_errors(
     *,
     keep_rows: bool = False,
 ) -> Iterator[tuple[int, Prompt | LineError]]:
-    known, index = sorted(teachers), 0
     settings = {**unrouted, **(teachers if isinstance(teachers, Mapping) else {})}
-    others = prompt_keys(settings)
+    reader = _RowReader(config, sorted(teachers), unrouted, settings, kept_keys, keep_rows)
+    index = 0
     for number, row in read_rows(config):
         try:
-            prompt, columns = _prompt(row, index, config, known, others, keep_rows, kept_keys)
-            names = [*prompt.teachers, *unrouted]
-            own = teacher_prompts(columns, prompt.messages, names, settings, config.ignores)
-            prompt = replace(prompt, teacher_messages=own) if own else prompt
+            prompts = reader.prompts(row, index)
         except LineError as error:
             yield number, error
         else:
-            index += 1
-            yield number, prompt
+            index += len(prompts)
+            yield from ((number, prompt) for prompt in prompts)
 
 
 def _fix(error: LineError, config: DataConfig, section: str) -> str:
@@ -225,46 +226,69 @@ class PromptOrder:
         return np.random.default_rng([self._seed, epoch]).permutation(count).tolist()
 
 
-def _prompt(
-    row: Row,
-    index: int,
-    config: DataConfig,
-    known: Sequence[str],
-    others: Collection[str],
-    keep_row: bool,
-    kept_keys: Collection[str],
-) -> tuple[Prompt, JSON]:
-    """Return the student's prompt and the columns of a row.
+@dataclass(frozen=True, eq=False)
+class _RowReader:
+    """Rows of a file to prompts."""
 
-    Args:
-        others: keys that are read besides those of the format, even if they are ignored.
-    """
-    columns = _parse(row) if isinstance(row, bytes) else row
-    if not isinstance(columns, dict):  # pyright: ignore[reportUnnecessaryIsInstance]  # of an array
-        raise LineError(f"found a {type(columns).__name__}, expected a JSON object")
-    values, kept = columns, {key: columns[key] for key in kept_keys if key in columns}
-    if config.ignored_keys and config.ignored_keys != "all":
-        read = (config.question_key, config.answer_key, config.teacher_key)
-        values = {k: v for k, v in columns.items() if k in read or k not in config.ignored_keys}
-    spelling = format_of(values, config)
-    try:
-        others = {*others, *kept_keys}
-        require_known_keys(values, spelling, config, keep_row=keep_row, others=others)
-        messages, reference = read_turns(values, spelling, config)
-        reference, metadata = _reference(values, reference, spelling, config)
-    except LineError as error:
-        error.args = (f"format {spelling.name}: {error}",)
-        raise
-    prompt = Prompt(
-        index=index,
-        messages=tuple(messages),
-        teachers=_teachers(values, config, known) if known else {},
-        metadata=columns if keep_row else metadata | kept,
-        answer=reference,
-        format=spelling.name,
-    )
-    ignored = TEACHER_MESSAGES in columns and TEACHER_MESSAGES not in values
-    return prompt, {**columns, TEACHER_MESSAGES: None} if ignored else columns
+    config: DataConfig
+    known: Sequence[str]
+    """Teachers that rows may name."""
+    unrouted: Collection[str]
+    """Teachers of every row, which the rows do not name."""
+    settings: Mapping[str, TeacherConfig]
+    """Of both, for their prompts."""
+    kept_keys: Collection[str]
+    keep_rows: bool
+
+    def prompts(self, row: Row, index: int) -> list[Prompt]:
+        """Return the prompts of a row: one, or with ``data.turns: all`` one per turn."""
+        config = self.config
+        columns = _parse(row) if isinstance(row, bytes) else row
+        if not isinstance(columns, dict):  # pyright: ignore[reportUnnecessaryIsInstance]  # of an array
+            raise LineError(f"found a {type(columns).__name__}, expected a JSON object")
+        values = columns
+        if config.ignored_keys and config.ignored_keys != "all":
+            read = (config.question_key, config.answer_key, config.teacher_key)
+            values = {k: v for k, v in columns.items() if k in read or k not in config.ignored_keys}
+        spelling = format_of(values, config)
+        try:
+            others = prompt_keys(self.settings) | {*self.kept_keys}
+            require_known_keys(values, spelling, config, keep_row=self.keep_rows, others=others)
+            messages, reference = read_turns(values, spelling, config)
+            if config.turns == "all":
+                turns = all_turns(messages, reference, config)
+            else:
+                turns = [last_turn(values, messages, reference, spelling, config)]
+            prompts = [
+                Prompt(
+                    index=index + number,
+                    messages=turn.messages,
+                    teachers=_teachers(_routed(values, turn, config), config, self.known),
+                    metadata=columns if self.keep_rows else turn.metadata | self._kept(columns),
+                    answer=turn.text,
+                    format=spelling.name,
+                    tools=tools_of(values),
+                    reply=turn.reply(config),
+                    turn=number,
+                    conversation=index,
+                )
+                for number, turn in enumerate(turns)
+            ]
+        except LineError as error:
+            error.args = (f"format {spelling.name}: {error}",)
+            raise
+        if TEACHER_MESSAGES not in values:  # ignored
+            columns = {**columns, TEACHER_MESSAGES: None}
+        return [self._with_teacher_prompts(each, columns, len(prompts)) for each in prompts]
+
+    def _kept(self, columns: JSON) -> JSON:
+        return {key: columns[key] for key in self.kept_keys if key in columns}
+
+    def _with_teacher_prompts(self, prompt: Prompt, columns: JSON, turns: int) -> Prompt:
+        names = [*prompt.teachers, *self.unrouted]
+        ignores = self.config.ignores
+        own = teacher_prompts(columns, prompt.messages, names, self.settings, ignores, turns=turns)
+        return replace(prompt, teacher_messages=own) if own else prompt
 
 
 def _parse(line: bytes) -> JSON:
@@ -278,27 +302,16 @@ def _parse(line: bytes) -> JSON:
         raise LineError(f"unsupported JSON ({error})") from error
 
 
-def _reference(
-    values: JSON, reference: str | None, spelling: Format, config: DataConfig
-) -> tuple[str | None, JSON]:
-    """Return the reference answer, if the run trains on it, and what is logged."""
-    key = config.answer_key
-    logged = reference if key is None else values.get(key)
-    metadata: JSON = {} if logged is None else {_REFERENCE: logged}
-    if not config.uses_reference_answers:
-        return None, metadata
-    if key is not None:
-        configured = completion(values, key, config)
-        if reference not in (None, configured):
-            raise LineError(f"two reference answers ({spelling.reference} and {key!r})")
-        reference = configured
-    if reference is None:
-        expected = spelling.reference if key is None else repr(key)
-        raise LineError(f"no reference answer (expected {expected} with text)")
-    return reference, {} if key is None else metadata
+def _routed(values: JSON, turn: Turn, config: DataConfig) -> JSON:
+    """Return the row with the teacher of a turn, if it has its own."""
+    if turn.teacher is None:
+        return values
+    return {**values, config.teacher_key or TEACHER_KEYS[0]: turn.teacher}
 
 
 def _teachers(values: JSON, config: DataConfig, known: Sequence[str]) -> dict[str, float]:
+    if not known:
+        return {}
     keys = TEACHER_KEYS if config.teacher_key is None else (config.teacher_key,)
     key = next((key for key in keys if values.get(key) is not None), None)
     value: Any = values[key] if key else config.default_teacher

@@ -17,8 +17,8 @@ def text_view(
         teacher: encoder of the teacher's tokenizer.
         name: of the teacher, whose messages are sent; default: the student's.
     """
-    messages = messages_for(rollout.prompt, name)
-    return text_input(messages, rollout.completion, student, teacher)
+    messages, tools = messages_for(rollout.prompt, name), rollout.prompt.tools
+    return text_input(messages, rollout.completion, student, teacher, tools)
 
 
 def token_view(
@@ -40,6 +40,7 @@ def token_view(
     return TeacherInput(
         request=SequenceRequest(
             messages=list(messages_for(rollout.prompt, name)),
+            tools=list(rollout.prompt.tools),
             completion_token_ids=ids[:-1] if finished else ids,
             finished=finished,
         ),

@@ -29,6 +29,8 @@ def teacher_prompts(
     teachers: Iterable[str],
     settings: Mapping[str, TeacherConfig],
     ignores: Callable[[str], bool],
+    *,
+    turns: int = 1,
 ) -> dict[str, tuple[Message, ...]]:
     """Return the messages of each teacher that sees others than the student.
 
@@ -36,6 +38,8 @@ def teacher_prompts(
         student: the student's messages.
         teachers: of the row; their fallbacks are included.
         ignores: True for keys that messages may have besides their own.
+        turns: prompts of the row; with several, the messages have to be the student's, which the
+            settings of a teacher may change.
 
     Raises:
         LineError: for a teacher with two prompts or without its column, and for invalid messages.
@@ -46,6 +50,14 @@ def teacher_prompts(
         if fallback is not None and fallback not in names:
             names.append(fallback)
     by_line = _of_line(row, names, {*names, *settings}, ignores)
+    own = next(
+        (n for n in names if n in by_line or (n in settings and settings[n].prompt_key)), None
+    )
+    if turns > 1 and own is not None:
+        raise LineError(
+            f"teacher {own!r}: one prompt for {turns} turns (expected system_prompt or append_key, "
+            "or data.turns 'last')"
+        )
     prompts: dict[str, tuple[Message, ...]] = {}
     for name in names:
         messages = by_line.get(name)

@@ -159,7 +159,7 @@ def _lines(
         encoders = {n: facts.tokenizer(n).encoder for n, facts in scores.teachers.items()}
         texts = StudentTexts(identity, encoders)
     for row in read_rows(job, manifests, texts):
-        prompt_ids = identity.prompt_token_ids(row.prompt.messages)
+        prompt_ids = identity.prompt_token_ids(row.prompt.messages, row.prompt.tools)
         row_scores = scores.read([*row.keys.values()])
         for name, score in zip(row.keys, row_scores, strict=True):
             if score is None:

@@ -84,8 +84,18 @@ def _prompts(job: ScoringJob) -> Iterator[tuple[int, Prompt]]:
 
 def _request(prompt: Prompt, teacher: str) -> SequenceRequest:
     """Return the request that training sends for a reference answer."""
-    messages = list(messages_for(prompt, teacher))
-    return SequenceRequest(messages=messages, completion=prompt.answer, finished=True)
+    if prompt.reply is not None:
+        raise DataError(
+            f"prompt {prompt.index + 1}: a completion with tool calls or thinking, or one of "
+            "several turns, has the text of a student's template. Name the student with --student.",
+            key="student",
+        )
+    return SequenceRequest(
+        messages=list(messages_for(prompt, teacher)),
+        tools=list(prompt.tools),
+        completion=prompt.answer,
+        finished=True,
+    )
 
 
 def _options(teacher: TeacherConfig) -> LogprobsRequest:

@@ -14,6 +14,7 @@ from mopd_trainer.config.run import RolloutConfig, StudentConfig
 from mopd_trainer.config.teacher import TeacherConfig
 from mopd_trainer.data.teacher_input import text_view
 from mopd_trainer.rollouts.reference_completions import ReferenceCompletions
+from mopd_trainer.rollouts.reference_turns import reply_token_ids
 from mopd_trainer.student.identity import StudentIdentity
 from mopd_trainer.teachers.connect import Teacher, connect_teachers
 from mopd_trainer.teachers.scoring import RolloutScorer
@@ -35,7 +36,13 @@ class StudentTexts:
         self._references = ReferenceCompletions(identity, _ANY_LENGTH, max_length=None, scored=True)
 
     def rollout(self, prompt: Prompt) -> Rollout:
-        """Return a reference answer in the student's tokens."""
+        """Return a reference answer in the student's tokens.
+
+        Raises:
+            DataError: if the student's template cannot render it as a completion.
+        """
+        if prompt.reply is not None:
+            reply_token_ids(prompt, self.identity)
         [rollout] = self._references.rollouts([prompt], step=0)
         return rollout
 

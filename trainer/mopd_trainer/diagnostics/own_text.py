@@ -60,6 +60,7 @@ async def _finding(
         if ids:
             request = SequenceRequest(
                 messages=list(messages_for(prompt, teacher.name)),
+                tools=list(prompt.tools),
                 chat_template_kwargs=variables,
                 completion_token_ids=ids,
             )

@@ -8,9 +8,11 @@ the template adds (a default system prompt, a date). A text that is not found wa
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
+
+from mopd_protocol.messages import Tool, template_tools
 
 #: Message text with the thinking of an assistant's turn: tags, thinking, and the rest.
 _THINKING = re.compile(
@@ -33,8 +35,8 @@ _EXCERPT = 60
 _SENTINEL = re.compile(r"mopdpart\d+[ta]x")
 
 
-#: Role and content of each message.
-Messages = Sequence[Mapping[str, str]]
+#: Role and content of each message, and tool calls.
+Messages = Sequence[Mapping[str, Any]]
 
 
 class Rendered(NamedTuple):
@@ -52,6 +54,15 @@ class Side:
 
     chat: Any  # PreTrainedTokenizerFast
     variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def with_tools(self, tools: Sequence[Tool]) -> "Side":
+        """Return the side with the tools of a prompt.
+
+        Raises:
+            ValueError: if the template shows none.
+        """
+        own = template_tools(tools, self.chat.chat_template)
+        return replace(self, variables={**self.variables, **own}) if own else self
 
     def render(self, messages: Messages) -> str:
         """Return the rendered conversation, up to the start of the assistant's turn."""

@@ -62,6 +62,7 @@ def _request(example: TrainingExample) -> SequenceRequest:
     (score,) = example.scores
     return SequenceRequest(
         messages=score.teacher_input.request.messages,
+        tools=list(example.rollout.prompt.tools),
         chat_template_kwargs=score.teacher_input.request.chat_template_kwargs,
         completion_token_ids=score.score.completion.token_ids.tolist(),
     )

@@ -75,6 +75,7 @@ def _finding(
         messages = [message.model_dump() for message in messages_for(prompt, name)]
         subject = f"teacher {name!r}: prompt {prompt.index + 1}"
         try:
+            student, teacher = student.with_tools(prompt.tools), teacher.with_tools(prompt.tools)
             difference = first_difference(messages, student, teacher, same_tokens=same_tokens)
         except Exception as error:  # a template may raise any
             roles = ", ".join(message.role for message in messages_for(prompt, name))

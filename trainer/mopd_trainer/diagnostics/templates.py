@@ -20,7 +20,7 @@ def check_templates(prompts: Sequence[Prompt], student: StudentIdentity) -> Iter
     """Yield a finding on the rendered prompts: user's text, beginning of text, thinking block."""
     table = student.table
     for prompt in prompts[:_CHECKED]:
-        ids = student.prompt_token_ids(prompt.messages)
+        ids = student.prompt_token_ids(prompt.messages, prompt.tools)
         text = table.sequence(ids).text.decode("utf-8", "replace")
         problem = ""
         if any(message.content.strip() not in text for message in prompt.messages):

@@ -67,7 +67,9 @@ class StudentModel:
         self, prompts: Sequence[Prompt], settings: RolloutConfig, *, seed: int
     ) -> list[Completion]:
         """See ``EvaluatedModel``."""
-        encoded = [self._student.prompt_token_ids(prompt.messages) for prompt in prompts]
+        encoded = [
+            self._student.prompt_token_ids(prompt.messages, prompt.tools) for prompt in prompts
+        ]
         limit = self._student.max_length
         fits = [limit is None or len(ids) + settings.max_new_tokens <= limit for ids in encoded]
         if not all(fits):
@@ -87,7 +89,7 @@ class StudentModel:
     async def log_likelihood(self, prompt: Prompt, text: str) -> float:
         """See ``EvaluatedModel``."""
         identity = self._student.identity
-        prompt_ids = identity.prompt_token_ids(prompt.messages)
+        prompt_ids = identity.prompt_token_ids(prompt.messages, prompt.tools)
         text_ids = identity.encoder.encode(text)
         logprobs = await asyncio.to_thread(self._student.logprobs, prompt_ids, text_ids)
         return float(logprobs.sum())

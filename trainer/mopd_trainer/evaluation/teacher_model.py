@@ -98,6 +98,7 @@ class TeacherModel:
         """
         sequence = SequenceRequest(
             messages=list(messages_for(prompt, self._name)),
+            tools=list(prompt.tools),
             chat_template_kwargs=self._variables,
             completion=text,
         )
@@ -111,6 +112,7 @@ class TeacherModel:
         sequences = [
             SequenceRequest(
                 messages=list(messages_for(prompt, self._name)),
+                tools=list(prompt.tools),
                 chat_template_kwargs=self._variables,
                 completion_token_ids=[*ids, self._any_id],
             )

@@ -33,7 +33,9 @@ class PromptEncoder:
 
     def encode(self, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
         """Return the prompts that leave room for a completion; count the others."""
-        encoded = [EncodedPrompt(p, self._student.prompt_token_ids(p.messages)) for p in prompts]
+        encoded = [
+            EncodedPrompt(p, self._student.prompt_token_ids(p.messages, p.tools)) for p in prompts
+        ]
         return [prompt for prompt in encoded if self._fits(prompt)]
 
     def rollout(self, prompt: EncodedPrompt, generation: Generation, *, version: int) -> Rollout:

@@ -11,6 +11,7 @@ import numpy as np
 from mopd_protocol.errors import DataError
 from mopd_protocol.samples import Prompt, Rollout
 from mopd_trainer.config.run import RolloutConfig
+from mopd_trainer.rollouts.reference_turns import reply_token_ids
 from mopd_trainer.rollouts.source import CompletionBatch
 from mopd_trainer.student.identity import StudentIdentity
 
@@ -21,8 +22,10 @@ class ReferenceCompletions:
     """Build a rollout of each prompt's reference answer: a ``CompletionSource``.
 
     The completion is the text as a continuation of the prompt, followed by the token that ends the
-    turn. Completions longer than ``max_new_tokens``, or than the student has room for, are dropped:
-    a truncated one would train the student to stop anywhere.
+    turn. A message with tool calls or thinking, or one of several turns, is rendered by the
+    student's template, and dropped with a warning if that is impossible. Completions longer than
+    ``max_new_tokens``, or than the student has room for, are dropped: a truncated one would train
+    the student to stop anywhere.
 
     Args:
         scored: whether teachers score the completions.
@@ -65,15 +68,27 @@ class ReferenceCompletions:
         Raises:
             DataError: when a prompt has no reference answer.
         """
-        encoded = self._student.encoder.encode_batch(
-            [_reference_text(prompt) for prompt in prompts]
-        )
-        rollouts = [self._rollout(p, ids, step) for p, ids in zip(prompts, encoded, strict=True)]
-        return [rollout for rollout in rollouts if rollout is not None]
+        texts = [_reference_text(prompt) for prompt in prompts if prompt.reply is None]
+        encoded = iter(self._student.encoder.encode_batch(texts))
+        ending = self._student.table.roles.ending[0]
+        rollouts: list[Rollout] = []
+        for prompt in prompts:
+            try:
+                ids = (
+                    [*next(encoded), ending]
+                    if prompt.reply is None
+                    else reply_token_ids(prompt, self._student)
+                )
+            except DataError as error:
+                self._dropped["turn_rejected"] += 1
+                logger.warning("%s; dropped", error)
+                continue
+            rollout = self._rollout(prompt, ids, step)
+            rollouts += [] if rollout is None else [rollout]
+        return rollouts
 
-    def _rollout(self, prompt: Prompt, text_ids: list[int], step: int) -> Rollout | None:
-        prompt_ids = self._student.prompt_token_ids(prompt.messages)
-        ids = [*text_ids, self._student.table.roles.ending[0]]
+    def _rollout(self, prompt: Prompt, ids: list[int], step: int) -> Rollout | None:
+        prompt_ids = self._student.prompt_token_ids(prompt.messages, prompt.tools)
         if not self._fits(prompt, len(prompt_ids), len(ids)):
             return None
         return Rollout(

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.utils.hub import cached_file
 
 from mopd_protocol.errors import ConfigError, DataError
+from mopd_protocol.messages import Message, Tool, template_messages, template_tools
 from mopd_protocol.runtime.model_config import (
     dropout_values,
     explaining_config,
@@ -28,7 +29,6 @@ from mopd_protocol.runtime.model_config import (
     stored_dtype,
 )
 from mopd_protocol.runtime.model_revision import is_missing_folder
-from mopd_protocol.samples import Message
 from mopd_protocol.tokenizers.pretrained import load_exact
 from mopd_protocol.tokenizers.published_ends import end_ids, published_ends
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable, control_tokens
@@ -130,33 +130,54 @@ class StudentIdentity:
         """Files of the tokenizer in a folder of the model; saved and reloaded on first use."""
         return TokenizerFiles.of(self.tokenizer, self.model_config)
 
-    def prompt_token_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Return the prompt in the student's chat template, with the generation prompt.
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return a conversation in the student's chat template.
 
         Raises:
-            DataError: when the template cannot render these messages.
+            DataError: when the template cannot render these messages and tools.
         """
         tokenizer: Any = self.tokenizer
+        template = tokenizer.chat_template
         try:
-            text: str = tokenizer.apply_chat_template(
-                [message.model_dump() for message in messages],
-                add_generation_prompt=True,
+            return tokenizer.apply_chat_template(
+                template_messages(messages, template),
+                add_generation_prompt=add_generation_prompt,
                 tokenize=False,
-                **self.chat_template_kwargs,
+                **{**template_tools(tools, template), **self.chat_template_kwargs},
             )
         except Exception as error:  # a template may raise any
             roles = ", ".join(message.role for message in messages)
-            variables = ", ".join(self.chat_template_kwargs)
-            with_variables = f" with chat_template_kwargs {variables}" if variables else ""
+            variables = ", ".join([*(["tools"] if tools else []), *self.chat_template_kwargs])
+            with_variables = f" with {variables}" if variables else ""
             raise DataError(
                 f"student.model: the chat template rejects messages of roles {roles}"
                 f"{with_variables}: {error}",
                 key="student.model",
             ) from error
-        token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def prompt_token_ids(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = ()
+    ) -> list[int]:
+        """Return the prompt in the student's chat template, with the generation prompt.
+
+        Raises:
+            DataError: when the template cannot render these messages and tools.
+        """
+        token_ids = self.token_ids(self.render(messages, tools))
         if not token_ids:
             raise DataError("student.model: the chat template renders an empty prompt")
         return token_ids
+
+    def token_ids(self, rendered: str) -> list[int]:
+        """Return the ids of rendered text, in which control tokens are spelled literally."""
+        tokenizer: Any = self.tokenizer
+        return tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
     @classmethod
     def read(cls, config: StudentConfig) -> "StudentIdentity":

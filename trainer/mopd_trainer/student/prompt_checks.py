@@ -49,7 +49,7 @@ def rendered_lengths(
     lengths: list[int] = []
     for prompt in prompts[:RENDERED]:
         try:
-            lengths.append(len(student.prompt_token_ids(prompt.messages)))
+            lengths.append(len(student.prompt_token_ids(prompt.messages, prompt.tools)))
         except DataError as error:
             raise DataError(
                 f"{source}: prompt {prompt.index + 1}: {error}", key=str(source)

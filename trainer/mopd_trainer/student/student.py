@@ -23,8 +23,8 @@ from transformers import (
 from mopd_losses.core.blockwise_head import Head, LossTerm, blockwise_head, dense_head
 from mopd_losses.core.loss import LossOutput
 from mopd_protocol.errors import ConfigError
+from mopd_protocol.messages import Message, Tool
 from mopd_protocol.runtime.model_weights import load_complete
-from mopd_protocol.samples import Message
 from mopd_trainer.config.run import RolloutConfig, StudentConfig
 from mopd_trainer.data.packing import MicroBatch
 from mopd_trainer.distributed.full_copy import UnshardedCopy
@@ -147,9 +147,11 @@ class Student:
         """Return the trained parameters by name: all weights, or those of adapters."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def prompt_token_ids(self, messages: Sequence[Message]) -> list[int]:
+    def prompt_token_ids(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = ()
+    ) -> list[int]:
         """See ``StudentIdentity``."""
-        return self.identity.prompt_token_ids(messages)
+        return self.identity.prompt_token_ids(messages, tools)
 
     @torch.no_grad()
     def generate(
