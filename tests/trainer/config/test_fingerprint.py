@@ -13,7 +13,7 @@ from mopd_trainer.config.settings import IncidentalMark
 INCIDENTAL = """
 accept_changed_settings accept_changed_teachers best_checkpoint_metric best_checkpoint_mode
 data.answer_key data.default_teacher data.ignored_keys data.on_bad_line data.prompts
-data.question_key data.split data.subset data.teacher_key
+data.question_key data.split data.subset data.teacher_key data.turns
 degradation evaluation exp_name keep_checkpoints logging logging_steps output_dir
 projection_cache resources resume_from_checkpoint rollout.scoring rollout.vllm save_steps
 score_cache stop_on_degradation student.device student.final_dtype

@@ -286,8 +286,9 @@ class _RowReader:
 
     def _with_teacher_prompts(self, prompt: Prompt, columns: JSON, turns: int) -> Prompt:
         names = [*prompt.teachers, *self.unrouted]
-        ignores = self.config.ignores
-        own = teacher_prompts(columns, prompt.messages, names, self.settings, ignores, turns=turns)
+        own = teacher_prompts(
+            columns, prompt.messages, names, self.settings, self.config, turns=turns
+        )
         return replace(prompt, teacher_messages=own) if own else prompt
 
 

@@ -4,10 +4,11 @@ A row has ``teacher_messages`` for its teachers or for some of them; or the sett
 name the column of its prompt, a system prompt, and a column whose text is appended.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mopd_protocol.samples import Message
+from mopd_trainer.config.data import DataConfig
 from mopd_trainer.config.teacher import TeacherConfig
 from mopd_trainer.data.messages import JSON, LineError, conversation, unicode_text
 
@@ -28,7 +29,7 @@ def teacher_prompts(
     student: Sequence[Message],
     teachers: Iterable[str],
     settings: Mapping[str, TeacherConfig],
-    ignores: Callable[[str], bool],
+    config: DataConfig,
     *,
     turns: int = 1,
 ) -> dict[str, tuple[Message, ...]]:
@@ -37,7 +38,7 @@ def teacher_prompts(
     Args:
         student: the student's messages.
         teachers: of the row; their fallbacks are included.
-        ignores: True for keys that messages may have besides their own.
+        config: of the data.
         turns: prompts of the row; with several, the messages have to be the student's, which the
             settings of a teacher may change.
 
@@ -49,7 +50,7 @@ def teacher_prompts(
         fallback = settings[name].fallback if name in settings else None
         if fallback is not None and fallback not in names:
             names.append(fallback)
-    by_line = _of_line(row, names, {*names, *settings}, ignores)
+    by_line = _of_line(row, names, {*names, *settings}, config)
     own = next(
         (n for n in names if n in by_line or (n in settings and settings[n].prompt_key)), None
     )
@@ -62,21 +63,21 @@ def teacher_prompts(
     for name in names:
         messages = by_line.get(name)
         if name in settings:
-            messages = _configured(row, student, messages, name, settings[name], ignores)
+            messages = _configured(row, student, messages, name, settings[name], config)
         if messages is not None and tuple(messages) != tuple(student):
             prompts[name] = tuple(messages)
     return prompts
 
 
 def _of_line(
-    row: JSON, names: Sequence[str], known: set[str], ignores: Callable[[str], bool]
+    row: JSON, names: Sequence[str], known: set[str], config: DataConfig
 ) -> dict[str, list[Message]]:
     """Return the messages of ``teacher_messages`` by teacher."""
     value: Any = row.get(TEACHER_MESSAGES)
     if value is None:
         return {}
     if not isinstance(value, dict) or _COLUMNS.issuperset(value):  # pyright: ignore[reportUnknownArgumentType]
-        messages = _complete(conversation(value, TEACHER_MESSAGES, ignores), TEACHER_MESSAGES)
+        messages = _complete(conversation(value, TEACHER_MESSAGES, config), TEACHER_MESSAGES)
         return dict.fromkeys(names, messages)
     # A column of parquet has the teachers of all its rows, with null for the others.
     entries: dict[Any, Any] = {k: each for k, each in value.items() if each is not None}  # pyright: ignore[reportUnknownVariableType]
@@ -88,8 +89,7 @@ def _of_line(
         )
     keys = {str(name): f"{TEACHER_MESSAGES}.{name}" for name in entries}
     return {
-        name: _complete(conversation(entries[name], key, ignores), key)
-        for name, key in keys.items()
+        name: _complete(conversation(entries[name], key, config), key) for name, key in keys.items()
     }
 
 
@@ -99,7 +99,7 @@ def _configured(
     of_line: Sequence[Message] | None,
     name: str,
     settings: TeacherConfig,
-    ignores: Callable[[str], bool],
+    config: DataConfig,
 ) -> list[Message]:
     """Return the messages of the line, or the student's, with the teacher's settings applied."""
     changed = [*(student if of_line is None else of_line)]
@@ -115,7 +115,7 @@ def _configured(
         changed = (
             [Message(role="user", content=unicode_text(value, repr(key)))]
             if isinstance(value, str)
-            else conversation(value, key, ignores)
+            else conversation(value, key, config)
         )
         changed = _complete(changed, key)
     if settings.system_prompt is not None:
