@@ -8,7 +8,6 @@ student's tokenizer would write. If it is always one, the teacher's mass is the 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property
-from threading import Lock
 from typing import NamedTuple, TypeVar
 
 from mopd_losses.alignment.byte_strings import utf8_text
@@ -23,6 +22,9 @@ ANY = -2
 
 #: In a set of tokens: none, because the text is a control token of the teacher only.
 NO_TOKEN = -3
+
+#: In place of a token: the student may write several.
+UNDECIDED = -4
 
 #: Longer tokens of the student that are tried behind each beginning.
 _LONGER_TOKENS = 32
@@ -57,7 +59,6 @@ class FirstTokens:
         self._continuations = Continuations((student, teacher))
         self._sets: dict[tuple[Beginning, bool], frozenset[int]] = {}
         self._divisions: dict[Division, bool] = {}
-        self._lock = Lock()  # services translate in several threads
 
     def of(
         self, trials: Iterable[tuple[Beginning, bool]]
@@ -69,9 +70,8 @@ class FirstTokens:
             trials: beginnings, and whether many continuations are tried.
         """
         trials = [*trials]
-        with self._lock:
-            self._compute_sets(_missing(self._sets, trials))
-            return {each: self._sets[each] for each in trials}
+        self._compute_sets(_missing(self._sets, trials))
+        return {each: self._sets[each] for each in trials}
 
     def _compute_sets(self, missing: Sequence[tuple[Beginning, bool]]) -> None:
         self._decide_without_continuations(missing)
@@ -117,6 +117,23 @@ class FirstTokens:
         ends = range(max(len(self._student.strings[token]), 1), len(text))
         return any(not self._student.joins(text[end - 1], text[end]) for end in ends)
 
+    def ended(self, beginnings: Sequence[Beginning]) -> list[int]:
+        """Return the token that the student writes first if text is divided behind a beginning.
+
+        It is ``UNDECIDED`` for half a character, and behind white space and digits, which some
+        tokenizers divide by what is behind them.
+        """
+        strings = [self._student.spelled(each.student_ids) + each.text for each in beginnings]
+        texts = [utf8_text(string) or "" for string in strings]
+        written = _written(self._student, texts)
+        pairs = zip(beginnings, texts, strict=True)
+        return [
+            UNDECIDED
+            if not text or text[-1].isspace() or text[-1].isnumeric()
+            else self._next_token(beginning, written[text])
+            for beginning, text in pairs
+        ]
+
     def _longer_tokens(self, beginning: Beginning) -> set[int]:
         """Return the student's tokens that begin with the text of one token of the teacher, which
         divides them behind it."""
@@ -144,9 +161,8 @@ class FirstTokens:
     def may_write(self, divisions: Iterable[Division]) -> dict[Division, bool]:
         """Return whether the teacher's tokenizer may write these tokens before the text."""
         divisions = [*divisions]
-        with self._lock:
-            self._compute_divisions(_missing(self._divisions, divisions))
-            return {each: self._divisions[each] for each in divisions}
+        self._compute_divisions(_missing(self._divisions, divisions))
+        return {each: self._divisions[each] for each in divisions}
 
     def _compute_divisions(self, missing: Sequence[Division]) -> None:
         trials: dict[Division, list[str]] = {}

@@ -9,12 +9,15 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_losses.alignment.byte_strings import FIRST_CONTROL, is_continuation, utf8_text
+from mopd_losses.alignment.byte_strings import FIRST_CONTROL, utf8_text
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
 
 #: A control token of a string.
 CONTROLS = f"[{chr(FIRST_CONTROL)}-\U0010ffff]"
+
+#: The code of all control tokens.
+CONTROL_CODE = 256
 
 #: Sorts behind every character of a string.
 _HIGHEST = "\U0010ffff"
@@ -23,6 +26,12 @@ _HIGHEST = "\U0010ffff"
 def is_control(character: str) -> bool:
     """Return whether a character of a string is a control token."""
     return ord(character) >= FIRST_CONTROL
+
+
+def character_codes(string: str) -> NDArray[np.int64]:
+    """Return the byte of each character of a string, or ``CONTROL_CODE``."""
+    codes = np.frombuffer(string.encode("utf-32-le"), dtype=np.uint32).astype(np.int64)
+    return np.minimum(codes, CONTROL_CODE)
 
 
 class Vocabulary:
@@ -46,9 +55,10 @@ class Vocabulary:
             self.strings[token_id]: token_id for token_id in table.roles.ending[:1]
         }
 
-    def string(self, token_id: int) -> str:
-        """Return the string of a token; empty for an id of a padded head."""
-        return self.strings[token_id] if token_id < len(self.strings) else ""
+    @property
+    def size(self) -> int:
+        """Number of ids; one more stands for all ids of a padded head."""
+        return len(self.strings)
 
     def spelled(self, token_ids: Iterable[int]) -> str:
         """Return the string of tokens in succession."""
@@ -81,6 +91,63 @@ class Vocabulary:
         return nsmallest(most, ids[start:stop])
 
     @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """[size + 1], characters of each token."""
+        return np.array([*map(len, self.strings), 0], dtype=np.int64)
+
+    @cached_property
+    def ranks(self) -> NDArray[np.int64]:
+        """[size + 1], place of each token in the order of strings; -1 without one."""
+        _, order = self._sorted
+        ranks = np.full(self.size + 1, -1, dtype=np.int64)
+        ranks[order] = np.arange(len(order))
+        return ranks
+
+    def ranks_behind(self, prefix: str) -> tuple[int, int]:
+        """Return the range of ranks of the tokens that begin with a string."""
+        strings, _ = self._sorted
+        return bisect_left(strings, prefix), bisect_left(strings, prefix + _HIGHEST)
+
+    def beginnings(self, string: str) -> list[int]:
+        """Return the tokens with which a string begins."""
+        strings, ids = self._sorted
+        found: list[int] = []
+        for end in range(1, len(string) + 1):
+            prefix = string[:end]
+            at = bisect_left(strings, prefix)
+            while at < len(strings) and strings[at] == prefix:
+                found.append(ids[at])
+                at += 1
+        return found
+
+    @cached_property
+    def _characters(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Codes of all tokens' characters in succession, and where each token begins in them."""
+        starts = np.cumsum(self.lengths) - self.lengths
+        return character_codes("".join(self.strings) + _HIGHEST), starts
+
+    def codes_at(self, tokens: NDArray[np.int64], at: NDArray[np.int64] | int) -> NDArray[np.int64]:
+        """Return the code of a character of each token, see ``character_codes``."""
+        codes, starts = self._characters
+        return codes[starts[tokens] + at]
+
+    @cached_property
+    def events(self) -> NDArray[np.int64]:
+        """[size], the token that stands for each: all that end the turn are one."""
+        events = np.arange(self.size)
+        for token, string in enumerate(self.strings):
+            events[token] = self.control_ids.get(string, token)
+        return events
+
+    @cached_property
+    def joinable(self) -> NDArray[np.bool_]:
+        """[257, 257], ``joins`` of two codes of ``character_codes``."""
+        table = np.zeros((CONTROL_CODE + 1,) * 2, dtype=np.bool_)
+        table[:CONTROL_CODE, :CONTROL_CODE] = self._contained
+        table[:CONTROL_CODE, 0x80:0xC0] = True  # half a character is not text
+        return table
+
+    @cached_property
     def _contained(self) -> NDArray[np.bool_]:
         """[256, 256], whether a token contains one byte behind the other."""
         contained = np.zeros((256, 256), dtype=np.bool_)
@@ -93,11 +160,8 @@ class Vocabulary:
     def joins(self, before: str, after: str) -> bool:
         """Return whether a token may contain two neighbouring characters of a string: if not,
         text is divided between them, and both parts independently of each other."""
-        first, second = ord(before), ord(after)
-        if max(first, second) >= FIRST_CONTROL:
-            return False
-        # Half a character is not text.
-        return is_continuation(second) or bool(self._contained[first, second])
+        codes = (min(ord(each), CONTROL_CODE) for each in (before, after))
+        return bool(self.joinable[*codes])
 
     def texts(self) -> Iterator[str]:
         """Yield the tokens that are text."""
