@@ -136,11 +136,13 @@ class Run:
     async def update(
         self, micro_batches: Iterable[MicroBatch], *, step: int, tokens: int, dropped: Metrics
     ) -> Update:
-        """Make one optimizer step on all ranks; see ``Learner.update``."""
+        """Make one optimizer step on all ranks, as ``Learner.update``, and update self-teachers."""
         with self.timer.phase("train"):
-            return await asyncio.to_thread(
+            update = await asyncio.to_thread(
                 self.learner.update, micro_batches, tokens=tokens, step=step, dropped=dropped
             )
+            await asyncio.to_thread(self.local_teachers.update, step + 1)
+        return update
 
     async def evaluate(self, steps: int) -> None:
         """Evaluate the weights after ``steps`` steps, if due.
@@ -234,7 +236,11 @@ class Run:
             return
         self.coordinator.log.flush()  # the journal on disk is never behind a checkpoint
         await asyncio.to_thread(
-            self.coordinator.checkpoints.save, steps, self.student, self.learner.optimizer
+            self.coordinator.checkpoints.save,
+            steps,
+            self.student,
+            self.learner.optimizer,
+            self.local_teachers,
         )
 
     async def push_weights(self, *, version: int) -> None:

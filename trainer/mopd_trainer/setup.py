@@ -103,7 +103,7 @@ async def open_run(
             await _connect(config, inputs, student, console)
         local_teachers = _local_teachers(config, student, inputs)
         learner = _learner(config, student, local_teachers, inputs)
-        first_step = _restore(student, learner, inputs)
+        first_step = _restore(student, learner, local_teachers, inputs)
         coordinator = None
         if inputs is not None:
             if first_step and inputs.checkpoint is not None:
@@ -181,6 +181,7 @@ def _local_teachers(config: RunConfig, student: Student, inputs: _Inputs | None)
         device=student.device,
         tokens_per_batch=config.student.tokens_per_micro_batch,
         ranks=student.ranks,
+        student=student,
     )
     if inputs is not None:
         inputs.lock.models = local_teachers
@@ -217,7 +218,7 @@ def teacher_loss(
         sides = student.identity, student.identity
         return build_loss(PolicyGradientConfig(), *sides, student.device, cache=cache)
     if settings.support == "full":
-        assert isinstance(settings.loss, TopKKlConfig)  # checked with the settings
+        assert isinstance(settings.loss, TopKKlConfig)  # checked with the settings; auto selects it
         head = local_teachers.head(teacher.name, student.device)
         tables = student.table, teacher.tokenizer.table
         ends = EndEvent.between(*tables, one_vocabulary=True)
@@ -232,14 +233,16 @@ def teacher_loss(
     )
 
 
-def _restore(student: Student, learner: Learner, inputs: _Inputs | None) -> int:
+def _restore(
+    student: Student, learner: Learner, local_teachers: LocalTeachers, inputs: _Inputs | None
+) -> int:
     """Load the checkpoint, if there is one, on all ranks; return its step."""
     checkpoint = inputs.checkpoint if inputs is not None else None
     step: int | None = student.ranks.broadcast(None if checkpoint is None else checkpoint.step)
     if step is None:
         return 0
     if checkpoint is not None:
-        checkpoint.restore(student, learner.optimizer)
+        checkpoint.restore(student, learner.optimizer, local_teachers)
     else:
         student.load_weights(None)
         learner.optimizer.load_state_dict({})

@@ -96,8 +96,10 @@ class FullVocabularyLoss:
         temperature = self.settings.kd_temperature or self.teacher_temperature
         rows = student if self.ends is None else OneEndRows(student, self.ends.student_ids)
         logprobs = rows.whole_rows(targets.positions, temperature=temperature)
-        logits = _padded(self.head.logits(targets.hidden), student.width) / temperature
-        teacher = logits.log_softmax(dim=1).to(logprobs.dtype)
+        logits = _padded(self.head.logits(targets.hidden), student.width)
+        # As the student's rows are normalised: equal logits have a loss of exactly zero.
+        shifted = (logits - logits.amax(dim=1, keepdim=True)) / temperature
+        teacher = (shifted - shifted.logsumexp(dim=1, keepdim=True)).to(logprobs.dtype)
         teacher = teacher if self.ends is None else self.ends.teacher_rows(teacher)
         values = divergence_of(self.settings)(logprobs, teacher)
         per_token = student.zeros().index_add(0, targets.positions, values * temperature**2)

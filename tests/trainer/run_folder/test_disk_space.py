@@ -41,7 +41,7 @@ def test_announced_size_is_that_of_the_files(tmp_path: Path) -> None:
         checkpoints.save(step, student, optimizer)
     names = ("model.safetensors", "optimizer.pt")
     files = [path for name in names for path in tmp_path.rglob(name)]
-    size = kept_checkpoints(config) * checkpoint_size(student.identity.trained)
+    size = kept_checkpoints(config) * checkpoint_size(config, student.identity.trained)
     assert sum(path.stat().st_size for path in files) == pytest.approx(size, rel=0.05)
 
 

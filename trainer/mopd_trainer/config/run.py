@@ -31,13 +31,13 @@ from mopd_trainer.config.settings import (
     invalid,
 )
 from mopd_trainer.config.student import LoraConfig, StudentConfig
-from mopd_trainer.config.teacher import (
-    ScoreCacheConfig,
-    TeacherConfig,
+from mopd_trainer.config.teacher import ScoreCacheConfig, TeacherConfig, student_topk
+from mopd_trainer.config.teacher_requirements import (
     require_reference_answers,
     require_revisions,
     require_valid_fallbacks,
-    student_topk,
+    require_valid_local_teachers,
+    with_student,
 )
 
 __all__ = [
@@ -149,6 +149,15 @@ class RunConfig(Settings):
         return values
 
     @model_validator(mode="after")
+    def _set_self_teachers(self) -> "RunConfig":
+        """Give self-teachers the student's model, and score after sampling by default."""
+        teachers = {n: with_student(n, each, self.student) for n, each in self.teachers.items()}
+        object.__setattr__(self, "teachers", teachers)  # the model is frozen
+        if any(teacher.kind == "self" for teacher in teachers.values()):
+            self._set_rollout_default("scoring", "after_rollout")
+        return self
+
+    @model_validator(mode="after")
     def _validate_teachers(self) -> "RunConfig":
         known = ", ".join(sorted(self.teachers)) or "no teacher"
         default = self.data.default_teacher
@@ -201,7 +210,7 @@ class RunConfig(Settings):
             self._set_rollout_default("corrections", 0)
         return self
 
-    def _set_rollout_default(self, name: str, value: float) -> None:
+    def _set_rollout_default(self, name: str, value: float | str) -> None:
         """Set a setting of the rollout that the configuration does not have."""
         if name not in self.rollout.model_fields_set:
             rollout = self.rollout.model_copy(update={name: value})
@@ -259,30 +268,12 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _validate_local_teachers(self) -> "RunConfig":
-        rollout = self.rollout
-        for name, teacher in self.teachers.items():
-            if not teacher.local:
-                continue
-            if rollout.scoring != "after_rollout" or rollout.max_staleness:
-                raise invalid(
-                    f"teachers.{name}.placement",
-                    "a 'local' teacher is offloaded during sampling and training (found "
-                    f"rollout.scoring '{rollout.scoring}' and rollout.max_staleness "
-                    f"{rollout.max_staleness}, expected 'after_rollout' and 0)",
-                )
-            if rollout.corrections:
-                raise invalid(
-                    f"teachers.{name}.placement",
-                    "the student continues corrected completions after scoring, while a 'local' "
-                    f"teacher is loaded (found rollout.corrections {rollout.corrections}, expected "
-                    "0). Set it to 0, or serve the teacher with mopd-teacher.",
-                )
-            if teacher.support == "full" and (self.logging.record or self.replay is not None):
-                raise invalid(
-                    f"teachers.{name}.support",
-                    "'full' cannot be recorded or replayed. Set it to 'teacher_topk', or remove "
-                    "logging.record and replay.",
-                )
+        require_valid_local_teachers(
+            self.teachers,
+            self.rollout,
+            recorded=self.logging.record or self.replay is not None,
+            ranks=1 if self.resources is None else self.resources.student,
+        )
         return self
 
     @model_validator(mode="after")

@@ -65,10 +65,20 @@ class TeacherConfig(Settings):
     contacted."""
     serve: Incidental[ServeConfig | None] = None
     """The service to start, for ``placement: ray``."""
-    kind: Literal["mopd", "openai"] = "mopd"
+    kind: Literal["mopd", "openai", "self"] = "mopd"
     """``mopd``: a ``mopd-teacher serve``; ``openai``: a stock ``vllm serve`` (start it with
     ``--max-logprobs`` of at least ``top_k``; for ``support: student_topk``, ``top_k`` + 1, and with
-    ``--enable-scale-out``)."""
+    ``--enable-scale-out``); ``self``: the student, in the trainer's process, with ``weights``
+    (``placement: local``, and ``rollout.scoring: after_rollout`` by default)."""
+    weights: Literal["start", "live", "average", "copy"] | None = None
+    """``self``: ``start``: the weights before the first step, the default; ``live``: those of the
+    step, without a gradient; ``average``: an exponential moving average; ``copy``: a copy that is
+    taken every few steps. All but ``live`` take the memory of the trained weights once more."""
+    rate: float | None = Field(default=None, gt=0, le=1)
+    """``weights: average``: share of the student's weights in the average of each step. Default:
+    0.01."""
+    every: int | None = Field(default=None, ge=1)
+    """``weights: copy``: steps between two copies."""
     tokenizer: Incidental[str | None] = None
     """``openai``: folder or hub name of the served model's tokenizer."""
     model: Incidental[str | None] = None
@@ -156,6 +166,10 @@ class TeacherConfig(Settings):
             return values
         if isinstance(values.get("loss"), str):
             values = {**values, "loss": {"type": values["loss"]}}
+        if values.get("kind") == "self":
+            values = {"placement": "local", "weights": "start", **values}
+            if values["weights"] == "average":
+                values = {"rate": 0.01, **values}
         if values.get("scores") is not None:
             values = {"placement": "stored", **values}
         placements = {"ray": _NOT_STARTED, "local": _IN_THIS_PROCESS, "stored": _STORED}
@@ -196,7 +210,9 @@ class TeacherConfig(Settings):
                 f"not available with stored scores, which are of the data's own prompts (found "
                 f"{self.control!r}). Remove it, or use a running teacher.",
             )
-        if self.support == "full" and not (self.local and isinstance(self.loss, TopKKlConfig)):
+        own = self.kind == "self" and isinstance(self.loss, AutoConfig)  # which selects topk_kl
+        full = self.local and (own or isinstance(self.loss, TopKKlConfig))
+        if self.support == "full" and not full:
             raise invalid(
                 "support",
                 "'full' needs a 'local' teacher with the student's tokenizer and loss 'topk_kl' "
@@ -215,6 +231,26 @@ class TeacherConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _validate_self(self) -> "TeacherConfig":
+        for name, used in (
+            ("weights", self.kind == "self"),
+            ("rate", self.weights == "average"),
+            ("every", self.weights == "copy"),
+        ):
+            if used != (getattr(self, name) is not None):
+                raise invalid(
+                    name,
+                    f"{'required' if used else 'not available'} for kind {self.kind!r} with "
+                    f"weights {self.weights!r} (found {getattr(self, name)!r})",
+                )
+        if self.kind == "self" and not self.local:
+            raise invalid(
+                "placement",
+                f"a teacher of kind 'self' is 'local' (found {self.placement!r}). Remove it.",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _validate_local(self) -> "TeacherConfig":
         if not self.local:
             set_names = [name for name in ("device", "dtype") if name in self.model_fields_set]
@@ -226,7 +262,7 @@ class TeacherConfig(Settings):
                     "'local'.",
                 )
             return self
-        if self.model is None:
+        if self.model is None and self.kind != "self":
             raise invalid(
                 "model", "required for placement 'local'. Set it to a model folder or hub name."
             )
@@ -235,7 +271,7 @@ class TeacherConfig(Settings):
             for name in ("tokenizer", "api_key_env", "ca_file")
             if getattr(self, name) is not None
         ]
-        names += ["kind"] if self.kind != "mopd" else []
+        names += ["kind"] if self.kind == "openai" else []
         names += ["url"] if self.url != (_IN_THIS_PROCESS,) else []
         if names:
             raise invalid(
@@ -322,61 +358,6 @@ class ScoreCacheConfig(Settings):
     """Folder; several runs may share it."""
     max_gigabytes: float = Field(default=64.0, gt=0)
     """Maximum size in units of 10^9 bytes; the least recently used scores are removed first."""
-
-
-def require_valid_fallbacks(teachers: Mapping[str, TeacherConfig]) -> None:
-    """Check that every fallback is a teacher of the run and that no chain has a cycle.
-
-    Raises:
-        ConfigError: for an unknown teacher or a cycle.
-    """
-    for name in teachers:
-        chain = [name]
-        while (following := teachers[chain[-1]].fallback) is not None:
-            if following not in teachers:
-                raise invalid(
-                    f"teachers.{chain[-1]}.on_error",
-                    f"unknown fallback teacher (found {following!r}, expected one of "
-                    f"{', '.join(sorted(teachers))})",
-                )
-            if following in chain:
-                raise invalid(
-                    f"teachers.{name}.on_error",
-                    f"cycle of fallbacks ({' -> '.join([*chain, following])}). End the chain with "
-                    "fail, drop or wait.",
-                )
-            chain.append(following)
-
-
-def require_revisions(teachers: Mapping[str, TeacherConfig]) -> None:
-    """Check that the weights of every teacher can be identified, which a score cache needs.
-
-    Raises:
-        ConfigError: for a stock vLLM server without ``revision``.
-    """
-    for name, teacher in teachers.items():
-        if teacher.kind == "openai" and teacher.revision is None:
-            raise invalid(
-                f"teachers.{name}.revision",
-                "required with score_cache, because a stock vLLM server does not identify its "
-                "weights. Set a name for the weights.",
-            )
-
-
-def require_reference_answers(teachers: Mapping[str, TeacherConfig], rollout_share: float) -> None:
-    """Check that stored scores are used for reference answers only.
-
-    Raises:
-        ConfigError: for a share of prompts that the student completes.
-    """
-    for name, teacher in teachers.items():
-        if teacher.placement == "stored" and rollout_share > 0:
-            raise invalid(
-                f"teachers.{name}.placement",
-                "'stored' has scores of reference answers, not of the student's samples (found an "
-                f"on-policy fraction of {rollout_share:g}, expected 0). Set data.source to "
-                "'answers', or use a running teacher.",
-            )
 
 
 def student_topk(teachers: Mapping[str, TeacherConfig]) -> int:

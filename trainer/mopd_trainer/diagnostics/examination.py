@@ -78,6 +78,7 @@ async def examine(config: RunConfig, prompts: Sequence[Prompt]) -> AsyncIterator
             device=student.device,
             tokens_per_batch=config.student.tokens_per_micro_batch,
             ranks=student.ranks,
+            student=student,
         )
         lock.models = local
         for finding in check_resources(config, student.identity):

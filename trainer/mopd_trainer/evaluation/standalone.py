@@ -48,6 +48,12 @@ async def evaluate_model(model: str, config: RunConfig) -> dict[str, Metrics]:
 @asynccontextmanager
 async def _open(model: str, config: RunConfig) -> AsyncGenerator[EvaluatedModel]:
     if model in config.teachers:
+        if config.teachers[model].local:
+            raise ConfigError(
+                f"teacher {model!r}: a 'local' teacher is evaluated during a run (found placement "
+                "'local'). Set evaluation.teachers, or name its model folder.",
+                key=f"teachers.{model}.placement",
+            )
         async with teacher_pool({model: config.teachers[model]}) as pool:
             yield await _teacher(pool.client(model), config, model)
     elif model.startswith(("http://", "https://")):

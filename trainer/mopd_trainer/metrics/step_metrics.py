@@ -14,6 +14,7 @@ from mopd_losses.core.cross_entropy import IGNORED
 from mopd_losses.core.loss import LossOutput
 from mopd_protocol.samples import Source
 from mopd_trainer.data.examples import TrainingExample
+from mopd_trainer.metrics.copied_text import copied_share
 from mopd_trainer.metrics.distributions import sampled_nats, teacher_distribution_metrics
 from mopd_trainer.metrics.token_losses import TokenLosses
 
@@ -221,6 +222,9 @@ def teacher_metrics(
             **{name: float(getattr(counter, name)) for name in COUNTED},
             **loss.metrics(),
         }
+        sampled = of_source([example for example, _ in scored], "rollout")
+        copied = copied_share([example.rollout for example in sampled], name)
+        values |= {} if copied is None else {"copied_share": copied}
         metrics |= {f"teacher/{name}/{key}": value for key, value in values.items()}
     return metrics
 

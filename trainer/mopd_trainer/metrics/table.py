@@ -155,6 +155,11 @@ _TEACHER = {
         "mean importance weight of the student's tokens; near 1, the teacher finds the samples as "
         "plausible as the student does",
     ),
+    "copied_share": (
+        _SHARE,
+        "8-grams of bytes of sampled completions that only the teacher's own prompt has; a rise "
+        "means that the student repeats privileged text instead of learning from it",
+    ),
     "tokens": ("tokens", "student tokens of the scored completions"),
     "token_fraction": (_SHARE, "share of the step's tokens, weighted by the teacher's share"),
     "entropy_low": (_NATS, "entropy of the teacher's distribution if its tail is one id"),

@@ -15,6 +15,7 @@ from mopd_trainer.data.formats import FORMATS, LAST_MESSAGE
 from mopd_trainer.run_folder.disk_space import checkpoint_size, kept_checkpoints, peak_space
 from mopd_trainer.student.identity import StudentIdentity
 from mopd_trainer.teachers.connect import Teacher
+from mopd_trainer.teachers.local.manifest import self_weights
 
 #: Bytes per candidate in a response: an int32 id and a logprob.
 _CANDIDATE_BYTES = {"float32": 8, "float16": 6}
@@ -100,6 +101,8 @@ def _teacher_facts(
     where = ", ".join(settings.url) + ("" if teacher.path is None else f" through {teacher.path}")
     if settings.local:
         where = f"{settings.model} in this process, offloaded during sampling and training"
+    if settings.kind == "self":
+        where = f"the student itself, weights {self_weights(settings).removeprefix('+')}"
     if settings.placement == "stored":
         where = f"{settings.scores}, stored scores"
     support = {
@@ -197,7 +200,7 @@ def size_text(size: int) -> str:
 
 
 def _disk_line(config: RunConfig, student: StudentIdentity) -> Text:
-    kept, size = kept_checkpoints(config), checkpoint_size(student.trained)
+    kept, size = kept_checkpoints(config), checkpoint_size(config, student.trained)
     return Text(
         f"disk: {kept:,} checkpoint{'' if kept == 1 else 's'} of {size_text(size)} "
         f"(keep_checkpoints, save_steps); with the trained model at most "

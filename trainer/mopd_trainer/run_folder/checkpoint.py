@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from mopd_protocol.errors import CheckpointError, ResumeError, WeightsError
 from mopd_protocol.manifest import Manifest
@@ -31,7 +32,21 @@ from mopd_trainer.student.tokenizer_files import warn_about_reload
 CHECKPOINTS = "checkpoints"
 FINAL = "final"
 _STATE, _OPTIMIZER = "state.json", "optimizer.pt"
+#: Weights of self-teachers, named ``teacher/parameter``.
+_TEACHERS = "teachers.safetensors"
 _SMALL_FILES = 32_000_000  # upper bound in bytes of tokenizer, manifests and settings
+
+
+class TeacherState(Protocol):
+    """Teachers whose weights change during the run: ``LocalTeachers``."""
+
+    def state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Return the weights of each such teacher."""
+        ...
+
+    def load_state(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Load them; KeyError for a missing one."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -107,8 +122,13 @@ class Checkpoint:
                     key=str(path),
                 )
 
-    def restore(self, student: Student, optimizer: torch.optim.Optimizer) -> None:
-        """Load weights and optimizer moments.
+    def restore(
+        self,
+        student: Student,
+        optimizer: torch.optim.Optimizer,
+        teachers: TeacherState | None = None,
+    ) -> None:
+        """Load weights, optimizer moments, and the weights of self-teachers.
 
         Raises:
             ResumeError: if the checkpoint belongs to another model.
@@ -131,6 +151,7 @@ class Checkpoint:
                 self.folder / _OPTIMIZER, map_location=student.device, weights_only=True
             )
             optimizer.load_state_dict(state)
+            states = self._teacher_states()
         except (SafetensorError, UnpicklingError, EOFError) as error:
             raise self._damaged(f"loading tensors failed ({type(error).__name__}).") from error
         except (OSError, RuntimeError, ValueError) as error:
@@ -139,6 +160,25 @@ class Checkpoint:
                 f"student.model: checkpoint {self.folder} belongs to another model: {reason}",
                 key="student.model",
             ) from error
+        if teachers is None:
+            return
+        try:
+            teachers.load_state(states)
+        except KeyError as error:
+            raise ResumeError(
+                f"teachers: checkpoint {self.folder} has other self-teachers (found "
+                f"{', '.join(states) or 'none'}, expected {', '.join(teachers.state())}; missing "
+                f"{error}). Resume with the teachers of the checkpoint.",
+                key="teachers",
+            ) from error
+
+    def _teacher_states(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the weights of self-teachers; empty if the run had none that change."""
+        path, states = self.folder / _TEACHERS, dict[str, dict[str, torch.Tensor]]()
+        for key, value in (load_file(path) if path.is_file() else {}).items():
+            teacher, _, name = key.partition("/")
+            states.setdefault(teacher, {})[name] = value
+        return states
 
     def _damaged(self, reason: str) -> CheckpointError:
         return CheckpointError(
@@ -158,8 +198,12 @@ def save_checkpoint(
     identity: RunIdentity,
     losses: Mapping[str, str] = MappingProxyType({}),
     metric: float | None = None,
+    teachers: Mapping[str, Mapping[str, torch.Tensor]] = MappingProxyType({}),
 ) -> Path:
     """Save the checkpoint of a step (finished steps, from 1) completely or not at all.
+
+    Args:
+        teachers: weights of self-teachers.
 
     Returns:
         The folder of the checkpoint.
@@ -169,11 +213,16 @@ def save_checkpoint(
     """
     folder = checkpoint_folder(config, step)
     moments: dict[str, Any] = optimizer.state_dict()
+    weights = {
+        f"{teacher}/{name}": value.contiguous()
+        for teacher, state in teachers.items()
+        for name, value in state.items()
+    }
     with (
         disk_errors(
             folder,
             f"the checkpoint of step {step}",
-            needed=_bytes(student.trained()) + _bytes(moments) + _SMALL_FILES,
+            needed=_bytes(student.trained()) + _bytes(moments) + _bytes(weights) + _SMALL_FILES,
             kept="earlier checkpoints are complete",
         ),
         replacing_folder(folder) as temporary,
@@ -181,6 +230,8 @@ def save_checkpoint(
         student.save(temporary / "model")
         with (temporary / _OPTIMIZER).open("wb") as file:
             torch.save(moments, file)  # given a path, torch would hide the reason of a failure
+        if weights:
+            save_file(weights, temporary / _TEACHERS)
         write_resolved(config, temporary / "config.yaml")
         plain = {name: manifest.model_dump(mode="json") for name, manifest in manifests.items()}
         (temporary / "manifests.json").write_text(json.dumps(plain, indent=2))

@@ -22,15 +22,17 @@ def _saved_checkpoints(config: RunConfig) -> int:
     return -(-config.max_steps // (config.save_steps or config.max_steps))
 
 
-def checkpoint_size(trained: int) -> int:
-    """Return the bytes of a checkpoint with this number of trained parameters."""
-    return trained * _CHECKPOINT_BYTES
+def checkpoint_size(config: RunConfig, trained: int) -> int:
+    """Return the bytes of a checkpoint with this number of trained parameters, and those of
+    self-teachers that change."""
+    changing = sum(each.weights in ("average", "copy") for each in config.teachers.values())
+    return trained * (_CHECKPOINT_BYTES + changing * _WEIGHT_BYTES)
 
 
 def peak_space(config: RunConfig, trained: int) -> int:
     """Return the most bytes that checkpoints and the trained model take during the run."""
     kept = min(kept_checkpoints(config) + 1, _saved_checkpoints(config))  # one more while saving
-    return kept * checkpoint_size(trained) + trained * _WEIGHT_BYTES
+    return kept * checkpoint_size(config, trained) + trained * _WEIGHT_BYTES
 
 
 def needed_space(config: RunConfig, trained: int) -> int:
@@ -45,7 +47,7 @@ def needed_space(config: RunConfig, trained: int) -> int:
         for path in (config.output_dir / name).rglob("*")
         if path.is_file()
     ]
-    return max(peak_space(config, trained) - sum(existing), checkpoint_size(trained))
+    return max(peak_space(config, trained) - sum(existing), checkpoint_size(config, trained))
 
 
 def free_space(folder: Path) -> int:

@@ -17,6 +17,7 @@ from mopd_trainer.metrics.step_metrics import Metrics, mean
 from mopd_trainer.run_folder.checkpoint import (
     CHECKPOINTS,
     Checkpoint,
+    TeacherState,
     save_checkpoint,
 )
 from mopd_trainer.run_folder.files import JOURNAL
@@ -137,7 +138,13 @@ class CheckpointManager:
         self._protected.update(folders[-1:])
         return folders[-1] if folders else None
 
-    def save(self, step: int, student: Student, optimizer: torch.optim.Optimizer) -> Path:
+    def save(
+        self,
+        step: int,
+        student: Student,
+        optimizer: torch.optim.Optimizer,
+        local_teachers: TeacherState | None = None,
+    ) -> Path:
         """Save the checkpoint of a step (from 1), then remove older ones.
 
         Raises:
@@ -152,6 +159,7 @@ class CheckpointManager:
             identity=self.identity,
             losses=self._losses,
             metric=self._mean_metric(),
+            teachers={} if local_teachers is None else local_teachers.state(),
         )
         self._metric_values.clear()
         self._prune()

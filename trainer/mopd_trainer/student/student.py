@@ -234,7 +234,7 @@ class Student:
         """
         if self._head is None:
             return dense_head(self.completion_logits(batch), self._real_ids, terms)
-        rows = self._completion_rows(batch)
+        rows = self.completion_rows(batch)
         return blockwise_head(rows, self._unsharded_head(), terms, rows_per_block=rows_per_block)
 
     def completion_logits(self, batch: MicroBatch) -> Tensor:
@@ -243,7 +243,12 @@ class Student:
         with self._precision():
             return self.model(**self._inputs(batch), use_cache=False).logits[rows, columns]
 
-    def _completion_rows(self, batch: MicroBatch) -> Tensor:
+    @property
+    def head(self) -> Head | None:
+        """The head's current matrix; None if the model changes logits in another way."""
+        return None if self._head is None else self._unsharded_head()
+
+    def completion_rows(self, batch: MicroBatch) -> Tensor:
         """Return [slots, hidden size]: the head's inputs for ``completion_logits``."""
         rows, columns = batch.slot_rows.to(self.device), batch.slot_columns.to(self.device)
         with self._precision():

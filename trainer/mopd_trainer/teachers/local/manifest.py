@@ -53,7 +53,8 @@ class LocalIdentity:
         manifest = Manifest(
             service=name,
             model=name_of(config.model),
-            revision=revision_of(config.model, settings, requested=config.revision),
+            revision=revision_of(config.model, settings, requested=config.revision)
+            + self_weights(config),
             engine="transformers",
             engine_version=f"{transformers.__version__} (torch {torch.__version__})",
             dtype=str(dtype_of(config, settings, device)).removeprefix("torch."),
@@ -73,6 +74,14 @@ class LocalIdentity:
             ),
         )
         return cls(manifest, tokenizer)
+
+
+def self_weights(config: TeacherConfig) -> str:
+    """Return which weights of the student a self-teacher has, for its revision; else nothing."""
+    if config.kind != "self":
+        return ""
+    numbers = "".join(f" {each:g}" for each in (config.rate, config.every) if each is not None)
+    return f"+{config.weights}{numbers}"
 
 
 def device_kind(device: str) -> str:

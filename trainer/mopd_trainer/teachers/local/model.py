@@ -137,7 +137,7 @@ class LocalModel:
             raise RuntimeError("a local teacher cannot score while its weights are offloaded")
         longest_first = sorted(range(len(tasks)), key=lambda index: -tasks[index].input_tokens)
         nonempty = [index for index in longest_first if len(tasks[index].completion_ids)]
-        scores = {index: _empty_score(options, tasks[index]) for index in longest_first}
+        scores = {index: empty_score(options, tasks[index]) for index in longest_first}
         lengths = [tasks[index].input_tokens for index in nonempty]
         start = 0
         for size in batch_sizes(lengths, self._tokens_per_batch):
@@ -150,7 +150,7 @@ class LocalModel:
     def _score_batch(self, tasks: Sequence[LocalTask], options: ScoreOptions) -> list[LocalScore]:
         """Score tasks with rows in one forward pass."""
         inputs = _Inputs.of(tasks, self._device)
-        candidates = _candidates(tasks, self._device)
+        candidates = candidates_of(tasks, self._device)
         parts: list[LocalRowScores] = []
         hidden = self._hidden(inputs) if self.head is not None else None
         logits = self._full_logits(inputs) if hidden is None else None
@@ -170,7 +170,7 @@ class LocalModel:
             )
             parts.append(scores)
         kept = hidden.cpu() if hidden is not None and options.hidden else None
-        return _split(concatenate(parts), kept, tasks, options)
+        return split_by_task(concatenate(parts), kept, tasks, options)
 
     def _hidden(self, inputs: "_Inputs") -> Tensor:
         """Return [rows, hidden size]."""
@@ -230,7 +230,7 @@ class _Inputs:
         return cls(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
-def _candidates(tasks: Sequence[LocalTask], device: torch.device) -> Tensor | None:
+def candidates_of(tasks: Sequence[LocalTask], device: torch.device) -> Tensor | None:
     """Return [rows, widest], -1 where missing; None if the teacher chooses its top-k."""
     if tasks[0].candidate_ids is None:
         return None
@@ -241,7 +241,7 @@ def _candidates(tasks: Sequence[LocalTask], device: torch.device) -> Tensor | No
     return torch.from_numpy(padded).to(device)
 
 
-def _split(
+def split_by_task(
     scores: LocalRowScores, hidden: Tensor | None, tasks: Sequence[LocalTask], options: ScoreOptions
 ) -> list[LocalScore]:
     """Split rows by task, cut to the task's width: results must not depend on the batch."""
@@ -261,7 +261,7 @@ def _width(options: ScoreOptions, task: LocalTask) -> int:
     return options.top_k if rows is None else max(map(len, rows), default=0)
 
 
-def _empty_score(options: ScoreOptions, task: LocalTask) -> LocalScore:
+def empty_score(options: ScoreOptions, task: LocalTask) -> LocalScore:
     k = _width(options, task)
     empty = np.zeros(0, dtype=np.float32)
     topk = TopKLogprobs(

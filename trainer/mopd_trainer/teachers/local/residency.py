@@ -3,12 +3,15 @@
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from mopd_losses.core.blockwise_head import Head
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_trainer.config.teacher import TeacherConfig
+from mopd_trainer.config.teacher_requirements import require_one_rank
 from mopd_trainer.distributed.process_group import Ranks
+from mopd_trainer.student.student import Student
 from mopd_trainer.teachers.local.model import (
     LocalModel,
     LocalScore,
@@ -16,6 +19,7 @@ from mopd_trainer.teachers.local.model import (
     ScoreOptions,
     head_on,
 )
+from mopd_trainer.teachers.local.self_model import SelfModel
 
 
 class LocalTeachers:
@@ -27,6 +31,7 @@ class LocalTeachers:
         configs: of the local teachers, the same on every rank.
         device: the student's.
         tokens_per_batch: tokens of one forward pass, padding included.
+        student: of self-teachers, with the weights of the start.
 
     Raises:
         ConfigError: when a model cannot be loaded, or cannot return the configured hidden
@@ -41,20 +46,23 @@ class LocalTeachers:
         device: torch.device,
         tokens_per_batch: int,
         ranks: Ranks,
+        student: Student | None = None,
     ) -> None:
         self._ranks = ranks
         self._models: dict[str, LocalModel] = {}
+        self._selves: dict[str, SelfModel] = {}
         for name, config in configs.items():
+            if config.kind == "self":
+                require_one_rank(name, ranks.size)
+                assert student is not None  # passed where a run has such teachers
+                own = SelfModel(config, student, tokens_per_batch=tokens_per_batch)
+                _require_head(name, config, own.head)
+                self._selves[name] = own
+                continue
             own_device = teacher_device(name, config, device)
             model = LocalModel.load(name, config, tables[name], own_device, tokens_per_batch)
             model.offload()
-            if config.support == "full" and model.head is None:
-                raise ConfigError(
-                    f"teachers.{name}.support: 'full' is not supported by this model, which "
-                    "changes its logits after the head, so that hidden states do not determine "
-                    "them. Set it to 'teacher_topk'.",
-                    key=f"teachers.{name}.support",
-                )
+            _require_head(name, config, model.head)
             self._models[name] = model
 
     @property
@@ -63,7 +71,11 @@ class LocalTeachers:
         return [name for name, model in self._models.items() if model.loaded]
 
     def head(self, name: str, device: torch.device) -> Head:
-        """Return a copy of a teacher's head that stays on the device."""
+        """Return a copy of a teacher's head that stays on the device; a self-teacher's own."""
+        if name in self._selves:
+            own = self._selves[name].head
+            assert own is not None  # checked when the teacher was created
+            return own
         head = self._models[name].head
         assert head is not None  # checked when the model was loaded
         return head_on(head, device)
@@ -91,6 +103,25 @@ class LocalTeachers:
         }
         return [scores[index] for index in range(len(tasks))]
 
+    def update(self, steps: int) -> None:
+        """Update the weights of self-teachers after ``steps`` steps of the student."""
+        for model in self._selves.values():
+            model.update(steps)
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Return the weights of self-teachers that a checkpoint needs, by teacher."""
+        states = {name: model.state() for name, model in self._selves.items()}
+        return {name: state for name, state in states.items() if state}
+
+    def load_state(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Load what ``state`` returned.
+
+        Raises:
+            KeyError: if a teacher or one of its weights is missing.
+        """
+        for name in self.state():
+            self._selves[name].load_state(states[name])
+
     def serve(self) -> None:
         """Score this rank's shares of rank 0's calls until ``release``; on non-zero ranks.
 
@@ -111,12 +142,25 @@ class LocalTeachers:
         """Score on this rank; a teacher without tasks stays offloaded."""
         if not tasks:
             return []
+        if name in self._selves:
+            return self._selves[name].score(tasks, options)
         model = self._models[name]
         model.load_weights()
         try:
             return model.score(tasks, options)
         finally:
             model.offload()
+
+
+def _require_head(name: str, config: TeacherConfig, head: Head | None) -> None:
+    """Raise ConfigError if hidden states are required that do not determine the logits."""
+    if config.support == "full" and head is None:
+        raise ConfigError(
+            f"teachers.{name}.support: 'full' is not supported by this model, which changes its "
+            "logits after the head, so that hidden states do not determine them. Set it to "
+            "'teacher_topk'.",
+            key=f"teachers.{name}.support",
+        )
 
 
 def _shares(tasks: Sequence[LocalTask], ranks: int) -> list[list[int]]:
