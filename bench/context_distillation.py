@@ -85,7 +85,7 @@ def model_in(root: Path, steps: int, seed: int, console: Console) -> Path:
         loss = supervised_step(model, optimizer, batch)
         schedule.step()
         if (step + 1) % 200 == 0:
-            console.print(f"model: step {step + 1} of {steps}, {float(loss):.4f} nats per token")
+            console.print(f"model: step {step + 1} of {steps}, {loss.item():.4f} nats per token")
     with replacing_folder(folder) as unfinished:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
