@@ -153,13 +153,15 @@ def test_settings_of_a_teachers_prompt_are_part_of_the_run(tmp_path: Path) -> No
 
 
 def test_an_evaluated_teacher_has_its_own_prompt(tmp_path: Path) -> None:
-    lines = [{"prompt": "3 + 4 =", "answer": "7", "shots": "1 + 1 = 2\n3 + 4 ="}]
+    other = {"physics": messages(*OWN)}  # of a teacher that is not evaluated
+    line = {"prompt": "3 + 4 =", "answer": "7", "shots": "1 + 1 = 2\n3 + 4 ="}
+    lines = [{**line, "teacher_messages": other}]
     path = write_lines(tmp_path / "held_out.jsonl", lines)
     sets = {"sums": {"prompts": str(path), "grader": "exact", "answer_key": "answer"}}
     values = run_values(tmp_path, evaluation={"every": 1, "teachers": True, "sets": sets})
     values["teachers"]["math"]["prompt_key"] = "shots"
     (loaded,) = read_run_sets(RunConfig.model_validate(values))
-    assert seen(loaded.prompts[0], "math") == [("user", lines[0]["shots"])]
+    assert seen(loaded.prompts[0], "math") == [("user", line["shots"])]
     assert seen(loaded.prompts[0], "code") == STUDENT
     values["teachers"]["math"]["prompt_key"] = "examples"
     with pytest.raises(DataError):

@@ -287,7 +287,13 @@ class _RowReader:
     def _with_teacher_prompts(self, prompt: Prompt, columns: JSON, turns: int) -> Prompt:
         names = [*prompt.teachers, *self.unrouted]
         own = teacher_prompts(
-            columns, prompt.messages, names, self.settings, self.config, turns=turns
+            columns,
+            prompt.messages,
+            names,
+            self.known,
+            self.settings,
+            self.config,
+            turns=turns,
         )
         return replace(prompt, teacher_messages=own) if own else prompt
 

@@ -4,7 +4,7 @@ A row has ``teacher_messages`` for its teachers or for some of them; or the sett
 name the column of its prompt, a system prompt, and a column whose text is appended.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from mopd_protocol.samples import Message
@@ -28,6 +28,7 @@ def teacher_prompts(
     row: JSON,
     student: Sequence[Message],
     teachers: Iterable[str],
+    known: Collection[str],
     settings: Mapping[str, TeacherConfig],
     config: DataConfig,
     *,
@@ -38,6 +39,7 @@ def teacher_prompts(
     Args:
         student: the student's messages.
         teachers: of the row; their fallbacks are included.
+        known: teachers that a row may name; empty if rows name none.
         config: of the data.
         turns: prompts of the row; with several, the messages have to be the student's, which the
             settings of a teacher may change.
@@ -50,7 +52,7 @@ def teacher_prompts(
         fallback = settings[name].fallback if name in settings else None
         if fallback is not None and fallback not in names:
             names.append(fallback)
-    by_line = _of_line(row, names, {*names, *settings}, config)
+    by_line = _of_line(row, names, known, config)
     own = next(
         (n for n in names if n in by_line or (n in settings and settings[n].prompt_key)), None
     )
@@ -70,27 +72,24 @@ def teacher_prompts(
 
 
 def _of_line(
-    row: JSON, names: Sequence[str], known: set[str], config: DataConfig
+    row: JSON, names: Sequence[str], known: Collection[str], config: DataConfig
 ) -> dict[str, list[Message]]:
     """Return the messages of ``teacher_messages`` by teacher."""
     value: Any = row.get(TEACHER_MESSAGES)
     if value is None:
         return {}
     if not isinstance(value, dict) or _COLUMNS.issuperset(value):  # pyright: ignore[reportUnknownArgumentType]
-        messages = _complete(conversation(value, TEACHER_MESSAGES, config), TEACHER_MESSAGES)
-        return dict.fromkeys(names, messages)
+        return dict.fromkeys(names, _messages(value, TEACHER_MESSAGES, config))
     # A column of parquet has the teachers of all its rows, with null for the others.
     entries: dict[Any, Any] = {k: each for k, each in value.items() if each is not None}  # pyright: ignore[reportUnknownVariableType]
-    unknown = sorted({str(name) for name in entries} - known)
-    if unknown and names:
+    unknown = sorted({str(name) for name in entries}.difference(known))
+    if unknown and known:
         raise LineError(
             f"{TEACHER_MESSAGES!r}: unknown teacher (found {unknown[0]!r}, expected "
             f"{', '.join(sorted(known))})"
         )
     keys = {str(name): f"{TEACHER_MESSAGES}.{name}" for name in entries}
-    return {
-        name: _complete(conversation(entries[name], key, config), key) for name, key in keys.items()
-    }
+    return {name: _messages(entries[name], key, config) for name, key in keys.items()}
 
 
 def _configured(
@@ -112,12 +111,7 @@ def _configured(
                 ignored_keys=[TEACHER_MESSAGES],
             )
         value = _column(row, key, name, "prompt_key")
-        changed = (
-            [Message(role="user", content=unicode_text(value, repr(key)))]
-            if isinstance(value, str)
-            else conversation(value, key, config)
-        )
-        changed = _complete(changed, key)
+        changed = _messages(value, key, config)
     if settings.system_prompt is not None:
         system = Message(role="system", content=settings.system_prompt)
         changed = [system, *(each for each in changed if each.role != "system")]
@@ -143,8 +137,18 @@ def _column(row: JSON, key: str, name: str, setting: str) -> Any:
     return value
 
 
-def _complete(messages: list[Message], key: str) -> list[Message]:
-    """Raise LineError unless there is a message to complete."""
+def _messages(value: Any, key: str, config: DataConfig) -> list[Message]:
+    """Read a list of messages, or a text as the user message, with a message to complete.
+
+    Raises:
+        LineError: for other values, and if the last message is empty or the assistant's.
+    """
+    if isinstance(value, str) and key != TEACHER_MESSAGES:
+        messages = [Message(role="user", content=unicode_text(value, repr(key)))]
+    elif value == []:
+        raise LineError(f"{key!r}: no messages, expected a list of messages")
+    else:
+        messages = conversation(value, key, config)
     if messages[-1].role == "assistant" or not messages[-1].content.strip():
         raise LineError(f"{key!r}: the last message is empty or the assistant's, expected another")
     return messages
