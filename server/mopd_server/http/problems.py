@@ -12,8 +12,8 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from mopd_protocol.messages import FunctionCall, Message, ToolCall
 from mopd_protocol.requests import ControlToken, LogprobsRequest, SequenceRequest
-from mopd_protocol.samples import Message
 from mopd_server.http.request_record import current_record
 from mopd_server.service_error import CLIENT_CLOSED_REQUEST, ServiceError, default_code
 
@@ -140,7 +140,14 @@ def _title(status: int) -> str:
     return "Client Closed Request" if status == CLIENT_CLOSED_REQUEST else HTTPStatus(status).phrase
 
 
-_MODELS: tuple[type[BaseModel], ...] = (LogprobsRequest, SequenceRequest, Message, ControlToken)
+_MODELS: tuple[type[BaseModel], ...] = (
+    LogprobsRequest,
+    SequenceRequest,
+    Message,
+    ToolCall,
+    FunctionCall,
+    ControlToken,
+)
 _FIELDS = frozenset(name for model in _MODELS for name in model.model_fields)
 
 
@@ -205,7 +212,8 @@ def _fields_of(model: type[BaseModel]) -> Iterator[str]:
 def _known_keys(location: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
     """Return the valid keys of the object with an unknown key."""
     if "messages" in location:
-        return list(Message.model_fields)
+        inside = {"function": FunctionCall, "tool_calls": ToolCall}
+        return list(next((inside[n] for n in inside if n in location), Message).model_fields)
     if model is LogprobsRequest:
         if "completion" in location:
             return list(ControlToken.model_fields)

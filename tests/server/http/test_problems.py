@@ -38,9 +38,28 @@ MAX_SEQUENCES = 4096
             "id, messages, chat_template_kwargs",
         ),
         (
-            {"sequences": [{"messages": [{"role": "user", "content": "", "name": "x"}]}]},
+            {"sequences": [{"messages": [{"role": "user", "content": "", "label": "x"}]}]},
             "sequences[0].messages[0]",
             "role, content",
+        ),
+        (
+            {
+                "sequences": [
+                    {
+                        "messages": [
+                            {
+                                "role": "assistant",
+                                "tool_calls": [
+                                    {"function": {"name": "f", "arguments": {}, "x": 1}}
+                                ],
+                            }
+                        ],
+                        "completion": "",
+                    }
+                ]
+            },
+            "sequences[0].messages[0].tool_calls[0].function",
+            "only name, arguments",
         ),
         (
             {"sequences": [SEQUENCE, {**SEQUENCE, "prompt_token_ids": [1]}]},

@@ -25,7 +25,8 @@ TEXTS = st.text("abz é\n<>7🙂", max_size=8)
 @cache
 def student(family: str) -> StudentIdentity:
     tokenizer = tool_tokenizer(family)
-    return StudentIdentity.of(tiny_models.qwen(tokenizer), tokenizer)
+    identity = StudentIdentity.of(tiny_models.qwen(tokenizer), tokenizer)
+    return replace(identity, max_length=None)
 
 
 @st.composite
@@ -76,9 +77,10 @@ def rendered(family: str, messages: list[dict[str, Any]], *, continues: bool) ->
     tools = {"xml_tools" if family == "smollm_3" else "tools": [CALCULATOR]}
     if family == "smollm_3":
         messages = [with_text_calls(each) for each in messages]
-    return student(family).tokenizer.apply_chat_template(
+    tokenizer: Any = student(family).tokenizer
+    return tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=continues, **tools
-    )  # pyright: ignore[reportReturnType]
+    )
 
 
 def with_text_calls(message: dict[str, Any]) -> dict[str, Any]:

@@ -113,6 +113,8 @@ def test_logged_completion(tmp_path: Path) -> None:
             "policy_version": 0,
             "finish_reason": "stop",
             "corrected_tokens": [],
+            "sample": 0,
+            "turn": 0,
             "teachers": {"math": 1.0},
             "metadata": {},
             "tokens": {

@@ -1,5 +1,6 @@
 """``RolloutConfig`` and ``VllmConfig``: sampling of completions from the student."""
 
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -27,10 +28,39 @@ class VllmConfig(Settings):
     temporary folder."""
 
 
+class AgentConfig(Settings):
+    """The user's agent, which leads a conversation with the student (``rollout.agent``).
+
+    Rejected: a name that is not ``python:module:function``.
+    """
+
+    function: str
+    """``python:module:function``, an async function ``(prompt, client)``. ``await
+    client.chat(messages, tools)`` returns the student's next message; ``client.base_url`` is the
+    address for clients of the OpenAI API."""
+    max_turns: int = Field(default=16, ge=1)
+    """Maximum number of the student's turns in a trajectory; a further request ends it."""
+    timeout_seconds: Incidental[float] = Field(default=600.0, gt=0)
+    """Maximum time of a trajectory, sampling included."""
+    on_error: Literal["fail", "drop"] = "fail"
+    """An exception of the function: ``fail`` ends the run; ``drop`` drops and counts its
+    trajectory."""
+
+    @model_validator(mode="after")
+    def _validate_function(self) -> "AgentConfig":
+        if not re.fullmatch(r"python:[\w.]+:\w+", self.function):
+            raise invalid(
+                "agent",
+                f"invalid name (found {self.function!r}, expected 'python:module:function')",
+            )
+        return self
+
+
 class RolloutConfig(Settings):
     """Sampling settings and size of a step.
 
-    Rejected: ``on_stale: drop`` with ``max_staleness: 0``, and several greedy samples of a prompt.
+    Rejected: ``on_stale: drop`` with ``max_staleness: 0``, several greedy samples of a prompt, and
+    corrections of an agent's turns.
     """
 
     engine: Literal["transformers", "vllm"] = "transformers"
@@ -57,8 +87,9 @@ class RolloutConfig(Settings):
     """Rounds of corrections. In each, the first token of a completion that its teacher finds
     implausible is replaced by one that agrees with the teacher's text, the student continues behind
     it, and the changed completion is scored again. They save a weak student steps. 0: plain
-    on-policy samples. Default: 1, or 0 with the vLLM engine, ``scoring: after_rollout``, a control
-    arm, rewards, or a loss of the sampled tokens (``policy_gradient``, ``k2``, ``k3``)."""
+    on-policy samples. Default: 1, or 0 with an agent, the vLLM engine, ``scoring: after_rollout``,
+    a control arm, rewards, or a loss of the sampled tokens (``policy_gradient``, ``k2``,
+    ``k3``)."""
     correction_ratio: float = Field(default=0.01, gt=0, lt=1)
     """A token is implausible if it is less than this times as likely as the teacher's likeliest
     one. Larger values correct more."""
@@ -69,6 +100,9 @@ class RolloutConfig(Settings):
     generation_batch_size: int = Field(default=64, ge=1)
     """Completions that ``transformers`` samples at once; each batch is scored while the next is
     sampled. Reference answers are scored in batches of this size too."""
+    agent: AgentConfig | None = None
+    """Agent that leads a conversation of several turns from each prompt, or its ``function`` alone.
+    Each turn of the student is a completion. Default: the student completes each prompt once."""
     scoring: Incidental[Literal["stream", "after_rollout"]] = "stream"
     """``stream`` scores completions as soon as they are finished; ``after_rollout`` scores all
     after the last one."""
@@ -79,6 +113,26 @@ class RolloutConfig(Settings):
     on_stale: Literal["wait", "drop"] = "wait"
     """``wait`` samples nothing that could become too old; ``drop`` samples up to one step further
     ahead and drops and counts stale samples. A step without remaining samples is sampled again."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _normalize_agent(cls, values: object) -> object:
+        if isinstance(values, dict) and isinstance(values.get("agent"), str):  # pyright: ignore[reportUnknownMemberType]
+            return {**values, "agent": {"function": values["agent"]}}
+        return values  # pyright: ignore[reportUnknownVariableType]
+
+    @model_validator(mode="after")
+    def _validate_agent(self) -> "RolloutConfig":
+        if self.agent is None:
+            return self
+        if "corrections" in self.model_fields_set and self.corrections:
+            raise invalid(
+                "corrections",
+                "an agent has answered the completions that these would change (found "
+                f"{self.corrections} and agent {self.agent.function!r}). Set it to 0.",
+            )
+        object.__setattr__(self, "corrections", 0)  # the model is frozen
+        return self
 
     @property
     def correction_candidates(self) -> int:

@@ -122,6 +122,8 @@ _RUN = {
     ),
     "dropped/prompt_too_long": ("samples", "prompts without room for a completion"),
     "dropped/answer_too_long": ("samples", "reference answers too long for the student"),
+    "dropped/agent_failed": ("trajectories", "trajectories whose agent failed"),
+    "dropped/no_turn": ("trajectories", "trajectories without a turn of the student"),
     "dropped/turn_rejected": ("samples", "reference turns that the student's template changes"),
     "dropped/nothing_aligned": ("samples", "replayed samples without an aligned token"),
     "dropped/{teacher}/{reason}": (

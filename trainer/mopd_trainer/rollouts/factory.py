@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from mopd_trainer.config.run import RunConfig
+from mopd_trainer.rollouts.agents.sampler import AgentSampler
 from mopd_trainer.rollouts.engine import configured_engine
 from mopd_trainer.rollouts.engine_sampler import EngineSampler
 from mopd_trainer.rollouts.reference_completions import ReferenceCompletions
@@ -24,8 +25,9 @@ async def open_source(
     version: int = 0,
     workers: RolloutWorkers | None = None,
 ) -> AsyncGenerator[tuple[CompletionSource, CompletionGenerator]]:
-    """Open the sampler, the data's reference answers, or a mixture of both; and the generator of
-    completions for an evaluation, which is the sampler, or the student if the run has no sampler.
+    """Open the sampler, which an agent may lead, the data's reference answers, or a mixture of
+    both; and the generator of completions for an evaluation, which is the sampler, or the student
+    if the run has no sampler.
 
     Args:
         version: steps behind the student's weights.
@@ -46,11 +48,14 @@ async def open_source(
         yield references, Sampler(student, rollout, seed=config.seed)
         return
     async with _open_sampler(config, student, version, workers) as sampler:
-        if share == 1:
-            yield sampler, sampler
-        else:
-            mixture = Mixture(sampler, references, rollout_share=share, seed=config.seed)
-            yield mixture, sampler
+        source: CompletionSource = sampler
+        if config.rollout.agent is not None:
+            source = AgentSampler(
+                sampler, student.identity, config.rollout, seed=config.seed, version=version
+            )
+        if share < 1:
+            source = Mixture(source, references, rollout_share=share, seed=config.seed)
+        yield source, sampler
 
 
 @asynccontextmanager

@@ -21,6 +21,7 @@ class EncodedPrompt:
 
     prompt: Prompt
     token_ids: list[int]
+    sample: int = 0  # number of the completion in its step
 
 
 class PromptEncoder:
@@ -31,10 +32,15 @@ class PromptEncoder:
         self._config = config
         self._dropped: Counter[str] = Counter()
 
-    def encode(self, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
-        """Return the prompts that leave room for a completion; count the others."""
+    def encode(self, prompts: Sequence[Prompt], *, first: int = 0) -> list[EncodedPrompt]:
+        """Return the prompts that leave room for a completion; count the others.
+
+        Args:
+            first: number of the first prompt's completion in its step.
+        """
         encoded = [
-            EncodedPrompt(p, self._student.prompt_token_ids(p.messages, p.tools)) for p in prompts
+            EncodedPrompt(p, self._student.prompt_token_ids(p.messages, p.tools), sample)
+            for sample, p in enumerate(prompts, first)
         ]
         return [prompt for prompt in encoded if self._fits(prompt)]
 
@@ -49,6 +55,7 @@ class PromptEncoder:
             finish_reason="stop" if completion.ends_turn else "length",
             policy_version=version,
             student_topk_ids=generation.topk_ids,
+            sample=prompt.sample,
         )
 
     def pop_dropped(self) -> Counter[str]:

@@ -122,7 +122,7 @@ class WorkerSampler:
     async def _generate(
         self, prompts: Sequence[Prompt], *, step: int, batch: int, place: int
     ) -> CompletionBatch:
-        encoded = self._encoder.encode(prompts)
+        encoded = self._encoder.encode(prompts, first=place)
         if not encoded:
             return CompletionBatch(place, [])
         seed = derived_seed(self._seed, step, batch)

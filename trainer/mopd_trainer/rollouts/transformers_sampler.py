@@ -91,7 +91,8 @@ class Sampler:
 
     def sample_batch(self, prompts: Sequence[Prompt], *, step: int, batch: int) -> list[Rollout]:
         """Return one rollout per prompt that leaves room for a completion; count the others."""
-        encoded = self._encoder.encode(prompts)
+        first = batch * self._config.generation_batch_size
+        encoded = self._encoder.encode(prompts, first=first)
         if not encoded:
             return []
         generations = self._student.generate(

@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mopd_losses.alignment.chunks import Chunk, chunks, run_lengths
+from mopd_protocol.messages import calls_as_text
 from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_protocol.topk_logprobs import TopKLogprobs
 from mopd_trainer.data.examples import AlignedScore, TrainingExample
@@ -49,10 +50,12 @@ def logged_completion(
         tokens |= _distributions(topk, table, topk.k)
     return {
         "step": step,
-        "prompt": [message.model_dump() for message in rollout.prompt.messages],
+        "prompt": [calls_as_text(message).model_dump() for message in rollout.prompt.messages],
         "completion": rollout.completion.text.decode("utf-8", "replace"),
         "source": rollout.source,
         "policy_version": rollout.policy_version,
+        "sample": rollout.sample,
+        "turn": rollout.turn,
         "finish_reason": rollout.finish_reason,
         "corrected_tokens": rollout.corrected_tokens,
         "rewards": dict(rollout.rewards),

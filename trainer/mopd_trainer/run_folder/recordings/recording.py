@@ -21,6 +21,7 @@ from safetensors.numpy import save
 from mopd_client.score_store import ScoreKey, Shard, load_shard
 from mopd_losses.core.loss import Lookahead
 from mopd_protocol.errors import CheckpointError
+from mopd_protocol.messages import Message
 from mopd_protocol.requests import LogprobsRequest
 from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.runtime.atomic_file import remove_leftovers, replacing
@@ -68,6 +69,7 @@ class Recorder:
 
     Args:
         done: number of completed steps; recordings of later steps are removed.
+        conversations: record the prompts, which an agent has extended.
 
     Raises:
         DiskError: if the disk is full or not writable.
@@ -81,7 +83,9 @@ class Recorder:
         student: TokenTable,
         data_fingerprint: str,
         done: int,
+        conversations: bool = False,
     ) -> None:
+        self._conversations = conversations
         self._folder = output_dir / RECORDINGS
         self._teachers = teachers
         self._remove_steps_after(done)
@@ -106,6 +110,9 @@ class Recorder:
         """
         arrays: Arrays = {}
         samples = [_sample(f"{index}", sample, arrays) for index, sample in enumerate(examples)]
+        if self._conversations:
+            for sample, example in zip(samples, examples, strict=True):
+                sample["conversation"] = _conversation(example.rollout.prompt)
         for index, example in enumerate(examples):
             for each in example.scores:
                 if each.lookaheads is not None:
@@ -189,6 +196,7 @@ def recorder_of(
         student=student,
         data_fingerprint=identity.data_fingerprint,
         done=done,
+        conversations=config.rollout.agent is not None,
     )
 
 
@@ -294,8 +302,23 @@ def _sample(key: str, example: TrainingExample, arrays: Arrays) -> JSON:
         "policy_version": rollout.policy_version,
         "corrected_tokens": rollout.corrected_tokens,
         **rewards,
+        "sample": rollout.sample,
         "scores": [],
     }
+
+
+def _conversation(prompt: Prompt) -> JSON:
+    messages = [message.model_dump() for message in prompt.messages]
+    return {"messages": messages, "tools": prompt.tools, "turn": prompt.turn}
+
+
+def _load_prompt(sample: JSON, prompts: Sequence[Prompt]) -> Prompt:
+    prompt = replace(prompts[sample["prompt"]], teachers=sample["teachers"])
+    recorded = sample.get("conversation")
+    if recorded is None:
+        return prompt
+    messages = tuple(Message.model_validate(each) for each in recorded["messages"])
+    return replace(prompt, messages=messages, tools=tuple(recorded["tools"]), turn=recorded["turn"])
 
 
 def _shard_names(path: Path) -> set[str]:
@@ -336,7 +359,7 @@ def _load_rollout(
     key: str, sample: JSON, arrays: Arrays, prompts: Sequence[Prompt], student: TokenTable
 ) -> Rollout:
     return Rollout(
-        prompt=replace(prompts[sample["prompt"]], teachers=sample["teachers"]),
+        prompt=_load_prompt(sample, prompts),
         prompt_token_ids=arrays[f"{key}.prompt_ids"],
         completion=student.sequence(arrays[f"{key}.completion_ids"]),
         sampled_logprobs=arrays.get(f"{key}.sampled_logprobs"),
@@ -345,4 +368,5 @@ def _load_rollout(
         student_topk_ids=arrays.get(f"{key}.student_topk_ids"),
         corrected_tokens=tuple(sample.get("corrected_tokens", ())),
         rewards=sample.get("rewards", {}),
+        sample=sample.get("sample", 0),
     )

@@ -1,0 +1,1 @@
+"""Trajectories of several turns, sampled by the user's agent."""
