@@ -60,6 +60,7 @@ def teacher_of(
     tokenizer: PreTrainedTokenizerFast,
     *,
     warm: bool = True,
+    max_model_len: int = 256,
     **settings: Any,
 ) -> TinyTeacher:
     """Return a teacher around a model in memory, ready unless ``warm`` is false."""
@@ -69,7 +70,7 @@ def teacher_of(
         served.requests.table,
         name="tiny",
         revision="none",
-        max_model_len=256,
+        max_model_len=max_model_len,
         max_batch_tokens=MAX_BATCH_TOKENS,
     )
     service = TeacherService(served, engine, TeacherSettings(model="tiny", name="math", **settings))

@@ -7,6 +7,7 @@ before torch is loaded.
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -169,6 +170,48 @@ def report(
         None if compared is None else Path(compared),
         None if output is None else Path(output),
     )
+
+
+def serve_student(
+    model: "str | Path",
+    overrides: Sequence[str] = (),
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8400,
+    max_new_tokens: int = 512,
+    announce: Callable[[str], None],
+) -> None:
+    """Serve a student to clients of the OpenAI API until SIGINT.
+
+    Args:
+        model: folder or hub name of a model, or a run's YAML file as a path.
+        overrides: of the run.
+        max_new_tokens: longest turn of a model without a run.
+        announce: called with the base address.
+
+    Raises:
+        ConfigError: for invalid settings or a model that cannot be loaded, or if the address is not
+            available.
+    """
+    require_trainer_extra()
+    from mopd_trainer.config.loading import load_run
+    from mopd_trainer.config.run import RolloutConfig, StudentConfig
+
+    if isinstance(model, Path):
+        config = load_run(model, overrides)
+        student_config, rollout = config.student, config.rollout
+    else:
+        student_config, rollout = (
+            StudentConfig(model=model),
+            RolloutConfig(max_new_tokens=max_new_tokens),
+        )
+    from mopd_trainer.rollouts.agents import standalone
+    from mopd_trainer.student.student import Student
+
+    student = Student.load(student_config)
+    serving = standalone.serve_student(student, rollout, host=host, port=port, announce=announce)
+    with suppress(KeyboardInterrupt):
+        _wait(serving)
 
 
 def require_trainer_extra() -> None:

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
 from mopd_protocol.errors import MopdError, message_of
-from mopd_trainer.cli import align, doctor, projection, results, run, score
+from mopd_trainer.cli import align, doctor, projection, results, run, score, serve_student
 from mopd_trainer.interruption import Interrupted
 
 EXAMPLES = """\
@@ -21,6 +21,7 @@ examples:
   mopd train run.yaml resume_from_checkpoint=true
   torchrun --nproc-per-node 2 -m mopd train run.yaml student.sharding=fsdp
   mopd score data.jsonl --teacher http://localhost:8101 --output scores
+  mopd serve-student run.yaml                try an agent against the student of a run
   mopd evaluate runs/two-families/final run.yaml
   mopd watch runs/two-families               live curves and completions in a browser
   mopd report runs/two-families runs/other   the same page as a file; two runs side by side
@@ -78,6 +79,7 @@ def _parser(extend: Callable[[AddCommand], None] | None) -> argparse.ArgumentPar
     run.add_parsers(commands)
     doctor.add_parser(commands)
     score.add_parser(commands)
+    serve_student.add_parser(commands)
     results.add_parsers(commands)
     if extend is not None:
         extend(commands.add_parser)

@@ -14,6 +14,7 @@ from mopd_protocol.messages import Message
 from mopd_protocol.samples import Prompt, Rollout
 from mopd_trainer.config.run import RolloutConfig
 from mopd_trainer.rollouts.agents.sampler import Agent, AgentClient, AgentSampler
+from mopd_trainer.rollouts.agents.standalone import serve_student
 from mopd_trainer.rollouts.transformers_sampler import Sampler
 from mopd_trainer.student.student import Student
 from tests import tiny_models
@@ -236,3 +237,30 @@ def test_address_of_the_student(monkeypatch: pytest.MonkeyPatch) -> None:
     assert last["usage"]["prompt_tokens"] == len(second.prompt_token_ids)
     before = [*first.prompt_token_ids.tolist(), *first.completion.token_ids.tolist()]
     assert second.prompt_token_ids.tolist()[: len(before)] == before
+
+
+def test_student_outside_a_run() -> None:
+    tokenizer = tool_tokenizer("qwen_3")
+    own = Student(tiny_models.qwen(tokenizer), tokenizer, CPU)
+    config = RolloutConfig(max_new_tokens=6)
+
+    async def run() -> list[httpx.Response]:
+        addresses: asyncio.Queue[str] = asyncio.Queue()
+        serving = asyncio.create_task(
+            serve_student(own, config, host="127.0.0.1", port=0, announce=addresses.put_nowait)
+        )
+        async with httpx.AsyncClient(base_url=await addresses.get()) as http:
+            body = {"messages": [USER]}
+            responses = await asyncio.gather(
+                *[http.post("/chat/completions", json=body) for _ in range(3)]
+            )
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        return responses
+
+    responses = asyncio.run(run())
+    assert [response.status_code for response in responses] == [200] * 3
+    assert {response.json()["usage"]["prompt_tokens"] for response in responses} == {
+        len(own.prompt_token_ids([Message(role="user", content="37*14?")]))
+    }
+    assert all(0 < r.json()["usage"]["completion_tokens"] <= 6 for r in responses)
