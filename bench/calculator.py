@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 import json
 import re
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,8 +27,16 @@ from transformers import PreTrainedTokenizerFast
 from mopd.demo.models import build_model
 from mopd.demo.services import teacher_services
 from mopd_protocol import Message, Prompt
-from mopd_trainer import RolloutConfig, Sampler, Student, StudentConfig, train
-from mopd_trainer.rollouts.agents.sampler import AgentClient, AgentSampler
+from mopd_trainer import (
+    AgentClient,
+    AgentSampler,
+    RolloutConfig,
+    RunConfig,
+    Sampler,
+    Student,
+    StudentConfig,
+    train,
+)
 
 AGENT = "python:bench.calculator:agent"
 TOOL: dict[str, Any] = {
@@ -156,7 +165,7 @@ def train_supervised(data: Path, model: Path, output: Path, steps: int) -> Path:
     rollout = {"prompts_per_step": 64, "max_new_tokens": _MAX_NEW_TOKENS}
     source = {"prompts": str(data), "source": "answers", "turns": "all"}
     values = settings(output, model, steps, student=student, rollout=rollout, data=source)
-    return train(_config(values))
+    return train(RunConfig.model_validate(values))
 
 
 def distil(data: Path, model: Path, output: Path, steps: int, url: str, loss: str) -> Path:
@@ -177,7 +186,7 @@ def distil(data: Path, model: Path, output: Path, steps: int, url: str, loss: st
         data={"prompts": str(data)},
         teachers={"calculator": teacher},
     )
-    return train(_config(values))
+    return train(RunConfig.model_validate(values))
 
 
 def accuracy(model: Path) -> float:
@@ -202,12 +211,6 @@ async def _accuracy(model: Path) -> float:
         expected = calculated(asked[last.prompt.index]).encode()
         right += last.turn == 1 and last.completion.text == expected and last.completion.ends_turn
     return right / len(asked)
-
-
-def _config(values: dict[str, Any]) -> Any:
-    from mopd_trainer import RunConfig
-
-    return RunConfig.model_validate(values)
 
 
 def _write(path: Path, rows: Sequence[Any]) -> Path:
@@ -265,11 +268,12 @@ def main() -> None:
     started = time.process_time()
     for name, share in _phases(options):
         result[name] = share
-        print(name, share, flush=True)  # noqa: T201
+        sys.stdout.write(f"{name} {share:.1%}\n")
+        sys.stdout.flush()
     result["processor_seconds"] = round(time.process_time() - started)
     text = json.dumps(result)
     (options.output / f"result-{options.loss}.json").write_text(text + "\n")
-    print(text)  # noqa: T201
+    sys.stdout.write(text + "\n")
 
 
 if __name__ == "__main__":

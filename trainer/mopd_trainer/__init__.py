@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mopd_trainer.inspection.equal_belief import equal_belief
     from mopd_trainer.metrics.samples import sample_metrics
     from mopd_trainer.metrics.table import metric_rows
+    from mopd_trainer.rollouts.agents.sampler import AgentClient, AgentSampler
     from mopd_trainer.rollouts.transformers_sampler import Sampler
     from mopd_trainer.student.identity import StudentIdentity
     from mopd_trainer.student.student import Student
@@ -39,6 +40,8 @@ else:
     __getattr__, __dir__ = lazy_exports(__name__)
 
 __all__ = [
+    "AgentClient",
+    "AgentSampler",
     "Corrector",
     "DegradationConfig",
     "DegradationMonitor",
