@@ -66,7 +66,9 @@ def test_turns_are_scored_behind_their_conversation_and_replayed(
     model.config.max_position_embeddings = 2048
     transport = Recorded(teacher_of(model, tokenizer, max_model_len=2048).app)
     serve_in_process(monkeypatch, {"math": transport})
-    folder, _ = run_here(values)
+    folder, console = run_here(values)
+    assert f"at most 16 turns with python:{MODULE}:agent" in console
+    assert "at most 32 completions" in console
 
     assert len(transport.sequences) == 8  # two steps of two trajectories with two turns
     turns = sorted(len(each["messages"]) for each in transport.sequences)

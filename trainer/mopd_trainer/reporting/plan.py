@@ -174,6 +174,9 @@ def _source_line(config: RunConfig) -> Text:
         return Text(f"replay: completions and scores recorded by {config.replay}")
     rounds, temperature = config.rollout.corrections, config.rollout.temperature
     details = "" if temperature == 1 else f", sampled at temperature {temperature:g}"
+    agent = config.rollout.agent
+    if agent is not None:
+        details += f", at most {agent.max_turns} turns with {agent.function}"
     times = "once" if rounds == 1 else f"{rounds} times"
     details += f", corrected at most {times} by teachers" if rounds else ""
     least = config.importance.least_weight
@@ -210,7 +213,8 @@ def _disk_line(config: RunConfig, student: StudentIdentity) -> Text:
 
 def _volume_line(config: RunConfig, prompts: Sequence[Prompt]) -> Text:
     rollout, share = config.rollout, config.data.rollout_share
-    sampled = rollout.prompts_per_step * share * rollout.samples_per_prompt
+    turns = 1 if rollout.agent is None else rollout.agent.max_turns
+    sampled = rollout.prompts_per_step * share * rollout.samples_per_prompt * turns
     references = rollout.prompts_per_step * (1 - share)
     scored = sampled + (references if config.scores_reference_answers else 0)
     # An estimate: teachers may need more or fewer tokens than the student.
@@ -228,9 +232,9 @@ def _volume_line(config: RunConfig, prompts: Sequence[Prompt]) -> Text:
         * _CANDIDATE_BYTES[teacher.logprobs_dtype]
         for name, teacher in services.items()
     )
-    samples = round(sampled + references)
+    samples, most = round(sampled + references), "at most " if turns > 1 else ""
     return Text(
-        f"{config.max_steps:,} steps of {samples:,} completions from {len(prompts):,} prompts: at "
-        f"most {samples * rollout.max_new_tokens:,} tokens and about {wire / 1e6:,.1f} MB of "
-        f"scores per step; output in {config.output_dir}"
+        f"{config.max_steps:,} steps of {most}{samples:,} completions from {len(prompts):,} "
+        f"prompts: at most {samples * rollout.max_new_tokens:,} tokens and about "
+        f"{wire / 1e6:,.1f} MB of scores per step; output in {config.output_dir}"
     )
