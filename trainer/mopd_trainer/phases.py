@@ -127,6 +127,7 @@ class Run:
             ranks=size,
             average=self.config.loss_average,
             importance=None if self.coordinator is None else self.coordinator.importance,
+            packed=self.student.packs,
         )
         if size == 1:
             return batches, tokens

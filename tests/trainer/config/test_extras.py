@@ -14,6 +14,13 @@ NEEDED: dict[str, dict[str, Any]] = {
     "wandb": {"logging": {"wandb": True}},
     "trackio": {"logging": {"trackio": True}},
     "peft": {"student": {"model": "./student", "lora": {"rank": 4}}},
+    "flash_attn": {
+        "student": {
+            "model": "./student",
+            "attn_implementation": "flash_attention_2",
+            "dtype": "bfloat16",
+        }
+    },
     "vllm": {"rollout": {"max_new_tokens": 8, "engine": "vllm"}},
 }
 REFERENCE_ANSWERS = {"prompts": "prompts.jsonl", "source": "answers", "answer_key": "solution"}

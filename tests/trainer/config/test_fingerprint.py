@@ -16,11 +16,11 @@ data.answer_key data.default_teacher data.ignored_keys data.on_bad_line data.pro
 data.question_key data.split data.subset data.teacher_key data.turns
 degradation evaluation exp_name keep_checkpoints logging logging_steps output_dir
 projection_cache resources resume_from_checkpoint rollout.scoring rollout.vllm save_steps
-score_cache stop_on_degradation student.device student.final_dtype
+score_cache stop_on_degradation student.attn_implementation student.device student.final_dtype
 student.gradient_checkpointing student.max_skipped_in_a_row student.model student.on_nonfinite
-student.revision student.rows_per_block student.sharding student.skip_grad_norm_above
-student.tokens_per_micro_batch student.trust_remote_code teacher_wait_seconds
-teachers.api_key_env teachers.ca_file
+student.packing student.revision student.rows_per_block student.sharding
+student.skip_grad_norm_above student.tokens_per_micro_batch student.trust_remote_code
+teacher_wait_seconds teachers.api_key_env teachers.ca_file
 teachers.deadline_seconds teachers.device teachers.dtype teachers.max_concurrency teachers.model
 teachers.on_error
 teachers.placement teachers.require_all_replicas teachers.revision teachers.scores

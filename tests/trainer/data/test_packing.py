@@ -1,5 +1,7 @@
 """Micro-batches: every completion token once, its weight and targets with it, under the budget."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -46,24 +48,28 @@ def examples_of(sizes: list[tuple[int, int]]) -> list[TrainingExample]:
     return examples
 
 
-def packed(examples: list[TrainingExample], budget: int) -> list[MicroBatch]:
-    return list(pack(examples, tokens_per_micro_batch=budget))
+def packed(
+    examples: list[TrainingExample], budget: int, *, in_one_row: bool = False
+) -> list[MicroBatch]:
+    return list(pack(examples, tokens_per_micro_batch=budget, packed=in_one_row))
 
 
 def slots_of(batch: MicroBatch) -> list[Slot]:
     """For each slot all that a causal model sees where the slot is predicted."""
-    return [
-        tuple(batch.input_ids[row, : column + 1].tolist())
-        for row, column in zip(batch.slot_rows, batch.slot_columns, strict=True)
-    ]
+    contexts: list[Slot] = []
+    for row, column in zip(batch.slot_rows.tolist(), batch.slot_columns.tolist(), strict=True):
+        position = column if batch.position_ids is None else int(batch.position_ids[row, column])
+        contexts.append(tuple(batch.input_ids[row, column - position : column + 1].tolist()))
+    return contexts
 
 
-@given(sizes=SIZES, budget=st.integers(1, 60))
+@given(sizes=SIZES, budget=st.integers(1, 60), in_one_row=st.booleans())
 def test_every_completion_token_is_predicted_once_from_its_prefix(
-    sizes: list[tuple[int, int]], budget: int
+    sizes: list[tuple[int, int]], budget: int, in_one_row: bool
 ) -> None:
     examples = examples_of(sizes)
-    actual = [context for batch in packed(examples, budget) for context in slots_of(batch)]
+    batches = packed(examples, budget, in_one_row=in_one_row)
+    actual = [context for batch in batches for context in slots_of(batch)]
     expected = [
         (*item.rollout.prompt_token_ids.tolist(), *item.rollout.completion.token_ids[:row].tolist())
         for item in examples
@@ -83,15 +89,30 @@ def test_no_micro_batch_is_over_the_budget_but_a_single_example(
         assert int(lengths.max()) == batch.input_ids.shape[1]
 
 
+@given(sizes=SIZES, budget=st.integers(1, 60))
+def test_packed_rows_have_no_padding_and_are_full(
+    sizes: list[tuple[int, int]], budget: int
+) -> None:
+    examples = examples_of(sizes)
+    batches = packed(examples, budget, in_one_row=True)
+    for batch in batches:
+        assert batch.input_ids.shape[0] == 1
+        assert batch.attention_mask.all()
+        assert batch.input_ids.numel() <= budget or len(batch.examples) == 1
+        assert sum(batch.example_slots) == batch.slots
+    for batch, following in itertools.pairwise(batches):
+        assert batch.input_ids.numel() + examples[following.examples[0]].length > budget
+
+
 def test_a_generous_budget_takes_everything_at_once() -> None:
     sizes = [(3, 4), (2, 2), (7, 1)]
     assert len(packed(examples_of(sizes), 24)) == 1
     assert len(packed(examples_of(sizes), 23)) == 2
 
 
-@given(sizes=SIZES, budget=st.integers(1, 60))
+@given(sizes=SIZES, budget=st.integers(1, 60), in_one_row=st.booleans())
 def test_weights_and_targets_go_with_their_tokens(
-    sizes: list[tuple[int, int]], budget: int
+    sizes: list[tuple[int, int]], budget: int, in_one_row: bool
 ) -> None:
     examples = examples_of(sizes)
     expected: dict[str, dict[Slot, tuple[float, list[int]]]] = {"math": {}, "code": {}}
@@ -113,7 +134,7 @@ def test_weights_and_targets_go_with_their_tokens(
                     aligned_score.weight,
                     targets,
                 )
-    for batch in packed(examples, budget):
+    for batch in packed(examples, budget, in_one_row=in_one_row):
         contexts = slots_of(batch)
         for name, part in batch.teachers.items():
             targets = targets_of(part)

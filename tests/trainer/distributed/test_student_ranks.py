@@ -44,10 +44,11 @@ class Case:
     steps: int = 2
     resume: str | None = None  # name of the case whose checkpoint is resumed
     lora: bool = False
+    packing: str = "packed"
 
     @property
     def name(self) -> str:
-        kind = "lora-" if self.lora else ""
+        kind = ("lora-" if self.lora else "") + ("padded-" if self.packing == "padded" else "")
         return f"{kind}{self.model}-{self.sharding}-{self.budget}-{self.examples}-{self.steps}"
 
 
@@ -64,6 +65,8 @@ CASES = [
     Case("untied", "fsdp", budget=30, lora=True),
     Case("tied", "fsdp", lora=True),
     Case("tied", "fsdp", examples=1, lora=True),
+    Case("untied", "fsdp", budget=30, packing="padded"),
+    Case("tied", "ddp", packing="padded"),
 ]
 #: The third step, after the checkpoint of the first two.
 RESUMED = [
@@ -84,6 +87,7 @@ def config_of(folder: Path, case: Case) -> RunConfig:
         "sharding": case.sharding,
         "tokens_per_micro_batch": case.budget,
         "lora": LORA if case.lora else None,
+        "packing": case.packing,
     }
     return RunConfig.model_validate(values)
 
@@ -103,7 +107,8 @@ def step_of(config: RunConfig, learner: Learner, ranks: Ranks, case: Case, step:
     """Make a step; return metrics, each teacher's nats, and the losses of the tokens."""
     chosen = examples()[: case.examples]
     budget = config.student.tokens_per_micro_batch
-    batches = list(pack(chosen, tokens_per_micro_batch=budget, ranks=ranks.size))
+    packed = config.student.packing == "packed"
+    batches = list(pack(chosen, tokens_per_micro_batch=budget, ranks=ranks.size, packed=packed))
     tokens = sum(len(example.rollout.completion) for example in chosen)
     own = ranks.scatter(split(batches, ranks.size))
     metrics, losses = learner.update(own, tokens=tokens, step=step)
@@ -199,7 +204,14 @@ def results(folder: Path) -> dict[Case, dict[str, Any]]:
 def test_two_ranks_make_the_steps_of_one(
     folder: Path, results: dict[Case, dict[str, Any]], case: Case
 ) -> None:
-    single = Case(case.model, "none", budget=10_000, examples=case.examples, lora=case.lora)
+    single = Case(
+        case.model,
+        "none",
+        budget=10_000,
+        examples=case.examples,
+        lora=case.lora,
+        packing="padded",
+    )
     assert_same(results[case], trained(folder, single))
 
 

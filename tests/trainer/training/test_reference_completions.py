@@ -78,7 +78,7 @@ def step(
         seed=0,
     )
     tokens = sum(len(item.rollout.completion) for item in chosen)
-    batches = pack(chosen, tokens_per_micro_batch=budget)
+    batches = pack(chosen, tokens_per_micro_batch=budget, packed=student.packs)
     metrics, measured = learner.update(batches, tokens=tokens, step=0)
     return metrics, measured, gradient(student)
 

@@ -26,6 +26,11 @@ RAY = Requirement("ray", "resources", "'.[ray]'", "remove the section")
 _ENGINES = {
     "vllm": Requirement("vllm", "rollout.engine=vllm", "'.[vllm]'", "use 'transformers'"),
 }
+#: Packages of ``student.attn_implementation``; transformers has the same kernels in ``kernels``.
+_ATTENTION = {
+    "flash_attention_2": ("flash_attn", "flash-attn --no-build-isolation"),
+    "flash_attention_3": ("flash_attn_interface", "kernels"),
+}
 
 
 def require_packages(config: RunConfig) -> None:
@@ -58,5 +63,12 @@ def _requirements(config: RunConfig) -> Iterator[Requirement]:
         return
     if config.student.lora is not None:
         yield PEFT
+    attention = config.student.attn_implementation
+    if attention in _ATTENTION and find_spec("kernels") is None:
+        setting, (package, install) = (
+            f"student.attn_implementation={attention}",
+            _ATTENTION[attention],
+        )
+        yield Requirement(package, setting, install, "use 'sdpa'")
     if config.samples_rollouts and config.rollout.engine in _ENGINES:
         yield _ENGINES[config.rollout.engine]

@@ -11,6 +11,10 @@ from mopd_trainer.config.settings import Incidental, Settings, invalid
 #: Decay rate of an optimizer moment.
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
+AttentionImplementation = Literal[
+    "auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"
+]
+
 
 class LoraConfig(Settings):
     """LoRA adapters (``pip install '.[lora]'``): the base weights are frozen, and a low-rank
@@ -93,7 +97,17 @@ class StudentConfig(Settings):
     dropped; above it the run ends."""
     tokens_per_micro_batch: Incidental[int] = Field(default=16_384, ge=1)
     """Prompt, completion and padding tokens of a micro-batch; affects memory and speed, not the
+    gradient: the gradients of all micro-batches are summed, and divided by the tokens of the
+    step."""
+    packing: Incidental[Literal["auto", "packed", "padded"]] = "auto"
+    """Layout of a micro-batch. ``packed``: all examples in one row without padding, each with its
+    positions and its attention; ``padded``: one example per row. ``auto``: packed, if a short test
+    at the start finds the same hidden states in both. Affects memory and speed, not the
     gradient."""
+    attn_implementation: Incidental[AttentionImplementation] = "auto"
+    """Attention of transformers. ``auto``: ``sdpa`` where the model has it. ``flash_attention_2``
+    (``pip install flash-attn``) and ``flash_attention_3`` need an accelerator and ``dtype:
+    bfloat16``, ``flex_attention`` an accelerator. ``eager`` is never packed by ``auto``."""
     rows_per_block: Incidental[int] = Field(default=1_024, ge=1)
     """Completion tokens whose logits are materialised at once; affects memory and speed, not the
     gradient."""
@@ -102,6 +116,21 @@ class StudentConfig(Settings):
     distill_loss_weight: float = Field(default=1.0, ge=0, le=1)
     """w in ``(1 - w) * cross entropy + w * distillation`` on reference answers; 0 is plain SFT
     without teachers. Rollouts are always trained with distillation only."""
+
+    @property
+    def uses_flash_attention(self) -> bool:
+        """True for flash attention, which needs half precision and a package."""
+        return self.attn_implementation.startswith("flash")
+
+    @model_validator(mode="after")
+    def _validate_attention(self) -> "StudentConfig":
+        if self.uses_flash_attention and self.dtype == "float32":
+            raise invalid(
+                "attn_implementation",
+                f"{self.attn_implementation!r} needs half precision (found dtype 'float32', "
+                "expected 'bfloat16'). Set dtype to 'bfloat16', or this to 'sdpa'.",
+            )
+        return self
 
     def learning_rate_at(self, step: int, *, max_steps: int) -> float:
         """Return linear warm-up, then cosine decay to ``min_learning_rate_ratio``; steps from 0."""

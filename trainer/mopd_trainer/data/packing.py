@@ -1,8 +1,8 @@
 """Pack training examples into micro-batches of tensors under a token budget.
 
-Examples of similar length share a micro-batch, one per row, padded on the right. Under a causal
-mask no trained position depends on other rows or on padding, so packing changes memory and time,
-never the gradient.
+Examples of similar length share a micro-batch: one behind the other in a single row (packed), if
+the student supports it, or one per row, padded on the right. No trained position depends on other
+examples or on padding, so packing changes memory and time, never the gradient.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,15 +45,17 @@ class MicroBatch:
     A slot is a completion token; prompts and padding have no slot, so they enter no loss.
     """
 
-    input_ids: Tensor  # int64 [rows, length]
+    input_ids: Tensor  # int64 [rows, length]; [1, tokens of all examples] if packed
     attention_mask: Tensor  # int64 [rows, length]; 0 on padding
     slot_rows: Tensor  # int64 [slots]
     slot_columns: Tensor  # int64 [slots]: the position *before* the slot's token, which predicts it
     labels: Tensor  # int64 [slots]: the slot's token in a reference answer, else -100 (ignored)
     slot_weights: Tensor  # float32 [slots]: weight in the step's average, times the step's tokens
     teachers: dict[str, TeacherPart]
-    examples: tuple[int, ...] = ()  # index of each row's example in the step
     rewards: RewardPart | None = None
+    examples: tuple[int, ...] = ()  # index of each example in the step
+    example_slots: tuple[int, ...] = ()  # completion tokens of each example
+    position_ids: Tensor | None = None  # int64 [1, tokens], from 0 in each example, if packed
 
     @property
     def slots(self) -> int:
@@ -65,6 +67,14 @@ class MicroBatch:
         """True if some completion tokens are of reference answers."""
         return bool((self.labels != IGNORED).any())
 
+    def inputs(self, device: torch.device) -> dict[str, Tensor]:
+        """Return the model's inputs; restarting positions keep the examples of a row apart."""
+        if self.position_ids is None:
+            tensors = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
+        else:
+            tensors = {"input_ids": self.input_ids, "position_ids": self.position_ids}
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
+
 
 def pack(
     examples: Sequence[TrainingExample],
@@ -73,6 +83,7 @@ def pack(
     ranks: int = 1,
     average: LossAverage = "tokens",
     importance: ImportanceWeights | None = None,
+    packed: bool = False,
 ) -> Iterator[MicroBatch]:
     """Yield micro-batches of all examples, longest first.
 
@@ -83,22 +94,24 @@ def pack(
     Args:
         average: what counts the same in the loss of a step.
         importance: weights of sampled tokens; default: none.
+        packed: put all examples of a micro-batch in one row, see ``Student.packs``.
     """
     longest_first = sorted(range(len(examples)), key=lambda index: -examples[index].length)
     lengths = [examples[index].length for index in longest_first]
     weights = sample_weights(examples, average)
     budget = tokens_per_micro_batch
     if ranks > 1:
-        rounds = -(-len(batch_sizes(lengths, budget)) // ranks)
-        budget = _smallest_budget(lengths, budget, micro_batches=rounds * ranks)
+        rounds = -(-len(batch_sizes(lengths, budget, packed=packed)) // ranks)
+        budget = _smallest_budget(lengths, budget, micro_batches=rounds * ranks, packed=packed)
     start = 0
-    for size in batch_sizes(lengths, budget):
+    for size in batch_sizes(lengths, budget, packed=packed):
         indices = longest_first[start : start + size]
         yield micro_batch(
             [examples[index] for index in indices],
             indices,
             [weights[index] for index in indices],
             importance,
+            packed=packed,
         )
         start += size
 
@@ -122,28 +135,31 @@ def split(micro_batches: Sequence[MicroBatch], ranks: int) -> list[list[MicroBat
     return parts
 
 
-def batch_sizes(lengths: Sequence[int], budget: int) -> list[int]:
+def batch_sizes(lengths: Sequence[int], budget: int, *, packed: bool = False) -> list[int]:
     """Group sequences of non-increasing lengths under a token budget, padding included.
 
     A sequence longer than the budget forms a group of one.
     """
     sizes: list[int] = []
-    longest = 0
+    longest = tokens = 0
     for length in lengths:
-        if sizes and (sizes[-1] + 1) * longest <= budget:
+        tokens += length if packed else longest
+        if sizes and tokens <= budget:
             sizes[-1] += 1
         else:
             sizes.append(1)
-            longest = length
+            longest = tokens = length
     return sizes
 
 
-def _smallest_budget(lengths: Sequence[int], budget: int, *, micro_batches: int) -> int:
+def _smallest_budget(
+    lengths: Sequence[int], budget: int, *, micro_batches: int, packed: bool
+) -> int:
     """Return the smallest budget that yields at most this many micro-batches."""
     below = 0
     while budget - below > 1:
         middle = (below + budget) // 2
-        if len(batch_sizes(lengths, middle)) <= micro_batches:
+        if len(batch_sizes(lengths, middle, packed=packed)) <= micro_batches:
             budget = middle
         else:
             below = middle
@@ -155,30 +171,36 @@ def micro_batch(
     indices: Sequence[int] | None = None,
     weights: Sequence[SampleWeights] | None = None,
     importance: ImportanceWeights | None = None,
+    *,
+    packed: bool = False,
 ) -> MicroBatch:
-    """Build one micro-batch with an example per row.
+    """Build one micro-batch with an example per row, or with all in one row.
 
     Args:
         indices: of the examples in their step; default ``0, 1, …``.
         weights: of the examples in their step; default: every token counts the same.
         importance: weights of sampled tokens; default: none.
+        packed: see ``pack``.
     """
     weights = sample_weights(examples, "tokens") if weights is None else weights
-    length = max(example.length for example in examples)
-    input_ids = torch.zeros((len(examples), length), dtype=torch.int64)
+    lengths = [example.length for example in examples]
+    starts = [sum(lengths[:index]) if packed else 0 for index in range(len(lengths))]
+    shape = (1, sum(lengths)) if packed else (len(lengths), max(lengths))
+    input_ids = torch.zeros(shape, dtype=torch.int64)
     attention_mask = torch.zeros_like(input_ids)
     slot_rows: list[Tensor] = []
     slot_columns: list[Tensor] = []
     labels: list[Tensor] = []
     slot_offsets: list[int] = []
     slots = 0
-    for row, example in enumerate(examples):
+    for index, (example, start) in enumerate(zip(examples, starts, strict=True)):
+        row = 0 if packed else index
         prompt = torch.tensor(example.rollout.prompt_token_ids, dtype=torch.int64)
         completion = torch.tensor(example.rollout.completion.token_ids, dtype=torch.int64)
-        input_ids[row, : example.length] = torch.cat([prompt, completion])
-        attention_mask[row, : example.length] = 1
+        input_ids[row, start : start + example.length] = torch.cat([prompt, completion])
+        attention_mask[row, start : start + example.length] = 1
         slot_rows.append(torch.full((len(completion),), row))
-        slot_columns.append(torch.arange(len(completion)) + len(prompt) - 1)
+        slot_columns.append(torch.arange(len(completion)) + start + len(prompt) - 1)
         is_reference = example.rollout.source == "answers"
         labels.append(completion if is_reference else torch.full_like(completion, IGNORED))
         slot_offsets.append(slots)
@@ -198,6 +220,8 @@ def micro_batch(
         teachers=_teacher_parts(examples, slot_offsets, slots, weights, importance),
         examples=tuple(range(len(examples)) if indices is None else indices),
         rewards=_reward_part(examples, slot_offsets, slots, weights),
+        example_slots=tuple(len(example.rollout.completion) for example in examples),
+        position_ids=torch.cat([*map(torch.arange, lengths)])[None] if packed else None,
     )
 
 

@@ -19,12 +19,11 @@ def token_losses(
     """Return the losses of every example of a micro-batch that the teacher scored, by index."""
     nats = output.per_token.masked_fill(output.compared == 0, torch.nan)
     nats = nats.detach().float().cpu().numpy()
-    lengths = torch.bincount(batch.slot_rows, minlength=len(batch.examples)).tolist()
-    starts = np.cumsum([0, *lengths]).tolist()
+    starts = np.cumsum([0, *batch.example_slots]).tolist()
     scored = set(part.slot_offsets)
     return {
         index: nats[start : start + length]
-        for index, start, length in zip(batch.examples, starts, lengths, strict=False)
+        for index, start, length in zip(batch.examples, starts, batch.example_slots, strict=False)
         if length and start in scored
     }
 

@@ -30,6 +30,7 @@ from mopd_trainer.data.packing import MicroBatch
 from mopd_trainer.distributed.full_copy import UnshardedCopy
 from mopd_trainer.distributed.process_group import Ranks
 from mopd_trainer.distributed.sharding import shard, shard_like, unsharded
+from mopd_trainer.student.attention import Packing, packs, set_attention
 from mopd_trainer.student.devices import device_of
 from mopd_trainer.student.generation import BehaviourPolicy, Generation, with_ends
 from mopd_trainer.student.identity import (
@@ -41,6 +42,7 @@ from mopd_trainer.student.identity import (
 )
 from mopd_trainer.student.lora import add_adapters, stored_weights, weights_dtype
 from mopd_trainer.student.output_head import output_head
+from mopd_trainer.student.packed_attention import packed_rows
 from mopd_trainer.student.training_mode import enable_gradient_checkpointing, remove_dropout
 from mopd_trainer.student.weight_files import FullModelFiles, WeightFiles
 
@@ -52,6 +54,7 @@ class Student:
 
     Rows of the head without a token are never sampled and never trained. On several ranks each
     rank has a shard (``sharded``) or a replica of the weights; rank 0 generates, all ranks train.
+    ``packs`` is True if micro-batches may hold several examples in a row.
     """
 
     def __init__(
@@ -67,10 +70,10 @@ class Student:
         chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
         final_dtype: torch.dtype | None = None,
         dropout: bool = False,
+        attention: str = "auto",
+        packing: Packing = "padded",
     ) -> None:
         self._dropout = dropout
-        if not dropout:
-            remove_dropout(model)
         # A model that will be sharded is moved to the device in shards.
         self.model = model if sharded else model.to(device)  # pyright: ignore[reportArgumentType]
         self.tokenizer: Any = tokenizer
@@ -90,9 +93,15 @@ class Student:
         if self._head is None:
             logger.info("student: the model changes logits after the head; using full logits")
         self._real_ids = real_ids.to(device)
+        # The copy may be used on the CPU, so it has the attention that the model was loaded with.
         self._unsharded = UnshardedCopy(self.model, self.ranks) if sharded else None
+        set_attention(self.model, attention)
+        if not dropout:
+            remove_dropout(self.model)
         if sharded:
             self._shard()
+        present = torch.from_numpy(np.flatnonzero(self.table.present)[:16]).to(device)
+        self.packs = packs(self._decoder(), self.model, present, packing)
 
     @classmethod
     def load(cls, config: StudentConfig, ranks: Ranks | None = None) -> "Student":
@@ -136,6 +145,8 @@ class Student:
             chat_template_kwargs=config.chat_template_kwargs,
             final_dtype=final_dtype(config),
             dropout=config.dropout == "model",
+            attention=config.attn_implementation,
+            packing=config.packing,
         )
 
     @property
@@ -240,8 +251,9 @@ class Student:
     def completion_logits(self, batch: MicroBatch) -> Tensor:
         """Return the model's logits [slots, logit width]: row s predicts completion token s."""
         rows, columns = batch.slot_rows.to(self.device), batch.slot_columns.to(self.device)
-        with self._precision():
-            return self.model(**self._inputs(batch), use_cache=False).logits[rows, columns]
+        with self._precision(), packed_rows():
+            output = self.model(**batch.inputs(self.device), use_cache=False)
+        return output.logits[rows, columns]
 
     @property
     def head(self) -> Head | None:
@@ -251,8 +263,8 @@ class Student:
     def completion_rows(self, batch: MicroBatch) -> Tensor:
         """Return [slots, hidden size]: the head's inputs for ``completion_logits``."""
         rows, columns = batch.slot_rows.to(self.device), batch.slot_columns.to(self.device)
-        with self._precision():
-            output = self._decoder()(**self._inputs(batch), use_cache=False)
+        with self._precision(), packed_rows():
+            output = self._decoder()(**batch.inputs(self.device), use_cache=False)
         hidden: Tensor = output.last_hidden_state[rows, columns]
         # Some decoders end in a norm that returns float32; the head is applied in half precision.
         return hidden if self._compute_dtype == torch.float32 else hidden.to(self._compute_dtype)
@@ -263,10 +275,6 @@ class Student:
         half = self._compute_dtype != torch.float32
         device_type = (device or self.device).type
         return torch.autocast(device_type, self._compute_dtype if half else None, half)
-
-    def _inputs(self, batch: MicroBatch) -> dict[str, Tensor]:
-        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-        return {name: tensor.to(self.device) for name, tensor in inputs.items()}
 
     def copy(self) -> "Student":
         """Return an unsharded copy on the same device, for sampling while this one is trained.
