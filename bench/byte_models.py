@@ -40,13 +40,15 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=6, help="letters of the longest text")
     parser.add_argument("--merges", type=int, default=6, help="of each tokenizer")
     parser.add_argument("--top-k", type=int, default=16, help="of the teacher's rows")
+    parser.add_argument("--no-bounds", action="store_true", help="prefix KL with `bounds: false`")
     options = parser.parse_args()
     table = Table("pair", "student's tokens", "teacher's tokens", "nats a token")
     values: list[float] = []
     for seed in range(options.vocabularies):
         pair = merging_pair(seed, options.letters, options.merges)
         texts = markov_texts(options.letters, options.longest, seed)
-        values.append(false_loss(pair, texts, top_k=options.top_k))
+        bounds = not options.no_bounds
+        values.append(false_loss(pair, texts, top_k=options.top_k, bounds=bounds))
         tokens = (" ".join(merged_tokens(side)) for side in (pair.student, pair.teacher))
         table.add_row(str(seed), *tokens, f"{values[-1]:.4f}")
     table.add_row("mean", "", "", f"{statistics.mean(values):.4f}")
@@ -69,12 +71,18 @@ def merged_tokens(side: Tongue) -> list[str]:
 
 
 def false_loss(
-    pair: Pair, texts: Mapping[str, float], *, top_k: int, lowest: float = LOWEST
+    pair: Pair,
+    texts: Mapping[str, float],
+    *,
+    top_k: int,
+    lowest: float = LOWEST,
+    bounds: bool = True,
 ) -> float:
     """Prefix KL in nats per student token, in expectation over the texts.
 
     Args:
         lowest: nats of the student's tokens that continue no text.
+        bounds: see ``PrefixKlConfig``.
     """
     student = TokenModel(dict(texts), pair.student.tokenize)
     teacher = TokenModel(dict(texts), pair.teacher.tokenize)
@@ -84,7 +92,7 @@ def false_loss(
         rows = model_rows(pair.teacher, teacher, text)
         comparison = compared(pair, *ids, rows, k=top_k)
         comparison = with_lookaheads(pair, comparison, rows_of(pair.teacher, teacher))
-        targets = pair.targets([comparison])
+        targets = pair.targets([comparison], bounds=bounds)
         logits = model_rows(pair.student, student, text).clamp_min(lowest)
         total += mass * pair.value(logits, targets).per_token.sum().item()
         tokens += mass * len(ids[0])

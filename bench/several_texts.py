@@ -73,12 +73,19 @@ def main() -> None:
     )
     add_text_options(parser)
     parser.add_argument("--top-k", type=int, default=64, help="of the teacher's rows")
+    parser.add_argument("--no-bounds", action="store_true", help="prefix KL with `bounds: false`")
     parser.add_argument("--json", type=Path, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
     table = Table("student", "teacher", "texts", "nats/token", box=box.SIMPLE, padding=0)
     values: dict[str, float] = {}
     for sets in text_sets(parser, options):
-        value = measure(sets.student, sets.teacher, sets.texts, top_k=options.top_k)
+        value = measure(
+            sets.student,
+            sets.teacher,
+            sets.texts,
+            top_k=options.top_k,
+            bounds=not options.no_bounds,
+        )
         values[sets.name] = value
         table.add_row(*sets.shown, f"{value:.4f}")
     console = Console()
@@ -144,10 +151,13 @@ def text_sets(parser: argparse.ArgumentParser, options: argparse.Namespace) -> I
             yield TextSet(student, teacher, kind, texts, shown)
 
 
-def measure(student: str, teacher: str, texts: Sequence[str], *, top_k: int = 64) -> float:
+def measure(
+    student: str, teacher: str, texts: Sequence[str], *, top_k: int = 64, bounds: bool = True
+) -> float:
     """Prefix KL in nats per student token, of two models of the same different texts."""
     masses = dict.fromkeys(texts, 1 / len(texts))
-    return false_loss(named_pair(student, teacher), masses, top_k=top_k, lowest=LOWEST)
+    pair = named_pair(student, teacher)
+    return false_loss(pair, masses, top_k=top_k, lowest=LOWEST, bounds=bounds)
 
 
 @cache

@@ -44,6 +44,8 @@ _ONE_TOKENIZER: dict[str, Mapping[str, Any]] = {
     "policy_gradient_proximal": {"type": "policy_gradient", "skew": 0.3},
     "policy_gradient_both": {"type": "policy_gradient", "baseline": "top_k", "skew": 0.3},
 }
+#: ``prefix_kl`` without a part of it.
+WITHOUT_BOUNDS = "prefix_kl_without_bounds"
 LOSSES: tuple[str, ...] = (*_SETTINGS, SFT)
 #: Forms of a loss that are compared with teachers of the student's tokenizer.
 ONE_TOKENIZER_LOSSES: tuple[str, ...] = ("policy_gradient", *_ONE_TOKENIZER)
@@ -53,6 +55,7 @@ def loss_settings(name: str) -> LossConfig:
     """Return the settings of a loss by its name here: the defaults, except for those in it."""
     adapter: TypeAdapter[LossConfig] = TypeAdapter(LossConfig)
     known = _SETTINGS | _ONE_TOKENIZER | {"auto": {"type": "auto"}}
+    known |= {WITHOUT_BOUNDS: {"type": "prefix_kl", "bounds": False}}
     return adapter.validate_python(known.get(name, _SETTINGS["ctkd"]))
 
 

@@ -1,4 +1,4 @@
-"""Tasks: dates in three forms, subtraction, rows of CSV, German numbers, code, times of day.
+"""Tasks: dates in four forms, subtraction, rows of CSV, German numbers, code, times of day.
 
 The text is the same for every tokenizer, so one class serves teachers and students. A hash of the
 prompt decides if an exercise is held out.
@@ -55,6 +55,18 @@ _ENGLISH_TO_TWENTY = (
 )
 # fmt: on
 _CHINESE_DIGITS = "〇一二三四五六七八九"
+# fmt: off
+_HINDI_DAYS = (
+    "एक", "दो", "तीन", "चार", "पाँच", "छह", "सात", "आठ", "नौ", "दस", "ग्यारह", "बारह",
+    "तेरह", "चौदह", "पंद्रह", "सोलह", "सत्रह", "अठारह", "उन्नीस", "बीस", "इक्कीस", "बाईस",
+    "तेईस", "चौबीस", "पच्चीस", "छब्बीस", "सत्ताईस", "अट्ठाईस", "उनतीस", "तीस", "इकतीस",
+)
+_HINDI_MONTHS = (
+    "जनवरी", "फरवरी", "मार्च", "अप्रैल", "मई", "जून", "जुलाई", "अगस्त", "सितंबर", "अक्टूबर", "नवंबर",
+    "दिसंबर",
+)
+# fmt: on
+_HINDI_DIGITS = str.maketrans("0123456789", "०१२३४५६७८९")
 #: One exercise in this many is held out.
 _HELD_OUT_EVERY = 5
 
@@ -133,6 +145,18 @@ class ChineseDates(TextTask):
         year = "".join(_CHINESE_DIGITS[int(digit)] for digit in str(day.year))
         parts = year, "年", _chinese_number(day.month), "月", _chinese_number(day.day), "日"
         return Exercise("chinese_dates", f"{day:%Y-%m-%d}", parts)
+
+
+@dataclass(frozen=True)
+class HindiDates(TextTask):
+    """``17.01.2024``: ``सत्रह जनवरी २०२४``."""
+
+    def draw(self, random: Random) -> Exercise:
+        """See ``TextTask``."""
+        day = _FIRST_DAY + timedelta(random.randrange(_DAYS))
+        year = str(day.year).translate(_HINDI_DIGITS)
+        parts = _HINDI_DAYS[day.day - 1], f" {_HINDI_MONTHS[day.month - 1]}", f" {year}"
+        return Exercise("hindi_dates", f"{day:%d.%m.%Y}", parts)
 
 
 @dataclass(frozen=True)

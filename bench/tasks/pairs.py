@@ -13,6 +13,7 @@ from bench.tasks.exercises import (
     CodeBlocks,
     Dates,
     GermanNumbers,
+    HindiDates,
     IsoDates,
     Mixture,
     Rows,
@@ -21,10 +22,12 @@ from bench.tasks.exercises import (
     Times,
 )
 from bench.tasks.task_tokenizers import (
+    byte_pair_tokenizer,
     character_tokenizer,
     chinese_tokenizer,
     digit_tokenizer,
     free_tokenizer,
+    hindi_tokenizer,
     instruct_tokenizer,
     phrase_tokenizer,
     student_tokenizer,
@@ -42,6 +45,7 @@ TASKS: Mapping[str, TextTask] = {
     "subtraction": Subtraction(),
     "rows": Rows(),
     "chinese_dates": ChineseDates(),
+    "hindi_dates": HindiDates(),
     "german_numbers": GermanNumbers(),
     "code_blocks": CodeBlocks(),
     "times": Times(),
@@ -53,6 +57,7 @@ _MAX_NEW_TOKENS: Mapping[str, int] = {
     "subtraction": 8,
     "rows": 64,
     "chinese_dates": 48,
+    "hindi_dates": 28,
     "german_numbers": 56,
     "code_blocks": 64,
     "times": 48,
@@ -100,6 +105,7 @@ _TEACHERS: Mapping[str, Side] = {
     ),
     "code_blocks": _teacher("code_blocks", phrase_tokenizer, "llama", _STEPS["code_blocks"]),
     "times": _teacher("times", times_tokenizer, "qwen3", _STEPS["times"]),
+    "hindi_dates": _teacher("hindi_dates", byte_pair_tokenizer, "qwen3", 1_000),
 }
 #: A teacher that spells Chinese characters by bytes, and one that has a token for each.
 _BYTES = {"chinese_dates": _teacher("chinese_dates", unigram_tokenizer, "qwen3", 1_000)}
@@ -151,6 +157,7 @@ _UNIGRAM_TIMES, _UNIGRAM_DATES = (
 )
 #: A teacher of single digits, for a student with a Unigram vocabulary.
 _DIGITS = {"dates": _teacher("dates", digit_tokenizer, "llama", _STEPS["dates"])}
+_HINDI = _student(64, 1e-3, "hindi_dates", tokenizer=hindi_tokenizer)
 _CHINESE = replace(_CHINESE_BYTES, tokenizer=chinese_tokenizer)
 
 
@@ -214,5 +221,6 @@ _PAIRS = (
     ),
     _pair(_CHINESE, "chinese_dates", name="chinese_from_bytes", teachers=_BYTES),
     _pair(_CHINESE_BYTES, "chinese_dates", name="chinese_from_characters", teachers=_CHARACTERS),
+    _pair(_HINDI, "hindi_dates"),
 )
 PAIRS: Mapping[str, Pair] = {pair.name: pair for pair in _PAIRS}

@@ -13,6 +13,10 @@
 
 ``一九四三年十二月二日`` has ten characters of three bytes: 30 tokens for the student and unigram,
 ten for ``character_tokenizer``, and ``一九四|三年十二|月二日`` for ``chinese_tokenizer``.
+
+The letters of ``सत्रह जनवरी`` have three bytes each, of which the first two are the same for half
+of them: tokens of ``byte_pair_tokenizer`` contain the last byte of a letter and the first two of
+the next one, those of ``hindi_tokenizer`` letters and words.
 """
 
 import itertools
@@ -39,6 +43,7 @@ from bench.tasks.exercises import (
     CodeBlocks,
     Dates,
     GermanNumbers,
+    HindiDates,
     Rows,
     Subtraction,
     TextTask,
@@ -92,6 +97,21 @@ def chinese_tokenizer() -> PreTrainedTokenizerFast:
 def character_tokenizer() -> PreTrainedTokenizerFast:
     """Return a byte-level BPE with single digits, letters and Chinese characters."""
     return _byte_level(r"[\s\S]", 400, 7, TEACHER_NAMES, (Dates(), ChineseDates()))
+
+
+@cache
+def hindi_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE with Hindi letters and words, and numbers of up to three digits."""
+    pattern = r" ?[\p{L}\p{M}]+|\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}]+|\s+"
+    tasks = Dates(), HindiDates()
+    return _byte_level(pattern, 520, 13, STUDENT_NAMES, tasks, numbers=False)
+
+
+@cache
+def byte_pair_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE with parts of Hindi letters and of several."""
+    pattern = r" ?[\p{L}\p{M}]+| ?\p{N}+| ?[^\s\p{L}\p{M}\p{N}]+|\s+"
+    return _byte_level(pattern, 300, 14, TEACHER_NAMES, (HindiDates(),), numbers=False)
 
 
 @cache

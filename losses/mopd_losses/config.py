@@ -217,6 +217,10 @@ class PrefixKlConfig(DivergenceSettings):
     lookahead_rounds: int = Field(default=3, ge=1)
     """Most times that such a text is scored: where the teacher is sure of another continuation than
     the text has, the next one has that, and ends with the student's likeliest token with it."""
+    bounds: bool = True
+    """Whether mass that a side may have of a text over tokens that were not sampled is bounded
+    above, and no loss is counted within the bounds. For ablations (``bench.bounds``): without them,
+    preparation calls the tokenizers less, and two models that agree may have a loss."""
 
 
 class AutoConfig(DivergenceSettings):

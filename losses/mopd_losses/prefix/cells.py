@@ -85,8 +85,14 @@ def teacher_cells(
     topk: TopK,
     pair: TokenizerPair,
     student_contexts: Contexts,
+    *,
+    bounds: bool,
 ) -> Cells:
-    """Build the cells that a teacher's top-k names, and the cell of the realised text."""
+    """Build the cells that a teacher's top-k names, and the cell of the realised text.
+
+    Args:
+        bounds: whether the teacher's detours are sought.
+    """
     rows = _TeacherRows.of(boundaries, topk)
     contexts = Contexts.of(boundaries.teacher)
     masses = _logsumexp(rows.paths + rows.masses(), rows.boundaries, len(boundaries))
@@ -106,12 +112,14 @@ def teacher_cells(
     entries, members = rows.members(rows.ranges(names, boundaries, pair))
     nats = rows.cell_masses(entries, members, len(names.texts))
     likely = nats - masses[names.boundaries] >= np.log(DETOUR_SHARE)
-    # A token that ends at the boundary may be followed by a cell: its mass is unknown.
-    possible = np.logaddexp(nats, rows.ending_masses()[names.boundaries])
-    possible = possible - masses[names.boundaries] >= np.log(DETOUR_SHARE)
-    sought = Sought.of(names.texts, names.boundaries, possible, names.unnamed)
-    probes = probed(contexts, *rows.shorter_tokens(boundaries.teacher.text))
-    detoured = pair.teacher_detours.of(contexts, sought, names.marks, probes)
+    detoured = CellDetours.none(len(names.texts))
+    if bounds:
+        # A token that ends at the boundary may be followed by a cell: its mass is unknown.
+        possible = np.logaddexp(nats, rows.ending_masses()[names.boundaries])
+        possible = possible - masses[names.boundaries] >= np.log(DETOUR_SHARE)
+        sought = Sought.of(names.texts, names.boundaries, possible, names.unnamed)
+        probes = probed(contexts, *rows.shorter_tokens(boundaries.teacher.text))
+        detoured = pair.teacher_detours.of(contexts, sought, names.marks, probes)
     # A token that begins a cell, and is a detour of a longer one, may belong to either.
     is_shared = np.isin(entries, rows.counted_entries(detoured))
     is_sharing = np.zeros(len(names.texts), dtype=np.bool_)

@@ -71,6 +71,12 @@ class CellDetours:
     ids: Integers  # [detours]
     counted: Flags  # [detours], whether the token is mass of what is open
 
+    @classmethod
+    def none(cls, cells: int) -> "CellDetours":
+        """Return no detours of so many cells."""
+        nothing, flags = np.empty(0, dtype=np.int64), np.zeros(cells, dtype=np.bool_)
+        return cls(flags, nothing, nothing, nothing, flags[:0])
+
     def counted_in(self, boundaries: Integers, rows: Integers) -> tuple[Integers, Integers]:
         """Find the counted detours among open rows: indices of these, and ids of tokens.
 

@@ -120,8 +120,12 @@ class PrefixKlLoss:
 
     def targets(self, comparisons: Sequence[AlignedPair], offsets: Sequence[int]) -> PrefixTargets:
         """See ``Loss``."""
-        floor = self.settings.mass_floor
-        return self.preparation.targets(comparisons, offsets, mass_floor=floor)
+        return self.preparation.targets(
+            comparisons,
+            offsets,
+            mass_floor=self.settings.mass_floor,
+            bounds=self.settings.bounds,
+        )
 
     def __call__(self, student: StudentLogprobs, targets: PrefixTargets) -> LossOutput:
         """See ``Loss``.

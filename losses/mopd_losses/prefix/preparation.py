@@ -47,17 +47,23 @@ class Preparation:
         return self._pair.student
 
     def targets(
-        self, comparisons: Sequence[AlignedPair], offsets: Sequence[int], *, mass_floor: float
+        self,
+        comparisons: Sequence[AlignedPair],
+        offsets: Sequence[int],
+        *,
+        mass_floor: float,
+        bounds: bool = True,
     ) -> PrefixTargets:
         """Build the targets of several completions.
 
         Args:
             offsets: the first position of each completion.
             mass_floor: boundaries that the teacher reaches with a smaller mass weigh less.
+            bounds: whether to bound what each side may have over tokens that were not sampled.
         """
         chains = self.lookaheads.chains(comparisons)
-        targets = self._targets(comparisons, offsets, chains, mass_floor)
-        targets = self.lookaheads.added(targets, comparisons, offsets, chains)
+        targets = self._targets(comparisons, offsets, chains, mass_floor, bounds=bounds)
+        targets = self.lookaheads.added(targets, comparisons, offsets, chains, bounds=bounds)
         self._pair.save_if_grown()
         return targets
 
@@ -67,6 +73,8 @@ class Preparation:
         offsets: Sequence[int],
         chains: Sequence[LookaheadChain],
         mass_floor: float,
+        *,
+        bounds: bool,
     ) -> PrefixTargets:
         pair, controls = self._pair, dict(self._pair.controls)
         pair.clear_if_full()
@@ -77,17 +85,21 @@ class Preparation:
         boundaries = boundaries_of(student, teacher, blocks)
         contexts = Contexts.of(boundaries.student)
         topk = TopK.of(teacher, [score.topk for score in scores])
-        cells = teacher_cells(boundaries, topk, pair, contexts)
+        cells = teacher_cells(boundaries, topk, pair, contexts, bounds=bounds)
         names, rows = cells.names, boundaries.student.open_rows
-        sought = Sought.of(names.texts, names.boundaries, cells.likely, names.unnamed)
-        detours = pair.student_detours.of(contexts, sought, names.marks)
+        detours = CellDetours.none(len(names.texts))
+        if bounds:
+            sought = Sought.of(names.texts, names.boundaries, cells.likely, names.unnamed)
+            detours = pair.student_detours.of(contexts, sought, names.marks)
 
         positions = _positions(student, offsets)
         paths = _Paths.of(rows, detours)
         ends = _Ends.of(cells, contexts, detours, pair.student_detours)
         columns = ranks_in_runs(np.bincount(names.boundaries, minlength=len(boundaries)))
         named = self._named_ranges(names, boundaries)
-        unsought = _unsought(cells, contexts, named, detours)
+        unsought = np.zeros_like(cells.likely)
+        if bounds:
+            unsought = _unsought(cells, contexts, named, detours)
         # A token that begins a cell, and is a detour of a longer one, may belong to either.
         counted, ids = detours.counted_in(rows.boundaries, rows.rows)
         shares = self._realised_shares(cells, contexts, np.flatnonzero(detours.cells))

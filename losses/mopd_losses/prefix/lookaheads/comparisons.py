@@ -95,9 +95,15 @@ class LookaheadComparisons:
         pairs: Sequence[AlignedPair],
         offsets: Sequence[int],
         chains: Sequence[LookaheadChain],
+        *,
+        bounds: bool,
     ) -> PrefixTargets:
         """Add the comparisons of lookaheads to the targets of completions, and mark the boundaries
-        behind open tokens that the completions continue with."""
+        behind open tokens that the completions continue with.
+
+        Args:
+            bounds: see ``Preparation.targets``.
+        """
         positions: list[int] = []
         numbers: list[int] = []
         for pair, offset in zip(pairs, offsets, strict=True):
@@ -115,7 +121,12 @@ class LookaheadComparisons:
         targets.in_every_sample[boundaries[boundaries < ends]] = True
         comparisons = [
             self._comparison(
-                token, row, offsets[chain.completion], pairs[chain.completion].student, chain.whole
+                token,
+                row,
+                offsets[chain.completion],
+                pairs[chain.completion].student,
+                chain.whole,
+                bounds=bounds,
             )
             for chain in chains
             for token, row in zip(chain.tokens, chain.following, strict=True)
@@ -131,6 +142,8 @@ class LookaheadComparisons:
         offset: int,
         student: TokenSequence,
         whole: WholeToken | None,
+        *,
+        bounds: bool,
     ) -> "_Comparison | None":
         """Build a comparison; None if no candidate of the teacher continues within a token."""
         known = self.open_tokens.ranges(token.place, token.text)
@@ -161,7 +174,9 @@ class LookaheadComparisons:
             self._pair, student, token.student_row, [begun + name for name in named]
         )
         named = [name for name, is_written in zip(named, written, strict=True) if is_written]
-        shorter = self._shorter_tokens(begun, named)
+        shorter = {name: list[int]() for name in named}
+        if bounds:
+            shorter = self._shorter_tokens(begun, named)
         shared = {rank for name in named for rank in shorter[name]}
 
         def lacking(name: str) -> float:
@@ -184,7 +199,7 @@ class LookaheadComparisons:
         others = [
             text
             for text, nats in candidates.items()
-            if nats >= np.log(DETOUR_SHARE) and names.get(text) not in named
+            if bounds and nats >= np.log(DETOUR_SHARE) and names.get(text) not in named
         ]
         detours = _ranges_of(sorted(shared)), _ranges_of(self._ended(begun, others))
         return _Comparison(offset + token.student_row, known, cells, token.nats, *detours)
