@@ -2,7 +2,7 @@
 
 from codecs import getincrementaldecoder
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from types import MappingProxyType
 from typing import Any, Literal
@@ -66,6 +66,30 @@ class Prompt:
 def messages_for(prompt: Prompt, teacher: str) -> tuple[Message, ...]:
     """Return the messages behind which a teacher scores completions of a prompt."""
     return prompt.teacher_messages.get(teacher, prompt.messages)
+
+
+def later_turn(prompt: Prompt, messages: tuple[Message, ...], **fields: Any) -> Prompt:
+    """Return the prompt of a later turn; what follows the first one's messages follows the
+    teachers' too.
+
+    Args:
+        messages: the conversation before the turn.
+        fields: others that change.
+
+    Raises:
+        DataError: if a teacher has its own messages, and the conversation does not begin with the
+            student's.
+    """
+    first = len(prompt.messages)
+    if prompt.teacher_messages and messages[:first] != prompt.messages:
+        raise DataError(
+            f"prompt {prompt.index}: teacher {next(iter(prompt.teacher_messages))!r} has its own "
+            "messages, and the conversation does not begin with the student's. Keep the messages "
+            "of the data at its beginning.",
+            key="teacher_messages",
+        )
+    own = {name: (*each, *messages[first:]) for name, each in prompt.teacher_messages.items()}
+    return replace(prompt, messages=messages, teacher_messages=own, **fields)
 
 
 @dataclass(frozen=True, eq=False)

@@ -53,9 +53,9 @@ async def collect(
 
         async def scored(batch: CompletionBatch) -> list[TrainingExample]:
             nonlocal dropped_truncated
-            rollouts = [each for each in batch.rollouts if not is_dropped(each)]
-            graded = await asyncio.to_thread(grader.graded, rollouts)
-            examples = await _score(scorer, grader.gated(graded), timer, sampled)
+            graded = await asyncio.to_thread(grader.graded, batch.rollouts)
+            rollouts = [each for each in graded if not is_dropped(each)]
+            examples = await _score(scorer, grader.gated(rollouts), timer, sampled)
             if corrector is not None:
                 examples = await corrector.corrected(examples, step=step, place=batch.place)
             kept = [each for each in examples if not is_dropped(each.rollout)]

@@ -15,7 +15,8 @@ accept_changed_settings accept_changed_teachers best_checkpoint_metric best_chec
 data.answer_key data.default_teacher data.ignored_keys data.on_bad_line data.prompts
 data.question_key data.split data.subset data.teacher_key data.turns
 degradation evaluation exp_name keep_checkpoints logging logging_steps output_dir
-projection_cache resources resume_from_checkpoint rollout.scoring rollout.vllm save_steps
+projection_cache resources resume_from_checkpoint rollout.agent.timeout_seconds
+rollout.scoring rollout.vllm save_steps
 score_cache stop_on_degradation student.attn_implementation student.device student.final_dtype
 student.gradient_checkpointing student.max_skipped_in_a_row student.model student.on_nonfinite
 student.packing student.revision student.rows_per_block student.sharding

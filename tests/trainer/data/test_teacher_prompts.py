@@ -168,3 +168,24 @@ def test_an_evaluated_teacher_has_its_own_prompt(tmp_path: Path) -> None:
         read_run_sets(RunConfig.model_validate(values))
     sets["sums"]["teachers"] = ["code"]  # a teacher that is not evaluated needs no column
     read_run_sets(RunConfig.model_validate(values))
+
+
+@pytest.mark.parametrize(
+    ("line", "settings", "own"),
+    [
+        ({"teacher_messages": messages(*OWN)}, {}, OWN),
+        ({}, {"system_prompt": "add"}, [("system", "add"), *STUDENT]),
+        ({"hint": "7"}, {"append_key": "hint"}, [("user", "3 + 4 =\n\n7")]),
+    ],
+)
+def test_later_turns_follow_the_teachers_messages(
+    tmp_path: Path, line: dict[str, Any], settings: dict[str, Any], own: list[tuple[str, str]]
+) -> None:
+    later = [("assistant", "7"), ("user", "5 + 5 =")]
+    row = {"messages": messages(*STUDENT, *later, ("assistant", "10")), "teacher": "math", **line}
+    data = DataConfig(prompts=write_lines(tmp_path / "data.jsonl", [row]), turns="all")
+    teachers = {"math": TeacherConfig.model_validate({"url": "http://a", **settings})}
+    first, second = read_prompts(data, teachers)
+    assert seen(first, "math") == own
+    assert [(each.role, each.content) for each in second.messages] == [*STUDENT, *later]
+    assert seen(second, "math") == [*own, *later]

@@ -7,7 +7,8 @@ completions of a prompt that a step trains on,
 
 (GRPO, arXiv 2402.03300, section 4.1.2, each reward separately); without ``normalize``
 ``w * (r - mean)`` (arXiv 2503.20783). A group whose completions have the same rewards has
-advantage 0. Advantages depend on the complete step and are computed once, before it is packed.
+advantage 0. All turns of a trajectory have its advantage. Advantages depend on the complete step
+and are computed once, before it is packed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from mopd_trainer.config.rewards import ReinforcementConfig, RewardConfig
 from mopd_trainer.data.examples import TrainingExample
+from mopd_trainer.data.trajectories import trajectories
 
 _LEAST_DEVIATION = 1e-6
 
@@ -36,22 +38,26 @@ def with_advantages(
     without spread.
     """
     weighted = {name: each for name, each in rewards.items() if each.weight}
-    groups: dict[int, list[int]] = {}
-    for place, example in enumerate(examples):
-        if weighted and example.rollout.rewards:
-            groups.setdefault(example.rollout.prompt.index, []).append(place)
+    groups: dict[int, list[range]] = {}
+    for places in trajectories([each.rollout for each in examples]):
+        rollout = examples[places[-1]].rollout
+        if weighted and rollout.rewards:
+            groups.setdefault(rollout.prompt.index, []).append(places)
     metrics = _reward_means(examples, rewards)
     weights = np.array([each.weight for each in weighted.values()])
     advantages: dict[int, float] = {}
     spread = 0
-    for places in groups.values():
-        members = [examples[place].rollout.rewards for place in places]
+    for group in groups.values():
+        members = [examples[places[-1]].rollout.rewards for places in group]
         values = np.array([[each[name] for each in members] for name in weighted])
         has_spread = bool((np.ptp(values, axis=1) > 0).any())
         spread += has_spread
         if has_spread or not config.filter_groups:
-            group = group_advantages(values, weights, normalize=config.normalize)
-            advantages |= zip(places, group.tolist(), strict=True)
+            own: list[float] = group_advantages(
+                values, weights, normalize=config.normalize
+            ).tolist()
+            for places, advantage in zip(group, own, strict=True):
+                advantages |= dict.fromkeys(places, advantage)
     if groups:
         metrics["reinforcement/spread_share"] = spread / len(groups)
     changed = [replace(e, advantage=advantages.get(place)) for place, e in enumerate(examples)]

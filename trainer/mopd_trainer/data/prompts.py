@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mopd_protocol.errors import DataError
-from mopd_protocol.samples import Prompt
+from mopd_protocol.samples import Message, Prompt, later_turn
 from mopd_trainer.config.run import DataConfig, RewardConfig, RunConfig, TeacherConfig
 from mopd_trainer.data.formats import (
     TEACHER_KEYS,
@@ -279,23 +279,21 @@ class _RowReader:
             raise
         if TEACHER_MESSAGES not in values:  # ignored
             columns = {**columns, TEACHER_MESSAGES: None}
-        return [self._with_teacher_prompts(each, columns, len(prompts)) for each in prompts]
+        return [self._with_teacher_messages(each, prompts[0].messages, columns) for each in prompts]
 
     def _kept(self, columns: JSON) -> JSON:
         return {key: columns[key] for key in self.kept_keys if key in columns}
 
-    def _with_teacher_prompts(self, prompt: Prompt, columns: JSON, turns: int) -> Prompt:
+    def _with_teacher_messages(
+        self, prompt: Prompt, first: tuple[Message, ...], columns: JSON
+    ) -> Prompt:
+        """Give teachers their own messages, in place of the student's of the first turn."""
         names = [*prompt.teachers, *self.unrouted]
-        own = teacher_prompts(
-            columns,
-            prompt.messages,
-            names,
-            self.known,
-            self.settings,
-            self.config,
-            turns=turns,
-        )
-        return replace(prompt, teacher_messages=own) if own else prompt
+        own = teacher_prompts(columns, first, names, self.known, self.settings, self.config)
+        if not own:
+            return prompt
+        beginning = replace(prompt, messages=first, teacher_messages=own)
+        return later_turn(beginning, prompt.messages)
 
 
 def _parse(line: bytes) -> JSON:

@@ -31,8 +31,6 @@ def teacher_prompts(
     known: Collection[str],
     settings: Mapping[str, TeacherConfig],
     config: DataConfig,
-    *,
-    turns: int = 1,
 ) -> dict[str, tuple[Message, ...]]:
     """Return the messages of each teacher that sees others than the student.
 
@@ -41,8 +39,6 @@ def teacher_prompts(
         teachers: of the row; their fallbacks are included.
         known: teachers that a row may name; empty if rows name none.
         config: of the data.
-        turns: prompts of the row; with several, the messages have to be the student's, which the
-            settings of a teacher may change.
 
     Raises:
         LineError: for a teacher with two prompts or without its column, and for invalid messages.
@@ -53,14 +49,6 @@ def teacher_prompts(
         if fallback is not None and fallback not in names:
             names.append(fallback)
     by_line = _of_line(row, names, known, config)
-    own = next(
-        (n for n in names if n in by_line or (n in settings and settings[n].prompt_key)), None
-    )
-    if turns > 1 and own is not None:
-        raise LineError(
-            f"teacher {own!r}: one prompt for {turns} turns (expected system_prompt or append_key, "
-            "or data.turns 'last')"
-        )
     prompts: dict[str, tuple[Message, ...]] = {}
     for name in names:
         messages = by_line.get(name)

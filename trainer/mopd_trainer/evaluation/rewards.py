@@ -8,6 +8,7 @@ from mopd_trainer.config.rewards import ReinforcementConfig, RewardConfig
 from mopd_trainer.data.advantages import with_advantages
 from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.data.prompts import reward_reference
+from mopd_trainer.data.trajectories import trajectories
 from mopd_trainer.evaluation.graders import grader_of
 
 _DEFAULTS = ReinforcementConfig()
@@ -34,12 +35,21 @@ class RolloutGrader:
     def graded(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return the rollouts with the rewards that they do not have; reference answers have none.
 
+        The reward of a trajectory is that of its last turn.
+
         Raises:
             DataError: for a score of a user's function outside of 0 to 1.
         """
         if not self._rewards:
             return list(rollouts)
-        return [self._graded(each) if each.source == "rollout" else each for each in rollouts]
+        graded: list[Rollout] = []
+        for places in trajectories(rollouts):
+            turns = [rollouts[place] for place in places]
+            if turns[-1].source == "rollout":
+                rewards = self._rewards_of(turns[-1])
+                turns = [replace(each, rewards=rewards) for each in turns]
+            graded += turns
+        return graded
 
     def gated(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return the rollouts, without teachers where ``distill`` excludes a completion."""
@@ -60,7 +70,7 @@ class RolloutGrader:
         changed = [replace(e, rollout=r) for e, r in zip(examples, graded, strict=True)]
         return with_advantages(changed, self._rewards, self._reinforcement)
 
-    def _graded(self, rollout: Rollout) -> Rollout:
+    def _rewards_of(self, rollout: Rollout) -> dict[str, float]:
         text = rollout.completion.text.decode("utf-8", "replace")
         finished = rollout.finish_reason == "stop"
         prompt = rollout.prompt
@@ -70,7 +80,7 @@ class RolloutGrader:
             if name not in rollout.rewards
         }
         known = {name: value for name, value in rollout.rewards.items() if name in self._rewards}
-        return replace(rollout, rewards=known | rewards)
+        return known | rewards
 
     def _excludes(self, rollout: Rollout) -> bool:
         excluding = {"failed": True, "passed": False}

@@ -8,7 +8,7 @@ import pytest
 
 from mopd_protocol.errors import DataError
 from mopd_protocol.messages import Message
-from mopd_protocol.samples import Prompt
+from mopd_protocol.samples import Prompt, messages_for
 from mopd_trainer.config.run import RolloutConfig
 from mopd_trainer.rollouts.agents.rounds import Rounds, Weights
 from mopd_trainer.rollouts.agents.session import ChatStudent, Session
@@ -165,3 +165,22 @@ def test_invalid_messages_are_rejected(message: dict[str, Any]) -> None:
         asyncio.run(session.chat([message]))
     assert caught.value.key == "messages"
     assert session.ended is None
+
+
+def test_teachers_with_their_own_messages_see_the_rest_of_the_conversation() -> None:
+    own = {"math": (Message(role="user", content="37*14? It is 518."),)}
+
+    async def converse() -> Session:
+        session, _ = session_of("llama_3_1", "hm<|eot_id|>", "518<|eot_id|>")
+        session.prompt = replace(session.prompt, teacher_messages=own)
+        answer = await session.chat([USER])
+        await session.chat([USER, answer, {"role": "user", "content": "And?"}])
+        with pytest.raises(DataError) as error:
+            await session.chat([{"role": "system", "content": "another beginning"}, USER])
+        assert error.value.key == "teacher_messages"
+        return session
+
+    first, second = asyncio.run(converse()).rollouts
+    assert [each.content for each in messages_for(first.prompt, "math")] == ["37*14? It is 518."]
+    expected = ["37*14? It is 518.", "hm", "And?"]
+    assert [each.content for each in messages_for(second.prompt, "math")] == expected

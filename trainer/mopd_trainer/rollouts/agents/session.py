@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from mopd_protocol.errors import DataError
 from mopd_protocol.messages import Message, Tool
-from mopd_protocol.samples import Prompt, Rollout
+from mopd_protocol.samples import Prompt, Rollout, later_turn
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_trainer.config.rollout import RolloutConfig
 from mopd_trainer.rollouts.agents.call_formats import CallFormat, call_format_of, reply_of
@@ -124,14 +124,13 @@ class Session:
                 "none can be read. Use a template with tool calls.",
                 key="student.model",
             )
+        turn = len(self._turns)
+        prompt = later_turn(self.prompt, conversation, tools=schemas, turn=turn, reply=None)
         rendered = self._student.identity.render(conversation, schemas)
         ids = self._prompt_ids(rendered)
         self._require_room(len(ids))
         generation, version = await self._generate(ids, self.sample)
         completion = self._student.identity.table.sequence(generation.token_ids)
-        prompt = replace(
-            self.prompt, messages=conversation, tools=schemas, turn=len(self._turns), reply=None
-        )
         rollout = Rollout(
             prompt=prompt,
             prompt_token_ids=np.array(ids, dtype=np.int32),
