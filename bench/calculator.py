@@ -52,6 +52,7 @@ _EXPRESSION = re.compile(r"(\d{1,3})([-+*])(\d{1,3})")
 _OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 _MAX_NEW_TOKENS = 40
 _TRAJECTORIES = 32
+_WEAK, _SAVE_STEPS = 0.2, 25
 
 
 async def agent(prompt: Prompt, client: AgentClient) -> None:
@@ -159,13 +160,28 @@ def settings(output: Path, model: Path, steps: int, **sections: Any) -> dict[str
     }
 
 
-def train_supervised(data: Path, model: Path, output: Path, steps: int) -> Path:
+def train_supervised(
+    data: Path, model: Path, output: Path, steps: int, *, save_steps: int = 0
+) -> Path:
     """Train a model on all turns of the conversations; return its folder."""
     student = {"learning_rate": 3e-3, "distill_loss_weight": 0.0}
     rollout = {"prompts_per_step": 64, "max_new_tokens": _MAX_NEW_TOKENS}
     source = {"prompts": str(data), "source": "answers", "turns": "all"}
-    values = settings(output, model, steps, student=student, rollout=rollout, data=source)
+    kept = {"save_steps": save_steps, "keep_checkpoints": 0}
+    values = settings(output, model, steps, student=student, rollout=rollout, data=source, **kept)
     return train(RunConfig.model_validate(values))
+
+
+def weak_student(data: Path, model: Path, output: Path, steps: int) -> Path:
+    """Return the last of the models of a supervised run before one that answers more than
+    ``_WEAK`` of the expressions right."""
+    final = train_supervised(data, model, output, steps, save_steps=_SAVE_STEPS)
+    folders = [each / "model" for each in sorted((output / "checkpoints").glob("step-*"))]
+    for folder in folders:
+        if accuracy(folder) > _WEAK:
+            break
+        final = folder
+    return final
 
 
 def distil(data: Path, model: Path, output: Path, steps: int, url: str, loss: str) -> Path:
@@ -218,7 +234,7 @@ def _write(path: Path, rows: Sequence[Any]) -> Path:
     return path
 
 
-def _build(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> Path:
+def _build(folder: Path, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Path:
     build_model("qwen3", tokenizer, seed).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -233,24 +249,19 @@ def _phases(options: argparse.Namespace) -> Iterator[tuple[str, float]]:
     finished = _write(output / "conversations.jsonl", rows)
     prompts = [{"tools": [TOOL], "messages": row["messages"][:1]} for row in rows]
     questions = _write(output / "questions.jsonl", prompts)
-    sides = {
-        "teacher": (tokenizer_of(numbers=True, vocabulary=1500), options.teacher_steps),
-        "student": (tokenizer_of(numbers=False, vocabulary=340), options.student_steps),
-    }
-    finals: dict[str, Path] = {}
-    for seed, (name, (tokenizer, steps)) in enumerate(sides.items()):
-        trained = output / f"{name}-trained"
-        finals[name] = trained / "final"
-        if not finals[name].is_dir():
-            model = _build(output / name, tokenizer, seed)
-            train_supervised(finished, model, trained, steps)
-        yield name, accuracy(finals[name])
-    with teacher_services({"calculator": finals["teacher"]}, output / "logs") as urls:
+    teacher_tokenizer = tokenizer_of(numbers=True, vocabulary=1500)
+    model = _build(output / "teacher", teacher_tokenizer, seed=0)
+    teacher = train_supervised(finished, model, output / "teacher-run", options.teacher_steps)
+    yield "teacher", accuracy(teacher)
+    model = _build(output / "student", tokenizer_of(numbers=False, vocabulary=340), seed=1)
+    student = weak_student(finished, model, output / "student-run", options.student_steps)
+    yield "student", accuracy(student)
+    with teacher_services({"calculator": teacher}, output / "logs") as urls:
         url = urls["calculator"]
         run = output / f"distilled-{options.loss}"
         yield (
             "distilled",
-            accuracy(distil(questions, finals["student"], run, options.steps, url, options.loss)),
+            accuracy(distil(questions, student, run, options.steps, url, options.loss)),
         )
 
 
@@ -259,8 +270,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--teacher-steps", type=int, default=800)
-    parser.add_argument("--student-steps", type=int, default=150)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--student-steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--loss", default="auto")
     options = parser.parse_args()
     torch.set_num_threads(1)

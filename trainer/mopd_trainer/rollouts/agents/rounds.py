@@ -61,6 +61,12 @@ class Rounds:
         self._active -= 1
         self._start()
 
+    async def close(self) -> None:
+        """Cancel the round that is being sampled."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+
     def _start(self) -> None:
         self._waiting = [each for each in self._waiting if not each.result.done()]
         complete = self._active is None or len({r.sample for r in self._waiting}) >= self._active

@@ -106,6 +106,7 @@ class AgentSampler:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await rounds.close()
             await asyncio.to_thread(endpoint.close)
 
     async def push_weights(self, version: int) -> None:

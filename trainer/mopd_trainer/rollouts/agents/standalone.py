@@ -56,4 +56,5 @@ async def serve_student(
     try:
         await asyncio.Event().wait()
     finally:
+        await rounds.close()
         await asyncio.to_thread(endpoint.close)
