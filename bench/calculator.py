@@ -175,13 +175,13 @@ def train_supervised(
 def weak_student(data: Path, model: Path, output: Path, steps: int) -> Path:
     """Return the last of the models of a supervised run before one that answers more than
     ``_WEAK`` of the expressions right."""
-    final = train_supervised(data, model, output, steps, save_steps=_SAVE_STEPS)
+    train_supervised(data, model, output, steps, save_steps=_SAVE_STEPS)
     folders = [each / "model" for each in sorted((output / "checkpoints").glob("step-*"))]
     for folder in folders:
         if accuracy(folder) > _WEAK:
             break
-        final = folder
-    return final
+        model = folder
+    return model
 
 
 def distil(data: Path, model: Path, output: Path, steps: int, url: str, loss: str) -> Path:
