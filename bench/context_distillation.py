@@ -4,10 +4,10 @@
     python -m bench.context_distillation --weights average
     python -m bench.context_distillation --quick
 
-One tiny model is trained to write a date (``17.01.2024``, of ``bench.tasks``) in one of three
-forms. Which form is wanted, only examples in the prompt show; without them, the forms are equally
+One tiny model is trained to spell a date (``17.01.2024``, of ``bench.tasks``) in one of three
+forms. Which form is required, only examples in the prompt show; without them, the forms are equally
 likely. The model then is its own teacher (``kind: self``) behind two examples of one form
-(``prompt_key: shots``), and the student sees the date alone. Reported is the accuracy on held-out
+(``prompt_key: shots``), and the student has only the date. Reported is the accuracy on held-out
 dates, greedy and sampled, of the student before and after, and of the teacher with its examples.
 """
 
@@ -96,8 +96,8 @@ def _shown(known: Sequence[Exercise], random: Random) -> list[Exercise]:
     exercises: list[Exercise] = []
     for _ in range(_BATCH):
         exercise, form = random.choice(known), random.choice(_FORM_NAMES)
-        alone = random.random() < _WITHOUT
-        prompt = query(exercise) if alone else with_examples(exercise, known, form, random)
+        zero_shot = random.random() < _WITHOUT
+        prompt = query(exercise) if zero_shot else with_examples(exercise, known, form, random)
         exercises.append(Exercise(form, prompt, form_of(exercise, form).completion_parts))
     return exercises
 

@@ -13,5 +13,5 @@ def moving_average(start: float, weights: Sequence[float], rate: float) -> float
 
 def copied(start: float, weights: Sequence[float], every: int) -> float:
     """Return the weight after the last step whose number is a multiple of ``every``."""
-    taken = [weight for step, weight in enumerate(weights, start=1) if step % every == 0]
-    return taken[-1] if taken else start
+    copies = [weight for step, weight in enumerate(weights, start=1) if step % every == 0]
+    return copies[-1] if copies else start

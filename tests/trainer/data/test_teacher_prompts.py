@@ -139,8 +139,8 @@ def test_a_teachers_prompt_is_part_of_the_data_fingerprint(tmp_path: Path) -> No
         Prompt(0, plain.messages, plain.teachers, teacher_messages={"math": (message,)})
         for message in (Message(role="user", content="!"), Message(role="system", content="!"))
     ]
-    found = {RunIdentity.of(config, [each]).data_fingerprint for each in (plain, *own)}
-    assert len(found) == 3
+    fingerprints = {RunIdentity.of(config, [each]).data_fingerprint for each in (plain, *own)}
+    assert len(fingerprints) == 3
 
 
 def test_settings_of_a_teachers_prompt_are_part_of_the_run(tmp_path: Path) -> None:

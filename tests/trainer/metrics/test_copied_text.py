@@ -44,12 +44,12 @@ def test_share_is_the_reference(completions: list[str], own: list[str], student:
 
 
 def test_share_counts_what_only_the_teachers_prompt_has() -> None:
-    question, answer = "What is 60 + 7?", "The answer is 67."
-    own = [f"{question}\n\n{answer}"]
-    assert copied_share([with_text(answer, own, [question])], "own") == 1.0
-    assert copied_share([with_text(question, own, [question])], "own") == 0.0
-    assert copied_share([with_text(answer, None, [question])], "own") is None
-    assert copied_share([with_text(answer, own, [question])], "other") is None
-    two = [with_text(answer, own, [question]), with_text("9 " * 20, own, [question], index=1)]
-    grams = len(answer) - GRAM + 1
+    problem, solution = "What is 60 + 7?", "The sum of both is 67."
+    own = [f"{problem}\n\n{solution}"]
+    assert copied_share([with_text(solution, own, [problem])], "own") == 1.0
+    assert copied_share([with_text(problem, own, [problem])], "own") == 0.0
+    assert copied_share([with_text(solution, None, [problem])], "own") is None
+    assert copied_share([with_text(solution, own, [problem])], "other") is None
+    two = [with_text(solution, own, [problem]), with_text("9 " * 20, own, [problem], index=1)]
+    grams = len(solution) - GRAM + 1
     assert copied_share(two, "own") == pytest.approx(grams / (grams + 40 - GRAM + 1))

@@ -1,4 +1,4 @@
-"""Teachers with a prompt of their own: what is sent, stored, evaluated and compared."""
+"""Teachers with their own prompts: requests, stored scores, evaluation and comparison."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -67,8 +67,8 @@ async def test_a_teacher_scores_behind_its_own_messages(loss: str) -> None:
 
 async def test_a_teacher_is_evaluated_with_its_own_messages() -> None:
     transport = Recorded(teacher_of(tiny_models.qwen(tokenizer("digit")), tokenizer("digit")).app)
-    question = Message(role="user", content="12 + 30 =")
-    prompt = Prompt(0, (question,), {}, teacher_messages={"own": SHOTS})
+    query = Message(role="user", content="12 + 30 =")
+    prompt = Prompt(0, (query,), {}, teacher_messages={"own": SHOTS})
     async with scorer_of(student_of().identity, {"own": (transport, teacher_config())}) as scorer:
         client = scorer._pool.client("own")
         model = TeacherModel(client, table("digit"), max_top_k=8, name="own")

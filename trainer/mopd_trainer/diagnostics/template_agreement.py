@@ -54,8 +54,8 @@ def check_agreement_of_templates(
 ) -> Iterator[Finding]:
     """Yield a finding per teacher whose chat template is known: the first difference of a prompt.
 
-    Two equal models have a loss where their templates show them different texts. If the teacher has
-    a prompt of its own, both templates render this prompt.
+    Two equal models have a loss where their templates show them different texts. Of a
+    teacher with an own prompt, both templates render this prompt.
     """
     own = Side(student.tokenizer, student.chat_template_kwargs)
     for name, teacher in teachers.items():

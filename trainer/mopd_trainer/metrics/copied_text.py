@@ -16,7 +16,7 @@ def copied_share(rollouts: Sequence[Rollout], teacher: str) -> float | None:
     """Return the share of the n-grams of bytes of completions that are copied from the prompt of
     the teacher: in one of its messages, and in none of the student's.
 
-    None if no completion of at least ``GRAM`` bytes was scored behind a prompt of its own.
+    None if no completion of at least ``GRAM`` bytes was scored behind an own prompt.
     """
     copied = total = 0
     own_grams: dict[int, set[bytes]] = {}  # by prompt

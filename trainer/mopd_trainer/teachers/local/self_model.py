@@ -1,4 +1,4 @@
-"""``SelfModel``: the student as its own teacher, with weights of the start, of now, or an average.
+"""``SelfModel``: the student as its own teacher, with initial, current, averaged or copied weights.
 
 Rows are computed by the student's own forward pass, in the micro-batches in which it is trained, so
 that a teacher with the student's weights and prompt has the student's distributions exactly.
