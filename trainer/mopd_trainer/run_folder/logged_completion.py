@@ -45,6 +45,10 @@ def logged_completion(
     """
     rollout = example.rollout
     tokens = token_listing(rollout.completion, LISTED_TOKENS)
+    own_prompts = {
+        name: [message.model_dump() for message in messages]
+        for name, messages in rollout.prompt.teacher_messages.items()
+    }
     if student is not None:
         table, topk = student
         tokens |= _distributions(topk, table, topk.k)
@@ -61,11 +65,8 @@ def logged_completion(
         "rewards": dict(rollout.rewards),
         "advantage": example.advantage,
         "teachers": dict(rollout.prompt.teachers),
-        "teacher_prompts": {
-            name: [message.model_dump() for message in messages]
-            for name, messages in rollout.prompt.teacher_messages.items()
-        },
         "metadata": dict(rollout.prompt.metadata),
+        **({"teacher_prompts": own_prompts} if own_prompts else {}),
         "tokens": tokens,
         "nats": {
             name: rounded(nats[:LISTED_TOKENS]) for name, nats in losses.items() if nats is not None
