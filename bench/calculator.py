@@ -56,7 +56,7 @@ _WEAK, _SAVE_STEPS = 0.2, 25
 
 
 async def agent(prompt: Prompt, client: AgentClient) -> None:
-    """Converse with a student: its calls are calculated until it answers."""
+    """Converse with a student and calculate its calls, in at most two turns."""
     messages: list[Message | dict[str, Any]] = [*prompt.messages]
     for _ in range(2):
         reply = await client.chat(messages, prompt.tools)
@@ -173,8 +173,8 @@ def train_supervised(
 
 
 def weak_student(data: Path, model: Path, output: Path, steps: int) -> Path:
-    """Return the last of the models of a supervised run before one that answers more than
-    ``_WEAK`` of the expressions right."""
+    """Return the last of the models of a supervised run before one that solves more than
+    ``_WEAK`` of the expressions."""
     train_supervised(data, model, output, steps, save_steps=_SAVE_STEPS)
     folders = [each / "model" for each in sorted((output / "checkpoints").glob("step-*"))]
     for folder in folders:
@@ -206,7 +206,7 @@ def distil(data: Path, model: Path, output: Path, steps: int, url: str, loss: st
 
 
 def accuracy(model: Path) -> float:
-    """Return the share of held-out expressions that a model answers right, greedily."""
+    """Return the share of held-out expressions that a model solves greedily."""
     return asyncio.run(_accuracy(model))
 
 
@@ -216,17 +216,17 @@ async def _accuracy(model: Path) -> float:
         {"max_new_tokens": _MAX_NEW_TOKENS, "temperature": 0, "agent": AGENT}
     )
     sampler = AgentSampler(Sampler(student, config, seed=0), student.identity, config, seed=0)
-    asked = expressions(held_out=True)[:_EXERCISES]
+    held_out = expressions(held_out=True)[:_EXERCISES]
     prompts = [
         Prompt(n, (Message(role="user", content=f"{each}?"),), {}, tools=(TOOL,))
-        for n, each in enumerate(asked)
+        for n, each in enumerate(held_out)
     ]
     right = 0
     async for batch in sampler.sample(prompts, step=0):
         last = batch.rollouts[-1]
-        expected = calculated(asked[last.prompt.index]).encode()
+        expected = calculated(held_out[last.prompt.index]).encode()
         right += last.turn == 1 and last.completion.text == expected and last.completion.ends_turn
-    return right / len(asked)
+    return right / len(held_out)
 
 
 def _write(path: Path, rows: Sequence[Any]) -> Path:
@@ -248,7 +248,7 @@ def _phases(options: argparse.Namespace) -> Iterator[tuple[str, float]]:
     rows = [{"tools": [TOOL], "messages": conversation(each)} for each in known]
     finished = _write(output / "conversations.jsonl", rows)
     prompts = [{"tools": [TOOL], "messages": row["messages"][:1]} for row in rows]
-    questions = _write(output / "questions.jsonl", prompts)
+    openings = _write(output / "prompts.jsonl", prompts)
     teacher_tokenizer = tokenizer_of(numbers=True, vocabulary=1500)
     model = _build(output / "teacher", teacher_tokenizer, seed=0)
     teacher = train_supervised(finished, model, output / "teacher-run", options.teacher_steps)
@@ -261,7 +261,7 @@ def _phases(options: argparse.Namespace) -> Iterator[tuple[str, float]]:
         run = output / f"distilled-{options.loss}"
         yield (
             "distilled",
-            accuracy(distil(questions, student, run, options.steps, url, options.loss)),
+            accuracy(distil(openings, student, run, options.steps, url, options.loss)),
         )
 
 

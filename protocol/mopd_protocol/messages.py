@@ -75,9 +75,9 @@ class Message(BaseModel):
     ] = None
     """Calls by the assistant."""
     tool_call_id: str | None = None
-    """Of the call whose result this message of role ``tool`` is."""
+    """Id of the call whose result this message of role ``tool`` is."""
     name: str | None = None
-    """Of the tool whose result this is, or of the speaker."""
+    """Name of the tool whose result this is, or of the speaker."""
     thinking: str | None = Field(
         default=None, validation_alias=AliasChoices("thinking", "reasoning_content")
     )
@@ -117,7 +117,7 @@ def conversation_key(messages: Sequence[Message], tools: Sequence[Tool]) -> str:
     return json_text([[message.model_dump() for message in messages], [*tools]])
 
 
-#: Variables of a template that hold the tools: of all families, and of SmolLM3.
+#: Variables of a template for the tools: of all families, and of SmolLM3.
 _TOOLS = ("tools", "xml_tools")
 
 
@@ -147,7 +147,7 @@ def calls_as_text(message: Message) -> Message:
 
 
 def template_tools(tools: Sequence[Tool], template: object) -> dict[str, list[Tool]]:
-    """Return the variables of a chat template that hold the tools; none without tools.
+    """Return the variables of a chat template for the tools; none without tools.
 
     Raises:
         ValueError: if the template has no such variable: it would not show the tools.

@@ -30,7 +30,7 @@ CALL = {
 
 
 async def agent(prompt: Prompt, client: AgentClient) -> None:
-    """Take any answer, call the tool in the student's name, and ask again."""
+    """Take any completion, call the tool in the student's name, and continue."""
     await client.chat([*prompt.messages], prompt.tools)
     call = Message.model_validate({"role": "assistant", "tool_calls": [CALL]})
     result = {"role": "tool", "content": "ENVIRONMENT", "tool_call_id": "abcdefghi"}

@@ -101,7 +101,7 @@ class RolloutConfig(Settings):
     """Completions that ``transformers`` samples at once; each batch is scored while the next is
     sampled. Reference answers are scored in batches of this size too."""
     agent: AgentConfig | None = None
-    """Agent that leads a conversation of several turns from each prompt, or its ``function`` alone.
+    """Agent that leads a conversation of several turns from each prompt, or only its ``function``.
     Each turn of the student is a completion. Default: the student completes each prompt once."""
     scoring: Incidental[Literal["stream", "after_rollout"]] = "stream"
     """``stream`` scores completions as soon as they are finished; ``after_rollout`` scores all
@@ -128,7 +128,7 @@ class RolloutConfig(Settings):
         if "corrections" in self.model_fields_set and self.corrections:
             raise invalid(
                 "corrections",
-                "an agent has answered the completions that these would change (found "
+                "an agent has continued behind the completions that these would change (found "
                 f"{self.corrections} and agent {self.agent.function!r}). Set it to 0.",
             )
         object.__setattr__(self, "corrections", 0)  # the model is frozen

@@ -181,7 +181,7 @@ def _message(turn: Any, subject: str, config: DataConfig) -> Message:
 
 
 def _tool_calls(value: Any, subject: str) -> list[ToolCall]:
-    """Read calls ``{id, type, function: {name, arguments}}``, or ``{name, arguments}`` alone."""
+    """Read calls ``{id, type, function: {name, arguments}}``, or only ``{name, arguments}``."""
     try:
         return [
             ToolCall.model_validate(

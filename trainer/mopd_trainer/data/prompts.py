@@ -264,7 +264,7 @@ class _RowReader:
                     index=index + number,
                     messages=turn.messages,
                     teachers=_teachers(_routed(values, turn, config), config, self.known),
-                    metadata=columns if self.keep_rows else turn.metadata | self._kept(columns),
+                    metadata=columns if self.keep_rows else self._metadata(turn, columns),
                     answer=turn.text,
                     format=spelling.name,
                     tools=tools_of(values),
@@ -281,8 +281,9 @@ class _RowReader:
             columns = {**columns, TEACHER_MESSAGES: None}
         return [self._with_teacher_messages(each, prompts[0].messages, columns) for each in prompts]
 
-    def _kept(self, columns: JSON) -> JSON:
-        return {key: columns[key] for key in self.kept_keys if key in columns}
+    def _metadata(self, turn: Turn, columns: JSON) -> JSON:
+        kept = {key: columns[key] for key in self.kept_keys if key in columns}
+        return kept if turn.logged is None else {_REFERENCE: turn.logged} | kept
 
     def _with_teacher_messages(
         self, prompt: Prompt, first: tuple[Message, ...], columns: JSON
@@ -305,6 +306,10 @@ def _parse(line: bytes) -> JSON:
         raise LineError(f"not JSON ({error.msg} at column {error.colno})") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, deep nesting
         raise LineError(f"unsupported JSON ({error})") from error
+
+
+def _metadata(turn: Turn) -> JSON:
+    return {} if turn.logged is None else {"answer": turn.logged}
 
 
 def _routed(values: JSON, turn: Turn, config: DataConfig) -> JSON:

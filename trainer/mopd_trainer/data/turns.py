@@ -16,7 +16,7 @@ class Turn:
 
     messages: tuple[Message, ...]
     reference: Message | None
-    metadata: JSON  # the answer that is logged
+    logged: Any = None  # reference answer in the logs, if the run does not train on it
     teacher: Any = None  # of this turn: a name, or names with weights
 
     @property
@@ -48,9 +48,8 @@ def last_turn(
     key = config.answer_key
     text = None if reference is None else calls_as_text(reference).content
     logged = text if key is None else values.get(key)
-    metadata: JSON = {} if logged is None else {"answer": logged}
     if not config.uses_reference_answers:
-        return Turn(tuple(messages), None, metadata)
+        return Turn(tuple(messages), None, logged)
     if key is not None:
         configured = completion(values, key, config)
         if reference not in (None, configured):
@@ -59,7 +58,7 @@ def last_turn(
     if reference is None:
         expected = spelling.reference if key is None else repr(key)
         raise LineError(f"no reference answer (expected {expected} with text)")
-    return Turn(tuple(messages), reference, {} if key is None else metadata)
+    return Turn(tuple(messages), reference, None if key is None else logged)
 
 
 def all_turns(
@@ -82,13 +81,13 @@ def all_turns(
         Turn(
             plain[:place],
             plain[place] if used else None,
-            {} if used else {"answer": calls_as_text(plain[place]).content},
+            None if used else calls_as_text(plain[place]).content,
             each.teacher if isinstance(each := whole[place], RoutedMessage) else None,
         )
         for place in places
     ]
     if not used and reference is None:
-        turns.append(Turn(plain, None, {}))
+        turns.append(Turn(plain, None))
     if not turns:
         raise LineError("no reference answer (expected an assistant message)")
     return turns

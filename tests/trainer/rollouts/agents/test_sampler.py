@@ -50,8 +50,8 @@ async def collected(sampler: AgentSampler, prompts: list[Prompt]) -> list[Rollou
     return [rollout for batch in ordered for rollout in batch.rollouts]
 
 
-async def until_answered(prompt: Prompt, client: AgentClient) -> None:
-    """Call the tool until the student answers."""
+async def until_no_call(prompt: Prompt, client: AgentClient) -> None:
+    """Call the tool until the student makes no call."""
     messages: list[Message | dict[str, Any]] = [*prompt.messages]
     while True:
         reply = await client.chat(messages, [CALCULATOR])
@@ -63,11 +63,11 @@ async def until_answered(prompt: Prompt, client: AgentClient) -> None:
 
 
 def test_a_step_of_trajectories(monkeypatch: pytest.MonkeyPatch) -> None:
-    call, answer = COMPLETIONS["qwen_3"]
-    config = settings_of(monkeypatch, until_answered, samples_per_prompt=2)
+    call, ending = COMPLETIONS["qwen_3"]
+    config = settings_of(monkeypatch, until_no_call, samples_per_prompt=2)
     assert config.corrections == 0
-    # Of six trajectories in the first round, the second answers at once.
-    generator = ScriptedGenerator(student("qwen_3"), [call, answer, *[call] * 4, *[answer] * 5])
+    # The second of six trajectories ends in the first round.
+    generator = ScriptedGenerator(student("qwen_3"), [call, ending, *[call] * 4, *[ending] * 5])
 
     async def run() -> list[Rollout]:
         sampler = AgentSampler(generator, student("qwen_3"), config, seed=0, version=1)
@@ -107,11 +107,11 @@ def test_samples_do_not_depend_on_the_time_that_tools_take(
 
     first, second = run([0, 5, 30]), run([40, 0, 3])
     assert len(first) == len(second) == 8
-    for one, other in zip(first, second, strict=True):
-        assert np.array_equal(one.prompt_token_ids, other.prompt_token_ids)
-        assert np.array_equal(one.completion.token_ids, other.completion.token_ids)
-        assert one.sampled_logprobs is not None
-        assert np.array_equal(one.sampled_logprobs, other.sampled_logprobs)
+    for left, right in zip(first, second, strict=True):
+        assert np.array_equal(left.prompt_token_ids, right.prompt_token_ids)
+        assert np.array_equal(left.completion.token_ids, right.completion.token_ids)
+        assert left.sampled_logprobs is not None
+        assert np.array_equal(left.sampled_logprobs, right.sampled_logprobs)
     assert len({r.completion.token_ids.tobytes() for r in first}) > 4
 
 
@@ -213,9 +213,9 @@ def test_address_of_the_student(monkeypatch: pytest.MonkeyPatch) -> None:
             responses["unknown"] = await http.post(client.base_url + "x" + path, json=body)
             responses["models"] = await http.get("/models")
 
-    call, answer = COMPLETIONS["qwen_3"]
+    call, ending = COMPLETIONS["qwen_3"]
     config = settings_of(monkeypatch, agent)
-    generator = ScriptedGenerator(student("qwen_3"), [call, answer])
+    generator = ScriptedGenerator(student("qwen_3"), [call, ending])
     sampler = AgentSampler(generator, student("qwen_3"), config, seed=0)
     first, second = asyncio.run(collected(sampler, PROMPTS[:1]))
     codes = {name: response.status_code for name, response in responses.items()}

@@ -18,7 +18,7 @@ from tests.trainer.rollouts.test_reference_turns import literal, rendered, stude
 
 USER = {"role": "user", "content": "37*14?"}
 PROMPT = Prompt(index=0, messages=(Message(role="user", content="37*14?"),), teachers={"math": 1.0})
-#: Completions of a call and of an answer, as each family writes them.
+#: Completions with a call and without, as each family writes them.
 COMPLETIONS = {
     "qwen_3": (
         '<think>\nhm\n</think>\n\nLet me.\n<tool_call>\n{"name": "calculator", "arguments": '
@@ -64,9 +64,9 @@ def test_two_turns_with_a_tool(family: str) -> None:
         assert len(str(call.tool_calls[0].id)) == 9
         result = {"role": "tool", "content": "518", "tool_call_id": call.tool_calls[0].id}
         messages = [USER, call.model_dump(), result]
-        answer = await session.chat(messages, [CALCULATOR])
-        assert answer.content.strip() == "518"
-        assert answer.thinking == ("ok" if family == "qwen_3" else None)
+        ending = await session.chat(messages, [CALCULATOR])
+        assert ending.content.strip() == "518"
+        assert ending.thinking == ("ok" if family == "qwen_3" else None)
         return session, messages
 
     session, messages = asyncio.run(converse())

@@ -96,7 +96,7 @@ def reply_of(text: str, call_format: CallFormat | None, *, splits_thinking: bool
         text = text.lstrip("\n")
     content, calls = text, list[ToolCall]()
     if call_format is not None:
-        # No call, or an invalid one: the text is the answer.
+        # No call, or an invalid one: the text is content.
         with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
             content, calls = call_format.parse(text)
     return Message(role="assistant", content=content, tool_calls=calls, thinking=thinking)

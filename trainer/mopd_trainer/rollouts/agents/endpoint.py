@@ -137,8 +137,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             fields = _fields(body)
-            answer = session.respond(fields["messages"], fields.get("tools") or ())
-            message, rollout = asyncio.run_coroutine_threadsafe(answer, self.loop).result()
+            reply = session.respond(fields["messages"], fields.get("tools") or ())
+            message, rollout = asyncio.run_coroutine_threadsafe(reply, self.loop).result()
         except DataError as error:
             self._fail(HTTPStatus.BAD_REQUEST, str(error), code=session.ended)
         except (MopdError, CancelledError, RuntimeError) as error:

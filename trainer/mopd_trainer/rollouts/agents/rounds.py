@@ -46,7 +46,7 @@ class Rounds:
         self._round = 0
         self._running: asyncio.Task[None] | None = None
         self.failure: Exception | None = None
-        """Of the sampler, which an agent may have caught."""
+        """Error of the sampler, which an agent may have caught."""
 
     async def generate(self, prompt_ids: Sequence[int], sample: int) -> tuple[Generation, int]:
         """Return a completion and its policy version; see ``Generate``."""

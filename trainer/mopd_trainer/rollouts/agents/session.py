@@ -82,7 +82,7 @@ class Session:
         self.prompt = prompt
         self.sample = sample
         self.ended: str | None = None
-        """Why it takes no further turn; None while it does."""
+        """Reason why no further turn is possible; None while one is."""
         self._student = student
         self._generate = generate
         self._turns: list[Turn] = []

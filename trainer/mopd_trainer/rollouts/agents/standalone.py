@@ -26,7 +26,7 @@ async def serve_student(
 ) -> None:
     """Serve ``POST /v1/chat/completions`` until the task is cancelled.
 
-    Each request is a trajectory of its own; requests that wait together are sampled together.
+    Each request is a separate trajectory; requests that wait together are sampled together.
 
     Args:
         port: 0 for a free one.
