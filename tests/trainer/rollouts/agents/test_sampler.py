@@ -111,6 +111,7 @@ def test_samples_do_not_depend_on_the_time_that_tools_take(
         assert np.array_equal(left.prompt_token_ids, right.prompt_token_ids)
         assert np.array_equal(left.completion.token_ids, right.completion.token_ids)
         assert left.sampled_logprobs is not None
+        assert right.sampled_logprobs is not None
         assert np.array_equal(left.sampled_logprobs, right.sampled_logprobs)
     assert len({r.completion.token_ids.tobytes() for r in first}) > 4
 
@@ -195,7 +196,7 @@ def test_address_of_the_student(monkeypatch: pytest.MonkeyPatch) -> None:
         async with httpx.AsyncClient(base_url=client.base_url) as http:
             path = "/chat/completions"
             parts = [{"type": "text", "text": "37*14?"}]
-            body = {
+            body: dict[str, Any] = {
                 "model": "any",
                 "temperature": 0.1,
                 "messages": [{**USER, "content": parts}],
