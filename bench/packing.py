@@ -127,11 +127,11 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="file for the figures")
     for name, default in (
-        ("hidden", 256),
+        ("hidden", 128),
         ("longest", 1_024),
         ("examples", 32),
         ("rounds", 3),
-        ("steps", 60),
+        ("steps", 30),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help="(default: %(default)s)")
     parser.add_argument("--budgets", default="4096,16384", help="(default: %(default)s)")

@@ -25,6 +25,7 @@ from mopd_trainer.metrics.timers import StepTimer
 from mopd_trainer.pages.report import write_report
 from mopd_trainer.pipeline import Collected, Pipeline
 from mopd_trainer.run_folder.checkpoint import FINAL, checkpoint_folder, save_student
+from mopd_trainer.run_folder.hub import push_to_hub
 from mopd_trainer.run_folder.recordings.recording import Recorder
 from mopd_trainer.run_folder.recordings.replay import Replay
 from mopd_trainer.run_folder.retention import CheckpointManager
@@ -260,12 +261,17 @@ class Run:
                 await self.interruption.cancel_on_signal(pushing)
 
     async def save_student(self) -> Path:
-        """Save the trained student and the report; return the student's folder."""
+        """Save and upload the trained student and save the report; return the student's folder.
+
+        Raises:
+            MopdError: when the upload fails.
+        """
         folder = self.config.output_dir / FINAL
         await asyncio.to_thread(self.student.gather)
         if self.coordinator is not None:
             save_student(self.student, folder, self.student.final_dtype)
             write_report(self.config.output_dir)
+            await asyncio.to_thread(push_to_hub, folder, self.config.student.push_to_hub)
         return folder
 
     async def _fail(self, steps: int, failure: Exception | None) -> None:

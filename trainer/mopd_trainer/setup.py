@@ -43,6 +43,7 @@ from mopd_trainer.rollouts.remote_sampler import RolloutWorkers
 from mopd_trainer.rollouts.source import CompletionGenerator
 from mopd_trainer.run_folder.checkpoint import Checkpoint
 from mopd_trainer.run_folder.disk_space import require_space
+from mopd_trainer.run_folder.hub import require_hub
 from mopd_trainer.run_folder.journal import past_metrics
 from mopd_trainer.run_folder.lock import run_lock
 from mopd_trainer.run_folder.recordings.recording import recorder_of
@@ -132,6 +133,7 @@ async def _open_inputs(
 ) -> _Inputs:
     prompts = training_prompts(config) if prompts is None else prompts
     require_packages(config)
+    require_hub(config.student.push_to_hub)
     sets = read_run_sets(config)
     identity = RunIdentity.of(config, prompts)
     stack.enter_context(run_lock(config.output_dir))

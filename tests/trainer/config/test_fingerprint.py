@@ -19,7 +19,7 @@ projection_cache resources resume_from_checkpoint rollout.agent.timeout_seconds
 rollout.scoring rollout.vllm save_steps
 score_cache stop_on_degradation student.attn_implementation student.device student.final_dtype
 student.gradient_checkpointing student.max_skipped_in_a_row student.model student.on_nonfinite
-student.packing student.revision student.rows_per_block student.sharding
+student.packing student.push_to_hub student.revision student.rows_per_block student.sharding
 student.skip_grad_norm_above student.tokens_per_micro_batch student.trust_remote_code
 teacher_wait_seconds teachers.api_key_env teachers.ca_file
 teachers.deadline_seconds teachers.device teachers.dtype teachers.max_concurrency teachers.model

@@ -47,7 +47,7 @@ PACKED: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 4},
     "gemma2": {"sliding_window": 4},
 }
-#: State-space layers, an implementation of its own, and attention in chunks of the row.
+#: State-space layers, another implementation, and attention in chunks of the row.
 PADDED: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 4},
     "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": 64},
@@ -128,7 +128,7 @@ def test_no_layer_has_a_mask_of_all_pairs_of_tokens() -> None:
         assert mask.examples == ((0, 7, None), (7, 11, None), (11, 17, None))
 
 
-def test_an_example_longer_than_the_window_has_a_mask_of_its_own() -> None:
+def test_an_example_longer_than_the_window_has_a_separate_mask() -> None:
     student = student_of("mistral")
     batch = batch_of([(3, 4), (2, 1)], packed=True)
     for mask in masks_of(student, lambda: student.completion_logits(batch)):

@@ -166,6 +166,8 @@ FOREIGN_SETTINGS: dict[str, tuple[str, str]] = {
     "uncommon_topk": ("teachers.NAME.loss.most_ranks", ""),
     "adaptive_kl_alpha": ("teachers.NAME.loss.tail_mass", ""),
     "skew_lambda": ("teachers.NAME.loss.skew", ""),
+    "padding_free": ("student.packing", ""),
+    "hub_model_id": ("student.push_to_hub.repo_id", ""),
     "projection_matrix_path": ("projection_cache", "projections are built when needed"),
 }
 

@@ -48,6 +48,18 @@ class LoraConfig(Settings):
         return self
 
 
+class HubConfig(Settings):
+    """Repository on the Hugging Face hub (or ``HF_ENDPOINT``) for the trained model. The token is
+    ``HF_TOKEN`` or that of ``hf auth login``."""
+
+    repo_id: str = Field(pattern=r"^[\w.-]+(/[\w.-]+)?$", max_length=96)
+    """Repository (``organization/name``), created if it does not exist."""
+    private: bool = True
+    """Visibility of a repository that is created."""
+    revision: str | None = None
+    """Branch, created if it does not exist. Default: the main branch."""
+
+
 class StudentConfig(Settings):
     """The trained model, its optimizer and its memory use."""
 
@@ -62,6 +74,8 @@ class StudentConfig(Settings):
     final_dtype: Incidental[Literal["auto", "float32", "bfloat16", "float16"]] = "auto"
     """Precision of the trained model (``final``); ``auto`` is that of the published weights.
     Checkpoints and adapters are float32."""
+    push_to_hub: Incidental[HubConfig | None] = None
+    """Upload ``final`` to the hub after training. If that fails, the saved folder is complete."""
     device: Incidental[str] = "auto"
     """``auto``: the first accelerator, or the CPU."""
     sharding: Incidental[Literal["none", "ddp", "fsdp"]] = "none"

@@ -68,7 +68,7 @@ class MicroBatch:
         return bool((self.labels != IGNORED).any())
 
     def inputs(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the model's inputs; restarting positions keep the examples of a row apart."""
+        """Return the model's inputs; positions restart at each example of a row."""
         if self.position_ids is None:
             tensors = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
         else:

@@ -1,4 +1,4 @@
-"""Attention of the student: its implementation, and whether rows may hold several examples."""
+"""Attention of the student: its implementation, and whether a row may contain several examples."""
 
 import logging
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def packs(
     """Return True if micro-batches may have one row of several examples.
 
     Decided by a test, because state-space and linear-attention layers, absolute positions and
-    masks of their own would silently mix examples; on several ranks all must call it.
+    special masks would silently mix examples; on several ranks all must call it.
 
     Args:
         forward: the decoder, as it is trained.

@@ -1,4 +1,4 @@
-"""Attention over rows that hold several examples, one product per example.
+"""Attention over rows of several examples, one product per example.
 
 For such a row transformers builds a mask of [tokens, tokens], and sdpa computes all of it. Inside
 ``packed_rows`` its implementation ``sdpa`` passes the bounds of the examples in place of that mask,

@@ -54,7 +54,7 @@ class Student:
 
     Rows of the head without a token are never sampled and never trained. On several ranks each
     rank has a shard (``sharded``) or a replica of the weights; rank 0 generates, all ranks train.
-    ``packs`` is True if micro-batches may hold several examples in a row.
+    ``packs`` is True if a row of a micro-batch may contain several examples.
     """
 
     def __init__(
