@@ -1,4 +1,4 @@
-"""What the bounds of prefix KL buy: accuracy by step with and without them.
+"""Accuracy by step with and without the bounds of prefix KL.
 
     python -m bench.bounds --tasks dates,rows,german,chinese_dates,hindi --seeds 3 --bounds on,off
     python -m bench.bounds --tasks hindi --seeds 1 --steps 100

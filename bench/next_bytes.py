@@ -1,4 +1,4 @@
-"""What the sampled tokens' rows of a language model miss of its next bytes; what extra rows add.
+"""The next bytes of a language model: mass that the sampled tokens' rows miss, and extra rows.
 
     python -m bench.next_bytes --model MODEL --folder DIR
     python -m bench.next_bytes --model FOLDER --gguf-file SmolLM2-135M-Instruct.Q4_1.gguf \
@@ -7,12 +7,12 @@
 The exact distribution of the next byte needs rows behind tokens that were not sampled
 (``tests/reference/byte_model.py``). Per kind of text: the share of the mass of what follows a byte
 that the rows of the text's own tokens miss, extra rows for each token, and nats by which the next
-bytes differ from those with (almost) no context left out. GGUF files need the package ``gguf``.
+bytes differ from those with (almost) no context omitted. GGUF files need the package ``gguf``.
 """
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,8 @@ class Measured:
     """Mean share of what follows a byte that is behind tokens other than the text's."""
     missing_95: float  # the 95th percentile
     extra_rows: float  # per token
-    nats: float  # per byte, by the contexts that were left out
-    left_out: float  # mean of the bound
+    nats: float  # per byte, by the contexts that were omitted
+    omitted: float  # mean of the bound
 
 
 def measure(model: ByteModel, text: str) -> Measured:
@@ -61,7 +61,11 @@ def measure(model: ByteModel, text: str) -> Measured:
     assert ids is not None  # whole characters
     ends = np.cumsum([0, *(len(model.token_bytes[token]) for token in ids)]).tolist()
     own = {end: ids[:count] for count, end in enumerate(ends)}
-    sampled = replace(model, encode=lambda begun, _: own.get(len(begun)), least_share=0.0)
+
+    def of_text(begun: bytes, _: bytes) -> Sequence[int] | None:
+        return own.get(len(begun))
+
+    sampled = replace(model, encode=of_text, least_share=0.0)
     exact = replace(model, least_share=_EXACT).next_bytes(data)
     some = model.next_bytes(data)
     missing = -np.expm1(sampled.next_bytes(data).logmasses - exact.logmasses)
@@ -72,7 +76,7 @@ def measure(model: ByteModel, text: str) -> Measured:
         missing_95=float(np.quantile(missing, 0.95)),
         extra_rows=(some.rows - len(ids) - 1) / len(ids),
         nats=float(divergence(exact, some).mean()),
-        left_out=float(some.left_out.mean()),
+        omitted=float(some.omitted.mean()),
     )
 
 
@@ -84,8 +88,10 @@ def language_model(folder: Path, least_share: float) -> ByteModel:
     table = TokenTable.from_tokenizer(backend)
     spelled = [b"" if i in table.marks else (b or b"") for i, b in enumerate(table.all_bytes)]
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    encode: Callable[[str], list[int]] = lambda text: backend.encode(text, False).ids  # noqa: E731
     known: dict[tuple[int, ...], NDArray[np.float64]] = {}
+
+    def encode(text: str) -> Sequence[int]:
+        return backend.encode(text, add_special_tokens=False).ids
 
     @torch.no_grad()
     def row(ids: tuple[int, ...]) -> NDArray[np.float64]:
@@ -118,14 +124,12 @@ def main() -> None:
     figures = {kind: measure(model, text) for kind, text in texts.items()}
     table = Table(box=box.SIMPLE)
     table.add_column("text")
-    for heading in ("bytes", "tokens", "missing", "95 %", "rows/token", "nats/byte", "left out"):
+    for heading in ("bytes", "tokens", "missing", "95 %", "rows/token", "nats/byte", "omitted"):
         table.add_column(heading, justify="right")
     for kind, each in figures.items():
         shares = f"{each.missing:.1%}", f"{each.missing_95:.1%}", f"{each.extra_rows:.2f}"
         counts = str(each.bytes), str(each.tokens)
-        table.add_row(
-            repr(kind)[1:-1], *counts, *shares, f"{each.nats:.5f}", f"{each.left_out:.4f}"
-        )
+        table.add_row(repr(kind)[1:-1], *counts, *shares, f"{each.nats:.5f}", f"{each.omitted:.4f}")
     Console().print(table)
     if options.json:
         options.json.write_text(json.dumps({k: asdict(v) for k, v in figures.items()}, indent=1))

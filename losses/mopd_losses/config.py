@@ -218,9 +218,9 @@ class PrefixKlConfig(DivergenceSettings):
     """Most times that such a text is scored: where the teacher is sure of another continuation than
     the text has, the next one has that, and ends with the student's likeliest token with it."""
     bounds: bool = True
-    """Whether mass that a side may have of a text over tokens that were not sampled is bounded
-    above, and no loss is counted within the bounds. For ablations (``bench.bounds``): without them,
-    preparation calls the tokenizers less, and two models that agree may have a loss."""
+    """Bound the mass that a side may have of a text over tokens that were not sampled, and count no
+    loss within the bounds. ``false`` is for ablations (``bench.bounds``): preparation calls the
+    tokenizers less, and two models that agree may have a loss."""
 
 
 class AutoConfig(DivergenceSettings):

@@ -1,17 +1,17 @@
 """The exact next-byte distribution of a token model, by extra rows.
 
 A canonical tokenizer writes a text that has a token's end at byte ``s`` with ``encode(text[:s])``
-up to there. So a text ``y`` can continue behind few contexts, one for each of its bytes at most:
+up to that byte. So a text ``y`` can continue behind few contexts, at most one for each byte:
 
-    F(y) = sum over s < len(y) of  p(encode(y[:s])) * mass of the tokens there that begin with y[s:]
+    F(y) = sum over s < len(y) of  p(encode(y[:s])) * mass of its next tokens that begin with y[s:]
 
 is the probability that a text begins with ``y``, and the next byte behind ``x`` has the probability
 ``F(x + b) / sum over b of F(x + b)``. The sum over the bytes of a text, of the divergence between
 the next-byte distributions of two models, is in expectation their divergence as distributions over
-texts: 0 for models that agree, whatever their tokenizers. The form is that of Hayase et al.
+texts: 0 for models that agree, through any tokenizers. The form is that of Hayase et al.
 (arXiv 2506.14123, byte-level sampling) and Phan et al. (arXiv 2410.09303).
 
-Holds for longest match, Unigram and BPE, up to what a pre-tokenizer sees of the text behind a
+Exact for longest match, Unigram and BPE, up to what a pre-tokenizer sees of the text behind a
 token. Mass of tokens that the tokenizer would not write is text, too, but nothing follows it.
 """
 
@@ -32,21 +32,21 @@ SYMBOLS = 257
 Row = Callable[[tuple[int, ...]], NDArray[np.float64]]
 
 #: Bytes, and all of the text that they are from -> the ids with which a text that begins with these
-#: bytes, and has a token's end behind them, begins; None if no text has a token's end there.
+#: bytes, and has a token's end behind them, begins; None if no text has one.
 Encode = Callable[[bytes, bytes], Sequence[int] | None]
 
 
 @dataclass(frozen=True, eq=False)
 class NextBytes:
-    """What follows each beginning of a text, the whole text included."""
+    """Distributions behind each beginning of a text, the whole text included."""
 
     logprobs: NDArray[np.float64]  # [bytes + 1, SYMBOLS], nats
     logmasses: NDArray[np.float64]
-    """[bytes + 1], nats: the mass of the text so far and anything that follows, without what was
-    left out and mass that nothing follows."""
-    left_out: NDArray[np.float64]
+    """[bytes + 1], nats: the mass of the text so far and anything that follows, without omitted
+    contexts and mass that nothing follows."""
+    omitted: NDArray[np.float64]
     """[bytes + 1], at most this share of the mass of the text so far is behind contexts that were
-    left out."""
+    omitted."""
     rows: int  # contexts of which the model gave its row
 
     def of_text(self, text: bytes) -> NDArray[np.float64]:
@@ -56,7 +56,7 @@ class NextBytes:
 
 @dataclass(eq=False)
 class _Context:
-    """Tokens, of which the model may not have been asked yet."""
+    """Tokens, of which the model may not have given its row yet."""
 
     ids: tuple[int, ...]
     before: "_Context | None"  # without the last token
@@ -75,7 +75,7 @@ class ByteModel:
     encode: Encode
     row: Row
     least_share: float = 1e-3
-    """Contexts with a smaller share of the mass of the text so far are left out, unless the text
+    """Contexts with a smaller share of the mass of the text so far are omitted, unless the text
     continues behind no other one."""
 
     @cached_property
@@ -95,10 +95,10 @@ class ByteModel:
         """
         reading = _Reading(self, text)
         logprobs = np.full((len(text) + 1, SYMBOLS), -np.inf)
-        logmasses, left_out = np.zeros((2, len(text) + 1))
+        logmasses, omitted = np.zeros((2, len(text) + 1))
         for length in range(len(text) + 1):
-            logprobs[length], logmasses[length], left_out[length] = reading.following(length)
-        return NextBytes(logprobs, logmasses, left_out, reading.rows)
+            logprobs[length], logmasses[length], omitted[length] = reading.following(length)
+        return NextBytes(logprobs, logmasses, omitted, reading.rows)
 
     def continuations(self, begun: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the longer tokens that begin with some bytes, and the next byte of each."""
@@ -124,33 +124,33 @@ class _Reading:
         self._text = text
         self._contexts: dict[tuple[int, ...], _Context] = {(): _Context((), None, 0.0)}
         self._open: dict[int, _Context] = {}  # by the byte behind which they end
-        self._logtext = 0.0  # nats of F, without what was left out
+        self._logtext = 0.0  # nats of F, without omitted contexts
         self.rows = 0
 
     def following(self, length: int) -> tuple[NDArray[np.float64], float, float]:
         """Return the log-probabilities of what follows the first bytes, nats of its mass, and the
-        most that was left out. Lengths are asked for one after another."""
+        most that was omitted. Lengths are in order."""
         model, text = self._model, self._text[:length]
         ids = model.encode(text, self._text)
         if ids is not None:
             if b"".join(model.token_bytes[token] for token in ids) != text:
                 raise ValueError(f"the tokens of {text!r} spell another text")
             self._open[length] = self._context(tuple(ids))
-        masses, left_out = self._masses(text, model.least_share)
+        masses, omitted = self._masses(text, model.least_share)
         symbol = self._text[length] if length < len(self._text) else int(masses.argmax())
         if not masses[symbol]:
-            masses, left_out = self._masses(text, 0.0)
+            masses, omitted = self._masses(text, 0.0)
         if not masses[symbol]:
             raise ValueError(f"the model does not continue {text!r} with {symbol}")
         logmass = self._logtext + math.log(masses.sum())
         self._logtext += math.log(masses[symbol])
         with np.errstate(divide="ignore"):
-            return np.log(masses / masses.sum()), logmass, left_out
+            return np.log(masses / masses.sum()), logmass, omitted
 
     def _masses(self, text: bytes, least_share: float) -> tuple[NDArray[np.float64], float]:
-        """[SYMBOLS], the mass of what follows, relative to that of the text so far; what was left
-        out."""
-        masses, left_out = np.zeros(SYMBOLS), 0.0
+        """[SYMBOLS], the mass of what follows, relative to that of the text so far; the omitted
+        mass."""
+        masses, omitted = np.zeros(SYMBOLS), 0.0
         for start, context in list(self._open.items()):
             begun = text[start:]
             ids, following = self._model.continuations(begun)
@@ -163,12 +163,12 @@ class _Reading:
                 if share > 0 and share >= least_share:
                     self._read(context)
             if context.row is None:
-                left_out = min(left_out + share, 1.0)
+                omitted = min(omitted + share, 1.0)
                 continue
             np.add.at(masses, following, share * np.exp(context.row[ids]))
             if not begun:
                 masses[END] += share * np.exp(context.row[list(self._model.ends)]).sum()
-        return masses, left_out
+        return masses, omitted
 
     def _share(self, logmass: float) -> float:
         """Return a mass relative to that of the text so far, of which it may be a part only."""
@@ -218,7 +218,7 @@ def encoding_of_text(
     """Return an ``Encode`` for a tokenizer of whole characters.
 
     A token may end inside a character. The tokens before are those of any text with a token's end
-    there: of the text itself, else of one that completes the character otherwise.
+    at that byte: of the text itself, else of one that completes the character otherwise.
     """
 
     def begins(data: bytes, length: int) -> Sequence[int] | None:

@@ -1,4 +1,4 @@
-"""Prefix KL, judged by the exact next-byte distributions of both models.
+"""Prefix KL, compared with the exact next-byte distributions of both models.
 
 The oracle (``tests/reference/byte_model.py``) is the divergence of the two models as distributions
 over texts: at each byte of a text it compares what follows it, with rows behind tokens that were

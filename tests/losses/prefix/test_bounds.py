@@ -15,22 +15,22 @@ PAIR, TEXTS = merging_pair(8, "ab", 6), markov_texts("ab", 4, 8)
 
 @pytest.mark.parametrize("bounds", [True, False])
 def test_bounds_are_of_both_sides_or_there_are_none(bounds: bool) -> None:
-    found: set[str] = set()
+    names: set[str] = set()
     for pair in (PAIR, Pair(PAIR.teacher, PAIR.student)):
         targets = pair.targets(*comparisons(pair), bounds=bounds)
-        found |= {
+        names |= {
             name
-            for name, is_found in (
+            for name, is_present in (
                 ("detours", len(targets.detours.boundaries) > 0),
                 ("lacking", not targets.lacking.isneginf().all()),
                 ("unsought", bool(targets.unsought.any())),
                 ("teacher_detours", not targets.teacher_detours.isneginf().all()),
                 ("teacher_lacking", bool(targets.teacher_lacking.any())),
             )
-            if is_found
+            if is_present
         }
     expected = {"detours", "lacking", "unsought", "teacher_detours", "teacher_lacking"}
-    assert found == (expected if bounds else set())
+    assert names == (expected if bounds else set())
 
 
 def comparisons(pair: Pair) -> tuple[list[AlignedPair], list[int]]:

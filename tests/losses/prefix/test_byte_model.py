@@ -40,7 +40,7 @@ def next_in(texts: Mapping[str, float], begun: bytes) -> NDArray[np.float64]:
 
 @cache
 def task_pair(first: str, second: str) -> Pair:
-    """Two tokenizers by name, with ends of their own."""
+    """Two tokenizers by name, with different ends."""
     makers = {
         "byte pairs": byte_pair_tokenizer,
         "hindi": hindi_tokenizer,
@@ -88,7 +88,7 @@ def assert_exact(side: Tongue, texts: Mapping[str, float]) -> None:
         assert np.exp(result.of_text(data).sum()) == pytest.approx(texts[text])
         begun = math.fsum(m for t, m in texts.items() if t.encode().startswith(data[:3]))
         assert np.exp(result.logmasses[min(3, len(data))]) == pytest.approx(begun)
-        assert not result.left_out.any()
+        assert not result.omitted.any()
 
 
 @given(seed=st.integers(0, 10_000), scale=st.sampled_from([0.5, 2.0]))
@@ -149,7 +149,7 @@ class _Rows:
 
 
 @pytest.mark.parametrize(("first", "second"), [("byte pairs", "unigram"), ("hindi", "byte pairs")])
-def test_equal_models_differ_by_nothing_whatever_their_tokenizers(first: str, second: str) -> None:
+def test_equal_models_differ_by_nothing_through_any_tokenizers(first: str, second: str) -> None:
     pair = task_pair(first, second)
     sides = [exact_side(side, SCRIPTS) for side in (pair.student, pair.teacher)]
     for text in SCRIPTS:
@@ -174,7 +174,7 @@ def test_divergence_over_bytes_is_that_of_the_models_over_texts(seed: int) -> No
 
 @given(seed=st.integers(0, 400), share=st.sampled_from([0.02, 0.2]))
 @settings(deadline=None, max_examples=15)
-def test_what_is_left_out_is_within_the_bound(seed: int, share: float) -> None:
+def test_the_error_by_omitted_contexts_is_within_the_bound(seed: int, share: float) -> None:
     texts = markov_texts("ab", 5, seed)
     side = merging_pair(seed % 40, "ab", 8).student
     for text in Random(seed).sample(sorted(texts), 3):
@@ -184,16 +184,16 @@ def test_what_is_left_out_is_within_the_bound(seed: int, share: float) -> None:
         )
         assert rough.rows <= exact.rows
         differences = np.abs(np.exp(exact.logprobs) - np.exp(rough.logprobs)).sum(axis=1)
-        assert (differences <= 2 * rough.left_out + 1e-12).all()
+        assert (differences <= 2 * rough.omitted + 1e-12).all()
 
 
-def test_rows_are_asked_for_once_and_only_where_their_share_counts() -> None:
+def test_rows_are_requested_once_and_only_where_their_share_counts() -> None:
     side = Tongue.of("bb", "bbb", by_merges=True)
     rows = _Rows(side, "ab", 1, 1.0)
     # Behind `b`, most of the mass is of longer tokens.
     rough, exact = (byte_model(side, rows, least_share=s).next_bytes(b"b") for s in (0.9, 0.0))
     assert (rough.rows, exact.rows) == (1, 2)
-    assert rough.left_out[1] > exact.left_out[1] == 0
+    assert rough.omitted[1] > exact.omitted[1] == 0
     rows.calls.clear()
     assert byte_model(side, rows).next_bytes(b"abbba").rows == len(rows.calls)
     assert len(rows.calls) == len(set(rows.calls))
@@ -205,7 +205,7 @@ def test_rows_are_asked_for_once_and_only_where_their_share_counts() -> None:
 def test_completions_are_characters_that_begin_with_the_bytes(text: str) -> None:
     data = text.encode()
     for length in range(1, len(data)):
-        found = list(completions(data[:length], data))
-        assert found[0] == data
-        assert all(each.startswith(data[:length]) and len(each.decode()) == 1 for each in found)
-        assert len(found) > 60
+        results = list(completions(data[:length], data))
+        assert results[0] == data
+        assert all(each.startswith(data[:length]) and len(each.decode()) == 1 for each in results)
+        assert len(results) > 60
