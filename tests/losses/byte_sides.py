@@ -33,5 +33,5 @@ def _spelled(side: Tongue) -> list[tuple[int, bytes]]:
 
 def _encode(side: Tongue, token_bytes: list[bytes]) -> Encode:
     if isinstance(side.encoder, LongestMatch):
-        return lambda data, _: side.encode_bytes(data)
+        return lambda data, _: [side.encode_bytes(data)]
     return encoding_of_text(side.encoder.encode, token_bytes)

@@ -20,6 +20,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,12 +29,17 @@ from numpy.typing import NDArray
 END = 256
 SYMBOLS = 257
 
+#: Continuations of text that ends with white space: a tokenizer may have a token of a space and one
+#: of them, but hardly of all.
+_BEHIND_SPACE = tuple(bytes([byte]) for byte in range(0x21, 0x7F))
+
 #: Context ids -> log-probabilities over the vocabulary, nats.
 Row = Callable[[tuple[int, ...]], NDArray[np.float64]]
 
-#: Bytes, and all of the text that they are from -> the ids with which a text that begins with these
-#: bytes, and has a token's end behind them, begins; None if no text has one.
-Encode = Callable[[bytes, bytes], Sequence[int] | None]
+#: Bytes, and all of the text that they are from -> the tokens of these bytes in texts that have a
+#: token's end behind them: one sequence of ids, none if no text has one, or several, if the
+#: tokenizer divides the end of the bytes by what follows, as white space.
+Encode = Callable[[bytes, bytes], Sequence[Sequence[int]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +129,7 @@ class _Reading:
         self._model = model
         self._text = text
         self._contexts: dict[tuple[int, ...], _Context] = {(): _Context((), None, 0.0)}
-        self._open: dict[int, _Context] = {}  # by the byte behind which they end
+        self._open: list[tuple[int, _Context]] = []  # with the byte behind which they end
         self._logtext = 0.0  # nats of F, without omitted contexts
         self.rows = 0
 
@@ -131,11 +137,10 @@ class _Reading:
         """Return the log-probabilities of what follows the first bytes, nats of its mass, and the
         most that was omitted. Lengths are in order."""
         model, text = self._model, self._text[:length]
-        ids = model.encode(text, self._text)
-        if ids is not None:
+        for ids in model.encode(text, self._text):
             if b"".join(model.token_bytes[token] for token in ids) != text:
                 raise ValueError(f"the tokens of {text!r} spell another text")
-            self._open[length] = self._context(tuple(ids))
+            self._open.append((length, self._context(tuple(ids))))
         masses, omitted = self._masses(text, model.least_share)
         symbol = self._text[length] if length < len(self._text) else int(masses.argmax())
         if not masses[symbol]:
@@ -151,11 +156,11 @@ class _Reading:
         """[SYMBOLS], the mass of what follows, relative to that of the text so far; the omitted
         mass."""
         masses, omitted = np.zeros(SYMBOLS), 0.0
-        for start, context in list(self._open.items()):
+        for start, context in list(self._open):
             begun = text[start:]
             ids, following = self._model.continuations(begun)
             if begun and not len(ids):
-                del self._open[start]
+                self._open.remove((start, context))
                 continue
             share = self._share(self._most(context))
             if context.row is None and share > 0 and share >= least_share:
@@ -218,22 +223,24 @@ def encoding_of_text(
     """Return an ``Encode`` for a tokenizer of whole characters.
 
     A token may end inside a character. The tokens before are those of any text with a token's end
-    at that byte: of the text itself, else of one that completes the character otherwise.
+    at that byte: of the text itself, else of one that completes the character otherwise. A
+    pre-tokenizer may divide white space by what follows, a word or the end.
     """
 
-    def begins(data: bytes, length: int) -> Sequence[int] | None:
+    def begins(data: bytes, length: int) -> tuple[int, ...] | None:
         ids = encode(data.decode())
-        ends = np.cumsum([len(token_bytes[token]) for token in ids], dtype=np.int64)
-        at = int(np.searchsorted(ends, length))
-        return ids[: at + 1] if at < len(ends) and ends[at] == length else None
+        ends = [0, *accumulate(len(token_bytes[token]) for token in ids)]
+        return tuple(ids[: ends.index(length)]) if length in ends else None
 
-    def of_bytes(data: bytes, text: bytes) -> Sequence[int] | None:
+    def of_bytes(data: bytes, text: bytes) -> Sequence[Sequence[int]]:
         try:
-            return encode(data.decode())
+            data.decode()
         except UnicodeDecodeError:
-            pass
-        completed = (begins(each, len(data)) for each in completions(data, text))
-        return next((ids for ids in completed if ids is not None), None)
+            completed = (begins(each, len(data)) for each in completions(data, text))
+            return [ids for ids in completed if ids is not None][:1]
+        behind = [b"", *_BEHIND_SPACE] if data[-1:].isspace() else [b""]
+        divided = (begins(data + each, len(data)) for each in behind)
+        return list(dict.fromkeys(ids for ids in divided if ids is not None))
 
     return of_bytes
 
