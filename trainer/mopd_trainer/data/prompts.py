@@ -308,10 +308,6 @@ def _parse(line: bytes) -> JSON:
         raise LineError(f"unsupported JSON ({error})") from error
 
 
-def _metadata(turn: Turn) -> JSON:
-    return {} if turn.logged is None else {"answer": turn.logged}
-
-
 def _routed(values: JSON, turn: Turn, config: DataConfig) -> JSON:
     """Return the row with the teacher of a turn, if it has its own."""
     if turn.teacher is None:
