@@ -1,4 +1,4 @@
-"""Runs with rewards: alone, with a teacher, as a gate; resumed, recorded and replayed."""
+"""Runs with rewards: only rewards, with a teacher, as a gate; resumed, recorded and replayed."""
 
 import json
 from pathlib import Path

@@ -236,7 +236,7 @@ class _RowReader:
     unrouted: Collection[str]
     """Teachers of every row, which the rows do not name."""
     settings: Mapping[str, TeacherConfig]
-    """Of both, for their prompts."""
+    """Settings of all teachers, for their prompts."""
     kept_keys: Collection[str]
     keep_rows: bool
 

@@ -21,6 +21,5 @@ def trajectories(rollouts: Sequence[Rollout]) -> list[range]:
 
 
 def _continues(rollout: Rollout, before: Rollout) -> bool:
-    one, other = rollout.prompt, before.prompt
-    same = one.index == other.index and rollout.sample == before.sample
-    return same and one.turn > other.turn
+    same_prompt = rollout.prompt.index == before.prompt.index
+    return same_prompt and rollout.sample == before.sample and rollout.turn > before.turn

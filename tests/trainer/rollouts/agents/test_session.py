@@ -173,8 +173,8 @@ def test_teachers_with_their_own_messages_see_the_rest_of_the_conversation() -> 
     async def converse() -> Session:
         session, _ = session_of("llama_3_1", "hm<|eot_id|>", "518<|eot_id|>")
         session.prompt = replace(session.prompt, teacher_messages=own)
-        answer = await session.chat([USER])
-        await session.chat([USER, answer, {"role": "user", "content": "And?"}])
+        reply = await session.chat([USER])
+        await session.chat([USER, reply, {"role": "user", "content": "And?"}])
         with pytest.raises(DataError) as error:
             await session.chat([{"role": "system", "content": "another beginning"}, USER])
         assert error.value.key == "teacher_messages"
