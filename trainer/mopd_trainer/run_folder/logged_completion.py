@@ -62,8 +62,11 @@ def logged_completion(
         "turn": rollout.turn,
         "finish_reason": rollout.finish_reason,
         "corrected_tokens": rollout.corrected_tokens,
-        "rewards": dict(rollout.rewards),
-        "advantage": example.advantage,
+        **(
+            {"rewards": dict(rollout.rewards), "advantage": example.advantage}
+            if rollout.rewards
+            else {}
+        ),
         "teachers": dict(rollout.prompt.teachers),
         "metadata": dict(rollout.prompt.metadata),
         **({"teacher_prompts": own_prompts} if own_prompts else {}),
