@@ -128,7 +128,7 @@ class BranchTree:
 
     def probabilities(self) -> Probabilities:
         """Return what is known of all positions."""
-        return self._masses.probabilities(self._undecided, self._texts)
+        return self._masses.probabilities(self._undecided, self._texts.members)
 
     def _roots(self) -> Branches:
         """Return what may follow the student's prefixes, from all rows that are open at them."""

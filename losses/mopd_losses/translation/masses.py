@@ -1,7 +1,7 @@
 """``Masses``: the teacher's mass of everything that may follow the student's tokens before each
 position, and the probabilities that follow from it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,10 +10,12 @@ from numpy.typing import NDArray
 
 from mopd_losses.translation.first_tokens import ANY, INCOMPATIBLE, NO_TOKEN, UNDECIDED
 from mopd_losses.translation.rows import Floats, Integers, expanded
-from mopd_losses.translation.texts import Texts
 
 #: Probability by which a named entry may be wrong.
 TOLERANCE = 1e-4
+
+#: The tokens of a set, by its number.
+Members = Callable[[int], frozenset[int]]
 
 #: Added to tokens in keys, so that none is negative.
 _OFFSET = -UNDECIDED
@@ -27,7 +29,7 @@ class Undecided(Protocol):
 
     @property
     def sets(self) -> Integers:
-        """Of the tokens that the student may write first, see ``Texts.sets``."""
+        """Of the tokens that the student may write first; negative for text before the position."""
         ...
 
     @property
@@ -86,8 +88,12 @@ class Masses:
         summed = np.bincount(positions, masses, minlength=len(self._events))
         return summed.astype(np.float64)  # integers if there are none
 
-    def probabilities(self, undecided: Undecided, texts: Texts) -> Probabilities:
-        """Return the tokens whose error is within the tolerance, and what is known of all."""
+    def probabilities(self, undecided: Undecided, members: Members) -> Probabilities:
+        """Return the tokens whose error is within the tolerance, and what is known of all.
+
+        Args:
+            members: of sets.
+        """
         count = len(self._events)
         everywhere = np.arange(count)
         keys = np.concatenate([*self._keys, self._key(everywhere, self._events)])
@@ -99,11 +105,11 @@ class Masses:
         safe = np.where(totals > 0, totals, 1.0)
 
         begun = undecided.sets >= 0
-        flags = _containing(texts, undecided.sets, (INCOMPATIBLE, ANY))
+        flags = _containing(members, undecided.sets, (INCOMPATIBLE, ANY))
         # Text before the position may have been written with other tokens, by either side.
         unknown = self._summed(*_selected(undecided, flags[0] | ~begun))
         anything = self._summed(*_selected(undecided, flags[1]))
-        shared = self._shared(keys, undecided, texts)
+        shared = self._shared(keys, undecided, members)
 
         shares = masses / safe[positions]
         errors = shared + anything[positions] + shares * unknown[positions]
@@ -124,16 +130,16 @@ class Masses:
             positions[named], tokens[named], shares[named], realised, nameless > likeliest * totals
         )
 
-    def _shared(self, keys: Integers, undecided: Undecided, texts: Texts) -> Floats:
+    def _shared(self, keys: Integers, undecided: Undecided, members: Members) -> Floats:
         """Return the undecided mass that may begin with each entry's token."""
         used = undecided.sets >= 0
         positions, masses = undecided.positions[used], undecided.masses[used]
         if not len(positions):
             return np.zeros(len(keys))
         numbers, which = np.unique(undecided.sets[used], return_inverse=True)
-        members = [texts.members(number) for number in numbers.tolist()]
-        sizes = np.array([*map(len, members)], dtype=np.int64)
-        tokens = np.array([token for each in members for token in sorted(each)], dtype=np.int64)
+        sets = [members(number) for number in numbers.tolist()]
+        sizes = np.array([*map(len, sets)], dtype=np.int64)
+        tokens = np.array([token for each in sets for token in sorted(each)], dtype=np.int64)
         starts = np.cumsum(sizes) - sizes
         first, last = np.searchsorted(keys, [positions * self._step, (positions + 1) * self._step])
         is_small = sizes[which] <= last - first
@@ -155,12 +161,12 @@ class Masses:
         return shared + np.bincount(at[found], masses[large][each[found]], minlength=len(keys))
 
 
-def _containing(texts: Texts, sets: Integers, tokens: Sequence[int]) -> list[NDArray[np.bool_]]:
+def _containing(members: Members, sets: Integers, tokens: Sequence[int]) -> list[NDArray[np.bool_]]:
     """Return whether each set has each of the tokens."""
     numbers, which = np.unique(sets, return_inverse=True)
-    members = [texts.members(number) if number >= 0 else () for number in numbers.tolist()]
+    sets_of = [members(number) if number >= 0 else () for number in numbers.tolist()]
     return [
-        np.array([token in each for each in members], dtype=np.bool_)[which] for token in tokens
+        np.array([token in each for each in sets_of], dtype=np.bool_)[which] for token in tokens
     ]
 
 

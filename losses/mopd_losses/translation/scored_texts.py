@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_losses.alignment.byte_strings import utf8_text
-from mopd_losses.translation.rows import Integers, Rows
+from mopd_losses.translation.rows import Integers, Rows, expanded
 from mopd_losses.translation.vocabulary import CONTROLS, Vocabulary, character_codes
 from mopd_protocol.samples import TeacherScore
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
@@ -49,26 +49,18 @@ class SideTokens:
         at = base[self.completions] + self.starts
         self.codes = codes[at]  # [tokens], of the first character
         self.codes_before = codes[at - 1]  # [tokens], of the character before
-        self._joined = side.joinable[self.codes_before, self.codes]
-        self._joined[self.first[counts > 0]] = False
-        ends = np.where(self._joined, 0, np.arange(len(at)))
-        self._runs = np.maximum.accumulate(ends)  # [tokens], first token of those that are joined
-
-    @property
-    def joined(self) -> NDArray[np.bool_]:
+        self.joined = side.joinable[self.codes_before, self.codes]
         """[tokens], whether a token may depend on what is before it."""
-        return self._joined
-
-    def runs(self, tokens: Integers) -> Integers:
-        """Return the first of the tokens up to each that are joined."""
-        return self._runs[tokens]
+        self.joined[self.first[counts > 0]] = False
+        self.runs = np.maximum.accumulate(np.where(self.joined, 0, np.arange(len(at))))
+        """[tokens], the first of the tokens up to each that are joined."""
 
     def first_dependent(self) -> Integers:
         """[tokens], the first of the tokens before each that may depend on what follows them, if
         the last of them does."""
         tokens = np.arange(len(self.ids))
         own = self.first[self.completions]
-        first = np.maximum(self._runs[np.maximum(tokens - 1, 0)], own)
+        first = np.maximum(self.runs[np.maximum(tokens - 1, 0)], own)
         # Half a character is not text.
         short = np.maximum(first, tokens - _MOST_TOKENS_BEFORE)
         while len(halves := np.flatnonzero((short > first) & _is_continuation(self.codes[short]))):
@@ -137,12 +129,9 @@ class ScoredTexts:
         last = np.searchsorted(starts, number * step + offsets, side="right") - 1
         own = teacher.first[number]
         inside = last - (teacher.starts[last] == offsets)  # the last row that begins before
-        first = np.where(inside < own, last, np.maximum(teacher.runs(inside), own))
+        first = np.where(inside < own, last, np.maximum(teacher.runs[inside], own))
         first = np.maximum(first, last - _MOST_ROWS_BEFORE)
-        counts = last - first + 1
-        which = np.repeat(np.arange(len(counts)), counts)
-        begun = np.cumsum(counts) - counts
-        rows = first[which] + np.arange(len(which)) - begun[which]
+        which, rows = expanded(first, last - first + 1)
         return positions[which], rows, last[which]
 
     def _canonical_tokens(self, number: int) -> NDArray[np.bool_]:

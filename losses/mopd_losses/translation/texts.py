@@ -5,7 +5,6 @@ same ones of different positions are decided once.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +12,8 @@ from numpy.typing import NDArray
 from mopd_losses.translation.first_tokens import (
     ANY,
     UNDECIDED,
-    Beginning,
-    Division,
     FirstTokens,
+    Text,
 )
 from mopd_losses.translation.rows import Integers
 from mopd_losses.translation.vocabulary import Vocabulary, character_codes
@@ -25,22 +23,15 @@ from mopd_losses.translation.vocabulary import Vocabulary, character_codes
 IMPOSSIBLE, UNKNOWN, BEFORE = -1, -2, -3
 
 
-class _Text(NamedTuple):
-    student_ids: tuple[int, ...]  # the student's tokens before the text that may depend on it
-    teacher_ids: tuple[int, ...]  # up to the end of the text, from where it matters
-    text: str  # from the position on; empty if the tokens end at or before it
-    missing: str  # text between the end of the tokens and the position
-
-
 class Texts:
     """Numbered texts and sets of first tokens; both are kept."""
 
     def __init__(self, student: Vocabulary, teacher: Vocabulary, tokens: FirstTokens) -> None:
         self._student, self._teacher = student, teacher
         self._tokens = tokens
-        self._contexts: dict[_Text, int] = {}
+        self._contexts: dict[Text, int] = {}
         self._numbers: dict[int, int] = {}  # of a text and one more token
-        self._texts: list[_Text] = []
+        self._texts: list[Text] = []
         self._sets: dict[frozenset[int], int] = {}
         self._members: list[frozenset[int]] = []
         self._certain: list[int] = []  # by set: its only token, or ``UNDECIDED``
@@ -58,7 +49,7 @@ class Texts:
         Args:
             missing: text between the end of the teacher's tokens and the position.
         """
-        context = _Text(student_ids, teacher_ids, "", missing)
+        context = Text(student_ids, teacher_ids, "", missing)
         if context not in self._contexts:
             self._contexts[context] = self._add(context)
         return self._contexts[context]
@@ -77,11 +68,11 @@ class Texts:
             if behind and not begun and before:
                 joins = self._student.joins(self._student.strings[before[-1]][-1], behind[0])
                 before = before if joins else ()
-            longer = _Text(before, (*teacher_ids, token), behind, missing[len(string) :])
+            longer = Text(before, (*teacher_ids, token), behind, missing[len(string) :])
             self._numbers[key] = self._add(longer)
         return self._numbers[key]
 
-    def _add(self, text: _Text) -> int:
+    def _add(self, text: Text) -> int:
         self._texts.append(text)
         for column in (*self._known, self._ended):
             column.append(UNKNOWN)
@@ -111,20 +102,14 @@ class Texts:
         return np.array([self._known[key % 2][key // 2] for key in found], dtype=np.int64)[which]
 
     def _decide(self, keys: Sequence[int]) -> None:
-        beginnings: dict[int, tuple[Beginning, bool]] = {}
-        divisions: dict[int, Division] = {}
-        for key in keys:
-            student_ids, teacher_ids, text, missing = self._texts[key // 2]
-            if text:
-                beginnings[key] = Beginning(student_ids, text, teacher_ids), key % 2 == 1
-            else:
-                divisions[key] = Division(teacher_ids, missing)
-        tokens = self._tokens.of(beginnings.values())
-        for key, trial in beginnings.items():
-            self._known[key % 2][key // 2] = self._number(tokens[trial])
-        possible = self._tokens.may_write(divisions.values())
-        for key, division in divisions.items():
-            self._known[key % 2][key // 2] = BEFORE if possible[division] else IMPOSSIBLE
+        texts = [self._texts[key // 2] for key in keys]
+        begun = [(text, key % 2 == 1) for text, key in zip(texts, keys, strict=True) if text.text]
+        sets = iter(self._tokens.of(begun))
+        possible = iter(self._tokens.may_write([text for text in texts if not text.text]))
+        for text, key in zip(texts, keys, strict=True):
+            self._known[key % 2][key // 2] = (
+                self._number(next(sets)) if text.text else BEFORE if next(possible) else IMPOSSIBLE
+            )
 
     def _number(self, tokens: frozenset[int]) -> int:
         if tokens not in self._sets:
@@ -152,11 +137,9 @@ class Texts:
         """
         numbers, which = np.unique(texts, return_inverse=True)
         unknown = [each for each in numbers.tolist() if self._ended[each] == UNKNOWN]
-        beginnings = [
-            Beginning(text.student_ids, text.text, text.teacher_ids)
-            for text in (self._texts[number] for number in unknown)
-        ]
-        for number, token in zip(unknown, self._tokens.ended(beginnings), strict=True):
+        for number, token in zip(
+            unknown, self._tokens.ended([self._texts[each] for each in unknown]), strict=True
+        ):
             self._ended[number] = token
         found = numbers.tolist()
         last = character_codes("".join(self._texts[number].text[-1] for number in found))

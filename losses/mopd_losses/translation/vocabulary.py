@@ -84,8 +84,7 @@ class Vocabulary:
     def longer_tokens(self, string: str, most: int) -> list[int]:
         """Return tokens that begin with a string and are longer: those with the lowest ids."""
         strings, ids = self._sorted
-        start = bisect_left(strings, string)
-        stop = bisect_left(strings, string + _HIGHEST)
+        start, stop = self.ranks_behind(string)
         while start < stop and len(strings[start]) == len(string):
             start += 1
         return nsmallest(most, ids[start:stop])
@@ -143,19 +142,13 @@ class Vocabulary:
     def joinable(self) -> NDArray[np.bool_]:
         """[257, 257], ``joins`` of two codes of ``character_codes``."""
         table = np.zeros((CONTROL_CODE + 1,) * 2, dtype=np.bool_)
-        table[:CONTROL_CODE, :CONTROL_CODE] = self._contained
+        codes, _ = self._characters
+        is_first = np.zeros(len(codes), dtype=np.bool_)
+        is_first[np.cumsum(self.lengths)] = True
+        inside = np.flatnonzero(~is_first[1:])
+        table[codes[inside], codes[inside + 1]] = True
         table[:CONTROL_CODE, 0x80:0xC0] = True  # half a character is not text
         return table
-
-    @cached_property
-    def _contained(self) -> NDArray[np.bool_]:
-        """[256, 256], whether a token contains one byte behind the other."""
-        contained = np.zeros((256, 256), dtype=np.bool_)
-        for string in self.strings:
-            if len(string) > 1 and not is_control(string[0]):
-                codes = np.frombuffer(string.encode("latin-1"), dtype=np.uint8)
-                contained[codes[:-1], codes[1:]] = True
-        return contained
 
     def joins(self, before: str, after: str) -> bool:
         """Return whether a token may contain two neighbouring characters of a string: if not,
@@ -170,3 +163,9 @@ class Vocabulary:
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text."""
         return self._encoder.encode_batch(texts)
+
+    def encode_arrays(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the token ids of all texts in succession, and the number of each text's."""
+        if not texts:
+            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        return self._encoder.encode_arrays(texts)
