@@ -87,9 +87,9 @@ class BranchTree:
         """Rows without which likely text stays in the tail."""
         undecided = self._undecided
         likely = undecided.masses >= EXTRA_ROW_SHARE * self._masses.totals[undecided.positions]
-        wanted = np.flatnonzero(likely & (undecided.tokens != _REALISED))
-        wanted = wanted[np.argsort(undecided.positions[wanted], kind="stable")]
-        rows = (self._extra_row(undecided, at) for at in wanted.tolist())
+        likely_at = np.flatnonzero(likely & (undecided.tokens != _REALISED))
+        likely_at = likely_at[np.argsort(undecided.positions[likely_at], kind="stable")]
+        rows = (self._extra_row(undecided, at) for at in likely_at.tolist())
         return [*dict.fromkeys(row for row in rows if len(row.token_ids) <= _MOST_TOKENS)]
 
     def _extra_row(self, branches: Branches, at: int) -> ExtraRow:
@@ -102,7 +102,7 @@ class BranchTree:
     def add(self, rows: Mapping[ExtraRow, TopKLogprobs]) -> None:
         """Continue with extra rows."""
         numbers = {index: number for number, index in enumerate(self._completions)}
-        wanted = [
+        requested = [
             (int(self.scored.teacher.first[numbers[row.completion]]) + row.teacher_tokens, row)
             for row in rows
         ]
@@ -111,17 +111,17 @@ class BranchTree:
             undecided = self._undecided
             known = {
                 self._key(row, self._paths[extra.token_ids[:-1]], extra.token_ids[-1]): number
-                for number, (row, extra) in enumerate(wanted)
+                for number, (row, extra) in enumerate(requested)
                 if extra.token_ids and extra.token_ids[:-1] in self._paths
             }
             keys = self._key(undecided.rows, undecided.paths, undecided.tokens)
-            found = np.isin(keys, np.array([*known], dtype=np.int64))
-            found &= undecided.tokens != _REALISED
-            if not found.any():
+            available = np.isin(keys, np.array([*known], dtype=np.int64))
+            available &= undecided.tokens != _REALISED
+            if not available.any():
                 break
-            self._branches = [undecided.selected(~found)]
-            which = np.array([known[key] for key in keys[found].tolist()], dtype=np.int64)
-            self._decide(self._children(undecided.selected(found), which, candidates))
+            self._branches = [undecided.selected(~available)]
+            which = np.array([known[key] for key in keys[available].tolist()], dtype=np.int64)
+            self._decide(self._children(undecided.selected(available), which, candidates))
 
     def _key(self, rows: Any, paths: Any, tokens: Any) -> Any:
         return (rows * len(self._paths) + paths) * self._teacher.size + tokens

@@ -148,7 +148,7 @@ class FirstTokens:
         return any(not self._student.joins(text[end - 1], text[end]) for end in ends)
 
     def ended(self, beginnings: Sequence[Text]) -> list[int]:
-        """Return the token that the student writes first if text is divided behind a beginning.
+        """Return the token that the student generates first if text is divided behind a beginning.
 
         It is ``UNDECIDED`` for half a character, and behind white space and digits, which some
         tokenizers divide by what is behind them.

@@ -29,7 +29,7 @@ class Undecided(Protocol):
 
     @property
     def sets(self) -> Integers:
-        """Of the tokens that the student may write first; negative for text before the position."""
+        """Sets of the tokens that the student may generate first; negative before the position."""
         ...
 
     @property
@@ -147,18 +147,18 @@ class Masses:
 
         small = np.flatnonzero(is_small)
         each, member = expanded(starts[which[small]], sizes[which[small]])
-        wanted = self._key(positions[small][each], tokens[member])
-        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-        found = keys[at] == wanted
-        shared += np.bincount(at[found], masses[small][each[found]], minlength=len(keys))
+        undecided_keys = self._key(positions[small][each], tokens[member])
+        at = np.minimum(np.searchsorted(keys, undecided_keys), len(keys) - 1)
+        present = keys[at] == undecided_keys
+        shared += np.bincount(at[present], masses[small][each[present]], minlength=len(keys))
 
         large = np.flatnonzero(~is_small)
         each, at = expanded(first[large], (last - first)[large])
         ordered = np.repeat(np.arange(len(sizes)), sizes) * self._step + tokens + _OFFSET
-        wanted = which[large][each] * self._step + keys[at] % self._step
-        place = np.minimum(np.searchsorted(ordered, wanted), len(ordered) - 1)
-        found = ordered[place] == wanted
-        return shared + np.bincount(at[found], masses[large][each[found]], minlength=len(keys))
+        undecided_keys = which[large][each] * self._step + keys[at] % self._step
+        place = np.minimum(np.searchsorted(ordered, undecided_keys), len(ordered) - 1)
+        present = ordered[place] == undecided_keys
+        return shared + np.bincount(at[present], masses[large][each[present]], minlength=len(keys))
 
 
 def _containing(members: Members, sets: Integers, tokens: Sequence[int]) -> list[NDArray[np.bool_]]:

@@ -96,10 +96,10 @@ class Texts:
             many: whether many continuations are tried.
         """
         keys, which = np.unique(2 * texts + many, return_inverse=True)
-        found = keys.tolist()
-        unknown = [key for key in found if self._known[key % 2][key // 2] == UNKNOWN]
+        distinct = keys.tolist()
+        unknown = [key for key in distinct if self._known[key % 2][key // 2] == UNKNOWN]
         self._decide(unknown)
-        return np.array([self._known[key % 2][key // 2] for key in found], dtype=np.int64)[which]
+        return np.array([self._known[key % 2][key // 2] for key in distinct], dtype=np.int64)[which]
 
     def _decide(self, keys: Sequence[int]) -> None:
         texts = [self._texts[key // 2] for key in keys]
@@ -141,8 +141,8 @@ class Texts:
             unknown, self._tokens.ended([self._texts[each] for each in unknown]), strict=True
         ):
             self._ended[number] = token
-        found = numbers.tolist()
-        last = character_codes("".join(self._texts[number].text[-1] for number in found))
-        tokens = np.array([self._ended[number] for number in found], dtype=np.int64)
+        distinct = numbers.tolist()
+        last = character_codes("".join(self._texts[number].text[-1] for number in distinct))
+        tokens = np.array([self._ended[number] for number in distinct], dtype=np.int64)
         joined = self._student.joinable[last[which], following]
         return np.where(joined, UNDECIDED, tokens[which])

@@ -93,14 +93,14 @@ class PendingTranslation:
     def translations(self) -> list[Translation]:
         """Return the translation of each completion."""
         student = self._tree.scored.student
-        found = self._tree.probabilities()
+        computed = self._tree.probabilities()
         translations = dict(self._own)
         for index, first, count in zip(
             self._others, student.first.tolist(), student.counts.tolist(), strict=True
         ):
             ids = np.array(student.ids[first : first + count], dtype=np.int64)
             events = self._tree.scored.events[first : first + count]
-            translations[index] = _translation(found, first, ids, events)
+            translations[index] = _translation(computed, first, ids, events)
         return [translations[index] for index in range(len(translations))]
 
 
@@ -111,7 +111,7 @@ def _own_score(topk: TopKLogprobs) -> Translation:
 
 
 def _translation(
-    found: Probabilities, first: int, realised: np.ndarray, events: np.ndarray
+    computed: Probabilities, first: int, realised: np.ndarray, events: np.ndarray
 ) -> Translation:
     """Return the rows of one completion.
 
@@ -121,19 +121,19 @@ def _translation(
         events: [tokens], those that stand for these.
     """
     count = len(realised)
-    own = slice(*np.searchsorted(found.positions, [first, first + count]))
-    rows, tokens = found.positions[own] - first, found.tokens[own]
+    own = slice(*np.searchsorted(computed.positions, [first, first + count]))
+    rows, tokens = computed.positions[own] - first, computed.tokens[own]
     counts = np.bincount(rows, minlength=count)
     columns = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
     width = int(counts.max(initial=0))
     ids = np.full((count, width), ABSENT_ID, dtype=np.int32)
     logprobs = np.full((count, width), -np.inf, dtype=np.float32)
     ids[rows, columns] = np.where(tokens == events[rows], realised[rows], tokens)
-    logprobs[rows, columns] = np.log(found.probabilities[own])
+    logprobs[rows, columns] = np.log(computed.probabilities[own])
     masses = np.exp(logprobs.astype(np.float64)).sum(axis=1)
     with np.errstate(divide="ignore"):
         tails = np.log(np.clip(1.0 - masses, 0.0, None))
-        nats = np.log(found.realised[first : first + count])
-    lost = found.lost[first : first + count]
+        nats = np.log(computed.realised[first : first + count])
+    lost = computed.lost[first : first + count]
     coverage = Coverage(masses.astype(np.float32), lost, masses > 0)
     return Translation(TopKLogprobs(ids, logprobs, nats, tails), coverage)

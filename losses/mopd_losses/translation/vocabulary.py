@@ -110,14 +110,14 @@ class Vocabulary:
     def beginnings(self, string: str) -> list[int]:
         """Return the tokens with which a string begins."""
         strings, ids = self._sorted
-        found: list[int] = []
+        tokens: list[int] = []
         for end in range(1, len(string) + 1):
             prefix = string[:end]
             at = bisect_left(strings, prefix)
             while at < len(strings) and strings[at] == prefix:
-                found.append(ids[at])
+                tokens.append(ids[at])
                 at += 1
-        return found
+        return tokens
 
     @cached_property
     def _characters(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -79,7 +79,7 @@ def test_processes_translate_for_a_student(tmp_path: Path) -> None:
     prompts.write_text('{"prompt": "3 + 4 ="}')
     options = f"--student {student} --prompts {prompts} --port 0"
     own = load_tokenizer(str(student))
-    rendered = own.render([message.model_dump() for message in USER])
+    rendered = own.render(USER)
     ids = own.tokenizer.encode(rendered, add_special_tokens=False).ids
     body = {"prompt": [*ids, *own.encoder.encode("7")], "max_tokens": 1, "prompt_logprobs": 4}
     serve = f"serve {teacher} --name math --device cpu --engine transformers {options}"

@@ -61,7 +61,7 @@ async def test_rows_are_those_of_the_translator(
     assert response.status_code == 200, response.text
     [choice] = response.json()["choices"]
     rows = choice["prompt_logprobs"][len(prompt) :]
-    rendered = other.render([message.model_dump() for message in USER])
+    rendered = other.render(USER)
     teacher_prompt = other.tokenizer.encode(rendered, add_special_tokens=False).ids
     tokens = other.table.sequence([*other.encoder.encode(TEXT), other.table.roles.ending[0]])
     task = ScoringTask(np.array(teacher_prompt, dtype=np.int32), tokens.token_ids)

@@ -37,8 +37,8 @@ def test_advantages_equal_the_twin(
     config = ReinforcementConfig(normalize=normalize)
     kept, metrics = with_advantages(examples, rewards, config)
     expected = [a for group in advantages(groups, weights, normalize=normalize) for a in group]
-    found = [each.advantage for each in kept]
-    np.testing.assert_allclose(found, [expected[at] for at in order], atol=1e-9)
+    computed = [each.advantage for each in kept]
+    np.testing.assert_allclose(computed, [expected[at] for at in order], atol=1e-9)
     spread = {index: len({*group}) > 1 for index, group in enumerate(groups) if group}
     if spread:
         assert metrics["reinforcement/spread_share"] == np.mean([*spread.values()])

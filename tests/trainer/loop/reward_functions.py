@@ -1,4 +1,4 @@
-"""Rewards that an untrained student meets in some of its samples."""
+"""Rewards of some samples of an untrained student."""
 
 from mopd_protocol import Prompt
 
