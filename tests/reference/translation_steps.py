@@ -38,7 +38,7 @@ def begins(ids: Sequence[int], first: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class PositionMasses:
-    """What a teacher may write at one position."""
+    """Masses of the texts that a teacher may generate at one position."""
 
     event: int
     reached: float

@@ -41,7 +41,7 @@ _STEP = 1 << 32
 
 
 class Text(NamedTuple):
-    """What a teacher may write at a position, and how both sides divide what is before it."""
+    """Text of a teacher at a position, and how both sides divide what is before it."""
 
     student_ids: tuple[int, ...]  # the student's tokens before the position that may depend on it
     teacher_ids: tuple[int, ...]  # up to the end of the text, from where it matters
@@ -91,8 +91,8 @@ class FirstTokens:
     ) -> list[set[int]]:
         """Return the tokens of trials that the teacher's tokenizer divides as it did, or all.
 
-        Few calls tell most: one trial of each token, then the others of the tokens that it did not
-        show; none where all have one token.
+        Few calls decide most texts: one trial of each token, then the others of the tokens that
+        it did not show; none where all have one token.
         """
         likely: list[set[int]] = [set() for _ in trials]
         firsts = np.cumsum([0, *(len(each.student) for each in trials)])
@@ -100,14 +100,14 @@ class FirstTokens:
             which * _STEP + tokens - UNDECIDED, return_index=True, return_inverse=True
         )
         owners, members = groups // _STEP, groups % _STEP + UNDECIDED
-        alone = np.bincount(owners, minlength=len(trials))[owners] == 1
-        for owner, member in zip(owners[alone].tolist(), members[alone].tolist(), strict=True):
+        single = np.bincount(owners, minlength=len(trials))[owners] == 1
+        for owner, member in zip(owners[single].tolist(), members[single].tolist(), strict=True):
             likely[owner].add(member)
-        shown = alone.copy()
+        shown = single.copy()
         teacher_ids = [text.teacher_ids for text in untried]
         rest = np.ones(len(tokens), dtype=np.bool_)
         rest[first] = False
-        for tried in (first[~alone], np.flatnonzero(rest)):
+        for tried in (first[~single], np.flatnonzero(rest)):
             tried = tried[~shown[group[tried]]]
             texts = [
                 trials[owner].teacher(at)
@@ -119,7 +119,7 @@ class FirstTokens:
             shown[group[tried[same]]] = True
         # Tokens that the tokenizer never writes for text are the teacher's own choice.
         any_shown = np.bincount(owners[shown], minlength=len(trials)) > 0
-        for at in np.flatnonzero(~alone & (shown | ~any_shown[owners])).tolist():
+        for at in np.flatnonzero(~single & (shown | ~any_shown[owners])).tolist():
             likely[owners[at]].add(int(members[at]))
         return likely
 

@@ -69,7 +69,7 @@ def test_few_calls_find_what_all_calls_find(
 
 @pytest.mark.parametrize("names", PAIRS)
 def test_the_end_of_a_text_decides_what_its_continuations_do(names: tuple[str, str]) -> None:
-    """Where no token contains the last character and the next, continuations change nothing."""
+    """No continuation changes the tokens if none contains the last character and the next."""
     sides = Sides.of(*names)
     texts = Texts(sides.student, sides.teacher, FirstTokens(sides.student, sides.teacher))
     context = np.array([texts.context((), (), "")])
@@ -130,7 +130,9 @@ def test_masses_of_arrays_are_those_of_positions(positions: list[PositionMasses]
     for number, each in enumerate(positions):
         named = each.named(TOLERANCE)
         own = computed.positions == number
-        entries = zip(computed.tokens[own].tolist(), computed.probabilities[own].tolist(), strict=True)
+        entries = zip(
+            computed.tokens[own].tolist(), computed.probabilities[own].tolist(), strict=True
+        )
         assert dict(entries) == pytest.approx({t: p for t, p in named.items() if p > 0})
         assert (np.diff(computed.probabilities[own]) <= 0).all()
         assert computed.realised[number] == pytest.approx(each.realised)
