@@ -117,6 +117,8 @@ class Rollout:
     # corrections
     student_topk_ids: IntArray | None = None
     corrected_tokens: tuple[int, ...] = ()  # positions of tokens that a teacher's text determined
+    # [tokens], nats, of the distributions that were sampled from; kept to select tokens by them
+    entropies: FloatArray | None = None
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])  # by name, 0 to 1
     sample: int = 0  # number of its trajectory in the step: the turns of one share it
 
@@ -130,6 +132,14 @@ class Rollout:
                 raise DataError(
                     f"{len(self.completion)} completion tokens but sampled logprobs of shape "
                     f"{sampled.shape}"
+                )
+        if self.entropies is not None:
+            entropies = frozen_array(self.entropies, "float32")
+            object.__setattr__(self, "entropies", entropies)
+            if entropies.shape != (len(self.completion),):
+                raise DataError(
+                    f"{len(self.completion)} completion tokens but entropies of shape "
+                    f"{entropies.shape}"
                 )
         if self.student_topk_ids is not None:
             ids = frozen_array(self.student_topk_ids, "int32")

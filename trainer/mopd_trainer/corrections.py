@@ -157,11 +157,15 @@ def corrected_rollout(
     ids = correction.token_ids
     logprobs = [*rollout.sampled_logprobs[:kept].tolist(), 0.0]
     topk_ids = [rollout.student_topk_ids[: kept + 1]]
+    entropies = [] if rollout.entropies is None else [rollout.entropies[: kept + 1]]
     if continuation is not None:
         ids += continuation.token_ids
         logprobs += continuation.logprobs
         assert continuation.topk_ids is not None
         topk_ids.append(continuation.topk_ids)
+        if rollout.entropies is not None:
+            assert continuation.entropies is not None
+            entropies.append(continuation.entropies)
     completion = table.sequence(ids)
     earlier = (at for at in rollout.corrected_tokens if at < kept)
     return replace(
@@ -170,6 +174,7 @@ def corrected_rollout(
         sampled_logprobs=np.array(logprobs, dtype=np.float32),
         finish_reason="stop" if completion.ends_turn else "length",
         student_topk_ids=np.concatenate(topk_ids),
+        entropies=np.concatenate(entropies) if entropies else None,
         corrected_tokens=(*earlier, kept),
     )
 

@@ -27,6 +27,7 @@ from mopd_trainer.config.teacher import student_topk
 from mopd_trainer.corrections import Corrector
 from mopd_trainer.data.importance import ImportanceWeights
 from mopd_trainer.data.prompts import PromptOrder, training_prompts
+from mopd_trainer.data.selection import TokenSelection
 from mopd_trainer.distributed.process_group import Ranks
 from mopd_trainer.evaluation.models import StudentModel
 from mopd_trainer.evaluation.rewards import RolloutGrader
@@ -74,6 +75,7 @@ class _Inputs:
     replay: Replay | None
     teachers: dict[str, Teacher]
     sets: Sequence[EvaluationSet]
+    grader: RolloutGrader
 
 
 @asynccontextmanager
@@ -135,6 +137,7 @@ async def _open_inputs(
     require_packages(config)
     require_hub(config.student.push_to_hub)
     sets = read_run_sets(config)
+    grader = RolloutGrader(config.rewards, config.reinforcement)
     identity = RunIdentity.of(config, prompts)
     stack.enter_context(run_lock(config.output_dir))
     checkpoint = starting_checkpoint(config, identity)
@@ -144,7 +147,7 @@ async def _open_inputs(
     pool = teacher_pool(teachers, config.score_cache, lock=lock, device=device, seed=config.seed)
     await stack.enter_async_context(pool)
     projections = ProjectionCache(config.projection_folder)
-    return _Inputs(prompts, identity, checkpoint, pool, lock, projections, None, {}, sets)
+    return _Inputs(prompts, identity, checkpoint, pool, lock, projections, None, {}, sets, grader)
 
 
 async def _connect(config: RunConfig, inputs: _Inputs, student: Student, console: Console) -> None:
@@ -267,9 +270,8 @@ async def _open_coordinator(
     checkpoints = CheckpointManager(config, inputs.identity, manifests, losses, done=first_step)
     recorder = recorder_of(config, inputs.teachers, student.table, inputs.identity, done=first_step)
     write_resolved(config, config.output_dir / "config.yaml", selected_losses(inputs.teachers))
-    grader = RolloutGrader(config.rewards, config.reinforcement)
     pipeline, generator = await stack.enter_async_context(
-        _open_pipeline(config, inputs, student, grader, workers, timer, first_step)
+        _open_pipeline(config, inputs, student, workers, timer, first_step)
     )
     past = past_metrics(config.output_dir, first_step) if first_step else ()
     recommended = all(teacher.has_recommended_loss for teacher in inputs.teachers.values())
@@ -285,8 +287,9 @@ async def _open_coordinator(
     importance = ImportanceWeights(
         config.importance, config.rollout.temperature, _tables(inputs.teachers)
     )
+    replay, grader = inputs.replay, inputs.grader
     return Coordinator(
-        pipeline, inputs.replay, recorder, log, checkpoints, evaluation, monitor, importance, grader
+        pipeline, replay, recorder, log, checkpoints, evaluation, monitor, importance, grader
     )
 
 
@@ -295,7 +298,6 @@ async def _open_pipeline(
     config: RunConfig,
     inputs: _Inputs,
     student: Student,
-    grader: RolloutGrader,
     workers: RolloutWorkers | None,
     timer: StepTimer,
     first_step: int,
@@ -308,7 +310,13 @@ async def _open_pipeline(
         shuffle=config.data.shuffle,
     )
     controls = Controls.of(config.contacted_teachers, inputs.prompts, config.seed)
-    scorer = RolloutScorer(inputs.pool, inputs.teachers, student.table, controls=controls)
+    scorer = RolloutScorer(
+        inputs.pool,
+        inputs.teachers,
+        student.table,
+        controls=controls,
+        selection=TokenSelection(student.table, config.tokens, config.rollout.temperature),
+    )
     # A replay has the examples of every step.
     steps = range(first_step, config.max_steps if inputs.replay is None else first_step)
     async with open_source(config, student, version=first_step, workers=workers) as opened:
@@ -330,7 +338,7 @@ async def _open_pipeline(
                 scorer,
                 step,
                 corrector=corrector,
-                grader=grader,
+                grader=inputs.grader,
                 scoring=config.rollout.scoring,
                 drop_truncated=config.rollout.truncated == "drop",
                 timer=timer,

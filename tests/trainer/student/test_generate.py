@@ -108,6 +108,25 @@ def test_returned_logprobs_are_those_of_the_sampled_distribution(
         np.testing.assert_allclose(completion.logprobs, expected, atol=2e-4)
 
 
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (1.0, 0.8)])
+def test_entropies_are_those_of_the_sampled_distribution(temperature: float, top_p: float) -> None:
+    student = student_of("qwen", sharpness=SHARP)
+    real = real_ids(student)
+    changes = settings(temperature=temperature, top_p=top_p)
+    generations = student.generate(PROMPTS, changes, seed=0, keep_topk=1)
+    for prompt, completion in zip(PROMPTS, generations, strict=True):
+        drawn, expected = completion.token_ids, list[float]()
+        for row in range(len(drawn)):
+            logprobs = next_token_logprobs(
+                student.model, [*prompt, *drawn[:row]], real, temperature
+            )
+            kept = nucleus(logprobs, top_p).values()
+            expected.append(-math.fsum(math.exp(value) * value for value in kept))
+        assert completion.entropies is not None
+        np.testing.assert_allclose(completion.entropies, expected, atol=2e-3)
+    assert all(each.entropies is None for each in write(student))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_likely_tokens_and_logprobs_of_a_completion(family: str) -> None:
     student = student_of(family, sharpness=SHARP)

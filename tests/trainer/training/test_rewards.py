@@ -1,6 +1,7 @@
 """The reward term of an optimizer step: its gradient, with and without a teacher's."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from tests.trainer.training.test_learner import FREELY, examples, gradients, lea
 
 REWARDS = {"first": RewardConfig(weight=2.0)}
 #: Distance of rounding, in float64 but for weights and log-probabilities of samples.
-CLOSE = {"rtol": 1e-5, "atol": 1e-7}
+CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
 
 
 def double_student() -> Student:

@@ -39,6 +39,7 @@ from mopd_trainer.config.teacher_requirements import (
     require_valid_local_teachers,
     with_student,
 )
+from mopd_trainer.config.tokens import TokensConfig
 
 __all__ = [
     "DataConfig",
@@ -55,8 +56,12 @@ __all__ = [
     "ScoreCacheConfig",
     "StudentConfig",
     "TeacherConfig",
+    "TokensConfig",
     "VllmConfig",
 ]
+
+#: The student's most likely ids that are kept at each token for its entropy.
+_ENTROPY_CANDIDATES = 20
 
 
 class RunConfig(Settings):
@@ -124,6 +129,9 @@ class RunConfig(Settings):
     """Estimator of the gradient of ``rewards``."""
     evaluation: Incidental[EvaluationConfig | None] = None
     """Held-out prompts that the student completes during the run. Default: no evaluation."""
+    tokens: TokensConfig = TokensConfig()
+    """Tokens of sampled completions that teachers score and their losses train. Default: all;
+    ``rollout.truncated`` drops completions without an end."""
     loss_average: LossAverage = "tokens"
     """Average of the loss of a step: every completion token, every sample, or every teacher with a
     sample in the step counts the same. With ``tokens``, teachers whose completions are long have
@@ -316,7 +324,9 @@ class RunConfig(Settings):
     @property
     def kept_topk(self) -> int:
         """Most likely ids of the student to keep at each sampled token; 0 for none."""
-        return max(self.rollout.correction_candidates, student_topk(self.scoring_teachers))
+        entropy = _ENTROPY_CANDIDATES if self.tokens.keeps_entropies else 0
+        topk = student_topk(self.scoring_teachers)
+        return max(self.rollout.correction_candidates, topk, entropy)
 
     @property
     def samples_rollouts(self) -> bool:

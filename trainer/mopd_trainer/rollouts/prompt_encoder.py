@@ -56,6 +56,7 @@ class PromptEncoder:
             policy_version=version,
             student_topk_ids=generation.topk_ids,
             sample=prompt.sample,
+            entropies=generation.entropies,
         )
 
     def pop_dropped(self) -> Counter[str]:

@@ -21,11 +21,13 @@ class Generation:
     token_ids: list[int]
     logprobs: list[float]  # nats, under the distribution that was sampled from
     topk_ids: np.ndarray[Any, Any] | None = None  # int32 [tokens, k], before top-p; -1 if missing
+    entropies: np.ndarray[Any, Any] | None = None  # [tokens], nats, kept with the top-k ids
 
     def first(self, tokens: int) -> "Generation":
         """Return the first tokens."""
         topk_ids = None if self.topk_ids is None else self.topk_ids[:tokens]
-        return Generation(self.token_ids[:tokens], self.logprobs[:tokens], topk_ids)
+        entropies = None if self.entropies is None else self.entropies[:tokens]
+        return Generation(self.token_ids[:tokens], self.logprobs[:tokens], topk_ids, entropies)
 
 
 class BehaviourPolicy(LogitsProcessor):
@@ -49,6 +51,7 @@ class BehaviourPolicy(LogitsProcessor):
         self._keep_topk = min(keep_topk, int(real_ids.sum()))
         self._topk_ids: list[Tensor] = []
         self._logprobs: list[Tensor] = []
+        self._entropies: list[Tensor] = []
         self._not_finite = torch.zeros((), dtype=torch.bool, device=real_ids.device)
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
@@ -67,6 +70,8 @@ class BehaviourPolicy(LogitsProcessor):
         self._not_finite |= not_finite.any()
         drawn = self._draw(scores.masked_fill(not_finite, 0.0))
         self._logprobs.append(logprobs.gather(1, drawn)[:, 0])
+        if self._keep_topk:
+            self._entropies.append(-(logprobs.exp() * logprobs.clamp_min(-1e4)).sum(dim=1))
         return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)
 
     def require_finite(self) -> None:
@@ -86,6 +91,10 @@ class BehaviourPolicy(LogitsProcessor):
     def topk_ids(self) -> np.ndarray[Any, Any] | None:
         """Return int32 [batch, steps, k], most likely first; None if ``keep_topk`` is 0."""
         return torch.stack(self._topk_ids, dim=1).numpy() if self._topk_ids else None
+
+    def entropies(self) -> np.ndarray[Any, Any] | None:
+        """Return [batch, steps], nats; None if ``keep_topk`` is 0."""
+        return torch.stack(self._entropies, dim=1).cpu().numpy() if self._entropies else None
 
     def _draw(self, scores: Tensor) -> Tensor:
         """Return int64 [batch, 1]."""

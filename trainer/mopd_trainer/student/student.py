@@ -209,9 +209,14 @@ class Student:
         policy.require_finite()
         completions = generated[:, longest:].cpu()
         logprobs = policy.logprobs().numpy()
-        topk_ids = policy.topk_ids()
+        topk_ids, entropies = policy.topk_ids(), policy.entropies()
         return [
-            self._generation(ids, row, None if topk_ids is None else topk_ids[index])
+            self._generation(
+                ids,
+                row,
+                None if topk_ids is None else topk_ids[index],
+                None if entropies is None else entropies[index],
+            )
             for index, (ids, row) in enumerate(zip(completions.numpy(), logprobs, strict=True))
         ]
 
@@ -396,12 +401,12 @@ class Student:
         ids: np.ndarray[Any, Any],
         logprobs: np.ndarray[Any, Any],
         topk_ids: np.ndarray[Any, Any] | None,
+        entropies: np.ndarray[Any, Any] | None,
     ) -> Generation:
         """Cut a row after its first ending token."""
         endings = np.flatnonzero(np.isin(ids, self.table.roles.ending))
         length = int(endings[0]) + 1 if len(endings) else len(ids)
-        kept = None if topk_ids is None else topk_ids[:length]
-        return Generation(ids[:length].tolist(), logprobs[:length].tolist(), kept)
+        return Generation(ids.tolist(), logprobs.tolist(), topk_ids, entropies).first(length)
 
     def _decoder(self) -> Any:
         return self.model.base_model

@@ -22,6 +22,7 @@ from mopd_protocol.samples import Rollout, TeacherScore
 from mopd_protocol.teacher_input import TeacherInput
 from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_trainer.data.examples import AlignedScore, TrainingExample
+from mopd_trainer.data.selection import TokenSelection
 from mopd_trainer.data.teacher_input import text_view, token_view
 from mopd_trainer.teachers.connect import Teacher
 from mopd_trainer.teachers.control import Controls
@@ -74,12 +75,14 @@ class RolloutScorer:
         student: TokenTable,
         *,
         controls: Controls | None = None,
+        selection: TokenSelection | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._controls = controls or Controls()
         self._pool = pool
         self._teachers = teachers
         self._student = student
+        self._selection = selection or TokenSelection(student)
         self._clock = clock or Clock()
         self._turns = TeacherTurns({name: each.config.url for name, each in teachers.items()})
         self._outages = {name: _Outage(name, self._clock) for name in teachers}
@@ -124,6 +127,8 @@ class RolloutScorer:
             TeacherError: when a teacher fails whose ``on_error`` is 'fail'.
         """
         names = list(dict.fromkeys(name for r in rollouts for name in r.prompt.teachers))
+        rollouts = [self._selection.kept(each) for each in rollouts]
+        sent = [self._selection.sent(each) if each.prompt.teachers else each for each in rollouts]
 
         async def score_by(name: str) -> dict[int, AlignedScore]:
             if sampled is not None:
@@ -133,14 +138,14 @@ class RolloutScorer:
                 for index, rollout in enumerate(rollouts)
                 if name in rollout.prompt.teachers
             }
-            return await self._score_by(name, shares, rollouts)
+            return await self._score_by(name, shares, sent)
 
         results = await asyncio.gather(*[score_by(name) for name in names])
         by_teacher = dict(zip(names, results, strict=True))
         examples: list[TrainingExample] = []
         for index, rollout in enumerate(rollouts):
             scores = [by_teacher[name].get(index) for name in rollout.prompt.teachers]
-            complete = [score for score in scores if score is not None]
+            complete = [self._selection.selected(rollout, each) for each in scores if each]
             if len(complete) == len(scores):
                 examples.append(TrainingExample(rollout, _merge_by_teacher(complete)))
             else:

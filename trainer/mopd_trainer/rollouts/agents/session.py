@@ -139,6 +139,7 @@ class Session:
             finish_reason="stop" if completion.ends_turn else "length",
             policy_version=version,
             student_topk_ids=generation.topk_ids,
+            entropies=generation.entropies,
             sample=self.sample,
         )
         text, end = self._student.literal(completion)

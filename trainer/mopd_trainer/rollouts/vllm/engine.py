@@ -256,12 +256,15 @@ def _generation(completion: CompletionOutput, keep_topk: int) -> Generation:
     logprobs = np.array(flat.logprobs)
     if not np.array_equal(candidates[starts], ids):
         raise RuntimeError("vLLM: the first log-probabilities are not of the drawn tokens")
-    top = None
+    top = entropies = None
     if keep_topk:
         columns = starts[:, None] + 1 + np.arange(keep_topk)
         top = np.where(np.isneginf(logprobs[columns]), _MISSING, candidates[columns])
         top = top.astype(np.int32)
-    return Generation(ids, logprobs[starts].tolist(), top)
+        likely = np.exp(logprobs[columns].astype(np.float64))
+        every = np.column_stack([likely, np.maximum(1 - likely.sum(axis=1), 0.0)])
+        entropies = -(every * np.log(np.maximum(every, 1e-30))).sum(axis=1)
+    return Generation(ids, logprobs[starts].tolist(), top, entropies)
 
 
 async def _cancel_tasks() -> None:

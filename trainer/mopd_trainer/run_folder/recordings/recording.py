@@ -54,6 +54,8 @@ class RecordedScore:
     weight: float
     score: TeacherScore
     lookaheads: tuple[Lookahead, ...] | None = None
+    sent_tokens: int | None = None
+    """Tokens of the completion that the teacher scored, from the first; None: all."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,9 @@ class Recorder:
             for aligned in example.scores:
                 score = aligned.score
                 reference: JSON = {"teacher": aligned.teacher, "weight": aligned.weight}
+                sent = len(aligned.teacher_input.completion)
+                if sent < len(example.rollout.completion):
+                    reference["sent_tokens"] = sent
                 sample["scores"].append(reference)
                 group = groups.setdefault((score.manifest_id, score.topk.k), [])
                 group.append((reference, aligned))
@@ -267,6 +272,7 @@ class Recording:
                         reference["weight"],
                         shards[reference["shard"]].scores[reference["row"]],
                         load_lookaheads(f"{index}.{reference['teacher']}", arrays),
+                        reference.get("sent_tokens"),
                     )
                     for reference in sample["scores"]
                 ),
@@ -294,6 +300,8 @@ def _sample(key: str, example: TrainingExample, arrays: Arrays) -> JSON:
         arrays[f"{key}.sampled_logprobs"] = rollout.sampled_logprobs
     if rollout.student_topk_ids is not None:
         arrays[f"{key}.student_topk_ids"] = rollout.student_topk_ids
+    if rollout.entropies is not None:
+        arrays[f"{key}.entropies"] = rollout.entropies
     rewards = {"rewards": dict(rollout.rewards)} if rollout.rewards else {}
     return {
         "prompt": rollout.prompt.index,
@@ -367,6 +375,7 @@ def _load_rollout(
         policy_version=sample["policy_version"],
         student_topk_ids=arrays.get(f"{key}.student_topk_ids"),
         corrected_tokens=tuple(sample.get("corrected_tokens", ())),
+        entropies=arrays.get(f"{key}.entropies"),
         rewards=sample.get("rewards", {}),
         sample=sample.get("sample", 0),
     )

@@ -8,6 +8,7 @@ from mopd_protocol.samples import Prompt, Rollout
 from mopd_trainer.config.fingerprint import RunIdentity
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.data.examples import AlignedScore, TrainingExample
+from mopd_trainer.data.selection import TokenSelection, first_tokens
 from mopd_trainer.metrics.step_metrics import Metrics
 from mopd_trainer.metrics.timers import StepTimer
 from mopd_trainer.run_folder.recordings.recording import RecordedScore, Recording
@@ -40,6 +41,7 @@ class Replay:
         self._recording = recording
         self._prompts = prompts
         self._student = student.table
+        self._selection = TokenSelection(student.table, config.tokens, config.rollout.temperature)
         if recording.data_fingerprint != identity.data_fingerprint:
             raise ConfigError(
                 f"{recording.folder}: data.prompts differs (found "
@@ -106,11 +108,15 @@ class Replay:
 
     def _align(self, recorded: RecordedScore, rollout: Rollout) -> AlignedScore | None:
         teacher, score = self.teachers[recorded.teacher], recorded.score
-        teacher_input = input_for(teacher, rollout, self._student)
+        sent = rollout
+        if recorded.sent_tokens is not None:
+            sent = first_tokens(rollout, recorded.sent_tokens, self._student)
+        teacher_input = input_for(teacher, sent, self._student)
         alignment = aligned(teacher, teacher_input, score)
         if not len(alignment):
             return None
         lookaheads = recorded.lookaheads if teacher.lookaheads else None
-        return AlignedScore(
+        example = AlignedScore(
             recorded.teacher, recorded.weight, teacher_input, score, alignment, lookaheads
         )
+        return self._selection.selected(rollout, example)
