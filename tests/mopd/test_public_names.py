@@ -86,6 +86,7 @@ INTERNAL = {
     "bench/head_ratios.py": "gives the head a teacher's hidden states without a run",
     "bench/language_model/__main__.py": "measures a run that a signal has stopped",
     "bench/loop_stalls.py": "measures the service's event loop from inside",
+    "bench/packing.py": "makes steps of one micro-batch in both layouts, without a run",
     "bench/response_checks.py": "measures decoding and checking without a network",
     "bench/results/averages.py": "trains with tables of teachers, without a service",
     "bench/results/controls.py": "trains with control arms, without a service",
