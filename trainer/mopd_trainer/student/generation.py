@@ -84,17 +84,27 @@ class BehaviourPolicy(LogitsProcessor):
                 key="student.learning_rate",
             )
 
-    def logprobs(self) -> Tensor:
-        """Return [batch, steps], nats, of the drawn tokens, including those after an ending."""
-        return torch.stack(self._logprobs, dim=1).cpu()
+    def generations(self, ids: Tensor, ending: Sequence[int]) -> list[Generation]:
+        """Return the completion of each row, up to its first ending token.
 
-    def topk_ids(self) -> np.ndarray[Any, Any] | None:
-        """Return int32 [batch, steps, k], most likely first; None if ``keep_topk`` is 0."""
-        return torch.stack(self._topk_ids, dim=1).numpy() if self._topk_ids else None
-
-    def entropies(self) -> np.ndarray[Any, Any] | None:
-        """Return [batch, steps], nats; None if ``keep_topk`` is 0."""
-        return torch.stack(self._entropies, dim=1).cpu().numpy() if self._entropies else None
+        Args:
+            ids: int64 [batch, steps], the drawn ids and padding behind an ending one.
+            ending: ids that end a completion.
+        """
+        logprobs = torch.stack(self._logprobs, dim=1).tolist()
+        topk_ids = torch.stack(self._topk_ids, dim=1).numpy() if self._topk_ids else None
+        entropies = torch.stack(self._entropies, dim=1).cpu().numpy() if self._entropies else None
+        ended = np.isin(ids.numpy(), ending)
+        lengths = np.where(ended.any(axis=1), ended.argmax(axis=1) + 1, ended.shape[1])
+        return [
+            Generation(
+                own,
+                logprobs[row],
+                None if topk_ids is None else topk_ids[row],
+                None if entropies is None else entropies[row],
+            ).first(int(lengths[row]))
+            for row, own in enumerate(ids.tolist())
+        ]
 
     def _draw(self, scores: Tensor) -> Tensor:
         """Return int64 [batch, 1]."""
@@ -108,3 +118,14 @@ def with_ends(settings: Any, ending: Sequence[int]) -> Any:
     if {*end_ids(settings.eos_token_id)} != {*ending}:
         settings.eos_token_id = [*ending] if ending[1:] else ending[0]
     return settings
+
+
+def left_padded(prompts: Sequence[Sequence[int]], padding: int) -> tuple[Tensor, Tensor]:
+    """Return ids and attention mask, int64 [prompts, longest]: completions begin in one column."""
+    longest = max(len(prompt) for prompt in prompts)
+    input_ids = torch.full((len(prompts), longest), padding)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        attention_mask[row, longest - len(prompt) :] = 1
+    return input_ids, attention_mask

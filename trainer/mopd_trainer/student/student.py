@@ -32,7 +32,12 @@ from mopd_trainer.distributed.process_group import Ranks
 from mopd_trainer.distributed.sharding import shard, shard_like, unsharded
 from mopd_trainer.student.attention import Packing, packs, set_attention
 from mopd_trainer.student.devices import device_of
-from mopd_trainer.student.generation import BehaviourPolicy, Generation, with_ends
+from mopd_trainer.student.generation import (
+    BehaviourPolicy,
+    Generation,
+    left_padded,
+    with_ends,
+)
 from mopd_trainer.student.identity import (
     StudentIdentity,
     explained,
@@ -181,14 +186,9 @@ class Student:
         Raises:
             TrainingError: when the logits are not finite.
         """
-        longest = max(len(prompt) for prompt in prompts)
         roles = self.table.roles
         padding = roles.ending[0] if roles.pad is None else roles.pad
-        input_ids = torch.full((len(prompts), longest), padding)
-        attention_mask = torch.zeros_like(input_ids)
-        for row, prompt in enumerate(prompts):  # left-padded: completions begin in one column
-            input_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-            attention_mask[row, longest - len(prompt) :] = 1
+        input_ids, attention_mask = left_padded(prompts, padding)
         # Not the global generator: another thread may be training, which seeds it for dropout.
         draws = torch.Generator(self.device).manual_seed(seed)
         policy = BehaviourPolicy(self._real_ids, settings, draws, keep_topk)
@@ -207,18 +207,7 @@ class Student:
                 logits_processor=LogitsProcessorList([policy]),
             )
         policy.require_finite()
-        completions = generated[:, longest:].cpu()
-        logprobs = policy.logprobs().numpy()
-        topk_ids, entropies = policy.topk_ids(), policy.entropies()
-        return [
-            self._generation(
-                ids,
-                row,
-                None if topk_ids is None else topk_ids[index],
-                None if entropies is None else entropies[index],
-            )
-            for index, (ids, row) in enumerate(zip(completions.numpy(), logprobs, strict=True))
-        ]
+        return policy.generations(generated[:, input_ids.shape[1] :].cpu(), roles.ending)
 
     @torch.no_grad()
     def distributions(self, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
@@ -395,18 +384,6 @@ class Student:
         return replace(
             self._head, weight=unsharded(module.weight), real_ids=self._real_ids, bias=bias
         )
-
-    def _generation(
-        self,
-        ids: np.ndarray[Any, Any],
-        logprobs: np.ndarray[Any, Any],
-        topk_ids: np.ndarray[Any, Any] | None,
-        entropies: np.ndarray[Any, Any] | None,
-    ) -> Generation:
-        """Cut a row after its first ending token."""
-        endings = np.flatnonzero(np.isin(ids, self.table.roles.ending))
-        length = int(endings[0]) + 1 if len(endings) else len(ids)
-        return Generation(ids.tolist(), logprobs.tolist(), topk_ids, entropies).first(length)
 
     def _decoder(self) -> Any:
         return self.model.base_model
