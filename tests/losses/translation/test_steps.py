@@ -137,3 +137,20 @@ def test_masses_of_arrays_are_those_of_positions(positions: list[PositionMasses]
         assert (np.diff(computed.probabilities[own]) <= 0).all()
         assert computed.realised[number] == pytest.approx(each.realised)
         assert computed.lost[number] == each.lost(named)
+
+
+@pytest.mark.parametrize("names", [("sentencepiece", "digit"), ("whole_number", "digit")])
+def test_longer_tokens_of_the_student_are_possible_behind_their_beginning(
+    names: tuple[str, str],
+) -> None:
+    """No continuation is needed to see a token of which the teacher generates a part first."""
+    sides = Sides.of(*names)
+    longer = [utf8_text(string) or "" for string in sides.student.strings]
+    divided = [(token, text) for token, text in enumerate(longer) if len(text) > 3][:60]
+    beginnings = sides.teacher.encode([text for _, text in divided])
+    texts = [(Text((), (ids[0],), sides.teacher.strings[ids[0]], ""), False) for ids in beginnings]
+    sets = FirstTokens(sides.student, sides.teacher).of(texts)
+    for (token, text), ids, possible in zip(divided, beginnings, sets, strict=True):
+        written = sides.student.encode([text])[0]
+        if len(ids) > 1 and written == [token]:
+            assert token in possible, text
