@@ -231,12 +231,12 @@ def _load(
     require_trainer_extra()
     from mopd_trainer.config.loading import load_run
     from mopd_trainer.data.prompts import training_prompts
-    from mopd_trainer.evaluation.rewards import RolloutGrader
+    from mopd_trainer.evaluation.graders import graders_of
     from mopd_trainer.evaluation.sets import read_run_sets
 
     config = load_run(run, overrides, **settings)
     read_run_sets(config)
-    RolloutGrader(config.rewards)
+    graders_of(config.rewards)
     return config, training_prompts(config)
 
 

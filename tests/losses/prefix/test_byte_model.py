@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from bench.byte_models import merging_pair
 from bench.tasks.task_tokenizers import byte_pair_tokenizer, hindi_tokenizer, unigram_tokenizer
@@ -52,7 +53,8 @@ def task_pair(first: str, second: str) -> Pair:
     def tongue(name: str, end: str) -> Tongue:
         if name in makers:
             return Tongue.ended(makers[name]().backend_tokenizer, end)
-        return Tongue.ended(families.family(name).tokenizer, end)
+        shared = families.family(name).tokenizer
+        return Tongue.ended(Tokenizer.from_str(shared.to_str()), end)
 
     return Pair(tongue(first, "<over>"), tongue(second, "<stop>"))
 

@@ -14,6 +14,7 @@ from typing import Any
 from mopd_protocol.errors import ConfigError, DataError
 from mopd_protocol.samples import Prompt
 from mopd_trainer.config.grading import GraderConfig
+from mopd_trainer.config.rewards import RewardConfig
 
 #: (prompt, reference answer, completion, finished) -> score from 0 to 1.
 Grade = Callable[[Prompt, Any, str, bool], float]
@@ -125,6 +126,15 @@ def grader_of(config: GraderConfig, *, key: str) -> Grade:
         return float((finished or not row.whole) and row.equal(completion, reference))
 
     return grade
+
+
+def graders_of(rewards: Mapping[str, RewardConfig]) -> dict[str, Grade]:
+    """Return the grader of each reward.
+
+    Raises:
+        ConfigError: if a user's function cannot be imported.
+    """
+    return {name: grader_of(config, key=f"rewards.{name}") for name, config in rewards.items()}
 
 
 def _function(name: str, *, key: str) -> Grade:

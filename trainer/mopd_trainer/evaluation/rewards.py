@@ -9,7 +9,7 @@ from mopd_trainer.data.advantages import with_advantages
 from mopd_trainer.data.examples import TrainingExample
 from mopd_trainer.data.prompts import reward_reference
 from mopd_trainer.data.trajectories import trajectories
-from mopd_trainer.evaluation.graders import grader_of
+from mopd_trainer.evaluation.graders import graders_of
 
 _DEFAULTS = ReinforcementConfig()
 
@@ -28,9 +28,7 @@ class RolloutGrader:
     ) -> None:
         self._rewards = rewards
         self._reinforcement = reinforcement
-        self._graders = {
-            name: grader_of(config, key=f"rewards.{name}") for name, config in rewards.items()
-        }
+        self._graders = graders_of(rewards)
 
     def graded(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return the rollouts with the rewards that they do not have; reference answers have none.

@@ -16,7 +16,7 @@ from mopd_trainer.data.prompts import training_prompts
 from mopd_trainer.diagnostics.examination import cheap_findings
 from mopd_trainer.diagnostics.finding import Finding
 from mopd_trainer.diagnostics.resources import check_resources
-from mopd_trainer.evaluation.rewards import RolloutGrader
+from mopd_trainer.evaluation.graders import graders_of
 from mopd_trainer.evaluation.sets import read_run_sets
 from mopd_trainer.reporting.plan import describe_plan
 from mopd_trainer.run_folder.recordings.replay import Replay
@@ -42,7 +42,7 @@ async def check_run(
     prompts = training_prompts(config) if prompts is None else prompts
     require_packages(config)
     read_run_sets(config)
-    RolloutGrader(config.rewards)
+    graders_of(config.rewards)
     identity = RunIdentity.of(config, prompts)
     checkpoint = starting_checkpoint(config, identity)
     expected = checkpoint.manifest_ids if checkpoint else {}
