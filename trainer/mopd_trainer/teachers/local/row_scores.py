@@ -42,9 +42,7 @@ def row_scores(
         tokens: int64 [rows], the completion tokens.
         candidates: int64 [rows, k], -1 where missing; no id twice in a row.
     """
-    # As the losses normalise the student's rows, so that equal logits have equal logprobs.
-    shifted = (logits - logits.amax(dim=1, keepdim=True)) / temperature
-    logprobs = shifted - shifted.logsumexp(dim=1, keepdim=True)
+    logprobs = (logits / temperature).log_softmax(dim=1)
     ids = logprobs.topk(top_k, dim=1).indices if candidates is None else candidates
     chosen_logprobs = logprobs.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
     kept, order = chosen_logprobs.sort(dim=1, descending=True)
