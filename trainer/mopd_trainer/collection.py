@@ -53,7 +53,9 @@ async def collect(
 
         async def scored(batch: CompletionBatch) -> list[TrainingExample]:
             nonlocal dropped_truncated
-            graded = await asyncio.to_thread(grader.graded, batch.rollouts)
+            graded = batch.rollouts
+            if grader.rewards:  # else batches are scored in the order in which they are sampled
+                graded = await asyncio.to_thread(grader.graded, batch.rollouts)
             rollouts = [each for each in graded if not is_dropped(each)]
             examples = await _score(scorer, grader.gated(rollouts), timer, sampled)
             if corrector is not None:

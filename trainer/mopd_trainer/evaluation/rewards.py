@@ -26,7 +26,7 @@ class RolloutGrader:
         rewards: Mapping[str, RewardConfig],
         reinforcement: ReinforcementConfig = _DEFAULTS,
     ) -> None:
-        self._rewards = rewards
+        self.rewards = rewards
         self._reinforcement = reinforcement
         self._graders = graders_of(rewards)
 
@@ -38,7 +38,7 @@ class RolloutGrader:
         Raises:
             DataError: for a score of a user's function outside of 0 to 1.
         """
-        if not self._rewards:
+        if not self.rewards:
             return list(rollouts)
         graded: list[Rollout] = []
         for places in trajectories(rollouts):
@@ -62,28 +62,28 @@ class RolloutGrader:
         self, examples: Sequence[TrainingExample]
     ) -> tuple[list[TrainingExample], dict[str, float]]:
         """Grade the completions of a recording that lacks rewards; see ``with_advantages``."""
-        if not self._rewards:
+        if not self.rewards:
             return list(examples), {}
         graded = self.graded([each.rollout for each in examples])
         changed = [replace(e, rollout=r) for e, r in zip(examples, graded, strict=True)]
-        return with_advantages(changed, self._rewards, self._reinforcement)
+        return with_advantages(changed, self.rewards, self._reinforcement)
 
     def _rewards_of(self, rollout: Rollout) -> dict[str, float]:
         text = rollout.completion.text.decode("utf-8", "replace")
         finished = rollout.finish_reason == "stop"
         prompt = rollout.prompt
         rewards = {
-            name: grade(prompt, reward_reference(prompt, self._rewards[name]), text, finished)
+            name: grade(prompt, reward_reference(prompt, self.rewards[name]), text, finished)
             for name, grade in self._graders.items()
             if name not in rollout.rewards
         }
-        known = {name: value for name, value in rollout.rewards.items() if name in self._rewards}
+        known = {name: value for name, value in rollout.rewards.items() if name in self.rewards}
         return known | rewards
 
     def _excludes(self, rollout: Rollout) -> bool:
         excluding = {"failed": True, "passed": False}
         return bool(rollout.rewards) and any(
             (rollout.rewards[name] == 1) == excluding[config.distill]
-            for name, config in self._rewards.items()
+            for name, config in self.rewards.items()
             if config.distill != "all"
         )
