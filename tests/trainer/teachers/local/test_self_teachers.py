@@ -1,5 +1,6 @@
 """Self-teachers: initial, current, averaged and copied weights; zero losses; resuming."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,18 @@ from safetensors.torch import load_file
 from mopd_protocol.errors import ConfigError, ResumeError, TeacherMismatchError
 from mopd_trainer.config.run import RunConfig
 from mopd_trainer.config.teacher import TeacherConfig
+from mopd_trainer.data.examples import TrainingExample
+from mopd_trainer.data.packing import pack
 from mopd_trainer.distributed.process_group import Ranks
+from mopd_trainer.student.attention import Packing
 from mopd_trainer.student.student import Student
+from mopd_trainer.teachers.local.model import LocalTask, ScoreOptions
 from mopd_trainer.teachers.local.residency import LocalTeachers
 from mopd_trainer.teachers.local.self_model import SelfModel
 from tests import tiny_models
 from tests.reference.averages import copied, moving_average
 from tests.trainer.runs import prompt_lines, run_values, write_lines
-from tests.trainer.students import CPU, model_of, student_of, tokenizer
+from tests.trainer.students import CPU, ids_of, model_of, rollout, student_of, tokenizer
 from tests.trainer.whole_runs import assert_same_weights, journal, run_cut_off, run_here
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -49,6 +54,29 @@ def values(tmp_path: Path, student_folder: Path) -> dict[str, Any]:
     values["logging"] = {"tensorboard": False}
     values["stop_on_degradation"] = False
     return values
+
+
+@pytest.mark.parametrize("packing", ["packed", "padded"])
+def test_a_live_teacher_has_the_rows_of_training(packing: Packing) -> None:
+    """Bit for bit, for examples of unequal lengths, of which the rounding depends on the layout."""
+    student = Student(model_of("qwen", sharpness=4.0), tokenizer("digit"), CPU, packing=packing)
+    rollouts = [rollout("digit", ids_of("digit", "7 + 4 = " * n), index=n) for n in range(1, 9)]
+    tasks = [LocalTask(each.prompt_token_ids, each.completion.token_ids) for each in rollouts]
+    own = SelfModel(config_of(weights="live"), student, tokens_per_batch=300)
+    options = ScoreOptions(top_k=1, temperature=1.0, hidden=True)
+    scores = own.score(tasks, options)
+    examples = [TrainingExample(replace(each, sampled_logprobs=None), ()) for each in rollouts]
+    batches = pack(examples, tokens_per_micro_batch=300, packed=student.packs)
+    compared = 0
+    for batch in batches:
+        with torch.no_grad():
+            rows = student.completion_rows(batch).split(list(batch.example_slots))
+        for index, expected in zip(batch.examples, rows, strict=True):
+            hidden = scores[index].hidden
+            assert hidden is not None
+            assert torch.equal(hidden, expected)
+            compared += 1
+    assert compared == len(rollouts)
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.5, 1.0])

@@ -96,7 +96,8 @@ class SelfModel:
         indices = [index for index, task in enumerate(tasks) if len(task.completion_ids)]
         examples = [_example(tasks[index]) for index in indices]
         self._scored.model.eval()
-        for batch in pack(examples, tokens_per_micro_batch=self._tokens_per_batch):
+        budget, packed = self._tokens_per_batch, self._student.packs
+        for batch in pack(examples, tokens_per_micro_batch=budget, packed=packed):
             members = [indices[index] for index in batch.examples]
             results = self._score_batch(batch, [tasks[index] for index in members], options)
             for index, score in zip(members, results, strict=True):
