@@ -25,7 +25,7 @@ from mopd_protocol.messages import Message
 from mopd_protocol.requests import LogprobsRequest
 from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.runtime.atomic_file import remove_leftovers, replacing
-from mopd_protocol.samples import Prompt, Rollout, TeacherScore
+from mopd_protocol.samples import Prompt, Rollout, TeacherScore, later_turn
 from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_trainer.config.fingerprint import RunIdentity
 from mopd_trainer.config.run import RunConfig
@@ -326,7 +326,7 @@ def _load_prompt(sample: JSON, prompts: Sequence[Prompt]) -> Prompt:
     if recorded is None:
         return prompt
     messages = tuple(Message.model_validate(each) for each in recorded["messages"])
-    return replace(prompt, messages=messages, tools=tuple(recorded["tools"]), turn=recorded["turn"])
+    return later_turn(prompt, messages, tools=tuple(recorded["tools"]), turn=recorded["turn"])
 
 
 def _shard_names(path: Path) -> set[str]:
