@@ -6,13 +6,12 @@ from typing import Literal, get_args
 from pydantic import field_validator, model_validator
 
 from mopd_trainer.config.settings import Settings, invalid
+from mopd_trainer.config.user_functions import is_function_name
 
 #: Graders with a name; ``evaluation.graders`` has a row for each, except ``log_likelihood``.
 GraderName = Literal[
     "exact", "normalized", "regex", "last_number", "choice", "json_equal", "log_likelihood"
 ]
-#: A user's function: ``python:module:function``.
-_FUNCTION = re.compile(r"python:[\w.]+:\w+")
 
 
 class GraderConfig(Settings):
@@ -33,7 +32,7 @@ class GraderConfig(Settings):
     @field_validator("grader")
     @classmethod
     def _validate_grader(cls, grader: str) -> str:
-        if grader not in get_args(GraderName) and not _FUNCTION.fullmatch(grader):
+        if grader not in get_args(GraderName) and not is_function_name(grader):
             raise ValueError(
                 f"unknown grader, expected {', '.join(get_args(GraderName))} or "
                 "python:module:function"

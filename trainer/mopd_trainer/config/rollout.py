@@ -1,12 +1,12 @@
 """``RolloutConfig`` and ``VllmConfig``: sampling of completions from the student."""
 
-import re
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from mopd_trainer.config.settings import Incidental, Settings, invalid
+from mopd_trainer.config.user_functions import is_function_name
 
 #: The student's most likely ids that are kept at each token for corrections.
 _CORRECTION_CANDIDATES = 64
@@ -48,7 +48,7 @@ class AgentConfig(Settings):
 
     @model_validator(mode="after")
     def _validate_function(self) -> "AgentConfig":
-        if not re.fullmatch(r"python:[\w.]+:\w+", self.function):
+        if not is_function_name(self.function):
             raise invalid(
                 "agent",
                 f"invalid name (found {self.function!r}, expected 'python:module:function')",

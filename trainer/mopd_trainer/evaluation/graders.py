@@ -3,18 +3,16 @@
 import json
 import re
 import string
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-from mopd_protocol.errors import ConfigError, DataError
+from mopd_protocol.errors import DataError
 from mopd_protocol.samples import Prompt
 from mopd_trainer.config.grading import GraderConfig
 from mopd_trainer.config.rewards import RewardConfig
+from mopd_trainer.config.user_functions import import_function
 
 #: (prompt, reference answer, completion, finished) -> score from 0 to 1.
 Grade = Callable[[Prompt, Any, str, bool], float]
@@ -138,14 +136,7 @@ def graders_of(rewards: Mapping[str, RewardConfig]) -> dict[str, Grade]:
 
 
 def _function(name: str, *, key: str) -> Grade:
-    """Import ``python:module:function``, from the current folder too."""
-    _, module, attribute = name.split(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    try:
-        function = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{key}: {name!r} cannot be imported: {error}", key=key) from error
+    function = import_function(name, key=key)
 
     def grade(prompt: Prompt, reference: Any, completion: str, finished: bool) -> float:
         del reference, finished

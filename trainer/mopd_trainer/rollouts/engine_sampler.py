@@ -3,13 +3,14 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
 from mopd_protocol.samples import Prompt
 from mopd_trainer.config.run import RolloutConfig
 from mopd_trainer.data.seeds import derived_seed
 from mopd_trainer.rollouts.engine import GenerationEngine
 from mopd_trainer.rollouts.prompt_encoder import EncodedPrompt, PromptEncoder
-from mopd_trainer.rollouts.source import CompletionBatch
+from mopd_trainer.rollouts.source import CompletionBatch, in_order_of_completion
 from mopd_trainer.student.generation import Generation
 from mopd_trainer.student.student import Student
 
@@ -47,17 +48,10 @@ class EngineSampler:
         """See ``CompletionSource``: one completion at a time, in order of completion."""
         encoded = self._encoder.encode([p for p in prompts for _ in range(self._samples)])
         async with self._lock:
-            tasks = [
-                asyncio.create_task(self._generate(prompt, step=step, place=place))
-                for place, prompt in enumerate(encoded)
-            ]
-            try:
-                for completed in asyncio.as_completed(tasks):
-                    yield await completed
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+            calls = (self._generate(each, step=step, place=n) for n, each in enumerate(encoded))
+            async with aclosing(in_order_of_completion(calls)) as batches:
+                async for batch in batches:
+                    yield batch
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], settings: RolloutConfig, *, seed: int

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mopd_protocol.samples import Prompt, Rollout
+from mopd_protocol.tokenizers.token_table import TokenTable
 from mopd_trainer.config.run import RolloutConfig
 from mopd_trainer.student.generation import Generation
 from mopd_trainer.student.student import Student
@@ -46,18 +47,7 @@ class PromptEncoder:
 
     def rollout(self, prompt: EncodedPrompt, generation: Generation, *, version: int) -> Rollout:
         """Build the rollout of a generation under the weights after ``version`` steps."""
-        completion = self._student.table.sequence(generation.token_ids)
-        return Rollout(
-            prompt=prompt.prompt,
-            prompt_token_ids=np.array(prompt.token_ids, dtype=np.int32),
-            completion=completion,
-            sampled_logprobs=np.array(generation.logprobs, dtype=np.float32),
-            finish_reason="stop" if completion.ends_turn else "length",
-            policy_version=version,
-            student_topk_ids=generation.topk_ids,
-            sample=prompt.sample,
-            entropies=generation.entropies,
-        )
+        return sampled_rollout(prompt, generation, self._student.table, version=version)
 
     def pop_dropped(self) -> Counter[str]:
         """See ``CompletionSource``."""
@@ -79,3 +69,25 @@ class PromptEncoder:
             limit,
         )
         return False
+
+
+def sampled_rollout(
+    prompt: EncodedPrompt, generation: Generation, table: TokenTable, *, version: int
+) -> Rollout:
+    """Return the rollout of a generation under the weights after ``version`` steps.
+
+    Args:
+        table: the student's.
+    """
+    completion = table.sequence(generation.token_ids)
+    return Rollout(
+        prompt=prompt.prompt,
+        prompt_token_ids=np.array(prompt.token_ids, dtype=np.int32),
+        completion=completion,
+        sampled_logprobs=np.array(generation.logprobs, dtype=np.float32),
+        finish_reason="stop" if completion.ends_turn else "length",
+        policy_version=version,
+        student_topk_ids=generation.topk_ids,
+        sample=prompt.sample,
+        entropies=generation.entropies,
+    )

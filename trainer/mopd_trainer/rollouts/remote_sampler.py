@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +13,7 @@ from mopd_protocol.samples import Prompt
 from mopd_trainer.config.run import RolloutConfig
 from mopd_trainer.data.seeds import derived_seed
 from mopd_trainer.rollouts.prompt_encoder import PromptEncoder
-from mopd_trainer.rollouts.source import CompletionBatch
+from mopd_trainer.rollouts.source import CompletionBatch, in_order_of_completion
 from mopd_trainer.student.generation import Generation
 from mopd_trainer.student.student import Student
 
@@ -80,19 +81,13 @@ class WorkerSampler:
         """See ``CompletionSource``: a batch at a time, in order of completion."""
         repeated = [p for p in prompts for _ in range(self._config.samples_per_prompt)]
         size = self._config.generation_batch_size
-        tasks = [
-            asyncio.create_task(
-                self._generate(repeated[place : place + size], step=step, batch=batch, place=place)
-            )
-            for batch, place in enumerate(range(0, len(repeated), size))
-        ]
-        try:
-            for completed in asyncio.as_completed(tasks):
-                yield await completed
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        calls = (
+            self._generate(repeated[place : place + size], step=step, batch=number, place=place)
+            for number, place in enumerate(range(0, len(repeated), size))
+        )
+        async with aclosing(in_order_of_completion(calls)) as batches:
+            async for batch in batches:
+                yield batch
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], settings: RolloutConfig, *, seed: int

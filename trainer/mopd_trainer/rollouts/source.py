@@ -1,10 +1,11 @@
 """``CompletionSource``: where the completions of a step come from; and a mixture of two."""
 
+import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,6 +25,20 @@ class CompletionBatch:
 
     place: int
     rollouts: list[Rollout]
+
+
+async def in_order_of_completion(
+    calls: Iterable[Coroutine[Any, Any, CompletionBatch]],
+) -> AsyncGenerator[CompletionBatch]:
+    """Run calls concurrently and yield their results; closing cancels the others."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        for completed in asyncio.as_completed(tasks):
+            yield await completed
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class CompletionGenerator(Protocol):

@@ -3,21 +3,23 @@
 import asyncio
 import inspect
 import logging
-import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from importlib import import_module
-from pathlib import Path
-from typing import Any
+from contextlib import aclosing
 
 from mopd_protocol.errors import ConfigError, TrainingError
 from mopd_protocol.samples import Prompt, Rollout
 from mopd_trainer.config.rollout import RolloutConfig
+from mopd_trainer.config.user_functions import import_function
 from mopd_trainer.data.seeds import derived_seed
 from mopd_trainer.rollouts.agents.endpoint import Endpoint
 from mopd_trainer.rollouts.agents.rounds import Rounds, Weights
 from mopd_trainer.rollouts.agents.session import ChatStudent, Session
-from mopd_trainer.rollouts.source import CompletionBatch, CompletionGenerator
+from mopd_trainer.rollouts.source import (
+    CompletionBatch,
+    CompletionGenerator,
+    in_order_of_completion,
+)
 from mopd_trainer.student.identity import StudentIdentity
 
 logger = logging.getLogger(__name__)
@@ -91,21 +93,15 @@ class AgentSampler:
             members=len(repeated),
         )
         endpoint = Endpoint(asyncio.get_running_loop())
-        tasks = [
-            asyncio.create_task(
-                self._trajectory(
-                    Session(prompt, n, self._student, rounds.generate), rounds, endpoint
-                )
-            )
-            for n, prompt in enumerate(repeated)
-        ]
+        sessions = (
+            Session(prompt, n, self._student, rounds.generate) for n, prompt in enumerate(repeated)
+        )
+        calls = (self._trajectory(session, rounds, endpoint) for session in sessions)
         try:
-            for completed in asyncio.as_completed(tasks):
-                yield await completed
+            async with aclosing(in_order_of_completion(calls)) as batches:
+                async for batch in batches:
+                    yield batch
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             await rounds.close()
             await asyncio.to_thread(endpoint.close)
 
@@ -164,15 +160,7 @@ def load_agent(name: str) -> Agent:
     Raises:
         ConfigError: if it cannot be imported or is no async function.
     """
-    _, module, attribute = name.split(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    try:
-        function: Any = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"rollout.agent: {name!r} cannot be imported: {error}", key="rollout.agent"
-        ) from error
+    function = import_function(name, key="rollout.agent")
     if not inspect.iscoroutinefunction(function):
         raise ConfigError(
             f"rollout.agent: {name!r} is no async function (found {type(function).__name__}, "

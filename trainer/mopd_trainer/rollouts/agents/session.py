@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from pydantic import ValidationError
 
 from mopd_protocol.errors import DataError
@@ -14,6 +13,7 @@ from mopd_protocol.samples import Prompt, Rollout, later_turn
 from mopd_protocol.tokenizers.token_sequence import TokenSequence
 from mopd_trainer.config.rollout import RolloutConfig
 from mopd_trainer.rollouts.agents.call_formats import CallFormat, call_format_of, reply_of
+from mopd_trainer.rollouts.prompt_encoder import EncodedPrompt, sampled_rollout
 from mopd_trainer.student.generation import Generation
 from mopd_trainer.student.identity import StudentIdentity
 
@@ -130,19 +130,10 @@ class Session:
         ids = self._prompt_ids(rendered)
         self._require_room(len(ids))
         generation, version = await self._generate(ids, self.sample)
-        completion = self._student.identity.table.sequence(generation.token_ids)
-        rollout = Rollout(
-            prompt=prompt,
-            prompt_token_ids=np.array(ids, dtype=np.int32),
-            completion=completion,
-            sampled_logprobs=np.array(generation.logprobs, dtype=np.float32),
-            finish_reason="stop" if completion.ends_turn else "length",
-            policy_version=version,
-            student_topk_ids=generation.topk_ids,
-            entropies=generation.entropies,
-            sample=self.sample,
-        )
-        text, end = self._student.literal(completion)
+        encoded = EncodedPrompt(prompt, ids, self.sample)
+        table = self._student.identity.table
+        rollout = sampled_rollout(encoded, generation, table, version=version)
+        text, end = self._student.literal(rollout.completion)
         self._turns.append(Turn(rendered + text + end, end, rollout))
         student = self._student
         reply = reply_of(text, student.call_format, splits_thinking=student.splits_thinking)
