@@ -30,11 +30,6 @@ class TokenSelection:
     temperature: float = 1.0
     """Sampling temperature, at which student and teachers are compared."""
 
-    def kept(self, rollout: Rollout) -> Rollout:
-        """Return a rollout without entropies that the selection does not need."""
-        is_needed = self.config.keeps_entropies or rollout.entropies is None
-        return rollout if is_needed else replace(rollout, entropies=None)
-
     def sent(self, rollout: Rollout) -> Rollout:
         """Return the beginning of a completion that teachers score.
 

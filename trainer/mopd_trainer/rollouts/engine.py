@@ -69,8 +69,14 @@ def _start_vllm(config: RunConfig, student: "Student") -> GenerationEngine:
     from mopd_trainer.rollouts.vllm.weight_sync import weight_push
 
     push = weight_push(config.student, config.rollout.vllm.weights_folder)
-    keep_topk = config.kept_topk
-    return VllmEngine(student, config.student, config.rollout, push, keep_topk=keep_topk)
+    return VllmEngine(
+        student,
+        config.student,
+        config.rollout,
+        push,
+        keep_topk=config.kept_topk,
+        keep_entropies=config.tokens.keeps_entropies,
+    )
 
 
 #: ``rollout.engine`` -> engine.

@@ -66,8 +66,14 @@ async def _open_sampler(
     row = configured_engine(rollout)
     if row is None:
         if workers is None:
-            keep_topk = config.kept_topk
-            yield Sampler(student, rollout, seed=seed, keep_topk=keep_topk, version=version)
+            yield Sampler(
+                student,
+                rollout,
+                seed=seed,
+                keep_topk=config.kept_topk,
+                keep_entropies=config.tokens.keeps_entropies,
+                version=version,
+            )
             return
         worker_sampler = WorkerSampler(workers, student, rollout, seed=seed)
         await worker_sampler.push_weights(version)  # workers loaded student.model

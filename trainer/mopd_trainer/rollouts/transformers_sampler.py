@@ -27,6 +27,7 @@ class Sampler:
 
     Args:
         keep_topk: most likely ids of the student to keep at each token, for its teachers.
+        keep_entropies: keep the entropies of the distributions that are sampled from.
         version: steps behind the student's weights.
     """
 
@@ -37,6 +38,7 @@ class Sampler:
         *,
         seed: int,
         keep_topk: int = 0,
+        keep_entropies: bool = False,
         version: int = 0,
     ) -> None:
         self._trained = student
@@ -45,6 +47,7 @@ class Sampler:
             self._student.model.requires_grad_(False)
         self._encoder = PromptEncoder(student, config)
         self._keep_topk = keep_topk
+        self._keep_entropies = keep_entropies
         self._config = config
         self._seed = seed
         self._version = version
@@ -76,6 +79,7 @@ class Sampler:
                     settings,
                     seed=derived_seed(seed, place),
                     keep_topk=self._keep_topk,
+                    keep_entropies=self._keep_entropies,
                 )
         return generations
 
@@ -100,6 +104,7 @@ class Sampler:
             self._config,
             seed=derived_seed(self._seed, step, batch),
             keep_topk=self._keep_topk,
+            keep_entropies=self._keep_entropies,
         )
         return [
             self._encoder.rollout(prompt, generation, version=self._version)

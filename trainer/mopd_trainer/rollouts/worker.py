@@ -30,6 +30,7 @@ class RolloutWorker:
         )
         self._settings = config.rollout
         self._keep_topk = config.kept_topk
+        self._keep_entropies = config.tokens.keeps_entropies
         self._student = Student.load(settings)
         self._student.model.requires_grad_(False)
         self._engine = None if row is None else row.start(config, self._student)
@@ -63,7 +64,11 @@ class RolloutWorker:
                 await self._engine.generate(ids, seed=seed, settings=settings) for ids in prompts
             ]
         return self._student.generate(
-            prompts, settings or self._settings, seed=seed, keep_topk=self._keep_topk
+            prompts,
+            settings or self._settings,
+            seed=seed,
+            keep_topk=self._keep_topk,
+            keep_entropies=self._keep_entropies,
         )
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ class Generation:
     token_ids: list[int]
     logprobs: list[float]  # nats, under the distribution that was sampled from
     topk_ids: np.ndarray[Any, Any] | None = None  # int32 [tokens, k], before top-p; -1 if missing
-    entropies: np.ndarray[Any, Any] | None = None  # [tokens], nats, kept with the top-k ids
+    entropies: np.ndarray[Any, Any] | None = None  # [tokens], nats
 
     def first(self, tokens: int) -> "Generation":
         """Return the first tokens."""
@@ -39,16 +39,24 @@ class BehaviourPolicy(LogitsProcessor):
     Args:
         real_ids: bool [logit width], False for rows of the head without a token.
         keep_topk: most likely ids to keep at each step, before temperature and top-p.
+        keep_entropies: keep the entropy of each step's distribution.
     """
 
     def __init__(
-        self, real_ids: Tensor, settings: RolloutConfig, draws: torch.Generator, keep_topk: int
+        self,
+        real_ids: Tensor,
+        settings: RolloutConfig,
+        draws: torch.Generator,
+        *,
+        keep_topk: int,
+        keep_entropies: bool,
     ) -> None:
         self._real_ids = real_ids
         self._temperature = settings.temperature
         self._nucleus = TopPLogitsWarper(settings.top_p) if settings.top_p < 1 else None
         self._draws = draws
         self._keep_topk = min(keep_topk, int(real_ids.sum()))
+        self._keep_entropies = keep_entropies
         self._topk_ids: list[Tensor] = []
         self._logprobs: list[Tensor] = []
         self._entropies: list[Tensor] = []
@@ -70,7 +78,7 @@ class BehaviourPolicy(LogitsProcessor):
         self._not_finite |= not_finite.any()
         drawn = self._draw(scores.masked_fill(not_finite, 0.0))
         self._logprobs.append(logprobs.gather(1, drawn)[:, 0])
-        if self._keep_topk:
+        if self._keep_entropies:
             self._entropies.append(-(logprobs.exp() * logprobs.clamp_min(-1e4)).sum(dim=1))
         return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)
 

@@ -177,11 +177,13 @@ class Student:
         *,
         seed: int,
         keep_topk: int = 0,
+        keep_entropies: bool = False,
     ) -> list[Generation]:
         """Sample one completion per prompt, on rank 0; a function of seed and weights.
 
         Args:
             keep_topk: most likely ids to keep at each step with the drawn one.
+            keep_entropies: keep the entropies of the distributions that are sampled from.
 
         Raises:
             TrainingError: when the logits are not finite.
@@ -191,7 +193,9 @@ class Student:
         input_ids, attention_mask = left_padded(prompts, padding)
         # Not the global generator: another thread may be training, which seeds it for dropout.
         draws = torch.Generator(self.device).manual_seed(seed)
-        policy = BehaviourPolicy(self._real_ids, settings, draws, keep_topk)
+        policy = BehaviourPolicy(
+            self._real_ids, settings, draws, keep_topk=keep_topk, keep_entropies=keep_entropies
+        )
         model: Any = self.full_model()
         model.to(self.device).eval()  # an unsharded copy starts in CPU memory
         with self._precision():

@@ -127,7 +127,6 @@ class RolloutScorer:
             TeacherError: when a teacher fails whose ``on_error`` is 'fail'.
         """
         names = list(dict.fromkeys(name for r in rollouts for name in r.prompt.teachers))
-        rollouts = [self._selection.kept(each) for each in rollouts]
         sent = [self._selection.sent(each) if each.prompt.teachers else each for each in rollouts]
 
         async def score_by(name: str) -> dict[int, AlignedScore]:

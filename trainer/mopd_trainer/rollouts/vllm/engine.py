@@ -63,6 +63,7 @@ class VllmEngine:
 
     Args:
         keep_topk: most likely ids to keep at each token with the drawn one.
+        keep_entropies: keep the entropy of these ids, and of all others as one, with them.
 
     Raises:
         ConfigError: when vLLM cannot load the model with these settings.
@@ -76,12 +77,14 @@ class VllmEngine:
         push: WeightPush,
         *,
         keep_topk: int = 0,
+        keep_entropies: bool = False,
     ) -> None:
         self._student = student
         self._rollout = rollout
         self._push = push
         self._dtype = model.dtype
         self._keep_topk = keep_topk
+        self._keep_entropies = keep_entropies
         self._requests = count()
         self._pushes = count(1)
         self._adapters: LoRARequest | None = None
@@ -242,10 +245,10 @@ class VllmEngine:
             completion = output.outputs[0]
         if completion is None or completion.finish_reason == "abort":
             raise MopdError("rollout.engine: vLLM aborted a completion: it is shutting down")
-        return _generation(completion, self._keep_topk)
+        return _generation(completion, self._keep_topk, self._keep_entropies)
 
 
-def _generation(completion: CompletionOutput, keep_topk: int) -> Generation:
+def _generation(completion: CompletionOutput, keep_topk: int, keep_entropies: bool) -> Generation:
     """Convert an output; at every position vLLM lists the drawn token, then the most likely."""
     flat = completion.logprobs
     ids = list(completion.token_ids)
@@ -261,9 +264,10 @@ def _generation(completion: CompletionOutput, keep_topk: int) -> Generation:
         columns = starts[:, None] + 1 + np.arange(keep_topk)
         top = np.where(np.isneginf(logprobs[columns]), _MISSING, candidates[columns])
         top = top.astype(np.int32)
-        likely = np.exp(logprobs[columns].astype(np.float64))
-        every = np.column_stack([likely, np.maximum(1 - likely.sum(axis=1), 0.0)])
-        entropies = -(every * np.log(np.maximum(every, 1e-30))).sum(axis=1)
+        if keep_entropies:
+            likely = np.exp(logprobs[columns].astype(np.float64))
+            every = np.column_stack([likely, np.maximum(1 - likely.sum(axis=1), 0.0)])
+            entropies = -(every * np.log(np.maximum(every, 1e-30))).sum(axis=1)
     return Generation(ids, logprobs[starts].tolist(), top, entropies)
 
 
