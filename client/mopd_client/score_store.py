@@ -22,7 +22,6 @@ from mopd_client.transport.counters import Counters
 from mopd_protocol.codec import decode_binary, encode_binary
 from mopd_protocol.errors import ConfigError, DataError
 from mopd_protocol.manifest import SCHEMA_VERSION
-from mopd_protocol.messages import conversation_key
 from mopd_protocol.requests import LogprobsDtype, LogprobsRequest, SequenceRequest
 from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.runtime.atomic_file import replacing
@@ -55,9 +54,9 @@ class ScoreKey:
             "temperature": request.temperature,
             "logprobs_dtype": request.logprobs_dtype,
         }
-        if sequence.tools or any(each.tool_calls for each in sequence.messages or ()):
-            # Templates show tools and calls in the order of their keys.
-            fields["conversation"] = conversation_key(sequence.messages or (), sequence.tools or ())
+        shown_tools = sequence.shown_tools
+        if shown_tools is not None:
+            fields["conversation"] = shown_tools
         canonical = json.dumps(fields, sort_keys=True)  # ASCII, so lone surrogates have bytes
         return cls(hashlib.sha256(canonical.encode()).hexdigest(), manifest_id)
 

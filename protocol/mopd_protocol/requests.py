@@ -5,7 +5,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from mopd_protocol.messages import Message, Tool, json_text
+from mopd_protocol.messages import Message, Tool, conversation_key, json_text
 
 LogprobsDtype = Literal["float32", "float16"]
 """Precision of log-probabilities in a response."""
@@ -123,6 +123,14 @@ class SequenceRequest(BaseModel):
     candidate_ids: Annotated[list[TokenIds], Field(fail_fast=True)] | None = None
     """Per completion token (the end-of-turn token included), the teacher ids to score instead of
     the teacher's own top-k."""
+
+    @property
+    def shown_tools(self) -> str | None:
+        """The conversation as JSON in the order of its keys, which templates show; None without
+        tools and tool calls."""
+        if not self.tools and not any(each.tool_calls for each in self.messages or ()):
+            return None
+        return conversation_key(self.messages or (), self.tools or ())
 
     @property
     def prompt_texts(self) -> list[str]:

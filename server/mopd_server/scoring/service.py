@@ -17,7 +17,6 @@ import numpy as np
 
 from mopd_protocol.errors import TeacherError
 from mopd_protocol.manifest import Manifest, TranslationFacts
-from mopd_protocol.messages import conversation_key
 from mopd_protocol.request_tokenizer import RequestTokenizer, TokenizedSequence
 from mopd_protocol.requests import LogprobsRequest, SequenceRequest
 from mopd_protocol.responses import LogprobsResponse
@@ -362,9 +361,9 @@ class TeacherService:
 
 def _prompt(sequence: SequenceRequest) -> tuple[object, ...]:
     return (
+        sequence.messages,
         sequence.chat_template_kwargs,
-        # In the order of keys, which templates show.
-        conversation_key(sequence.messages or (), sequence.tools or ()),
+        sequence.shown_tools,
         sequence.prompt,
         sequence.prompt_token_ids,
     )
