@@ -65,10 +65,9 @@ def _requirements(config: RunConfig) -> Iterator[Requirement]:
         yield PEFT
     attention = config.student.attn_implementation
     if attention in _ATTENTION and find_spec("kernels") is None:
-        setting, (package, install) = (
-            f"student.attn_implementation={attention}",
-            _ATTENTION[attention],
+        package, install = _ATTENTION[attention]
+        yield Requirement(
+            package, f"student.attn_implementation={attention}", install, "use 'sdpa'"
         )
-        yield Requirement(package, setting, install, "use 'sdpa'")
     if config.samples_rollouts and config.rollout.engine in _ENGINES:
         yield _ENGINES[config.rollout.engine]

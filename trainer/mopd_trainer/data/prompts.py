@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from math import inf
 from sys import float_info
@@ -240,6 +241,11 @@ class _RowReader:
     kept_keys: Collection[str]
     keep_rows: bool
 
+    @cached_property
+    def _other_keys(self) -> set[str]:
+        """Keys that are read besides those of the format."""
+        return prompt_keys(self.settings) | {*self.kept_keys}
+
     def prompts(self, row: Row, index: int) -> list[Prompt]:
         """Return the prompts of a row: one, or with ``data.turns: all`` one per turn."""
         config = self.config
@@ -252,8 +258,9 @@ class _RowReader:
             values = {k: v for k, v in columns.items() if k in read or k not in config.ignored_keys}
         spelling = format_of(values, config)
         try:
-            others = prompt_keys(self.settings) | {*self.kept_keys}
-            require_known_keys(values, spelling, config, keep_row=self.keep_rows, others=others)
+            require_known_keys(
+                values, spelling, config, keep_row=self.keep_rows, others=self._other_keys
+            )
             messages, reference = read_turns(values, spelling, config)
             if config.turns == "all":
                 turns = all_turns(messages, reference, config)

@@ -127,12 +127,12 @@ def _teacher_facts(
 def _own_prompt(name: str, teacher: Teacher, prompts: Sequence[Prompt]) -> str:
     """Return a line on the prompts that a teacher does not share with the student; may be empty."""
     count = sum(name in prompt.teacher_messages for prompt in prompts)
+    if not count:
+        return ""
     settings = {key: getattr(teacher.config, key) for key in PROMPT_SETTINGS}
     named = [f"{key} {value!r:.60}" for key, value in settings.items() if value is not None]
     described = f" ({', '.join(named)})" if named else ""
-    return f"\nown prompt, which the student does not see, in {count:,} lines{described}" * (
-        count > 0
-    )
+    return f"\nown prompt, which the student does not see, in {count:,} lines{described}"
 
 
 def _data_lines(config: RunConfig, prompts: Sequence[Prompt]) -> list[Text]:
