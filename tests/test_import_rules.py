@@ -3,8 +3,10 @@
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -114,3 +116,9 @@ def test_only_the_launch_folder_imports_ray() -> None:
     files = files_that_import("ray", "trainer")
     assert files
     assert {Path(file).parent.as_posix() for file in files} == {"mopd_trainer/launch"}
+
+
+def test_no_modules_import_each_other() -> None:
+    graph = grimp.build_graph(*FOLDERS, cache_dir=None)
+    imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    TopologicalSorter(imports).prepare()  # raises a CycleError with the modules of a circle

@@ -22,9 +22,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from mopd_protocol.errors import ConfigError, MopdError, RankError
 from mopd_trainer.config.resources import device_counts, placed_teachers
 from mopd_trainer.config.run import RunConfig
-from mopd_trainer.launch.actors import RankResult, StudentRank, one_line
 from mopd_trainer.launch.services import service_actor
-from mopd_trainer.launch.workers import worker_actor
+from mopd_trainer.launch.student_rank import RankResult, StudentRank
+from mopd_trainer.launch.workers import one_line, worker_actor
 from mopd_trainer.rollouts.engine import worker_devices
 
 #: Device type -> Ray resource.

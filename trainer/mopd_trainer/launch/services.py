@@ -5,6 +5,7 @@
 
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +18,6 @@ import ray
 from ray.util import get_node_ip_address
 
 from mopd_trainer.config.run import RunConfig
-from mopd_trainer.launch.actors import free_port
 
 logger = logging.getLogger(__name__)
 
@@ -100,3 +100,10 @@ class TeacherServices:
             logger.warning("teacher %r exited with status %d; restarting it", name, code)
             self._stopping.wait(2.0 ** (failures - 1))
         logger.error("teacher %r failed to start after %d attempts", name, failures)
+
+
+def free_port() -> int:
+    """Return a port that is free on this node."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

@@ -14,7 +14,6 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from mopd_protocol.errors import MopdError
 from mopd_trainer.config.run import RolloutConfig, RunConfig
-from mopd_trainer.launch.actors import one_line
 from mopd_trainer.rollouts.engine import worker_concurrency
 
 if TYPE_CHECKING:
@@ -181,3 +180,8 @@ class RayWorkers:
                 return False
             else:
                 return True
+
+
+def one_line(error: Exception) -> str:
+    """Return the first 200 characters of a message, without line breaks."""
+    return " ".join(str(error).split())[:200]

@@ -4,7 +4,6 @@
 
 import asyncio
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,8 @@ from rich.console import Console
 
 from mopd_protocol.errors import MopdError, message_of
 from mopd_trainer.config.run import RunConfig
+from mopd_trainer.launch.services import free_port
+from mopd_trainer.launch.workers import RayWorkers
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,6 @@ class StudentRank:
     ) -> RankResult:
         """Run the training loop of this rank."""
         from mopd_trainer.distributed.process_group import init_distributed
-        from mopd_trainer.launch.workers import RayWorkers
         from mopd_trainer.loop import train
 
         # Ray makes only the rank's own device visible.
@@ -67,15 +67,3 @@ class StudentRank:
             return RankResult(error=message)
         except SystemExit:
             return RankResult(error="")
-
-
-def one_line(error: Exception) -> str:
-    """Return the first 200 characters of a message, without line breaks."""
-    return " ".join(str(error).split())[:200]
-
-
-def free_port() -> int:
-    """Return a port that is free on this node."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
