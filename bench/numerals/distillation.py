@@ -17,8 +17,9 @@ import httpx
 
 from bench.numerals.accuracy import accuracy
 from bench.numerals.material import Role, model_folder, model_key
-from bench.numerals.pairs import SFT, Pair, Side, loss_settings
+from bench.numerals.pairs import PKL_PARITY, SFT, Pair, Side, loss_settings
 from bench.numerals.reference_rollouts import reference_rollouts
+from bench.xtoken import PklParityLoss
 from mopd.demo.examples import Encoder
 from mopd.demo.tasks import Exercise
 from mopd_client import TeacherClient, TeacherPool
@@ -353,6 +354,9 @@ def loss_of(run: Run, student: Student, teacher: Teacher, cache: ProjectionCache
     if run.loss == SFT:
         return SftLoss()
     sides = student.identity, teacher.tokenizer
+    if run.loss == PKL_PARITY:
+        projection = cache.on(student.device, teacher.projection)
+        return PklParityLoss(projection, temperature=run.pair.teacher_temperature or 1.0)
     return build_loss(teacher.config.loss, *sides, student.device, cache=cache)
 
 

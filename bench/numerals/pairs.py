@@ -26,6 +26,8 @@ from mopd_trainer import ImportanceConfig
 SFT = "sft"
 #: The loss of teachers with the student's own tokenizer: what the transfer could reach.
 CEILING = "topk_kl"
+#: X-Token's P-KL, which is no loss of ``mopd train``.
+PKL_PARITY = "pkl_parity"
 
 _SETTINGS: dict[str, Mapping[str, Any]] = {
     "prefix_kl": {"type": "prefix_kl"},
@@ -34,7 +36,8 @@ _SETTINGS: dict[str, Mapping[str, Any]] = {
     "topk_kl": {"type": "topk_kl"},
     "gold": {"type": "gold", "merge": "observed"},  # as published
     "gold_bayesian": {"type": "gold", "merge": "bayesian"},
-    "pkl_parity": {"type": "pkl_parity"},
+    # Of the teacher's projection; the bench builds the loss (bench/xtoken.py).
+    PKL_PARITY: {"type": "ctkd", "projection": {"weights": "decay"}},
     "alm": {"type": "alm"},
     "simct": {"type": "simct"},
     "policy_gradient": {"type": "policy_gradient"},

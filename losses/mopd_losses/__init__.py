@@ -12,11 +12,9 @@ if TYPE_CHECKING:
         AutoConfig,
         CtkdConfig,
         GoldConfig,
-        HklConfig,
         K2Config,
         K3Config,
         LossConfig,
-        PklParityConfig,
         PolicyGradientConfig,
         PrefixKlConfig,
         ProjectionSettings,
@@ -44,8 +42,6 @@ if TYPE_CHECKING:
     from mopd_losses.topk.topk_targets import TopKTargets
     from mopd_losses.translation.translation import Coverage, ExtraRow, Translation
     from mopd_losses.translation.translator import Translator
-    from mopd_losses.xtoken.hkl import HklLoss
-    from mopd_losses.xtoken.pkl_parity import PklParityLoss
 else:
     __getattr__, __dir__ = lazy_exports(__name__)
 
@@ -64,8 +60,6 @@ __all__ = [
     "GoldConfig",
     "GoldLoss",
     "Head",
-    "HklConfig",
-    "HklLoss",
     "K2Config",
     "K2Loss",
     "K3Config",
@@ -74,8 +68,6 @@ __all__ = [
     "LossConfig",
     "LossOutput",
     "LossTerm",
-    "PklParityConfig",
-    "PklParityLoss",
     "PolicyGradientConfig",
     "PolicyGradientLoss",
     "PooledCtkdLoss",

@@ -12,11 +12,9 @@ from mopd_losses.config import (
     AlmConfig,
     CtkdConfig,
     GoldConfig,
-    HklConfig,
     K2Config,
     K3Config,
     LossConfig,
-    PklParityConfig,
     PolicyGradientConfig,
     PrefixKlConfig,
     SimctConfig,
@@ -33,7 +31,7 @@ from mopd_losses.prefix.preparation import Preparation
 from mopd_losses.projection.cache import DeviceProjection, ProjectionCache
 from mopd_losses.projection.matrix import ProjectionMatrix
 from mopd_losses.projection.sides import StudentSide, TokenizerSide, find_projection, resolve_loss
-from mopd_losses.projection.vocabulary_match import VocabularyMatch, exact_match, weighted_match
+from mopd_losses.projection.vocabulary_match import VocabularyMatch, exact_match
 from mopd_losses.sampled.k2_k3 import K2Loss, K3Loss
 from mopd_losses.sampled.policy_gradient import PolicyGradientLoss
 from mopd_losses.spans.alm import AlmLoss
@@ -44,12 +42,8 @@ from mopd_losses.topk.ctkd import CtkdLoss
 from mopd_losses.topk.pooled_ctkd import PooledCtkdLoss
 from mopd_losses.topk.teacher_events import TeacherEvents, first_student_tokens
 from mopd_losses.topk.topk_divergence import TopKDivergenceLoss
-from mopd_losses.xtoken.hkl import HklLoss, xtoken_form
-from mopd_losses.xtoken.pkl_parity import PklParityLoss
 from mopd_protocol.errors import ConfigError
 
-#: Published forms, kept as they are for comparison.
-_LITERAL = (HklConfig, PklParityConfig)
 #: Compare equal ids of both sides, or none, where these have one tokenizer.
 _ONE_VOCABULARY = (TopKKlConfig, PolicyGradientConfig, K2Config, K3Config)
 
@@ -131,9 +125,7 @@ def build_loss(
     loss = _BUILDERS[type(config)](config, context)
     if context.ends is not None and not isinstance(config, PrefixKlConfig):
         loss = OneEndLoss(loss, context.ends)
-    if context.has_one_tokenizer or isinstance(config, _LITERAL):
-        return loss
-    return ValidTextLoss(loss)
+    return loss if context.has_one_tokenizer else ValidTextLoss(loss)
 
 
 def _topk_divergence(config: CtkdConfig | TopKKlConfig, context: LossContext) -> Loss:
@@ -202,25 +194,6 @@ def _simct(config: SimctConfig, context: LossContext) -> Loss:
     return SimctLoss(context.exact_match(), config.divergence)
 
 
-def _pkl_parity(config: PklParityConfig, context: LossContext) -> Loss:
-    return PklParityLoss(
-        context.projection, config.divergence, context.teacher_temperature, config.most_ids
-    )
-
-
-def _hkl(config: HklConfig, context: LossContext) -> Loss:
-    match = weighted_match(context.matrix, config.least_weight)
-    if config.loss_type == "auto" and xtoken_form(match, config.least_coverage) == "pkl_parity":
-        return PklParityLoss(context.projection, config.divergence, context.teacher_temperature)
-    return HklLoss(
-        match.to(context.device),
-        config.divergence,
-        config.generalised,
-        context.teacher_temperature,
-        config.most_ranks,
-    )
-
-
 _BUILDERS: dict[type[BaseModel], Callable[[Any, LossContext], Loss]] = {
     CtkdConfig: _topk_divergence,
     TopKKlConfig: _topk_divergence,
@@ -232,6 +205,4 @@ _BUILDERS: dict[type[BaseModel], Callable[[Any, LossContext], Loss]] = {
     UldConfig: _uld,
     AlmConfig: _alm,
     SimctConfig: _simct,
-    PklParityConfig: _pkl_parity,
-    HklConfig: _hkl,
 }

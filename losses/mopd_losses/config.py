@@ -239,7 +239,6 @@ class AutoConfig(DivergenceSettings):
 
 Direction = Literal["forward_kl", "reverse_kl"]
 Merge = Literal["bayesian", "observed"]
-_DECAY = ProjectionSettings(weights="decay")
 
 
 class GoldConfig(BaseModel):
@@ -312,40 +311,6 @@ class SimctConfig(BaseModel):
     """``forward_kl`` covers all modes of the teacher; ``reverse_kl`` concentrates on some."""
 
 
-class PklParityConfig(BaseModel):
-    """X-Token's P-KL to the letter, on the ids of a micro-batch's top-k; for comparison."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    type: Literal["pkl_parity"] = "pkl_parity"
-    divergence: Direction = "forward_kl"
-    """As the published code's ``reverse_kl: false`` and ``true``."""
-    most_ids: int = Field(default=8192, ge=1)
-    """Most ids that a micro-batch is compared on: the likeliest in any row."""
-    projection: ProjectionSettings = _DECAY
-
-
-class HklConfig(BaseModel):
-    """X-Token's H-KL: a KL on ids in common and a sorted distance on the others; for comparison."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    type: Literal["hkl"] = "hkl"
-    loss_type: Literal["hkl", "auto"] = "hkl"
-    """``auto``: ``pkl_parity`` instead where too little of the vocabulary is in common."""
-    least_coverage: float = Field(default=0.7, ge=0, le=1)
-    """``auto``: the share of the teacher's ids in common from which it is H-KL."""
-    divergence: Direction = "forward_kl"
-    """As the published code's ``reverse_kl: false`` and ``true``."""
-    generalised: bool = False
-    """Corrects the KL for masses that do not sum to one, so that agreement has no gradient."""
-    least_weight: float = Field(default=0.6, gt=0, le=1)
-    """Least weight of a student token on one teacher id for the two to be in common."""
-    most_ranks: int = Field(default=8192, ge=1)
-    """Most entries of the sorted distance."""
-    projection: ProjectionSettings = _DECAY
-
-
 LossConfig = Annotated[
     AutoConfig
     | CtkdConfig
@@ -355,8 +320,6 @@ LossConfig = Annotated[
     | UldConfig
     | AlmConfig
     | SimctConfig
-    | PklParityConfig
-    | HklConfig
     | PolicyGradientConfig
     | K2Config
     | K3Config,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mopd_losses.build import build_loss
-from mopd_losses.config import CtkdConfig, HklConfig, LossConfig, TopKKlConfig
+from mopd_losses.config import CtkdConfig, GoldConfig, LossConfig, TopKKlConfig
 from mopd_losses.core.blockwise_head import Head, LossTerm, blockwise_head, dense_head
 from mopd_losses.core.cross_entropy import SftLoss, label_targets
 from mopd_losses.core.loss import Loss, Targets
@@ -153,7 +153,7 @@ def test_full_rows_of_a_local_teacher_are_those_of_the_cpu(
     require_close(by_head(replace(loss, head=moved), targets, tensors, device), expected, dtype)
 
 
-@pytest.mark.parametrize("config", [CtkdConfig(), HklConfig()], ids=lambda each: each.type)
+@pytest.mark.parametrize("config", [CtkdConfig(), GoldConfig()], ids=lambda each: each.type)
 def test_a_capped_scaled_head_with_a_bias(config: LossConfig, device: torch.device) -> None:
     tokenizer = teacher_tokenizer(TOKENIZERS["code"])
     pairs, offsets, positions = comparisons("code")

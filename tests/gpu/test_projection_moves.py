@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mopd_losses.build import build_loss
-from mopd_losses.config import CtkdConfig, PklParityConfig
+from mopd_losses.config import CtkdConfig, UldConfig
 from mopd_losses.projection.cache import DeviceProjection, ProjectionCache
 from mopd_losses.projection.matrix import ProjectionMatrix
 from tests.losses.families import Family, family
@@ -57,7 +57,7 @@ def test_a_projection_moves_once_for_both_sides_and_every_name(device: torch.dev
 def test_losses_of_one_pair_share_the_copy(device: torch.device) -> None:
     cache, identity = ProjectionCache(), student_of("qwen").identity
     teacher = teacher_tokenizer("whole_number")
-    configs = (CtkdConfig(span_rows="pooled"), PklParityConfig())
+    configs = (CtkdConfig(span_rows="pooled"), UldConfig())
     sizes = [allocated(device)]
     for config in configs:
         for name in (device, device.type):

@@ -32,9 +32,6 @@ from mopd_losses.topk.ctkd import CtkdLoss
 from mopd_losses.topk.full_vocabulary import FullVocabularyLoss
 from mopd_losses.topk.pooled_ctkd import PooledCtkdLoss, pooled_targets
 from mopd_losses.topk.topk_divergence import TopKDivergenceLoss
-from mopd_losses.xtoken.hkl import HklLoss
-from mopd_losses.xtoken.pkl_parity import PklParityLoss
-from mopd_losses.xtoken.support_targets import topk_support
 from tests.losses.measures import MEASURES, TRUNCATED, name_of, slow
 from tests.losses.prefix_problems import PrefixProblem, prefix_problem
 from tests.losses.problems import Floats, Problem, random_problem, scattered, teacher_row, views
@@ -42,7 +39,7 @@ from tests.reference import alm, ctkd, gold, sampled, simct, topk_divergence, xt
 from tests.reference import prefix_kl as slow_prefix_kl
 from tests.reference.divergences import by_logits
 from tests.reference.dual import Dual, product
-from tests.reference.span_view import SpanView, TeacherRow
+from tests.reference.span_view import SpanView
 
 #: Pairs of tokenizations of one text, each class a part of the next one.
 TokenizationClass = Literal["one_to_one", "longest_match", "any"]
@@ -71,8 +68,6 @@ class Row:
     finite: bool = True
     #: False for a corner at equality, where rounding picks the subgradient.
     smooth_at_equality: bool = True
-    #: True where all rows of a micro-batch share one support, so that its split matters.
-    couples_rows: bool = False
     #: The largest class of tokenizations in which two models equally sure of a text differ by 0.
     equal_belief: TokenizationClass = "any"
     #: False where on-policy descent on a toy moves mass to texts that the teacher rules out.
@@ -325,82 +320,6 @@ def _simct(divergence: Direction) -> Row:
     )
 
 
-def support_of(problem: Problem) -> list[int]:
-    """Return every id that any row of the micro-batch sent."""
-    rows = [
-        teacher_row(comparison, row)
-        for comparison in problem.comparisons
-        for row in range(len(comparison.score.completion))
-    ]
-    return sorted({j for row in rows for j in row.kept})
-
-
-def on_support(problem: Problem, rows: list[TeacherRow]) -> list[list[float]]:
-    """Spread each row's tail over the ids of the support that the row did not send."""
-    support = support_of(problem)
-    return [xtoken.filled(row, support, problem.teacher_size) for row in rows]
-
-
-def _pkl(divergence: Direction, temperature: float) -> Row:
-    forward = divergence == "forward_kl"
-    return Row(
-        f"pkl_parity {divergence}",
-        config.PklParityConfig(divergence=divergence),
-        lambda problem: PklParityLoss(problem.projection(), divergence, temperature),
-        _by_span(
-            lambda problem, view: xtoken.pkl(
-                view.student,
-                problem.weights.tolist(),
-                on_support(problem, view.teacher),
-                support_of(problem),
-                forward,
-                temperature,
-            ),
-            temperature=temperature,
-        ),
-        exact=lambda problem, spans: topk_support(spans, problem.teacher_size),
-        temperature=temperature,
-        keeps_language=False,
-        **_XTOKEN,
-    )
-
-
-def _hkl(divergence: Direction, generalised: bool, temperature: float, ranks: int) -> Row:
-    forward = divergence == "forward_kl"
-    return Row(
-        f"hkl {divergence} {'generalised' if generalised else 'plain'} {ranks} ranks",
-        config.HklConfig(divergence=divergence, generalised=generalised, most_ranks=ranks),
-        lambda problem: HklLoss(problem.match(), divergence, generalised, temperature, ranks),
-        _by_span(
-            lambda problem, view: xtoken.hkl(
-                view.student,
-                problem.real.tolist(),
-                problem.partner,
-                on_support(problem, view.teacher),
-                support_of(problem),
-                forward,
-                generalised,
-                temperature,
-                ranks,
-            ),
-            temperature=temperature,
-        ),
-        exact=lambda problem, spans: topk_support(spans, problem.teacher_size),
-        temperature=temperature,
-        smooth_at_equality=False,  # an L1 distance of the others
-        keeps_language=forward or not generalised,
-        **_XTOKEN,
-    )
-
-
-#: X-Token's published losses have these faults by design and are kept for comparison.
-_XTOKEN: dict[str, Any] = {
-    "least": None,
-    "couples_rows": True,
-    "equal_belief": "one_to_one",
-}
-
-
 def _sampled(
     loss_config: LossConfig,
     loss: Loss,
@@ -507,12 +426,6 @@ ROWS: tuple[Row, ...] = (
     _uld("observed"),
     _simct("forward_kl"),
     _simct("reverse_kl"),
-    _pkl("forward_kl", 1.0),
-    _pkl("reverse_kl", 2.0),
-    _hkl("forward_kl", False, 2.0, 8192),
-    _hkl("reverse_kl", False, 1.0, 2),
-    _hkl("forward_kl", True, 1.0, 8192),
-    _hkl("reverse_kl", True, 1.0, 8192),
     _sampled(config.PolicyGradientConfig(), PolicyGradientLoss(), sampled.policy_gradient),
     _sampled(
         config.PolicyGradientConfig(baseline="top_k"),

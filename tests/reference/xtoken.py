@@ -1,4 +1,4 @@
-"""X-Token's P-KL and H-KL of one span (losses.md sections 1.6, 1.7), and pooled CTKD.
+"""X-Token's P-KL of one span (losses.md section 1.6), and pooled CTKD.
 
 Teacher rows are lists over the support, not renormalised.
 """
@@ -6,7 +6,7 @@ Teacher rows are lists over the support, not renormalised.
 import math
 
 from tests.reference.divergences import floored_rest
-from tests.reference.dual import Dual, descending, exp, log, magnitude, total
+from tests.reference.dual import Dual, exp, log, total
 from tests.reference.span_view import TeacherRow
 
 EPSILON = 1e-10
@@ -48,34 +48,6 @@ def pkl(
         value = total(math.exp(t) * (t - q) for q, t in pairs)
     else:
         value = total(exp(q) * (q - t) for q, t in pairs)
-    return value * temperature**2
-
-
-def hkl(
-    student: Rows, real: list[bool], partner: dict[int, int], teacher: list[list[float]],
-    support: list[int], forward: bool, generalised: bool, temperature: float, most_ranks: int,
-) -> Dual:  # fmt: skip
-    """H-KL, with or without the correction."""
-    a = {v: mean([log(row[v]) for row in student]) for v in range(len(real)) if real[v]}
-    b = {
-        j: math.fsum(math.log(row[i]) for row in teacher) / len(teacher)
-        for i, j in enumerate(support)
-    }
-    value = Dual(0.0)
-    for j in support:
-        if j in partner:
-            p, t = a[partner[j]], b[j]
-            value = value + (math.exp(t) * (t - p) if forward else exp(p) * (p - t))
-            if generalised:
-                value = value + ((exp(p) - math.exp(t)) if forward else (math.exp(t) - exp(p)))
-    matched_ids = set(partner.values())
-    student_ranked = descending(exp(p) for v, p in a.items() if v not in matched_ids)
-    teacher_ranked = descending(math.exp(b[j]) for j in support if j not in partner)
-    ranks = min(len(student_ranked), len(teacher_ranked), most_ranks)
-    value = value + total(
-        magnitude(p - t)
-        for p, t in zip(student_ranked[:ranks], teacher_ranked[:ranks], strict=True)
-    )
     return value * temperature**2
 
 

@@ -31,21 +31,6 @@ def span_sums(
     return values.new_zeros(count, *values.shape[1:]).index_add(0, spans, values)
 
 
-def span_means(
-    values: Float[Tensor, "members *rest"],
-    spans: Int64[Tensor, "members"],
-    lengths: Int64[Tensor, "spans"],
-) -> Float[Tensor, "spans *rest"]:
-    """[spans, n], the arithmetic mean over each span's members; of logs, a geometric one.
-
-    Args:
-        values: [members, n].
-        spans: int64 [members].
-        lengths: int64 [spans], members of each.
-    """
-    return span_sums(values, spans, len(lengths)) / lengths[:, None].to(values.dtype)
-
-
 def inside_spans(
     starts: Int64[Tensor, "spans"], ends: Int64[Tensor, "spans"], positions: int
 ) -> Bool[Tensor, "cuts"]:

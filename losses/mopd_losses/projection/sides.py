@@ -5,18 +5,13 @@ from typing import Protocol
 from mopd_losses.config import (
     AutoConfig,
     CtkdConfig,
-    HklConfig,
     LossConfig,
-    PklParityConfig,
     TopKKlConfig,
 )
 from mopd_losses.projection.cache import ProjectionCache
 from mopd_losses.projection.matrix import ProjectionMatrix, identity_projection
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
-
-#: Losses whose settings configure the projection.
-_PROJECTED = (CtkdConfig, PklParityConfig, HklConfig)
 
 
 class TokenizerSide(Protocol):
@@ -75,5 +70,5 @@ def find_projection(
         teacher.table,
         teacher.encoder,
         student_width=student.logit_width,
-        settings=config.projection if isinstance(config, _PROJECTED) else None,
+        settings=config.projection if isinstance(config, CtkdConfig) else None,
     )

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Bool, Int64
-from numpy.typing import NDArray
 from torch import Tensor
 
 from mopd_losses.projection.matrix import ProjectionMatrix
@@ -33,11 +32,6 @@ class VocabularyMatch:
         """Ids in common."""
         return int((self.student_of >= 0).sum())
 
-    @property
-    def coverage(self) -> float:
-        """The share of the teacher's ids that are in common; 0 of an empty vocabulary."""
-        return self.pairs / max(self.teacher_size, 1)
-
 
 def exact_match(
     projection: ProjectionMatrix, student: TokenTable, teacher: TokenTable
@@ -50,47 +44,15 @@ def exact_match(
         projection: between these two, by any settings; it selects one of several teacher ids with
             the same bytes.
     """
-    columns, rows, _ = _entries(projection)
+    columns = np.repeat(np.arange(projection.teacher_size), np.diff(projection.column_starts))
+    rows = projection.student_ids.astype(np.int64)
     pairs = zip(columns.tolist(), rows.tolist(), strict=True)
     same = np.array(
         [student.all_bytes[v] == teacher.all_bytes[j] for j, v in pairs], dtype=np.bool_
     )
     columns, rows = columns[same], rows[same]
-    return _best(projection, columns, rows, np.where(rows == student.roles.end_of_turn, 1.0, 0.0))
-
-
-def weighted_match(projection: ProjectionMatrix, least_weight: float = 0.6) -> VocabularyMatch:
-    """Student ids with their heaviest teacher id, where that weighs enough (X-Token's relaxed set).
-
-    Per teacher id the largest weight wins, then the smallest student id. Meant for projections with
-    ``weights: decay``: where all weight is on the first piece, a token without a counterpart weighs
-    as much as the one that is its counterpart.
-    """
-    columns, rows, weights = _entries(projection)
-    order = np.lexsort((columns, -weights, rows))  # of each row the heaviest first
-    first = np.ones(len(order), dtype=np.bool_)
-    first[1:] = rows[order][1:] != rows[order][:-1]
-    heaviest = order[first & (weights[order] >= np.float32(least_weight))]
-    return _best(projection, columns[heaviest], rows[heaviest], weights[heaviest])
-
-
-def _entries(
-    projection: ProjectionMatrix,
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
-    """Teacher id, student id and weight of every entry."""
-    columns = np.repeat(np.arange(projection.teacher_size), np.diff(projection.column_starts))
-    return columns, projection.student_ids.astype(np.int64), projection.weights
-
-
-def _best(
-    projection: ProjectionMatrix,
-    columns: NDArray[np.int64],
-    rows: NDArray[np.int64],
-    scores: NDArray[np.floating],
-) -> VocabularyMatch:
-    """Select for each teacher id the candidate with the highest score, then the smallest id."""
     student_of = np.full(projection.teacher_size, -1, dtype=np.int64)
-    worst_first = np.lexsort((-rows, scores))
+    worst_first = np.lexsort((-rows, rows == student.roles.end_of_turn))
     student_of[columns[worst_first]] = rows[worst_first]  # the last written is the best
     unmatched = projection.real_ids.copy()
     unmatched[student_of[student_of >= 0]] = False

@@ -9,9 +9,9 @@ retained on B,
 
 Both means are arithmetic, so the value is never negative and is zero, with zero gradient, where
 both sides agree; nothing is renormalised, no support is shared with unrelated rows, and mass on ids
-that the student has no tokens for is in the tail. (Literal P-KL: ``pkl_parity``.) Single-token
-spans are plain ``ctkd``. In a longer span the rows inside condition on pieces that the other side
-has no boundary for: an approximation, which trains positions that ``ctkd`` does not.
+that the student has no tokens for is in the tail. Single-token spans are plain ``ctkd``. In a
+longer span the rows inside condition on pieces that the other side has no boundary for: an
+approximation, which trains positions that ``ctkd`` does not.
 """
 
 from collections.abc import Sequence

@@ -55,8 +55,6 @@ PROJECTED: dict[str, LossConfig] = {
 #: Losses that are above zero between equal models with one token, too.
 INEXACT: dict[str, LossConfig] = {
     "prefix_kl": config.PrefixKlConfig(),
-    "pkl_parity": config.PklParityConfig(),
-    "hkl": config.HklConfig(),
 }
 #: L1 distances have a corner at equality.
 _CORNER = ("gold", "uld")

@@ -9,7 +9,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from mopd_losses.config import PklParityConfig
+from mopd_losses.config import CtkdConfig
 from mopd_losses.projection.matrix import (
     ProjectionMatrix,
     ProjectionSettings,
@@ -392,8 +392,7 @@ def test_impossible_settings_are_refused(wrong: dict[str, Literal[0]]) -> None:
 
 @pytest.mark.parametrize("name", ["decay", "max_length"])
 def test_what_only_decay_reads_is_refused_without_it(name: str) -> None:
-    """A loss whose own default is decay loses it to settings that do not name it again."""
-    for settings in (ProjectionSettings, lambda **keywords: PklParityConfig(projection=keywords)):
+    for settings in (ProjectionSettings, lambda **keywords: CtkdConfig(projection=keywords)):
         with pytest.raises(ValidationError, match=f"{name} set, but projection weights 'first'"):
             settings(**{name: 3})
         settings(**{name: 3, "weights": "decay"})

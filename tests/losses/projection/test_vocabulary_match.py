@@ -1,4 +1,4 @@
-"""Ids that two vocabularies have in common, by bytes and by weight."""
+"""Ids that two vocabularies have in common, by bytes."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from mopd_losses.projection.matrix import (
     build_projection,
     identity_projection,
 )
-from mopd_losses.projection.vocabulary_match import VocabularyMatch, exact_match, weighted_match
+from mopd_losses.projection.vocabulary_match import VocabularyMatch, exact_match
 from mopd_protocol.tokenizers.token_table import TokenRoles
 from tests.losses.families import PAIRS, Family, family, family_of, made_of
 
@@ -44,7 +44,6 @@ def test_an_exact_match_pairs_equal_bytes_once_and_leaves_no_pair_out(
     assert {student.table.all_bytes[v] for v in matched if student.table.all_bytes[v]} == spelled
     assert matched[student.table.roles.ending[0]] in teacher.table.roles.ending
     assert match.pairs == len(matched)
-    assert match.coverage == len(matched) / teacher.table.size
     real = set(np.flatnonzero(student.table.real_ids(student.logit_width)).tolist())
     assert set(match.unmatched.nonzero().flatten().tolist()) == real - set(matched)
 
@@ -52,10 +51,9 @@ def test_an_exact_match_pairs_equal_bytes_once_and_leaves_no_pair_out(
 def test_a_vocabulary_matches_itself_whole() -> None:
     side = family("digit")
     matrix = identity_projection(side.table, logit_width=side.logit_width)
-    for match in (exact_match(matrix, side.table, side.table), weighted_match(matrix)):
-        assert all(v == j for v, j in pairs(match).items())
-        assert not match.unmatched.any()
-        assert match.coverage == match.pairs / side.table.size
+    match = exact_match(matrix, side.table, side.table)
+    assert all(v == j for v, j in pairs(match).items())
+    assert not match.unmatched.any()
 
 
 @pytest.mark.parametrize("turn_first", [False, True])
@@ -68,38 +66,3 @@ def test_of_two_ending_tokens_the_one_that_ends_a_turn_is_matched(turn_first: bo
     match = exact_match(projection(student, first), student.table, first.table)
     assert pairs(match)[turn] == first.table.roles.end_of_turn
     assert match.unmatched[eos]
-
-
-def weighted(entries: dict[tuple[int, int], float], students: int) -> ProjectionMatrix:
-    """(teacher id, student id) -> weight."""
-    columns = np.array([j for j, _ in sorted(entries)])
-    return ProjectionMatrix(
-        student_fingerprint="s",
-        teacher_fingerprint="t",
-        student_width=students,
-        teacher_size=2,
-        settings=DECAY,
-        column_starts=np.searchsorted(columns, [0, 1, 2]),
-        student_ids=np.array([v for _, v in sorted(entries)], dtype=np.int32),
-        weights=np.array([entries[key] for key in sorted(entries)], dtype=np.float32),
-        real_ids=np.ones(students, dtype=np.bool_),
-    )
-
-
-def test_a_token_without_a_counterpart_takes_its_first_piece_only_if_that_is_free() -> None:
-    student, teacher = made_of("ab", "abc"), made_of("ab")
-    match = weighted_match(projection(student, teacher))
-    ab, abc = (student.table.all_bytes.index(spelled) for spelled in (b"ab", b"abc"))
-    assert pairs(match)[ab] == teacher.table.all_bytes.index(b"ab")
-    assert match.unmatched[abc]
-    assert not match.unmatched[ab]
-    single = weighted({(0, 0): 0.75, (1, 0): 0.25}, 1)
-    assert weighted_match(single).student_of.tolist() == [0, -1]
-    assert weighted_match(single, least_weight=0.8).student_of.tolist() == [-1, -1]
-    assert weighted_match(single, least_weight=0.8).unmatched.tolist() == [True]
-
-
-def test_the_largest_weight_wins_and_then_the_smallest_student_id() -> None:
-    matrix = weighted({(0, 1): 0.75, (0, 2): 1, (0, 3): 1, (1, 0): 1, (1, 1): 0.25}, 4)
-    assert weighted_match(matrix).student_of.tolist() == [2, 0]
-    assert weighted_match(matrix).unmatched.tolist() == [False, True, False, True]

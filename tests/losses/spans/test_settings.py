@@ -4,15 +4,13 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from mopd_losses import config
-from mopd_losses.config import CtkdConfig, GoldConfig, HklConfig, PklParityConfig
+from mopd_losses.config import CtkdConfig, GoldConfig
 
 NAMES = {
     "gold": config.GoldConfig,
     "uld": config.UldConfig,
     "alm": config.AlmConfig,
     "simct": config.SimctConfig,
-    "pkl_parity": config.PklParityConfig,
-    "hkl": config.HklConfig,
 }
 
 
@@ -30,11 +28,6 @@ def test_one_weight_without_the_other_is_refused(weight: str) -> None:
     with pytest.raises(ValidationError, match="set both, or neither"):
         GoldConfig.model_validate({weight: 0.5})
     GoldConfig(matched_weight=0.5, unmatched_weight=0.0)
-
-
-def test_xtoken_losses_spread_tokens_over_their_pieces() -> None:
-    assert PklParityConfig().projection.weights == "decay"
-    assert HklConfig().projection.weights == "decay"
 
 
 def test_ctkd_compares_first_rows_by_default() -> None:

@@ -54,6 +54,8 @@ def test_error_policies(policy: str) -> None:
         ({"kind": "openai"}, "tokenizer"),
         ({**STOCK, "temperature": 0.5}, "temperature"),
         ({"support": "student_topk", "loss": {"type": "alm"}}, "support"),
+        ({"loss": "pkl_parity"}, "loss.type"),
+        ({"loss": {"type": "hkl", "most_ranks": 8}}, "loss.type"),
         ({"support": "full", "loss": {"type": "topk_kl"}}, "support"),
         ({"placement": "ray"}, "serve"),
         ({"serve": {"model": "x"}}, "serve"),

@@ -152,8 +152,8 @@ FOREIGN_SETTINGS: dict[str, tuple[str, str]] = {
     "use_uld_loss": ("teachers.NAME.loss", "{type: uld}"),
     "use_uld_hybrid_loss": ("teachers.NAME.loss", "{type: gold}"),
     "uld_use_hybrid_loss": ("teachers.NAME.loss", "{type: gold}"),
-    "gold_loss": ("teachers.NAME.loss", "{type: hkl} or {type: pkl_parity}"),
-    "xtoken_loss": ("teachers.NAME.loss", "{type: hkl}"),
+    "gold_loss": ("teachers.NAME.loss", "{type: auto}"),
+    "xtoken_loss": ("teachers.NAME.loss", "{type: auto}"),
     "uld_token_merge_strategy": ("teachers.NAME.loss.merge", ""),
     "uld_hybrid_matched_weight": ("teachers.NAME.loss.matched_weight", ""),
     "uld_hybrid_unmatched_weight": ("teachers.NAME.loss.unmatched_weight", ""),
@@ -162,8 +162,7 @@ FOREIGN_SETTINGS: dict[str, tuple[str, str]] = {
     "kl_loss_weight": ("student.distill_loss_weight", ""),
     "ce_loss_scale": ("student.distill_loss_weight", ""),
     "clip_ratio": ("teachers.NAME.loss.max_ratio", ""),
-    "vocab_topk": ("teachers.NAME.loss.most_ids", ""),
-    "uncommon_topk": ("teachers.NAME.loss.most_ranks", ""),
+    "vocab_topk": ("teachers.NAME.top_k", ""),
     "adaptive_kl_alpha": ("teachers.NAME.loss.tail_mass", ""),
     "skew_lambda": ("teachers.NAME.loss.skew", ""),
     "padding_free": ("student.packing", ""),
@@ -192,6 +191,7 @@ UNNECESSARY_SETTINGS: dict[str, str] = {
     "loss_max_clamp": "losses are not clamped",
     "log_prob_min_clamp": "losses are not clamped",
     "dynamic_loss_scaling": "losses are not scaled",
+    "uncommon_topk": "no loss sorts ids by rank except gold and uld, which compare all",
     "rlhf_type": "every run is a distillation",
 }
 

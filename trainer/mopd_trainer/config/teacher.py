@@ -19,6 +19,8 @@ from mopd_trainer.config.settings import Incidental, Settings, invalid
 
 #: Losses that compare distributions at any two temperatures.
 _SOFTENED = (AutoConfig, TopKKlConfig, CtkdConfig, PrefixKlConfig)
+#: Losses of earlier versions, which ``bench.numerals`` compares.
+_REMOVED_LOSSES = ("pkl_parity", "hkl")
 _FALLBACK = "fallback:"
 #: Settings of a teacher's own prompt.
 PROMPT_SETTINGS = ("system_prompt", "prompt_key", "append_key")
@@ -166,6 +168,13 @@ class TeacherConfig(Settings):
             return values
         if isinstance(values.get("loss"), str):
             values = {**values, "loss": {"type": values["loss"]}}
+        loss: object = values.get("loss")
+        if isinstance(loss, dict) and loss.get("type") in _REMOVED_LOSSES:
+            raise invalid(
+                "loss.type",
+                f"X-Token's published losses are no longer available (found {loss['type']!r}). "
+                "Use 'auto', or 'ctkd' with span_rows 'pooled' for P-KL without its faults.",
+            )
         if values.get("kind") == "self":
             values = {"placement": "local", "weights": "start", **values}
             if values["weights"] == "average":

@@ -1,4 +1,4 @@
-"""P-KL exactly as in X-Token's code (NeMo-RL): for comparison, not for use.
+"""P-KL exactly as in X-Token's code (NeMo-RL), for comparison: ``bench.numerals``.
 
 With J the support shared by all rows of the micro-batch, q the student's probabilities through the
 projection, and a span's student positions A and teacher rows B:
@@ -11,28 +11,83 @@ projection, and a span's student positions A and teacher rows B:
 
 Kept with its faults: in a span of several tokens it is not zero, and can be negative, where both
 sides agree; a teacher id without a student id adds ``t log(t / eps)``, a constant of some 20 nats
-times its mass; ids outside J have no influence. ``pooled_ctkd`` is the form without these faults.
-X-Token divides by the spans of a micro-batch; here only the trainer divides.
+times its mass; ids outside J have no influence; unrelated rows share a support, so that the split
+of a step into micro-batches changes the loss. ``ctkd`` with ``span_rows: pooled`` is the form
+without these faults. X-Token divides by the spans of a micro-batch; here the trainer divides.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mopd_losses.alignment.span_members import span_means, span_members
+from mopd_losses import AlignedPair, DeviceProjection, LossOutput
+from mopd_losses.alignment.span_members import span_members, span_sums
 from mopd_losses.config import Direction
 from mopd_losses.core.compared_tokens import compared_spans
-from mopd_losses.core.loss import AlignedPair, LossOutput
-from mopd_losses.core.span_targets import span_targets
+from mopd_losses.core.span_targets import SpanTargets, span_targets
 from mopd_losses.core.student_rows import StudentLogprobs
-from mopd_losses.projection.cache import DeviceProjection
+from mopd_losses.core.targets import RowTargets
 from mopd_losses.projection.projected_logprobs import projected_logprobs
-from mopd_losses.xtoken.support_targets import SupportTargets, topk_support
 
 EPSILON = 1e-10
 MOST_IDS = 8192
+
+
+@dataclass(frozen=True, eq=False)
+class SupportTargets(RowTargets):
+    """Spans, and the teacher's rows on the support."""
+
+    student_starts: Tensor  # int64 [spans], positions
+    student_ends: Tensor  # exclusive
+    teacher_starts: Tensor  # int64 [spans], rows
+    teacher_ends: Tensor  # exclusive
+    support: Tensor  # int64 [ids], increasing
+    logprobs: Tensor  # [rows, ids], nats, over the teacher's full vocabulary
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """The support and the teacher's rows; spans contain row numbers."""
+        return ("support", "logprobs")
+
+
+def topk_support(
+    spans: SpanTargets, teacher_size: int, *, most_ids: int = MOST_IDS
+) -> SupportTargets:
+    """Build targets on the union of all rows' top-k ids, or on the most likely ids of any row.
+
+    Each id that a row did not send gets an equal share of that row's tail.
+
+    Args:
+        teacher_size: the teacher's ids, for the number that share a tail.
+        most_ids: the largest support.
+    """
+    present = spans.topk_ids >= 0
+    support, entry = spans.topk_ids[present].unique(return_inverse=True)
+    column = torch.arange(len(support), device=support.device)
+    if most_ids < len(support):
+        peaks = spans.topk_logprobs.new_full((len(support),), -torch.inf)
+        peaks = peaks.scatter_reduce(0, entry, spans.topk_logprobs[present], "amax")
+        chosen = peaks.topk(most_ids).indices.sort().values
+        column = torch.full_like(column, -1)
+        column[chosen] = torch.arange(most_ids, device=support.device)
+        support = support[chosen]
+    unsent = (teacher_size - present.sum(dim=1)).clamp_min(1).to(spans.tail_logprobs.dtype)
+    share = (spans.tail_logprobs - unsent.log()).clamp_min(math.log(EPSILON))
+    logprobs = share[:, None].repeat(1, len(support))
+    kept = column[entry] >= 0
+    rows = present.nonzero(as_tuple=True)[0][kept]
+    logprobs[rows, column[entry][kept]] = spans.topk_logprobs[present][kept]
+    return SupportTargets(
+        student_starts=spans.student_starts,
+        student_ends=spans.student_ends,
+        teacher_starts=spans.teacher_starts,
+        teacher_ends=spans.teacher_ends,
+        support=support,
+        logprobs=logprobs,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +118,7 @@ class PklParityLoss:
         projected = projected_logprobs(
             student, positions, ids, self.projection, temperature=self.temperature
         ).exp()
-        pooled = span_means(projected, spans, targets.student_ends - targets.student_starts)
+        pooled = _means(projected, spans, targets.student_ends - targets.student_starts)
         mass = pooled.sum(dim=1, keepdim=True)
         student_logs = (pooled / (mass + EPSILON) + EPSILON).log()
         teacher_logs = teacher_means(targets, student.dtype)
@@ -82,4 +137,9 @@ def teacher_means(targets: SupportTargets, dtype: torch.dtype) -> Tensor:
     """[spans, ids], Lambda: the mean of log-probabilities renormalised in the support."""
     spans, rows = span_members(targets.teacher_starts, targets.teacher_ends)
     renormalised = targets.logprobs[rows].to(dtype).log_softmax(dim=1)
-    return span_means(renormalised, spans, targets.teacher_ends - targets.teacher_starts)
+    return _means(renormalised, spans, targets.teacher_ends - targets.teacher_starts)
+
+
+def _means(values: Tensor, spans: Tensor, lengths: Tensor) -> Tensor:
+    """[spans, ids], the mean over each span's members [members, ids]; of logs, a geometric one."""
+    return span_sums(values, spans, len(lengths)) / lengths[:, None].to(values.dtype)

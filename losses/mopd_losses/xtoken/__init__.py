@@ -1,1 +1,0 @@
-"""X-Token's published losses, faults included: experimental, for comparison only."""
