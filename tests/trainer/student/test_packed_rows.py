@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from torch.profiler import profile
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,7 +20,7 @@ from transformers import (
 from mopd_protocol.errors import ConfigError
 from mopd_trainer.config.student import StudentConfig
 from mopd_trainer.data.packing import MicroBatch, micro_batch
-from mopd_trainer.student.packed_attention import ExampleMask
+from mopd_trainer.student.packed_attention import ExampleMask, packed_attention
 from mopd_trainer.student.student import Student
 from tests.trainer.scored_examples import example
 from tests.trainer.students import CPU, rollout, tokenizer
@@ -137,6 +139,22 @@ def test_an_example_longer_than_the_window_has_a_separate_mask() -> None:
             [int(0 <= query - key < 4) for key in range(7)] for query in range(7)
         ]
         assert causal is None
+
+
+def test_memory_of_the_gradient_is_linear_in_the_length_of_the_row() -> None:
+    """The gradient of a slice of a row would be as long as the row, for each example."""
+
+    def zeros(examples: int) -> int:
+        length = 8 * examples
+        row = torch.ones(1, 2, length, 4, requires_grad=True)
+        bounds = tuple((start, start + 8, None) for start in range(0, length, 8))
+        output, _ = packed_attention(torch.nn.Module(), row, row, row, ExampleMask(bounds))
+        with profile(record_shapes=True) as profiled:
+            output.sum().backward()
+        events = profiled.events() or ()
+        return sum(prod(e.input_shapes[0]) for e in events if e.name == "aten::zero_")
+
+    assert zeros(16) <= 4 * zeros(4)
 
 
 def test_other_forward_passes_have_the_masks_of_transformers() -> None:

@@ -85,10 +85,13 @@ def packed_attention(
     """Return attention [rows, tokens, heads, size] of [rows, heads, tokens, size]."""
     if not isinstance(attention_mask, ExampleMask):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
-    outputs: list[Tensor] = []
-    for start, end, mask in attention_mask.examples:
-        q, k, v = (each[:, :, start:end] for each in (query, key, value))
-        outputs.append(sdpa_attention_forward(module, q, k, v, mask, **arguments)[0])
+    # The gradient of a slice has the length of the row, that of a split is one concatenation.
+    lengths = [end - start for start, end, _ in attention_mask.examples]
+    splits = [each.split(lengths, dim=2) for each in (query, key, value)]
+    outputs = [
+        sdpa_attention_forward(module, q, k, v, mask, **arguments)[0]
+        for q, k, v, (_, _, mask) in zip(*splits, attention_mask.examples, strict=True)
+    ]
     return torch.cat(outputs, dim=1), None
 
 
