@@ -5,12 +5,14 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 
 from mopd_client.teacher_client import TeacherClient
 from mopd_client.transport.counters import MOST_DURATIONS, Counters
 from mopd_protocol.codec import BINARY_MEDIA_TYPE
 from mopd_protocol.errors import ConfigError, DataError, TeacherError
+from mopd_protocol.manifest import MANIFEST_HEADER
 from mopd_protocol.requests import ControlToken, SequenceRequest
 from mopd_protocol.samples import Message
 from tests.client.scripted_teacher import ScriptedTeacher, manifest, network, problem
@@ -24,9 +26,8 @@ def client_of(teacher: ScriptedTeacher, **settings: Any) -> TeacherClient:
     return TeacherClient(
         "math",
         ["http://math"],
-        transport=network(math=teacher),
         clock=still.clock,
-        **{"verify": 0, **settings},
+        **{"transport": network(math=teacher), "verify": 0, **settings},
     )
 
 
@@ -132,6 +133,27 @@ async def test_a_rejection_has_the_status_and_the_detail():
             await client.score([sequence(70)], top_k=1)
 
     assert caught.value.status == 413
+
+
+@pytest.mark.parametrize("own", [False, True])
+async def test_a_500_of_a_proxy_is_retried_and_one_of_the_teacher_is_not(own: bool):
+    teacher = ScriptedTeacher()
+    headers = {MANIFEST_HEADER: teacher.manifest.manifest_id} if own else {}
+    failures = [httpx.Response(500, text="Internal Server Error", headers=headers)] * 2
+
+    async def respond(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/logprobs" and failures:
+            return failures.pop()
+        return await teacher.respond(request)
+
+    async with client_of(teacher, transport=httpx.MockTransport(respond)) as client:
+        if own:
+            with pytest.raises(TeacherError) as caught:
+                await client.score([sequence(70)], top_k=1)
+            assert caught.value.status == 500
+        else:
+            assert len(await client.score([sequence(70)], top_k=1)) == 1
+        assert client.counters.retries == (0 if own else 2)
 
 
 async def test_concurrency_is_limited():

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from http import HTTPStatus
 
 import httpx
 from pydantic import ValidationError
@@ -130,10 +131,16 @@ def _require_manifest(teacher: str, response: httpx.Response, manifest: Manifest
     Raises:
         DataError: if it is another teacher.
         InvalidResponseError: if a final response does not have the header: another server made it.
+        RemoteProtocolError: if a 500 does not have it, which is retried: a proxy made it, whose
+            replica has exited (Ray Serve).
     """
     manifest_id = response.headers.get(MANIFEST_HEADER)
     if manifest_id is not None and manifest_id != manifest.manifest_id:
         raise changed_teacher(teacher, manifest_id, manifest)
+    if manifest_id is None and response.status_code == HTTPStatus.INTERNAL_SERVER_ERROR:
+        raise httpx.RemoteProtocolError(
+            f"status 500 without the header {MANIFEST_HEADER}, from a proxy: {problem_of(response)}"
+        )
     if manifest_id is None and response.status_code in _IDENTIFIED_STATUSES:
         raise InvalidResponseError(
             f"teacher {teacher!r} at {response.url}: status {response.status_code} without the "
