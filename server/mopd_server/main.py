@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar, get_args
 
 from mopd_protocol.errors import MopdError
+from mopd_server.deploy_options import DEPLOY_EXAMPLE, add_deploy_options
 from mopd_server.engines.registry import AUTO, ENGINES
 from mopd_server.exit_status import CRASH_STATUS, INTERRUPTED_STATUS
 from mopd_server.http.logs import configure_logs
@@ -68,6 +69,8 @@ option, 3 if its engine has crashed: restart it. The last line on stderr is the 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status, explained on stderr unless it is 0."""
     parsed = parser().parse_args(arguments)
+    if parsed.command == "deploy":
+        return _deploy(parsed)
     listen, translation = _settings(ListenSettings, parsed), translation_settings_of(parsed)
     if parsed.command == "translate":
         gateway = gateway_settings_of(parsed)
@@ -95,6 +98,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return INTERRUPTED_STATUS if received == signal.SIGINT else 0
 
 
+def _deploy(parsed: argparse.Namespace) -> int:
+    configure_logs(ListenSettings.log_level, ListenSettings.log_format)
+    try:
+        from mopd_server.ray_serve.command import run_deploy
+
+        run_deploy(
+            parsed.file,
+            action=parsed.action,
+            address=parsed.address,
+            port=parsed.port,
+            detach=parsed.detach,
+        )
+    except MopdError as error:
+        sys.stderr.write(f"mopd-teacher: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED_STATUS
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the command line; every option is named as its setting (``dest``)."""
     root = argparse.ArgumentParser(
@@ -105,7 +128,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     root.add_argument("--version", action="version", version=f"mopd {_version()}")
-    commands = root.add_subparsers(dest="command", required=True, metavar="serve | translate")
+    commands = root.add_subparsers(
+        dest="command", required=True, metavar="serve | deploy | translate"
+    )
     serve = commands.add_parser(
         "serve",
         help="load a model and serve requests until SIGTERM",
@@ -121,6 +146,15 @@ def parser() -> argparse.ArgumentParser:
     add_translation_options(serve, required=False)
     _add_listen_options(serve)
     serve.set_defaults(pool_resident=TeacherSettings.pool_resident)
+    deploy = commands.add_parser(
+        "deploy",
+        help="serve the teachers of a YAML file with replicas on a Ray cluster",
+        description="Serve the teachers of FILE with Ray Serve, each at http://HOST:PORT/NAME, "
+        "until SIGTERM or Ctrl-C.",
+        epilog=DEPLOY_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_deploy_options(deploy)
     translate = commands.add_parser(
         "translate",
         help="serve the scores of a teacher at another address in the ids of a student",

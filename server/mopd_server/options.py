@@ -14,8 +14,8 @@ MAX_SECONDS = 31_536_000
 MEBIBYTE = 1024 * 1024
 _MAX_WEIGHT = 1000
 
-#: Name of a teacher of a pool, a part of its address.
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
+#: Name of a teacher with others, a part of its address.
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 
 
 class OptionGroup:
@@ -61,7 +61,7 @@ def pair(form: str) -> Callable[[str], str]:
 def named_model(text: str) -> tuple[str, str]:
     """Return the parts of ``NAME=MODEL``."""
     name, _, model = text.partition("=")
-    if not (_NAME.fullmatch(name) and model):
+    if not (NAME.fullmatch(name) and model):
         raise argparse.ArgumentTypeError(
             f"found {text!r}, expected NAME=MODEL, the name of letters, digits, '_', '.' and '-'"
         )

@@ -96,7 +96,7 @@ def serve(
     """
     _require_tls_pair(listen)
     keys = ApiKeys.load(listen.api_key_file)
-    _require_known_names(teacher, keys)
+    require_known_names(teacher, keys)
     student = translation if translation and translation.student else None
     if pool and pool.models:
         if student is not None:
@@ -108,14 +108,7 @@ def serve(
         name: Lifecycle(liveness_seconds=listen.liveness_seconds) for name in loading.settings
     }
     apps = {
-        name: create_app(
-            lifecycle,
-            api_keys=keys,
-            quota=_quota(listen, keys),
-            max_body_bytes=listen.max_body_bytes,
-            body_timeout_seconds=listen.body_timeout_seconds,
-            request_timeout_seconds=listen.request_timeout_seconds,
-        )
+        name: create_listening_app(lifecycle, listen, keys)
         for name, lifecycle in lifecycles.items()
     }
     group = LifecycleGroup(lifecycles)
@@ -139,7 +132,7 @@ def serve(
                         )
                     )
                     sys.stdout.flush()
-                    _warm_up(service)
+                    warm_up(service)
                 # A full collection of torch's and transformers' objects takes 0.2 s.
                 gc.collect()
                 gc.freeze()
@@ -280,7 +273,28 @@ def _closing(teachers: "_Single | _Pooled") -> Generator[None]:
             timer.start()
 
 
-def _warm_up(service: TeacherService) -> None:
+def create_listening_app(lifecycle: Lifecycle, listen: ListenSettings, keys: ApiKeys) -> FastAPI:
+    """Create the application of a teacher with the limits of a request.
+
+    Raises:
+        ConfigError: if a quota is set without API keys.
+    """
+    return create_app(
+        lifecycle,
+        api_keys=keys,
+        quota=_quota(listen, keys),
+        max_body_bytes=listen.max_body_bytes,
+        body_timeout_seconds=listen.body_timeout_seconds,
+        request_timeout_seconds=listen.request_timeout_seconds,
+    )
+
+
+def warm_up(service: TeacherService) -> None:
+    """Warm up a loaded service; blocks.
+
+    Raises:
+        ConfigError: if the teacher cannot score.
+    """
     service.warm_up()
     if service.failure:
         raise ConfigError(
@@ -333,7 +347,8 @@ def _quota(listen: ListenSettings, keys: ApiKeys) -> KeyQuota:
     return quota
 
 
-def _require_known_names(teacher: TeacherSettings, keys: ApiKeys) -> None:
+def require_known_names(teacher: TeacherSettings, keys: ApiKeys) -> None:
+    """Raise ConfigError if a weight is that of an unknown API key."""
     for name, _ in teacher.key_weights:
         if name not in keys.names:
             raise ConfigError(

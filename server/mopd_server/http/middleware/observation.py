@@ -1,5 +1,6 @@
 """Id, metrics and log line of every request; problem documents for unexpected errors."""
 
+import asyncio
 import logging
 import time
 from http import HTTPStatus
@@ -14,6 +15,7 @@ from mopd_server.http.logs import FIELDS
 from mopd_server.http.middleware.adapter_path import adapter_of
 from mopd_server.http.problems import problem_response
 from mopd_server.http.request_record import RequestRecord, begin_record
+from mopd_server.service_error import CLIENT_CLOSED_REQUEST
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,10 @@ class ObservationMiddleware:
 
         try:
             await self._app(scope, receive, observed_send)
+        except asyncio.CancelledError:
+            # Ray Serve cancels the request of a client that has disconnected.
+            status = status or CLIENT_CLOSED_REQUEST
+            raise
         except Exception as error:
             logger.exception("%s %s failed", scope["method"], scope["path"])
             if status is not None:

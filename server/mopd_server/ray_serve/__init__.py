@@ -1,0 +1,1 @@
+"""Teachers on a Ray cluster: replicas by Ray Serve around the service's own application."""

@@ -1,0 +1,1 @@
+"""Teachers on a Ray cluster."""
