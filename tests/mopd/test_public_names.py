@@ -87,6 +87,7 @@ INTERNAL = {
     "bench/language_model/__main__.py": "measures a run that a signal has stopped",
     "bench/loop_stalls.py": "measures the service's event loop from inside",
     "bench/packing.py": "makes steps of one micro-batch in both layouts, without a run",
+    "bench/ranks.py": "starts ranks and Ray workers without a run",
     "bench/response_checks.py": "measures decoding and checking without a network",
     "bench/results/averages.py": "trains with tables of teachers, without a service",
     "bench/results/controls.py": "trains with control arms, without a service",
@@ -95,7 +96,6 @@ INTERNAL = {
     "bench/results/students.py": "trains with tables of teachers, without a service",
     "bench/results/truncation.py": "compares forms of a divergence on known distributions",
     "bench/results/uncertainty.py": "compares divergences on known distributions",
-    "bench/scaling.py": "starts ranks and Ray workers without a run",
 }
 
 

@@ -1,7 +1,7 @@
 """Training throughput of one and two student ranks with each sharding, and sampling throughput of
 the student, one Ray rollout worker and two.
 
-    python -m bench.scaling --json scaling.json
+    python -m bench.ranks --json ranks.json
 
 Every way is started with ``torchrun``, one after the other in each round, with ``--threads`` for
 each rank; a way's first step is a warm-up and is not counted. The examples are reference answers
@@ -168,7 +168,7 @@ def run(folder: Path, ranks: int, sharding: str) -> tuple[list[float], list[floa
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launch = ["torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
-    own = ["-m", "bench.scaling", *sys.argv[1:], f"--folder={folder}", f"--sharding={sharding}"]
+    own = ["-m", "bench.ranks", *sys.argv[1:], f"--folder={folder}", f"--sharding={sharding}"]
     subprocess.run([sys.executable, "-m", *launch, *own], check=True)
     seconds = json.loads((folder / "seconds.json").read_text())
     return seconds["steps"], seconds["gathers"]
