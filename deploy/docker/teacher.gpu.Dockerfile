@@ -18,12 +18,14 @@ FROM ${VLLM_IMAGE}
 LABEL org.opencontainers.image.title="mopd-teacher" \
       org.opencontainers.image.description="A teacher of multi-teacher on-policy distillation, with vLLM" \
       org.opencontainers.image.licenses="Apache-2.0"
+# server,ray: for a teacher on several nodes; the image of vLLM has no Ray.
+ARG EXTRAS=server
 USER 0
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 COPY --from=wheel /wheels /wheels
 # Keep the image's versions: its torch, transformers and vLLM were built for each other.
 RUN python3 -m pip freeze --exclude-editable | grep -v ' @ ' > /constraints.txt \
-    && python3 -m pip install --no-cache-dir --constraint /constraints.txt "$(echo /wheels/mopd-*.whl)[server]" \
+    && python3 -m pip install --no-cache-dir --constraint /constraints.txt "$(echo /wheels/mopd-*.whl)[${EXTRAS}]" \
     && useradd --uid 10001 --create-home mopd \
     && install --directory --owner=mopd /models
 ENV HF_HOME=/models

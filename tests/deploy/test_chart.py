@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
@@ -13,6 +14,7 @@ from mopd_server.main import parser, settings_of
 from mopd_server.settings import ListenSettings, TeacherSettings
 from tests.deploy.chart import ChartError, findings, objects
 from tests.deploy.compose_files import DEPLOY
+from tests.deploy.leader_worker_set import LEADER_WORKER_SET
 from tests.deploy.test_shipped_files import passes
 
 BIN = Path(sys.executable).parent
@@ -25,6 +27,8 @@ EVERYTHING: dict[str, Any] = {
         {"name": "small", "model": "org/small", "engine": "transformers", "image": "mopd-teacher:1"}
         | {"apiKeySecret": "", "arguments": [], "resources": {"limits": {"nvidia.com/gpu": 0}}}
         | {"livenessSeconds": 90, "tolerations": [{"key": "gpu", "operator": "Exists"}]},
+        {"name": "large", "model": "org/large", "nodes": 3, "replicas": 2, "tlsSecret": "tls"}
+        | {"arguments": ["--tensor-parallel-size=8"]},
     ],
     "defaults": {"environment": [{"name": "HF_TOKEN", "value": "x"}], "nodeSelector": {"a": "b"}},
     "models": {"existingClaim": "shared"},
@@ -37,8 +41,19 @@ def _of_kind(kind: str) -> dict[str, dict[str, Any]]:
     return {each["metadata"]["name"]: each for each in objects(EVERYTHING) if each["kind"] == kind}
 
 
+def _templates() -> dict[str, dict[str, Any]]:
+    """Return the pods that respond to requests, by the name of their Service."""
+    templates = {name: each["spec"]["template"] for name, each in _of_kind("Deployment").items()}
+    group = _group()["leaderWorkerTemplate"]
+    return {**templates, "teacher-large": group["leaderTemplate"]}
+
+
+def _group() -> dict[str, Any]:
+    return _of_kind("LeaderWorkerSet")["teacher-large-nodes"]["spec"]
+
+
 def _pod(name: str) -> dict[str, Any]:
-    return _of_kind("Deployment")[name]["spec"]["template"]["spec"]
+    return _templates()[name]["spec"]
 
 
 def _settings(name: str) -> tuple[TeacherSettings, ListenSettings]:
@@ -49,12 +64,22 @@ def _settings(name: str) -> tuple[TeacherSettings, ListenSettings]:
 def test_objects_follow_the_schema_of_kubernetes(values: dict[str, Any], tmp_path: Path) -> None:
     assert findings() == []
     kinds = Counter(each["kind"] for each in objects(values))
-    expected = Counter(Deployment=2, Service=2, PodDisruptionBudget=2)
+    expected = Counter(Deployment=2, Service=4, PodDisruptionBudget=2)
     if values:
-        assert kinds == expected + Counter(HorizontalPodAutoscaler=1, PodMonitor=2)
+        large = Counter(LeaderWorkerSet=1, NetworkPolicy=1, Service=2, PodDisruptionBudget=1)
+        assert kinds == expected + large + Counter(HorizontalPodAutoscaler=1, PodMonitor=3)
     else:
         assert kinds == expected + Counter(PersistentVolumeClaim=1)
-    known = [each for each in objects(values) if each["kind"] != "PodMonitor"]  # the operator's
+    foreign = ("PodMonitor", "LeaderWorkerSet")  # of other projects
+    known = [each for each in objects(values) if each["kind"] not in foreign]
+    for each in objects(values):
+        if each["kind"] == "LeaderWorkerSet":
+            jsonschema.validate(each, LEADER_WORKER_SET)
+            known += [
+                {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": role}}
+                | {"template": each["spec"]["leaderWorkerTemplate"][role]}
+                for role in ("leaderTemplate", "workerTemplate")
+            ]
     (tmp_path / "objects.yaml").write_text(yaml.safe_dump_all(known))
     passes(BIN / "kubernetes-validate", "--strict", tmp_path / "objects.yaml")
 
@@ -63,7 +88,11 @@ def test_values_of_the_documentation_are_valid() -> None:
     readme = (DEPLOY / "README.md").read_text()
     (example,) = re.findall(r"```yaml\n(.*?)```", readme, re.S)
     names = {each["metadata"]["name"] for each in objects(yaml.safe_load(example))}
-    assert names == {"teacher-math", "teacher-small", "mopd-models"}
+    teachers = {f"teacher-{name}" for name in ("math", "small", "large")}
+    assert names == {*teachers, *(f"{each}-replicas" for each in teachers)} | {
+        "teacher-large-nodes",
+        "mopd-models",
+    }
 
 
 def test_values_of_a_teacher_replace_the_defaults() -> None:
@@ -93,9 +122,8 @@ def test_values_of_a_teacher_replace_the_defaults() -> None:
 
 def test_probes_metrics_and_service_use_the_port_and_scheme_of_the_teacher() -> None:
     services, monitors = _of_kind("Service"), _of_kind("PodMonitor")
-    budgets = _of_kind("PodDisruptionBudget")
-    for name, deployment in _of_kind("Deployment").items():
-        template = deployment["spec"]["template"]
+    budgets, deployments = _of_kind("PodDisruptionBudget"), _of_kind("Deployment")
+    for name, template in _templates().items():
         (container,) = template["spec"]["containers"]
         _, listen = _settings(name)
         (port,) = container["ports"]
@@ -112,11 +140,18 @@ def test_probes_metrics_and_service_use_the_port_and_scheme_of_the_teacher() -> 
         (endpoint,) = monitors[name]["spec"]["podMetricsEndpoints"]
         assert (endpoint["port"], endpoint["path"]) == (port["name"], "/metrics")
         assert endpoint.get("scheme", "http").upper() == scheme.get("scheme", "HTTP")
-        selector = deployment["spec"]["selector"]["matchLabels"]
+        selector = services[name]["spec"]["selector"]
         assert selector.items() <= template["metadata"]["labels"].items()
-        assert services[name]["spec"]["selector"] == selector
-        for each in (monitors, budgets):
-            assert each[name]["spec"]["selector"]["matchLabels"] == selector
+        if name in deployments:
+            assert deployments[name]["spec"]["selector"]["matchLabels"] == selector
+        assert monitors[name]["spec"]["selector"]["matchLabels"] == selector
+        members = budgets[name]["spec"]["selector"]["matchLabels"]
+        assert members.items() < selector.items()
+        replicas = services[f"{name}-replicas"]["spec"]
+        assert (replicas["clusterIP"], replicas["publishNotReadyAddresses"]) == ("None", False)
+        assert "clusterIP" not in services[name]["spec"]
+        assert replicas["selector"] == selector
+        assert replicas["ports"] == services[name]["spec"]["ports"]
         assert monitors[name]["metadata"]["labels"]["release"] == "prometheus"
         assert set(monitors[name]["spec"]["podTargetLabels"]) <= set(selector)
         assert budgets[name]["spec"]["maxUnavailable"] == 1
@@ -137,6 +172,51 @@ def test_replicas_belong_to_the_autoscaler_and_are_replaced_without_another_acce
     assert (small["replicas"], small["strategy"]["type"]) == (1, "Recreate")
 
 
+def test_a_replica_of_several_nodes_is_a_group_whose_leader_alone_responds() -> None:
+    group = _group()
+    assert (group["replicas"], group["leaderWorkerTemplate"]["size"]) == (2, 3)
+    teacher, _ = _settings("teacher-large")
+    assert (teacher.pipeline_parallel_size, teacher.tensor_parallel_size) == (3, 8)
+    assert teacher.vllm_arg == ("distributed_executor_backend=ray",)
+    leader, worker = (
+        group["leaderWorkerTemplate"][role] for role in ("leaderTemplate", "workerTemplate")
+    )
+    (first,), (other,) = (each["spec"]["containers"] for each in (leader, worker))
+    assert not {"ports", "readinessProbe", "livenessProbe", "startupProbe"} & other.keys()
+    assert first["resources"] == other["resources"]
+    assert {each["name"] for each in other["volumeMounts"]} == {"models", "shared-memory"}
+    services = _of_kind("Service")
+    for name in ("teacher-large", "teacher-large-replicas"):
+        selector = services[name]["spec"]["selector"]
+        assert not selector.items() <= worker["metadata"]["labels"].items()
+    members = _of_kind("PodDisruptionBudget")["teacher-large"]["spec"]["selector"]["matchLabels"]
+    policy = _of_kind("NetworkPolicy")["teacher-large"]["spec"]
+    assert policy["podSelector"]["matchLabels"] == members
+    inside, outside = policy["ingress"]
+    assert inside == {"from": [{"podSelector": {"matchLabels": members}}]}
+    assert outside == {"ports": [{"port": 8101}]}
+    for template in (leader, worker):
+        assert members.items() <= template["metadata"]["labels"].items()
+
+
+def test_the_autoscaler_of_several_nodes_scales_groups() -> None:
+    values = {"name": "a", "model": "m", "nodes": 2, "autoscaling": {"enabled": True}}
+    found = {each["kind"]: each for each in objects({"teachers": [values]})}
+    target = found["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]
+    group = found["LeaderWorkerSet"]
+    assert (target["apiVersion"], target["kind"]) == (group["apiVersion"], group["kind"])
+    assert target["name"] == group["metadata"]["name"]
+    assert "replicas" not in group["spec"]
+
+
+@pytest.mark.parametrize("role", ["leader", "worker"])
+def test_scripts_of_a_group_are_posix_shell(role: str) -> None:
+    template = _group()["leaderWorkerTemplate"][f"{role}Template"]
+    (container,) = template["spec"]["containers"]
+    script = [*container["command"], *container["args"]][2]
+    passes("sh", "-n", "-c", script)
+
+
 @pytest.mark.parametrize(
     ("values", "culprit"),
     [
@@ -145,6 +225,16 @@ def test_replicas_belong_to_the_autoscaler_and_are_replaced_without_another_acce
         ({"teachers": [{"name": "a", "model": "m"}] * 2}, '"a"'),
         ({"teachers": [{"name": "A_b", "model": "m"}]}, "/teachers/0/name"),
         ({"teachers": [{"name": "a"}]}, "model"),
+        ({"teachers": [{"name": "a" * 36, "model": "m"}]}, "/teachers/0/name"),
+        (
+            {"teachers": [{"name": name, "model": "m"} for name in ("a-replicas", "a")]},
+            '"a-replicas"',
+        ),
+        ({"teachers": [{"name": "a", "model": "m", "nodes": 0}]}, "nodes"),
+        (
+            {"teachers": [{"name": "a", "model": "m", "nodes": 2, "engine": "transformers"}]},
+            "transformers",
+        ),
         ({"defaults": {"autoscaling": {"queueTokens": 0}}}, "queueTokens"),
     ],
 )

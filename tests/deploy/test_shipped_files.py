@@ -73,9 +73,11 @@ def test_the_ray_job_has_the_resources_of_its_run() -> None:
         for group, pod in zip(ray_groups(), pods, strict=True)
     ]
     assert sum(devices) == run.resources.student
-    services = {f["metadata"]["name"] for f in objects() if f["kind"] == "Service"}
+    services = {f["metadata"]["name"]: f["spec"] for f in objects() if f["kind"] == "Service"}
     for teacher in run.teachers.values():
-        assert re.fullmatch(r"http://([\w-]+):8101", teacher.url[0])[1] in services  # type: ignore[index]
+        (url,) = teacher.url
+        service = re.fullmatch(r"dns\+http://([\w-]+):8101", url)[1]  # type: ignore[index]
+        assert services[service]["clusterIP"] == "None"
         assert all(teacher.api_key_env in [e["name"] for e in pod["env"]] for pod in pods)
     assert locked_versions("ray") == [job["spec"]["rayClusterSpec"]["rayVersion"]]
     kept = DEPLOY / "kubernetes" / "ray" / "kustomization.yaml"

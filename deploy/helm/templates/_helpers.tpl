@@ -3,17 +3,30 @@
 {{- $teachers := list -}}
 {{- $names := list -}}
 {{- range .Values.teachers -}}
-{{- if has .name $names }}{{ fail (printf "teachers: two are named %q" .name) }}{{ end -}}
-{{- $names = append $names .name -}}
-{{- $teachers = append $teachers (mustMergeOverwrite (deepCopy $.Values.defaults) .) -}}
+{{- $service := printf "%s-replicas" .name -}}
+{{- if or (has .name $names) (has $service $names) -}}
+{{- fail (printf "teachers: two are named %q, or one %q, which is the name of a Service" .name $service) -}}
+{{- end -}}
+{{- $names = concat $names (list .name $service) -}}
+{{- $teacher := mustMergeOverwrite (deepCopy $.Values.defaults) . -}}
+{{- if and (gt (int $teacher.nodes) 1) (ne $teacher.engine "vllm") -}}
+{{- fail (printf "teachers: %q has several nodes, which needs engine vllm (found %q)" .name $teacher.engine) -}}
+{{- end -}}
+{{- $teachers = append $teachers $teacher -}}
 {{- end -}}
 {{- mustToJson $teachers -}}
 {{- end -}}
 
-{{- define "selector" -}}
-app.kubernetes.io/name: mopd-teacher
+{{/* All pods of a teacher. */}}
+{{- define "members" -}}
 app.kubernetes.io/instance: {{ .release.Name }}
 teacher: {{ .teacher.name }}
+{{- end -}}
+
+{{/* Those that respond to requests. */}}
+{{- define "selector" -}}
+app.kubernetes.io/name: mopd-teacher{{ if .worker }}-worker{{ end }}
+{{ include "members" . }}
 {{- end -}}
 
 {{- define "labels" -}}
