@@ -171,21 +171,17 @@ class Tongue:
         ids: Sequence[int],
         logprobs: Tensor,
         kept: list[list[int]],
-        tails: Sequence[float] = (),
     ) -> slow.Side:
         """The same for the slow reference; ``logprobs`` [tokens, width], of the ``kept`` ids."""
         tokens = {i: b.decode("latin-1") for i, b in enumerate(self.table.all_bytes) if b}
         tokens[self.end] = END_CHARACTER
         rows = logprobs.exp().tolist()
-        parts = self.encoder.merges[:, :2].tolist()
         return slow.Side(
             tokens=tokens,
-            merges=[(tokens[left], tokens[right]) for left, right in parts],
             realised=[int(token) for token in ids],
             rows=[{i: row[i] for i in known} for row, known in zip(rows, kept, strict=True)],
             realised_probabilities=[row[int(token)] for row, token in zip(rows, ids, strict=True)],
             encode=lambda text: [tokens[i] for i in self.encode_bytes(text.encode("latin-1"))],
-            tails=tails,
         )
 
 

@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -30,11 +30,16 @@ class PrefixProblem(Problem):
     """Completions of two tokenizers that are known by their bytes."""
 
     pair: Any = None
+    bounds: bool = True
 
     def targets(self, divergence: str, mass_floor: float) -> Targets:
         """Build the targets of all completions."""
-        loss = self.pair.loss(mass_floor, divergence=divergence)
+        loss = self.pair.loss(mass_floor, divergence=divergence, bounds=self.bounds)
         return loss.targets(self.comparisons, self.offsets)
+
+    def of_twin(self) -> Self:
+        """Return the problem without bounds."""
+        return replace(self, bounds=False)
 
     def columns(self, targets: Any) -> list[int]:
         """Return a dozen of the student ids that the targets read."""
@@ -63,9 +68,7 @@ class PrefixProblem(Problem):
         logprobs.scatter_(1, torch.tensor(topk.ids), torch.tensor(topk.logprobs))
         logprobs[torch.arange(len(tokens)), tokens] = torch.tensor(topk.token_logprobs)
         kept = [[token for token in row if token >= 0] for row in topk.ids.tolist()]
-        return student, self.pair.teacher.side(
-            tokens, logprobs, kept, np.exp(topk.tail_logprobs).tolist()
-        )
+        return student, self.pair.teacher.side(tokens, logprobs, kept)
 
     def renumbered(self, seed: int) -> tuple["PrefixProblem", NDArray[np.int64]]:
         """Permute the ids of both vocabularies; also return the old student id of each new one."""

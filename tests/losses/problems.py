@@ -67,6 +67,10 @@ class Problem:
         """Return the student ids whose logits a loss may read."""
         return list(range(self.logits.shape[1]))
 
+    def of_twin(self) -> Self:
+        """Return the problem that the slow twin solves."""
+        return self
+
     def with_logits(self, logits: Tensor) -> Self:
         """Replace the student's logits."""
         return replace(self, logits=logits)

@@ -68,12 +68,12 @@ def test_a_member_without_a_row_is_found() -> None:
 
 @every_loss
 @given(seed=seeds)
-@example(seed=14_746_370)  # of prefix KL: a cell whose mass is nowhere else, with a detour
-@example(seed=441_313_229)  # a cell that was not sought, and that the student has no token for
-@example(seed=8_019_223)  # another text of the teacher's: its token belongs to the shorter cell
+@example(
+    seed=8_019_223
+)  # of prefix KL: another text of the teacher's: its token belongs to the shorter cell
 @settings(deadline=None, max_examples=8)
 def test_value_and_gradient_equal_the_slow_twin(row: Row, seed: int) -> None:
-    problem = row.problem(seed)
+    problem = row.problem(seed).of_twin()
     value, gradient = value_and_gradient(row, problem)
     expected, slopes = row.expected(problem)
     assert_close(value, expected)

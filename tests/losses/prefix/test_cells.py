@@ -10,7 +10,7 @@ from tests.reference import prefix_kl as slow
 @pytest.mark.parametrize("start", range(0, 300, 60))
 def test_values_of_random_completions_equal_the_slow_twin(start: int) -> None:
     for seed in range(start, start + 60):
-        problem = prefix_problem(seed, completions=1)
+        problem = prefix_problem(seed, completions=1).of_twin()
         targets = problem.targets("forward_kl", 0.0)
         values = problem.pair.value(problem.logits, targets).per_token.detach()
         offset = problem.offsets[0]

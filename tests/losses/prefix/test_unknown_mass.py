@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mopd_losses.prefix.unknown_mass import UnknownMass, filled
-from tests.reference import prefix_kl as slow
+from tests.reference import unknown_mass as slow
 
 masses = st.lists(st.floats(1e-4, 1.0), min_size=4, max_size=4)
 #: What an entry lacks at most, a share of the other side's: nothing, any mass, or a part.
