@@ -5,8 +5,7 @@ match the longest token may divide the text before a boundary differently once a
 ``bb`` is one token, but ``bba`` is ``b|ba``. A side that produced ``bb`` never continues with
 ``a``: that mass is part of its token ``b``, one row earlier, and what would follow ``b`` is in a
 row that was not computed. The detour of the cell is that row and token; its mass is an upper bound
-of what the cell lacks. A token that was not produced and ends at the boundary is a detour of the
-rest: what follows it is unknown.
+of what the cell lacks.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from mopd_losses.alignment.byte_strings import utf8_text
 from mopd_losses.prefix.naming.nested_names import Names
 from mopd_losses.prefix.naming.separate_tokens import WORDS, continuations
 from mopd_losses.prefix.shorter_detours import ShorterDetours
-from mopd_losses.prefix.text.contexts import WINDOW, Contexts, TextsBefore
+from mopd_losses.prefix.text.contexts import Contexts, TextsBefore
 from mopd_losses.prefix.text.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import (
     Integers,
@@ -109,16 +108,10 @@ class Sought:
     def of(cls, texts: Strings, boundaries: Integers, likely: Flags, others: Names) -> "Sought":
         """Select the likely cells, and likely candidates that no cell contains."""
         cells, at = np.flatnonzero(likely), np.flatnonzero(others.likely)
-        return cls(texts.at(cells), boundaries[cells], cells).and_rest(
-            others.texts.at(at), others.boundaries[at]
-        )
-
-    def and_rest(self, texts: Strings, boundaries: Integers) -> "Sought":
-        """Add strings that are in no cell."""
-        return Sought(
-            self.texts.followed_by(texts),
-            np.concatenate([self.boundaries, boundaries]),
-            np.concatenate([self.cells, np.full(len(texts), -1, dtype=np.int64)]),
+        return cls(
+            texts.at(cells).followed_by(others.texts.at(at)),
+            np.concatenate([boundaries[cells], others.boundaries[at]]),
+            np.concatenate([cells, np.full(len(at), -1, dtype=np.int64)]),
         )
 
 
@@ -148,7 +141,6 @@ class Detours:
         self.table = KeyTable(CACHED)
         self.divided = KeyTable(CACHED)
         self.probed = KeyTable(CACHED)
-        self.joined = KeyTable(CACHED)
         self.shorter = ShorterTokens(vocabulary, encoder, merges)
         self._written = written_ids(vocabulary, encoder)
         self._shorter = ShorterDetours(vocabulary, self.shorter, self.are_canonical)
@@ -163,7 +155,6 @@ class Detours:
         Args:
             marks: [cells], numbers.
         """
-        sought = sought.and_rest(*words_behind_spaces(contexts, sought.texts.vocabulary))
         may_differ = contexts.may_cross(sought.boundaries, sought.texts)
         may_differ |= contexts.are_several(sought.boundaries, sought.texts)
         redivided = contexts.end_with_run | contexts.inside_tokens
@@ -176,10 +167,6 @@ class Detours:
         whole = np.flatnonzero(whole) if len(self._merges) else np.empty(0, dtype=np.int64)
         of_cells = marks[sought.cells[possible[whole]]]
         codes[whole] = self._divided(contexts, numbers[whole], texts.at(whole), of_cells)
-        rest = np.flatnonzero((sought.cells[possible] < 0) & texts.are_text())
-        joined = self._joined(contexts, numbers[rest], texts.at(rest))
-        possible, numbers = (np.append(each, each[rest]) for each in (possible, numbers))
-        codes = np.append(codes, joined)
         counted = codes & 1 == 0  # one more than the flag
         # A counted token is mass of the rest, and so is a candidate that is in no cell.
         kept = np.flatnonzero((codes != _NO_DETOUR) & ~((sought.cells[possible] < 0) & counted))
@@ -198,10 +185,9 @@ class Detours:
             (sought.cells[others], (of_others, other_steps, other_ids, _all(others, True))),
             (sought.cells[earlier], (of_earlier, earlier_steps, earlier_ids, _all(earlier, False))),
         ]
-        of_rest = [self._ended(contexts)]
         if probes is not None:
-            of_rest.append(self._of_probes(contexts, probes))
-        columns += [(np.full(len(each[0]), -1), each) for each in of_rest]
+            of_rest = self._of_probes(contexts, probes)
+            columns.append((np.full(len(of_rest[0]), -1), of_rest))
         numbers, steps, ids, counted = map(
             np.concatenate, zip(*(each for _, each in columns), strict=True)
         )
@@ -272,30 +258,6 @@ class Detours:
         keys = keys_of(contexts.keys[boundaries], texts.hashes, self._marks.hashes(marks))
         return self.divided.computed(keys, compute)
 
-    def _joined(self, contexts: Contexts, boundaries: Integers, texts: Strings) -> Integers:
-        """Return the detour of each text once more follows that a token may join with its end: one
-        that ends at or before the boundary."""
-
-        def compute(indices: Integers) -> Integers:
-            own = boundaries[indices]
-            pairs = zip(contexts.texts(own), texts.strings(indices), strict=True)
-            continued = [
-                (index, begun + string + after)
-                for index, (begun, string) in enumerate(pairs)
-                for after in continuations(self._vocabulary, begun + string, 1)
-            ]
-            owners = np.array([index for index, _ in continued], dtype=np.int64)
-            codes, _, _ = self._first_detours(
-                contexts,
-                own[owners],
-                [text for _, text in continued],
-                contexts.lengths[own[owners]],
-            )
-            return _commonest_of(codes, owners, len(indices))
-
-        keys = keys_of(contexts.keys[boundaries], texts.hashes)
-        return self.joined.computed(keys, compute)
-
     def _of_probes(self, contexts: Contexts, probes: Probes) -> _Found:
         """Find detours of probes that are in the rest. Continuations behind probes would be most of
         the calls, and find nothing that the other strings do not show."""
@@ -330,23 +292,6 @@ class Detours:
         """Return a text; of one that ends inside a character what may become of it."""
         is_text = text.isascii() or utf8_text(text) is not None
         return [text] if is_text else self._vocabulary.completed(text, TRIED)
-
-    def _ended(self, contexts: Contexts) -> _Found:
-        """Find tokens that were not produced and end at a boundary."""
-        text, vocabulary = contexts.text, self._vocabulary
-        columns: list[tuple[Integers, Integers, Integers]] = []
-        for step in range(WINDOW):
-            rows, offsets = contexts.first_rows + step, contexts.places.offsets
-            at = np.flatnonzero(rows < contexts.covering_rows)
-            at = at[text.ends[rows[at]] < offsets[at]]
-            nodes = vocabulary.nodes_of(text.slices(text.starts[rows[at]], offsets[at]))
-            ranks = vocabulary.node_starts[nodes]
-            spelled = ranks < vocabulary.node_longer[nodes]
-            at, ids = at[spelled], vocabulary.ids[ranks[spelled]]
-            columns.append((at, np.full_like(at, step), ids))
-        numbers, steps, ids = map(np.concatenate, zip(*columns, strict=True))
-        kept = self.are_canonical(contexts, numbers)
-        return numbers[kept], steps[kept], ids[kept], np.zeros(int(kept.sum()), dtype=np.bool_)
 
     def are_one_token(self, contexts: Contexts, boundaries: Integers, lengths: Integers) -> Flags:
         """Return whether one token spells the text behind each boundary, and perhaps what is before
@@ -520,23 +465,6 @@ def _steps_and_ids(codes: Integers) -> tuple[Integers, Integers]:
     """Return the realised tokens of the context before each detour, and its token."""
     ids, steps = np.divmod((codes - 1) // 2, _STEPS)
     return steps, ids
-
-
-def words_behind_spaces(
-    contexts: Contexts, vocabulary: SortedVocabulary
-) -> tuple[Strings, Integers]:
-    """Return beginnings of words behind each run of white space, and their boundaries: a tokenizer
-    may divide the run by what follows, `` |·word`` for ``··word``.
-
-    Args:
-        vocabulary: of the strings.
-    """
-    at = np.flatnonzero(contexts.end_with_run)
-    ids = [vocabulary.ids[vocabulary.range_of(w).start] for w in WORDS if vocabulary.is_token(w)]
-    boundaries = np.tile(at, len(ids))
-    tokens = np.repeat(np.array(ids, dtype=np.int64), len(at))
-    strings = Strings.of_tokens(vocabulary, contexts.text, tokens, np.zeros_like(tokens))
-    return strings, boundaries
 
 
 def probed(contexts: Contexts, rows: Integers, tokens: Integers, likely: Flags) -> Probes:

@@ -46,9 +46,7 @@ no more than the teacher's mass of other continuations; its shorter token, which
 certain, then leads to the rest. So it is with the text that a lookahead ends with, if it is one
 token of the student (``whole_tokens``). A text that was not sampled may begin with a shorter token
 than the cell's, too: of ``·O|SE``, the token ``·OS`` has no mass, and that of ``·O`` bounds what
-the cell lacks (``shorter_tokens``). For unlikely cells detours are not sought; one that could have
-a detour of the student only lowers the student's mass. What follows a token that was not produced
-and ends at the boundary is unknown, too: the rest may lack its mass.
+the cell lacks (``shorter_tokens``). For unlikely cells detours are not sought.
 
 **The end of a shorter token.** Inside the student's `` 192``, a teacher's comma behind `` 19`` is
 the student's token `` 19``: no token of the student contains both. The likely candidates that end
@@ -167,7 +165,7 @@ def prefix_kl(
         ``path_weight``, below one if the teacher's path mass is under the floor.
     """
     named, known, detours, begun = _student_cells(student, targets, sorted_ids, temperature)
-    teacher, teacher_rest = _teacher_cells(named, targets)
+    teacher, teacher_rest = targets.cells.to(student.dtype), targets.rests.to(student.dtype)
     retained = ~torch.isneginf(named) & ~torch.isneginf(teacher)
     unsupported = log_mass(teacher.masked_fill(retained, -torch.inf))
     teacher_rest = torch.logaddexp(teacher_rest, unsupported)
@@ -213,19 +211,6 @@ def prefix_kl(
         torch.cat([weights * compared, (weights * compared)[step_boundaries]]),
     )
     return LossOutput(per_token, shares, measured)
-
-
-def _teacher_cells(
-    student: Float[Tensor, "boundaries cells"], targets: PrefixTargets
-) -> tuple[Float[Tensor, "boundaries cells"], Float[Tensor, "boundaries"]]:
-    """The teacher's cells and its rest, nats. Of a cell that the student may reach by a detour that
-    was not sought, the teacher has no more than the student: it only lowers the student's mass."""
-    teacher, rest = targets.cells.to(student.dtype), targets.rests.to(student.dtype)
-    excess = targets.unsought & (teacher > student.detach())
-    lowered = torch.where(excess, student.detach(), teacher)
-    total = torch.logaddexp(lowered.logsumexp(dim=1), rest)
-    total = total.masked_fill(~excess.any(dim=1) | torch.isneginf(total), 0.0)
-    return lowered - total.unsqueeze(1), rest - total
 
 
 def _with_ends(

@@ -24,7 +24,7 @@ from mopd_protocol.runtime.atomic_file import replacing
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenTable
 
 #: Of the stored tables; a change of keys, values or rules needs another one.
-FORMAT_VERSION = 12
+FORMAT_VERSION = 13
 
 #: The tables are saved when they have grown by this share, so that all saves together cost no more
 #: than a few of the last one.
@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 class TokenizerPair:
     """A student's and a teacher's vocabulary and tokenizer.
 
-    What their tokenizers were called for is kept: up to 500,000 entries of each of eleven tables,
-    on disk at most 88 MB.
+    What their tokenizers were called for is kept: up to 500,000 entries of each of nine tables,
+    on disk at most 72 MB.
 
     Args:
         folder: of the stored tables, ``prefix-KEY.safetensors`` with a key of both tokenizers; a
@@ -75,8 +75,6 @@ class TokenizerPair:
             "teacher_detours": self.teacher_detours.table,
             "student_divided_cells": self.student_detours.divided,
             "teacher_divided_cells": self.teacher_detours.divided,
-            "student_joined_texts": self.student_detours.joined,
-            "teacher_joined_texts": self.teacher_detours.joined,
             "teacher_probes": self.teacher_detours.probed,
             "student_shorter_tokens": self.student_detours.shorter.table,
             "teacher_shorter_tokens": self.teacher_detours.shorter.table,

@@ -97,9 +97,6 @@ class Preparation:
         ends = _Ends.of(cells, contexts, detours, pair.student_detours)
         columns = ranks_in_runs(np.bincount(names.boundaries, minlength=len(boundaries)))
         named = self._named_ranges(names, boundaries)
-        unsought = np.zeros_like(cells.likely)
-        if bounds:
-            unsought = _unsought(cells, contexts, named, detours)
         # A token that begins a cell, and is a detour of a longer one, may belong to either.
         counted, ids = detours.counted_in(rows.boundaries, rows.rows)
         shares = self._realised_shares(cells, contexts, np.flatnonzero(detours.cells))
@@ -107,7 +104,7 @@ class Preparation:
         lacking = np.where(detours.cells, other_texts(shares), -np.inf)
         named, sharing = named.without(counted, pair.student.ranks[ids])
         lacking[sharing] = 0.0
-        table = _CellTable.of(cells, ends, columns, lacking=lacking, unsought=unsought)
+        table = _CellTable.of(cells, ends, columns, lacking)
         masses = torch.from_numpy(cells.masses).exp().clamp_max(1.0)
         return PrefixTargets(
             positions=torch.from_numpy(positions[rows.rows[rows.last]]),
@@ -122,7 +119,6 @@ class Preparation:
             known=_known_readings(rows, positions, paths),
             detours=_detour_readings(detours, pair.student.ranks, rows, positions, paths),
             lacking=table.lacking,
-            unsought=table.unsought,
             ends=table.ends,
             teacher_detours=torch.from_numpy(cells.detours),
             teacher_lacking=table.teacher_lacking,
@@ -266,35 +262,27 @@ class _CellTable:
     rests: Tensor  # [boundaries], of its mass outside all cells
     lacking: Tensor  # [boundaries, cells], nats
     teacher_lacking: Tensor  # [boundaries, cells], and the following
-    unsought: Tensor
     ends: Tensor
 
     @classmethod
     def of(
-        cls,
-        cells: Cells,
-        ends: _Ends,
-        columns: Integers,
-        *,
-        lacking: NDArray[np.float64],
-        unsought: NDArray[np.bool_],
+        cls, cells: Cells, ends: _Ends, columns: Integers, lacking: NDArray[np.float64]
     ) -> "_CellTable":
         """Place all cells.
 
         Args:
-            columns: [cells], and the following.
+            columns: [cells], as ``lacking``.
         """
         widest = np.concatenate([columns, ends.columns]).max(initial=-1)
         shape = (len(cells.rests), int(widest) + 1)
         nats = torch.full(shape, -torch.inf, dtype=torch.float64)
         lacks = torch.full_like(nats, -torch.inf)
-        flags = torch.zeros((3, *shape), dtype=torch.bool)
+        flags = torch.zeros((2, *shape), dtype=torch.bool)
         table = cls(nats, torch.from_numpy(cells.rests.copy()), lacks, *flags)
         at = torch.from_numpy(cells.names.boundaries), torch.from_numpy(columns)
         table.nats[at] = torch.from_numpy(cells.nats)
         table.lacking[at] = torch.from_numpy(lacking)
         table.teacher_lacking[at] = torch.from_numpy(cells.lacking)
-        table.unsought[at] = torch.from_numpy(unsought)
         at = torch.from_numpy(ends.boundaries), torch.from_numpy(ends.columns)
         table.nats[at] = torch.from_numpy(ends.nats)
         table.ends[at] = True
@@ -403,22 +391,6 @@ def _detour_readings(
 
 def _readings(*columns: Integers) -> RangeReadings:
     return RangeReadings(*(torch.from_numpy(column) for column in columns))
-
-
-def _unsought(
-    cells: Cells, contexts: Contexts, ranges: CellRanges, detours: CellDetours
-) -> NDArray[np.bool_]:
-    """[cells], see ``PrefixTargets``; without the cells that a token leads to which begins before
-    the boundary: its mass is known, unless the boundary has detours, of which one may be theirs."""
-    names = cells.names
-    result = ~cells.likely & names.texts.are_text()
-    led_to = ranges.cells[contexts.places.open_rows.begun[ranges.rows] > 0]
-    result[led_to[~np.isin(names.boundaries[led_to], detours.boundaries)]] = False
-    at = np.flatnonzero(result)
-    boundaries, texts = names.boundaries[at], names.texts.at(at)
-    crossed = contexts.may_cross(boundaries, texts) & (contexts.lengths[boundaries] > 0)
-    result[at] = crossed | contexts.are_several(boundaries, texts)
-    return result
 
 
 def _token_masses(places: Places, texts: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -77,8 +77,6 @@ class PrefixTargets:
     lacking: Float[Tensor, "boundaries cells"]
     """Nats, of the teacher's mass of the cell: what the student may reach by a detour. -inf for a
     cell without one."""
-    unsought: Bool[Tensor, "boundaries cells"]
-    """Unlikely cells that the student may reach by a detour: none was sought."""
     ends: Bool[Tensor, "boundaries cells"]  # the student's token that ends at the boundary
     teacher_detours: Float[Tensor, "boundaries"]  # nats, of its mass: what cells may lack
     teacher_lacking: Bool[Tensor, "boundaries cells"]
@@ -136,7 +134,6 @@ _OF_BOUNDARIES = (
     "in_every_sample",
     "weights",
     "lacking",
-    "unsought",
     "ends",
     "teacher_detours",
     "teacher_lacking",

@@ -23,13 +23,12 @@ def test_bounds_are_of_both_sides_or_there_are_none(bounds: bool) -> None:
             for name, is_present in (
                 ("detours", len(targets.detours.boundaries) > 0),
                 ("lacking", not targets.lacking.isneginf().all()),
-                ("unsought", bool(targets.unsought.any())),
                 ("teacher_detours", not targets.teacher_detours.isneginf().all()),
                 ("teacher_lacking", bool(targets.teacher_lacking.any())),
             )
             if is_present
         }
-    expected = {"detours", "lacking", "unsought", "teacher_detours", "teacher_lacking"}
+    expected = {"detours", "lacking", "teacher_detours", "teacher_lacking"}
     assert names == (expected if bounds else set())
 
 

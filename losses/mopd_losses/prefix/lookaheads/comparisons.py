@@ -320,7 +320,6 @@ def _targets(comparisons: Sequence[_Comparison]) -> PrefixTargets:
         known=_readings(known),
         detours=_readings(divided),
         lacking=lacking,
-        unsought=torch.zeros_like(cells, dtype=torch.bool),
         ends=torch.zeros_like(cells, dtype=torch.bool),
         teacher_detours=missing,
         teacher_lacking=torch.zeros_like(cells, dtype=torch.bool),
