@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_losses.prefix.cell_ranges import CellRanges, cell_ranges
-from mopd_losses.prefix.detours import CellDetours, Sought, probed
+from mopd_losses.prefix.detours import CellDetours, Sought
 from mopd_losses.prefix.naming.decisions import Candidates
 from mopd_losses.prefix.naming.names import CellNames, Flags, name_cells
 from mopd_losses.prefix.pair import TokenizerPair
+from mopd_losses.prefix.probes import probed
 from mopd_losses.prefix.text.boundaries import Boundaries, TokenizedText
 from mopd_losses.prefix.text.contexts import Contexts
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers, indices_in_runs
@@ -100,9 +101,9 @@ def teacher_cells(
 
     def whole(numbers: Integers) -> Flags:
         lengths = boundaries.realised[numbers]
-        is_one_token = pair.student_detours.are_one_token(student_contexts, numbers, lengths)
+        is_one_token = pair.student_canonical.are_one_token(student_contexts, numbers, lengths)
         chosen = np.flatnonzero(is_one_token)
-        is_one_token[chosen] = pair.teacher_detours.are_one_token(
+        is_one_token[chosen] = pair.teacher_canonical.are_one_token(
             contexts, numbers[chosen], lengths[chosen]
         )
         return is_one_token

@@ -8,23 +8,22 @@ row that was not computed. The detour of the cell is that row and token; its mas
 of what the cell lacks.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mopd_losses.alignment.byte_strings import utf8_text
+from mopd_losses.prefix.canonical_tokens import CACHED, CanonicalTokens
 from mopd_losses.prefix.naming.nested_names import Names
 from mopd_losses.prefix.naming.separate_tokens import WORDS, continuations
+from mopd_losses.prefix.probes import Probes
 from mopd_losses.prefix.shorter_detours import ShorterDetours
 from mopd_losses.prefix.text.contexts import Contexts, TextsBefore
 from mopd_losses.prefix.text.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import (
     Integers,
-    indices_in_runs,
     keys_of,
-    ranks_in_runs,
 )
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
 from mopd_losses.prefix.vocabulary.marks import MarksTable
@@ -33,16 +32,6 @@ from mopd_losses.prefix.vocabulary.shorter_tokens import TRIED, ShorterTokens
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 from mopd_losses.prefix.vocabulary.spellings import Spellings, written_ids
 from mopd_protocol.tokenizers.token_table import TextEncoder
-
-#: Tokens that are tried behind a shorter token.
-_PROBES = 4
-
-#: The longest end of a text behind a shorter token, in characters, and how many tokens that begin
-#: with it are tried: a token may cross a boundary, although none begins where the shorter one ends.
-LONGEST_END, PROBES_BEHIND_ENDS = 2, 8
-
-#: Contexts and cells kept in memory; beyond, all are discarded and computed again.
-CACHED = 500_000
 
 #: The detour of a cell that is reached over the realised tokens.
 _NO_DETOUR = 0
@@ -115,15 +104,6 @@ class Sought:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class Probes:
-    """Strings that may follow a boundary behind a token that is shorter than a realised one."""
-
-    texts: Strings  # [n]
-    boundaries: Integers  # [n]
-    rows: Integers  # [n], of the shorter token: what is before does not matter to what follows
-
-
 class Detours:
     """Finds the detours of one side, by its tokenizer."""
 
@@ -133,6 +113,7 @@ class Detours:
         encoder: TextEncoder,
         merges: Merges,
         marks: MarksTable,
+        canonical: CanonicalTokens,
     ) -> None:
         self._vocabulary = vocabulary
         self._merges = merges
@@ -143,9 +124,8 @@ class Detours:
         self.probed = KeyTable(CACHED)
         self.shorter = ShorterTokens(vocabulary, encoder, merges)
         self._written = written_ids(vocabulary, encoder)
-        self._shorter = ShorterDetours(vocabulary, self.shorter, self.are_canonical)
-        self._canonical = KeyTable(CACHED)
-        self._whole = KeyTable(CACHED)
+        self._shorter = ShorterDetours(vocabulary, self.shorter, canonical.are_canonical)
+        self._canonical = canonical
 
     def of(
         self, contexts: Contexts, sought: Sought, marks: Integers, probes: Probes | None = None
@@ -170,7 +150,7 @@ class Detours:
         counted = codes & 1 == 0  # one more than the flag
         # A counted token is mass of the rest, and so is a candidate that is in no cell.
         kept = np.flatnonzero((codes != _NO_DETOUR) & ~((sought.cells[possible] < 0) & counted))
-        kept = kept[self.are_canonical(contexts, numbers[kept])]
+        kept = kept[self._canonical.are_canonical(contexts, numbers[kept])]
         steps, ids = _steps_and_ids(codes[kept])
         at = np.flatnonzero((sought.cells >= 0) & sought.texts.are_text())
         sought_texts = sought.boundaries[at], sought.texts.at(at)
@@ -217,7 +197,7 @@ class Detours:
         counted = (codes != _NO_DETOUR) & (codes & 1 == 0)
         ends = np.flatnonzero(counted & (lengths == begun[numbers]))
         results = np.zeros(len(boundaries), dtype=np.bool_)
-        results[at[ends]] = self.are_canonical(contexts, numbers[ends])
+        results[at[ends]] = self._canonical.are_canonical(contexts, numbers[ends])
         return results
 
     def _codes(self, contexts: Contexts, boundaries: Integers, texts: Strings) -> Integers:
@@ -280,9 +260,9 @@ class Detours:
 
         codes = self.probed.computed(keys_of(before.keys, probes.texts.hashes), compute)
         kept = np.flatnonzero(codes & 1 == 1)  # a counted token is mass of the rest
-        kept = kept[self.are_canonical(before, kept)]
+        kept = kept[self._canonical.are_canonical(before, kept)]
         numbers = probes.boundaries[kept]
-        canonical = self.are_canonical(contexts, numbers)
+        canonical = self._canonical.are_canonical(contexts, numbers)
         kept, numbers = kept[canonical], numbers[canonical]
         steps, ids = _steps_and_ids(codes[kept])
         steps += probes.rows[kept] - contexts.first_rows[numbers]
@@ -292,81 +272,6 @@ class Detours:
         """Return a text; of one that ends inside a character what may become of it."""
         is_text = text.isascii() or utf8_text(text) is not None
         return [text] if is_text else self._vocabulary.completed(text, TRIED)
-
-    def are_one_token(self, contexts: Contexts, boundaries: Integers, lengths: Integers) -> Flags:
-        """Return whether one token spells the text behind each boundary, and perhaps what is before
-        it: the realised one, or the tokenizer's.
-
-        Args:
-            lengths: characters of the text, at most up to the end of the realised token.
-        """
-        text, offsets = contexts.text, contexts.places.offsets[boundaries]
-        stops = offsets + lengths
-        results = text.ends[contexts.covering_rows[boundaries]] == stops
-        longer = np.flatnonzero(~results)
-        keys = keys_of(
-            contexts.keys[boundaries[longer]], text.slices(offsets[longer], stops[longer])
-        )
-
-        def compute(indices: Integers) -> Integers:
-            rows = longer[indices]
-            return self._are_one(contexts, boundaries[rows], lengths[rows]).astype(np.int64)
-
-        results[longer] = self._whole.computed(keys, compute) == 1
-        return results
-
-    def _are_one(self, contexts: Contexts, boundaries: Integers, lengths: Integers) -> Flags:
-        """``are_one_token`` by the tokenizer."""
-        symbols, offsets = contexts.text.symbols, contexts.places.offsets[boundaries]
-        starts = offsets - contexts.lengths[boundaries]
-        stops = offsets + lengths
-        texts = [symbols[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
-        spelled = Spellings.of(self._vocabulary, self._encoder, texts)
-        reaching = np.flatnonzero(spelled.ends >= (stops - starts)[spelled.owners])
-        owners, first = np.unique(spelled.owners[reaching], return_index=True)
-        tokens = reaching[first]
-        begins = spelled.ends[tokens] - self._vocabulary.lengths[spelled.ids[tokens]]
-        results = np.zeros(len(texts), dtype=np.bool_)
-        results[owners] = begins <= (offsets - starts)[owners]
-        return results
-
-    def keep(self, ids: Integers, before: str, texts: Sequence[str]) -> Flags:
-        """Return whether the tokenizer writes tokens in front of each text.
-
-        Args:
-            before: the text of these tokens.
-        """
-        wholes = [before + text for text in texts]
-        spelled = Spellings.of(self._vocabulary, self._encoder, wholes)
-        inside = np.flatnonzero(spelled.steps < len(ids))
-        equal = inside[ids[spelled.steps[inside]] == spelled.ids[inside]]
-        return np.bincount(spelled.owners[equal], minlength=len(texts)) == len(ids)
-
-    def first_ends(self, texts: Sequence[str]) -> Integers:
-        """Return the ends of the first tokens of texts."""
-        return Spellings.of(self._vocabulary, self._encoder, texts).first_ends()
-
-    def are_canonical(self, contexts: TextsBefore, boundaries: Integers) -> Flags:
-        """Return whether the tokens of each context are the tokenizer's.
-
-        After others, which a student may sample, most of the mass of the text is on the tokenizer's
-        path: nothing would be compared.
-        """
-
-        text = contexts.text
-
-        def compute(indices: Integers) -> Integers:
-            numbers = boundaries[indices]
-            texts = contexts.written(numbers)
-            spelled = Spellings.of(self._vocabulary, self._encoder, texts)
-            rows = contexts.first_rows[numbers][spelled.owners] + spelled.steps
-            counts = contexts.counts(numbers)
-            equal = text.ids[np.minimum(rows, len(text.ids) - 1)] == spelled.ids
-            equal &= spelled.steps < counts[spelled.owners]
-            equals = np.bincount(spelled.owners[equal], minlength=len(texts))
-            return (spelled.is_text & (equals == counts)).astype(np.int64)
-
-        return self._canonical.computed(contexts.written_keys(boundaries), compute) == 1
 
     def _detours(self, contexts: TextsBefore, boundaries: Integers, strings: list[str]) -> Integers:
         """Find the first token to each string that is neither realised nor known mass of it; if
@@ -465,44 +370,3 @@ def _steps_and_ids(codes: Integers) -> tuple[Integers, Integers]:
     """Return the realised tokens of the context before each detour, and its token."""
     ids, steps = np.divmod((codes - 1) // 2, _STEPS)
     return steps, ids
-
-
-def probed(contexts: Contexts, rows: Integers, tokens: Integers, likely: Flags) -> Probes:
-    """Return a few strings that may follow, by tokens that follow a shorter one.
-
-    Args:
-        rows: ascending.
-        tokens: of these rows, shorter than the realised ones, which begin with them.
-        likely: [tokens], whether tokens are tried that begin behind the shorter one, too.
-    """
-    text, vocabulary = contexts.text, contexts.text.vocabulary
-    first, last = np.searchsorted(rows, [contexts.first_rows, contexts.covering_rows + 1])
-    boundaries, at = indices_in_runs(first, np.maximum(first, last))
-    ends = text.starts[rows[at]] + vocabulary.lengths[tokens[at]]
-    offsets = contexts.places.offsets[boundaries]
-    kept = ends < offsets
-    boundaries, ends, offsets, at = boundaries[kept], ends[kept], offsets[kept], at[kept]
-    columns = [(boundaries, ends, offsets, rows[at])]
-    for length in range(1, LONGEST_END + 1):
-        shorter = np.flatnonzero(likely[at] & (ends < offsets - length))
-        shorter = shorter[np.flatnonzero(np.diff(boundaries[shorter], prepend=-1))]
-        ended = offsets[shorter]
-        columns.append((boundaries[shorter], ended - length, ended, rows[at[shorter]]))
-    boundaries, ends, offsets, rows = map(np.concatenate, zip(*columns, strict=True))
-    nodes = vocabulary.nodes_of(text.slices(ends, offsets))
-    longer, stops = vocabulary.node_longer[nodes], vocabulary.node_stops[nodes]
-    most = np.where(np.arange(len(nodes)) < int(kept.sum()), _PROBES, PROBES_BEHIND_ENDS)
-    steps = np.maximum(-(-(stops - longer) // most), 1)
-    counts = -(-(stops - longer) // steps)
-    index = np.repeat(np.arange(len(counts)), counts)
-    ranks = longer[index] + ranks_in_runs(counts) * steps[index]
-    ids, starts = vocabulary.ids[ranks], (offsets - ends)[index]
-    # Nothing is a probe, too: tokens behind the shorter one may end at the boundary.
-    nothing = np.flatnonzero(likely[at])
-    repeated = (np.diff(boundaries[nothing]) == 0) & (np.diff(rows[nothing]) == 0)
-    nothing = np.delete(nothing, np.flatnonzero(repeated) + 1)
-    ids = np.concatenate([ids, tokens[at[nothing]]])
-    starts = np.concatenate([starts, vocabulary.lengths[tokens[at[nothing]]]])
-    strings = Strings.of_tokens(vocabulary, text, ids, starts)
-    index = np.concatenate([index, nothing])
-    return Probes(strings, boundaries[index], rows[index])

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from mopd_losses.alignment.byte_strings import control_characters
+from mopd_losses.prefix.canonical_tokens import CanonicalTokens
 from mopd_losses.prefix.detours import Detours
 from mopd_losses.prefix.naming.cuts import Cuts
 from mopd_losses.prefix.naming.decisions import Decisions
@@ -63,8 +64,13 @@ class TokenizerPair:
         )
         sides = (self.student, student_encoder), (self.teacher, teacher_encoder)
         student_merges, teacher_merges = (Merges(side, encoder.merges) for side, encoder in sides)
-        self.student_detours = Detours(self.student, student_encoder, student_merges, self.marks)
-        self.teacher_detours = Detours(self.teacher, teacher_encoder, teacher_merges, self.marks)
+        self.student_canonical, self.teacher_canonical = (CanonicalTokens(*side) for side in sides)
+        self.student_detours = Detours(
+            *sides[0], student_merges, self.marks, self.student_canonical
+        )
+        self.teacher_detours = Detours(
+            *sides[1], teacher_merges, self.marks, self.teacher_canonical
+        )
         self.student_ranges = MarkedRanges(self.student)
         self.teacher_ranges = MarkedRanges(self.teacher)
         self._path = folder / f"prefix-{_key(student, teacher)}.safetensors" if folder else None

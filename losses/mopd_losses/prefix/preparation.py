@@ -153,7 +153,7 @@ class Preparation:
         same = completions[numbers] == completions[behind]
         kept = np.flatnonzero((behind >= 0) & same)
         at, numbers, behind = at[kept], numbers[kept], behind[kept]
-        kept = self._pair.student_detours.are_canonical(contexts, behind)
+        kept = self._pair.student_canonical.are_canonical(contexts, behind)
         at, numbers, behind = at[kept], numbers[kept], behind[kept]
         results = np.zeros(len(names.boundaries))
         results[at] = np.exp(cells.texts[behind] - cells.texts[numbers] - cells.nats[at])

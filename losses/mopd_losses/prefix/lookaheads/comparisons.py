@@ -248,7 +248,7 @@ class LookaheadComparisons:
         for whole in (begun + each for each in others):
             is_text = utf8_text(whole) is not None
             texts += [whole] if is_text else self._pair.student.completed(whole, TRIED)
-        ends = self._pair.student_detours.first_ends(texts).tolist()
+        ends = self._pair.student_canonical.first_ends(texts).tolist()
         tokens = {text[:end] for text, end in zip(texts, ends, strict=True) if end < len(begun)}
         ranges = (self._pair.student.range_of(token) for token in tokens - {""})
         return sorted(rank for each in ranges for rank in range(each.start, each.longer))

@@ -212,7 +212,7 @@ class OpenTokens:
         string = token.place.teacher + token.text
         ids = self._teacher.ids[[self._teacher.range_of(string).start]]
         rests = [text[len(begun) :] for text in texts]
-        kept = self._pair.teacher_detours.keep(ids, string, rests) if texts else ()
+        kept = self._pair.teacher_canonical.keep(ids, string, rests) if texts else ()
         return [text for text, keeps in zip(texts, kept, strict=True) if keeps][:1]
 
     def followed(

@@ -52,7 +52,7 @@ def whole_token(
     behind = [string if is_text else "" for string, is_text in zip(strings, are_text, strict=True)]
     ids, before, _ = _around(student, token.student_row)
     ids = np.append(ids, pair.student.ids[tokens.start])
-    kept = ends & pair.student_detours.keep(ids, before + text, behind)
+    kept = ends & pair.student_canonical.keep(ids, before + text, behind)
     if not kept.any():
         return None
     nats = token.nats + float(np.logaddexp.reduce(following.logprobs[0][likely][kept]))
@@ -65,7 +65,7 @@ def are_written(
     """Return whether the tokens before a row are the tokenizer's in front of each text, too, if
     they are in front of the completion's: others are not written as a token of this row."""
     ids, before, following = _around(student, row)
-    own, *others = pair.student_detours.keep(ids, before, [following, *texts])
+    own, *others = pair.student_canonical.keep(ids, before, [following, *texts])
     return [bool(each) or not own for each in others]
 
 
