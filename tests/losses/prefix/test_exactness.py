@@ -131,6 +131,21 @@ def test_expected_loss_over_the_students_tokens_is_the_divergence_of_whole_token
     assert expected == pytest.approx(exact, abs=1e-5)
 
 
+def test_the_worked_example_of_the_readme() -> None:
+    student = {"57": 0.1, "58": 0.15, "67": 0.6, "68": 0.15}
+    tongue = Tongue.of(*student)
+    rows = [{"5": 0.7, "6": 0.3}, {"7": 0.9, "8": 0.1}, {END: 1.0}]
+    pair, comparison = of_rows(tongue, DIGITS, "57", rows)
+    logits = torch.full((2, tongue.family.logit_width), -60.0, dtype=torch.float64)
+    logits[0, tongue.ids([*student])] = torch.tensor([*student.values()]).double().log()
+    logits[1, tongue.end] = 0.0
+    output = pair.value(logits, pair.targets([comparison]))
+    first = 0.7 * math.log(0.7 / 0.25) + 0.3 * math.log(0.3 / 0.75)
+    second = 0.9 * math.log(0.9 / 0.4) + 0.1 * math.log(0.1 / 0.6)
+    assert float(output.per_token[0]) == pytest.approx(first + 2.8 * second, abs=1e-5)
+    assert float(output.per_token[0]) == pytest.approx(1.988, abs=1e-3)
+
+
 def rows_behind(
     following: Mapping[str, Mapping[str, float]], teacher: Tongue = DIGITS
 ) -> Callable[[list[int]], Tensor]:
