@@ -178,9 +178,9 @@ class Tongue:
         rows = logprobs.exp().tolist()
         return slow.Side(
             tokens=tokens,
-            realised=[int(token) for token in ids],
+            sampled=[int(token) for token in ids],
             rows=[{i: row[i] for i in known} for row, known in zip(rows, kept, strict=True)],
-            realised_probabilities=[row[int(token)] for row, token in zip(rows, ids, strict=True)],
+            sampled_probabilities=[row[int(token)] for row, token in zip(rows, ids, strict=True)],
             encode=lambda text: [tokens[i] for i in self.encode_bytes(text.encode("latin-1"))],
         )
 
@@ -256,7 +256,7 @@ def with_lookaheads(
     open_tokens = pair.preparation.lookaheads.open_tokens
     strings = pair.preparation.student.strings
     longest = sorted(range(len(strings)), key=lambda token: -len(strings[token]))
-    for token in open_tokens.of(*sides, realised=False):
+    for token in open_tokens.of(*sides, sampled=False):
         likely = int(score.topk.ids[token.teacher_row, 0])
         before = score.completion.token_ids[: token.teacher_row].tolist()
         text = open_tokens.text_of(comparison.student, token, longest)

@@ -13,11 +13,11 @@ from functools import cached_property
 from itertools import accumulate
 
 from mopd_losses.divergences.truncation import TAIL_MARGIN
-from mopd_losses.prefix.cells import DETOUR_SHARE, NAMING_SHARE
+from mopd_losses.prefix.cells import BOUNDED_SHARE, NAMING_SHARE
 from mopd_losses.prefix.loss import HIGHEST_RATIO
 from mopd_losses.prefix.naming.cuts import CONTINUATIONS, COVERING
 from mopd_losses.prefix.naming.separate_tokens import (
-    BEHIND_SPACE,
+    AFTER_SPACE,
     ENDS,
     FEW,
     LONGEST,
@@ -25,7 +25,7 @@ from mopd_losses.prefix.naming.separate_tokens import (
     TRIED,
     TRIED_DIGITS,
 )
-from mopd_losses.prefix.vocabulary.shorter_tokens import TRIED as TRIED_BEHIND_SHORTER
+from mopd_losses.prefix.vocabulary.shorter_tokens import TRIED as TRIED_AFTER_SHORTER
 from tests.reference.divergences import floored_rest
 
 #: Tokens before a boundary that may be divided differently.
@@ -41,23 +41,23 @@ class Side:
     """One model on one text."""
 
     tokens: Mapping[int, str]  # every id that spells anything
-    realised: Sequence[int]
+    sampled: Sequence[int]
     rows: Sequence[Mapping[int, float]]  # id -> probability, of the ids that are known
-    realised_probabilities: Sequence[float]
+    sampled_probabilities: Sequence[float]
     encode: Callable[[str], list[str]]  # a text without control tokens -> its token strings
     block: int = 0  # rows that start before it were conditioned on another text
 
     @cached_property
     def text(self) -> str:
-        return "".join(self.tokens[token] for token in self.realised)
+        return "".join(self.tokens[token] for token in self.sampled)
 
     @cached_property
     def starts(self) -> list[int]:
-        lengths = [len(self.tokens[token]) for token in self.realised]
+        lengths = [len(self.tokens[token]) for token in self.sampled]
         return list(accumulate(lengths, initial=0))[:-1]
 
     def end(self, row: int) -> int:
-        return self.starts[row] + len(self.tokens[self.realised[row]])
+        return self.starts[row] + len(self.tokens[self.sampled[row]])
 
     def covering(self, at: int) -> int | None:
         """The row whose token begins at a byte or covers it."""
@@ -65,8 +65,8 @@ class Side:
         return next((r for r, s in rows if self.block <= s <= at < self.end(r)), None)
 
     def known(self, row: int) -> dict[int, float]:
-        """The probabilities of a row, the realised token's among them."""
-        return {self.realised[row]: self.realised_probabilities[row], **self.rows[row]}
+        """The probabilities of a row, the sampled token's among them."""
+        return {self.sampled[row]: self.sampled_probabilities[row], **self.rows[row]}
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Boundary:
     token: tuple[int, float] | None  # start of the covering token, the student's mass up to here
 
 
-#: The cell of the student's token that ends at a boundary inside its realised one.
+#: The cell of the student's token that ends at a boundary inside its sampled one.
 END = "\0end"
 
 
@@ -129,16 +129,16 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
     if row is None or teacher_row is None:
         return None
     ends = student.end(row), teacher.end(teacher_row) - teacher_at + at, stop
-    realised = student.text[at : min(ends)]
+    sampled = student.text[at : min(ends)]
     names, unnamed, unlikely, candidates = named_texts(student, teacher, at, teacher_at)
     whole = open_mass(teacher, teacher_at, top_k_only)
     sides = (student, at), (teacher, teacher_at)
     likely = [name for name, is_likely in names.items() if is_likely]
     excepted = {
         c: separate_tokens(*sides, c) if any(name.startswith(c) for name in likely) else {}
-        for c in {*names, realised}
+        for c in {*names, sampled}
     }
-    is_undivided = all(spells_whole(*side, realised) for side in sides)
+    is_undivided = all(spells_whole(*side, sampled) for side in sides)
     cells: list[str] = []
 
     def admits(cell: str, string: str) -> bool:
@@ -146,12 +146,12 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
         if not string.startswith(cell):
             return False
         texts = excepted[cell]
-        if is_undivided and realised.startswith(cell) and realised != cell:
+        if is_undivided and sampled.startswith(cell) and sampled != cell:
             left = {
                 text: not is_excepted or excepts(texts, text)
-                for text, is_excepted in excepted[realised].items()
+                for text, is_excepted in excepted[sampled].items()
             }
-            texts = {**texts, **left, realised: True}
+            texts = {**texts, **left, sampled: True}
         return not excepts(texts, string)
 
     for name in sorted(excepted):
@@ -196,7 +196,7 @@ def compare(student: Side, teacher: Side, at: int, teacher_at: int, stop: int) -
         teacher_rest=1 - math.fsum(shares.values()),
         teacher_mass=min(1.0, whole),
         teacher_text=math.prod(
-            teacher.realised_probabilities[: open_rows(teacher, teacher_at, top_k_only)[0]]
+            teacher.sampled_probabilities[: open_rows(teacher, teacher_at, top_k_only)[0]]
         )
         * whole,
         token=(
@@ -230,8 +230,8 @@ def open_rows(side: Side, at: int, known: Vocabulary | None) -> list[int]:
 
 
 def path(side: Side, at: int, row: int, known: Vocabulary | None) -> float:
-    """The probability of the realised tokens from the first open row up to this one."""
-    return math.prod(side.realised_probabilities[open_rows(side, at, known)[0] : row])
+    """The probability of the sampled tokens from the first open row up to this one."""
+    return math.prod(side.sampled_probabilities[open_rows(side, at, known)[0] : row])
 
 
 def token_mass(side: Side, row: int, accepts: Callable[[str], bool]) -> float:
@@ -281,23 +281,23 @@ def excepts(texts: dict[str, bool], string: str) -> bool:
 def separate_tokens(
     student_at: tuple[Side, int], teacher_at: tuple[Side, int], cell: str
 ) -> dict[str, bool]:
-    """Longer tokens of the student, behind the byte, and whether they are known to be no part of a
+    """Longer tokens of the student, after the byte, and whether they are known to be no part of a
     cell: no text that the student's tokenizer spells with one of them begins with a token of the
     teacher that ends inside it and is in the cell, or in that of a longer token that is part of the
     cell; and no longer text that is one token of the teacher has a token of the student that ends
-    behind the cell's text, or between it and the token's end."""
+    after the cell's text, or between it and the token's end."""
     student, teacher = student_at[0], teacher_at[0]
     begun, teacher_begun = (begun_before(*side, cell) for side in (student_at, teacher_at))
     begun_last = student.text[student.starts[open_rows(*student_at, None)[-1]] : student_at[1]]
-    own, realised = (
+    own, sampled = (
         side.text[at : side.end(row)]
         for side, at in (student_at, teacher_at)
         for row in [side.covering(at)]
         if row is not None
     )
-    # The realised text shows only what belongs to its own cell, or to one with a longer text.
-    shows = min(len(own), len(decided(*student_at, realised))) <= len(cell)
-    shown = [own, realised] if shows else []
+    # The sampled text shows only what belongs to its own cell, or to one with a longer text.
+    shows = min(len(own), len(decided(*student_at, sampled))) <= len(cell)
+    shown = [own, sampled] if shows else []
     results: dict[str, bool] = {}
     separate: set[str] = set()
     others: dict[str, list[str]] = {}  # longer texts that are one token of the student
@@ -318,9 +318,9 @@ def separate_tokens(
         names: list[str] = []
         after = continuations(student, begun + text) + continuations(teacher, teacher_begun + text)
         rest = text[len(cell) :]
-        most = TRIED_DIGITS if rest.isdecimal() else TRIED_BEHIND_SHORTER
+        most = TRIED_DIGITS if rest.isdecimal() else TRIED_AFTER_SHORTER
         after += [t[len(rest) :] for t in frequent(teacher, rest, most)]
-        after += BEHIND_SPACE if text[-1] in WHITE_SPACE else ()
+        after += AFTER_SPACE if text[-1] in WHITE_SPACE else ()
         for continued in ["", *after]:
             whole = text + continued
             end = first_end(teacher, teacher_begun, whole)
@@ -382,7 +382,7 @@ def first_end(side: Side, begun: str, text: str) -> int:
 
 
 def spells_whole(side: Side, at: int, text: str) -> bool:
-    """True if one token, realised or the tokenizer's, spells a text and perhaps what is before."""
+    """True if one token, sampled or the tokenizer's, spells a text and perhaps what is before."""
     context, stop = text_before(side, at)[0], at + len(text)
     covering = side.covering(at)
     assert covering is not None
@@ -400,7 +400,7 @@ def text_before(side: Side, at: int) -> tuple[str, int, int]:
     covering = side.covering(at)
     assert covering is not None
     first = covering + (side.starts[covering] < at)
-    spelled = [r for r, i in enumerate(side.realised) if ord(side.tokens[i][-1]) < 256]
+    spelled = [r for r, i in enumerate(side.sampled) if ord(side.tokens[i][-1]) < 256]
     while first > max(covering - _WINDOW, 0) and first - 1 in spelled:
         if side.starts[first - 1] < side.block:
             break
@@ -424,15 +424,15 @@ def are_written(side: Side, first: int, at: int) -> bool:
     covering = side.covering(at)
     assert covering is not None
     rows = [r for r in range(first, len(side.starts)) if side.starts[r] < at]
-    text = "".join(side.tokens[side.realised[r]] for r in rows)
-    for row in range(first + len(rows), len(side.realised)):
-        token = side.tokens[side.realised[row]]
+    text = "".join(side.tokens[side.sampled[r]] for r in rows)
+    for row in range(first + len(rows), len(side.sampled)):
+        token = side.tokens[side.sampled[row]]
         is_divided = text[-1:] in [*WHITE_SPACE] or is_continuation(token[0])
         if not text or not is_divided or ord(token[-1]) > 255:
             break
         text += token
-    realised = [side.tokens[side.realised[r]] for r in rows]
-    return is_utf8(text) and (side.encode(text) if text else [])[: len(rows)] == realised
+    sampled = [side.tokens[side.sampled[r]] for r in rows]
+    return is_utf8(text) and (side.encode(text) if text else [])[: len(rows)] == sampled
 
 
 def characters(text: str) -> list[int]:
@@ -449,8 +449,8 @@ def may_cross(side: Side, at: int, cell: str) -> bool:
 
 
 def ends_a_token(side: Side, at: int, text: str) -> bool:
-    """True if a byte is inside a realised token, and a shorter token ends at the byte if it is
-    followed by a text, and by any other text behind that one."""
+    """True if a byte is inside a sampled token, and a shorter token ends at the byte if it is
+    followed by a text, and by any other text after that one."""
     context, first, covering = text_before(side, at)
     begun = side.text[side.starts[covering] : at]
     is_text = ord(text[-1]) < 256
@@ -459,10 +459,10 @@ def ends_a_token(side: Side, at: int, text: str) -> bool:
     # No token contains both the end of the context and the text, which matters to white space only.
     is_divided_by_text = is_text and context[-1].isascii() and context[-1].isspace()
     followed = context + text if is_divided_by_text else context
-    realised = [side.tokens[side.realised[row]] for row in range(first, covering + 1)]
+    sampled = [side.tokens[side.sampled[row]] for row in range(first, covering + 1)]
     if not is_utf8(followed) or not are_written(side, first, at):
         return False
-    return side.encode(followed)[: len(realised)] == [*realised[:-1], begun]
+    return side.encode(followed)[: len(sampled)] == [*sampled[:-1], begun]
 
 
 def named_texts(
@@ -487,7 +487,7 @@ def named_texts(
                 continue
             candidate = text[len(crossed) :]
             name = decided(student, at, candidate)
-            is_likely = share >= DETOUR_SHARE
+            is_likely = share >= BOUNDED_SHARE
             if name:
                 named[name] = named.get(name, False) or is_likely
                 candidates.setdefault(name, set()).add(candidate)
@@ -504,8 +504,8 @@ def decided(student: Side, at: int, candidate: str) -> str:
     assert covering is not None
     begun = student.text[student.starts[covering] : at]
     covered = any(t.startswith(begun + candidate) for t in student.tokens.values())
-    realised = student.text[at : student.end(covering)]
-    uncertain = candidate.startswith(realised) or candidate[-1] in WHITE_SPACE
+    sampled = student.text[at : student.end(covering)]
+    uncertain = candidate.startswith(sampled) or candidate[-1] in WHITE_SPACE
     if covered and not uncertain and not divided(student, begun + candidate):
         return candidate
     return candidate[: cut(student, begun, candidate)]
@@ -573,7 +573,7 @@ def value(
 
 def per_token(student: Side, teacher: Side, divergence: str, mass_floor: float) -> list[float]:
     """Nats at each of the student's tokens."""
-    results = [0.0] * len(student.realised)
+    results = [0.0] * len(student.sampled)
     compared = boundaries(student, teacher)
     texts = {boundary.at: boundary.teacher_text for boundary in compared}
     for boundary in compared:

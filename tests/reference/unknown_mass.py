@@ -10,12 +10,12 @@ LEAST_SHARE = math.exp(-27)
 def filled(
     known: Sequence[float],
     towards: Sequence[float],
-    lacking: Sequence[bool],
+    missing: Sequence[bool],
     bound: float,
     most: Sequence[float] = (),
     least: float = 0.0,
 ) -> list[float]:
-    """Raise lacking entries to a level of the other side's shares, the highest that adds at most
+    """Raise entries to a level of the other side's shares, the highest that adds at most
     the bound and leaves no share above the other side's; scaled to sum to one.
 
     Entries lack at most a share of the other side's. If one lacks its most, the level adds what is
@@ -34,10 +34,10 @@ def filled(
     ]
 
     def raised(level: float, *, is_limited: bool) -> list[float]:
-        entries = zip(shares, towards, lacking, limits, strict=True)
+        entries = zip(shares, towards, missing, limits, strict=True)
         return [
-            max(k, min(level * t, limit if is_limited else math.inf)) if lacks else k
-            for k, t, lacks, limit in entries
+            max(k, min(level * t, limit if is_limited else math.inf)) if is_missing else k
+            for k, t, is_missing, limit in entries
         ]
 
     def highest(*, is_limited: bool, is_certain: bool) -> float:
@@ -60,8 +60,8 @@ def filled(
         return max(levels)
 
     complete = level(is_limited=False)
-    entries = zip(shares, towards, lacking, limits, strict=True)
-    if any(lacks and max(k, complete * t) > limit for k, t, lacks, limit in entries):
+    entries = zip(shares, towards, missing, limits, strict=True)
+    if any(is_missing and max(k, complete * t) > limit for k, t, is_missing, limit in entries):
         towards = [*towards[:-1], max(towards[-1], LEAST_SHARE)]
         values = raised(level(is_limited=True), is_limited=True)
     else:

@@ -28,11 +28,11 @@ class CanonicalTokens:
         self._whole = KeyTable(CACHED)
 
     def are_one_token(self, contexts: Contexts, boundaries: Integers, lengths: Integers) -> Flags:
-        """Return whether one token spells the text behind each boundary, and perhaps what is before
-        it: the realised one, or the tokenizer's.
+        """Return whether one token spells the text after each boundary, and perhaps what is before
+        it: the sampled one, or the tokenizer's.
 
         Args:
-            lengths: characters of the text, at most up to the end of the realised token.
+            lengths: characters of the text, at most up to the end of the sampled token.
         """
         text, offsets = contexts.text, contexts.places.offsets[boundaries]
         stops = offsets + lengths
@@ -70,8 +70,8 @@ class CanonicalTokens:
         Args:
             before: the text of these tokens.
         """
-        wholes = [before + text for text in texts]
-        spelled = Spellings.of(self._vocabulary, self._encoder, wholes)
+        full_texts = [before + text for text in texts]
+        spelled = Spellings.of(self._vocabulary, self._encoder, full_texts)
         inside = np.flatnonzero(spelled.steps < len(ids))
         equal = inside[ids[spelled.steps[inside]] == spelled.ids[inside]]
         return np.bincount(spelled.owners[equal], minlength=len(texts)) == len(ids)

@@ -76,7 +76,7 @@ def cell_ranges(
 
     Args:
         chosen: [rows], indices of open rows, ascending.
-        known: [cells], the side's nodes behind what some rows have begun; [rows], which ones.
+        known: [cells], the side's nodes after what some rows have begun; [rows], which ones.
     """
     open_rows = places.open_rows
     boundaries, lengths = open_rows.boundaries[chosen], open_rows.begun[chosen]
@@ -87,15 +87,15 @@ def cell_ranges(
     known_nodes, is_known = known
     at = np.flatnonzero(is_known[rows])
     nodes[at] = known_nodes[cells[at]]
-    # Few tokens continue with a character that no token has behind the one before the boundary.
+    # Few tokens continue with a character that no token has after the one before the boundary.
     before = places.text.codes[places.offsets[boundaries] - 1]
     characters = names.texts.codes_at(np.zeros_like(names.boundaries))
-    sought = np.flatnonzero(~is_known[rows])
-    at, cell = rows[sought], cells[sought]
+    searched = np.flatnonzero(~is_known[rows])
+    at, cell = rows[searched], cells[searched]
     possible = vocabulary.contain(before[at], characters[cell]) | (lengths[at] == 0)
-    sought, at, cell = sought[possible], at[possible], cell[possible]
+    searched, at, cell = searched[possible], at[possible], cell[possible]
     begun = open_rows.hashes[chosen]
-    nodes[sought] = vocabulary.nodes_of(joined(begun[at], lengths[at], names.texts.hashes[cell]))
+    nodes[searched] = vocabulary.nodes_of(joined(begun[at], lengths[at], names.texts.hashes[cell]))
     kept = np.flatnonzero(nodes >= 0)
     rows, cells, nodes = rows[kept], cells[kept], nodes[kept]
     starts, stops = vocabulary.node_starts[nodes], vocabulary.node_stops[nodes]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mopd_losses.prefix.bounding_tokens import BoundingTokens, Searched
 from mopd_losses.prefix.cell_ranges import CellRanges, cell_ranges
-from mopd_losses.prefix.detours import CellDetours, Sought
 from mopd_losses.prefix.naming.decisions import Candidates
 from mopd_losses.prefix.naming.names import CellNames, Flags, name_cells
 from mopd_losses.prefix.pair import TokenizerPair
@@ -27,10 +27,10 @@ Nats = NDArray[np.float64]
 #: Least share of the teacher's mass at a boundary with which a candidate names a cell.
 NAMING_SHARE = 1e-3
 
-#: Least share of the teacher's mass at a boundary with which a cell's detours are sought.
-DETOUR_SHARE = 2e-2
+#: Least share of the teacher's mass at a boundary with which a cell's bounding tokens are searched.
+BOUNDED_SHARE = 2e-2
 
-#: Nats in place of -inf, for a realised token that the teacher excludes: sums stay finite.
+#: Nats in place of -inf, for a sampled token that the teacher excludes: sums stay finite.
 _EXCLUDED = -1e4
 
 
@@ -39,24 +39,24 @@ class Cells:
     """A teacher's distribution on (cells, rest) at each boundary."""
 
     names: CellNames
-    likely: NDArray[np.bool_]  # [cells], whether detours are worth finding
+    likely: NDArray[np.bool_]  # [cells], whether bounding tokens are worth finding
     nats: Nats  # [cells], of the teacher's mass at the boundary
     rests: Nats  # [boundaries], of the same
     masses: Nats  # [boundaries], nats: of the text since the first open row
     texts: Nats  # [boundaries], nats: of the text since the first boundary's first open row
-    detours: Nats  # [boundaries], of the teacher's mass: what cells with a detour may lack
-    lacking: NDArray[np.bool_]  # [cells], whether the teacher reaches the cell by a detour
+    bounding: Nats  # [boundaries], of the teacher's mass: the most that is missing of cells
+    missing: NDArray[np.bool_]  # [cells], whether the teacher reaches the cell by a bounding token
     unnamed: Nats  # [candidates in no cell], of the teacher's mass at the boundary
 
 
 @dataclass(frozen=True, eq=False)
 class TopK:
-    """The top-k of several completions, one after another, with one more entry for a realised token
+    """The top-k of several completions, one after another, with one more entry for a sampled token
     that is outside of it."""
 
     ids: Integers  # [rows, k + 1]
     nats: Nats  # [rows, k + 1]
-    realised: Nats  # [rows]
+    sampled: Nats  # [rows]
     tails: Nats  # [rows], of what is not in the top-k
 
     @classmethod
@@ -69,16 +69,16 @@ class TopK:
         rows, width = len(text.ids), max([part.k for part in parts], default=0) + 1
         ids = np.full((rows, width), -1, dtype=np.int64)
         nats = np.full((rows, width), -np.inf)
-        realised, tails = np.zeros(rows), np.zeros(rows)
+        sampled, tails = np.zeros(rows), np.zeros(rows)
         for first, last, part in zip(text.first_rows, text.first_rows[1:], parts, strict=False):
             ids[first:last, : part.k] = part.ids
             nats[first:last, : part.k] = part.logprobs
-            realised[first:last] = part.token_logprobs
+            sampled[first:last] = part.token_logprobs
             tails[first:last] = part.tail_logprobs
         outside = ~(ids == text.ids[:, None]).any(axis=1)
         ids[outside, -1] = text.ids[outside]
-        nats[outside, -1] = realised[outside]
-        return cls(ids, nats, realised, tails)
+        nats[outside, -1] = sampled[outside]
+        return cls(ids, nats, sampled, tails)
 
 
 def teacher_cells(
@@ -89,10 +89,10 @@ def teacher_cells(
     *,
     bounds: bool,
 ) -> Cells:
-    """Build the cells that a teacher's top-k names, and the cell of the realised text.
+    """Build the cells that a teacher's top-k names, and the cell of the sampled text.
 
     Args:
-        bounds: whether the teacher's detours are sought.
+        bounds: whether the teacher's bounding tokens are searched.
     """
     rows = _TeacherRows.of(boundaries, topk)
     contexts = Contexts.of(boundaries.teacher)
@@ -100,7 +100,7 @@ def teacher_cells(
     masses = np.maximum(masses, _EXCLUDED)
 
     def whole(numbers: Integers) -> Flags:
-        lengths = boundaries.realised[numbers]
+        lengths = boundaries.sampled[numbers]
         is_one_token = pair.student_canonical.are_one_token(student_contexts, numbers, lengths)
         chosen = np.flatnonzero(is_one_token)
         is_one_token[chosen] = pair.teacher_canonical.are_one_token(
@@ -112,24 +112,24 @@ def teacher_cells(
     names = name_cells(candidates, boundaries, pair.decisions, pair.separate, pair.marks, whole)
     entries, members = rows.members(rows.ranges(names, boundaries, pair))
     nats = rows.cell_masses(entries, members, len(names.texts))
-    likely = nats - masses[names.boundaries] >= np.log(DETOUR_SHARE)
-    detoured = CellDetours.none(len(names.texts))
+    likely = nats - masses[names.boundaries] >= np.log(BOUNDED_SHARE)
+    bounding = BoundingTokens.none(len(names.texts))
     if bounds:
         # A token that ends at the boundary may be followed by a cell: its mass is unknown.
         possible = np.logaddexp(nats, rows.ending_masses()[names.boundaries])
-        possible = possible - masses[names.boundaries] >= np.log(DETOUR_SHARE)
-        sought = Sought.of(names.texts, names.boundaries, possible, names.unnamed)
+        possible = possible - masses[names.boundaries] >= np.log(BOUNDED_SHARE)
+        searched = Searched.of(names.texts, names.boundaries, possible, names.unnamed)
         probes = probed(contexts, *rows.shorter_tokens(boundaries.teacher.text))
-        detoured = pair.teacher_detours.of(contexts, sought, names.marks, probes)
-    # A token that begins a cell, and is a detour of a longer one, may belong to either.
-    is_shared = np.isin(entries, rows.counted_entries(detoured))
+        bounding = pair.teacher_tokenizations.of(contexts, searched, names.marks, probes)
+    # A token that begins a cell, and is a bounding token of a longer one, may belong to either.
+    is_shared = np.isin(entries, rows.counted_entries(bounding))
     is_sharing = np.zeros(len(names.texts), dtype=np.bool_)
     is_sharing[members[is_shared]] = True
-    lacks = detoured.cells | is_sharing
+    is_missing = bounding.cells | is_sharing
     own = np.flatnonzero(is_sharing[members] & ~is_shared)
     known = rows.cell_masses(entries[own], members[own], len(names.texts))
     nats = np.where(is_sharing, known, nats) - masses[names.boundaries]
-    lacking, counted = rows.detour_masses(detoured)
+    missing, counted = rows.bounding_masses(bounding)
     with np.errstate(divide="ignore"):
         reduction = np.log1p(-np.minimum(np.exp(counted - masses), 1.0))
     reduction = np.maximum(reduction, _EXCLUDED)
@@ -142,7 +142,7 @@ def teacher_cells(
     # One that begins with a cell is in it.
     shares = np.where(np.isin(own_entries, entries), -np.inf, shares)
     unnamed = shares[names.unnamed_at] - reduction[names.unnamed.boundaries]
-    return Cells(names, likely, nats, rests, masses, texts, lacking - masses, lacks, unnamed)
+    return Cells(names, likely, nats, rests, masses, texts, missing - masses, is_missing, unnamed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,18 +155,18 @@ class _TeacherRows:
     kept: Integers  # [rows], indices of the teacher's open rows
     rows: Integers  # [rows], of the teacher
     begun: Integers  # [rows], characters
-    ids: Integers  # [rows, k + 1], the top-k, and the realised token if it is outside
+    ids: Integers  # [rows, k + 1], the top-k, and the sampled token if it is outside
     ranks: Integers  # [rows, k + 1], -1 if missing
     nats: Nats  # [rows, k + 1]
     counted: NDArray[np.bool_]  # [rows, k + 1], what is mass of the row at its boundary
     reaching: NDArray[np.bool_]  # [rows, k + 1], what reaches beyond the boundary
-    paths: Nats  # [rows], the realised tokens from the boundary's first row up to this one
+    paths: Nats  # [rows], the sampled tokens from the boundary's first row up to this one
     topk_ids: Integers  # [all rows, k + 1]
     topk_nats: Nats  # [all rows, k + 1]
     tails: Nats  # [all rows], of what is not in the top-k
     lowest: Nats  # [all rows], of the top-k: no other token has more
-    starts: Nats  # [boundaries], the realised tokens up to the boundary's first row
-    sums: Nats  # [all rows + 1], the realised tokens up to each row
+    starts: Nats  # [boundaries], the sampled tokens up to the boundary's first row
+    sums: Nats  # [all rows + 1], the sampled tokens up to each row
 
     @classmethod
     def of(cls, boundaries: Boundaries, topk: TopK) -> "_TeacherRows":
@@ -181,8 +181,8 @@ class _TeacherRows:
         kept = np.flatnonzero(rows.are_last() | reaching.any(axis=1))
         numbers, kept_rows = rows.boundaries[kept], rows.rows[kept]
         first = np.searchsorted(numbers, np.arange(len(boundaries)))
-        realised = np.maximum(topk.realised, _EXCLUDED)
-        sums = np.concatenate([[0.0], np.cumsum(realised)])
+        sampled = np.maximum(topk.sampled, _EXCLUDED)
+        sums = np.concatenate([[0.0], np.cumsum(sampled)])
         listed = np.where(np.isneginf(nats), np.inf, nats)[:, :-1]
         return cls(
             vocabulary=vocabulary,
@@ -211,15 +211,15 @@ class _TeacherRows:
         return np.where(self.begun == 0, 0.0, _logsumexp_rows(self.nats, self.counted))
 
     def ending_masses(self) -> Nats:
-        """[boundaries], nats: tokens that end at the boundary, without realised ones."""
+        """[boundaries], nats: tokens that end at the boundary, without sampled ones."""
         nats = _logsumexp_rows(self.nats, self.counted & ~self.reaching)
         return _logsumexp(self.paths + nats, self.boundaries, len(self.first))
 
     def shorter_tokens(self, text: TokenizedText) -> tuple[Integers, Integers, Flags]:
-        """Rows, likely tokens of the top-k with which the realised one begins, and whether detours
-        behind them are worth finding."""
-        realised = np.diff(self.sums)
-        likely = self.topk_nats >= np.minimum(realised, 0.0)[:, None] + np.log(NAMING_SHARE)
+        """Rows, likely tokens of the top-k with which the sampled one begins, and whether to find
+        bounding tokens after them."""
+        sampled = np.diff(self.sums)
+        likely = self.topk_nats >= np.minimum(sampled, 0.0)[:, None] + np.log(NAMING_SHARE)
         strings = self.vocabulary.lengths
         likely &= (self.topk_ids >= 0) & (self.topk_ids < len(strings))
         at = np.flatnonzero(likely)
@@ -231,25 +231,25 @@ class _TeacherRows:
         rows, ids = rows[same], ids[same]
         hashes = self.vocabulary.slices(ids, np.zeros_like(ids), strings[ids])
         begins = text.begins_with(text.starts[rows], hashes, strings[ids])
-        least = np.minimum(realised, 0.0) + np.log(DETOUR_SHARE)
-        sought = self.topk_nats.take(at[other][same]) >= least.take(rows)
-        return rows[begins], ids[begins], sought[begins]
+        least = np.minimum(sampled, 0.0) + np.log(BOUNDED_SHARE)
+        searched = self.topk_nats.take(at[other][same]) >= least.take(rows)
+        return rows[begins], ids[begins], searched[begins]
 
-    def detour_masses(self, detours: CellDetours) -> tuple[Nats, Nats]:
-        """[boundaries] each, nats: the tokens of all detours, and those that ``masses`` counts."""
-        matches = self.topk_ids[detours.rows] == detours.ids[:, None]
+    def bounding_masses(self, bounding: BoundingTokens) -> tuple[Nats, Nats]:
+        """[boundaries] each, nats: all bounding tokens, and those that ``masses`` counts."""
+        matches = self.topk_ids[bounding.rows] == bounding.ids[:, None]
         present = matches.any(axis=1)
-        known = _logsumexp_rows(self.topk_nats[detours.rows], matches)
-        nats = np.where(present, known, np.minimum(self.tails, self.lowest)[detours.rows])
-        nats += self.sums[detours.rows] - self.starts[detours.boundaries]
-        counted = np.where(detours.counted & present, nats, -np.inf)
+        known = _logsumexp_rows(self.topk_nats[bounding.rows], matches)
+        nats = np.where(present, known, np.minimum(self.tails, self.lowest)[bounding.rows])
+        nats += self.sums[bounding.rows] - self.starts[bounding.boundaries]
+        counted = np.where(bounding.counted & present, nats, -np.inf)
         count = len(self.first)
-        numbers = detours.boundaries
+        numbers = bounding.boundaries
         return _logsumexp(nats, numbers, count), _logsumexp(counted, numbers, count)
 
     def candidates(self, masses: Nats) -> tuple[Candidates, Nats, Integers]:
-        """Return the strings beyond each boundary of the top-k's likely tokens, and whether detours
-        to them are worth finding; their shares of the mass, nats; and their entries.
+        """Return the strings beyond each boundary of the top-k's likely tokens, and whether to find
+        their bounding tokens; their shares of the mass, nats; and their entries.
 
         Args:
             masses: [boundaries], nats, of what is open.
@@ -257,7 +257,7 @@ class _TeacherRows:
         shares = self.nats + (self.paths - masses[self.boundaries])[:, None]
         at = np.flatnonzero(self.reaching & (shares >= np.log(NAMING_SHARE)))
         rows = at // shares.shape[1]
-        likely = shares.take(at) >= np.log(DETOUR_SHARE)
+        likely = shares.take(at) >= np.log(BOUNDED_SHARE)
         candidates = Candidates(self.ids.take(at), self.begun[rows], self.boundaries[rows], likely)
         return candidates, shares.take(at), at
 
@@ -293,9 +293,9 @@ class _TeacherRows:
         nats = self.nats.take(entries) + self.paths.take(entries // self.nats.shape[1])
         return _logsumexp(nats, members, cells)
 
-    def counted_entries(self, detours: CellDetours) -> Integers:
-        """Return the entries that are detours and mass of what is open."""
-        rows, ids = detours.counted_in(self.boundaries, self.rows)
+    def counted_entries(self, bounding: BoundingTokens) -> Integers:
+        """Return the entries that are bounding tokens and mass of what is open."""
+        rows, ids = bounding.counted_in(self.boundaries, self.rows)
         at, columns = np.nonzero(self.ids[rows] == ids[:, None])
         return rows[at] * self.ids.shape[1] + columns
 

@@ -1,78 +1,45 @@
 """Prefix KL: a cross-tokenizer divergence on text, at every token boundary of either side.
 
 At a boundary ``o`` of the student's or the teacher's tokens, both models determine what comes next,
-and both distributions are in rows that are computed anyway:
-
-* The row that begins at ``o``, if the side has a boundary at ``o``.
-* **Inside a long token.** A row that begins before ``o`` determines what follows ``o`` with every
-  token that spells the text up to ``o`` and continues: the row of `` 2024`` also gives the
-  probability that ``024`` follows `` 2``.
-* **After a token that could have been longer.** The same rows count if the side does have a
-  boundary at ``o``: a student that produced ``5`` and stopped has given the probability of ``57``
-  in that very row. The next row is conditioned on having stopped.
-
-Events are named by text. A *cell* ``c`` is a string that may follow ``o``; a side's mass of it is
+in rows that are computed anyway: the row that begins at ``o``, and rows that begin before it, with
+every token that spells the text up to ``o`` and continues (the row of `` 2024`` also gives the
+probability that ``024`` follows `` 2``; a student that produced ``5`` and stopped has given the
+probability of ``57`` in that row). A *cell* ``c`` is a string that may follow ``o``; a side's mass
+of it is
 
     M(c | o) = sum over open rows r of path(r) * sum of p_r(v) over tokens v
                                                 whose bytes begin with text[start(r):o] + c
 
 and the loss compares ``M(c | o) / Z(o)`` of both sides over the cells of ``o`` and everything else
 (the rest), where ``Z(o)`` is the mass of all that is open. ``path(r)`` is the probability of the
-side's realised tokens from the first open row up to ``r``; the student's carries gradients: that is
+side's sampled tokens from the first open row up to ``r``; the student's carries gradients: that is
 how it learns to stop less, or more. All tokens that begin with a string are one range of the
-vocabulary in the order of bytes (``sorted_vocabulary``), so a mass is a sum over a range.
+vocabulary in the order of bytes (``sorted_vocabulary``), so a mass is a sum over a range. The
+teacher's candidates name the cells (``naming``); cells are disjoint events of text for any
+tokenizers, and two models that agree about text differ by nothing.
 
-The teacher's top-k names the cells: each candidate, cut where the student's tokenizer ends its
-first token beyond ``o`` (``cuts``), so that one token of the student decides it. The realised
-tokens of both sides always share a cell. Of the named strings only those stay that begin with no
-other one: cells are disjoint events of text for any tokenizers, and two models that agree about
-text differ by nothing. A cell that a longer string of the teacher begins with is distinguished at a
-later boundary, by the rows that are still open.
+**Bounds.** Mass of a cell that is part of a token which was not sampled is known by an upper bound
+only (``other_tokenizations``). Both sides are filled towards each other within these bounds
+(``unknown_mass``). The bounds are constants of the gradient: the student would learn the bounding
+tokens for the sole reason that less is known of it then. Only what is in the rest, and is mass of
+some token for certain, has a gradient: a shorter token is learned where the teacher ends it.
 
-**Longer tokens.** A teacher's `` 1`` is also a statement about `` 14``, if its tokenizer would have
-spelled that with another token. A cell excludes the student's tokens that the teacher's tokenizer
-never divides behind the cell's text (``separate_tokens``), and the realised text
-if both tokenizers spell it with one token. What is excluded may be another cell.
-
-**Other divisions of the same text.** A tokenizer that merges may divide the text before a boundary
-otherwise once a cell follows. The cell's mass is then part of a token that was not produced, and is
-known by an upper bound only (``detours``). Both sides are filled towards each other within these
-bounds (``unknown_mass``): of all distributions that the rows allow, the nearest are compared. The
-bounds are constants of the gradient: the student would learn the tokens of detours for the sole
-reason that less is known of it then. Only what is in the rest, and is mass of some token for
-certain, has a gradient: a shorter token is learned where the teacher ends it. What continues with
-the realised text is spelled by the realised tokens, so that of the realised cell the student lacks
-no more than the teacher's mass of other continuations; its shorter token, which has mass for
-certain, then leads to the rest. So it is with the text that a lookahead ends with, if it is one
-token of the student (``whole_tokens``). A text that was not sampled may begin with a shorter token
-than the cell's, too: of ``·O|SE``, the token ``·OS`` has no mass, and that of ``·O`` bounds what
-the cell lacks (``shorter_tokens``). For unlikely cells detours are not sought.
-
-**The end of a shorter token.** Inside the student's `` 192``, a teacher's comma behind `` 19`` is
-the student's token `` 19``: no token of the student contains both. The likely candidates that end
-this token are one cell, whose mass the student has in one token. Other text that ends it is part
-of the teacher's rest: the cell takes from the rest what the student's token exceeds it by. Without
-the cell, all other tokens that begin with `` 19`` would be as good as `` 19``.
+**The end of a shorter token.** Inside the student's `` 192``, a teacher's comma after `` 19`` is
+the student's token `` 19``. The likely candidates that end this token are one cell, whose mass the
+student has in one token. Other text that ends it is part of the teacher's rest: the cell takes from
+the rest what the student's token exceeds it by.
 
 **Inside a token, in expectation.** The second digit of a student's `` 47`` is compared with a
-teacher of single digits only where the student sampled `` 4``. KL(teacher || student) of the whole
-token is the first digit's plus the expectation of the second's over the *teacher's* first digits;
-sampling gives the expectation over the student's. So a boundary inside a token weighs the ratio of
-the two masses of the token's beginning, at most ``HIGHEST_RATIO``, as far as the divergence
-is an expectation over the teacher (``teacher_share``). Without it, the student learns the
-rest of a token only after the beginning.
+teacher of single digits only where the student sampled `` 4``. KL(teacher || student) of the
+complete token is the first digit's plus the expectation of the second's over the *teacher's* first
+digits; sampling gives the expectation over the student's. So a boundary inside a token weighs the
+ratio of the two masses of the token's beginning, at most ``HIGHEST_RATIO``, as far as the
+divergence is an expectation over the teacher (``teacher_share``). Where the teacher is sure of the
+beginning, ``lookaheads`` replace the ratio by the exact weight. The student's rest there is at
+least ``TAIL_FLOOR``, or the teacher's if that is less: its row has only the tokens with the same
+beginning, while most other text is divided otherwise by its tokenizer.
 
-The student's rest there is at least ``TAIL_FLOOR``, or the teacher's if that is less. The student's
-row has only the tokens with the same beginning, often no other one, while most other text is
-divided otherwise by its tokenizer: of a teacher that spells the rest of a word with six tokens of
-0.999 each, six small rests would be compared with nothing at all.
-
-**Lookaheads.** Where the teacher is sure of the beginning, its row behind it is requested if the
-completion does not continue with it (``open_tokens``, ``lookaheads``), and the rows behind the
-tokens that it is sure of next. Every sample then has the second term of that sum, with its exact
-weight, and no noise of a ratio.
-
-What is neglected: such divisions more than two tokens back, the tail of a teacher's rows that do
+What is neglected: other divisions more than two tokens back, the tail of a teacher's rows that do
 not begin at ``o``, tokens beyond the top-k that begin with a cell, and, at boundaries that the
 teacher reaches with little mass, what its top-k does not contain: such a boundary weighs
 ``mass / mass_floor``. Compared are the common blocks of both texts.
@@ -164,7 +131,7 @@ def prefix_kl(
         ``path_mass`` and ``student_path_mass`` of the text since the first open row, and
         ``path_weight``, below one if the teacher's path mass is under the floor.
     """
-    named, known, detours, begun = _student_cells(student, targets, sorted_ids, temperature)
+    named, known, bounding, begun = _student_cells(student, targets, sorted_ids, temperature)
     teacher, teacher_rest = targets.cells.to(student.dtype), targets.rests.to(student.dtype)
     retained = ~torch.isneginf(named) & ~torch.isneginf(teacher)
     unsupported = log_mass(teacher.masked_fill(retained, -torch.inf))
@@ -175,15 +142,15 @@ def prefix_kl(
     teacher_rest = teacher_rest.masked_fill(~compared, 0.0)
     student_side, teacher_side = with_tail_bucket(named, teacher, teacher_rest, retained)
     shares = teacher_side.detach()[:, :-1].exp().sum(dim=1)
-    if len(targets.detours.boundaries) or not targets.teacher_detours.isneginf().all():
+    if len(targets.bounding.boundaries) or not targets.teacher_bounds.isneginf().all():
         student_side, teacher_side = filled_sides(
             student_side,
             teacher_side,
-            UnknownMass(_with_rest(targets.lacking.to(student.dtype)), *detours),
+            UnknownMass(_with_rest(targets.missing.to(student.dtype)), *bounding),
             UnknownMass(
-                _with_rest(torch.where(targets.teacher_lacking, 0.0, -torch.inf).to(student.dtype)),
-                targets.teacher_detours.to(student.dtype),
-                torch.full_like(targets.teacher_detours, -torch.inf, dtype=student.dtype),
+                _with_rest(torch.where(targets.teacher_missing, 0.0, -torch.inf).to(student.dtype)),
+                targets.teacher_bounds.to(student.dtype),
+                torch.full_like(targets.teacher_bounds, -torch.inf, dtype=student.dtype),
             ),
         )
     # Inside a token of the student, text that no cell names is mostly divided otherwise.
@@ -260,8 +227,8 @@ def _student_cells(
     Float[Tensor, "boundaries"],
 ]:
     """The student's mass of each cell, of what is open at its boundary; that mass; the mass of its
-    detours, of what is open, and of those among them that are certainly mass of what is open; and
-    the mass of what its last open row has begun: nats."""
+    bounding tokens, of what is open, and of those among them that are certainly mass of what is
+    open; and the mass of what its last open row has begun: nats."""
     boundaries, width = targets.cells.shape
     steps = student.logprobs(targets.step_positions, targets.step_ids, temperature=temperature)
     paths = torch.zeros(
@@ -289,15 +256,15 @@ def _student_cells(
     numbers = torch.arange(boundaries, device=student.device)
     last = torch.searchsorted(targets.known.boundaries, numbers, right=True) - 1
     begun = (nats - paths[targets.known.paths])[last]
-    detours = masses(targets.detours)
-    lacking = segment_logsumexp(detours, targets.detours.boundaries, boundaries)
-    is_counted = targets.detours.cells == 1
+    bounding = masses(targets.bounding)
+    missing = segment_logsumexp(bounding, targets.bounding.boundaries, boundaries)
+    is_counted = targets.bounding.cells == 1
     counted = segment_logsumexp(
-        detours[is_counted], targets.detours.boundaries[is_counted], boundaries
+        bounding[is_counted], targets.bounding.boundaries[is_counted], boundaries
     )
     segments = targets.named.boundaries * width + targets.named.cells
     named = segment_logsumexp(masses(targets.named), segments, boundaries * width)
     open_mass = torch.where(torch.isneginf(known), 0.0, known)
     open_mass = open_mass + torch.log1p(-(counted - open_mass).exp().clamp_max(1 - TAIL_MARGIN))
     named = named.view(boundaries, width) - open_mass.unsqueeze(1)
-    return named, known, (lacking.detach() - open_mass.detach(), counted - open_mass), begun
+    return named, known, (missing.detach() - open_mass.detach(), counted - open_mass), begun

@@ -13,10 +13,10 @@ from safetensors.numpy import load_file, save
 
 from mopd_losses.alignment.byte_strings import control_characters
 from mopd_losses.prefix.canonical_tokens import CanonicalTokens
-from mopd_losses.prefix.detours import Detours
 from mopd_losses.prefix.naming.cuts import Cuts
 from mopd_losses.prefix.naming.decisions import Decisions
 from mopd_losses.prefix.naming.separate_tokens import SeparateTokens
+from mopd_losses.prefix.other_tokenizations import OtherTokenizations
 from mopd_losses.prefix.vocabulary.marked_ranges import MarkedRanges
 from mopd_losses.prefix.vocabulary.marks import Marks, MarksTable
 from mopd_losses.prefix.vocabulary.merges import Merges
@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 class TokenizerPair:
     """A student's and a teacher's vocabulary and tokenizer.
 
-    What their tokenizers were called for is kept: up to 500,000 entries of each of nine tables,
-    on disk at most 72 MB.
+    What their tokenizers were called for is kept: up to 500,000 entries of each of eleven tables,
+    on disk at most 88 MB.
 
     Args:
         folder: of the stored tables, ``prefix-KEY.safetensors`` with a key of both tokenizers; a
@@ -65,10 +65,10 @@ class TokenizerPair:
         sides = (self.student, student_encoder), (self.teacher, teacher_encoder)
         student_merges, teacher_merges = (Merges(side, encoder.merges) for side, encoder in sides)
         self.student_canonical, self.teacher_canonical = (CanonicalTokens(*side) for side in sides)
-        self.student_detours = Detours(
+        self.student_tokenizations = OtherTokenizations(
             *sides[0], student_merges, self.marks, self.student_canonical
         )
-        self.teacher_detours = Detours(
+        self.teacher_tokenizations = OtherTokenizations(
             *sides[1], teacher_merges, self.marks, self.teacher_canonical
         )
         self.student_ranges = MarkedRanges(self.student)
@@ -77,13 +77,15 @@ class TokenizerPair:
         self._tables = {
             "cuts": self.cuts.table,
             "separate_tokens": self.separate.table,
-            "student_detours": self.student_detours.table,
-            "teacher_detours": self.teacher_detours.table,
-            "student_divided_cells": self.student_detours.divided,
-            "teacher_divided_cells": self.teacher_detours.divided,
-            "teacher_probes": self.teacher_detours.probed,
-            "student_shorter_tokens": self.student_detours.shorter.table,
-            "teacher_shorter_tokens": self.teacher_detours.shorter.table,
+            "student_tokenizations": self.student_tokenizations.table,
+            "teacher_tokenizations": self.teacher_tokenizations.table,
+            "student_divided_cells": self.student_tokenizations.divided,
+            "teacher_divided_cells": self.teacher_tokenizations.divided,
+            "student_joined_texts": self.student_tokenizations.joined,
+            "teacher_joined_texts": self.teacher_tokenizations.joined,
+            "teacher_probes": self.teacher_tokenizations.probed,
+            "student_shorter_tokens": self.student_tokenizations.shorter.table,
+            "teacher_shorter_tokens": self.teacher_tokenizations.shorter.table,
         }
         if self._path is not None and self._path.exists():
             self._load(self._path)

@@ -9,11 +9,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mopd_losses.core.loss import AlignedPair
+from mopd_losses.prefix.bounding_tokens import BoundingTokens, Searched
 from mopd_losses.prefix.cell_ranges import CellRanges, cell_ranges
 from mopd_losses.prefix.cells import Cells, TopK, teacher_cells
-from mopd_losses.prefix.detours import CellDetours, Detours, Sought
 from mopd_losses.prefix.lookaheads.comparisons import LookaheadChain, LookaheadComparisons
 from mopd_losses.prefix.naming.names import CellNames
+from mopd_losses.prefix.other_tokenizations import OtherTokenizations
 from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.targets import NO_PATH, WHOLE_ROW, PrefixTargets, RangeReadings
 from mopd_losses.prefix.text.boundaries import (
@@ -39,12 +40,8 @@ class Preparation:
 
     def __init__(self, pair: TokenizerPair) -> None:
         self._pair = pair
+        self.student: SortedVocabulary = pair.student
         self.lookaheads = LookaheadComparisons(pair)
-
-    @property
-    def student(self) -> SortedVocabulary:
-        """The student's vocabulary."""
-        return self._pair.student
 
     def targets(
         self,
@@ -87,24 +84,24 @@ class Preparation:
         topk = TopK.of(teacher, [score.topk for score in scores])
         cells = teacher_cells(boundaries, topk, pair, contexts, bounds=bounds)
         names, rows = cells.names, boundaries.student.open_rows
-        detours = CellDetours.none(len(names.texts))
+        bounding = BoundingTokens.none(len(names.texts))
         if bounds:
-            sought = Sought.of(names.texts, names.boundaries, cells.likely, names.unnamed)
-            detours = pair.student_detours.of(contexts, sought, names.marks)
+            searched = Searched.of(names.texts, names.boundaries, cells.likely, names.unnamed)
+            bounding = pair.student_tokenizations.of(contexts, searched, names.marks)
 
         positions = _positions(student, offsets)
-        paths = _Paths.of(rows, detours)
-        ends = _Ends.of(cells, contexts, detours, pair.student_detours)
+        paths = _Paths.of(rows, bounding)
+        ends = _Ends.of(cells, contexts, bounding, pair.student_tokenizations)
         columns = ranks_in_runs(np.bincount(names.boundaries, minlength=len(boundaries)))
         named = self._named_ranges(names, boundaries)
-        # A token that begins a cell, and is a detour of a longer one, may belong to either.
-        counted, ids = detours.counted_in(rows.boundaries, rows.rows)
-        shares = self._realised_shares(cells, contexts, np.flatnonzero(detours.cells))
+        # A token that begins a cell, and is a bounding token of a longer one, may belong to either.
+        counted, ids = bounding.counted_in(rows.boundaries, rows.rows)
+        shares = self._sampled_shares(cells, contexts, np.flatnonzero(bounding.cells))
         shares += _expected_shares(cells, contexts, named, chains)
-        lacking = np.where(detours.cells, other_texts(shares), -np.inf)
+        missing = np.where(bounding.cells, other_texts(shares), -np.inf)
         named, sharing = named.without(counted, pair.student.ranks[ids])
-        lacking[sharing] = 0.0
-        table = _CellTable.of(cells, ends, columns, lacking)
+        missing[sharing] = 0.0
+        table = _CellTable.of(cells, ends, columns, missing)
         masses = torch.from_numpy(cells.masses).exp().clamp_max(1.0)
         return PrefixTargets(
             positions=torch.from_numpy(positions[rows.rows[rows.last]]),
@@ -117,65 +114,65 @@ class Preparation:
             weights=(masses / mass_floor).clamp_max(1.0) if mass_floor else torch.ones_like(masses),
             named=_named_readings(named, columns, ends, rows, positions, paths),
             known=_known_readings(rows, positions, paths),
-            detours=_detour_readings(detours, pair.student.ranks, rows, positions, paths),
-            lacking=table.lacking,
+            bounding=_bounding_readings(bounding, pair.student.ranks, rows, positions, paths),
+            missing=table.missing,
             ends=table.ends,
-            teacher_detours=torch.from_numpy(cells.detours),
-            teacher_lacking=table.teacher_lacking,
+            teacher_bounds=torch.from_numpy(cells.bounding),
+            teacher_missing=table.teacher_missing,
             path_boundaries=torch.from_numpy(paths.boundaries),
             step_paths=torch.from_numpy(paths.steps),
             step_positions=torch.from_numpy(positions[paths.step_rows]),
             step_ids=torch.from_numpy(student.ids[paths.step_rows]),
         )
 
-    def _realised_shares(
+    def _sampled_shares(
         self, cells: Cells, contexts: Contexts, at: Integers
     ) -> NDArray[np.float64]:
         """[cells], of the teacher's mass of each cell: text that continues with the student's
-        realised tokens, up to the end of the one behind the cell.
+        sampled tokens, up to the end of the one after the cell.
 
-        It is spelled by them: the student has no detour to it.
+        It is spelled by them: the student has no bounding token to it.
 
         Args:
-            at: the cells with a detour; of others, it is 0.
+            at: the cells with a bounding token; of others, it is 0.
         """
         names, places = cells.names, contexts.places
         text, covering = places.text, places.rows
         numbers = names.boundaries[at]
         texts = names.texts.at(at)
-        realised = text.begins_with(places.offsets[numbers], texts.hashes, texts.lengths)
-        at, numbers = at[realised], numbers[realised]
+        sampled = text.begins_with(places.offsets[numbers], texts.hashes, texts.lengths)
+        at, numbers = at[sampled], numbers[sampled]
         kept = self._contain_the_token(cells, places, at)
         at, numbers = at[kept], numbers[kept]
-        # The boundary behind the token that follows the covering one.
-        behind = places.boundaries_of_rows[covering[numbers] + 2]
+        # The boundary after the token that follows the covering one.
+        after = places.boundaries_of_rows[covering[numbers] + 2]
         completions = np.searchsorted(text.first_rows, covering, side="right")
-        same = completions[numbers] == completions[behind]
-        kept = np.flatnonzero((behind >= 0) & same)
-        at, numbers, behind = at[kept], numbers[kept], behind[kept]
-        kept = self._pair.student_canonical.are_canonical(contexts, behind)
-        at, numbers, behind = at[kept], numbers[kept], behind[kept]
+        same = completions[numbers] == completions[after]
+        kept = np.flatnonzero((after >= 0) & same)
+        at, numbers, after = at[kept], numbers[kept], after[kept]
+        kept = self._pair.student_canonical.are_canonical(contexts, after)
+        at, numbers, after = at[kept], numbers[kept], after[kept]
         results = np.zeros(len(names.boundaries))
-        results[at] = np.exp(cells.texts[behind] - cells.texts[numbers] - cells.nats[at])
+        results[at] = np.exp(cells.texts[after] - cells.texts[numbers] - cells.nats[at])
         return results
 
     def _contain_the_token(self, cells: Cells, places: Places, at: Integers) -> NDArray[np.bool_]:
-        """Return whether the student's realised tokens belong to cells with which the text
+        """Return whether the student's sampled tokens belong to cells with which the text
         continues: a longer token may be excluded, and what follows a shorter one is unknown."""
         names, text = cells.names, places.text
         numbers = names.boundaries[at]
         starts, stops = places.offsets[numbers], text.ends[places.rows[numbers]]
         results = stops - starts >= names.texts.lengths[at]
         longer = stops - starts > names.texts.lengths[at]
-        sought = np.flatnonzero(longer & (names.marks[at] != UNMARKED))
-        starts, stops = starts[sought], stops[sought]
+        searched = np.flatnonzero(longer & (names.marks[at] != UNMARKED))
+        starts, stops = starts[searched], stops[searched]
 
         def strings(indices: Integers) -> list[str]:
             columns = (starts[indices].tolist(), stops[indices].tolist())
             return [text.symbols[start:stop] for start, stop in zip(*columns, strict=True)]
 
         hashes = text.slices(starts, stops)
-        results[sought] = self._pair.marks.belong(names.marks[at[sought]], hashes, strings)
+        results[searched] = self._pair.marks.belong(names.marks[at[searched]], hashes, strings)
         return results
 
     def _named_ranges(self, names: CellNames, boundaries: Boundaries) -> CellRanges:
@@ -193,23 +190,23 @@ class Preparation:
 
 @dataclass(frozen=True, eq=False)
 class _Paths:
-    """Paths to each open row and each detour, see ``PrefixTargets``."""
+    """Paths to each open row and each bounding token, see ``PrefixTargets``."""
 
     first_rows: Integers  # [boundaries], where its paths begin
-    ids: Integers  # [open rows + detours], or NO_PATH
+    ids: Integers  # [open rows + bounding tokens], or NO_PATH
     boundaries: Integers  # [paths]
     steps: Integers  # [steps], the path
     step_rows: Integers  # [steps]
 
     @classmethod
-    def of(cls, rows: OpenRows, detours: CellDetours) -> "_Paths":
+    def of(cls, rows: OpenRows, bounding: BoundingTokens) -> "_Paths":
         """Number the paths in the order of boundaries."""
         first_rows = rows.rows[rows.first]
-        np.minimum.at(first_rows, detours.boundaries, detours.rows)
-        boundaries = np.concatenate([rows.boundaries, detours.boundaries])
+        np.minimum.at(first_rows, bounding.boundaries, bounding.rows)
+        boundaries = np.concatenate([rows.boundaries, bounding.boundaries])
         order = np.argsort(boundaries, kind="stable")
         boundaries = boundaries[order]
-        counts = np.concatenate([rows.rows, detours.rows])[order] - first_rows[boundaries]
+        counts = np.concatenate([rows.rows, bounding.rows])[order] - first_rows[boundaries]
         has_path = counts > 0
         ordered = np.where(has_path, np.cumsum(has_path) - 1, NO_PATH)
         ids = np.empty_like(ordered)
@@ -221,26 +218,26 @@ class _Paths:
 
 @dataclass(frozen=True, eq=False)
 class _Ends:
-    """Cells of the student's token that ends at a boundary inside its realised one."""
+    """Cells of the student's token that ends at a boundary inside its sampled one."""
 
     boundaries: Integers  # [ends], ascending
-    columns: Integers  # [ends], behind those of the other cells
+    columns: Integers  # [ends], after those of the other cells
     nats: NDArray[np.float64]  # [ends], of the teacher's mass: the likely texts that end the token
     rests: NDArray[np.float64]  # [ends], of the same: without these texts
 
     @classmethod
     def of(
-        cls, cells: Cells, contexts: Contexts, detours: CellDetours, student: Detours
+        cls, cells: Cells, contexts: Contexts, bounding: BoundingTokens, student: OtherTokenizations
     ) -> "_Ends":
-        """Find the likely texts that are in no cell and end a token, but where a cell lacks mass
-        that this token may have. Where all of them do, so do unlikely ones: each is not worth a
-        call of the tokenizer."""
+        """Find the likely texts that are in no cell and end a token, but where mass of a cell is
+        missing that this token may have. Where all of them do, so do unlikely ones: each is not
+        worth a call of the tokenizer."""
         names, count = cells.names.unnamed, len(contexts.covering_rows)
         masses = np.exp(cells.unnamed)
         likely, unlikely = np.flatnonzero(names.likely), np.flatnonzero(~names.likely)
         own = names.boundaries[likely]
         ending = student.end_a_token(contexts, own, names.texts.at(likely))
-        ending &= ~np.isin(own, detours.boundaries[detours.counted])
+        ending &= ~np.isin(own, bounding.boundaries[bounding.counted])
         totals = np.bincount(own[ending], weights=masses[likely[ending]], minlength=count)
         boundaries = np.flatnonzero(totals)
         others = np.bincount(own[~ending], minlength=count)
@@ -260,29 +257,29 @@ class _CellTable:
 
     nats: Tensor  # [boundaries, cells], of the teacher's mass
     rests: Tensor  # [boundaries], of its mass outside all cells
-    lacking: Tensor  # [boundaries, cells], nats
-    teacher_lacking: Tensor  # [boundaries, cells], and the following
+    missing: Tensor  # [boundaries, cells], nats
+    teacher_missing: Tensor  # [boundaries, cells], and the following
     ends: Tensor
 
     @classmethod
     def of(
-        cls, cells: Cells, ends: _Ends, columns: Integers, lacking: NDArray[np.float64]
+        cls, cells: Cells, ends: _Ends, columns: Integers, missing: NDArray[np.float64]
     ) -> "_CellTable":
         """Place all cells.
 
         Args:
-            columns: [cells], as ``lacking``.
+            columns: [cells], as ``missing``.
         """
         widest = np.concatenate([columns, ends.columns]).max(initial=-1)
         shape = (len(cells.rests), int(widest) + 1)
         nats = torch.full(shape, -torch.inf, dtype=torch.float64)
-        lacks = torch.full_like(nats, -torch.inf)
+        missing_table = torch.full_like(nats, -torch.inf)
         flags = torch.zeros((2, *shape), dtype=torch.bool)
-        table = cls(nats, torch.from_numpy(cells.rests.copy()), lacks, *flags)
+        table = cls(nats, torch.from_numpy(cells.rests.copy()), missing_table, *flags)
         at = torch.from_numpy(cells.names.boundaries), torch.from_numpy(columns)
         table.nats[at] = torch.from_numpy(cells.nats)
-        table.lacking[at] = torch.from_numpy(lacking)
-        table.teacher_lacking[at] = torch.from_numpy(cells.lacking)
+        table.missing[at] = torch.from_numpy(missing)
+        table.teacher_missing[at] = torch.from_numpy(cells.missing)
         at = torch.from_numpy(ends.boundaries), torch.from_numpy(ends.columns)
         table.nats[at] = torch.from_numpy(ends.nats)
         table.ends[at] = True
@@ -370,19 +367,19 @@ def _known_readings(rows: OpenRows, positions: Integers, paths: _Paths) -> Range
     )
 
 
-def _detour_readings(
-    detours: CellDetours, ranks: Integers, rows: OpenRows, positions: Integers, paths: _Paths
+def _bounding_readings(
+    bounding: BoundingTokens, ranks: Integers, rows: OpenRows, positions: Integers, paths: _Paths
 ) -> RangeReadings:
-    """Return the tokens of detours.
+    """Return the tokens of bounding tokens.
 
     Args:
         ranks: [vocabulary].
     """
-    own = ranks[detours.ids]
+    own = ranks[bounding.ids]
     return _readings(
-        detours.boundaries,
-        detours.counted.astype(np.int64),
-        positions[detours.rows],
+        bounding.boundaries,
+        bounding.counted.astype(np.int64),
+        positions[bounding.rows],
         own,
         own + 1,
         paths.ids[len(rows.rows) :],

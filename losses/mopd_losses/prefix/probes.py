@@ -13,17 +13,17 @@ from mopd_losses.prefix.text.contexts import Contexts
 from mopd_losses.prefix.text.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import Integers, indices_in_runs, ranks_in_runs
 
-#: Tokens that are tried behind a shorter token.
+#: Tokens that are tried after a shorter token.
 _PROBES = 4
 
-#: The longest end of a text behind a shorter token, in characters, and how many tokens that begin
+#: The longest end of a text after a shorter token, in characters, and how many tokens that begin
 #: with it are tried: a token may cross a boundary, although none begins where the shorter one ends.
-LONGEST_END, PROBES_BEHIND_ENDS = 2, 8
+LONGEST_END, PROBES_AFTER_ENDS = 2, 8
 
 
 @dataclass(frozen=True, eq=False)
 class Probes:
-    """Strings that may follow a boundary behind a token that is shorter than a realised one."""
+    """Strings that may follow a boundary after a token that is shorter than a sampled one."""
 
     texts: Strings  # [n]
     boundaries: Integers  # [n]
@@ -37,8 +37,8 @@ def probed(
 
     Args:
         rows: ascending.
-        tokens: of these rows, shorter than the realised ones, which begin with them.
-        likely: [tokens], whether tokens are tried that begin behind the shorter one, too.
+        tokens: of these rows, shorter than the sampled ones, which begin with them.
+        likely: [tokens], whether tokens are tried that begin after the shorter one, too.
     """
     text, vocabulary = contexts.text, contexts.text.vocabulary
     first, last = np.searchsorted(rows, [contexts.first_rows, contexts.covering_rows + 1])
@@ -56,13 +56,13 @@ def probed(
     boundaries, ends, offsets, rows = map(np.concatenate, zip(*columns, strict=True))
     nodes = vocabulary.nodes_of(text.slices(ends, offsets))
     longer, stops = vocabulary.node_longer[nodes], vocabulary.node_stops[nodes]
-    most = np.where(np.arange(len(nodes)) < int(kept.sum()), _PROBES, PROBES_BEHIND_ENDS)
+    most = np.where(np.arange(len(nodes)) < int(kept.sum()), _PROBES, PROBES_AFTER_ENDS)
     steps = np.maximum(-(-(stops - longer) // most), 1)
     counts = -(-(stops - longer) // steps)
     index = np.repeat(np.arange(len(counts)), counts)
     ranks = longer[index] + ranks_in_runs(counts) * steps[index]
     ids, starts = vocabulary.ids[ranks], (offsets - ends)[index]
-    # Nothing is a probe, too: tokens behind the shorter one may end at the boundary.
+    # Nothing is a probe, too: tokens after the shorter one may end at the boundary.
     nothing = np.flatnonzero(likely[at])
     repeated = (np.diff(boundaries[nothing]) == 0) & (np.diff(rows[nothing]) == 0)
     nothing = np.delete(nothing, np.flatnonzero(repeated) + 1)

@@ -54,7 +54,7 @@ class RangeReadings:
 class PrefixTargets:
     """Boundaries in the order of their positions; natural logs in float64, rounded by the loss.
 
-    A missing cell has ``-inf``. A path is a run of the student's realised tokens, from the first
+    A missing cell has ``-inf``. A path is a run of the student's sampled tokens, from the first
     row that is open at a boundary up to another open row; a path belongs to one boundary, paths are
     in the order of boundaries and steps in the order of paths.
     """
@@ -68,18 +68,18 @@ class PrefixTargets:
     """Nats, the teacher's, of the text since the start of the student's token that covers the
     boundary; NaN where none does or its start is not compared."""
     in_every_sample: Bool[Tensor, "boundaries"]
-    """True for the boundaries behind open tokens (``lookaheads``), which every sample
+    """True for the boundaries after open tokens (``lookaheads``), which every sample
     compares."""
     weights: Float[Tensor, "boundaries"]
     named: RangeReadings  # summed for each cell
     known: RangeReadings  # summed for everything that is open
-    detours: RangeReadings  # summed for what cells may lack; column 1 if also in ``known``
-    lacking: Float[Tensor, "boundaries cells"]
-    """Nats, of the teacher's mass of the cell: what the student may reach by a detour. -inf for a
-    cell without one."""
+    bounding: RangeReadings  # summed for what may be missing; column 1 if also in ``known``
+    missing: Float[Tensor, "boundaries cells"]
+    """Nats, of the teacher's mass of the cell: the most that is missing of the student's. -inf for
+    a cell without a bounding token."""
     ends: Bool[Tensor, "boundaries cells"]  # the student's token that ends at the boundary
-    teacher_detours: Float[Tensor, "boundaries"]  # nats, of its mass: what cells may lack
-    teacher_lacking: Bool[Tensor, "boundaries cells"]
+    teacher_bounds: Float[Tensor, "boundaries"]  # nats, of its mass: the most that is missing
+    teacher_missing: Bool[Tensor, "boundaries cells"]
     path_boundaries: Int64[Tensor, "paths"]
     step_paths: Int64[Tensor, "steps"]
     step_positions: Int64[Tensor, "steps"]
@@ -102,7 +102,7 @@ class PrefixTargets:
             first_positions=part.first_positions - start,
             named=self.named.between(first, last, start, first_path),
             known=self.known.between(first, last, start, first_path),
-            detours=self.detours.between(first, last, start, first_path),
+            bounding=self.bounding.between(first, last, start, first_path),
             path_boundaries=self.path_boundaries[first_path:last_path] - first,
             step_paths=self.step_paths[steps] - first_path,
             step_positions=self.step_positions[steps] - start,
@@ -133,10 +133,10 @@ _OF_BOUNDARIES = (
     "token_masses",
     "in_every_sample",
     "weights",
-    "lacking",
+    "missing",
     "ends",
-    "teacher_detours",
-    "teacher_lacking",
+    "teacher_bounds",
+    "teacher_missing",
 )
 
 

@@ -31,28 +31,28 @@ _LEAST_OTHERS = 1e-12
 class UnknownMass:
     """Mass of one side that is in none of its known entries."""
 
-    lacking: Float[Tensor, "boundaries entries"]
-    """Nats, of the other side's mass of an entry: the most that it lacks. -inf for nothing, 0 for
+    missing: Float[Tensor, "boundaries entries"]
+    """Nats, of the other side's mass of an entry: the most that is missing. -inf for nothing, 0 for
     any mass; between them at most two entries of a boundary."""
     bound: Float[Tensor, "boundaries"]
-    """Nats, of the known mass: the most that all entries lack."""
+    """Nats, of the known mass: the most that is missing of all entries."""
     least: Float[Tensor, "boundaries"]
-    """Nats, of the known mass: the least that all entries lack. It only counts where an entry lacks
-    its most; else all of it can be where the other side has its mass. What of it is in the rest has
-    a gradient, whereas the bound is a constant."""
+    """Nats, of the known mass: the least that is missing. It only counts where the most is missing
+    of an entry; else all of it can be where the other side has its mass. What of it is in the rest
+    has a gradient, whereas the bound is a constant."""
 
 
 def other_texts(shares: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the nats of what texts with some shares of an entry leave to others. Never nothing:
-    that is an entry that lacks no mass."""
+    that is an entry without missing mass."""
     return np.log1p(-np.clip(shares, 0.0, 1 - _LEAST_OTHERS))
 
 
 def filled_sides(
     student: Float[Tensor, "boundaries entries"],
     teacher: Float[Tensor, "boundaries entries"],
-    student_lacks: UnknownMass,
-    teacher_lacks: UnknownMass,
+    student_missing: UnknownMass,
+    teacher_missing: UnknownMass,
 ) -> tuple[Float[Tensor, "boundaries entries"], Float[Tensor, "boundaries entries"]]:
     """Fill both sides towards each other: log-probabilities.
 
@@ -61,8 +61,8 @@ def filled_sides(
     """
     student_filled, teacher_filled = student, teacher
     for _ in range(_ALTERNATIONS):
-        teacher_filled = filled(teacher, student_filled, teacher_lacks)
-        student_filled = filled(student, teacher_filled, student_lacks)
+        teacher_filled = filled(teacher, student_filled, teacher_missing)
+        student_filled = filled(student, teacher_filled, student_missing)
     return student_filled, teacher_filled
 
 
@@ -71,7 +71,7 @@ def filled(
     towards: Float[Tensor, "boundaries entries"],
     unknown: UnknownMass,
 ) -> Float[Tensor, "boundaries entries"]:
-    """Fill lacking entries to ``max(known, level * towards)`` and scale the result to one.
+    """Fill entries to ``max(known, level * towards)`` where mass is missing, and scale to one.
 
     The level is the highest at which the added mass is within the bound and no entry exceeds its
     share in ``towards``. If all of ``least`` is added at a level, and an entry would then lack more
@@ -87,16 +87,16 @@ def filled(
     total = known.logsumexp(dim=1, keepdim=True)  # above one by the margin of a rest
     known = torch.where(bounded, known - total, known)
     bound = unknown.bound.clamp_max(_HIGHEST_BOUND).exp().unsqueeze(1)
-    reachable = bounded & ~torch.isneginf(unknown.lacking) & (towards > _LEAST_SHARE)
+    reachable = bounded & ~torch.isneginf(unknown.missing) & (towards > _LEAST_SHARE)
     result = _raised(known, towards, reachable, bound)
-    limited = reachable & (unknown.lacking < 0)
+    limited = reachable & (unknown.missing < 0)
     rows = limited.any(dim=1).nonzero().squeeze(1)
     if len(rows):
         least = unknown.least[rows].detach().clamp_max(_HIGHEST_BOUND).exp().unsqueeze(1)
         sides, within = (known[rows], _with_some_rest(towards[rows])), bound[rows]
-        limits = unknown.lacking[rows].exp() * sides[1].exp() * (1 + within)
+        limits = unknown.missing[rows].exp() * sides[1].exp() * (1 + within)
         limits = sides[0].exp() + limits.detach()
-        can_lack = bounded[rows] & ~torch.isneginf(unknown.lacking[rows])
+        can_lack = bounded[rows] & ~torch.isneginf(unknown.missing[rows])
         can_lack = can_lack & (sides[1] >= _LEAST_SHARE)
         levels = limits / sides[1].exp()
         exceeds = torch.zeros_like(can_lack)

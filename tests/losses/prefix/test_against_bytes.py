@@ -1,7 +1,7 @@
 """Prefix KL, compared with the exact next-byte distributions of both models.
 
 The oracle (``tests/reference/byte_model.py``) is the divergence of the two models as distributions
-over texts: at each byte of a text it compares what follows it, with rows behind tokens that were
+over texts: at each byte of a text it compares what follows it, with rows after tokens that were
 not sampled. In expectation over the teacher's texts it is KL(teacher || student) of texts, and it
 is 0 for models that agree. Prefix KL has the rows of the sampled tokens, and lookaheads, only. It
 compares at the boundaries of tokens, so its sum over a text is neither an upper nor a lower bound

@@ -69,11 +69,11 @@ def test_differing_texts_are_compared_in_every_common_block() -> None:
         for side, text in zip((student, teacher), texts, strict=True)
     ]
     rows = len(sequences[1])
-    realised = np.full(rows, -0.1, dtype=np.float32)
+    sampled = np.full(rows, -0.1, dtype=np.float32)
     topk = TopKLogprobs(
         ids=sequences[1].token_ids[:, None],
-        logprobs=realised[:, None],
-        token_logprobs=realised,
+        logprobs=sampled[:, None],
+        token_logprobs=sampled,
         tail_logprobs=np.full(rows, np.log1p(-np.exp(-0.1)), dtype=np.float32),
     )
     pair = AlignedPair(

@@ -21,14 +21,14 @@ def test_bounds_are_of_both_sides_or_there_are_none(bounds: bool) -> None:
         names |= {
             name
             for name, is_present in (
-                ("detours", len(targets.detours.boundaries) > 0),
-                ("lacking", not targets.lacking.isneginf().all()),
-                ("teacher_detours", not targets.teacher_detours.isneginf().all()),
-                ("teacher_lacking", bool(targets.teacher_lacking.any())),
+                ("bounding", len(targets.bounding.boundaries) > 0),
+                ("missing", not targets.missing.isneginf().all()),
+                ("teacher_bounds", not targets.teacher_bounds.isneginf().all()),
+                ("teacher_missing", bool(targets.teacher_missing.any())),
             )
             if is_present
         }
-    expected = {"detours", "lacking", "teacher_detours", "teacher_lacking"}
+    expected = {"bounding", "missing", "teacher_bounds", "teacher_missing"}
     assert names == (expected if bounds else set())
 
 

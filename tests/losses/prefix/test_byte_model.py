@@ -194,7 +194,7 @@ def test_the_error_by_omitted_contexts_is_within_the_bound(seed: int, share: flo
 def test_rows_are_requested_once_and_only_where_their_share_counts() -> None:
     side = Tongue.of("bb", "bbb", by_merges=True)
     rows = _Rows(side, "ab", 1, 1.0)
-    # Behind `b`, most of the mass is of longer tokens.
+    # After `b`, most of the mass is of longer tokens.
     rough, exact = (byte_model(side, rows, least_share=s).next_bytes(b"b") for s in (0.9, 0.0))
     assert (rough.rows, exact.rows) == (1, 2)
     assert rough.omitted[1] > exact.omitted[1] == 0

@@ -257,7 +257,7 @@ def test_the_tokens_before_an_open_token_are_likely(is_likely: bool) -> None:
     rows = [first, {"7": 1.0}, {"1": 0.6, "2": 0.4}, {END: 1.0}]
     pair, comparison = of_rows(Tongue.of("571", "572"), DIGITS, "571", rows)
     sides = comparison.student, comparison.score, comparison.alignment
-    tokens = pair.preparation.lookaheads.open_tokens.of(*sides, realised=True)
+    tokens = pair.preparation.lookaheads.open_tokens.of(*sides, sampled=True)
     assert [token.text for token in tokens] == (["5", "7"] if is_likely else [])
 
 
@@ -269,13 +269,13 @@ def test_a_part_of_a_longer_token_is_not_in_every_sample(longer: tuple[str, ...]
     rows[torch.arange(len(texts)), DIGITS.ids(texts)] = 0.0
     comparison = compared(pair, student.ids(["5", "78", END]), DIGITS.ids(texts), rows, k=3)
     sides = comparison.student, comparison.score, comparison.alignment
-    tokens = pair.preparation.lookaheads.open_tokens.of(*sides, realised=True)
+    tokens = pair.preparation.lookaheads.open_tokens.of(*sides, sampled=True)
     assert [token.text for token in tokens] == ([] if longer else ["7"])
 
 
 @pytest.mark.parametrize("number", ["sieben", None])
 def test_a_token_is_open_if_a_rare_token_of_the_student_continues_it(number: str | None) -> None:
-    # Behind the teacher's space only numbers follow: it has the student's other words.
+    # After the teacher's space only numbers follow: it has the student's other words.
     # More tokens than FEW begin with the first one, which decides nothing.
     words = [" a", *(f" {first}{second}" for first in "ab" for second in "bcdefghijklmnopqrstu")]
     assert len(words) > TRIED
@@ -283,7 +283,7 @@ def test_a_token_is_open_if_a_rare_token_of_the_student_continues_it(number: str
     teacher = Tongue.of(*words, without_merges=True)
     pair, comparison = of_rows(student, teacher, "x", [{" ": 0.99, "x": 0.01}, {END: 1.0}])
     sides = comparison.student, comparison.score, comparison.alignment
-    tokens = pair.preparation.lookaheads.open_tokens.of(*sides, realised=False)
+    tokens = pair.preparation.lookaheads.open_tokens.of(*sides, sampled=False)
     assert [token.text for token in tokens] == ([" "] if number else [])
 
 
@@ -333,8 +333,8 @@ def test_the_token_that_a_lookahead_ends_with_needs_no_detour(sampled: str, is_s
     logits[2, student.end] = 0.0
     logits.requires_grad_()
     targets = pair.targets([comparison])
-    limits = [share for share in targets.lacking.exp().flatten().tolist() if 0 < share < 1]
-    # The others than abcde and the sampled abcg, of c, and of d behind it.
+    limits = [share for share in targets.missing.exp().flatten().tolist() if 0 < share < 1]
+    # The others than abcde and the sampled abcg, of c, and of d after it.
     others = [1 - 0.99 * 0.99 - 0.01, 1 - 0.99] if sampled == "abcgb" else [1 - 0.99 * 0.99]
     unsure = [0.99] if sampled == "abcgb" else []
     assert limits == pytest.approx(others if is_sure else unsure, abs=1e-6)
@@ -356,14 +356,14 @@ def test_what_continues_a_longer_token_is_not_of_the_token_that_a_lookahead_ends
     rows = [following[""], {"b": 1.0}, {END: 1.0}]
     pair, comparison = of_rows(student, teacher, "zb", rows)
     comparison = with_lookaheads(pair, comparison, rows_behind(following, teacher))
-    lacking = pair.targets([comparison]).lacking.exp()
-    limits = [share for share in lacking.flatten().tolist() if 0 < share < 1]
+    missing = pair.targets([comparison]).missing.exp()
+    limits = [share for share in missing.flatten().tolist() if 0 < share < 1]
     assert limits == pytest.approx([1 - 0.99 * 0.99 * 0.6], abs=1e-6)
 
 
 @every_divergence
 def test_a_shorter_token_is_learned_where_the_teacher_ends_it(divergence: str) -> None:
-    # `abca` is `ab|c|a`, so that `ab` could lead to `c`: but behind `ab`, the teacher ends it.
+    # `abca` is `ab|c|a`, so that `ab` could lead to `c`: but after `ab`, the teacher ends it.
     student = Tongue.of("ab", "abcd", "bb", without_merges=True)
     teacher = Tongue.of("ab", without_merges=True)
     following = {"": {"ab": 0.9, "z": 0.1}, "ab": {"b": 0.98, "c": 0.02}}
@@ -483,7 +483,7 @@ def test_a_longer_token_that_the_teacher_begins_with_another_one_is_separate(
 @every_divergence
 @pytest.mark.parametrize("sampled", ["14", "1"])
 def test_a_shorter_token_of_the_teacher_excludes_longer_ones(sampled: str, divergence: str) -> None:
-    # The teacher writes "1" and "14" behind a space as " 1" and " |14": " 1" excludes "14" and
+    # The teacher writes "1" and "14" after a space as " 1" and " |14": " 1" excludes "14" and
     # "15", but not "140", which it writes as " 1|40".
     student = Tongue.of("14", "15", "140", by_merges=True)
     teacher = Tongue.of("40", "14", "15", " 1", by_merges=True)
@@ -596,7 +596,7 @@ def test_a_student_with_longer_tokens_learns_the_token_that_the_teacher_ends(
 
 @pytest.mark.parametrize(("share", "agrees"), [(0.93, True), (0.98, True), (0.8, False)])
 def test_unlikely_texts_may_end_the_token_too(share: float, agrees: bool) -> None:
-    # 0.05 of the teacher's mass is outside its top-k: perhaps another text behind 19.
+    # 0.05 of the teacher's mass is outside its top-k: perhaps another text after 19.
     rows = [{"19": 1.0}, {",": 0.93, "2": 0.02}, {",": 1.0}, {END: 1.0}]
     pair, comparison = of_rows(NINETEENS, TENS, "192,", rows)
     logits = torch.full((3, NINETEENS.logit_width), -60.0, dtype=torch.float64)

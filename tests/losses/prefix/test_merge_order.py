@@ -1,4 +1,4 @@
-"""Tokens behind each other, by the order of merges: against trials of all tokens."""
+"""Tokens after each other, by the order of merges: against trials of all tokens."""
 
 import random
 from functools import cache

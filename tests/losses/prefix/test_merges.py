@@ -22,13 +22,13 @@ LOWEST = -60
         ("ab", 6, 12, 0),  # the student's `bbb`, but `bb|bb`
         ("abcd", 3, 12, 5),  # the student's `cd`, but `c|da`
         ("ab", 5, 12, 2),  # the student's `bbb`, but `bb|bb`, inside a token
-        ("ab", 6, 6, 8),  # the student's `baa`, but of a teacher's `aa` behind `b`, its `a`
+        ("ab", 6, 6, 8),  # the student's `baa`, but of a teacher's `aa` after `b`, its `a`
         ("abc", 4, 12, 24),  # the teacher's `a|c` inside its `aaa`, and its unlikely `acb`
         ("ab", 6, 6, 14),  # the teacher's `aa|b` inside its `aabb`
         ("ab", 6, 12, 10),  # the student's `ab`, in front of much that is unlikely
         ("abcd", 3, 12, 11),  # the student's `bd|a`, inside its `b|dc`
         ("ab", 6, 6, 32),  # the student's `bab|b`, and its token `bb`
-        ("ab", 6, 12, 27),  # its realised `baa` does not show where its `ba` belongs
+        ("ab", 6, 12, 27),  # its sampled `baa` does not show where its `ba` belongs
     ],
 )
 def test_text_that_is_one_token_until_more_follows_has_hardly_any_loss(
@@ -96,7 +96,7 @@ def test_tokens_of_parts_of_several_characters_have_no_loss(
 def test_a_boundary_inside_the_last_token_equals_the_slow_twin(
     student: list[str], teacher: list[str], text: str, seed: int
 ) -> None:
-    # The completion is cut: no row is behind the token.
+    # The completion is cut: no row is after the token.
     pair = Pair(merging_tokenizer(student, "<over>"), merging_tokenizer(teacher, "<stop>"))
     ids = pair.student.encoder.encode(text), pair.teacher.encoder.encode(text)
     torch.manual_seed(seed)

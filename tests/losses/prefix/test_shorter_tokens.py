@@ -55,7 +55,7 @@ def test_a_candidate_that_begins_with_another_token_has_no_loss(texts: tuple[str
 
 
 def test_a_token_that_another_text_divides_has_no_loss() -> None:
-    # The student has `ab|x`, but `a|bcd`, of which the teacher's `c` behind `ab` is the third
+    # The student has `ab|x`, but `a|bcd`, of which the teacher's `c` after `ab` is the third
     # letter.
     student = tongue("<over>", [("c", "d"), ("b", "cd"), ("a", "b")])
     teacher = tongue("<stop>", [("a", "b"), ("x", "y")])
@@ -93,7 +93,7 @@ def test_a_shorter_token_that_is_a_cell_itself_may_belong_to_the_longer_one(
 
 @pytest.mark.parametrize("texts", [("-paidb", "-painx", "-pains"), ("-paidb", "-painx", "-paix")])
 def test_what_a_longer_cell_excludes_stays_in_the_shorter_one(texts: tuple[str, ...]) -> None:
-    # Behind `p`, the text `ai` of `p|ai|d` is no part of the cell `a`, which `pa` begins; but that
+    # After `p`, the text `ai` of `p|ai|d` is no part of the cell `a`, which `pa` begins; but that
     # cell has `ain`, for the teacher writes `pa|in`. Too many tokens begin with `pai` to try each.
     longer = [("pai", each) for each in ascii_lowercase]
     student = tongue("<over>", [("p", "a"), ("pa", "i"), *longer])
@@ -115,7 +115,7 @@ def test_a_continuation_shows_that_a_longer_token_is_in_the_cell(texts: tuple[st
 
 @pytest.mark.parametrize("texts", [("-abcx", "-abcd", "-z"), ("-abcx", "-abcd")])
 def test_text_inside_a_token_is_divided_anew_by_what_follows(texts: tuple[str, ...]) -> None:
-    # Behind the `c` of `ab|cd`, no token contains `cx`; but with `x`, the text is `a|bc|x`.
+    # After the `c` of `ab|cd`, no token contains `cx`; but with `x`, the text is `a|bc|x`.
     student = tongue("<over>", [("c", "d"), ("b", "c"), ("a", "b")])
     teacher = tongue("<stop>", [("y", "z")])
     assert student.tokenize("-abcx-abcd") == ["-", "a", "bc", "x", "-", "ab", "cd"]
@@ -124,7 +124,7 @@ def test_text_inside_a_token_is_divided_anew_by_what_follows(texts: tuple[str, .
 
 
 def test_a_token_of_another_cell_explains_nothing_of_a_shorter_one() -> None:
-    # Behind `mi`, the teacher has begun `ip` and `ipl`. The student continues with `pl`, which is
+    # After `mi`, the teacher has begun `ip` and `ipl`. The student continues with `pl`, which is
     # no part of the cell `p`: it writes that as `m|ip`, over the text before.
     student = tongue("<over>", [("p", "l"), ("i", "p"), ("m", "i")])
     teacher = tongue("<stop>", [("i", "p"), ("ip", "l")])
@@ -141,7 +141,7 @@ def test_a_token_of_another_cell_explains_nothing_of_a_shorter_one() -> None:
 def test_a_token_that_begins_later_is_in_the_cell_that_an_open_one_is_not(
     texts: tuple[str, ...],
 ) -> None:
-    # The teacher writes `a|b|cd`, so that the student's `abcd` is no part of the cell `c` behind
+    # The teacher writes `a|b|cd`, so that the student's `abcd` is no part of the cell `c` after
     # `b`; but `a|bc|de`, which is `ab|cde` for the student.
     student = tongue("<over>", [("d", "e"), ("a", "b"), ("c", "de"), ("c", "d"), ("ab", "cd")])
     teacher = tongue("<stop>", [("d", "e"), ("c", "d"), ("b", "c"), ("b", "w")])
@@ -152,7 +152,7 @@ def test_a_token_that_begins_later_is_in_the_cell_that_an_open_one_is_not(
 
 @pytest.mark.parametrize("texts", [("-a;", "-abcd"), ("-a;", "-abcd", "-z")])
 def test_what_divides_a_cell_may_lead_to_it_over_a_longer_token(texts: tuple[str, ...]) -> None:
-    # For the student `a|bc`, but `ab|cd`: the cell `bc` behind `a` is mass of its `ab`, too.
+    # For the student `a|bc`, but `ab|cd`: the cell `bc` after `a` is mass of its `ab`, too.
     student = tongue("<over>", [("c", "d"), ("b", "c"), ("a", "b")])
     teacher = tongue("<stop>", [("b", "c"), ("a", "bc")])
     assert student.tokenize("-abc-abcd") == ["-", "a", "bc", "-", "ab", "cd"]
@@ -162,7 +162,7 @@ def test_what_divides_a_cell_may_lead_to_it_over_a_longer_token(texts: tuple[str
 
 @pytest.mark.parametrize("texts", [("    \nq", "    b", "  b"), ("    \nq", "    b", "  b", "z")])
 def test_a_lookahead_behind_spaces_lacks_words_that_take_one(texts: tuple[str, ...]) -> None:
-    # Behind the teacher's four spaces, the student has a token with a line feed, too. In front of a
+    # After the teacher's four spaces, the student has a token with a line feed, too. In front of a
     # word it has three, and the fourth is part of the word.
     spaces = [("Ġ", "Ġ"), ("ĠĠ", "ĠĠ")]
     pattern = r"\s*\n|\s+(?!\S)|\s?\w+|\s+"
@@ -176,7 +176,7 @@ def test_a_lookahead_behind_spaces_lacks_words_that_take_one(texts: tuple[str, .
 @pytest.mark.parametrize("texts", [("-abzk", "-abr", "-abk"), ("-abzk", "-abr")])
 def test_what_divides_a_token_need_not_be_frequent(texts: tuple[str, ...]) -> None:
     # Tokens of `b` and a capital letter are merged first, but `a` joins them: only `bz` is written
-    # behind it.
+    # after it.
     longer = [each for letter in ascii_uppercase for each in (("b", letter), ("a", "b" + letter))]
     divided = [*longer, ("b", "z"), ("a", "b")]
     others = [("a", "b"), ("ab", "z")]

@@ -17,7 +17,7 @@ from tests.losses.prefix_problems import prefix_problem
 
 
 def problem() -> tuple[Any, list[AlignedPair]]:
-    """Completions whose tokenizers are called for cuts, separate tokens and detours."""
+    """Completions whose tokenizers are called for cuts, separate tokens and bounding tokens."""
     each = prefix_problem(38, completions=2)
     return each.pair, each.comparisons
 

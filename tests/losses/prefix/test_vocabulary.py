@@ -50,9 +50,9 @@ def test_a_table_is_a_dictionary_that_is_cleared_when_full(
         expected.update((key, number) for number, key in enumerate(new))
         table.add(np.array(new, dtype=np.uint64), np.arange(len(new)))
         assert len(table) == len(expected)
-        sought = [*expected, *(key ^ 1 << 63 for key in batch)]
-        values = table.values_of(np.array(sought, dtype=np.uint64)).tolist()
-        assert values == [expected.get(max(key, 1), MISSING) for key in sought]
+        searched = [*expected, *(key ^ 1 << 63 for key in batch)]
+        values = table.values_of(np.array(searched, dtype=np.uint64)).tolist()
+        assert values == [expected.get(max(key, 1), MISSING) for key in searched]
         stored, numbers = table.items()
         assert dict(zip(stored.tolist(), numbers.tolist(), strict=True)) == expected
 
@@ -180,7 +180,7 @@ def test_tokens_of_strings_are_those_that_spell_each(
         assert spelled.ids[tokens].tolist() == [*ids, [], []][index][: len(ends)]
     assert spelled.first_ends().tolist() == [*(e[0] if e else 0 for e in expected), 0, 0]
 
-    # Fewer than are recorded are behind the beginning.
+    # Fewer than are recorded are after the beginning.
     begun = [max(len(s) - behind, 0) for (_, behind), s in zip(drawn, strings, strict=False)]
     begun += [0, 0, 0]
     first = FirstEnds(vocabulary, used)

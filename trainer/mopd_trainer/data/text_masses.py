@@ -31,7 +31,7 @@ def text_masses(
 
     Args:
         table: of the teacher.
-        ends: [ends], tokens of the teacher, ascending: the text up to which the mass is sought.
+        ends: [ends], tokens of the teacher, ascending: the text up to which to find the mass.
         temperature: of the teacher's distributions.
 
     Returns:

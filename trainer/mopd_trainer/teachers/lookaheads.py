@@ -32,7 +32,7 @@ def requested(
             tokens that begins with the teacher's.
     """
     completion = score.teacher_input.completion
-    tokens = open_tokens.of(completion, score.score, score.alignment, realised=False)
+    tokens = open_tokens.of(completion, score.score, score.alignment, sampled=False)
     requests = ((token, _request(open_tokens, token, score, likely_ids)) for token in tokens)
     return islice(((token, each) for token, each in requests if each is not None), count)
 
@@ -52,7 +52,7 @@ def continued(
         likely_ids: see ``requested``.
     """
     count = len(tokens)
-    behind = open_tokens.behind(tokens, earlier.following.rows(count - 1, count))
+    behind = open_tokens.after(tokens, earlier.following.rows(count - 1, count))
     return None if behind is None else _request(open_tokens, behind, score, likely_ids)
 
 

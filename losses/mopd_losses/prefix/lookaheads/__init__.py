@@ -1,1 +1,1 @@
-"""Comparisons behind tokens that the teacher is sure of and a completion does not continue with."""
+"""Comparisons after tokens that the teacher is sure of and a completion does not continue with."""

@@ -1,15 +1,15 @@
-"""Comparisons behind a likely token of the teacher, inside the student's tokens that continue it.
+"""Comparisons after a likely token of the teacher, inside the student's tokens that continue it.
 
 KL(teacher || student) of a student's token is that of its beginning ``c``, plus the teacher's mass
-of ``c`` times that of what follows ``c`` in the token. The teacher's row behind ``c`` is in the
+of ``c`` times that of what follows ``c`` in the token. The teacher's row after ``c`` is in the
 score if the completion continues with ``c``, and a ``Lookahead`` otherwise: so each sample has the
 second term, with the weight of the teacher's mass (of the student's for a divergence that is an
-expectation over the student). So is each row behind the tokens that the teacher is sure of next,
+expectation over the student). So is each row after the tokens that the teacher is sure of next,
 as long as a token of the student continues them: together, all of that token.
 
-Behind a lookahead, all student's tokens that begin with ``c`` are compared, given ``c``. Each
+After a lookahead, all student's tokens that begin with ``c`` are compared, given ``c``. Each
 belongs to the cell of the longest of the teacher's candidates that it begins with, cut as usual
-(``cuts``), and that does not except it (``separate_tokens``). The token ``c`` itself, behind which
+(``cuts``), and that does not except it (``separate_tokens``). The token ``c`` itself, after which
 something else follows, belongs to the rest, and so does what the teacher continues with in no
 token.
 """
@@ -22,7 +22,7 @@ import torch
 
 from mopd_losses.alignment.byte_strings import utf8_text
 from mopd_losses.core.loss import AlignedPair
-from mopd_losses.prefix.cells import DETOUR_SHARE
+from mopd_losses.prefix.cells import BOUNDED_SHARE
 from mopd_losses.prefix.lookaheads.joined_targets import joined
 from mopd_losses.prefix.lookaheads.open_tokens import OpenToken, OpenTokens
 from mopd_losses.prefix.lookaheads.whole_tokens import WholeToken, are_written, whole_token
@@ -41,7 +41,7 @@ _Ranges = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class _Comparison:
-    """One boundary behind an open token."""
+    """One boundary after an open token."""
 
     position: int
     known: _Ranges  # ranks of the student's tokens that begin with the open token's text
@@ -57,16 +57,16 @@ class _Comparison:
 
 @dataclass(frozen=True)
 class LookaheadChain:
-    """The open tokens of one lookahead, one behind another."""
+    """The open tokens of one lookahead, one after another."""
 
     completion: int  # its number
     tokens: list[OpenToken]
-    following: list[TopKLogprobs]  # the teacher's row behind each
+    following: list[TopKLogprobs]  # the teacher's row after each
     whole: WholeToken | None
 
 
 class LookaheadComparisons:
-    """Comparisons behind the open tokens of one pair of tokenizers."""
+    """Comparisons after the open tokens of one pair of tokenizers."""
 
     def __init__(self, pair: TokenizerPair) -> None:
         self.open_tokens = OpenTokens(pair)
@@ -80,7 +80,7 @@ class LookaheadComparisons:
             if not lookaheads:
                 continue
             sides = pair.student, pair.score, pair.alignment
-            for token in self.open_tokens.of(*sides, realised=False, among=lookaheads):
+            for token in self.open_tokens.of(*sides, sampled=False, among=lookaheads):
                 lookahead = lookaheads[token.teacher_row]
                 following = lookahead.following
                 tokens = [token, *self.open_tokens.followed(token, lookahead.token_ids, following)]
@@ -99,7 +99,7 @@ class LookaheadComparisons:
         bounds: bool,
     ) -> PrefixTargets:
         """Add the comparisons of lookaheads to the targets of completions, and mark the boundaries
-        behind open tokens that the completions continue with.
+        after open tokens that the completions continue with.
 
         Args:
             bounds: see ``Preparation.targets``.
@@ -110,8 +110,8 @@ class LookaheadComparisons:
             if pair.lookaheads is None:
                 continue
             sides = pair.student, pair.score, pair.alignment
-            for token in self.open_tokens.of(*sides, realised=True):
-                assert token.boundary is not None  # of realised ones
+            for token in self.open_tokens.of(*sides, sampled=True):
+                assert token.boundary is not None  # of sampled ones
                 positions.append(offset + token.student_row)
                 numbers.append(token.boundary)
         of_token = torch.tensor(positions, dtype=torch.int64)
@@ -179,7 +179,7 @@ class LookaheadComparisons:
             shorter = self._shorter_tokens(begun, named)
         shared = {rank for name in named for rank in shorter[name]}
 
-        def lacking(name: str) -> float:
+        def missing(name: str) -> float:
             if not shorter[name] and shared.isdisjoint(members[name]):
                 return -np.inf
             if whole is None or whole.rank in shared or whole.rank not in members[name]:
@@ -190,7 +190,7 @@ class LookaheadComparisons:
             (
                 masses[name],
                 _ranges_of(rank for rank in members[name] if rank not in shared),
-                lacking(name),
+                missing(name),
             )
             for name in named
         ]
@@ -199,10 +199,10 @@ class LookaheadComparisons:
         others = [
             text
             for text, nats in candidates.items()
-            if bounds and nats >= np.log(DETOUR_SHARE) and names.get(text) not in named
+            if bounds and nats >= np.log(BOUNDED_SHARE) and names.get(text) not in named
         ]
-        detours = _ranges_of(sorted(shared)), _ranges_of(self._ended(begun, others))
-        return _Comparison(offset + token.student_row, known, cells, token.nats, *detours)
+        bounding = _ranges_of(sorted(shared)), _ranges_of(self._ended(begun, others))
+        return _Comparison(offset + token.student_row, known, cells, token.nats, *bounding)
 
     def _members(
         self,
@@ -218,13 +218,13 @@ class LookaheadComparisons:
         Args:
             names: of the candidates.
             masses: of the names, nats.
-            rests: rank -> what is behind ``begun``, in the order of ranks.
+            rests: rank -> what is after ``begun``, in the order of ranks.
         """
         marks, place = self._pair.marks, Place(begun, "", begun)
         excepted = {
             name: marks.number_of(self._pair.separate.of_cell(place, name))
             for name, nats in masses.items()
-            if nats >= np.log(DETOUR_SHARE)
+            if nats >= np.log(BOUNDED_SHARE)
         }
 
         def cell_of(text: str) -> str:
@@ -256,9 +256,9 @@ class LookaheadComparisons:
     def _shorter_tokens(self, begun: str, names: Sequence[str]) -> dict[str, list[int]]:
         """Return the ranks of the tokens that the student may write in place of one that spells
         what is begun and a name, by what follows: not shorter than what is begun."""
-        wholes = [begun + name for name in names]
-        shorter, student = self._pair.student_detours.shorter, self._pair.student
-        bits = shorter.of(string_hashes(wholes), lambda index: wholes[index]).tolist()
+        full_texts = [begun + name for name in names]
+        shorter, student = self._pair.student_tokenizations.shorter, self._pair.student
+        bits = shorter.of(string_hashes(full_texts), lambda index: full_texts[index]).tolist()
         return {
             name: [
                 rank
@@ -267,7 +267,7 @@ class LookaheadComparisons:
                 for tokens in [student.range_of(whole[:length])]
                 for rank in range(tokens.start, tokens.longer)
             ]
-            for name, whole, lengths in zip(names, wholes, bits, strict=True)
+            for name, whole, lengths in zip(names, full_texts, bits, strict=True)
         }
 
 
@@ -298,15 +298,15 @@ def _targets(comparisons: Sequence[_Comparison]) -> PrefixTargets:
         for row, each in enumerate(comparisons)
         for start, stop in each.known
     ]
-    lacking = torch.full_like(cells, -torch.inf)
+    missing = torch.full_like(cells, -torch.inf)
     divided: list[tuple[int, int, int, int, int]] = []
     for row, each in enumerate(comparisons):
-        lacking[row, : len(each.cells)] = torch.tensor([nats for _, _, nats in each.cells])
+        missing[row, : len(each.cells)] = torch.tensor([nats for _, _, nats in each.cells])
         # Mass of what is open.
         divided += [(row, 1, each.position, start, stop) for start, stop in each.shorter]
         divided += [(row, 0, each.position, start, stop) for start, stop in each.ended]
     positions = torch.tensor([each.position for each in comparisons])
-    none, missing = torch.empty(0, dtype=torch.int64), torch.full((count,), -torch.inf).double()
+    none, no_nats = torch.empty(0, dtype=torch.int64), torch.full((count,), -torch.inf).double()
     return PrefixTargets(
         positions=positions,
         first_positions=positions,
@@ -318,11 +318,11 @@ def _targets(comparisons: Sequence[_Comparison]) -> PrefixTargets:
         weights=torch.ones(count).double(),
         named=_readings(named),
         known=_readings(known),
-        detours=_readings(divided),
-        lacking=lacking,
+        bounding=_readings(divided),
+        missing=missing,
         ends=torch.zeros_like(cells, dtype=torch.bool),
-        teacher_detours=missing,
-        teacher_lacking=torch.zeros_like(cells, dtype=torch.bool),
+        teacher_bounds=no_nats,
+        teacher_missing=torch.zeros_like(cells, dtype=torch.bool),
         path_boundaries=none,
         step_paths=none,
         step_positions=none,

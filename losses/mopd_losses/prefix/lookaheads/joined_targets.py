@@ -24,7 +24,7 @@ def joined(first: PrefixTargets, second: PrefixTargets) -> PrefixTargets:
         second,
         named=shifted(second.named),
         known=shifted(second.known),
-        detours=shifted(second.detours),
+        bounding=shifted(second.bounding),
         path_boundaries=second.path_boundaries + boundaries,
         step_paths=second.step_paths + paths,
     )
@@ -53,7 +53,7 @@ def selected(targets: PrefixTargets, order: Int64[Tensor, "selected"]) -> Prefix
         targets.at_boundaries(order),
         named=readings(targets.named),
         known=readings(targets.known),
-        detours=readings(targets.detours),
+        bounding=readings(targets.bounding),
         path_boundaries=numbers[targets.path_boundaries[path_order]],
         step_paths=paths[targets.step_paths[step_order]],
         step_positions=targets.step_positions[step_order],

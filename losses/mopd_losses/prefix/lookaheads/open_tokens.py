@@ -2,8 +2,8 @@
 
 A teacher of single digits is sure of ``1``, and its next row of ``7``; the student's ``17`` and
 ``19`` are one token each. A completion with ``42`` shows that the number should begin with ``1``,
-and nothing of what follows. The row behind the likely ``1`` is what ``lookaheads`` compare, and the
-rows behind the tokens that are likely next. The completion may have continued with a longer token
+and nothing of what follows. The row after the likely ``1`` is what ``lookaheads`` compare, and the
+rows after the tokens that are likely next. The completion may have continued with a longer token
 of the teacher: `` n``, where a space was likely. The student's token may have ended before the
 teacher's, where a longer one would have continued with it: its `` neun``, where the teacher expects
 ``und``.
@@ -79,14 +79,14 @@ class OpenTokens:
         score: TeacherScore,
         alignment: Alignment,
         *,
-        realised: bool,
+        sampled: bool,
         among: Iterable[int] | None = None,
     ) -> list[OpenToken]:
         """Return the open tokens of a completion, in order, where the teacher's tokens since the
         start of the student's are likely, too.
 
         Args:
-            realised: those that the completion continues with, or those that it does not.
+            sampled: those that the completion continues with, or those that it does not.
             among: the teacher's rows that are looked at; default: all.
         """
         self._pair.clear_if_full()
@@ -94,8 +94,8 @@ class OpenTokens:
             self._open.clear()
         topk, scored = score.topk, score.completion
         likely = (topk.ids[:, 0] >= 0) & (topk.logprobs[:, 0] >= np.log(LEAST_MASS))
-        is_realised = likely & (topk.ids[:, 0] == scored.token_ids)
-        rows = np.flatnonzero(likely & (is_realised == realised))
+        is_sampled = likely & (topk.ids[:, 0] == scored.token_ids)
+        rows = np.flatnonzero(likely & (is_sampled == sampled))
         if among is not None:
             rows = np.intersect1d(rows, [*among]).astype(np.int64)
         spans = np.searchsorted(alignment.teacher_starts, rows, side="right") - 1
@@ -110,7 +110,7 @@ class OpenTokens:
         own_spans, own_rows = indices_in_runs(*(each.astype(np.int64) for each in runs))
         own_shifts = np.full(len(starts), -1 - len(score.completion.text))  # in no span
         own_shifts[own_rows] = span_shifts[own_spans]
-        if realised:  # the student's token covers the end of the teacher's
+        if sampled:  # the student's token covers the end of the teacher's
             ends = scored.byte_ends[rows] + shifts
             covering = np.searchsorted(starts, ends - 1, side="right") - 1
             inside = student.byte_ends[covering] > ends
@@ -121,23 +121,23 @@ class OpenTokens:
             score,
             starts.tolist(),
             teacher_starts.tolist(),
-            np.cumsum(~is_realised).tolist(),
+            np.cumsum(~is_sampled).tolist(),
             own_shifts.tolist(),
         )
         open_tokens = (
-            self._open_token(completion, row, shift, realised)
+            self._open_token(completion, row, shift, sampled)
             for row, shift in zip(rows[kept].tolist(), shifts[kept].tolist(), strict=True)
         )
         return [token for token in open_tokens if token is not None]
 
     def _open_token(
-        self, completion: "_Completion", row: int, shift: int, realised: bool
+        self, completion: "_Completion", row: int, shift: int, sampled: bool
     ) -> OpenToken | None:
         """Return the open token of a row, if its likely token is one.
 
         Args:
             shift: from the teacher's bytes to the student's.
-            realised: whether the likely token is the completion's.
+            sampled: whether the likely token is the completion's.
         """
         student, score, starts = completion.student, completion.score, completion.starts
         string = self._teacher.strings[int(score.topk.ids[row, 0])]
@@ -145,15 +145,15 @@ class OpenTokens:
         begin = begins + shift
         same = _common_length(string.encode("latin-1"), student.text[begin : begin + len(string)])
         follows = same == len(string)
-        if follows != realised and same >= score.completion.byte_ends[row] - begins:
+        if follows != sampled and same >= score.completion.byte_ends[row] - begins:
             return None  # the same text in other tokens
         # The student's token that covers the last byte, or the first that differs.
-        last = begin + same - realised
+        last = begin + same - sampled
         own = bisect_right(starts, last) - 1
         if not (starts[own] == last or last < student.byte_ends[own]):
             return None
         longer = _longer_row(self._student, student, starts, own, begin, string)
-        if longer < own and (realised or any(s != shift for s in completion.shifts[longer:own])):
+        if longer < own and (sampled or any(s != shift for s in completion.shifts[longer:own])):
             return None
         own, start = longer, starts[longer]
         first = bisect_right(completion.teacher_starts, start - shift) - 1
@@ -171,7 +171,7 @@ class OpenTokens:
         before = teacher_starts[first] + shift
         if before < start:
             nats -= self._mass(score.topk, first, student.text[before:start].decode("latin-1"))
-        boundary = row + 1 - first if realised else None
+        boundary = row + 1 - first if sampled else None
         return OpenToken(own, row, place, text, min(nats, 0.0), boundary)
 
     def text_of(
@@ -222,25 +222,25 @@ class OpenTokens:
         last one may end a token of the student.
 
         Args:
-            ids: the teacher's tokens behind the token.
-            following: its rows, from that behind the token on.
+            ids: the teacher's tokens after the token.
+            following: its rows, from that after the token on.
         """
         tokens = [token]
         for row, each in enumerate(ids):
             if each != following.ids[row, 0]:
                 break
-            behind = self.behind(tokens, following.rows(row, row + 1))
-            if behind is None:
+            after = self.after(tokens, following.rows(row, row + 1))
+            if after is None:
                 break
-            tokens.append(behind)
+            tokens.append(after)
         return tokens[1:]
 
-    def behind(self, tokens: Sequence[OpenToken], following: TopKLogprobs) -> OpenToken | None:
-        """Return the teacher's likeliest token behind open tokens that follow each other, if it is
+    def after(self, tokens: Sequence[OpenToken], following: TopKLogprobs) -> OpenToken | None:
+        """Return the teacher's likeliest token after open tokens that follow each other, if it is
         open, too, or ends a token of the student.
 
         Args:
-            following: its row behind the last one.
+            following: its row after the last one.
         """
         last, each = tokens[-1], int(following.ids[0, 0])
         logprob = float(following.logprobs[0, 0])
@@ -354,7 +354,7 @@ def _longer_row(
     text: str,
 ) -> int:
     """Return the first of a few rows up to this one in which a token could continue all that
-    follows its start, with a text behind byte ``end``: the rows behind it exclude that token."""
+    follows its start, with a text after byte ``end``: the rows after it exclude that token."""
     for before in range(max(row - _WINDOW, 0), row):
         begun = sequence.text[starts[before] : end].decode("latin-1")
         if vocabulary.covers(begun + text):

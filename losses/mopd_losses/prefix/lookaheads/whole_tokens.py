@@ -1,7 +1,7 @@
 """Tokens of the student with which lookaheads end, and the teacher's mass of their texts.
 
 Text that the student's tokenizer spells with one token is in that token only: of a cell that it
-begins with, the student lacks no more than the teacher's mass of the other texts.
+begins with, no more is missing of the student's than the teacher's mass of the other texts.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mopd_losses.prefix.cells import DETOUR_SHARE
+from mopd_losses.prefix.cells import BOUNDED_SHARE
 from mopd_losses.prefix.lookaheads.open_tokens import OpenToken
 from mopd_losses.prefix.pair import TokenizerPair
 from mopd_losses.prefix.text.contexts import WINDOW
@@ -21,7 +21,7 @@ from mopd_protocol.topk_logprobs import TopKLogprobs
 
 @dataclass(frozen=True)
 class WholeToken:
-    """A token of the student that the teacher expects in place of a realised one."""
+    """A token of the student that the teacher expects in place of a sampled one."""
 
     student_row: int
     rank: int
@@ -37,22 +37,22 @@ def whole_token(
 
     Args:
         student: the completion.
-        following: the teacher's row behind that token.
+        following: the teacher's row after that token.
     """
     text = token.place.student + token.text
     tokens = pair.student.range_of(text)
     if tokens.start == tokens.longer:
         return None
-    likely = (following.ids[0] >= 0) & (following.logprobs[0] >= np.log(DETOUR_SHARE))
+    likely = (following.ids[0] >= 0) & (following.logprobs[0] >= np.log(BOUNDED_SHARE))
     candidates = following.ids[0][likely]
     strings = [pair.teacher.strings[each] for each in candidates.tolist()]
     # A longer token with what follows is another text.
     ends = np.array([not pair.student.covers(text + string) for string in strings], dtype=np.bool_)
     are_text = ~pair.teacher.is_control[candidates]
-    behind = [string if is_text else "" for string, is_text in zip(strings, are_text, strict=True)]
+    after = [string if is_text else "" for string, is_text in zip(strings, are_text, strict=True)]
     ids, before, _ = _around(student, token.student_row)
     ids = np.append(ids, pair.student.ids[tokens.start])
-    kept = ends & pair.student_canonical.keep(ids, before + text, behind)
+    kept = ends & pair.student_canonical.keep(ids, before + text, after)
     if not kept.any():
         return None
     nats = token.nats + float(np.logaddexp.reduce(following.logprobs[0][likely][kept]))
@@ -70,7 +70,7 @@ def are_written(
 
 
 def _around(student: TokenSequence, row: int) -> tuple[Integers, str, str]:
-    """Return the ids of a few tokens before a row, their text, and the text of a few behind it:
+    """Return the ids of a few tokens before a row, their text, and the text of a few after it:
     whole characters, as a tokenizer spells them."""
     first = max(row - WINDOW, max((at + 1 for at in student.marks if at < row), default=0))
     while first < row and _begins_inside_a_character(student, first):

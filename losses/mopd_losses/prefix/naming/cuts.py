@@ -97,7 +97,7 @@ class Cuts:
         return Spellings.of(self._student, self._encoder, strings).first_ends()
 
     def of_candidates(self, begun: str, candidates: Sequence[str]) -> list[int]:
-        """Return the same for candidates behind one beginning."""
+        """Return the same for candidates after one beginning."""
         return self.of_pairs([(begun, candidate) for candidate in candidates]).tolist()
 
     def of_pairs(self, pairs: Sequence[Begun]) -> Integers:

@@ -1,6 +1,6 @@
 """``Decisions``: how far one token of the student decides each candidate of a teacher, numbered.
 
-The candidates of a text are mostly the same frequent tokens behind the same beginnings. What is
+The candidates of a text are mostly the same frequent tokens after the same beginnings. What is
 found for one of them is an entry of a few columns, and all others are its index.
 """
 
@@ -40,7 +40,7 @@ class Candidates:
     ids: Integers  # [candidates], the tokens
     starts: Integers  # [candidates], characters of the token before the boundary
     boundaries: Integers  # [candidates], ascending
-    likely: Flags  # [candidates], whether detours are worth finding
+    likely: Flags  # [candidates], whether bounding tokens are worth finding
 
     def at(self, indices: Integers) -> "Candidates":
         """Select candidates."""
@@ -57,7 +57,7 @@ class Candidates:
 class Decisions:
     """Decisions on the candidates of one teacher, by tokens of one student.
 
-    A candidate behind what the student has begun has two numbers. The second one is for boundaries
+    A candidate after what the student has begun has two numbers. The second one is for boundaries
     where the student just spelled the candidate's beginning with a shorter token.
     """
 
@@ -92,21 +92,21 @@ class Decisions:
         def compute(indices: Integers) -> Integers:
             return self._added(candidates.at(indices), boundaries)
 
-        wholes = self._table.computed(keys_of(begun.take(numbers), ends), compute)
+        entries = self._table.computed(keys_of(begun.take(numbers), ends), compute)
         # A candidate begins with the student's token if its range of tokens is part of that of the
         # token, and it is not shorter.
         own = rows.rows[rows.last]
         tokens = vocabulary.nodes_of(
             student.text.slices(student.text.starts[own], student.text.ends[own])
         )
-        nodes = self._nodes.take(wholes)
+        nodes = self._nodes.take(entries)
         first, last = vocabulary.node_starts[tokens], vocabulary.node_stops[tokens]
         lengths = self._teacher.lengths.take(candidates.ids) - candidates.starts
-        begins = lengths >= boundaries.student_realised.take(numbers)
+        begins = lengths >= boundaries.student_sampled.take(numbers)
         begins &= vocabulary.node_starts.take(nodes) >= first.take(numbers)
         begins &= vocabulary.node_stops.take(nodes) <= last.take(numbers)
         begins &= nodes >= 0
-        results = 2 * wholes + begins
+        results = 2 * entries + begins
         unknown = np.flatnonzero(self.lengths.take(results) == _UNKNOWN)
         if len(unknown):
             distinct, at = distinct_keys(results[unknown])

@@ -45,11 +45,11 @@ def name_cells(
     marks: MarksTable,
     whole: Callable[[Integers], Flags],
 ) -> CellNames:
-    """Name the cells of every boundary: the realised text, and the candidates as far as one token
+    """Name the cells of every boundary: the sampled text, and the candidates as far as one token
     of the student decides them.
 
     Args:
-        whole: boundaries -> whether each side spells the realised text with one token.
+        whole: boundaries -> whether each side spells the sampled text with one token.
     """
     decided = decisions.of(candidates, boundaries)
     lengths = decisions.lengths.take(decided)
@@ -58,8 +58,10 @@ def name_cells(
     uncorrected, numbers = _marks(nested, decisions, separate, whole)
     cells = nested.cells(uncorrected, numbers)
     is_cell = cells == np.arange(len(cells))
-    wholes = boundaries.teacher.text.vocabulary.lengths.take(candidates.ids) - candidates.starts
-    longer = np.flatnonzero((lengths > 0) & (lengths < wholes))
+    full_lengths = (
+        boundaries.teacher.text.vocabulary.lengths.take(candidates.ids) - candidates.starts
+    )
+    longer = np.flatnonzero((lengths > 0) & (lengths < full_lengths))
     texts, own = candidates.at(longer).texts(boundaries), cells[names_of[longer]]
     _add_candidates(texts, own, names, is_cell, numbers, marks)
     unnamed_at = np.flatnonzero(lengths == 0)
@@ -124,7 +126,7 @@ def _add_candidates(
 def _distinct(
     candidates: Candidates, decided: Integers, boundaries: Boundaries, decisions: Decisions
 ) -> tuple[Names, Integers, Integers, Integers]:
-    """Add the realised texts, which always have a cell, and sort the names of each boundary; also
+    """Add the sampled texts, which always have a cell, and sort the names of each boundary; also
     return their nodes, see ``CellNames``, and the name of each candidate, -1 for none.
 
     Args:
@@ -132,25 +134,25 @@ def _distinct(
     """
     student = boundaries.student
     count = len(boundaries)
-    realised = Strings.of_text(
-        boundaries.teacher.text.vocabulary, student.text, student.offsets, boundaries.realised
+    sampled = Strings.of_text(
+        boundaries.teacher.text.vocabulary, student.text, student.offsets, boundaries.sampled
     )
     lengths = decisions.lengths.take(decided)
     named = np.flatnonzero(lengths)
     decided = decided[named]
     texts = Strings(
-        realised.vocabulary,
+        sampled.vocabulary,
         student.text,
         decisions.hashes.take(decided),
         lengths[named],
         candidates.ids[named],
         candidates.starts[named],
-    ).followed_by(realised)
+    ).followed_by(sampled)
     numbers = np.concatenate([candidates.boundaries[named], np.arange(count)])
     likely = np.concatenate([candidates.likely[named], np.zeros(count, dtype=np.bool_)])
-    own = student.nodes_behind(student.open_rows.last, realised.hashes)
+    own = student.nodes_after(student.open_rows.last, sampled.hashes)
     nodes = np.concatenate([decisions.nodes.take(decided), own])
-    others = boundaries.teacher.text.vocabulary.nodes_of(realised.hashes)
+    others = boundaries.teacher.text.vocabulary.nodes_of(sampled.hashes)
     teacher_nodes = np.concatenate([decisions.teacher_nodes.take(decided), others])
     # A token of the student begins with every name, but for unknown control tokens; they are last.
     size = len(student.text.vocabulary.node_starts)
@@ -177,7 +179,7 @@ def _marks(
     whole: Callable[[Integers], Flags],
 ) -> tuple[Integers, Integers]:
     """[names] each, numbers of their marks: as found with the tokenizers, and as corrected by the
-    realised text."""
+    sampled text."""
     names, boundaries, marks = nested.names, nested.sides, nested.marks
     student, texts = boundaries.student, names.texts
     uncorrected = np.full(len(texts), UNMARKED, dtype=np.int64)
@@ -208,12 +210,12 @@ def _marks(
     uncorrected[likely] = separate.of(keys, cell)
     numbers = uncorrected.copy()
     offsets, symbols = student.offsets[names.boundaries], student.text.symbols
-    realised = boundaries.realised[names.boundaries]
-    possible = np.flatnonzero((uncorrected != UNMARKED) | (texts.lengths < realised))
+    sampled = boundaries.sampled[names.boundaries]
+    possible = np.flatnonzero((uncorrected != UNMARKED) | (texts.lengths < sampled))
     possible = possible[_follow(names, student, possible)]
     marked = np.flatnonzero(uncorrected != UNMARKED)
-    # The realised text shows only what belongs to its own cell, or to one with a longer text.
-    least = _realised_lengths(boundaries, decisions, names.boundaries[marked])
+    # The sampled text shows only what belongs to its own cell, or to one with a longer text.
+    least = _sampled_lengths(boundaries, decisions, names.boundaries[marked])
     marked = marked[texts.lengths[marked] >= least]
     # A normalizer may change the teacher's text: its token may reach beyond what is common.
     for places in sides:
@@ -222,19 +224,19 @@ def _marks(
         starts, ends = places.offsets[at], places.text.ends[places.rows[at]]
         columns = numbers[corrected].tolist(), starts.tolist(), ends.tolist()
         numbers[corrected] = [
-            marks.as_realised(number, places.text.symbols[start:end])
+            marks.as_sampled(number, places.text.symbols[start:end])
             for number, start, end in zip(*columns, strict=True)
         ]
-    shorter = possible[texts.lengths[possible] < realised[possible]]
-    of_realised = np.full(len(boundaries), UNMARKED, dtype=np.int64)
-    longest = possible[texts.lengths[possible] == realised[possible]]
-    of_realised[names.boundaries[longest]] = numbers[longest]
+    shorter = possible[texts.lengths[possible] < sampled[possible]]
+    of_sampled = np.full(len(boundaries), UNMARKED, dtype=np.int64)
+    longest = possible[texts.lengths[possible] == sampled[possible]]
+    of_sampled[names.boundaries[longest]] = numbers[longest]
     with_shorter = np.unique(names.boundaries[shorter])
     is_one_token = np.zeros(len(boundaries), dtype=np.bool_)
     is_one_token[with_shorter] = whole(with_shorter)
     shorter = shorter[is_one_token[names.boundaries[shorter]]]
-    starts, stops = offsets[shorter], offsets[shorter] + realised[shorter]
-    before, longer = numbers[shorter], of_realised[names.boundaries[shorter]]
+    starts, stops = offsets[shorter], offsets[shorter] + sampled[shorter]
+    before, longer = numbers[shorter], of_sampled[names.boundaries[shorter]]
 
     def excluded(indices: Integers) -> Integers:
         columns = (before[indices], starts[indices], stops[indices], longer[indices])
@@ -246,9 +248,9 @@ def _marks(
     return uncorrected, numbers
 
 
-def _realised_lengths(boundaries: Boundaries, decisions: Decisions, at: Integers) -> Integers:
-    """Return how much of the realised text behind boundaries, ascending, is certain to name its
-    cell: of the teacher's realised token what a token of the student decides, at most up to the end
+def _sampled_lengths(boundaries: Boundaries, decisions: Decisions, at: Integers) -> Integers:
+    """Return how much of the sampled text after boundaries, ascending, is certain to name its
+    cell: of the teacher's sampled token what a token of the student decides, at most up to the end
     of the student's."""
     distinct, numbers = np.unique(at, return_inverse=True)
     places = boundaries.teacher
@@ -256,7 +258,7 @@ def _realised_lengths(boundaries: Boundaries, decisions: Decisions, at: Integers
     begun = places.open_rows.begun[places.open_rows.last[distinct]]
     likely = np.zeros(len(distinct), dtype=np.bool_)
     decided = decisions.of(Candidates(places.text.ids[rows], begun, distinct, likely), boundaries)
-    lengths = np.minimum(decisions.lengths.take(decided), boundaries.student_realised[distinct])
+    lengths = np.minimum(decisions.lengths.take(decided), boundaries.student_sampled[distinct])
     return lengths[numbers]
 
 
@@ -271,12 +273,12 @@ def _begun(places: Places, boundaries: Integers, hashes: Hashes) -> Integers:
     if there is none."""
     rows = places.open_rows
     chosen = rows.last[boundaries]
-    sought = np.flatnonzero(rows.first[boundaries] < chosen)
-    at = rows.first[boundaries[sought]]
-    while len(sought):
-        continues = places.nodes_behind(at, hashes[sought]) >= 0
-        chosen[sought[continues]] = at[continues]
-        sought, at = sought[~continues], at[~continues] + 1
-        remaining = at < rows.last[boundaries[sought]]
-        sought, at = sought[remaining], at[remaining]
+    searched = np.flatnonzero(rows.first[boundaries] < chosen)
+    at = rows.first[boundaries[searched]]
+    while len(searched):
+        continues = places.nodes_after(at, hashes[searched]) >= 0
+        chosen[searched[continues]] = at[continues]
+        searched, at = searched[~continues], at[~continues] + 1
+        remaining = at < rows.last[boundaries[searched]]
+        searched, at = searched[remaining], at[remaining]
     return chosen

@@ -25,7 +25,7 @@ class Names:
 
     texts: Strings  # [names]
     boundaries: Integers  # [names], ascending
-    likely: Flags  # [names], whether detours are worth finding
+    likely: Flags  # [names], whether bounding tokens are worth finding
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +65,8 @@ class NestedNames:
         """Return whether each name is likely, or the beginning of a likely one."""
         before = np.concatenate([[0], np.cumsum(self.names.likely)])
         own = np.arange(len(self.starts))
-        behind = np.maximum(np.searchsorted(self.starts, self.stops), own + 1)
-        return before[behind] > before[own]
+        after = np.maximum(np.searchsorted(self.starts, self.stops), own + 1)
+        return before[after] > before[own]
 
     def cells(self, uncorrected: Integers, numbers: Integers) -> Integers:
         """Find the cell of each name: itself, if it belongs to no shorter one. Leave to each cell
@@ -78,17 +78,17 @@ class NestedNames:
         marks, texts = self.marks, self.names.texts
         cells = self.roots.copy()
         # An unmarked cell contains all that begins with its text.
-        sought = np.flatnonzero(self.is_nested & (numbers[self.roots] != UNMARKED))
-        outside = self._outside(sought, uncorrected, numbers)
-        # Nothing in the shortest cell is in another one, but for names behind a longer cell.
-        furthest = np.maximum.accumulate(np.where(outside, self.stops[sought], 0))
-        sought = sought[outside | (furthest > self.starts[sought])]
-        starts, stops = self.starts[sought], self.stops[sought]
+        searched = np.flatnonzero(self.is_nested & (numbers[self.roots] != UNMARKED))
+        outside = self._outside(searched, uncorrected, numbers)
+        # Nothing in the shortest cell is in another one, but for names after a longer cell.
+        furthest = np.maximum.accumulate(np.where(outside, self.stops[searched], 0))
+        searched = searched[outside | (furthest > self.starts[searched])]
+        starts, stops = self.starts[searched], self.stops[searched]
         # A name that is part of no other one, nor another of it, takes its text from the root.
-        is_separate = np.ones(len(sought), dtype=np.bool_)
+        is_separate = np.ones(len(searched), dtype=np.bool_)
         is_separate[1:] = np.maximum.accumulate(stops)[:-1] <= starts[1:]
         is_separate[:-1] &= stops[:-1] <= starts[1:]
-        disjoint = sought[is_separate]
+        disjoint = searched[is_separate]
         cells[disjoint] = disjoint
         roots, hashes, own = self.roots[disjoint], texts.hashes[disjoint], numbers[disjoint]
         before = numbers[roots]
@@ -103,12 +103,12 @@ class NestedNames:
         for root, hashed, name, its_own in zip(*columns, strict=True):
             text = partial(texts.string, name)
             numbers[root] = marks.left_of(int(numbers[root]), hashed, text, its_own)
-        self._select_nested(sought[~is_separate], numbers, cells)
+        self._select_nested(searched[~is_separate], numbers, cells)
         return cells
 
-    def _outside(self, sought: Integers, uncorrected: Integers, numbers: Integers) -> Flags:
+    def _outside(self, searched: Integers, uncorrected: Integers, numbers: Integers) -> Flags:
         """Return whether names do not belong to their roots."""
-        roots, texts = self.roots[sought], self.names.texts
+        roots, texts = self.roots[searched], self.names.texts
 
         def are_outside(own: Integers, names: Integers) -> Flags:
             def strings(indices: Integers) -> list[str]:
@@ -116,27 +116,27 @@ class NestedNames:
 
             return ~self.marks.belong(own, texts.hashes[names], strings)
 
-        result = are_outside(uncorrected[roots], sought)
+        result = are_outside(uncorrected[roots], searched)
         # Corrections are about beginnings of a side's text, and only these names are the same; the
         # other marks, unlike these, occur at many boundaries.
         at = np.flatnonzero(uncorrected[roots] != numbers[roots])
         lengths = texts.lengths[roots[at]]
-        codes = texts.at(sought[at]).codes_at(lengths)
+        codes = texts.at(searched[at]).codes_at(lengths)
         same = np.zeros(len(at), dtype=np.bool_)
         for places in (self.sides.student, self.sides.teacher):
             ahead = places.offsets[self.names.boundaries[roots[at]]] + lengths
             same |= places.text.codes.take(ahead, mode="clip") == codes
         at = at[same]
-        result[at] = are_outside(numbers[roots[at]], sought[at])
+        result[at] = are_outside(numbers[roots[at]], searched[at])
         return result
 
-    def _select_nested(self, sought: Integers, numbers: Integers, cells: Integers) -> None:
+    def _select_nested(self, searched: Integers, numbers: Integers, cells: Integers) -> None:
         """Find the cells of names that begin with each other, one after another."""
         texts, marks = self.names.texts, self.marks
         shorter: list[_NestedCell] = []  # that the next name may begin with
         root = -1
-        hashes = texts.hashes[sought].tolist()
-        columns = (sought, self.roots[sought], self.starts[sought], self.stops[sought])
+        hashes = texts.hashes[searched].tolist()
+        columns = (searched, self.roots[searched], self.starts[searched], self.stops[searched])
         for hashed, name, its_root, start, stop in zip(
             hashes, *(column.tolist() for column in columns), strict=True
         ):

@@ -2,7 +2,7 @@
 
 A teacher's token `` 1`` is also a statement about `` 14``: had that followed, its tokenizer would
 have spelled it with another token. So the student's token `` 14`` is no part of the event `` 1``,
-unless the teacher's tokenizer ends a token behind `` 1`` in some text that the student's spells
+unless the teacher's tokenizer ends a token after `` 1`` in some text that the student's spells
 with `` 14``, or the student's does so in a text that is one token of the teacher: `` 1|40``.
 """
 
@@ -21,14 +21,14 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
 )
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
 from mopd_losses.prefix.vocabulary.marks import Marks, MarksTable
-from mopd_losses.prefix.vocabulary.shorter_tokens import TRIED as TRIED_BEHIND_SHORTER
+from mopd_losses.prefix.vocabulary.shorter_tokens import TRIED as TRIED_AFTER_SHORTER
 from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary, last_character
 from mopd_protocol.tokenizers.token_table import TextEncoder
 
 #: Longer tokens that are tried for a cell, those with the lowest ids: the frequent ones.
 TRIED = 32
 
-#: What is tried behind a text: the rest of tokens that begin with its last characters. So many
+#: What is tried after a text: the rest of tokens that begin with its last characters. So many
 #: characters of an end, and so many tokens for each end, again with the lowest ids.
 ENDS, TOKENS_PER_END = 2, 4
 
@@ -36,9 +36,9 @@ ENDS, TOKENS_PER_END = 2, 4
 #: have three digits at most, and years.
 TRIED_DIGITS = 256
 
-#: Beginnings of words, and what is tried behind white space.
+#: Beginnings of words, and what is tried after white space.
 WORDS = ("a", "#")
-BEHIND_SPACE = (*WORDS, "1")
+AFTER_SPACE = (*WORDS, "1")
 
 #: The longest text that is tried, in characters.
 LONGEST = 32
@@ -65,7 +65,7 @@ class _Longer(NamedTuple):
 
     cell: int
     place: Place
-    text: str  # behind the boundary
+    text: str  # after the boundary
     shorter: int  # characters of the cell's text
 
 
@@ -129,11 +129,11 @@ class SeparateTokens:
         return self._marks.marks_of(int(self.of(keys, lambda _: (place, text))[0]))
 
     def are_some_divided(self, place: Place, text: str, longer: Sequence[str]) -> bool:
-        """Return whether the teacher's tokenizer ends a token behind a cell's text in some longer
+        """Return whether the teacher's tokenizer ends a token after a cell's text in some longer
         text that is one token of the student.
 
         Args:
-            longer: texts behind the boundary.
+            longer: texts after the boundary.
         """
         tried = [_Longer(0, place, x, len(text)) for x in longer]
         spelled = self._spelled_by_one([(each, each.text) for each in tried])
@@ -141,7 +141,7 @@ class SeparateTokens:
         return any(_is_inside(each, end) for (each, _), end in zip(spelled, ends, strict=True))
 
     def _tried(self, place: Place, text: str) -> list[str]:
-        """The student's frequent tokens, behind the boundary."""
+        """The student's frequent tokens, after the boundary."""
         tokens = self._student.specific_tokens(place.student + text, TRIED, FEW)
         texts = [token[len(place.student) :] for token in tokens]
         return [longer for longer in texts if len(longer) <= LONGEST]
@@ -161,7 +161,7 @@ class SeparateTokens:
     def _decided(self, tried: list[_Longer]) -> Iterator[tuple[_Longer, bool]]:
         """Yield the texts that are separate, and those that are not although they begin with one.
 
-        In separate ones the teacher never ends a token behind the cell's text, nor behind a longer
+        In separate ones the teacher never ends a token after the cell's text, nor after a longer
         one that is not separate. Neither does the student in a longer text that is one token of the
         teacher. Where the student writes a text with a longer token, which may begin later, that
         one is not separate: `` ont|vings`` of ``v``, although `` ontving`` is another token.
@@ -209,7 +209,7 @@ class SeparateTokens:
 
     def _named_by_teacher(self, texts: list[_Continued], ends: list[int]) -> list[int]:
         """Return the length of the name of the cell that the teacher's first token of a text is
-        part of, if it ends behind the cell's text and before that of the longer token, else 0."""
+        part of, if it ends after the cell's text and before that of the longer token, else 0."""
         named = [
             end if _is_inside(longer, end) else 0
             for (longer, _), end in zip(texts, ends, strict=True)
@@ -232,16 +232,16 @@ class SeparateTokens:
 
     def _continuations(self, longer: _Longer) -> Iterator[str]:
         """Yield what either side may merge with the end of a text, and the ends of the teacher's
-        tokens that it may write behind the cell's text."""
+        tokens that it may write after the cell's text."""
         place, text = longer.place, longer.text
         for vocabulary, begun in ((self._student, place.student), (self._teacher, place.teacher)):
             yield from continuations(vocabulary, begun + text, TOKENS_PER_END)
-        behind = text[longer.shorter :]
-        most = TRIED_DIGITS if behind.isdecimal() else TRIED_BEHIND_SHORTER
-        for token in self._teacher.frequent_tokens(behind, most):
-            yield token[len(behind) :]
+        after = text[longer.shorter :]
+        most = TRIED_DIGITS if after.isdecimal() else TRIED_AFTER_SHORTER
+        for token in self._teacher.frequent_tokens(after, most):
+            yield token[len(after) :]
         if text[-1].isspace() and text[-1].isascii():
-            yield from BEHIND_SPACE
+            yield from AFTER_SPACE
 
 
 def continuations(vocabulary: SortedVocabulary, text: str, tokens: int) -> list[str]:

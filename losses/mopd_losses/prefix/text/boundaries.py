@@ -54,7 +54,7 @@ def is_space(codes: Codes) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, eq=False)
 class TokenizedText:
-    """One side's tokens of several completions, one after another, with a separator behind each;
+    """One side's tokens of several completions, one after another, with a separator after each;
     offsets count bytes, control tokens and separators."""
 
     vocabulary: SortedVocabulary
@@ -130,7 +130,7 @@ class TokenizedText:
 
     @cached_property
     def divided_ends(self) -> Integers:
-        """[rows], the offset behind a token, and behind those that follow as long as one ends with
+        """[rows], the offset after a token, and after those that follow as long as one ends with
         white space or inside a character: how a run or a character is divided depends on all of it,
         and on what follows the run."""
         if not len(self.ids):
@@ -146,8 +146,8 @@ class TokenizedText:
     def _words_end(self) -> NDArray[np.bool_]:
         """[symbols + 1], ``follow_word`` of each offset.
 
-        Tokenizers divide text before a space, and behind letters or digits if another character
-        follows, but for an apostrophe. Behind others it depends on more of the text: ``)@x`` is
+        Tokenizers divide text before a space, and after letters or digits if another character
+        follows, but for an apostrophe. After others it depends on more of the text: ``)@x`` is
         ``)@`` and ``x``, but a text ``@x`` may be one token.
         """
         before, after = self.codes[:-1], self.codes[1:]
@@ -190,12 +190,12 @@ class Places:
     text: TokenizedText
     offsets: Integers  # [boundaries]
     rows: Integers  # [boundaries], whose token covers the boundary, or begins at it
-    blocks: Integers  # [boundaries], rows that start before it have a different text behind them
+    blocks: Integers  # [boundaries], rows that start before it have a different text after them
     open_rows: OpenRows
 
     @cached_property
     def boundaries_of_rows(self) -> Integers:
-        """[rows + 2], the boundary at which each begins; -1 if it is not compared, and behind all
+        """[rows + 2], the boundary at which each begins; -1 if it is not compared, and after all
         rows."""
         begins = np.flatnonzero(self.open_rows.begun[self.open_rows.last] == 0)
         boundaries = np.full(len(self.text.ids) + 2, -1, dtype=np.int64)
@@ -206,12 +206,12 @@ class Places:
         """Return the text between a row's start and a boundary."""
         return self.text.symbols[self.text.starts[row] : self.offsets[boundary]]
 
-    def nodes_behind(self, open_rows: Integers, hashes: Hashes) -> Integers:
-        """Find the nodes of strings behind what open rows have begun."""
-        return self.text.vocabulary.nodes_of(self.wholes(open_rows, hashes))
+    def nodes_after(self, open_rows: Integers, hashes: Hashes) -> Integers:
+        """Find the nodes of strings after what open rows have begun."""
+        return self.text.vocabulary.nodes_of(self.joined_hashes(open_rows, hashes))
 
-    def wholes(self, open_rows: Integers, hashes: Hashes) -> Hashes:
-        """Hash what open rows have begun, together with strings behind it."""
+    def joined_hashes(self, open_rows: Integers, hashes: Hashes) -> Hashes:
+        """Hash what open rows have begun, together with strings after it."""
         rows = self.open_rows
         return joined(rows.hashes[open_rows], rows.begun[open_rows], hashes)
 
@@ -222,11 +222,11 @@ class Boundaries:
 
     student: Places
     teacher: Places
-    realised: Integers  # [boundaries], characters up to the next token end of either side
-    student_realised: Integers  # [boundaries], characters up to the student's next token end
+    sampled: Integers  # [boundaries], characters up to the next token end of either side
+    student_sampled: Integers  # [boundaries], characters up to the student's next token end
 
     def __len__(self) -> int:
-        return len(self.realised)
+        return len(self.sampled)
 
 
 def boundaries_of(
@@ -255,17 +255,17 @@ def boundaries_of(
     rows = np.searchsorted(student.starts, offsets, side="right") - 1
     teacher_rows = np.searchsorted(teacher.starts, offsets + shifts, side="right") - 1
     ends = student.ends[rows]
-    realised = np.minimum(np.minimum(ends, teacher.ends[teacher_rows] - shifts), stops) - offsets
+    sampled = np.minimum(np.minimum(ends, teacher.ends[teacher_rows] - shifts), stops) - offsets
     kept = _are_readable(student, offsets, rows, firsts)
     kept &= _are_readable(teacher, offsets + shifts, teacher_rows, firsts + shifts)
-    kept &= realised > 0  # a token may spell nothing
+    kept &= sampled > 0  # a token may spell nothing
     own = offsets[kept], rows[kept], firsts[kept]
     other = (offsets + shifts)[kept], teacher_rows[kept], (firsts + shifts)[kept]
     return Boundaries(
         student=Places(student, *own, _open_rows(student, *own)),
         teacher=Places(teacher, *other, _open_rows(teacher, *other)),
-        realised=realised[kept],
-        student_realised=(ends - offsets)[kept],
+        sampled=sampled[kept],
+        student_sampled=(ends - offsets)[kept],
     )
 
 

@@ -131,7 +131,7 @@ class Contexts(TextsBefore):
         return (rows.begun[rows.last] > 0) & (self.lengths > 0)
 
     def may_cross(self, boundaries: Integers, texts: Strings) -> NDArray[np.bool_]:
-        """Return whether the text behind a boundary may be divided otherwise than at the boundary:
+        """Return whether the text after a boundary may be divided otherwise than at the boundary:
         by a token that begins inside the context, or that ends inside the text."""
         text, vocabulary = self.text, self.text.vocabulary
         lengths, offsets = self.lengths[boundaries], self.places.offsets[boundaries]
@@ -156,14 +156,14 @@ class Contexts(TextsBefore):
         return result
 
     def are_several(self, boundaries: Integers, texts: Strings) -> NDArray[np.bool_]:
-        """Return whether what the last open row has begun and the text behind the boundary are no
+        """Return whether what the last open row has begun and the text after the boundary are no
         token: a side that has only the beginning of longer tokens spells them with several."""
-        nodes = self.places.nodes_behind(self.places.open_rows.last[boundaries], texts.hashes)
+        nodes = self.places.nodes_after(self.places.open_rows.last[boundaries], texts.hashes)
         return (nodes >= 0) & ~self.text.vocabulary.are_tokens(nodes)
 
 
 def _starts(places: Places, rows: Integers) -> Integers:
-    """[boundaries], where a row of each begins, and the boundary if that is behind it."""
+    """[boundaries], where a row of each begins, and the boundary if that is after it."""
     starts = np.append(places.text.starts, np.iinfo(np.int64).max)[rows]
     return np.minimum(starts, places.offsets)
 

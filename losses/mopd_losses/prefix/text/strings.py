@@ -120,14 +120,14 @@ class Strings:
             lengths: [n], characters of these.
         """
         result = np.zeros(len(self), dtype=np.bool_)
-        sought, count = np.arange(len(self)), 1
-        while len(sought):
-            beginnings = self.at(sought).beginnings(np.full(len(sought), count))
-            nodes = vocabulary.nodes_of(joined(begun[sought], lengths[sought], beginnings))
-            begins, is_last = nodes >= 0, self.lengths[sought] == count
+        searched, count = np.arange(len(self)), 1
+        while len(searched):
+            beginnings = self.at(searched).beginnings(np.full(len(searched), count))
+            nodes = vocabulary.nodes_of(joined(begun[searched], lengths[searched], beginnings))
+            begins, is_last = nodes >= 0, self.lengths[searched] == count
             decided = begins & (vocabulary.are_tokens(nodes) | is_last)
-            result[sought[decided]] = True
-            sought = sought[begins & ~decided]
+            result[searched[decided]] = True
+            searched = searched[begins & ~decided]
             count += 1
         return result
 

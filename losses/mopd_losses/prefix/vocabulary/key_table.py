@@ -48,15 +48,15 @@ class KeyTable:
         present = self._keys.take(slots)
         equal = present == keys
         results = np.where(equal, self._values.take(slots), MISSING)
-        sought = np.flatnonzero((present != _EMPTY) & ~equal)
-        keys, slots = keys[sought], slots[sought]
-        while len(sought):
+        searched = np.flatnonzero((present != _EMPTY) & ~equal)
+        keys, slots = keys[searched], slots[searched]
+        while len(searched):
             slots = (slots + 1) & self._mask
             present = self._keys.take(slots)
             equal = present == keys
-            results[sought[equal]] = self._values[slots[equal]]
+            results[searched[equal]] = self._values[slots[equal]]
             remaining = np.flatnonzero((present != _EMPTY) & ~equal)
-            sought, keys, slots = sought[remaining], keys[remaining], slots[remaining]
+            searched, keys, slots = searched[remaining], keys[remaining], slots[remaining]
         return results
 
     def computed(self, keys: Hashes, compute: Callable[[Integers], Integers]) -> Integers:

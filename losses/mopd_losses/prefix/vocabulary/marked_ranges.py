@@ -19,7 +19,7 @@ _CACHED = 500_000
 
 
 class MarkedCell(NamedTuple):
-    """A cell's text behind what a row has begun, and its marks."""
+    """A cell's text after what a row has begun, and its marks."""
 
     begun: str
     text: str
@@ -27,7 +27,7 @@ class MarkedCell(NamedTuple):
 
 
 class MarkedRanges:
-    """Ranges of one vocabulary, one list for each cell, behind what a row has begun."""
+    """Ranges of one vocabulary, one list for each cell, after what a row has begun."""
 
     def __init__(self, vocabulary: SortedVocabulary) -> None:
         self.vocabulary = vocabulary
@@ -101,9 +101,9 @@ def ranges_of(
         over = over[stops[outer[over]] <= starts[over]]
     # From each edge on, the innermost range decides. Of the edges at one rank, the last one counts:
     # an inner range ends before an outer one, and all that end do before others begin.
-    behind = np.where(is_cell, False, belongs[outer])
+    after = np.where(is_cell, False, belongs[outer])
     edges = np.concatenate([stops[::-1], starts])
-    decided = np.concatenate([behind[::-1], belongs])
+    decided = np.concatenate([after[::-1], belongs])
     order = np.argsort(edges, kind="stable")
     edges, decided = edges[order], decided[order]
     owners = np.concatenate([owners[::-1], owners])[order]

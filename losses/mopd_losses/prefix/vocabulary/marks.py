@@ -135,12 +135,12 @@ class MarksTable:
             known = self._belongs[number, hashed] = self.belongs(number, string())
         return known
 
-    def as_realised(self, number: int, token: str) -> int:
-        """Correct a mark by the realised token, which shows better than any trial what belongs: the
+    def as_sampled(self, number: int, token: str) -> int:
+        """Correct a mark by the sampled token, which shows better than any trial what belongs: the
         longest one that it begins with. A shorter one is about another token.
 
         Args:
-            token: behind the boundary.
+            token: after the boundary.
         """
         if not token.startswith(self._numbered[number].excluded):
             return number

@@ -1,8 +1,8 @@
-"""``Merges``: which tokens a tokenizer of merges (BPE) writes behind each other.
+"""``Merges``: which tokens a tokenizer of merges (BPE) writes after each other.
 
-A token and the one behind it are written so if no merge across their border comes before those that
+A token and the one after it are written so if no merge across their border comes before those that
 complete them. The last part of a token waits until the merge that consumes it, and so does the
-first part of the token behind it: the merge of both, if there is one, happens if neither has been
+first part of the token after it: the merge of both, if there is one, happens if neither has been
 consumed by then. So the tokens that may follow, or that divide a token, are found along the last
 parts of the one and the first parts of the other, without a call of the tokenizer. Pre-tokenizers
 and normalizers are not considered: what is found is to be tokenized.
@@ -38,14 +38,14 @@ class Merges:
     def __init__(self, vocabulary: SortedVocabulary, merges: Integers) -> None:
         self._vocabulary = vocabulary
         order = np.argsort(merges[:, 0], kind="stable")
-        self._rights, self._wholes = merges[order, 1], merges[order, 2]
+        self._rights, self._merged_ids = merges[order, 1], merges[order, 2]
         self._ranks = order
         bounds = np.arange(len(vocabulary.strings) + 1)
         self._first = np.searchsorted(merges[order, 0], bounds)  # [vocabulary + 1]
         by_whole = np.argsort(merges[:, 2], kind="stable")
         self._parts = merges[by_whole, :2]
         self._first_parts = np.searchsorted(merges[by_whole, 2], bounds)  # [vocabulary + 1]
-        self._behind: dict[int, dict[int, int]] = {}
+        self._after: dict[int, dict[int, int]] = {}
         self._last: dict[int, tuple[int, int, int] | None] = {}
         self._searches: dict[tuple[int, str, int], list[str]] = {}
         self._dividing: dict[int, list[str]] = {}
@@ -54,7 +54,7 @@ class Merges:
         return len(self._ranks)
 
     def following(self, token: int, prefix: str, count: int) -> list[str]:
-        """Return tokens that begin with a string, are longer, and may be written behind a token:
+        """Return tokens that begin with a string, are longer, and may be written after a token:
         about those that are merged first."""
         key = token, prefix, count
         tokens = self._searches.get(key)
@@ -95,7 +95,7 @@ class Merges:
         return results
 
     def dividing(self, token: int) -> list[str]:
-        """Return texts behind which a token is not written, for each of its beginnings that may be
+        """Return texts after which a token is not written, for each of its beginnings that may be
         written in its place."""
         texts = self._dividing.get(token)
         if texts is None:
@@ -114,8 +114,8 @@ class Merges:
         for end in range(1, len(whole)):
             for left in dict.fromkeys((self.token_of(whole[:end]), parts.get(end))):
                 if left is not None:
-                    for behind in self.following(left, whole[end:], 1):
-                        yield behind[len(whole) - end :]
+                    for after in self.following(left, whole[end:], 1):
+                        yield after[len(whole) - end :]
 
     def token_of(self, string: str) -> int | None:
         """Return the token that merges spell a string with; another one, such as a byte's, if none
@@ -126,21 +126,21 @@ class Merges:
         return next(merged, ids[0] if ids else None)
 
     def _begun_with(self, left: int, prefix: str) -> Iterator[tuple[int, int]]:
-        """Yield the ranks and wholes of merges with a left part, lowest rank first: of wholes that
-        begin with a string, or with which it begins."""
+        """Yield the ranks and results of merges with a left part, lowest rank first: of results
+        that begin with a string, or with which it begins."""
         own = slice(self._first[left], self._first[left + 1])
-        ranks, wholes = self._ranks[own], self._wholes[own]
+        ranks, merged_ids = self._ranks[own], self._merged_ids[own]
         length = len(self._vocabulary.strings[left])
         if length < len(prefix) and len(ranks):
-            tokens, order = self._vocabulary.range_of(prefix), self._vocabulary.ranks[wholes]
+            tokens, order = self._vocabulary.range_of(prefix), self._vocabulary.ranks[merged_ids]
             kept = (order >= tokens.start) & (order < tokens.stop)
             for end in range(length + 1, len(prefix)):
                 shorter = self._vocabulary.range_of(prefix[:end])
                 kept |= (order >= shorter.start) & (order < shorter.longer)
-            ranks, wholes = ranks[kept], wholes[kept]
+            ranks, merged_ids = ranks[kept], merged_ids[kept]
         for first in range(0, len(ranks), _CHUNK):
             chunk = slice(first, first + _CHUNK)
-            yield from zip(ranks[chunk].tolist(), wholes[chunk].tolist(), strict=True)
+            yield from zip(ranks[chunk].tolist(), merged_ids[chunk].tolist(), strict=True)
 
     def _is_merged(self, token: int) -> bool:
         is_part = self._first[token] < self._first[token + 1]
@@ -172,18 +172,18 @@ class Merges:
         times = [
             max(crossing, rank)
             for part, consumed in spine
-            if (crossing := self._merges_behind(part).get(left)) is not None
+            if (crossing := self._merges_after(part).get(left)) is not None
             and max(crossing, rank) < consumed
         ]
         return min(times, default=math.inf)
 
-    def _merges_behind(self, left: int) -> dict[int, int]:
+    def _merges_after(self, left: int) -> dict[int, int]:
         """Return the right parts of the merges with a left one, and the ranks, lowest first."""
-        merges = self._behind.get(left)
+        merges = self._after.get(left)
         if merges is None:
             own = slice(self._first[left], self._first[left + 1])
             columns = self._rights[own].tolist(), self._ranks[own].tolist()
-            merges = self._behind[left] = dict(zip(*columns, strict=True))
+            merges = self._after[left] = dict(zip(*columns, strict=True))
         return merges
 
     def _merge_of(self, token: int) -> tuple[int, int, int] | None:
@@ -199,13 +199,13 @@ class Merges:
             return None
         if last == first + 1:
             left, right = self._parts[first].tolist()
-            return left, right, self._merges_behind(left)[right]
+            return left, right, self._merges_after(left)[right]
         pieces = self._units(token)
         while True:
             ranked = [
                 (rank, at)
                 for at, (left, right) in enumerate(pairwise(pieces))
-                if (rank := self._merges_behind(left).get(right)) is not None
+                if (rank := self._merges_after(left).get(right)) is not None
             ]
             if not ranked:
                 return None
@@ -225,4 +225,4 @@ class Merges:
 
     def _whole(self, left: int, right: int) -> int:
         own = slice(self._first[left], self._first[left + 1])
-        return int(self._wholes[own][self._rights[own] == right][0])
+        return int(self._merged_ids[own][self._rights[own] == right][0])

@@ -15,13 +15,13 @@ from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 from mopd_losses.prefix.vocabulary.spellings import Spellings
 from mopd_protocol.tokenizers.token_table import TextEncoder
 
-#: Tokens that are tried behind a shorter one, with the lowest ids: the frequent ones.
+#: Tokens that are tried after a shorter one, with the lowest ids: the frequent ones.
 TRIED = 16
 
-#: The longest token for which shorter ones are sought, in characters: bits of an integer.
+#: The longest token for which shorter ones are searched, in characters: bits of an integer.
 LONGEST = 60
 
-#: What is tried behind white space.
+#: What is tried after white space.
 WORD = "a"
 
 #: Tokens kept in memory; beyond, all are discarded and computed again.
@@ -48,17 +48,17 @@ class ShorterTokens:
 
         def compute(indices: Integers) -> Integers:
             owners, lengths, texts = list[int](), list[int](), list[str]()
-            wholes = [text(index) for index in indices.tolist()]
-            for number, whole in enumerate(wholes):
+            full_texts = [text(index) for index in indices.tolist()]
+            for number, whole in enumerate(full_texts):
                 for length, tried in self._tried(whole):
                     owners.append(number)
                     lengths.append(length)
                     texts.append(tried)
             ends = Spellings.of(self._vocabulary, self._encoder, texts).first_ends()
-            sought, numbers = (np.array(each, dtype=np.int64) for each in (lengths, owners))
-            longest = np.array([min(len(whole), LONGEST) for whole in wholes], dtype=np.int64)
+            searched, numbers = (np.array(each, dtype=np.int64) for each in (lengths, owners))
+            longest = np.array([min(len(whole), LONGEST) for whole in full_texts], dtype=np.int64)
             is_shorter = (ends > 0) & (ends < longest[numbers])
-            is_first = is_shorter & ((sought == 0) | (ends == sought))
+            is_first = is_shorter & ((searched == 0) | (ends == searched))
             results = np.zeros(len(indices), dtype=np.int64)
             np.bitwise_or.at(results, numbers[is_first], 1 << ends[is_first])
             return results
@@ -69,8 +69,8 @@ class ShorterTokens:
         """Yield texts that may begin with a shorter token, and its length; 0 for any."""
         yield 0, whole
         token = self._merges.token_of(whole)
-        for behind in self._merges.dividing(token) if token is not None else ():
-            yield 0, whole + behind
+        for after in self._merges.dividing(token) if token is not None else ():
+            yield 0, whole + after
         if whole[-1].isspace() and whole[-1].isascii():
             yield 0, whole + WORD
         if token is not None and len(self._merges) and whole.isascii() and whole.strip().isalpha():

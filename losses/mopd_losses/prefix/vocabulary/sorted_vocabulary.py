@@ -27,7 +27,7 @@ from mopd_losses.prefix.vocabulary.hashed_strings import (
 from mopd_losses.prefix.vocabulary.key_table import KeyTable
 from mopd_protocol.tokenizers.token_table import TokenTable
 
-#: Sorts behind every character of a string.
+#: Sorts after every character of a string.
 _HIGHEST_CHARACTER = "\U0010ffff"
 
 #: The last character that is a byte.
@@ -214,7 +214,7 @@ class SortedVocabulary:
         return self._unspelled_characters[begun]
 
     def continuations(self, end: str, count: int) -> list[str]:
-        """Return what is behind ``end``, or a shorter end of it that begins a character, in the
+        """Return what is after ``end``, or a shorter end of it that begins a character, in the
         ``frequent_tokens`` that begin with it."""
         cached = self._continuations.get((end, count))
         if cached is None:

@@ -1,7 +1,7 @@
-"""``ShorterDetours``: detours over tokens that the tokenizer writes in place of longer ones.
+"""``ShorterTokenizations``: bounding tokens that are written in place of longer ones.
 
 A token is written in place of a longer one by what follows, which no text up to the boundary shows:
-`` O|SE|rr|or``, although `` OS`` is a token. Such a token is sought for every token that spells a
+`` O|SE|rr|or``, although `` OS`` is a token. Such a token is searched for every token that spells a
 likely cell, or that ends at the boundary.
 """
 
@@ -20,7 +20,7 @@ from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 CellTokens = tuple[Integers, Integers, Integers]
 
 
-class ShorterDetours:
+class ShorterTokenizations:
     """Finds them for one side.
 
     Args:
@@ -51,10 +51,10 @@ class ShorterDetours:
         numbers = numbers[cells]
         in_context = rows.rows[opened] >= contexts.first_rows[numbers]
         cells, numbers, opened = cells[in_context], numbers[in_context], opened[in_context]
-        hashes = places.wholes(opened, texts.hashes[cells])
+        hashes = places.joined_hashes(opened, texts.hashes[cells])
         at, ids = self._beginnings(hashes)
-        # Tokens that end before the boundary are detours of other texts, and one that ends at it is
-        # on the realised path, but for the last row.
+        # Tokens that end before the boundary bound other texts, and one that ends at it is on the
+        # sampled path, but for the last row.
         least = rows.begun[opened] + (opened < rows.last[numbers])
         kept = self._vocabulary.lengths[ids] >= least[at]
         at, ids = at[kept], ids[kept]
@@ -91,13 +91,13 @@ class ShorterDetours:
         crossed = vocabulary.nodes_of(joined(rests, left, texts.hashes)) >= 0
         at, ids, lengths, texts = at[crossed], ids[crossed], lengths[crossed], texts.at(crossed)
         cells = cells[crossed]
-        wholes = joined(hashes[at], offsets[at] - starts[at], texts.hashes)
+        joined_hashes = joined(hashes[at], offsets[at] - starts[at], texts.hashes)
 
         def whole(index: int) -> str:
             entry = at[index]
             return text.symbols[starts[entry] : offsets[entry]] + texts.string(index)
 
-        bits = self._shorter.of(wholes, whole)
+        bits = self._shorter.of(joined_hashes, whole)
         kept = np.flatnonzero(bits >> lengths & 1)
         kept = kept[self._are_canonical(contexts, numbers[at[kept]])]
         return cells[kept], rows[at[kept]], ids[kept]

@@ -1,24 +1,22 @@
-"""``Detours``: the tokens by which a side reaches a cell, where these are not its realised tokens.
+"""``OtherTokenizations``: the tokens that bound what is missing of a cell.
 
-The rows of a completion give the mass of text over the realised tokens. A tokenizer that does not
+The rows of a completion give the mass of text over the sampled tokens. A tokenizer that does not
 match the longest token may divide the text before a boundary differently once a cell follows:
 ``bb`` is one token, but ``bba`` is ``b|ba``. A side that produced ``bb`` never continues with
 ``a``: that mass is part of its token ``b``, one row earlier, and what would follow ``b`` is in a
-row that was not computed. The detour of the cell is that row and token; its mass is an upper bound
-of what the cell lacks.
+row that was not computed. The bounding token of the cell is that row and token; its mass is an
+upper bound of what is missing of the cell.
 """
-
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mopd_losses.alignment.byte_strings import utf8_text
+from mopd_losses.prefix.bounding_tokens import BoundingTokens, Searched
 from mopd_losses.prefix.canonical_tokens import CACHED, CanonicalTokens
-from mopd_losses.prefix.naming.nested_names import Names
 from mopd_losses.prefix.naming.separate_tokens import WORDS, continuations
 from mopd_losses.prefix.probes import Probes
-from mopd_losses.prefix.shorter_detours import ShorterDetours
+from mopd_losses.prefix.shorter_tokenizations import ShorterTokenizations
 from mopd_losses.prefix.text.contexts import Contexts, TextsBefore
 from mopd_losses.prefix.text.strings import Strings
 from mopd_losses.prefix.vocabulary.hashed_strings import (
@@ -33,79 +31,24 @@ from mopd_losses.prefix.vocabulary.sorted_vocabulary import SortedVocabulary
 from mopd_losses.prefix.vocabulary.spellings import Spellings, written_ids
 from mopd_protocol.tokenizers.token_table import TextEncoder
 
-#: The detour of a cell that is reached over the realised tokens.
-_NO_DETOUR = 0
+#: The bounding token of a cell that is reached over the sampled tokens.
+_NO_TOKEN = 0
 
 #: The last character that is a byte; control tokens are above.
 _HIGHEST_BYTE = chr(0xFF)
 
-#: A detour is ``1 + flag + 2 * (steps + _STEPS * token)``, with the flag of counted tokens.
+#: A bounding token is ``1 + flag + 2 * (steps + _STEPS * token)``, with the flag of counted tokens.
 _STEPS = 8
 
 Flags = NDArray[np.bool_]
 
-#: The boundaries of tokens, the realised tokens of the context before each, their ids, and whether
+#: The boundaries of tokens, the sampled tokens of the context before each, their ids, and whether
 #: each is counted.
 _Found = tuple[Integers, Integers, Integers, Flags]
 
 
-@dataclass(frozen=True, eq=False)
-class CellDetours:
-    """Detours of the cells of completions on one side; a boundary lists each token once."""
-
-    cells: Flags  # [cells], whether a cell has a detour
-    boundaries: Integers  # [detours], ascending
-    rows: Integers  # [detours]
-    ids: Integers  # [detours]
-    counted: Flags  # [detours], whether the token is mass of what is open
-
-    @classmethod
-    def none(cls, cells: int) -> "CellDetours":
-        """Return no detours of so many cells."""
-        nothing, flags = np.empty(0, dtype=np.int64), np.zeros(cells, dtype=np.bool_)
-        return cls(flags, nothing, nothing, nothing, flags[:0])
-
-    def counted_in(self, boundaries: Integers, rows: Integers) -> tuple[Integers, Integers]:
-        """Find the counted detours among open rows: indices of these, and ids of tokens.
-
-        Args:
-            boundaries: [open rows], ascending.
-            rows: [open rows], ascending for each boundary.
-        """
-        counted = np.flatnonzero(self.counted)
-        if not len(rows):
-            return counted[:0], counted[:0]
-        sought, sought_rows, ids = (
-            column[counted] for column in (self.boundaries, self.rows, self.ids)
-        )
-        size = max(int(rows.max()), int(sought_rows.max(initial=0))) + 1
-        keys, sought_keys = boundaries * size + rows, sought * size + sought_rows
-        at = np.minimum(np.searchsorted(keys, sought_keys), len(keys) - 1)
-        known = keys[at] == sought_keys
-        return at[known], ids[known]
-
-
-@dataclass(frozen=True, eq=False)
-class Sought:
-    """Strings behind boundaries whose detours are sought."""
-
-    texts: Strings  # [n]
-    boundaries: Integers  # [n]
-    cells: Integers  # [n], -1 for a candidate that is in no cell
-
-    @classmethod
-    def of(cls, texts: Strings, boundaries: Integers, likely: Flags, others: Names) -> "Sought":
-        """Select the likely cells, and likely candidates that no cell contains."""
-        cells, at = np.flatnonzero(likely), np.flatnonzero(others.likely)
-        return cls(
-            texts.at(cells).followed_by(others.texts.at(at)),
-            np.concatenate([boundaries[cells], others.boundaries[at]]),
-            np.concatenate([cells, np.full(len(at), -1, dtype=np.int64)]),
-        )
-
-
-class Detours:
-    """Finds the detours of one side, by its tokenizer."""
+class OtherTokenizations:
+    """Finds the bounding tokens of one side, by its tokenizer."""
 
     def __init__(
         self,
@@ -122,48 +65,56 @@ class Detours:
         self.table = KeyTable(CACHED)
         self.divided = KeyTable(CACHED)
         self.probed = KeyTable(CACHED)
+        self.joined = KeyTable(CACHED)
         self.shorter = ShorterTokens(vocabulary, encoder, merges)
         self._written = written_ids(vocabulary, encoder)
-        self._shorter = ShorterDetours(vocabulary, self.shorter, canonical.are_canonical)
+        self._shorter = ShorterTokenizations(vocabulary, self.shorter, canonical.are_canonical)
         self._canonical = canonical
 
     def of(
-        self, contexts: Contexts, sought: Sought, marks: Integers, probes: Probes | None = None
-    ) -> CellDetours:
-        """Find the detours of likely cells, and of candidates and probes that are in the rest.
+        self, contexts: Contexts, searched: Searched, marks: Integers, probes: Probes | None = None
+    ) -> BoundingTokens:
+        """Find those of likely cells, and of candidates and probes that are in the rest.
 
         Args:
             marks: [cells], numbers.
         """
-        may_differ = contexts.may_cross(sought.boundaries, sought.texts)
-        may_differ |= contexts.are_several(sought.boundaries, sought.texts)
+        may_differ = contexts.may_cross(searched.boundaries, searched.texts)
+        may_differ |= contexts.are_several(searched.boundaries, searched.texts)
         redivided = contexts.end_with_run | contexts.inside_tokens
-        may_differ |= redivided[sought.boundaries] & sought.texts.are_text()
+        may_differ |= redivided[searched.boundaries] & searched.texts.are_text()
         possible = np.flatnonzero(may_differ)
-        numbers = sought.boundaries[possible]
-        texts = sought.texts.at(possible)
+        numbers = searched.boundaries[possible]
+        texts = searched.texts.at(possible)
         codes = self._codes(contexts, numbers, texts)
-        whole = (codes == _NO_DETOUR) & (sought.cells[possible] >= 0) & texts.are_text()
+        whole = (codes == _NO_TOKEN) & (searched.cells[possible] >= 0) & texts.are_text()
         whole = np.flatnonzero(whole) if len(self._merges) else np.empty(0, dtype=np.int64)
-        of_cells = marks[sought.cells[possible[whole]]]
+        of_cells = marks[searched.cells[possible[whole]]]
         codes[whole] = self._divided(contexts, numbers[whole], texts.at(whole), of_cells)
+        rest = np.flatnonzero((searched.cells[possible] < 0) & texts.are_text())
+        joined = self._joined(contexts, numbers[rest], texts.at(rest))
+        possible, numbers = (np.append(each, each[rest]) for each in (possible, numbers))
+        codes = np.append(codes, joined)
         counted = codes & 1 == 0  # one more than the flag
         # A counted token is mass of the rest, and so is a candidate that is in no cell.
-        kept = np.flatnonzero((codes != _NO_DETOUR) & ~((sought.cells[possible] < 0) & counted))
+        kept = np.flatnonzero((codes != _NO_TOKEN) & ~((searched.cells[possible] < 0) & counted))
         kept = kept[self._canonical.are_canonical(contexts, numbers[kept])]
         steps, ids = _steps_and_ids(codes[kept])
-        at = np.flatnonzero((sought.cells >= 0) & sought.texts.are_text())
-        sought_texts = sought.boundaries[at], sought.texts.at(at)
-        others, other_rows, other_ids = self._shorter.of_cells(contexts, *sought_texts)
-        earlier, earlier_rows, earlier_ids = self._shorter.before_cells(contexts, *sought_texts)
+        at = np.flatnonzero((searched.cells >= 0) & searched.texts.are_text())
+        searched_texts = searched.boundaries[at], searched.texts.at(at)
+        others, other_rows, other_ids = self._shorter.of_cells(contexts, *searched_texts)
+        earlier, earlier_rows, earlier_ids = self._shorter.before_cells(contexts, *searched_texts)
         others, earlier = at[others], at[earlier]
-        of_others, of_earlier = sought.boundaries[others], sought.boundaries[earlier]
+        of_others, of_earlier = searched.boundaries[others], searched.boundaries[earlier]
         other_steps = other_rows - contexts.first_rows[of_others]
         earlier_steps = earlier_rows - contexts.first_rows[of_earlier]
         columns = [
-            (sought.cells[possible[kept]], (numbers[kept], steps, ids, counted[kept])),
-            (sought.cells[others], (of_others, other_steps, other_ids, _all(others, True))),
-            (sought.cells[earlier], (of_earlier, earlier_steps, earlier_ids, _all(earlier, False))),
+            (searched.cells[possible[kept]], (numbers[kept], steps, ids, counted[kept])),
+            (searched.cells[others], (of_others, other_steps, other_ids, _all(others, True))),
+            (
+                searched.cells[earlier],
+                (of_earlier, earlier_steps, earlier_ids, _all(earlier, False)),
+            ),
         ]
         if probes is not None:
             of_rest = self._of_probes(contexts, probes)
@@ -178,11 +129,11 @@ class Detours:
         reached[with_cell[with_cell >= 0]] = True
         order = (numbers * _STEPS + steps) * len(self._vocabulary.strings) + ids
         _, first = np.unique(order, return_index=True)
-        return CellDetours(reached, numbers[first], rows[first], ids[first], counted[first])
+        return BoundingTokens(reached, numbers[first], rows[first], ids[first], counted[first])
 
     def end_a_token(self, contexts: Contexts, boundaries: Integers, texts: Strings) -> Flags:
-        """Return whether a boundary is inside a realised token, and a shorter token ends at the
-        boundary if it is followed by a text, and by any other text behind that one."""
+        """Return whether a boundary is inside a sampled token, and a shorter token ends at the
+        boundary if it is followed by a text, and by any other text after that one."""
         rows = contexts.places.open_rows
         begun = rows.begun[rows.last]
         at = np.flatnonzero(contexts.inside_tokens[boundaries])
@@ -190,37 +141,37 @@ class Detours:
         divided = ~(inside.are_text() & contexts.may_cross(boundaries[at], inside))
         at, inside = at[divided], inside.at(divided)
         numbers = boundaries[at]
-        # No token is in both, so only white space is divided by the text behind it.
+        # No token is in both, so only white space is divided by the text after it.
         followed = inside.where(contexts.end_with_space(numbers))
         codes = self._codes(contexts, numbers, followed)
         lengths = self._vocabulary.lengths[_steps_and_ids(codes)[1]]
-        counted = (codes != _NO_DETOUR) & (codes & 1 == 0)
+        counted = (codes != _NO_TOKEN) & (codes & 1 == 0)
         ends = np.flatnonzero(counted & (lengths == begun[numbers]))
         results = np.zeros(len(boundaries), dtype=np.bool_)
         results[at[ends]] = self._canonical.are_canonical(contexts, numbers[ends])
         return results
 
     def _codes(self, contexts: Contexts, boundaries: Integers, texts: Strings) -> Integers:
-        """Return the detour of each text behind a boundary."""
+        """Return the bounding token of each text after a boundary."""
 
         def compute(indices: Integers) -> Integers:
-            return self._detours(contexts, boundaries[indices], texts.strings(indices))
+            return self._others(contexts, boundaries[indices], texts.strings(indices))
 
         return self.table.computed(keys_of(contexts.keys[boundaries], texts.hashes), compute)
 
     def _divided(
         self, contexts: Contexts, boundaries: Integers, texts: Strings, marks: Integers
     ) -> Integers:
-        """Return the detour of each text behind a boundary once more follows that divides its last
-        token, and that is in its cell: ``5|73``, but ``57|379``."""
+        """Return the bounding token of each text after a boundary once more follows that divides
+        its last token, and that is in its cell: ``5|73``, but ``57|379``."""
 
         def compute(indices: Integers) -> Integers:
             own, strings = boundaries[indices], texts.strings(indices)
             begun = contexts.texts(own)
-            wholes = [first + second for first, second in zip(begun, strings, strict=True)]
-            last = Spellings.of(self._vocabulary, self._encoder, wholes).last_tokens()
+            full_texts = [first + second for first, second in zip(begun, strings, strict=True)]
+            last = Spellings.of(self._vocabulary, self._encoder, full_texts).last_tokens()
             continued = [
-                (index, wholes[index] + after)
+                (index, full_texts[index] + after)
                 for index, (token, number) in enumerate(
                     zip(last.tolist(), marks[indices].tolist(), strict=True)
                 )
@@ -229,8 +180,8 @@ class Detours:
                 if self._marks.belongs(number, strings[index] + after)
             ]
             owners = np.array([index for index, _ in continued], dtype=np.int64)
-            limits = np.array(list(map(len, wholes)), dtype=np.int64)[owners]
-            codes, _, _ = self._first_detours(
+            limits = np.array(list(map(len, full_texts)), dtype=np.int64)[owners]
+            codes, _, _ = self._first_others(
                 contexts, own[owners], [text for _, text in continued], limits
             )
             return _first_of(codes, owners, len(indices))
@@ -238,9 +189,33 @@ class Detours:
         keys = keys_of(contexts.keys[boundaries], texts.hashes, self._marks.hashes(marks))
         return self.divided.computed(keys, compute)
 
+    def _joined(self, contexts: Contexts, boundaries: Integers, texts: Strings) -> Integers:
+        """Return the bounding token of each text once more follows that a token may join with its
+        end: one that ends at or before the boundary."""
+
+        def compute(indices: Integers) -> Integers:
+            own = boundaries[indices]
+            pairs = zip(contexts.texts(own), texts.strings(indices), strict=True)
+            continued = [
+                (index, begun + string + after)
+                for index, (begun, string) in enumerate(pairs)
+                for after in continuations(self._vocabulary, begun + string, 1)
+            ]
+            owners = np.array([index for index, _ in continued], dtype=np.int64)
+            codes, _, _ = self._first_others(
+                contexts,
+                own[owners],
+                [text for _, text in continued],
+                contexts.lengths[own[owners]],
+            )
+            return _commonest_of(codes, owners, len(indices))
+
+        keys = keys_of(contexts.keys[boundaries], texts.hashes)
+        return self.joined.computed(keys, compute)
+
     def _of_probes(self, contexts: Contexts, probes: Probes) -> _Found:
-        """Find detours of probes that are in the rest. Continuations behind probes would be most of
-        the calls, and find nothing that the other strings do not show."""
+        """Find bounding tokens of probes that are in the rest. Continuations after probes would be
+        most of the calls, and find nothing that the other strings do not show."""
         before = contexts.beginning_at(probes.boundaries, probes.rows)
 
         def compute(indices: Integers) -> Integers:
@@ -253,7 +228,7 @@ class Detours:
                 for each in self._completed(text)
             ]
             owners = np.array([number for number, _ in continued], dtype=np.int64)
-            codes, _, _ = self._first_detours(
+            codes, _, _ = self._first_others(
                 before, indices[owners], [text for _, text in continued], lengths[owners]
             )
             return _commonest_of(codes, owners, len(indices))
@@ -273,30 +248,32 @@ class Detours:
         is_text = text.isascii() or utf8_text(text) is not None
         return [text] if is_text else self._vocabulary.completed(text, TRIED)
 
-    def _detours(self, contexts: TextsBefore, boundaries: Integers, strings: list[str]) -> Integers:
-        """Find the first token to each string that is neither realised nor known mass of it; if
+    def _others(self, contexts: TextsBefore, boundaries: Integers, strings: list[str]) -> Integers:
+        """Find the first token to each string that is neither sampled nor known mass of it; if
         there is none, the commonest of those that end at or before the boundary once the string
         continues."""
         before = contexts.lengths[boundaries]
         begun = contexts.texts(boundaries)
-        wholes = [first + second for first, second in zip(begun, strings, strict=True)]
+        full_texts = [first + second for first, second in zip(begun, strings, strict=True)]
         # A control token is never merged with the text before it.
         texts = [
             whole if whole[-1] <= _HIGHEST_BYTE else whole[:length]
-            for whole, length in zip(wholes, before.tolist(), strict=True)
+            for whole, length in zip(full_texts, before.tolist(), strict=True)
         ]
-        lengths = np.array(list(map(len, wholes)), dtype=np.int64)
-        results, is_one, is_text = self._first_detours(contexts, boundaries, texts, lengths)
+        lengths = np.array(list(map(len, full_texts)), dtype=np.int64)
+        results, is_one, is_text = self._first_others(contexts, boundaries, texts, lengths)
         # The last character of white space may belong to the next word.
         continued = [
             (index, text + after)
-            for index in np.flatnonzero(results == _NO_DETOUR).tolist()
-            if (text := texts[index])[-1:].isspace() and text.isascii() and text == wholes[index]
+            for index in np.flatnonzero(results == _NO_TOKEN).tolist()
+            if (text := texts[index])[-1:].isspace()
+            and text.isascii()
+            and text == full_texts[index]
             for after in WORDS
         ]
         # A token may complete a character of which the text is only the first bytes.
         for index in np.flatnonzero(~is_text).tolist():
-            if (text := texts[index]) == wholes[index]:
+            if (text := texts[index]) == full_texts[index]:
                 continued += [(index, each) for each in self._vocabulary.completed(text, TRIED)]
         # A string may be one token, and no longer one once more follows: `bb`, but `b|ba`.
         continued += [
@@ -306,16 +283,16 @@ class Detours:
         ]
         owners = np.array([index for index, _ in continued], dtype=np.int64)
         limits = np.where(is_text, before, lengths)[owners]
-        after_more, _, _ = self._first_detours(
+        after_more, _, _ = self._first_others(
             contexts, boundaries[owners], [text for _, text in continued], limits
         )
         return np.where(results, results, _commonest_of(after_more, owners, len(results)))
 
-    def _first_detours(
+    def _first_others(
         self, contexts: TextsBefore, boundaries: Integers, texts: list[str], limits: Integers
     ) -> tuple[Integers, Flags, Flags]:
-        """Find the first token of each text behind a context that is not realised; none that ends
-        beyond the boundary and at the limit or behind it. Also return whether such a one begins
+        """Find the first token of each text after a context that is not sampled; none that ends
+        beyond the boundary and at the limit or after it. Also return whether such a one begins
         before the boundary, and whether it is a text."""
         text, before = contexts.text, contexts.lengths[boundaries]
         spelled = Spellings.of(self._vocabulary, self._encoder, texts)
@@ -326,7 +303,7 @@ class Detours:
         at = np.flatnonzero(is_beyond | other)
         reached, first = np.unique(owners[at], return_index=True)
         at = at[first]
-        # A token that ends with the string, or behind it, is known mass of it.
+        # A token that ends with the string, or after it, is known mass of it.
         kept = ~is_beyond[at] | (spelled.ends[at] < limits[reached])
         begins = spelled.ends[at] - self._vocabulary.lengths[spelled.ids[at]]
         is_one = np.zeros(len(texts), dtype=np.bool_)
@@ -335,7 +312,7 @@ class Detours:
         ends_open_row = spelled.ends[at] == before[reached]
         ends_open_row &= rows[at] == contexts.covering_rows[boundaries[reached]]
         counted = is_beyond[at] | ends_open_row
-        results = np.full(len(texts), _NO_DETOUR, dtype=np.int64)
+        results = np.full(len(texts), _NO_TOKEN, dtype=np.int64)
         results[reached] = 1 + counted + 2 * (steps[at] + _STEPS * spelled.ids[at])
         return results, is_one, spelled.is_text
 
@@ -345,17 +322,17 @@ def _all(indices: Integers, value: bool) -> Flags:
 
 
 def _first_of(codes: Integers, owners: Integers, count: int) -> Integers:
-    """[count], the first detour of each owner."""
-    at = np.flatnonzero(codes != _NO_DETOUR)
+    """[count], the first bounding token of each owner."""
+    at = np.flatnonzero(codes != _NO_TOKEN)
     reached, first = np.unique(owners[at], return_index=True)
-    results = np.full(count, _NO_DETOUR, dtype=np.int64)
+    results = np.full(count, _NO_TOKEN, dtype=np.int64)
     results[reached] = codes[at[first]]
     return results
 
 
 def _commonest_of(codes: Integers, owners: Integers, count: int) -> Integers:
-    """[count], the detour that each owner has most often; of several, the first."""
-    at = np.flatnonzero(codes != _NO_DETOUR)
+    """[count], the bounding token that each owner has most often; of several, the first."""
+    at = np.flatnonzero(codes != _NO_TOKEN)
     at = at[np.lexsort((codes[at], owners[at]))]
     is_first = np.ones(len(at), dtype=np.bool_)
     is_first[1:] = (owners[at[1:]] != owners[at[:-1]]) | (codes[at[1:]] != codes[at[:-1]])
@@ -367,6 +344,6 @@ def _commonest_of(codes: Integers, owners: Integers, count: int) -> Integers:
 
 
 def _steps_and_ids(codes: Integers) -> tuple[Integers, Integers]:
-    """Return the realised tokens of the context before each detour, and its token."""
+    """Return the sampled tokens of the context before each bounding token, and its token."""
     ids, steps = np.divmod((codes - 1) // 2, _STEPS)
     return steps, ids
