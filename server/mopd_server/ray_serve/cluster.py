@@ -14,7 +14,6 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.context import _get_global_client  # pyright: ignore[reportPrivateUsage]
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
@@ -39,7 +38,7 @@ class TeacherStatus:
     name: str
     address: str
     state: str
-    """Of Ray Serve (``RUNNING``), or ``NOT_DEPLOYED``."""
+    """Application status of Ray Serve (``RUNNING``), or ``NOT_DEPLOYED``."""
     running: int
     """Replicas that accept requests."""
     replicas: int
@@ -77,8 +76,9 @@ class ServeCluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         address = address or ("auto" if existing else None)
         try:
-            ray.init(address=address, logging_level=logging.WARNING)
-        except (OSError, ValueError, RuntimeError, RayError) as error:
+            # The dashboard takes longer to start than the rest of a new cluster, or fails.
+            ray.init(address=address, include_dashboard=False, logging_level=logging.WARNING)
+        except Exception as error:  # Ray raises this class if a node starts too slowly
             reason = str(error).strip().splitlines()[0].rstrip(".")
             raise ConfigError(
                 f"--address: no Ray cluster at {address or 'local'}: {reason}. Start one with ray "
@@ -163,8 +163,8 @@ def deployment_options(teacher: DeployedTeacher, *, cluster_gpus: float) -> dict
         "logging_config": {"enable_access_log": False},  # the service logs every request
     }
     if teacher.multi_node:
-        # vLLM places one worker in each bundle. The replica, in the first one, has no accelerator
-        # of its own, but must see them: vLLM detects the platform there.
+        # vLLM places one worker in each bundle. The replica, in the first one, reserves no
+        # accelerator, but must not hide any: vLLM detects the platform in its process.
         first = {"CPU": teacher.num_cpus, "GPU": 1, **teacher.resources}
         options["placement_group_bundles"] = [first, *[{"GPU": 1}] * (teacher.accelerators - 1)]
         options["placement_group_strategy"] = "PACK"

@@ -124,8 +124,11 @@ class DeployedTeacher(TeacherSettings):
     def settings(self) -> TeacherSettings:
         """Return the settings of the engine and its limits, as ``mopd-teacher serve`` has them."""
         values = {field.name: getattr(self, field.name) for field in fields(TeacherSettings)}
-        if Path(self.model).exists():  # replicas start in another folder
-            values["model"] = str(Path(self.model).resolve())
+        values["model"] = _absolute(self.model)
+        values["adapter"] = tuple(
+            f"{name}={_absolute(folder)}"
+            for name, _, folder in (pair.partition("=") for pair in self.adapter)
+        )
         if self.multi_node:
             values["vllm_arg"] = (*self.vllm_arg, "distributed_executor_backend=ray")
         return TeacherSettings(**values)
@@ -137,7 +140,7 @@ class TeachersFile(ListenSettings):
 
     teachers: tuple[DeployedTeacher, ...] = Field(min_length=1)
     port: int = Field(8000, ge=1, le=65535)
-    """Of Ray Serve's proxy, on every node with a replica."""
+    """Port of Ray Serve's proxy, on every node with a replica."""
 
     @field_validator("teachers")
     @classmethod
@@ -161,6 +164,11 @@ class TeachersFile(ListenSettings):
             value = getattr(self, field.name)
             values[field.name] = value.resolve() if isinstance(value, Path) else value
         return ListenSettings(**values)
+
+
+def _absolute(path: str) -> str:
+    """Return the absolute path of a local folder: replicas start in another working folder."""
+    return str(Path(path).resolve()) if Path(path).exists() else path
 
 
 def load_teachers_file(path: Path) -> TeachersFile:
@@ -188,7 +196,6 @@ def load_teachers_file(path: Path) -> TeachersFile:
         problem = details["msg"].removeprefix("Value error, ")
         if details["type"] in _UNKNOWN:
             problem = "unknown setting"
-        found = "" if details["type"] == "missing" else f" (found {str(details['input'])[:80]})"
-        if "found" in problem:
-            found = ""
-        raise ConfigError(f"{path}: {key}: {problem}{found}", key=key) from error
+        if details["type"] != "missing" and "found" not in problem:
+            problem = f"{problem} (found {str(details['input'])[:80]})"
+        raise ConfigError(f"{path}: {key}: {problem}", key=key) from error

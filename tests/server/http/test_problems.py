@@ -326,9 +326,11 @@ def test_slow_request_is_a_504(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "0 s" in problem(response, 504, "deadline")["detail"]
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
 def test_request_of_a_disconnected_client_leaves_the_queue(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, cancelled: bool
 ) -> None:
+    """Most servers send a message; Ray Serve cancels the request."""
     teacher = teacher_of_family("qwen")
     app, engine = teacher.app, BlockedEngine(teacher, monkeypatch)
 
@@ -339,8 +341,10 @@ def test_request_of_a_disconnected_client_leaves_the_queue(
         body = b'{"sequences": [{"prompt": "a", "completion": "b"}]}'
         second = asyncio.create_task(send_raw(app, body, asyncio.Event(), disconnect))
         await wait_until_queued(app)
+        if cancelled:
+            second.cancel()
         disconnect.set()
-        await second
+        await asyncio.gather(second, return_exceptions=True)
         metrics = await request_async(app, "GET", "/metrics")
         engine.gate.set()
         assert (await first).status_code == 200

@@ -59,7 +59,7 @@ class Deployment:
 
 
 def deploy(file: Path) -> "subprocess.Popen[str]":
-    """Start the command, which logs to a file beside its own."""
+    """Start the command, with its log next to the file."""
     return subprocess.Popen(
         [PROGRAM, "deploy", file, "--address", "local"],
         stdout=subprocess.PIPE,
@@ -125,8 +125,8 @@ async def assert_exact(
     await asyncio.to_thread(service.warm_up)
     for sequences, actual in zip(requests, scores, strict=True):
         expected = await service.score(LogprobsRequest(sequences=sequences, top_k=8))
-        for one, other in zip(actual, expected.scores, strict=True):
-            np.testing.assert_allclose(one.topk.logprobs, other.topk.logprobs, atol=1e-4)
+        for score, reference in zip(actual, expected.scores, strict=True):
+            np.testing.assert_allclose(score.topk.logprobs, reference.topk.logprobs, atol=1e-4)
     service.close()
 
 

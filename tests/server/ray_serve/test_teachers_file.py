@@ -30,10 +30,18 @@ def teacher(**changes: Any) -> DeployedTeacher:
     return DeployedTeacher(**{**MATH, **changes})
 
 
-def test_a_file_has_the_settings_and_defaults_of_the_service(tmp_path: Path) -> None:
+def test_a_file_has_the_settings_and_defaults_of_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     model = tmp_path / "model"
     model.mkdir()
-    options = {"model": str(model), "max_model_len": 64, "key_weights": {"alice": 2, "bob": 0.5}}
+    options = {
+        "model": "model",
+        "adapter": ["a=model", "b=org/b"],
+        "max_model_len": 64,
+        "key_weights": {"alice": 2, "bob": 0.5},
+    }
     scaled = {"name": "code", "model": "org/code", "replicas": {"min": 2, "max": 6}}
     file = loaded(
         tmp_path,
@@ -41,7 +49,11 @@ def test_a_file_has_the_settings_and_defaults_of_the_service(tmp_path: Path) -> 
     )
     math, code = file.teachers
     assert math.settings() == TeacherSettings(
-        name="math", model=str(model), max_model_len=64, key_weights=(("alice", 2.0), ("bob", 0.5))
+        name="math",
+        model=str(model),
+        adapter=(f"a={model}", "b=org/b"),
+        max_model_len=64,
+        key_weights=(("alice", 2.0), ("bob", 0.5)),
     )
     assert (math.replicas, math.num_cpus, math.num_gpus) == (1, 1.0, None)
     assert isinstance(code.replicas, Autoscaling)
