@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import httpx
 import numpy as np
@@ -21,7 +22,7 @@ import numpy as np
 from bench.small_teacher import make_small_teacher
 from mopd_protocol.codec import BINARY_MEDIA_TYPE
 from mopd_protocol.topk_logprobs import TopKLogprobs
-from mopd_server.engines.base import EngineDescription, ScoringTask
+from mopd_server.engines.base import Engine, EngineDescription, ScoringTask
 from mopd_server.process.http_server import HttpServer
 from mopd_server.process.listening import bound_socket
 from mopd_server.settings import ListenSettings, TeacherSettings
@@ -67,16 +68,20 @@ class ImmediateEngine:
         return results
 
 
-def immediate_server(folder: Path) -> HttpServer:
-    """Return a server of a teacher with the engine above, in this process."""
+def immediate_server(
+    folder: Path,
+    engine: Engine | None = None,
+    max_batch_tokens: int = TeacherSettings.max_batch_tokens,
+) -> HttpServer:
+    """Return a server of a teacher with an engine, by default the one above, in this process."""
     from mopd_server.app import create_app
     from mopd_server.http.lifecycle import Lifecycle
     from mopd_server.scoring.service import TeacherService
     from mopd_server.scoring.tokenizer_loading import ServedTokenizer, load_tokenizer
 
-    settings = TeacherSettings(model=str(folder), device="cpu")
+    settings = TeacherSettings(model=str(folder), device="cpu", max_batch_tokens=max_batch_tokens)
     service = TeacherService(
-        ServedTokenizer.of(load_tokenizer(settings)), ImmediateEngine(), settings
+        ServedTokenizer.of(load_tokenizer(settings)), engine or ImmediateEngine(), settings
     )
     service.warm = True
     gc.collect()
@@ -84,9 +89,9 @@ def immediate_server(folder: Path) -> HttpServer:
     return HttpServer(create_app(Lifecycle(service)), ListenSettings(), lambda: None)
 
 
-def serve(folder: Path, address: "multiprocessing.Queue[str]") -> None:
-    """Serve in this process until it is terminated."""
-    server = immediate_server(folder)
+def serve(folder: Path, address: "multiprocessing.Queue[str]", *options: Any) -> None:
+    """Serve in this process until it is terminated; options are those of ``immediate_server``."""
+    server = immediate_server(folder, *options)
     with bound_socket("127.0.0.1", 0) as bound:
         server.start(bound)
         address.put(f"http://127.0.0.1:{bound.getsockname()[1]}")

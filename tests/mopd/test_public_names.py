@@ -83,6 +83,7 @@ def test_the_help_of_the_command_line_does_not_load_torch() -> None:
 #: Benchmarks of internal parts, which have no public API.
 INTERNAL = {
     "bench/event_loop.py": "measures the service's event loop with an engine that computes nothing",
+    "bench/front_end.py": "measures the service without its engine",
     "bench/head_ratios.py": "gives the head a teacher's hidden states without a run",
     "bench/language_model/__main__.py": "measures a run that a signal has stopped",
     "bench/loop_stalls.py": "measures the service's event loop from inside",
@@ -96,6 +97,8 @@ INTERNAL = {
     "bench/results/students.py": "trains with tables of teachers, without a service",
     "bench/results/truncation.py": "compares forms of a divergence on known distributions",
     "bench/results/uncertainty.py": "compares divergences on known distributions",
+    "bench/scaling/replicas.py": "replaces the engine's forward pass by a wait",
+    "bench/scaling/workload.py": "divides a step as the client does",
 }
 
 

@@ -1,0 +1,1 @@
+"""Simulation of a teacher's replicas, and its comparison with replicas on this machine."""
