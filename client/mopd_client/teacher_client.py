@@ -1,9 +1,7 @@
 """``TeacherClient``: one teacher, at one address or at several replicas."""
 
 import asyncio
-import logging
 from collections.abc import Iterator, Sequence
-from http import HTTPStatus
 from pathlib import Path
 from secrets import token_hex
 from types import TracebackType
@@ -12,24 +10,24 @@ from typing import Self, TypedDict, Unpack
 import httpx
 from pydantic import ValidationError
 
-from mopd_client.request_parts import parts_of
+from mopd_client.handshake import Handshake
+from mopd_client.request_parts import Part, divide
 from mopd_client.response_checks import check_response
 from mopd_client.score_store import ScoreKey, ScoreStore
 from mopd_client.services.base import Service
-from mopd_client.services.expectation import Expectation, changed_teacher, summary
+from mopd_client.services.expectation import Expectation, changed_teacher
 from mopd_client.services.mopd import MopdService
 from mopd_client.spot_checks import SpotChecks
 from mopd_client.transport.addresses import names_addresses
+from mopd_client.transport.balance import Work
 from mopd_client.transport.clock import Clock
 from mopd_client.transport.concurrency import gather_or_cancel
 from mopd_client.transport.connection import Connection
 from mopd_client.transport.counters import Counters
+from mopd_client.transport.discovery import Resolve, resolve
 from mopd_client.transport.replica import Replica
 from mopd_protocol.errors import (
     ConfigError,
-    TeacherError,
-    TeacherMismatchError,
-    TeacherUnavailableError,
 )
 from mopd_protocol.manifest import Manifest
 from mopd_protocol.request_tokenizer import TeacherTokenizer
@@ -38,10 +36,6 @@ from mopd_protocol.responses import LogprobsResponse
 from mopd_protocol.samples import TeacherScore
 from mopd_protocol.tokenizers.token_table import TokenTable
 
-logger = logging.getLogger(__name__)
-
-#: Deadline of a handshake with a replica that is not required.
-_OPTIONAL_REPLICA_SECONDS = 5.0
 #: Default share of the tokens that is scored again.
 DEFAULT_VERIFY = 0.001
 
@@ -52,11 +46,12 @@ class ClientOptions(TypedDict, total=False):
     ``service`` is the kind of server, a mopd teacher service by default. ``ca_file`` has the
     authorities of https addresses (PEM), instead of the public ones. ``timeout_seconds`` limits
     one attempt, ``deadline_seconds`` a request with all its retries; at most ``max_concurrency``
-    requests are in flight, and waiting for a free slot counts towards neither limit. With
-    ``require_all_replicas=False`` one available replica is enough for a handshake. ``cache`` stores
-    scores on disk. ``verify`` is the share of completion tokens that is scored again to verify a
-    response (0: none, see ``SpotChecks``), chosen by ``seed``. ``transport`` and ``clock`` replace
-    the network and the time in tests.
+    requests are in flight, and waiting for a free slot counts towards neither limit. One available
+    replica is enough for a handshake; with ``require_all_replicas``, all are needed that have no
+    ``dns+`` address. ``cache`` stores scores on disk. ``verify`` is the share of completion tokens
+    that is scored again to verify a response (0: none, see ``SpotChecks``), chosen by ``seed``.
+    ``transport``, ``clock`` and ``resolve`` replace the network, the time and the name servers in
+    tests.
     """
 
     service: Service | None
@@ -71,6 +66,7 @@ class ClientOptions(TypedDict, total=False):
     seed: int
     transport: httpx.AsyncBaseTransport | None
     clock: Clock | None
+    resolve: Resolve
 
 
 class TeacherClient:
@@ -80,7 +76,8 @@ class TeacherClient:
 
     Args:
         name: name of the teacher in error messages.
-        urls: addresses of the teacher's replicas.
+        urls: addresses of the teacher's replicas; ``dns+http://name:port`` stands for a replica at
+            each address of the name, resolved again during use.
         options: see ``ClientOptions``.
 
     Raises:
@@ -100,20 +97,29 @@ class TeacherClient:
             max_concurrency=options.get("max_concurrency", 32),
             transport=options.get("transport"),
             clock=options.get("clock") or Clock(),
+            resolve=options.get("resolve", resolve),
         )
-        self._require_all_replicas = options.get("require_all_replicas", True)
+        self._handshake = Handshake(
+            self._service,
+            self._connection,
+            require_all=options.get("require_all_replicas", False),
+        )
         self._cache = options.get("cache")
         self._spot_checks = SpotChecks(
             name, share=options.get("verify", DEFAULT_VERIFY), seed=options.get("seed", 0)
         )
-        self._manifest: Manifest | None = None
         self._tokenizer: TeacherTokenizer | None = None
         self._handshake_lock = asyncio.Lock()
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
-        """The teacher's addresses."""
-        return self._connection.replicas
+        """The replicas that may get requests."""
+        return self._connection.replicas.current
+
+    @property
+    def addresses(self) -> list[str]:
+        """The teacher's addresses, names included."""
+        return self._connection.replicas.addresses
 
     @property
     def path(self) -> str:
@@ -127,53 +133,28 @@ class TeacherClient:
 
     @names_addresses
     async def wait_until_ready(self, deadline_seconds: float) -> None:
-        """Wait until every replica is ready to score; one, with ``require_all_replicas=False``.
+        """Wait until a replica is ready to score; every one, with ``require_all_replicas``.
 
         Raises:
             TeacherError: if the teacher is not ready within ``deadline_seconds``.
         """
-        polls = [asyncio.create_task(self._ready(r, deadline_seconds)) for r in self.replicas]
-        try:
-            if self._require_all_replicas:
-                await asyncio.gather(*polls)
-            else:
-                await _first_success(polls)
-        finally:
-            for poll in polls:
-                poll.cancel()
-            await asyncio.gather(*polls, return_exceptions=True)
+        await self._handshake.wait_until_ready(deadline_seconds)
 
     @names_addresses
     async def handshake(self, expectation: Expectation | None = None) -> Manifest:
         """Return the teacher's manifest, with the lowest limits of its replicas.
 
-        Later responses must have the same manifest id.
+        Later responses must have the same manifest id. Of discovered replicas those are used that
+        have the known or expected manifest, or that of most replicas.
 
         Raises:
-            TeacherMismatchError: on another schema version, on replicas of different teachers, or
-                if the teacher is not the one that ``expectation`` names.
+            TeacherMismatchError: on another schema version, on fixed replicas of different
+                teachers, or if the teacher is not the one that ``expectation`` names.
             TeacherError: if the teacher is unavailable or its response invalid.
             ConfigError: if the teacher does not support what ``expectation`` needs.
             DataError: if the teacher has changed since the first handshake.
         """
-        replies = await self._manifests(expectation)
-        first, manifest = replies[0]
-        for replica, other in replies:
-            if other.manifest_id != manifest.manifest_id:
-                raise TeacherMismatchError(
-                    f"teacher {self.name!r}: replicas serve different models (found "
-                    f"{summary(manifest)} at {first.url}, {summary(other)} at {replica.url}; "
-                    "expected one model, revision, engine and dtype)",
-                    status=HTTPStatus.OK,
-                    key="manifest_id",
-                )
-        if self._manifest is not None and self._manifest.manifest_id != manifest.manifest_id:
-            raise changed_teacher(self.name, manifest.manifest_id, self._manifest)
-        manifest = _with_lowest_limits(manifest, [other for _, other in replies])
-        if expectation is not None:
-            expectation.check(self.name, manifest)
-        self._manifest = manifest
-        return manifest
+        return await self._handshake.make(expectation)
 
     @names_addresses
     async def tokenizer(self) -> TeacherTokenizer:
@@ -210,13 +191,27 @@ class TeacherClient:
         """
         if not sequences:
             return []
-        requests = [
-            _request(sequences[part], top_k, temperature, logprobs_dtype)
-            for part in parts_of(sequences, top_k)
-        ]
+        _request(sequences[:1], top_k, temperature, logprobs_dtype)  # raises before the handshake
         manifest = await self._get_manifest()
-        parts = await gather_or_cancel([self._score_part(each, manifest) for each in requests])
-        return [score for part in parts for score in part]
+        balance, usable = self._connection.replicas.balance, self.replicas
+        count = sum(replica.breaker.closed for replica in usable)
+
+        def cached_at(work: Work) -> str:
+            replica = balance.cached_at(work, usable)
+            return "" if replica is None else replica.url
+
+        async def score(part: Part) -> dict[int, TeacherScore]:
+            request = _request(
+                [sequences[index] for index in part.indices], top_k, temperature, logprobs_dtype
+            )
+            scores = await self._score_part(request, manifest, part)
+            return dict(zip(part.indices, scores, strict=True))
+
+        parts = divide(sequences, top_k, replicas=count, cached_at=cached_at)
+        scores: dict[int, TeacherScore] = {}
+        for each in await gather_or_cancel([score(part) for part in parts]):
+            scores |= each
+        return [scores[index] for index in range(len(sequences))]
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -237,47 +232,16 @@ class TeacherClient:
     def _table(self) -> TokenTable | None:
         return None if self._tokenizer is None else self._tokenizer.table
 
-    async def _ready(self, replica: Replica, deadline_seconds: float) -> None:
-        response = await self._connection.send_to_replica(
-            replica, self._service.ready_path, deadline_seconds=deadline_seconds
-        )
-        self._connection.require_ok(response)
-
     async def _get_manifest(self) -> Manifest:
         async with self._handshake_lock:  # concurrent first calls share one handshake
-            return self._manifest or await self.handshake()
+            return self._handshake.manifest or await self.handshake()
 
-    async def _manifests(self, expectation: Expectation | None) -> list[tuple[Replica, Manifest]]:
-        """Return the manifests of all replicas, or of the available ones if one is enough."""
-        required = self._require_all_replicas or len(self.replicas) == 1
-        requests = [
-            self._service.manifest(
-                self._connection,
-                replica,
-                expectation,
-                deadline_seconds=None if required else _OPTIONAL_REPLICA_SECONDS,
-            )
-            for replica in self.replicas
-        ]
-        results = await asyncio.gather(*requests, return_exceptions=not required)
-        manifests: list[tuple[Replica, Manifest]] = []
-        failures: list[TeacherUnavailableError] = []
-        for replica, result in zip(self.replicas, results, strict=True):
-            if isinstance(result, TeacherUnavailableError):
-                logger.warning("continuing without %s: %s", replica.url, result)
-                failures.append(result)
-            elif isinstance(result, BaseException):
-                raise result
-            else:
-                manifests.append((replica, result))
-        if not manifests:
-            raise failures[0]
-        return manifests
-
-    async def _score_part(self, request: LogprobsRequest, manifest: Manifest) -> list[TeacherScore]:
+    async def _score_part(
+        self, request: LogprobsRequest, manifest: Manifest, part: Part
+    ) -> list[TeacherScore]:
         """Return stored scores, and request and store the others."""
         if self._cache is None:
-            return await self._request_scores(request, manifest)
+            return await self._request_scores(request, manifest, part)
         sequences = request.sequences
         keys = [ScoreKey.of(manifest.manifest_id, request, sequence) for sequence in sequences]
         stored = await self._cache.read(keys, self.counters)
@@ -285,7 +249,7 @@ class TeacherClient:
         scores: Iterator[TeacherScore] = iter(())
         if missing:
             rest = request.model_copy(update={"sequences": [sequences[i] for i in missing]})
-            new_scores = await self._request_scores(rest, manifest)
+            new_scores = await self._request_scores(rest, manifest, part)
             await self._cache.write(
                 dict(zip((keys[i] for i in missing), new_scores, strict=True)),
                 request.logprobs_dtype,
@@ -295,7 +259,7 @@ class TeacherClient:
         return [next(scores) if score is None else score for score in stored]
 
     async def _request_scores(
-        self, request: LogprobsRequest, manifest: Manifest
+        self, request: LogprobsRequest, manifest: Manifest, part: Part
     ) -> list[TeacherScore]:
         """Request, check, verify and count the scores."""
 
@@ -306,9 +270,12 @@ class TeacherClient:
             self.counters.spot_check_tokens += sum(len(s.completion) for s in response.scores)
             return response
 
+        connection = self._connection
+        if part.of_prompts:
+            connection = connection.for_parts_of_prompts()
         succeeded = False
         try:
-            response = await self._checked_response(self._connection, request, manifest)
+            response = await self._checked_response(connection, request, manifest)
             await self._spot_checks.verify(request, response, manifest, self._table, score_again)
             succeeded = True
         finally:
@@ -327,37 +294,13 @@ class TeacherClient:
         numbered = [s.model_copy(update={"id": token_hex(8)}) for s in request.sequences]
         request = request.model_copy(update={"sequences": numbered})
         response = await self._service.score(connection, request, manifest)
-        if response.manifest_id != manifest.manifest_id:
-            raise changed_teacher(self.name, response.manifest_id, manifest)
+        while response.manifest_id != manifest.manifest_id:
+            error = changed_teacher(self.name, response.manifest_id, manifest)
+            if not self._handshake.reject(response, error):
+                raise error
+            response = await self._service.score(connection, request, manifest)
         check_response(self.name, response, request, manifest, self._table)
         return response
-
-
-async def _first_success(polls: Sequence["asyncio.Task[None]"]) -> None:
-    """Wait for the first success.
-
-    Raises:
-        TeacherError: the last failure, if all failed.
-    """
-    failure: TeacherError | None = None
-    for poll in asyncio.as_completed(polls):
-        try:
-            await poll
-        except TeacherError as error:
-            failure = error
-        else:
-            return
-    if failure is not None:
-        raise failure
-
-
-def _with_lowest_limits(manifest: Manifest, replicas: Sequence[Manifest]) -> Manifest:
-    """Return the manifest with the lowest limits of all replicas; the id does not cover limits."""
-    limits = {
-        "max_top_k": min(replica.max_top_k for replica in replicas),
-        "max_model_len": min(replica.max_model_len for replica in replicas),
-    }
-    return manifest.model_copy(update=limits)
 
 
 def _request(

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from mopd_client.services.vllm_logprobs import topk_of_prompt_logprobs
+from mopd_client.transport.balance import work_of
 from mopd_client.transport.clock import Clock
 from mopd_client.transport.concurrency import gather_or_cancel
 from mopd_client.transport.connection import Connection
 from mopd_protocol.errors import DataError, InvalidResponseError
-from mopd_protocol.requests import LOSS_HEADER
+from mopd_protocol.requests import LOSS_HEADER, SequenceRequest
 from mopd_protocol.topk_logprobs import TopKLogprobs
 
 #: Environment variable with the API key of the teachers.
@@ -28,7 +29,7 @@ class ServiceScorer:
     """Client of one teacher, for one event loop; retries until the deadline.
 
     Args:
-        url: address of the teacher, or the addresses of its replicas.
+        url: address of the teacher, or the addresses of its replicas (see ``TeacherClient``).
         loss: value of the header ``Mopd-Loss``, which a translating service checks.
         api_key: sent as a bearer token; by default, the variable ``MOPD_TEACHER_KEY``.
 
@@ -94,7 +95,12 @@ class ServiceScorer:
 
     async def _score(self, request: dict[str, Any], ids: Sequence[int], first: int) -> TopKLogprobs:
         body = json.dumps({**request, "prompt": list(ids)}).encode()
-        response = await self._connection.post("/v1/completions", body, self._headers)
+        sent = SequenceRequest.model_construct(
+            prompt_token_ids=[*ids[:first]], completion_token_ids=[*ids[first:]]
+        )
+        response = await self._connection.post(
+            "/v1/completions", body, self._headers, work=work_of([sent])
+        )
 
         def topk() -> TopKLogprobs:
             [choice] = self._json(response)["choices"]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mopd.integrations.service_scorer import ServiceScorer, sampled_logprobs
 from mopd.integrations.tail_loss import tail_divergence
+from mopd_client.transport.replica import ADDRESS_PREFIXES
 from mopd_protocol.errors import ConfigError
 
 #: ``loss_mode`` -> ``beta`` of ``tail_divergence``.
@@ -90,7 +91,7 @@ def _manager(config: Any, resource_pool: Any) -> Any:
     """Create verl's manager of teachers, or one of clients if the teachers have addresses."""
     settings = _config.omega_conf_to_dataclass(config.distillation)
     models = {key: teacher.model_path for key, teacher in settings.teacher_models.items()}
-    addresses = [model.startswith(("http://", "https://")) for model in models.values()]
+    addresses = [model.startswith(ADDRESS_PREFIXES) for model in models.values()]
     if not any(addresses):
         return _own_manager(config=config, resource_pool=resource_pool)
     if not all(addresses):

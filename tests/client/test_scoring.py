@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from mopd_client.teacher_client import TeacherClient
-from mopd_client.transport.counters import MOST_DURATIONS, Counters
+from mopd_client.transport.counters import MOST_DURATIONS, Counters, ReplicaCounts
 from mopd_protocol.codec import BINARY_MEDIA_TYPE
 from mopd_protocol.errors import ConfigError, DataError, TeacherError
 from mopd_protocol.manifest import MANIFEST_HEADER
@@ -222,7 +222,12 @@ async def test_counters():
     totals = client.counters.pop()
     assert totals.received_bytes > 3 * 8  # an id and a log-probability per token, and the header
     assert replace(totals, received_bytes=0, seconds=deque()) == Counters(
-        requests=2, retries=2, failures=1, tokens_scored=3
+        requests=2,
+        retries=2,
+        failures=1,
+        tokens_scored=3,
+        # A prompt of one token each; the second call was rejected.
+        replicas={"http://math": ReplicaCounts(requests=4, tokens=5, failures=2)},
     )
     assert list(totals.seconds) == [0.75]
     assert client.counters == Counters()

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from mopd_client.services.expectation import Expectation, changed_teacher
 from mopd_client.tokenizers.teacher import teacher_tokenizer
+from mopd_client.transport.balance import work_of
 from mopd_client.transport.connection import Connection
 from mopd_client.transport.outcome import problem_of
 from mopd_client.transport.replica import Replica
@@ -102,6 +103,7 @@ class MopdService:
             self.path,
             body,
             {"accept": BINARY_MEDIA_TYPE},
+            work=work_of(request.sequences),
             check=lambda response: _require_manifest(teacher, response, manifest),
         )
         _require_request(teacher, response, body)

@@ -23,6 +23,7 @@ from mopd_client.services.vllm_handshake import KIND, Handshake, model_card
 from mopd_client.services.vllm_logprobs import topk_of_prompt_logprobs
 from mopd_client.tokenizers.pretrained import load_tokenizer
 from mopd_client.tokenizers.teacher import rejections_of
+from mopd_client.transport.balance import Work, work_of
 from mopd_client.transport.concurrency import gather_or_cancel
 from mopd_client.transport.connection import Connection
 from mopd_client.transport.outcome import problem_of
@@ -156,7 +157,10 @@ class VllmService:
             for sequence in tokens:
                 sequence.require_length(manifest.max_model_len)
         results = await gather_or_cancel(
-            [self._score(connection, tokenizer, t, request.top_k, manifest) for t in tokens]
+            [
+                self._score(connection, tokenizer, each, request.top_k, manifest, work_of([sent]))
+                for each, sent in zip(tokens, request.sequences, strict=True)
+            ]
         )
         scores, urls = zip(*results, strict=True)
         changed = [s.manifest_id for s in scores if s.manifest_id != manifest.manifest_id]
@@ -243,12 +247,13 @@ class VllmService:
         tokens: TokenizedSequence,
         top_k: int,
         manifest: Manifest,
+        work: Work,
     ) -> tuple[TeacherScore, str]:
         if tokens.candidate_ids:
-            return await self._score_candidates(connection, tokenizer, tokens, manifest)
+            return await self._score_candidates(connection, tokenizer, tokens, manifest, work)
         token_ids = tokens.token_ids
         body = _completion_request(manifest.model, token_ids, top_k)
-        response, document = await _post(connection, _COMPLETIONS, body)
+        response, document = await _post(connection, _COMPLETIONS, body, work)
         with _invalid_responses(connection, response, "prompt_logprobs"):
             [choice] = document["choices"]
             topk = await asyncio.to_thread(
@@ -269,6 +274,7 @@ class VllmService:
         tokenizer: RequestTokenizer,
         tokens: TokenizedSequence,
         manifest: Manifest,
+        work: Work,
     ) -> tuple[TeacherScore, str]:
         """Score the candidates, again without the server's cache if it has the completion."""
         assert tokens.candidate_ids is not None
@@ -277,7 +283,7 @@ class VllmService:
             body = vllm_candidates.candidates_request(
                 manifest.model, tokens.token_ids, ids, read_cache=read_cache
             )
-            response, document = await _post(connection, vllm_candidates.PATH, body)
+            response, document = await _post(connection, vllm_candidates.PATH, body, work)
             if document.get(vllm_candidates.MATRIX) is not None:
                 break
         with _invalid_responses(connection, response, vllm_candidates.MATRIX):
@@ -290,9 +296,9 @@ class VllmService:
 
 
 async def _post(
-    connection: Connection, path: str, body: dict[str, Any]
+    connection: Connection, path: str, body: dict[str, Any], work: Work
 ) -> tuple[httpx.Response, dict[str, Any]]:
-    response = await connection.post(path, json.dumps(body).encode())
+    response = await connection.post(path, json.dumps(body).encode(), work=work)
     # In a thread, because the JSON has megabytes and would block other requests.
     return response, await asyncio.to_thread(connection.json_object, response, kind=KIND)
 

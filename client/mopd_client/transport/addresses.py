@@ -17,9 +17,10 @@ def names_addresses(method: Method) -> Method:
         try:
             return await method(client, *args, **kwargs)
         except MopdError as error:
-            text, urls = str(error), [replica.url for replica in client.replicas]
-            if not any(url in text for url in urls):
-                teacher = f"teacher {client.name!r}"
+            text, urls = str(error), client.addresses
+            teacher = f"teacher {client.name!r}"
+            known = [*urls, *(replica.url for replica in client.replicas), f"{teacher} at "]
+            if not any(address in text for address in known):
                 rest = text.removeprefix(teacher) if text.startswith(teacher) else f": {text}"
                 error.args = (f"{teacher} at {', '.join(urls)}{rest}",)
             raise

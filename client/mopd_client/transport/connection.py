@@ -11,14 +11,16 @@ from typing import Any
 
 import httpx
 
+from mopd_client.transport.balance import NO_WORK, Work
 from mopd_client.transport.circuit_breaker import CircuitBreaker
 from mopd_client.transport.clock import Clock
 from mopd_client.transport.counters import Counters
+from mopd_client.transport.discovery import Replicas, Resolve, resolve
 from mopd_client.transport.http_pools import HttpPools
 from mopd_client.transport.outcome import problem_of
-from mopd_client.transport.replica import Replica, replicas_at
+from mopd_client.transport.replica import Replica
 from mopd_client.transport.retry import Attempts, send_with_retries
-from mopd_protocol.errors import ConfigError, InvalidResponseError, TeacherError
+from mopd_protocol.errors import ConfigError, DataError, InvalidResponseError, TeacherError
 
 
 class Connection:
@@ -40,6 +42,7 @@ class Connection:
         max_concurrency: int,
         transport: httpx.AsyncBaseTransport | None,
         clock: Clock,
+        resolve: Resolve = resolve,
     ) -> None:
         _require_positive(
             teacher,
@@ -54,13 +57,16 @@ class Connection:
                 key="api_key",
             )
         self.teacher = teacher
-        self.replicas = replicas_at(teacher, urls)
         self.counters = Counters()
+        self.replicas = Replicas(
+            teacher, urls, resolve=resolve, clock=clock, counters=self.counters
+        )
         self.deadline_seconds = deadline_seconds
-        self._clock = clock
+        self.clock = clock
         self._slots = asyncio.Semaphore(max_concurrency)
         self._attempts = Attempts(teacher, timeout_seconds, clock, self.counters)
         self._avoided: Replica | None = None
+        self._follows_prompts = True
         # Requests about the teacher are not counted.
         self._uncounted = Attempts(teacher, timeout_seconds, clock, Counters())
         self._http = HttpPools(
@@ -75,7 +81,14 @@ class Connection:
         other = copy.copy(self)
         other.counters = Counters()
         other._attempts = replace(self._attempts, counters=other.counters)
-        other._avoided = next((r for r in self.replicas if r.url == avoided_url), None)
+        other._avoided = next((r for r in self.replicas.known if r.url == avoided_url), None)
+        other._follows_prompts = False
+        return other
+
+    def for_parts_of_prompts(self) -> "Connection":
+        """Return this connection for samples that shall not wait for those of the same prompts."""
+        other = copy.copy(self)
+        other._follows_prompts = False
         return other
 
     async def send_to_replica(
@@ -93,11 +106,12 @@ class Connection:
         Raises:
             TeacherUnavailableError: without a response before the deadline.
         """
+        only = Replicas(self.teacher, [replica.url], clock=self.clock, counters=Counters())
+        only.fixed[0].breaker = CircuitBreaker(failures_to_open=sys.maxsize)
+        method = "GET" if body is None else "POST"
         return await send_with_retries(
-            [Replica(replica.url, breaker=CircuitBreaker(failures_to_open=sys.maxsize))],
-            lambda replica: self._http.send(
-                "GET" if body is None else "POST", replica.url + path, json=body
-            ),
+            only,
+            lambda _: self._http.send(method, replica.url + path, json=body, host=replica.host),
             attempts=self._uncounted,
             deadline_seconds=deadline_seconds or self.deadline_seconds,
         )
@@ -110,7 +124,7 @@ class Connection:
         """
         response = await send_with_retries(
             self.replicas,
-            lambda replica: self._http.send("GET", replica.url + path),
+            lambda replica: self._http.send("GET", replica.url + path, host=replica.host),
             attempts=self._uncounted,
             deadline_seconds=self.deadline_seconds,
         )
@@ -122,6 +136,7 @@ class Connection:
         body: bytes,
         headers: Mapping[str, str] | None = None,
         *,
+        work: Work = NO_WORK,
         check: Callable[[httpx.Response], None] = lambda response: None,
     ) -> httpx.Response:
         """Send a scoring request to any replica, once a slot is free; counters record the request.
@@ -130,7 +145,9 @@ class Connection:
             path: path on each replica.
             body: JSON.
             headers: further headers.
-            check: called with every response, retried ones included; raises to reject it.
+            work: tokens and prompts, for the choice of the replica.
+            check: called with every response, retried ones included; raises to reject it. A
+                discovered replica is not used any more, and the request is retried.
 
         Returns:
             The response; its extension ``url`` is the address of the replica.
@@ -141,15 +158,22 @@ class Connection:
 
         async def send(replica: Replica) -> httpx.Response:
             response = await self._http.send(
-                "POST", replica.url + path, content=body, headers=all_headers
+                "POST", replica.url + path, content=body, headers=all_headers, host=replica.host
             )
-            check(response)
+            try:
+                check(response)
+            except (DataError, InvalidResponseError) as error:
+                if not self.replicas.reject(replica, error):
+                    raise
+                raise httpx.RemoteProtocolError(str(error)) from error  # is retried
             response.extensions["url"] = replica.url
             return response
 
         all_headers = {"content-type": "application/json", **(headers or {})}
+        if not self._follows_prompts:
+            work = replace(work, prompts=frozenset())
         async with self._slots:
-            started = self._clock.now()
+            started = self.clock.now()
             self.counters.requests += 1
             response = self.require_ok(
                 await send_with_retries(
@@ -157,11 +181,12 @@ class Connection:
                     send,
                     attempts=self._attempts,
                     deadline_seconds=self.deadline_seconds,
+                    work=work,
                     avoided=self._avoided,
                 )
             )
             self.counters.received_bytes += len(response.content)
-            self.counters.seconds.append(self._clock.now() - started)
+            self.counters.seconds.append(self.clock.now() - started)
             return response
 
     def require_ok(self, response: httpx.Response) -> httpx.Response:
@@ -205,6 +230,7 @@ class Connection:
 
     async def aclose(self) -> None:
         """Close the connections."""
+        await self.replicas.aclose()
         await self._http.aclose()
 
 

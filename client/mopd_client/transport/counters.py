@@ -8,6 +8,15 @@ MOST_DURATIONS = 2**16
 
 
 @dataclass
+class ReplicaCounts:
+    """Requests to one replica since the last ``Counters.pop``; every attempt counts."""
+
+    requests: int = 0
+    tokens: int = 0  # scored, of prompts and completions, estimated for text
+    failures: int = 0  # no response, 429, 502, 503 or 504
+
+
+@dataclass
 class Counters:
     """Totals since the last ``pop``.
 
@@ -32,6 +41,14 @@ class Counters:
     fallbacks: int = 0  # samples scored by another teacher (``on_error: fallback:…``)
     spot_checks: int = 0  # requests that verify scores; the fields above do not count them
     spot_check_tokens: int = 0  # completion tokens that were scored again
+
+    rejected_replicas: int = 0  # discovered replicas with the manifest of another teacher
+    replicas: dict[str, ReplicaCounts] = field(default_factory=dict[str, ReplicaCounts])
+    """By address."""
+
+    def replica(self, url: str) -> ReplicaCounts:
+        """Return the counts of one replica."""
+        return self.replicas.setdefault(url, ReplicaCounts())
 
     def pop(self) -> "Counters":
         """Return the totals and reset them."""

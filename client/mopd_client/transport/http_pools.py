@@ -16,12 +16,15 @@ from mopd_protocol.errors import ConfigError
 
 #: Connections per pool when all are in use.
 CONNECTIONS_PER_POOL = 8
+#: A machine that is lost does not refuse connections.
+CONNECT_SECONDS = 10.0
 
 
 class HttpPools:
     """Clients used in turn, so that ``max_concurrency`` requests are spread evenly.
 
-    The caller limits the seconds of an attempt and the concurrency; pools have no such limits.
+    The caller limits the seconds of an attempt and the concurrency; pools have no such limits, but
+    one for connecting.
 
     Raises:
         ConfigError: if ``ca_file`` has no certificates.
@@ -42,7 +45,7 @@ class HttpPools:
                 headers={"accept-encoding": ACCEPT_ENCODING, **headers},
                 transport=transport,
                 verify=certificates,
-                timeout=None,
+                timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
                 limits=httpx.Limits(
                     max_connections=None, max_keepalive_connections=max_concurrency
                 ),
@@ -59,12 +62,22 @@ class HttpPools:
         json: object = None,
         content: bytes | None = None,
         headers: Mapping[str, str] | None = None,
+        host: str | None = None,
     ) -> httpx.Response:
-        """Send one request with the next client; see ``send_bounded``."""
+        """Send one request with the next client; see ``send_bounded``.
+
+        Args:
+            host: name and port of the server, if the URL has its IP address.
+        """
         client = self.next()
-        return await send_bounded(
-            client, client.build_request(method, url, json=json, content=content, headers=headers)
+        extensions = {}
+        if host is not None:
+            headers = {**(headers or {}), "host": host}
+            extensions["sni_hostname"] = httpx.URL(f"https://{host}").host
+        request = client.build_request(
+            method, url, json=json, content=content, headers=headers, extensions=extensions
         )
+        return await send_bounded(client, request)
 
     def next(self) -> httpx.AsyncClient:
         """Return the next client."""

@@ -1,4 +1,4 @@
-"""``Replica``: one of a teacher's addresses, and the choice between several."""
+"""``Replica``: one of a teacher's addresses; and the names of services with several."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,15 +8,25 @@ import httpx
 from mopd_client.transport.circuit_breaker import CircuitBreaker
 from mopd_protocol.errors import ConfigError
 
+#: Prefix of an address whose name stands for one replica per A and AAAA record.
+DNS_PREFIX = "dns+"
+#: Beginnings of all addresses.
+ADDRESS_PREFIXES = ("http://", "https://", "dns+http://", "dns+https://")
+_PORTS = {"http": 80, "https": 443}
+
 
 @dataclass(eq=False)
 class Replica:
     """One address of a teacher. All replicas serve one model with one manifest."""
 
     url: str
-    in_flight: int = 0
+    host: str | None = None
+    """Name and port of the service whose name was resolved, for the Host header and TLS."""
+    in_flight: int = 0  # tokens of the requests without a response
+    sent: int = 0  # tokens of all requests
     not_before: float = 0.0  # clock seconds, from a Retry-After header
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    admitted: bool = True  # its manifest is the teacher's, or no manifest is known yet
 
     @property
     def available_at(self) -> float:
@@ -24,8 +34,28 @@ class Replica:
         return max(self.not_before, self.breaker.available_at)
 
 
-def replicas_at(teacher: str, urls: Sequence[str]) -> tuple[Replica, ...]:
-    """Create one replica per address.
+@dataclass(frozen=True)
+class ServiceName:
+    """An address ``dns+http://name:port``."""
+
+    address: str
+    url: httpx.URL
+
+    @property
+    def port(self) -> int:
+        """TCP port."""
+        return self.url.port or _PORTS[self.url.scheme]
+
+    def replica(self, ip: str) -> Replica:
+        """Create the replica at an IP address of the service."""
+        url = self.url.copy_with(host=ip, port=self.port)
+        return Replica(str(url).rstrip("/"), host=self.url.netloc.decode())
+
+
+def replicas_at(
+    teacher: str, urls: Sequence[str]
+) -> tuple[tuple[Replica, ...], tuple[ServiceName, ...]]:
+    """Create one replica per address, and one name per address that begins with ``dns+``.
 
     Raises:
         ConfigError: if there is no address, a duplicate, or one that is not an http address.
@@ -38,17 +68,24 @@ def replicas_at(teacher: str, urls: Sequence[str]) -> tuple[Replica, ...]:
             key="url",
         )
     for address in addresses:
-        if not _is_address(address):
+        if not _is_address(address.removeprefix(DNS_PREFIX)):
             raise ConfigError(
-                f"teacher {teacher!r}: url {address!r} is invalid (expected http://host:port or "
-                "https://…)",
+                f"teacher {teacher!r}: url {address!r} is invalid (expected http://host:port, "
+                "https://… or dns+http://name:port)",
                 key="url",
             )
     if len(set(addresses)) != len(addresses):
         raise ConfigError(
             f"teacher {teacher!r}: url has duplicates (found {', '.join(addresses)})", key="url"
         )
-    return tuple(Replica(address) for address in addresses)
+    return (
+        tuple(Replica(each) for each in addresses if not each.startswith(DNS_PREFIX)),
+        tuple(
+            ServiceName(each, httpx.URL(each.removeprefix(DNS_PREFIX)))
+            for each in addresses
+            if each.startswith(DNS_PREFIX)
+        ),
+    )
 
 
 def _is_address(address: str) -> bool:
@@ -57,16 +94,4 @@ def _is_address(address: str) -> bool:
     except httpx.InvalidURL:
         return False
     has_suffix = bool(parsed.query or parsed.fragment)  # paths are appended to the address
-    return parsed.scheme in ("http", "https") and bool(parsed.host) and not has_suffix
-
-
-def least_busy(replicas: Sequence[Replica], *, now: float, failed: Replica | None) -> Replica:
-    """Choose the next replica: earliest available, not the last failed, fewest in flight."""
-    return min(
-        replicas,
-        key=lambda replica: (
-            max(0.0, replica.available_at - now),
-            replica is failed,
-            replica.in_flight,
-        ),
-    )
+    return parsed.scheme in _PORTS and bool(parsed.host) and not has_suffix

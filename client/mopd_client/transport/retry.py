@@ -7,13 +7,15 @@ Retried are failures independent of the request: no connection, a broken or late
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import httpx
 
+from mopd_client.transport.balance import NO_WORK, Work
 from mopd_client.transport.clock import Clock
 from mopd_client.transport.counters import Counters
+from mopd_client.transport.discovery import RENEW_FAILED_SECONDS, RENEW_SECONDS, Replicas
 from mopd_client.transport.outcome import (
     Outcome,
     certificate_problem,
@@ -21,7 +23,7 @@ from mopd_client.transport.outcome import (
     problem_of,
     requested_pause,
 )
-from mopd_client.transport.replica import Replica, least_busy
+from mopd_client.transport.replica import Replica
 from mopd_protocol.errors import TeacherError, TeacherUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -43,15 +45,18 @@ class Attempts:
     clock: Clock
     counters: Counters
 
-    async def attempt(self, replica: Replica, send: Send, deadline: float) -> Outcome:
+    async def attempt(self, replica: Replica, send: Send, deadline: float, tokens: int) -> Outcome:
         """Send one request to one replica and record success or failure in its breaker.
 
         Args:
             deadline: clock seconds of the call's deadline.
+            tokens: of the request.
         """
         seconds = min(self.timeout_seconds, deadline - self.clock.now())
         probe = replica.breaker.begin()
-        replica.in_flight += 1
+        replica.in_flight += tokens
+        counts = self.counters.replica(replica.url)
+        counts.requests += 1
         try:
             # httpx limits each read, not their sum: a trickling response would never time out.
             async with asyncio.timeout(seconds):
@@ -62,19 +67,22 @@ class Attempts:
                 self._record_failure(replica, str(error) or type(error).__name__, probe)
             elif probe:
                 replica.breaker.abandon()
+            counts.failures += 1
             return error
         except BaseException:
             if probe:
                 replica.breaker.abandon()
             raise
         finally:
-            replica.in_flight -= 1
+            replica.in_flight -= tokens
         replica.not_before = self.clock.now() + requested_pause(response)
         if response.status_code >= 500:
             failure = f"{response.status_code}: {problem_of(response)}"
             self._record_failure(replica, failure, probe)
         else:
             replica.breaker.succeed()
+        counts.failures += not is_final(response)
+        counts.tokens += tokens if response.status_code == 200 else 0
         return response
 
     def _record_failure(self, replica: Replica, failure: str, probe: bool) -> None:
@@ -91,11 +99,12 @@ class Attempts:
 
 
 async def send_with_retries(
-    replicas: Sequence[Replica],
+    replicas: Replicas,
     send: Send,
     *,
     attempts: Attempts,
     deadline_seconds: float,
+    work: Work = NO_WORK,
     avoided: Replica | None = None,
 ) -> httpx.Response:
     """Return the first final response; each attempt may go to another replica.
@@ -112,8 +121,9 @@ async def send_with_retries(
     last = _LastFailure(attempts.teacher, deadline_seconds)
     failed = avoided
     while True:
-        replica = await _available_replica(replicas, failed, deadline, clock, last)
-        outcome = await attempts.attempt(replica, send, deadline)
+        replica = await _available_replica(replicas, work, failed, deadline, clock, last)
+        replicas.balance.record(replica, work)
+        outcome = await attempts.attempt(replica, send, deadline, work.tokens)
         if isinstance(outcome, httpx.Response) and is_final(outcome):
             return outcome
         if problem := certificate_problem(outcome):
@@ -124,11 +134,12 @@ async def send_with_retries(
             )
         last.record(outcome, replica)
         failed = replica
-        following = least_busy(replicas, now=clock.now(), failed=failed).available_at - clock.now()
+        replicas.renew_if_due(failed=True)
         pause = _backoff(last.attempts, clock)
-        if following < math.inf:
-            following = _spread(following, deadline, clock)
-            pause = max(pause, following)
+        following = replicas.choose(work, failed)
+        if following is not None and following.available_at < math.inf:
+            seconds = _spread(following.available_at - clock.now(), deadline, clock)
+            pause = max(pause, seconds)
         if clock.now() + pause >= deadline:
             raise last.error(replica)
         attempts.counters.retries += 1
@@ -136,34 +147,44 @@ async def send_with_retries(
 
 
 async def _available_replica(
-    replicas: Sequence[Replica],
+    replicas: Replicas,
+    work: Work,
     failed: Replica | None,
     deadline: float,
     clock: Clock,
     last: "_LastFailure",
 ) -> Replica:
-    """Wait for an available replica and return the least busy.
+    """Wait for an available replica and return the chosen one.
 
     Raises:
-        TeacherUnavailableError: if no replica becomes available before the deadline.
+        MopdError: if no replica becomes available before the deadline.
     """
+    longest = RENEW_SECONDS if replicas.renewed else math.inf  # others may have come then
     while True:
+        replicas.renew_if_due()
         now = clock.now()
-        replica = least_busy(replicas, now=now, failed=failed)
-        if replica.available_at <= now:
+        replica = replicas.choose(work, failed)
+        if replica is None:
+            if now + RENEW_FAILED_SECONDS >= deadline:
+                raise replicas.error()
+            await clock.sleep(RENEW_FAILED_SECONDS)
+            await replicas.renew()
+        elif replica.available_at <= now:
             return replica
-        if replica.available_at == math.inf:
-            if not await _any_probe_end(replicas, deadline - now):
+        elif replica.available_at == math.inf:
+            seconds = min(deadline - now, longest)
+            if not await _any_probe_end(replicas, seconds) and seconds < longest:
                 raise last.error(replica)
         elif replica.available_at >= deadline:
             raise last.error(replica)
         else:
-            await clock.sleep(_spread(replica.available_at - now, deadline, clock))
+            seconds = _spread(replica.available_at - now, deadline, clock)
+            await clock.sleep(min(seconds, longest))
 
 
-async def _any_probe_end(replicas: Sequence[Replica], seconds: float) -> bool:
+async def _any_probe_end(replicas: Replicas, seconds: float) -> bool:
     """Wait for the end of a probe, one of which is in flight to each replica; False on timeout."""
-    probes = [asyncio.create_task(replica.breaker.probe_end()) for replica in replicas]
+    probes = [asyncio.create_task(replica.breaker.probe_end()) for replica in replicas.current]
     try:
         done, _ = await asyncio.wait(
             probes, timeout=max(0.0, seconds), return_when=asyncio.FIRST_COMPLETED

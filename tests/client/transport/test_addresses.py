@@ -92,7 +92,12 @@ async def test_of_several_replicas_the_failing_one_is_named() -> None:
     clock = StillClock().clock
     transport = network(math=teacher, other=second)
     async with TeacherClient(
-        "math", [ADDRESS, other], transport=transport, clock=clock, deadline_seconds=5
+        "math",
+        [ADDRESS, other],
+        require_all_replicas=True,
+        transport=transport,
+        clock=clock,
+        deadline_seconds=5,
     ) as client:
         with pytest.raises(MopdError) as caught:
             await client.handshake()

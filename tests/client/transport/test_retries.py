@@ -10,7 +10,8 @@ import pytest
 from mopd_client.teacher_client import TeacherClient
 from mopd_client.transport.clock import Clock
 from mopd_client.transport.counters import Counters
-from mopd_client.transport.replica import Replica, least_busy
+from mopd_client.transport.discovery import Replicas
+from mopd_client.transport.replica import Replica
 from mopd_client.transport.retry import Attempts, send_with_retries
 from mopd_protocol.errors import TeacherError, TeacherUnavailableError
 from mopd_protocol.requests import SequenceRequest
@@ -167,7 +168,7 @@ async def test_a_timeout_of_one_attempt_is_transient():
             await _forever()
         return httpx.Response(200)
 
-    response = await _send([Replica("http://math")], stuck_once, still.clock, timeout=0.01)
+    response = await _send(_one_replica(still), stuck_once, still.clock, timeout=0.01)
 
     assert response.status_code == 200
     assert still.pauses == [0.25]
@@ -181,20 +182,22 @@ async def test_a_timeout_shortened_by_the_deadline_is_no_failure_of_the_replica(
         await _forever()
         raise AssertionError
 
-    replica = Replica("http://math")
+    still = StillClock()
+    replicas = _one_replica(still)
     with pytest.raises(TeacherUnavailableError):
-        await _send([replica], stuck, StillClock().clock, timeout=timeout, deadline=deadline)
-    assert replica.breaker.failures == failures
+        await _send(replicas, stuck, still.clock, timeout=timeout, deadline=deadline)
+    assert replicas.fixed[0].breaker.failures == failures
 
 
 async def test_a_bug_in_the_client_is_not_retried():
     async def broken(replica: Replica) -> httpx.Response:
         raise KeyError(replica.url)
 
-    replica = Replica("http://math")
+    still = StillClock()
+    replicas = _one_replica(still)
     with pytest.raises(KeyError):
-        await _send([replica], broken, StillClock().clock)
-    assert replica.in_flight == 0
+        await _send(replicas, broken, still.clock)
+    assert replicas.fixed[0].in_flight == 0
 
 
 async def test_a_retry_goes_to_another_replica():
@@ -233,18 +236,12 @@ async def test_with_a_retry_after_of_every_replica_a_call_waits_for_the_shortest
     assert len(second.requests_to("/v1/logprobs")) == 2
 
 
-def test_the_least_busy_available_replica_is_chosen():
-    idle, busy = Replica("http://a", in_flight=1), Replica("http://b", in_flight=2)
-    paused = Replica("http://c", not_before=5.0)
-
-    assert least_busy([busy, idle, paused], now=1.0, failed=None) is idle
-    assert least_busy([busy, idle, paused], now=1.0, failed=idle) is busy
-    assert least_busy([busy, idle, paused], now=5.0, failed=None) is paused
-    assert least_busy([paused], now=1.0, failed=paused) is paused
+def _one_replica(still: StillClock) -> Replicas:
+    return Replicas("math", ["http://math"], clock=still.clock, counters=Counters())
 
 
 async def _send(
-    replicas, send, clock: Clock, *, timeout: float = 60.0, deadline: float = 60.0
+    replicas: Replicas, send, clock: Clock, *, timeout: float = 60.0, deadline: float = 60.0
 ) -> httpx.Response:
     return await send_with_retries(
         replicas,

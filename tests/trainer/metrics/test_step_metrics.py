@@ -96,6 +96,17 @@ def test_counters_are_reported() -> None:
     assert actual["teacher/math/score_seconds_p95"] == pytest.approx(8.3)
 
 
+def test_several_replicas_are_compared() -> None:
+    counters = Counters(rejected_replicas=1)
+    counters.replica("http://a").tokens = 30
+    for count, expected in ((1, None), (2, 1.5)):
+        metrics = teacher_metrics(examples(), {}, {"math": counters}, {"math": 400})
+        assert metrics["teacher/math/rejected_replicas"] == 1
+        assert metrics.get("teacher/math/busiest_replica") == expected
+        assert metrics.get("teacher/math/replicas") == (None if count == 1 else 2)
+        counters.replica("http://b").tokens = 10
+
+
 def test_masses_are_means_over_all_micro_batches() -> None:
     generator = np.random.default_rng(0)
     parts = [generator.uniform(size=size).astype(np.float32) for size in (30, 1, 70)]

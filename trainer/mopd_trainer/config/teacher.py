@@ -55,7 +55,10 @@ class TeacherConfig(Settings):
     """
 
     url: Incidental[tuple[str, ...]] = Field(min_length=1)
-    """URL of the service, or a list of the URLs of its replicas."""
+    """URL of the service, or a list of the URLs of its replicas. ``dns+http://name:port`` stands
+    for one replica at each address of a name, as of a headless Kubernetes Service: addresses are
+    resolved again during the run, and replicas with another manifest are not used. A path is kept
+    (``http://host:8000/math``, as of Ray Serve)."""
     placement: Incidental[Literal["url", "ray", "local", "stored"]] = "url"
     """``url``: a running service. ``ray``: a service that the run starts with ``serve``, restarts
     after a crash, and stops at the end. ``local``: ``model`` in the trainer's process, with a copy
@@ -95,9 +98,9 @@ class TeacherConfig(Settings):
     dtype: Incidental[Literal["auto", "float32", "bfloat16", "float16"]] = "auto"
     """``local``: precision of the forward pass; ``auto`` is float32 on a CPU and the model's dtype
     on other devices, as in a service."""
-    require_all_replicas: Incidental[bool] = True
-    """Wait for all replicas before the run starts, which detects wrong URLs; if ``false``, wait for
-    one replica, and use the others once they are ready."""
+    require_all_replicas: Incidental[bool] = False
+    """Wait for all replicas of a list of URLs before the run starts, which detects wrong URLs; if
+    ``false``, wait for one replica, warn, and use the others once they are ready."""
     top_k: int = Field(default=64, ge=1)
     """Number of ids with logprobs for each token."""
     support: Literal["teacher_topk", "student_topk", "full"] = "teacher_topk"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mopd_client.pool import ScoringClient
 from mopd_client.teacher_client import TeacherClient
+from mopd_client.transport.replica import ADDRESS_PREFIXES
 from mopd_protocol.errors import ConfigError
 from mopd_protocol.runtime.model_revision import is_missing_folder
 from mopd_trainer.config.run import RunConfig, StudentConfig
@@ -56,7 +57,7 @@ async def _open(model: str, config: RunConfig) -> AsyncGenerator[EvaluatedModel]
             )
         async with teacher_pool({model: config.teachers[model]}) as pool:
             yield await _teacher(pool.client(model), config, model)
-    elif model.startswith(("http://", "https://")):
+    elif model.startswith(ADDRESS_PREFIXES):
         async with TeacherClient(model, [model]) as client:
             yield await _teacher(client, config)
     else:

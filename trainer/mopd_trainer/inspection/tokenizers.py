@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from mopd_client.sync import SyncTeacherClient
 from mopd_client.teacher_client import ClientOptions
 from mopd_client.tokenizers.pretrained import load_tokenizer as pretrained_tokenizer
+from mopd_client.transport.replica import ADDRESS_PREFIXES
 from mopd_protocol.errors import ConfigError, TokenizerError
 from mopd_protocol.runtime.model_config import vocabulary_size
 from mopd_protocol.tokenizers.token_table import TextEncoder, TokenRoles, TokenTable
@@ -61,7 +62,7 @@ def load_tokenizer(name: str, *, api_key_env: str | None = None) -> NamedTokeniz
         DataError: if tokens have no byte representation, or the head is too narrow.
         TeacherError: if a teacher is unreachable.
     """
-    if name.startswith(("http://", "https://")):
+    if name.startswith(ADDRESS_PREFIXES):
         key = os.environ.get(api_key_env) if api_key_env else None
         if api_key_env and not key:
             raise ConfigError(f"--api-key-env: {api_key_env} is not set", key=api_key_env)

@@ -25,6 +25,7 @@ COUNTED = (
     "retries",
     "failures",
     "breaker_openings",
+    "rejected_replicas",
     "cache_hits",
     "cache_misses",
     "cache_corrupt",
@@ -220,6 +221,7 @@ def teacher_metrics(
             "score_seconds_p50": percentile(counter.seconds, 50),
             "score_seconds_p95": percentile(counter.seconds, 95),
             **{name: float(getattr(counter, name)) for name in COUNTED},
+            **_replica_metrics(counter),
             **loss.metrics(),
         }
         sampled = of_source([example for example, _ in scored], "rollout")
@@ -227,6 +229,17 @@ def teacher_metrics(
         values |= {} if copied is None else {"copied_share": copied}
         metrics |= {f"teacher/{name}/{key}": value for key, value in values.items()}
     return metrics
+
+
+def _replica_metrics(counter: Counters) -> Metrics:
+    """Return how evenly several replicas were used; nothing for one."""
+    tokens = [replica.tokens for replica in counter.replicas.values()]
+    if len(tokens) < 2:
+        return {}
+    return {
+        "replicas": float(len(tokens)),
+        "busiest_replica": ratio(max(tokens) * len(tokens), sum(tokens)),
+    }
 
 
 def of_source(examples: Sequence[TrainingExample], source: Source) -> list[TrainingExample]:

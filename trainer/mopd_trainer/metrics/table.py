@@ -25,6 +25,7 @@ class MetricRow:
 _EVENTS = frozenset(
     (
         *("retries", "failures", "breaker_openings", "waits", "fallbacks", "worker_restarts"),
+        "rejected_replicas",
         *("cache_hits", "cache_misses", "cache_corrupt", "cache_unwritten"),
         *("control_tokens_as_text", "invalid_utf8_bytes"),
         *("skipped_nonfinite", "skipped_grad_norm", "skipped_empty"),
@@ -38,6 +39,8 @@ NOT_REPRODUCED = (
     "memory/*",
     "teacher/*/score_seconds_*",
     "teacher/*/received_bytes",
+    "teacher/*/replicas",
+    "teacher/*/busiest_replica",
 )
 _NATS = "nats/token"
 _SHARE = "share"
@@ -192,6 +195,9 @@ _TEACHER = {
     "retries": ("requests", "repeated requests"),
     "failures": ("calls", "failed or cancelled calls"),
     "breaker_openings": ("openings", "circuit breakers opened by consecutive failures"),
+    "rejected_replicas": ("replicas", "discovered replicas that serve another model"),
+    "replicas": ("replicas", "replicas that requests were sent to, if several"),
+    "busiest_replica": ("", "tokens of the replica that scored most, over the mean of replicas"),
     "cache_hits": ("sequences", "scores loaded from disk"),
     "cache_misses": ("sequences", "scores not found on disk"),
     "cache_corrupt": ("files", "unreadable files of scores"),
