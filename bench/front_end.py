@@ -27,7 +27,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from bench.event_loop import serve
+from bench.event_loop import immediate_server, serve
 from bench.small_teacher import make_small_teacher
 from mopd_protocol.codec import BINARY_MEDIA_TYPE
 
@@ -56,11 +56,12 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=64, help="(%(default)s)")
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     with TemporaryDirectory(prefix="mopd-bench-") as folder:
         make_small_teacher(Path(folder), vocabulary=2048)
+        immediate_server(Path(folder))  # imports, which the process shares
         address: multiprocessing.Queue[str] = context.Queue()
-        server = context.Process(target=serve, args=(Path(folder), address))
+        server = context.Process(target=serve, args=(Path(folder), address), daemon=True)
         server.start()
         try:
             url = address.get(timeout=300)

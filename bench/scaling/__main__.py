@@ -32,7 +32,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.scaling.replicas import Load, outcome, started_replicas
+from bench.scaling.replicas import Load, Replicas, outcome, started_replicas
 from bench.scaling.simulation import (
     Fleet,
     Outcome,
@@ -48,8 +48,6 @@ from bench.small_teacher import make_small_teacher
 LOADS = {"low": 0.2, "medium": 0.5, "saturated": math.inf}
 #: Of a forward pass in ``--measure``: in slow motion, so that HTTP does not wait for a core.
 MEASURED = ServiceTimes(batch_seconds=0.1, token_seconds=1e-3)
-#: Seconds of work of all replicas in one round of ``--measure``.
-ROUND_SECONDS = 40.0
 #: Shorter waits are not compared: a thread needs as long to start.
 LEAST_SECONDS = 0.01
 
@@ -120,6 +118,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-concurrency", type=int, default=32, help="of the client")
     parser.add_argument("--top-k", type=int, default=64, help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="of --measure (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of a round (%(default)s)")
+    parser.add_argument("--slowness", type=float, default=1.0, help="of --measure (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     parser.add_argument("--json", type=Path, help="file for the figures")
     return parser
@@ -179,7 +179,11 @@ def _requests(step: Step, replicas: int, options: argparse.Namespace) -> list[Re
 def _measure(folder: Path, options: argparse.Namespace, console: Console) -> dict[str, object]:
     """Compare predictions with measurements; the error of a load is the median of its rounds."""
     step, fleet = _step(options), _fleet(options, max(options.replicas))
-    times, pairs = asyncio.run(_measure_all(folder, step, fleet, options, console))
+    engine = ServiceTimes(
+        MEASURED.batch_seconds * options.slowness, MEASURED.token_seconds * options.slowness
+    )
+    with started_replicas(folder, engine, fleet) as replicas:
+        times, pairs = asyncio.run(_measure_all(replicas, step, fleet, options, console))
     table = Table("load", "", "predicted", "measured", "error", title="medians of the rounds")
     errors: dict[str, dict[str, float]] = {}
     for load, rounds in pairs.items():
@@ -207,34 +211,31 @@ def _measure(folder: Path, options: argparse.Namespace, console: Console) -> dic
 
 
 async def _measure_all(
-    folder: Path, step: Step, fleet: Fleet, options: argparse.Namespace, console: Console
+    replicas: Replicas, step: Step, fleet: Fleet, options: argparse.Namespace, console: Console
 ) -> tuple[ServiceTimes, dict[str, list[tuple[Figures, Figures]]]]:
-    with started_replicas(folder, MEASURED, fleet) as replicas:
-        times = await _calibrated(replicas.urls[:1], step, fleet, options)
-        console.print(_times_line(times))
-        capacity = _capacity(step, times, fleet)
-        pairs: dict[str, list[tuple[Figures, Figures]]] = {load: [] for load in LOADS}
-        for number in range(options.rounds):
-            for load, share in LOADS.items():
-                rows_per_second = share * capacity
-                rows = min(share, 1.0) * capacity * ROUND_SECONDS
-                step_rows = step.prompts * step.samples * step.completion_tokens
-                requests = streamed(
-                    replace(step, prompts=max(1, round(step.prompts * rows / step_rows))),
-                    rows_per_second=rows_per_second,
-                    steps=1,
-                    seed=options.seed + number,
-                    sample_seconds=0.5,
-                )
-                outcome(replicas, [])
-                async with Load(
-                    replicas.urls, top_k=options.top_k, max_concurrency=fleet.max_concurrency
-                ) as client:
-                    served = await client.run(requests)
-                predicted = Figures.of(simulate(requests, times, fleet))
-                measured = Figures.of(outcome(replicas, served))
-                pairs[load].append((predicted, measured))
-                console.print(f"{load}: predicted {predicted}\n     measured {measured}")
+    times = await _calibrated(replicas.urls[:1], step, fleet, options)
+    console.print(_times_line(times))
+    capacity = _capacity(step, times, fleet)
+    pairs: dict[str, list[tuple[Figures, Figures]]] = {load: [] for load in LOADS}
+    for number in range(options.rounds):
+        for load, share in LOADS.items():
+            rows = min(share, 1.0) * capacity * options.seconds
+            requests = streamed(
+                replace(step, prompts=round(rows / step.samples / step.completion_tokens)),
+                rows_per_second=share * capacity,
+                steps=1,
+                seed=options.seed + number,
+                sample_seconds=0.5,
+            )
+            outcome(replicas, [])
+            async with Load(
+                replicas.urls, top_k=options.top_k, max_concurrency=fleet.max_concurrency
+            ) as client:
+                served = await client.run(requests)
+            predicted = Figures.of(simulate(requests, times, fleet))
+            measured = Figures.of(outcome(replicas, served))
+            pairs[load].append((predicted, measured))
+            console.print(f"{load}: predicted {predicted}\n     measured {measured}")
     return times, pairs
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.event_loop import ImmediateEngine, serve
+from bench.event_loop import ImmediateEngine, immediate_server, serve
 from bench.scaling.simulation import (
     Batch,
     Fleet,
@@ -79,7 +79,8 @@ class Replicas:
 @contextmanager
 def started_replicas(folder: Path, times: ServiceTimes, fleet: Fleet) -> Generator[Replicas]:
     """Serve a model folder's tokenizer in a process for each replica, with ``TimedEngine``."""
-    context = multiprocessing.get_context("spawn")
+    immediate_server(folder)  # imports, which the processes share
+    context = multiprocessing.get_context("fork")
     address: multiprocessing.Queue[str] = context.Queue()
     batches: multiprocessing.SimpleQueue[Batch] = context.SimpleQueue()
     processes = [
