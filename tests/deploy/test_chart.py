@@ -14,7 +14,7 @@ from mopd_server.main import parser, settings_of
 from mopd_server.settings import ListenSettings, TeacherSettings
 from tests.deploy.chart import ChartError, findings, objects
 from tests.deploy.compose_files import DEPLOY
-from tests.deploy.leader_worker_set import LEADER_WORKER_SET
+from tests.deploy.node_groups import NODE_GROUPS
 from tests.deploy.test_shipped_files import passes
 
 BIN = Path(sys.executable).parent
@@ -74,7 +74,7 @@ def test_objects_follow_the_schema_of_kubernetes(values: dict[str, Any], tmp_pat
     known = [each for each in objects(values) if each["kind"] not in foreign]
     for each in objects(values):
         if each["kind"] == "LeaderWorkerSet":
-            jsonschema.validate(each, LEADER_WORKER_SET)
+            jsonschema.validate(each, NODE_GROUPS)
             known += [
                 {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": role}}
                 | {"template": each["spec"]["leaderWorkerTemplate"][role]}
@@ -172,16 +172,16 @@ def test_replicas_belong_to_the_autoscaler_and_are_replaced_without_another_acce
     assert (small["replicas"], small["strategy"]["type"]) == (1, "Recreate")
 
 
-def test_a_replica_of_several_nodes_is_a_group_whose_leader_alone_responds() -> None:
+def test_only_the_first_pod_of_a_replica_of_several_nodes_responds() -> None:
     group = _group()
     assert (group["replicas"], group["leaderWorkerTemplate"]["size"]) == (2, 3)
     teacher, _ = _settings("teacher-large")
     assert (teacher.pipeline_parallel_size, teacher.tensor_parallel_size) == (3, 8)
     assert teacher.vllm_arg == ("distributed_executor_backend=ray",)
-    leader, worker = (
+    server, worker = (
         group["leaderWorkerTemplate"][role] for role in ("leaderTemplate", "workerTemplate")
     )
-    (first,), (other,) = (each["spec"]["containers"] for each in (leader, worker))
+    (first,), (other,) = (each["spec"]["containers"] for each in (server, worker))
     assert not {"ports", "readinessProbe", "livenessProbe", "startupProbe"} & other.keys()
     assert first["resources"] == other["resources"]
     assert {each["name"] for each in other["volumeMounts"]} == {"models", "shared-memory"}
@@ -195,15 +195,15 @@ def test_a_replica_of_several_nodes_is_a_group_whose_leader_alone_responds() -> 
     inside, outside = policy["ingress"]
     assert inside == {"from": [{"podSelector": {"matchLabels": members}}]}
     assert outside == {"ports": [{"port": 8101}]}
-    for template in (leader, worker):
+    for template in (server, worker):
         assert members.items() <= template["metadata"]["labels"].items()
 
 
 def test_the_autoscaler_of_several_nodes_scales_groups() -> None:
     values = {"name": "a", "model": "m", "nodes": 2, "autoscaling": {"enabled": True}}
-    found = {each["kind"]: each for each in objects({"teachers": [values]})}
-    target = found["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]
-    group = found["LeaderWorkerSet"]
+    kinds = {each["kind"]: each for each in objects({"teachers": [values]})}
+    target = kinds["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]
+    group = kinds["LeaderWorkerSet"]
     assert (target["apiVersion"], target["kind"]) == (group["apiVersion"], group["kind"])
     assert target["name"] == group["metadata"]["name"]
     assert "replicas" not in group["spec"]

@@ -19,7 +19,7 @@ _COUNT = {"type": "integer", "minimum": 0}
 _SHARE = {"anyOf": [_COUNT, {"type": "string", "pattern": "^[0-9]+%$"}]}
 _POD = {"type": "object", "required": ["spec"]}
 
-LEADER_WORKER_SET = _object(
+NODE_GROUPS = _object(
     ["apiVersion", "kind", "metadata", "spec"],
     apiVersion={"const": "leaderworkerset.x-k8s.io/v1"},
     kind={"const": "LeaderWorkerSet"},
