@@ -7,11 +7,12 @@ from tests.mutants import ROOT, TIERS, Mutant, load_mutants
 
 @pytest.mark.parametrize("mutant", load_mutants(), ids=lambda mutant: mutant.id)
 def test_each_fault_applies_once_and_compiles(mutant: Mutant) -> None:
-    """The replaced text occurs once, the changed file compiles, and the tests exist."""
+    """The replaced text occurs once, a changed module compiles, and the tests exist."""
     source = (ROOT / mutant.file).read_text()
     changed = mutant.apply(source)
     assert changed != source
-    compile(changed, mutant.file, "exec")
+    if mutant.file.endswith(".py"):
+        compile(changed, mutant.file, "exec")
     assert mutant.tests
     assert all((ROOT / path).exists() for path in mutant.tests)
     assert mutant.tier in TIERS
