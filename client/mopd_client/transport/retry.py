@@ -55,8 +55,7 @@ class Attempts:
         seconds = min(self.timeout_seconds, deadline - self.clock.now())
         probe = replica.breaker.begin()
         replica.in_flight += tokens
-        counts = self.counters.replica(replica.url)
-        counts.requests += 1
+        self.counters.replica(replica.url).requests += 1
         try:
             # httpx limits each read, not their sum: a trickling response would never time out.
             async with asyncio.timeout(seconds):
@@ -67,7 +66,7 @@ class Attempts:
                 self._record_failure(replica, str(error) or type(error).__name__, probe)
             elif probe:
                 replica.breaker.abandon()
-            counts.failures += 1
+            self.counters.replica(replica.url).failures += 1
             return error
         except BaseException:
             if probe:
@@ -81,6 +80,7 @@ class Attempts:
             self._record_failure(replica, failure, probe)
         else:
             replica.breaker.succeed()
+        counts = self.counters.replica(replica.url)  # another object than before, after a pop
         counts.failures += not is_final(response)
         counts.tokens += tokens if response.status_code == 200 else 0
         return response

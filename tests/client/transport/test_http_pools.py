@@ -1,12 +1,14 @@
 """Requests alternate between a few pools of connections."""
 
 import gzip
+import socket
 from collections import Counter
+from contextlib import ExitStack
 
 import httpx
 import pytest
 
-from mopd_client.transport import bounded_response
+from mopd_client.transport import bounded_response, http_pools
 from mopd_client.transport.http_pools import CONNECTIONS_PER_POOL, HttpPools
 from mopd_protocol.errors import ConfigError, InvalidResponseError
 
@@ -63,6 +65,22 @@ async def test_a_response_above_the_limit_is_not_read(body, monkeypatch):
         with pytest.raises(InvalidResponseError) as caught:
             await pools.send("GET", "http://teacher")
         assert caught.value.key == ("content-encoding" if not sent else "body")
+
+
+async def test_connecting_to_a_lost_machine_ends(monkeypatch):
+    monkeypatch.setattr(http_pools, "CONNECT_SECONDS", 0.05)
+    with socket.socket() as lost, ExitStack() as waiting:
+        lost.bind(("127.0.0.1", 0))
+        lost.listen(0)  # accepts one connection, and drops packets of others
+        address = lost.getsockname()
+        for _ in range(3):
+            client = waiting.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(address)
+        pools = HttpPools(1, headers={}, transport=None)
+        with pytest.raises(httpx.ConnectTimeout):
+            await pools.send("GET", f"http://127.0.0.1:{address[1]}")
+        await pools.aclose()
 
 
 async def test_a_missing_ca_file_is_reported(tmp_path):
