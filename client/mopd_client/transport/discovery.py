@@ -84,7 +84,7 @@ class Replicas:
         return tuple(replica for replica in self.known if replica.admitted)
 
     def choose(self, work: Work, failed: Replica | None) -> Replica | None:
-        """Choose the replica of the next attempt; None if no replica is known."""
+        """Choose the replica of the next attempt; None if there is none."""
         current = self.current
         if not current:
             return None
@@ -201,6 +201,7 @@ class Replicas:
         """Use a replica if it passes the check."""
         error = None if self._check is None else await self._check(replica)
         if isinstance(error, TeacherUnavailableError):
+            self._problems.setdefault(replica.url, error)
             return  # compared at the next renewal
         if error is not None:
             self.reject(replica, error)

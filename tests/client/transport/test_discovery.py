@@ -307,6 +307,18 @@ async def test_a_teacher_that_starts_at_another_address_becomes_ready() -> None:
     assert len(cluster[2].requests_to("/readyz")) == 1
 
 
+async def test_replicas_that_are_all_unreachable_are_reported() -> None:
+    cluster = Cluster(2)
+    cluster.names.addresses = ["10.0.0.1"]
+    async with cluster.client as client:
+        await client.handshake()
+        cluster.names.addresses = ["10.0.0.2"]
+        cluster[2].script("/v1/manifest", *[httpx.ConnectError("refused")] * 999)
+        await cluster.renewal()
+        with pytest.raises(TeacherUnavailableError, match=r"10\.0\.0\.2.*refused"):
+            await cluster.score(1)
+
+
 async def test_replicas_are_kept_while_the_name_server_fails() -> None:
     cluster = Cluster(2)
     async with cluster.client as client:
