@@ -104,7 +104,7 @@ def _shares(
             inside = min(range(start, end + 1), key=distance)
             completions = [completion_tokens(sequences[index]) for index in order[start:end]]
             before, behind = completions[: inside - start], completions[inside - start :]
-            # The prompt is computed once more: a part has to have as many tokens of its own.
+            # The prompt is computed once more: a part needs as many completion tokens.
             if min(sum(before), sum(behind)) >= prompt_tokens(sequences[order[end - 1]]):
                 cut = inside
         cuts.append(max(cut, cuts[-1]))

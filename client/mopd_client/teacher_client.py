@@ -76,8 +76,8 @@ class TeacherClient:
 
     Args:
         name: name of the teacher in error messages.
-        urls: addresses of the teacher's replicas; ``dns+http://name:port`` stands for a replica at
-            each address of the name, resolved again during use.
+        urls: addresses of the teacher's replicas; ``dns+http://name:port`` is a replica at each
+            address of the name, resolved again during use.
         options: see ``ClientOptions``.
 
     Raises:

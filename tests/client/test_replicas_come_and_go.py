@@ -44,7 +44,7 @@ class Pod:
     received: list[list[dict[str, Any]]] = field(default_factory=list[list[dict[str, Any]]])
     """Sequences of each request."""
     stuck: threading.Event = field(default_factory=threading.Event)
-    """Set: requests are received and not answered."""
+    """Set: requests are received without a response."""
     waiting: threading.Event = field(default_factory=threading.Event)
     """Set when a request is stuck."""
 
@@ -79,7 +79,7 @@ class Pod:
         self.thread.start()
 
     def kill(self) -> None:
-        """Stop without answering requests in flight: their connections are reset."""
+        """Stop and reset the connections of requests in flight."""
         connections = [*self.server.server_state.connections]
         for each in connections:
             self.loop.call_soon_threadsafe(each.transport.abort)

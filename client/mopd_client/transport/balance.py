@@ -116,7 +116,7 @@ class Balance:
             del self._places[next(iter(self._places))]
 
     def add(self, replica: Replica, others: Sequence[Replica]) -> None:
-        """Let a new replica take over an equal share of the known prompts."""
+        """Assign an equal share of the known prompts to a new replica."""
         replica.sent = min((each.sent for each in others), default=0)
         for prompt in [*self._places][:: len(others) + 1] if others else ():
             del self._places[prompt]

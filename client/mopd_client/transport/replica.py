@@ -8,7 +8,7 @@ import httpx
 from mopd_client.transport.circuit_breaker import CircuitBreaker
 from mopd_protocol.errors import ConfigError
 
-#: Prefix of an address whose name stands for one replica per A and AAAA record.
+#: Prefix of an address whose name has one replica per A and AAAA record.
 DNS_PREFIX = "dns+"
 #: Beginnings of all addresses.
 ADDRESS_PREFIXES = ("http://", "https://", "dns+http://", "dns+https://")

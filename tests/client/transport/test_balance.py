@@ -101,7 +101,7 @@ def test_of_several_prompts_the_majority_counts() -> None:
     assert chooser.cached_at(work(1, 3, 0, 1), replicas) is places[0]
 
 
-def test_a_new_replica_takes_over_an_equal_share_of_the_prompts() -> None:
+def test_a_new_replica_gets_an_equal_share_of_the_prompts() -> None:
     chooser, replicas = Balance(), replicas_of(4)
     for prompt in range(100):
         sent(chooser, replicas, work(100, prompt))
@@ -155,8 +155,8 @@ def test_no_request_is_sent_above_the_bound(
     chooser, replicas = Balance(), replicas_of(count)
     in_flight: dict[Replica, list[int]] = {replica: [] for replica in replicas}
     last: dict[int, Replica] = {}
-    for prompt, tokens, answered in requests:
-        for number in answered:
+    for prompt, tokens, ended in requests:
+        for number in ended:
             replica = replicas[number % count]
             if in_flight[replica]:
                 replica.in_flight -= in_flight[replica].pop(0)
@@ -188,7 +188,7 @@ def test_requests_of_different_prompts_differ_by_at_most_one_request(
 def test_samples_sent_one_by_one_are_even_and_compute_few_prompts_again(
     shape: tuple[int, int, int], seed: int
 ) -> None:
-    """8 samples of each prompt in random order within 4 prompts, up to 32 in flight, answered by
+    """8 samples of each prompt in random order within 4 prompts, up to 32 in flight, scored by
     the four replicas at one speed; a replica computes the prompts that it has not had."""
     draw = random.Random(seed)
     count, prompt, completion = shape

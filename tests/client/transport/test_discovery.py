@@ -53,7 +53,7 @@ class Names:
 
 
 def sequence(number: int = 0) -> SequenceRequest:
-    """A sequence with a prompt of its own."""
+    """A sequence with another prompt for each number."""
     return SequenceRequest(prompt_token_ids=[number] * 40, completion_token_ids=[70, 71])
 
 
@@ -289,18 +289,16 @@ async def test_a_name_without_an_address_raises_at_the_deadline(call: str) -> No
 
 async def test_a_teacher_that_starts_at_another_address_becomes_ready() -> None:
     cluster = Cluster(2)
-    cluster.names.addresses = ["10.0.0.9"]
 
-    async def answer(host: str, port: int) -> Sequence[str]:
+    async def resolve_late(host: str, port: int) -> Sequence[str]:
         return ["10.0.0.9"] if cluster.still.seconds < 20 else ["10.0.0.2"]
 
-    cluster.names.resolve = answer  # pyright: ignore[reportAttributeAccessIssue]
     cluster.client = TeacherClient(
         "math",
         [NAME],
         transport=network(**cluster.teachers),
         clock=cluster.still.clock,
-        resolve=answer,
+        resolve=resolve_late,
     )
     async with cluster.client as client:
         await client.wait_until_ready(60.0)

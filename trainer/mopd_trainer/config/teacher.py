@@ -55,9 +55,9 @@ class TeacherConfig(Settings):
     """
 
     url: Incidental[tuple[str, ...]] = Field(min_length=1)
-    """URL of the service, or a list of the URLs of its replicas. ``dns+http://name:port`` stands
-    for one replica at each address of a name, as of a headless Kubernetes Service: addresses are
-    resolved again during the run, and replicas with another manifest are not used. A path is kept
+    """URL of the service, or a list of the URLs of its replicas. ``dns+http://name:port`` is one
+    replica at each address of a name, as of a headless Kubernetes Service: addresses are resolved
+    again during the run, and replicas with another manifest are not used. A path is kept
     (``http://host:8000/math``, as of Ray Serve)."""
     placement: Incidental[Literal["url", "ray", "local", "stored"]] = "url"
     """``url``: a running service. ``ray``: a service that the run starts with ``serve``, restarts
