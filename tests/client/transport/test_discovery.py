@@ -376,7 +376,7 @@ async def test_fixed_addresses_and_a_name_are_replicas_together() -> None:
             await cluster.score(4, first=100)
 
 
-async def test_a_dead_fixed_replica_is_skipped_unless_all_are_required(
+async def test_an_unreachable_fixed_replica_is_skipped_unless_all_are_required(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     urls = ["http://one:1", "http://two:1"]
