@@ -1,11 +1,12 @@
 """Settings of a teacher that cannot work are rejected before a run starts."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
+from mopd_client.services.kinds import SERVICE_KINDS
 from mopd_protocol.errors import ConfigError
 from mopd_trainer.config.loading import parse_run
 from mopd_trainer.config.run import RunConfig
@@ -23,6 +24,13 @@ def teacher(**settings: Any) -> TeacherConfig:
 def run_with(**on_error: str) -> RunConfig:
     teachers = {name: {"url": "http://a", "on_error": policy} for name, policy in on_error.items()}
     return parse_run(run_values(Path("."), teachers=teachers), source="run")
+
+
+def test_every_kind_of_service_has_a_row_in_the_table() -> None:
+    kinds = {*get_args(TeacherConfig.model_fields["kind"].annotation)} - {"self"}
+    assert kinds == SERVICE_KINDS.keys()
+    for kind in SERVICE_KINDS.values():
+        assert kind.create("folder", None, None).path.startswith("/v1/")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from mopd_client.services.kinds import SERVICE_KINDS, ServiceKind
 from mopd_losses.config import (
     AutoConfig,
     CtkdConfig,
@@ -295,20 +296,22 @@ class TeacherConfig(Settings):
 
     @model_validator(mode="after")
     def _validate_kind(self) -> "TeacherConfig":
-        if self.kind == "mopd" and self.tokenizer is not None and not self.local:
+        service = self.service
+        if service and service.describes_itself and self.tokenizer is not None:
             raise invalid(
                 "tokenizer",
-                "a mopd service sends its tokenizer. Remove it, or set kind to 'openai'.",
+                f"a {service.title} sends its tokenizer. Remove it, or set kind to 'openai'.",
             )
-        if self.kind == "openai" and self.tokenizer is None:
+        if service and not service.describes_itself and self.tokenizer is None:
             raise invalid(
                 "tokenizer",
-                "required for kind 'openai'. Set it to the folder or hub name of the served model.",
+                f"required for kind {self.kind!r}. Set it to the folder or hub name of the served "
+                "model.",
             )
-        if self.kind == "openai" and self.scored_temperature != 1.0:
+        if service and not service.any_temperature and self.scored_temperature != 1.0:
             raise invalid(
                 "temperature",
-                f"a stock vLLM server returns logprobs at temperature 1 only (found "
+                f"a {service.title} returns logprobs at temperature 1 only (found "
                 f"{self.scored_temperature:g}). Set it to 1, or serve the model with mopd-teacher.",
             )
         if self.teacher_temperature is not None and (
@@ -344,6 +347,11 @@ class TeacherConfig(Settings):
     def scored_temperature(self) -> float:
         """Softmax temperature of the requested scores."""
         return self.teacher_temperature or self.temperature
+
+    @property
+    def service(self) -> ServiceKind | None:
+        """The kind of the service; None for a teacher in the trainer's process."""
+        return None if self.local else SERVICE_KINDS[self.kind]
 
     @property
     def local(self) -> bool:

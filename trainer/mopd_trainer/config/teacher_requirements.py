@@ -39,10 +39,11 @@ def require_revisions(teachers: Mapping[str, TeacherConfig]) -> None:
         ConfigError: for a stock vLLM server without ``revision``.
     """
     for name, teacher in teachers.items():
-        if teacher.kind == "openai" and teacher.revision is None:
+        service = teacher.service
+        if service and not service.describes_itself and teacher.revision is None:
             raise invalid(
                 f"teachers.{name}.revision",
-                "required with score_cache, because a stock vLLM server does not identify its "
+                f"required with score_cache, because a {service.title} does not identify its "
                 "weights. Set a name for the weights.",
             )
 

@@ -10,10 +10,8 @@ from types import MappingProxyType
 
 from mopd_client.pool import ScoringClient, TeacherPool
 from mopd_client.score_store import ScoreStore
-from mopd_client.services.base import Service
 from mopd_client.services.expectation import Expectation
-from mopd_client.services.mopd import MopdService
-from mopd_client.services.vllm import VllmService
+from mopd_client.services.kinds import SERVICE_KINDS
 from mopd_client.teacher_client import TeacherClient
 from mopd_losses.config import AutoConfig, PrefixKlConfig
 from mopd_losses.projection.cache import ProjectionCache
@@ -122,10 +120,11 @@ def teacher_pool(
 
 
 def _client(name: str, config: TeacherConfig, cache: ScoreStore | None, seed: int) -> ScoringClient:
+    service = SERVICE_KINDS[config.kind]
     return TeacherClient(
         name,
         config.url,
-        service=_service(config),
+        service=service.create(config.tokenizer, config.model, config.revision),
         api_key=_api_key(name, config),
         ca_file=config.ca_file,
         timeout_seconds=config.timeout_seconds,
@@ -231,12 +230,12 @@ def teacher_of(
 
 
 def _require_model(name: str, config: TeacherConfig, manifest: Manifest) -> None:
-    """Compare the configured model of a mopd service with the served one.
+    """Compare the configured model of a service with the served one.
 
     Raises:
         TeacherMismatchError: if another model is served; ``key`` is the setting.
     """
-    if config.placement in ("local", "stored") or config.kind != "mopd":
+    if config.placement == "stored" or not (config.service and config.service.describes_itself):
         return
     expected = {"model": config.model, "revision": config.revision}
     matches = {
@@ -252,13 +251,6 @@ def _require_model(name: str, config: TeacherConfig, manifest: Manifest) -> None
                 f"{expected[key]!r}). Correct the address or the setting.",
                 key=f"teachers.{name}.{key}",
             )
-
-
-def _service(config: TeacherConfig) -> Service:
-    if config.kind == "mopd":
-        return MopdService()
-    assert config.tokenizer is not None  # checked with the settings
-    return VllmService(config.tokenizer, model=config.model, revision=config.revision)
 
 
 def _api_key(name: str, config: TeacherConfig) -> str | None:
