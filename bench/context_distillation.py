@@ -21,16 +21,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from bench.tasks.exercises import Dates
 from bench.tasks.task_tokenizers import digit_tokenizer
-from mopd.demo.examples import Encoder, supervised_batch
+from mopd.demo.examples import Batch, Encoder, supervised_batch
 from mopd.demo.models import build_model
 from mopd.demo.tasks import Exercise
-from mopd.demo.training import optimizer_of, supervised_step, warm_up_and_cosine
+from mopd.demo.training import supervised_losses
 from mopd_protocol import replacing_folder
 from mopd_trainer import RunConfig, train
 
@@ -77,15 +76,13 @@ def model_in(root: Path, steps: int, seed: int, console: Console) -> Path:
     tokenizer, random = digit_tokenizer(), Random(seed)
     encoder, known = Encoder(tokenizer), _TASK.training(seed)
     model = build_model("qwen3", tokenizer, seed)
-    optimizer = optimizer_of(model, 2e-3)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_and_cosine(steps))
-    model.train()
-    for step in range(steps):
-        batch = supervised_batch(encoder, _shown(known, random), 0.0, random)
-        loss = supervised_step(model, optimizer, batch)
-        schedule.step()
-        if (step + 1) % 200 == 0:
-            console.print(f"model: step {step + 1} of {steps}, {loss.item():.4f} nats per token")
+
+    def batch() -> Batch:
+        return supervised_batch(encoder, _shown(known, random), 0.0, random)
+
+    for step, loss in enumerate(supervised_losses(model, batch, steps, 2e-3), start=1):
+        if step % 200 == 0:
+            console.print(f"model: step {step} of {steps}, {loss:.4f} nats per token")
     with replacing_folder(folder) as unfinished:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)

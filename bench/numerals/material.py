@@ -11,7 +11,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from bench.numerals.accuracy import accuracy
@@ -20,7 +19,7 @@ from bench.numerals.warm_start import train_until
 from mopd.demo import models
 from mopd.demo.examples import IGNORED, Batch, Encoder, supervised_batch
 from mopd.demo.tasks import Exercise
-from mopd.demo.training import optimizer_of, supervised_step, warm_up_and_cosine
+from mopd.demo.training import supervised_losses
 from mopd_protocol import replacing_folder
 from mopd_trainer import Student
 
@@ -123,21 +122,19 @@ def reference_logprobs(
 def _train(
     model: PreTrainedModel, encoder: Encoder, side: Side, role: Role, seed: int, report: Report
 ) -> None:
-    random = Random(seed)
-    optimizer = optimizer_of(model, side.learning_rate)
-    schedule = LambdaLR(optimizer, warm_up_and_cosine(side.steps))
-    known = side.task.training(seed)
+    random, known = Random(seed), side.task.training(seed)
     wrong = torch.tensor(side.task.wrong_ids(encoder), dtype=torch.int64)
-    model.train()
-    for step in range(side.steps):
+
+    def batch() -> Batch:
         exercises = [_shown(side, role, known, random) for _ in range(side.examples_per_step)]
         parts = side.task.random_part
-        batch = supervised_batch(encoder, exercises, side.corruption, random, parts)
-        read = replace_tokens(batch, wrong, side.misreading, encoder.end_of_turn)
-        supervised_step(model, optimizer, replace(batch, token_ids=read))
-        schedule.step()
-        report(step + 1, side.steps)
-    model.eval()
+        correct = supervised_batch(encoder, exercises, side.corruption, random, parts)
+        read = replace_tokens(correct, wrong, side.misreading, encoder.end_of_turn)
+        return replace(correct, token_ids=read)
+
+    losses = supervised_losses(model, batch, side.steps, side.learning_rate)
+    for step, _ in enumerate(losses, start=1):
+        report(step, side.steps)
 
 
 def replace_tokens(batch: Batch, wrong: Tensor, probability: float, end: int) -> Tensor:

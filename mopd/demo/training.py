@@ -21,13 +21,23 @@ _MAX_GRADIENT_NORM = 1.0
 def training_losses(model: PreTrainedModel, encoder: Encoder, recipe: Recipe) -> Iterator[float]:
     """Train ``model`` and yield the loss of each step in nats per trained token."""
     random = Random(recipe.seed)
-    optimizer = optimizer_of(model, recipe.learning_rate)
-    schedule = LambdaLR(optimizer, warm_up_and_cosine(recipe.steps))
-    model.train()
-    for _ in range(recipe.steps):
+
+    def batch() -> Batch:
         exercises = [_draw(recipe.curriculum, random) for _ in range(recipe.examples_per_step)]
-        batch = supervised_batch(encoder, exercises, recipe.corruption, random)
-        loss = supervised_step(model, optimizer, batch)
+        return supervised_batch(encoder, exercises, recipe.corruption, random)
+
+    return supervised_losses(model, batch, recipe.steps, recipe.learning_rate)
+
+
+def supervised_losses(
+    model: PreTrainedModel, batch: Callable[[], Batch], steps: int, learning_rate: float
+) -> Iterator[float]:
+    """Train on a new batch in each step, and yield its loss in nats per trained token."""
+    optimizer = optimizer_of(model, learning_rate)
+    schedule = LambdaLR(optimizer, warm_up_and_cosine(steps))
+    model.train()
+    for _ in range(steps):
+        loss = supervised_step(model, optimizer, batch())
         schedule.step()
         yield loss.item()
     model.eval()
