@@ -23,7 +23,7 @@ from bench.numerals.distillation import Run
 from bench.numerals.matrix import Folders, finished, run_all
 from bench.numerals.options import NameList
 from bench.numerals.pairs import WITHOUT_BOUNDS, shortened
-from bench.numerals.report import spread
+from bench.numerals.report import percentages, spread
 from bench.tasks.pairs import PAIRS
 
 #: Name of a task here -> name of a pair of ``bench.tasks``.
@@ -101,18 +101,13 @@ def table(pair: str, figures: Mapping[str, Mapping[str, Any]]) -> Table:
         shown.add_column(f"bounds {name}", justify="right", no_wrap=True)
     for step in next(iter(figures.values()))["accuracy"]:
         columns = (each["accuracy"].get(step) for each in figures.values())
-        shown.add_row(str(step), *("–" if each is None else _range(each) for each in columns))
+        shown.add_row(str(step), *("–" if each is None else percentages(each) for each in columns))
     for label, key, format_ in (
         ("loss", "loss", "{:.4f}"),
         ("processor s", "processor_seconds", "{:.0f}"),
     ):
         shown.add_row(label, *(format_.format(each[key]) for each in figures.values()))
     return shown
-
-
-def _range(figures: Mapping[str, float]) -> str:
-    mean, lowest, highest = (100 * figures[key] for key in ("mean", "lowest", "highest"))
-    return f"{mean:.1f}" if lowest == highest else f"{mean:.1f} ({lowest:.0f}–{highest:.0f})"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -29,15 +29,13 @@ def comparison_parser(
     losses: Sequence[str],
     pairs: Sequence[str],
     *,
-    all_losses: str = "all",
-    all_steps: str,
+    corrections: int | None = None,
 ) -> argparse.ArgumentParser:
     """Return a parser of what to compare, how long, and where files are.
 
     Args:
         program: a module of ``bench``; its models and runs are in ``runs/PROGRAM``.
-        all_losses: the default of ``--losses``, in words.
-        all_steps: the default of ``--steps``, in words.
+        corrections: the default of ``--corrections``; None for that of ``mopd train``.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m bench.{program}",
@@ -49,17 +47,33 @@ def comparison_parser(
         "--plot", type=Path, help="file for the plot (default: next to the figures)"
     )
     parser.add_argument("--seeds", type=int, default=3, help="students a loss (default: 3)")
-    for name, known, default in (("losses", losses, all_losses), ("pairs", pairs, "all")):
+    for name, known in (("losses", losses), ("pairs", pairs)):
         parser.add_argument(
             f"--{name}",
             type=NameList(known),
             default=tuple(known),
             metavar="A,B",
-            help=f"of {', '.join(known)} (default: {default})",
+            help=f"of {', '.join(known)} (default: all)",
         )
     add_least_importance(parser)
     add_temperature(parser)
-    parser.add_argument("--steps", type=int, help=f"of every run (default: {all_steps})")
+    parser.add_argument(
+        "--teacher-temperature",
+        type=float,
+        metavar="T",
+        help="of the teachers' distributions; below 1, targets are sharper (default: 1)",
+    )
+    add_corrections(parser, corrections)
+    parser.add_argument("--steps", type=int, help="of every run (default: each pair's own)")
+    parser.add_argument(
+        "--model-steps", type=int, help="of training teachers and warm students, to try things"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="2 steps of everything, to test the program"
+    )
+    parser.add_argument(
+        "--evaluations", type=int, default=20, help="points of a curve (default: 20)"
+    )
     parser.add_argument(
         "--processes", type=int, default=2, help="runs at once, one thread each (default: 2)"
     )

@@ -21,58 +21,29 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from bench.numerals.__main__ import runs_by_seed
+from bench.numerals.comparison import chosen_pairs, compare, runs_by_seed
 from bench.numerals.distillation import Run
-from bench.numerals.matrix import Folders, run_all, train_models
-from bench.numerals.options import add_corrections, comparison_parser
-from bench.numerals.pairs import CEILING, SFT, shortened
+from bench.numerals.matrix import Folders, train_models
+from bench.numerals.options import comparison_parser
+from bench.numerals.pairs import CEILING, SFT
 from bench.tasks.oracle import measure, summary
+from bench.tasks.oracle_report import oracle_table, show_worst
 from bench.tasks.pairs import LOSSES, PAIRS
-from bench.tasks.plot import draw
-from bench.tasks.report import comparison, oracle_table, show_worst, table, warnings
-from mopd_trainer import ImportanceConfig
-
-#: Steps of ``--quick``, of each model and run.
-_QUICK_STEPS = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the missing comparisons, print tables and save figures; or run the oracle."""
-    options = _parser().parse_args(arguments)
-    console = Console()
-    steps = _QUICK_STEPS if options.quick else options.steps
-    model_steps = _QUICK_STEPS if options.quick else None
-    pairs = [
-        replace(
-            shortened(PAIRS[name], steps, model_steps),
-            temperature=options.temperature,
-            teacher_temperature=options.teacher_temperature,
-            importance=ImportanceConfig(least=options.least_importance),
-            corrections=options.corrections,
-        )
-        for name in options.pairs
-    ]
-    folders = Folders(options.runs)
-    runs = runs_by_seed(pairs, options.losses, 1 if options.oracle else options.seeds, 20)
-    if options.oracle:
-        _run_oracle([run for run in runs if run.loss != SFT], folders, console, options)
+    options, console = _parser().parse_args(arguments), Console()
+    pairs = chosen_pairs(options, PAIRS)
+    if not options.oracle:
+        compare(options, pairs, console)
         return
-    results = run_all(runs, folders, console, options.processes)
-    compared = comparison(results, pairs, folders.models)
-    for pair in pairs:
-        console.print(table(compared, pair.name))
-        for line in warnings(compared, pair.name):
-            console.print(line, highlight=False, soft_wrap=True)
-    if options.json:
-        options.json.write_text(json.dumps(compared, indent=1) + "\n")
-    picture = options.plot or (options.json or folders.root / "tasks").with_suffix(".png")
-    draw(compared, picture)
-    console.print(f"curves in {picture}", soft_wrap=True)
+    runs = runs_by_seed(pairs, options.losses, 1, options.evaluations)
+    _run_oracle([run for run in runs if run.loss != SFT], console, options)
 
 
-def _run_oracle(
-    runs: Sequence[Run], folders: Folders, console: Console, options: argparse.Namespace
-) -> None:
+def _run_oracle(runs: Sequence[Run], console: Console, options: argparse.Namespace) -> None:
+    folders = Folders(options.runs)
     train_models(
         [replace(run, loss=loss) for run in runs for loss in (run.loss, CEILING)],
         folders,
@@ -90,17 +61,7 @@ def _run_oracle(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = comparison_parser("tasks", __doc__, LOSSES, tuple(PAIRS), all_steps="400")
-    parser.add_argument(
-        "--teacher-temperature",
-        type=float,
-        metavar="T",
-        help="of the teachers' distributions; below 1, targets are sharper (default: 1)",
-    )
-    add_corrections(parser)
-    parser.add_argument(
-        "--quick", action="store_true", help="2 steps of everything, to test the program"
-    )
+    parser = comparison_parser("tasks", __doc__, LOSSES, tuple(PAIRS))
     oracle = parser.add_argument_group("oracle")
     oracle.add_argument(
         "--oracle",

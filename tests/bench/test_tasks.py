@@ -14,12 +14,12 @@ from rich.console import Console
 from bench.numerals.accuracy import accuracy
 from bench.numerals.material import model_key, train_model
 from bench.numerals.pairs import Side, shortened
+from bench.numerals.report import table, warnings
 from bench.numerals.warm_start import Completion
 from bench.tasks.__main__ import main
 from bench.tasks.exercises import Mixture, TextTask
 from bench.tasks.oracle import THRESHOLD, Push
 from bench.tasks.pairs import PAIRS, TASKS
-from bench.tasks.report import table, warnings
 from bench.tasks.task_tokenizers import (
     character_tokenizer,
     chinese_tokenizer,
