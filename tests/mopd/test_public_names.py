@@ -97,13 +97,9 @@ INTERNAL = {
     "bench/results/students.py": "trains with tables of teachers, without a service",
     "bench/results/truncation.py": "compares forms of a divergence on known distributions",
     "bench/results/uncertainty.py": "compares divergences on known distributions",
-<<<<<<< ours
     "bench/scaling/replicas.py": "replaces the engine's forward pass by a wait",
     "bench/scaling/workload.py": "divides a step as the client does",
-=======
-    "bench/scaling.py": "starts ranks and Ray workers without a run",
     "bench/xtoken.py": "is a loss, written with the parts of the package's losses",
->>>>>>> theirs
 }
 
 
