@@ -24,7 +24,7 @@ example: a teacher of two to six replicas, and one that needs two nodes with eig
   mopd train run.yaml teachers.math.url=http://HEAD:8000/math
 
 A teacher has the settings of "mopd-teacher serve" with underscores (max_model_len, top_k_max,
-vllm_arg, ...), and replicas, num_gpus, num_cpus, resources and multi_node. Beside "teachers", the
+vllm_arg, ...), and replicas, num_gpus, num_cpus, resources and multi_node. Next to "teachers", the
 file has settings of requests and the address: host, port, api_key_file, key_tokens_per_minute,
 max_body_bytes, drain_seconds, ... Models, keys and mopd must be present on every node.
 

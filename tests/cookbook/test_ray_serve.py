@@ -1,4 +1,4 @@
-"""The recipe with teachers on Ray Serve, run as written with models that are there already."""
+"""The recipe with teachers on Ray Serve, run as written on models of the tests."""
 
 import json
 import os
