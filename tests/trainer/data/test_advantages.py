@@ -82,7 +82,7 @@ def test_completions_that_nothing_trains_are_dropped() -> None:
 
 
 @pytest.mark.parametrize("average", get_args(LossAverage))
-def test_both_terms_have_weights_that_sum_to_one(average: LossAverage) -> None:
+def test_excluded_completions_count_with_a_loss_of_zero(average: LossAverage) -> None:
     examples = [
         rewarded(index=0, text="12345", first=1.0, teachers={"math": 1.0, "code": 2.0}),
         rewarded(index=0, text="1", first=0.0),
@@ -93,7 +93,12 @@ def test_both_terms_have_weights_that_sum_to_one(average: LossAverage) -> None:
     weights = sample_weights(kept, average)
     tokens = sum(lengths)
     shares = [sum(each.teachers.values()) for each in weights]
-    assert sum(s * n for s, n in zip(shares, lengths, strict=True)) / tokens == pytest.approx(1)
+    distilled = 2 / 3 if average == "samples" else (lengths[0] + lengths[2]) / tokens
+    taught = sum(s * n for s, n in zip(shares, lengths, strict=True)) / tokens
+    assert taught == pytest.approx(distilled)
+    alone = sample_weights([kept[0], kept[2]], average)  # nothing is excluded
+    taught = sum(sum(w.teachers.values()) * n for w, n in zip(alone, lengths[::2], strict=True))
+    assert taught / sum(lengths[::2]) == pytest.approx(1)
     rewards = [each.reward * n for each, n in zip(weights, lengths, strict=True)]
     assert sum(rewards) / tokens == pytest.approx(1)
     assert shares[1] == 0

@@ -8,10 +8,13 @@ tokens (all, without ``tokens``), each selected token has for the loss of the te
     teachers    w(i, t) / (teachers * sum over j of w(j, t) n(j, t)) every teacher counts the same
 
 and cross entropy the sum over the teachers. All weights of a step sum to one over selected tokens
-and teachers: what no teacher scores, or is not selected, does not dilute the rest. The reward term
-has a separate average, over the tokens of the completions with an advantage or, with
-``samples``, over these completions. Weights depend on the complete step and are computed once,
-before it is split: so the gradient depends neither on micro-batches nor on ranks.
+and teachers: what is not selected does not dilute the rest. If ``distill`` excludes completions
+with an advantage, they count with a loss of zero, and the sum is the share of the others in the
+tokens or, with ``samples``, in the completions: otherwise the fewer are distilled, the more each of
+them would weigh against its reward. The reward term has a separate average, over the tokens of the
+completions with an advantage or, with ``samples``, over these completions. Weights depend on the
+complete step and are computed once, before it is split: so the gradient depends neither on
+micro-batches nor on ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,6 +51,7 @@ def sample_weights(
         for name, (share, count) in each.items():
             by_teacher[name] = by_teacher.get(name, 0.0) + share * count
     rewarded = [len(e.rollout.completion) for e in examples if e.advantage is not None]
+    kept = _distilled_share(examples, average)
     weights: list[SampleWeights] = []
     for example, each in zip(examples, parts, strict=True):
         factors = {name: tokens / distilled for name, (_, count) in each.items() if count}
@@ -55,6 +59,7 @@ def sample_weights(
             factors = {name: tokens / (samples * each[name][1]) for name in factors}
         elif average == "teachers":
             factors = {name: tokens / (len(by_teacher) * by_teacher[name]) for name in factors}
+        factors = {name: factor * kept for name, factor in factors.items()}
         weighted = {name: each[name][0] * factors.get(name, 0.0) for name in each}
         labels = max(factors.values(), default=0.0)
         labels = labels if average == "tokens" else sum(weighted.values())
@@ -64,6 +69,19 @@ def sample_weights(
             reward = tokens / (sum(map(bool, rewarded)) * length if equal else sum(rewarded))
         weights.append(SampleWeights(weighted, labels, reward))
     return weights
+
+
+def _distilled_share(examples: Sequence[TrainingExample], average: LossAverage) -> float:
+    """Return the share of what is distilled, the rest being excluded by ``distill``."""
+
+    def size(chosen: Sequence[TrainingExample]) -> int:
+        if average == "samples":
+            return len(chosen)
+        return sum(len(each.rollout.completion) for each in chosen)
+
+    distilled = size([each for each in examples if each.scores])
+    excluded = size([e for e in examples if not e.scores and e.advantage is not None])
+    return distilled / (distilled + excluded) if distilled else 1.0
 
 
 def _parts(example: TrainingExample) -> dict[str, tuple[float, int]]:
