@@ -96,8 +96,8 @@ def test_excluded_completions_count_with_a_loss_of_zero(average: LossAverage) ->
     distilled = 2 / 3 if average == "samples" else (lengths[0] + lengths[2]) / tokens
     taught = sum(s * n for s, n in zip(shares, lengths, strict=True)) / tokens
     assert taught == pytest.approx(distilled)
-    alone = sample_weights([kept[0], kept[2]], average)  # nothing is excluded
-    taught = sum(sum(w.teachers.values()) * n for w, n in zip(alone, lengths[::2], strict=True))
+    included = sample_weights([kept[0], kept[2]], average)
+    taught = sum(sum(w.teachers.values()) * n for w, n in zip(included, lengths[::2], strict=True))
     assert taught / sum(lengths[::2]) == pytest.approx(1)
     rewards = [each.reward * n for each, n in zip(weights, lengths, strict=True)]
     assert sum(rewards) / tokens == pytest.approx(1)
