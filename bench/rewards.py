@@ -1,4 +1,4 @@
-"""Rewards beside a teacher that is wrong on a third of the prompts.
+"""Rewards with a teacher that is wrong on a third of the prompts.
 
     python -m bench.rewards --seeds 3 --json OUT
     python -m bench.rewards --arms teacher,reward,failed

@@ -57,8 +57,8 @@ def main() -> None:
         own = side(student)
         samples = [(own.table.sequence(own.encoder.encode(text)), score) for text, score in scores]
         if model is None:
-            made = completions(student, teacher, count, certain=True)
-            samples = [(each.student, each.score) for each in made]
+            pairs_of_texts = completions(student, teacher, count, certain=True)
+            samples = [(each.student, each.score) for each in pairs_of_texts]
         figures = _measure(student, teacher, samples)
         tokens = sum(len(completion) for completion, _ in samples)
         figures.insert(3, 1e6 * model.seconds / tokens if model else float("nan"))

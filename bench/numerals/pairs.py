@@ -35,7 +35,7 @@ _SETTINGS: dict[str, Mapping[str, Any]] = {
     "topk_kl": {"type": "topk_kl"},
     "gold": {"type": "gold", "merge": "observed"},  # as published
     "gold_bayesian": {"type": "gold", "merge": "bayesian"},
-    # Of the teacher's projection; the bench builds the loss (bench/xtoken.py).
+    # The teacher's projection needs a loss of a type; bench/xtoken.py builds the one that is used.
     PKL_PARITY: {"type": "ctkd", "projection": {"weights": "decay"}},
     "alm": {"type": "alm"},
     "simct": {"type": "simct"},

@@ -167,8 +167,8 @@ async def test_one_is_killed_and_one_added_while_a_client_scores(pods: list[Pod]
 
     clock = Clock(now=lambda: time.monotonic() + later[0])
     url = f"http://127.0.0.5:{added.port}"
-    async with TeacherClient("math", [url], verify=0) as one:
-        expected = [await one.score(step(number), top_k=4) for number in range(9)]
+    async with TeacherClient("math", [url], verify=0) as single:
+        expected = [await single.score(step(number), top_k=4) for number in range(9)]
     added.received.clear()
 
     name = f"dns+http://math:{added.port}"

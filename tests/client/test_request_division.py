@@ -82,7 +82,7 @@ def test_a_prompt_is_divided_if_each_part_has_as_many_completion_tokens(completi
 def test_a_prompt_is_divided_where_a_share_would_differ_by_more_than_an_eighth(
     size: int, divided: bool
 ) -> None:
-    """Of 40 samples, the share of the first of two replicas is 20 without a division."""
+    """The first of two replicas has a share of 20 of 40 samples without a division."""
     sequences = [*samples(1, size, 100, 1000)]
     other = samples(2, 40 - size, 100, 1000)[1::2]
     parts = divide([*sequences, *other], 8, replicas=2, cached_at=nowhere)

@@ -186,7 +186,7 @@ class Replicas:
     async def _replicas_of(self, name: ServiceName) -> dict[str, Replica]:
         """Return the replicas of a name by URL; the last ones while it cannot be resolved."""
         try:
-            found = [name.replica(ip) for ip in await self._resolve(name.url.host, name.port)]
+            replicas = [name.replica(ip) for ip in await self._resolve(name.url.host, name.port)]
         except OSError as error:
             problem = TeacherUnavailableError(f"{name.address} cannot be resolved: {error}")
             if name.address not in self._problems:
@@ -195,7 +195,7 @@ class Replicas:
             host = name.url.netloc.decode()
             return {url: each for url, each in self._discovered.items() if each.host == host}
         self._problems.pop(name.address, None)
-        return {replica.url: replica for replica in found}
+        return {replica.url: replica for replica in replicas}
 
     async def _admit(self, replica: Replica) -> None:
         """Use a replica if it passes the check."""

@@ -288,7 +288,7 @@ def test_a_token_is_open_if_a_rare_token_of_the_student_continues_it(number: str
 
 
 @pytest.mark.parametrize("is_sure", [True, False])
-def test_text_that_the_student_spells_with_its_own_token_needs_no_detour(is_sure: bool) -> None:
+def test_text_that_the_student_spells_with_its_own_token_needs_no_bound(is_sure: bool) -> None:
     # The student's tokenizer divides `abca` as `ab|c|a`, and `abcd` is a token: `ab` may lead to
     # `c`, but not if `d` follows.
     student = Tongue.of("ab", "abcd", "abce", without_merges=True)
@@ -309,7 +309,7 @@ def test_text_that_the_student_spells_with_its_own_token_needs_no_detour(is_sure
 
 @pytest.mark.parametrize("is_sure", [True, False])
 @pytest.mark.parametrize("sampled", ["abcgb", "zb"])
-def test_the_token_that_a_lookahead_ends_with_needs_no_detour(sampled: str, is_sure: bool) -> None:
+def test_the_token_that_a_lookahead_ends_with_needs_no_bound(sampled: str, is_sure: bool) -> None:
     # As above, but the text that the teacher expects is not the sampled one.
     student = Tongue.of("ab", "abcde", "abcdf", "abcg", "bb", without_merges=True)
     teacher = Tongue.of("ab", without_merges=True)
