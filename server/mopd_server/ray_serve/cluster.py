@@ -14,11 +14,12 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.context import _get_global_client  # pyright: ignore[reportPrivateUsage]
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
-from mopd_protocol.errors import ConfigError
+from mopd_protocol.errors import ConfigError, first_line
 from mopd_server.http.middleware.authentication import KEYS_VARIABLE
 from mopd_server.ray_serve.autoscaling import QueuePolicy
 from mopd_server.ray_serve.replica import TeacherReplica
@@ -74,6 +75,8 @@ class ServeCluster:
         self._file = file
         self._names = [teacher.name for teacher in file.teachers]
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Its proxy imports for longer than the default of 5 s where the node's cores are busy.
+        os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
         address = address or ("auto" if existing else None)
         try:
             # The dashboard takes longer to start than the rest of a new cluster, or fails.
@@ -90,7 +93,7 @@ class ServeCluster:
         """Start or update the teachers; returns before they are ready.
 
         Raises:
-            ConfigError: if Ray Serve of this cluster listens on another port.
+            ConfigError: if Ray Serve does not start, or listens on another port of this cluster.
         """
         file, listen = self._file, self._file.listen()
         keys = os.environ.get(KEYS_VARIABLE, "")
@@ -101,15 +104,22 @@ class ServeCluster:
                 f"expected {running.http_config.port}).",
                 key="port",
             )
-        serve.start(
-            proxy_location="EveryNode",
-            http_options={
-                "host": file.host,
-                "port": file.port,
-                "ssl_certfile": listen.tls_certificate and str(listen.tls_certificate),
-                "ssl_keyfile": listen.tls_key and str(listen.tls_key),
-            },
-        )
+        try:
+            serve.start(
+                proxy_location="EveryNode",
+                http_options={
+                    "host": file.host,
+                    "port": file.port,
+                    "ssl_certfile": listen.tls_certificate and str(listen.tls_certificate),
+                    "ssl_keyfile": listen.tls_key and str(listen.tls_key),
+                },
+            )
+        except RayError as error:
+            raise ConfigError(
+                f"port: Ray Serve did not start at port {file.port}: {first_line(error)}. Use a "
+                "free port, and see the logs of Ray.",
+                key="port",
+            ) from error
         gpus = ray.cluster_resources().get("GPU", 0.0)
         targets = [
             serve.RunTarget(
