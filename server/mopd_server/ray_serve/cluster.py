@@ -75,7 +75,9 @@ class ServeCluster:
         self._file = file
         self._names = [teacher.name for teacher in file.teachers]
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # Its proxy imports for longer than the default of 5 s where the node's cores are busy.
+        # For a new cluster: replicas would have the niceness 15, so that they starve next to a
+        # trainer, and the proxy 5 s for its imports.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
         address = address or ("auto" if existing else None)
         try:
