@@ -50,8 +50,8 @@ ARMS: Mapping[str, tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]] = 
     "failed": ({}, {"distill": "failed"}),
     "failed-light": ({"weight": 0.2}, {"distill": "failed"}),
 }
-_TEACHER_STEPS, _STUDENT_STEPS, _STEPS, _QUICK_STEPS = 400, 150, 80, 2
-_PROMPTS_PER_STEP, _SAMPLES = 8, 8
+_TEACHER_STEPS, _STUDENT_STEPS, _STEPS, _QUICK_STEPS = 400, 150, 300, 2
+_PROMPTS_PER_STEP, _SAMPLES = 16, 4
 _PROMPTS, _HELD_OUT, _EVALUATIONS = 2_000, 200, 4
 _BATCH = 48
 
@@ -158,6 +158,7 @@ def run_arm(
             "samples_per_prompt": _SAMPLES,
             "generation_batch_size": _PROMPTS_PER_STEP * _SAMPLES,
             "max_new_tokens": 4,
+            "temperature": 1.0,
         },
         "evaluation": {
             "every": max(1, steps // _EVALUATIONS),
