@@ -120,7 +120,7 @@ def test_unlikely_text_that_the_student_divides_otherwise_has_hardly_any_loss(
     letters: str, longest: int, merges: int, seed: int
 ) -> None:
     texts_of_model = markov_texts(letters, longest, seed)
-    assert false_loss(merging_pair(seed, letters, merges), texts_of_model, top_k=64) <= 0.011
+    assert false_loss(merging_pair(seed, letters, merges), texts_of_model, top_k=64) <= 0.013
 
 
 def test_short_names_differ() -> None:

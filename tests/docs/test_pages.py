@@ -18,6 +18,7 @@ from docs import configuration_reference, drawings, metrics_reference
 from mopd_losses.config import LossConfig
 from mopd_server.http.http_metrics import HttpMetrics
 from mopd_server.main import parser
+from mopd_server.ray_serve.teachers_file import load_teachers_file
 from mopd_server.scoring.metrics import ServiceMetrics
 from mopd_trainer.config.loading import parse_run
 from tests.docs.pages import PAGES, ROOT, code_spans, examples
@@ -89,8 +90,12 @@ def test_a_drawing_is_current(name: str) -> None:
 
 
 @pytest.mark.parametrize("place", range(len(YAML)), ids=lambda at: f"{YAML[at][0]}-{at}")
-def test_an_example_of_a_run_is_one(place: int) -> None:
+def test_an_example_of_a_run_or_of_teachers_is_one(place: int, tmp_path: Path) -> None:
     page, text = YAML[place]
+    if isinstance(yaml.safe_load(text).get("teachers"), list):
+        (tmp_path / "teachers.yaml").write_text(text)
+        load_teachers_file(tmp_path / "teachers.yaml")
+        return
     values = OmegaConf.to_container(OmegaConf.merge(REST, yaml.safe_load(text)))
     parse_run(values, source=page)
 
@@ -174,9 +179,12 @@ def _is_loss(settings: object) -> bool:
 
 
 def _help() -> str:
-    (serve,) = (a for a in parser()._actions if a.dest == "command")  # argparse has no other way
-    assert serve.choices is not None
-    return serve.choices["serve"].format_help()  # type: ignore[index]
+    (commands,) = (a for a in parser()._actions if a.dest == "command")  # argparse has no other way
+    assert commands.choices is not None
+    return "".join(
+        commands.choices[name].format_help()  # type: ignore[index]
+        for name in ("serve", "deploy")
+    )
 
 
 def _messages() -> Iterator[str]:

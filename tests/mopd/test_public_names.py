@@ -99,6 +99,7 @@ INTERNAL = {
     "bench/results/uncertainty.py": "compares divergences on known distributions",
     "bench/scaling/replicas.py": "replaces the engine's forward pass by a wait",
     "bench/scaling/workload.py": "divides a step as the client does",
+    "bench/translation_cost.py": "translates completions of a model, as tokens",
     "bench/xtoken.py": "is a loss, written with the parts of the package's losses",
 }
 
